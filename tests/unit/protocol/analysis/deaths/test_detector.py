@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from ftmon.protocol.analysis.deaths.detector import (
     HELD_S,
@@ -223,73 +224,54 @@ def test_a_run_that_ended_before_its_first_step_does_not_repeat_the_alert_of_a_f
     assert [alert.kind for alert in sent if alert.kind == "exit"] == ["exit"] * exits
 
 
+GIB = 2**30
+MIB = 2**20
+OOM_SIZES = {"requested_bytes": int(4.64 * GIB), "device_free_bytes": int(1.54 * GIB), "device_total_bytes": 20 * GIB}
+HELD_SIZES = {"allocated_bytes": int(18.28 * GIB), "reserved_bytes": int(18.28 * GIB) + 183 * MIB}
+OOM = Oom(0, 7, "backward", 0.0, **OOM_SIZES, **HELD_SIZES, batch_shape=[2, 4096])
+"""The public sample: qwen1.5-0.5b, ZeRO-2, micro-batch 2, length 4096, 20 GiB allowed."""
+
+
+def play(make_sim: Any, ranks: int, *events: Any, cuda: bool = False) -> Any:
+    """Return a run after six steps and these events: messages, dead processes (rank, fields), seconds to wait."""
+    sim = make_sim(ranks, cuda=cuda)
+    sim.begin()
+    sim.train(1, 6)
+    for event in events:
+        if isinstance(event, float):
+            sim.wait(event)
+        elif isinstance(event, tuple):
+            rank, fields = event
+            sim.fact(rank, alive=False, **fields)
+        else:
+            sim.feed(msgspec.structs.replace(event, time=sim.now) if hasattr(event, "time") else event)
+    return sim
+
+
+def lost(rank: int, error: str = LOST) -> Failure:
+    return Failure(rank, 7, "backward", 0.0, error)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_death_by_an_own_exit_status_names_other_ranks_only_if_there_are_some(make_sim: Any, world: int):
-    sim = make_sim(world)
-    sim.begin()
-    sim.train(1, 3)
-    sim.feed(Goodbye(0, sim.now, 3, "failed", "sys.exit(3)"))
-    sim.fact(0, alive=False, exit_code=3)
-    sim.wait(5)
+    sim = play(make_sim, world, Goodbye(0, 0.0, 6, "failed", "sys.exit(3)"), (0, {"exit_code": 3}), 5.0)
     (alert,) = sim.alerts("died")
     assert ("other ranks" in alert.text) == (world > 1)
     assert (alert.rank, alert.evidence["exit_code"]) == (0, 3)
 
 
-GIB = 2**30
-MIB = 2**20
-
-
-def a_run(make_sim: Any, ranks: int, **fields: Any) -> Any:
-    sim = make_sim(ranks, **fields)
-    sim.begin()
-    sim.train(1, 6)
-    return sim
-
-
-def oom(sim: Any) -> Oom:
-    # The public sample: qwen1.5-0.5b, ZeRO-2, micro-batch 2, length 4096, 20 GiB allowed.
-    sizes = {"requested_bytes": int(4.64 * GIB), "device_free_bytes": int(1.54 * GIB), "device_total_bytes": 20 * GIB}
-    held = {"allocated_bytes": int(18.28 * GIB), "reserved_bytes": int(18.28 * GIB) + 183 * MIB}
-    return Oom(0, 7, "backward", sim.now, **sizes, **held, batch_shape=[2, 4096])
-
-
-def test_an_oom_gives_the_allocators_numbers_and_a_verdict(make_sim: Any):
-    sim = a_run(make_sim, 1)
-    sim.feed(oom(sim))
+def test_an_oom_gives_the_allocators_numbers_and_is_resolved_by_the_next_step_and_no_earlier_one(make_sim: Any):
+    sim = play(make_sim, 1, OOM, cuda=True)
     (alert,) = sim.alerts("oom")
     assert (alert.severity, alert.rank, alert.step, alert.phase) == ("error", 0, 7, "backward")
     evidence = alert.evidence
     assert (evidence["verdict"], evidence["batch_shape"]) == ("activations", [2, 4096])
-    assert (evidence["requested_bytes"], evidence["device_free_bytes"]) == (int(4.64 * GIB), int(1.54 * GIB))
-    assert evidence["reserved_unallocated_bytes"] == 183 * MIB
+    assert evidence.items() >= {**OOM_SIZES, **HELD_SIZES, "reserved_unallocated_bytes": 183 * MIB}.items()
     assert "micro_batch" in [remedy["kind"] for remedy in evidence["remedies"]]
-
-
-def test_an_oom_that_the_script_catches_is_resolved_by_its_next_step_and_no_earlier_one(make_sim: Any):
-    sim = a_run(make_sim, 1)
-    sim.feed(oom(sim), sim.step(0, 6))
+    sim.feed(sim.step(0, 6))
     assert sim.alerts("oom")[0].resolved is None, "a step from before the error that arrives late"
     sim.train(8, 8)
     assert sim.alerts("oom")[0].resolved is not None
-
-
-def test_an_oom_that_ends_the_script_is_one_alert_with_the_traceback_and_the_exit_status(make_sim: Any):
-    sim = a_run(make_sim, 2)
-    sim.feed(
-        oom(sim),
-        Failure(0, 7, "backward", sim.now, "OutOfMemoryError: CUDA out of memory. Tried ...", "Traceback ..."),
-        Goodbye(0, sim.now, 6, "failed"),
-    )
-    sim.fact(0, alive=False, exit_code=1)
-    sim.fact(1, alive=False, signal=15)
-    sim.wait(10)
-    (alert,) = sim.alerts("oom")
-    assert alert.evidence["traceback"] == "Traceback ..."
-    assert alert.evidence["ended"] == "exit code 1"
-    assert list(alert.evidence["then"]) == ["1"]
-    assert sim.alerts("failure") == []
-    assert sim.alerts("died") == []
 
 
 @pytest.mark.parametrize(
@@ -300,37 +282,36 @@ def test_an_oom_that_ends_the_script_is_one_alert_with_the_traceback_and_the_exi
         "OutOfMemoryError: CUDA out of memory.",
     ],
 )
-def test_memory_that_ran_out_without_an_allocator_message_is_an_oom_too(make_sim: Any, error: str):
-    sim = a_run(make_sim, 1, cuda=False)
-    sim.feed(Failure(0, 7, "optimizer", sim.now, error, "Traceback ..."))
+@pytest.mark.parametrize("report", [[], [OOM]], ids=["without an allocator's message", "with it"])
+def test_an_oom_that_ends_the_script_is_one_alert_with_the_traceback_and_the_exit_status(
+    make_sim: Any, error: str, report: list[Oom]
+):
+    ends = (Failure(0, 7, "backward", 0.0, error, "Traceback ..."), Goodbye(0, 0.0, 6, "failed"))
+    sim = play(make_sim, 2, *report, *ends, (0, {"exit_code": 1}), (1, {"signal": 15}), 10.0)
     (alert,) = sim.alerts("oom")
-    assert alert.severity == "error"
-    assert sim.alerts("failure") == []
+    assert (alert.severity, alert.evidence["traceback"], alert.evidence["ended"]) == (
+        "error",
+        "Traceback ...",
+        "exit code 1",
+    )
+    assert list(alert.evidence["then"]) == ["1"]
+    assert sim.alerts("failure") == sim.alerts("died") == []
 
 
 def test_a_death_names_its_signal_and_carries_the_last_lines(make_sim: Any):
-    sim = a_run(make_sim, 2, cuda=False)
-    for number in range(20):
-        sim.feed(LogLine(1, sim.now, "err", f"line {number}"))
-    sim.fact(1, alive=False, signal=9)
-    sim.wait(1.5)
-    sim.feed(LogLine(1, sim.now, "err", "last words"))
-    sim.wait(5)
+    lines = (LogLine(1, 0.0, "err", f"line {number}") for number in range(20))
+    sim = play(make_sim, 2, *lines, (1, {"signal": 9}), 1.5, LogLine(1, 0.0, "err", "last words"), 5.0)
     (alert,) = sim.alerts("died")
     assert alert.evidence["log"][-2:] == ["line 19", "last words"]
     assert (alert.rank, alert.evidence["signal"], alert.evidence["pid"]) == (1, 9, 101)
 
 
 def test_what_a_launcher_ends_after_the_first_death_is_evidence_not_alerts(make_sim: Any):
-    sim = a_run(make_sim, 8)
-    sim.fact(5, alive=False, exit_code=17)
-    sim.wait(0.5)
-    for rank in {0, 1, 2, 3, 4, 6, 7}:
-        sim.fact(rank, alive=False, signal=15)
-    sim.wait(8)
+    others = [0, 1, 2, 3, 4, 6, 7]
+    sim = play(make_sim, 8, (5, {"exit_code": 17}), 0.5, *((rank, {"signal": 15}) for rank in others), 8.0)
     (alert,) = sim.alerts("died")
     assert (alert.rank, alert.evidence["exit_code"]) == (5, 17)
-    assert sorted(alert.evidence["then"]) == ["0", "1", "2", "3", "4", "6", "7"]
+    assert sorted(alert.evidence["then"]) == list(map(str, others))
 
 
 @pytest.mark.parametrize(
@@ -344,16 +325,9 @@ def test_what_a_launcher_ends_after_the_first_death_is_evidence_not_alerts(make_
 def test_the_peers_broken_connection_is_blamed_on_the_rank_that_died_first(
     make_sim: Any, error: str, exception_first: bool
 ):
-    sim = a_run(make_sim, 2, cuda=False)
-    if not exception_first:
-        sim.fact(1, alive=False, signal=11)
-        sim.now += 0.1
-    sim.feed(Failure(0, 7, "backward", sim.now, error))
-    if exception_first:
-        sim.fact(1, alive=False, signal=11)
-    sim.feed(Goodbye(0, sim.now, 6, "failed", error))
-    sim.fact(0, alive=False, exit_code=1)
-    sim.wait(8)
+    first = [(1, {"signal": 11}), lost(0, error)]
+    ends = (Goodbye(0, 0.0, 6, "failed", error), (0, {"exit_code": 1}), 8.0)
+    sim = play(make_sim, 2, *(first[::-1] if exception_first else first), *ends)
     (alert,) = sim.alerts("died")
     assert (alert.rank, alert.evidence["signal"]) == (1, 11)
     assert error[:40] in alert.evidence["then"]["0"]
@@ -362,39 +336,31 @@ def test_the_peers_broken_connection_is_blamed_on_the_rank_that_died_first(
 
 
 def test_a_kill_that_was_asked_for_and_the_peer_lost_to_it_are_information(make_sim: Any):
-    sim = a_run(make_sim, 2)
-    sim.feed(Command("c", "kill", {"ranks": [1], "signal": "KILL"}))
-    sim.fact(1, alive=False, signal=9)
-    sim.wait(3)
+    sim = play(make_sim, 2, Command("c", "kill", {"ranks": [1], "signal": "KILL"}), (1, {"signal": 9}), 3.0)
     (alert,) = sim.alerts("died")
     assert (alert.severity, alert.rank, alert.evidence["signal"]) == ("info", 1, 9)
-    sim = a_run(make_sim, 2, cuda=False)
-    sim.feed(Command("c", "kill", {"ranks": [1], "signal": "INT"}))
     # A rank that INT ends says goodbye: there is no death of it that the broken connection could follow from.
-    sim.feed(Goodbye(1, sim.now, 6, "stopped", "interrupted"))
-    sim.feed(Failure(0, 7, "backward", sim.now, LOST))
-    sim.wait(6)
-    (alert,) = sim.alerts("failure")
+    interrupted = Command("c", "kill", {"ranks": [1], "signal": "INT"}), Goodbye(1, 0.0, 6, "stopped", "interrupted")
+    (alert,) = play(make_sim, 2, *interrupted, lost(0), 6.0).alerts("failure")
     assert (alert.rank, alert.severity) == (0, "info")
 
 
 def test_a_broken_connection_with_no_other_trouble_is_a_failure_of_its_own(make_sim: Any):
-    sim = a_run(make_sim, 2, cuda=False)
-    sim.feed(Failure(0, 7, "backward", sim.now, "RuntimeError: Connection reset by peer"))
-    sim.wait(5)
+    sim = play(make_sim, 2, lost(0, "RuntimeError: Connection reset by peer"), 5.0)
     assert [alert.rank for alert in sim.alerts("failure")] == [0]
+    sim = play(make_sim, 2, lost(0))
+    sim.sent += sim.detectors.begin_job(sim.now)
+    assert [alert.rank for alert in sim.alerts("failure")] == [0], "reported before the next job begins"
 
 
 def test_two_different_failures_are_two_alerts(make_sim: Any):
-    sim = a_run(make_sim, 2)
-    for rank in range(2):
-        sim.feed(Failure(rank, 7, "data", sim.now, f"KeyError: 'field {rank}'", "Traceback"))
+    sim = play(make_sim, 2, *(Failure(rank, 7, "data", 0.0, f"KeyError: 'field {rank}'") for rank in range(2)))
     found = [(alert.rank, alert.phase, alert.evidence["error"]) for alert in sim.alerts("failure")]
     assert found == [(0, "data", "KeyError: 'field 0'"), (1, "data", "KeyError: 'field 1'")]
 
 
-def test_lost_telemetry_is_one_alert_that_counts_and_ends(make_sim: Any):
-    sim = a_run(make_sim, 2)
+def test_lost_telemetry_and_a_failing_recording_are_each_one_alert_that_counts_and_ends(make_sim: Any):
+    sim = play(make_sim, 2)
 
     def alerts(lost: int) -> list[Any]:
         sim.feed(HubStats(sim.now, 1, 10, 10, 10, {"rank-1-4711-99": lost} if lost else {}))
@@ -404,74 +370,43 @@ def test_lost_telemetry_is_one_alert_that_counts_and_ends(make_sim: Any):
     assert [alerts(lost) for lost in (0, 12, 20)] == [[], [(1, 12, True)], [(2, 20, True)]]
     sim.wait(60)
     assert alerts(20) == [(2, 20, False)]
-
-
-def test_a_recording_that_cannot_be_written_is_told_and_resolved(make_sim: Any):
-    sim = a_run(make_sim, 1)
     for _ in range(5):
         sim.feed(HubStats(sim.now, 1, 10, 10, 10, recording_error="No space left on device"))
         sim.tick()
     (alert,) = sim.alerts("disk")
-    assert (alert.severity, alert.count) == ("error", 1)
-    assert alert.evidence["error"] == "No space left on device"
-    sim.feed(HubStats(sim.now, 1, 10, 10, 10))
+    assert (alert.severity, alert.count, alert.evidence["error"]) == ("error", 1, "No space left on device")
+    alerts(0)
     assert sim.alerts("disk")[0].resolved is not None
 
 
 def test_an_ordinary_end_raises_nothing(make_sim: Any):
-    sim = a_run(make_sim, 2)
-    for rank in range(2):
-        sim.feed(Goodbye(rank, sim.now, 6, "finished"))
-        sim.fact(rank, alive=False, exit_code=0)
-    sim.wait(2)
+    ends = ((Goodbye(rank, 0.0, 6, "finished"), (rank, {"exit_code": 0})) for rank in range(2))
+    sim = play(make_sim, 2, *(event for end in ends for event in end), 2.0)
     sim.sent += sim.tracker.ended(sim.now, "finished", 0)
     sim.wait(10)
     assert [alert for kind in ("died", "failure", "exit", "hang", "note", "slow") for alert in sim.alerts(kind)] == []
 
 
-@pytest.mark.parametrize(
-    ("code", "signal", "words"),
-    [
-        (0, None, "exit code 0"),
-        (None, 11, "killed by SIGSEGV"),
-        (-9, None, "killed by SIGKILL"),
-        (137, None, "exit code 137, SIGKILL"),
-        (None, None, "exit status unknown"),
-        (None, 77, "killed by signal 77"),
-    ],
-)
-def test_endings_are_said_in_words(code: int | None, signal: int | None, words: str):
-    assert ending_in_words(code, signal) == words
-
-
 def test_ranks_of_a_job_that_slurm_cancelled_died_of_nothing(make_sim: Any):
-    sim = a_run(make_sim, 2, cuda=False)
     words = "slurmstepd: error: *** STEP 5.0 ON nodea CANCELLED AT 2026-11-21T12:00:00 DUE TO TIME LIMIT ***"
-    sim.feed(LogLine(-1, sim.now, "launcher", words))
+    sim = play(make_sim, 2, LogLine(-1, 0.0, "launcher", words), (0, {"signal": 15}), (1, {"signal": 15}), 6.0)
     assert (sim.tracker.run_state.state, sim.tracker.run_state.text) == ("stopping", "cancelled by SLURM: time limit")
-    sim.fact(0, alive=False, signal=15)
-    sim.fact(1, alive=False, signal=15)
-    sim.wait(6)
     assert sim.alerts("died") == []
 
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize(
     ("ended", "follows"),
-    [
-        ({"signal": 6}, {"signal": 15}),
-        ({"signal": 9, "time": 0.0}, {"time": 0.0}),
-        ({"time": -0.01}, {"signal": 6, "time": 0.0}),
-    ],
+    [({"signal": 6}, {"signal": 15}), ({"signal": 9}, {}), ({"time": -0.01}, {"signal": 6})],
     ids=["the other was asked to end", "nothing is known of the other", "seen earlier, though nothing is known of it"],
 )
 def test_of_two_deaths_in_one_poll_the_known_or_earlier_one_is_where_it_began(
     make_sim: Any, first: int, ended: dict[str, Any], follows: dict[str, Any]
 ):
-    sim = a_run(make_sim, 2, cuda=False)
-    for rank in (1 - first, first) if "time" not in ended else (0, 1):
-        fact = dict(ended if rank == first else follows)
-        sim.fact(rank, alive=False, **(fact | {"time": sim.now + fact["time"]} if "time" in fact else fact))
+    sim = play(make_sim, 2)
+    for rank in (0, 1):
+        fact = {"time": 0.0, **(ended if rank == first else follows)}
+        sim.fact(rank, alive=False, **{**fact, "time": sim.now + fact["time"]})
     sim.wait(6)
     (alert,) = sim.alerts("died")
     assert (alert.rank, alert.evidence["exit_code"], alert.evidence["signal"]) == (first, None, ended.get("signal"))
@@ -479,10 +414,9 @@ def test_of_two_deaths_in_one_poll_the_known_or_earlier_one_is_where_it_began(
 
 
 def test_a_run_that_ends_before_its_dead_were_told_has_them_in_the_order_of_their_deaths(make_sim: Any):
-    sim = a_run(make_sim, 3, cuda=False)
-    sim.fact(2, alive=False, signal=9, time=sim.now)
-    sim.fact(1, alive=False, signal=15, time=sim.now + 0.1)
-    sim.fact(0, alive=False, signal=15, time=sim.now + 0.2)
+    sim = play(make_sim, 3)
+    for after, rank in enumerate((2, 1, 0)):
+        sim.fact(rank, alive=False, signal=15 if after else 9, time=sim.now + after / 10)
     sim.sent += sim.tracker.ended(sim.now, "failed", 137)
     sim.tick()
     (alert,) = sim.alerts("died")
@@ -490,10 +424,10 @@ def test_a_run_that_ends_before_its_dead_were_told_has_them_in_the_order_of_thei
 
 
 def test_a_launcher_that_ends_before_its_ranks_is_the_trouble_and_no_rank_is_blamed_for_being_ended(make_sim: Any):
-    sim = a_run(make_sim, 2, cuda=False)
+    sim = play(make_sim, 2)
     sim.sent += sim.detectors.job_ended_first(sim.now, -9, 2, ["100 (python)", "101 (python)"])
-    sim.fact(1, alive=False, signal=15)
-    sim.fact(0, alive=False, signal=15)
+    for rank in (1, 0):
+        sim.fact(rank, alive=False, signal=15)
     sim.wait(6)
     (alert,) = sim.alerts("died")
     assert (alert.rank, alert.evidence["rule"], alert.evidence["left"]) == (None, "launcher", 2)
@@ -501,11 +435,7 @@ def test_a_launcher_that_ends_before_its_ranks_is_the_trouble_and_no_rank_is_bla
 
 
 def test_a_lost_connection_to_a_rank_whose_script_ended_names_that_rank(make_sim: Any):
-    sim = a_run(make_sim, 3)
-    sim.feed(Goodbye(1, sim.now, 6, "finished"))
-    for rank in (0, 2):
-        sim.feed(Failure(rank, 7, "backward", sim.now, LOST))
-    sim.wait(4)
+    sim = play(make_sim, 3, Goodbye(1, 0.0, 6, "finished"), lost(0), lost(2), 4.0)
     (alert,) = sim.alerts("failure")
     assert (alert.rank, alert.step, alert.evidence["rule"]) == (1, 7, "ended-early")
     assert (alert.evidence["last_step"], alert.evidence["lost"]) == ({"1": 6}, 0)
@@ -514,10 +444,8 @@ def test_a_lost_connection_to_a_rank_whose_script_ended_names_that_rank(make_sim
 
 @pytest.mark.parametrize("over", [True, False])
 def test_a_run_that_ends_while_a_lost_connection_waits_for_its_cause_still_names_it(make_sim: Any, over: bool):
-    sim = a_run(make_sim, 2)
-    sim.feed(Goodbye(1, sim.now, 6, "finished"))
-    sim.feed(Failure(0, 7, "backward", sim.now, LOST), Goodbye(0, sim.now, 6, "failed", LOST))
-    sim.fact(0, alive=False, exit_code=1)
+    ends = (lost(0), Goodbye(0, 0.0, 6, "failed", LOST), (0, {"exit_code": 1}))
+    sim = play(make_sim, 2, Goodbye(1, 0.0, 6, "finished"), *ends)
     if over:
         sim.sent += sim.tracker.ended(sim.now, "failed", 1)
         sim.tick()
@@ -529,9 +457,13 @@ def test_a_run_that_ends_while_a_lost_connection_waits_for_its_cause_still_names
     assert (alert.rank, alert.evidence["last_step"], alert.evidence["lost"]) == (1, {"1": 6}, 0)
 
 
-def test_a_failure_that_waits_for_its_cause_is_told_before_the_next_job_begins(make_sim: Any):
-    sim = a_run(make_sim, 2)
-    sim.feed(Failure(0, 7, "backward", sim.now, LOST))
-    sim.sent += sim.detectors.begin_job(sim.now)
-    (alert,) = sim.alerts("failure")
-    assert (alert.rank, alert.kind) == (0, "failure")
+def test_endings_are_said_in_words():
+    said = {
+        (0, None): "exit code 0",
+        (None, 11): "killed by SIGSEGV",
+        (-9, None): "killed by SIGKILL",
+        (137, None): "exit code 137, SIGKILL",
+        (None, None): "exit status unknown",
+        (None, 77): "killed by signal 77",
+    }
+    assert {end: ending_in_words(*end) for end in said} == said
