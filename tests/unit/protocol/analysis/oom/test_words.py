@@ -16,6 +16,14 @@ from hypothesis import given
 
 KNOWN = OomContext(HELLO)
 LIMIT = "torch.cuda.set_per_process_memory_fraction allows 20.00 GiB"
+LIMITED = {
+    "device_free_bytes": 58 * GIB,
+    "device_total_bytes": 20 * GIB,
+    "room_bytes": 0,
+    "limit": LIMIT,
+    "allocated_bytes": 19 * GIB,
+    "reserved_bytes": 20 * GIB,
+}
 LOGITS = 4 * 2048 * 152_064 * 4
 STATES = ["train.py:80 main", "optim/adamw.py:200 step", "optim/adamw.py:140 _init_group"]
 BUCKET = ["engine.py:2000 backward", "stage_1_and_2.py:1000 average_tensor"]
@@ -66,17 +74,7 @@ CASES = [
     ),
     Case(
         "limit",
-        of(
-            phase="idle",
-            device_free_bytes=58 * GIB,
-            device_total_bytes=20 * GIB,
-            room_bytes=0,
-            limit=LIMIT,
-            allocated_bytes=19 * GIB,
-            reserved_bytes=20 * GIB,
-            starts=[],
-            peak_bytes=0,
-        ),
+        of(phase="idle", starts=[], peak_bytes=0, **LIMITED),
         f"2.00 GiB was requested while the device had 58.00 GiB free. A limit refused it: {LIMIT}.",
     ),
     Case(
@@ -233,17 +231,7 @@ def test_other_causes_without_which_it_would_have_fitted_are_named_beside_the_ve
 
 
 def test_a_limit_is_told_beside_another_cause() -> None:
-    longer = of(
-        batch_shape=[4, 9000],
-        device_free_bytes=58 * GIB,
-        device_total_bytes=20 * GIB,
-        room_bytes=0,
-        limit=LIMIT,
-        allocated_bytes=19 * GIB,
-        reserved_bytes=20 * GIB,
-        peak_bytes=15 * GIB,
-    )
-    verdict = explain(longer, KNOWN)
+    verdict = explain(of(batch_shape=[4, 9000], peak_bytes=15 * GIB, **LIMITED), KNOWN)
     assert verdict.kind == "longer_batch"
     assert verdict.text.endswith(f" The process may use 20.00 GiB of the device's memory only ({LIMIT}).")
     unnamed = explain(of(phase="checkpoint", device_free_bytes=3 * GIB, room_bytes=0), KNOWN)
