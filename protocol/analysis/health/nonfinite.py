@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -23,7 +23,9 @@ WAIT_SECONDS = 5.0
 UPDATE_STEPS = 50
 """An active finding is sent again after this many further steps with such a value."""
 KEPT_STEPS = 64
-"""Number of finite steps kept per rank, to compare with another rank's non-finite step."""
+"""Number of finite steps kept per rank, to compare with another rank's non-finite step and find the last good one."""
+OUT_OF_RANGE = 10.0
+"""A finite loss this many times above the median of the steps kept has left its range."""
 
 
 class NonFiniteFacts(msgspec.Struct, frozen=True):
@@ -47,18 +49,33 @@ class NonFiniteFacts(msgspec.Struct, frozen=True):
     finite_elsewhere: bool
     """Whether other ranks had a finite value in that step: then that rank's batch or device is the origin."""
     precision: str = ""
+    last_good_lr: float | None = None
+    all_ranks: bool = False
+    """Whether every rank had such a value in the first step: then the update before it is the suspect."""
+
+
+class _Good(NamedTuple):
+    step: int | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    lr: float | None = None
 
 
 @dataclass(slots=True)
 class _Rank:
     step: int = -1
     """Its latest step."""
-    good: deque[int] = field(default_factory=lambda: deque[int](maxlen=KEPT_STEPS))
+    good: deque[_Good] = field(default_factory=lambda: deque[_Good](maxlen=KEPT_STEPS))
     """Its latest steps with a finite value."""
-    loss: float | None = None
-    grad_norm: float | None = None
     clean: int = 0
     bad: bool = False
+
+    def last_good(self) -> _Good:
+        """Return the last step before its loss left its range."""
+        losses = sorted(good.loss for good in self.good if good.loss is not None)
+        highest = OUT_OF_RANGE * abs(losses[len(losses) // 2]) if losses else 0.0
+        within = [good for good in self.good if good.loss is None or good.loss <= highest]
+        return (within or [_Good(), *self.good])[-1]
 
 
 class _Case:
@@ -76,7 +93,7 @@ class _Case:
     def begin(self, step: Step, rank: _Rank, value: float) -> None:
         """Set the first step."""
         self.first_rank, self.first_step, self.value = step.rank, step.step, repr(float(value))
-        self.good = rank.good[-1] if rank.good else None, rank.loss, rank.grad_norm
+        self.good = rank.last_good()
         self.first_ranks: set[int] = set()
         self.finite_elsewhere = False
         """Stored, because the ranks' good steps are kept for ``KEPT_STEPS`` only."""
@@ -89,6 +106,8 @@ class NonFinite:
         self._what = what
         self._ranks: defaultdict[int, _Rank] = defaultdict(_Rank)
         self._case: _Case | None = None
+        self._explained = False
+        """Whether weights were not finite before any loss was: another finding tells that."""
 
     def step(self, step: Step, precision: str = "", ranks: Collection[int] = ()) -> list[Finding]:
         """Process one rank's step.
@@ -100,12 +119,16 @@ class NonFinite:
         rank.step = step.step
         value = self._value_of(step)
         found: list[Finding] = []
+        signs = step.signs
+        if signs is not None and self._what == "loss":
+            self._explained |= signs.weights == "nan" and value is not None and isfinite(value)
+            if signs.unlabelled:
+                value = None  # a mean over no labels, which another finding tells
         if value is not None and isfinite(value):
-            rank.good.append(step.step)
-            rank.loss, rank.grad_norm = step.loss, step.grad_norm
+            rank.good.append(_Good(step.step, step.loss, step.grad_norm, step.lr))
             if rank.bad:
                 found = self._clean(rank)
-        elif value is not None and not step.overflow:
+        elif value is not None and not step.overflow and not self._explained:
             found = self._bad(step, rank, value, precision)
         return found if self._case is None else found + self.raise_complete(ranks)
 
@@ -136,7 +159,7 @@ class NonFinite:
 
     def reset(self) -> list[Finding]:
         """Reset for another job; return the resolved finding, if any."""
-        case, self._case = self._case, None
+        case, self._case, self._explained = self._case, None, False
         self._ranks.clear()
         return self._finding(case, "resolved") if case is not None and case.raised else []
 
@@ -166,11 +189,14 @@ class NonFinite:
         return self._finding(case, "resolved") if case.raised else []
 
     def _finding(self, case: _Case, state: State) -> list[Finding]:
-        case.finite_elsewhere |= any(case.first_step in rank.good for rank in self._ranks.values())
-        total = sum(rank.bad or bool(rank.good) for rank in self._ranks.values())
+        ranks = self._ranks.values()
+        case.finite_elsewhere |= any(good.step == case.first_step for rank in ranks for good in rank.good)
+        total = sum(rank.bad or bool(rank.good) for rank in ranks)
+        step, loss, grad_norm, lr = case.good
+        first = tuple(sorted(case.first_ranks))
         facts = NonFiniteFacts(
-            *(case.value, case.first_rank, tuple(sorted(case.first_ranks)), case.first_step, *case.good, case.lr),
-            *(case.steps, total, case.finite_elsewhere, case.precision),
+            *(case.value, case.first_rank, first, case.first_step, step, loss, grad_norm, case.lr, case.steps, total),
+            *(case.finite_elsewhere, case.precision, lr, total == len(first) > 1),
         )
         kind = "nan_loss" if self._what == "loss" else "nan_gradient"
         return [Finding(kind, facts, state, "error", tuple(sorted(case.ranks)), step=case.first_step)]
@@ -187,21 +213,33 @@ def _nan(finding: Finding) -> Words:
         norm = f", gradient norm {number(facts.last_good_grad_norm)}" if facts.last_good_grad_norm is not None else ""
         loss = number(facts.last_good_loss)
         good = f"The last good step of rank {facts.first_rank} was {facts.last_good_step}: loss {loss}{norm}"
-    others = ""
+    others = left = ""
+    if facts.last_good_step is not None and facts.last_good_step < facts.first_step - 1:
+        left = "; after it the loss left its range"
+    rate = f"learning rate {number(facts.lr)}"
+    if facts.last_good_lr and facts.lr and facts.lr > 2 * facts.last_good_lr:
+        rate += f", {number(facts.lr / facts.last_good_lr)} times that of the good step"
     if facts.ranks_total > 1 and facts.finite_elsewhere:
         others = f" Other ranks were finite in that step, so it came from the batch or device of {who}."
+    elif facts.all_ranks:
+        suspect = facts.first_step - 1 if facts.last_good_step is None else facts.last_good_step
+        others = f" All ranks in the same step: the update of step {suspect} is the suspect, not a batch."
     elif set(finding.ranks) > set(facts.first_ranks):
         others = f" Since then: {all_ranks(finding.ranks)}."
+    # A checkpoint of a step has its update: of a suspect one, the checkpoint before it is the last good one.
+    good_until = (facts.last_good_step or 0) - (facts.all_ranks or bool(left))
+    until = f"of step {good_until:,} or earlier" if good_until > 0 else "before that step"
     return Words(
         f"{value} {what} on {who} since step {facts.first_step}",
-        f"{good}, learning rate {number(facts.lr)}.{others}",
-        _REMEDIES[finding.kind] + (" bf16 has a larger range than fp16." if facts.precision == "fp16" else ""),
+        f"{good}, {rate}{left}.{others}",
+        _REMEDIES[finding.kind].format(until)
+        + (" bf16 has a larger range than fp16." if facts.precision == "fp16" else ""),
         "It has been finite on every rank since.",
     )
 
 
 _REMEDIES = {
-    "nan_loss": "Stop, and resume from a checkpoint before that step: parameters that are NaN stay NaN. Check that "
+    "nan_loss": "Stop, and resume from a checkpoint {}: parameters that are NaN stay NaN. Check that "
     "batch (labels all masked, empty rows, values out of range), lower the learning rate or lengthen its warm-up, clip "
     "gradients; torch.autograd.set_detect_anomaly(True) names the operation.",
     "nan_gradient": "Clip gradients, and skip updates whose norm is not finite; check that batch. The usual cause is a "
@@ -217,5 +255,7 @@ _SHOWN = {
     "first_ranks": Shown("first on ranks"),
     "ranks_total": Shown("of ranks"),
     "finite_elsewhere": Shown("finite on other ranks"),
+    "last_good_lr": Shown("learning rate of the last good step"),
+    "all_ranks": Shown("on all ranks"),
 }
 KINDS = tuple(Kind(name, NonFiniteFacts, _nan, shown=_SHOWN, limits=_LIMITS) for name in _REMEDIES)
