@@ -15,10 +15,8 @@ from .detector import ALONE, FITTING, OomContext, Released, Uncaught, elements, 
 _REMEDIES_TOLD = 3
 _ROOM_NAMED = ("limit", "fragmentation")
 """Verdicts whose text names the device's free memory."""
-_FIGURES = (
-    *("requested_bytes", "device_free_bytes", "device_total_bytes", "allocated_bytes", "reserved_bytes"),
-    *("largest_free_bytes", "batch_shape", "largest_shape", "held", "peer_timeout_s"),
-)
+_FIGURES = ("requested_bytes", "device_free_bytes", "device_total_bytes", "allocated_bytes", "reserved_bytes")
+_MORE_FIGURES = ("largest_free_bytes", "batch_shape", "largest_shape", "held", "peer_timeout_s")
 """Fields of the report that are evidence."""
 _NAMES: dict[OomKind, str] = {
     "fragmentation": "fragmentation",
@@ -74,6 +72,7 @@ def _report_evidence(finding: Finding) -> dict[str, Any]:
         "remedies": [{name: getattr(one, name) for name in names} for one in report.remedies],
         **{name: getattr(oom, name) for name in _FIGURES},
         "reserved_unallocated_bytes": max(0, oom.reserved_bytes - oom.allocated_bytes),
+        **{name: getattr(oom, name) for name in _MORE_FIGURES},
         "report": report.path,
         "snapshot": oom.snapshot or oom.snapshot_note,
         "message": oom.message[:2000],
