@@ -80,12 +80,6 @@ def evidence_of(finding: Finding) -> dict[str, Any]:
     return KINDS[finding.kind].evidence_of(finding)
 
 
-def limits_as_markdown() -> list[str]:
-    """Return the lines of the table of thresholds in docs/detectors.md."""
-    rows = [f"| `{kind.name}` | {what} | {limit} |" for kind in KINDS.values() for what, limit in kind.limits.items()]
-    return ["| finding | threshold | value |", "| --- | --- | --- |", *rows]
-
-
 def shown(key: str, value: object = None) -> Shown:
     """Return how a key of the evidence with this value is shown.
 

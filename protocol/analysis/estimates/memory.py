@@ -29,6 +29,8 @@ Points = Mapping[int, Mapping[str, float]]
 WHOLE_STEP = "peak"
 """Phase name of points that are known only for the whole step."""
 _MOST_POINTS = 40
+_ON_LINE = 0.005
+"""Share of the peak within which the middle of a range counts as on the line between its ends."""
 TOLERANCE = 0.002
 """Maximum distance of a point from its line, as a share of the peak."""
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -209,16 +211,13 @@ def _active(lines: Sequence[Line], x: float) -> Line:
     return next((line for line in lines if x <= line.end), lines[-1])
 
 
-def sample_curve(
-    predict: Callable[[int], Mapping[str, float]], low: int, high: int, tolerance: float = 0.005
-) -> dict[int, Mapping[str, float]]:
+def sample_curve(predict: Callable[[int], Mapping[str, float]], low: int, high: int) -> dict[int, Mapping[str, float]]:
     """Return points of a curve from as few calls of ``predict`` as straight pieces need to explain it.
 
     A range is halved if, for some phase, its middle is not on the straight line between its ends.
 
     Args:
         predict: peak bytes of each phase at a length; a phase is compared where both ends and the middle have it.
-        tolerance: share of the peak within which the middle counts as on the line.
     """
     points: dict[int, Mapping[str, float]] = {}
 
@@ -237,7 +236,7 @@ def sample_curve(
             continue
         begin, half, stop = value(start), value(middle), value(end)
         share = (middle - start) / (end - start)
-        allowed = tolerance * max(half.values())
+        allowed = _ON_LINE * max(half.values())
         common = begin.keys() & half.keys() & stop.keys()
         if any(abs(begin[phase] + (stop[phase] - begin[phase]) * share - half[phase]) > allowed for phase in common):
             ranges += [(start, middle), (middle, end)]

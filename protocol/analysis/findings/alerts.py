@@ -196,15 +196,14 @@ class AlertStore:
         entry.alert = changed
         return self._send(key, entry, now, at_once=False)
 
-    def resolve(self, now: float, key: Key, text: str = "", title: str = "") -> list[Alert]:
+    def resolve(self, now: float, key: Key, text: str = "") -> list[Alert]:
         """Resolve an alert; return the messages to send: none if it does not exist or is already resolved."""
         entry = self._entries.get(key)
         if entry is None or entry.alert.resolved is not None:
             return []
-        known = entry.alert
         entry.parts.pop(_OVER, None)
         entry.parts[_OVER] = text
-        entry.alert = msgspec.structs.replace(known, resolved=now, text=entry.text, title=title or known.title)
+        entry.alert = msgspec.structs.replace(entry.alert, resolved=now, text=entry.text)
         return self._send(key, entry, now, at_once=True)
 
     def standing(self, kind: AlertKind) -> list[Alert]:

@@ -159,9 +159,7 @@ class Gradients:
         if len(self._odd) > REFERENCE:
             # A change that lasts as long as the reference becomes the new reference.
             self._logs.append(log)
-        if way in self._standing:
-            return found
-        return found + (self._exploded(row) if way == "up" else self._collapsed(row))
+        return found if way in self._standing else found + self._found(way, row)
 
     def reset(self) -> list[Finding]:
         """Reset; return the resolved findings."""
@@ -187,16 +185,15 @@ class Gradients:
             return "down"
         return ""
 
-    def _exploded(self, row: JoinedStep) -> list[Finding]:
-        high = self._up.found()
-        self._up.standing = bool(high)
-        return self._raise("up", high[0][0], [log for _, log in high], row) if high else []
-
-    def _collapsed(self, row: JoinedStep) -> list[Finding]:
-        if len(self._odd) != COLLAPSED_STEPS:
-            return []
+    def _found(self, way: str, row: JoinedStep) -> list[Finding]:
+        if way == "up":
+            high = self._up.found()
+            self._up.standing = bool(high)
+            return self._raise("up", high[0][0], [log for _, log in high], row) if high else []
         solved = row.loss is not None and self._first_loss is not None and row.loss <= SOLVED * self._first_loss
-        return [] if solved else self._raise("down", self._odd_since, self._odd, row)
+        return (
+            [] if solved or len(self._odd) != COLLAPSED_STEPS else self._raise("down", self._odd_since, self._odd, row)
+        )
 
     def _raise(self, way: str, since: int, logs: list[float], row: JoinedStep) -> list[Finding]:
         norm, usual = math.exp(median(logs)), math.exp(self._middle)

@@ -293,15 +293,9 @@ class Gpus(Detector):
             return DeviceFacts(host, index, **fields)
         others = [one for (on, number), one in self._gpus.items() if on == host and number != index and one.busy]
         clocks = sorted(one.last.sm_clock_mhz for one in others if one.last is not None and one.last.sm_clock_mhz)
-        return DeviceFacts(
-            *(host, index, sample.name),
-            temperature_c=sample.temperature_c,
-            power_w=sample.power_w,
-            power_limit_w=sample.power_limit_w,
-            sm_clock_mhz=sample.sm_clock_mhz,
-            others_sm_clock_mhz=clocks[len(clocks) // 2] if clocks else None,
-            **fields,
-        )
+        own = {name: getattr(sample, name) for name in ("temperature_c", "power_w", "power_limit_w", "sm_clock_mhz")}
+        median = clocks[len(clocks) // 2] if clocks else None
+        return DeviceFacts(host, index, sample.name, others_sm_clock_mhz=median, **own, **fields)
 
     @staticmethod
     def _change(

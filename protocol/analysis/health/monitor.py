@@ -150,7 +150,11 @@ class HealthDetector:
 
     def stats(self, t: float, stats: HubStats, known: bool) -> list[Finding]:
         """Process the hub's own figures; ``known``: whether an alert about the recording is active."""
-        return [*self._losses(t, stats), *self._recording(stats, known)]
+        found = self._losses(t, stats)
+        if not stats.recording_error:
+            return [*found, resolved(Condition("not_recording"), Resolution("resumed"))]
+        facts = RecordingFacts(stats.recording_error, stats.recorded)
+        return found if known else [*found, Finding("not_recording", facts, severity="error")]
 
     def observe(self, stats: HubStats) -> None:
         """Restore the hub's figures from the recording, so that earlier losses are not reported again."""
@@ -165,12 +169,6 @@ class HealthDetector:
         self._rose_at = t
         by_sender = dict(list(stats.lost.items())[:RANKS_LISTED])
         return [Finding("telemetry_lost", LossFacts(sum(stats.lost.values()), new, by_sender, tuple(rose)))]
-
-    def _recording(self, stats: HubStats, known: bool) -> list[Finding]:
-        if not stats.recording_error:
-            return [resolved(Condition("not_recording"), Resolution("resumed"))]
-        facts = RecordingFacts(stats.recording_error, stats.recorded)
-        return [] if known else [Finding("not_recording", facts, severity="error")]
 
 
 def _lost(finding: Finding) -> Words:

@@ -110,11 +110,7 @@ class NonFinite:
         """Whether weights were not finite before any loss was: another finding tells that."""
 
     def step(self, step: Step, precision: str = "", ranks: Collection[int] = ()) -> list[Finding]:
-        """Process one rank's step.
-
-        Args:
-            ranks: ranks that still train; the finding waits for their reports of its step.
-        """
+        """Process one rank's step; the finding waits for the reports of ``ranks``, which still train."""
         rank = self._ranks[step.rank]
         rank.step = step.step
         value = self._value_of(step)
