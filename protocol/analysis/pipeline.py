@@ -39,7 +39,7 @@ from .memory.spike import GrowthDetector, SpikeDetector
 from .oom.detector import OomDetector
 from .oom_report import LatestByRank
 from .stalls.hang_detector import HangDetector
-from .stalls.stragglers import SlowDetector
+from .stalls.slow_ranks import SlowDetector
 from .stalls.tracker import RankTracker
 from .stalls.waited_for import WaitDetector
 
@@ -239,7 +239,7 @@ class Detectors:
                     self._job = message.number
             elif isinstance(message, RankState):
                 if message.state in ("gone", "finished"):
-                    self._slow.forget(message.rank)
+                    self._slow.drop(message.rank)
                     for detector in self._independent:
                         detector.rank_ended(message.rank)
             elif isinstance(message, _AS_RECEIVED):

@@ -122,13 +122,15 @@ def compare(before: Side, after: Side, gate: float | None = None, tests: int = 0
     regressions = [f"{one.name} {one.change:+.1%}" for one in found if one.gated and one.judgement == "worse"]
     if before.verdict == "done" and after.verdict != "done":
         regressions.insert(0, f"{after.verdict}, was done")
+    keys = dict.fromkeys([*before.settings, *after.settings])
+    settings = [(key, before.settings.get(key, "-"), after.settings.get(key, "-")) for key in keys]
     kinds = sorted({*before.alerts, *after.alerts})
     alerts = [(kind, before.alerts.get(kind, 0), after.alerts.get(kind, 0)) for kind in kinds]
     return Comparison(
         before.name,
         after.name,
         found,
-        _settings(before.settings, after.settings),
+        [one for one in settings if one[1] != one[2]],
         [alert for alert in alerts if alert[1] != alert[2]],
         sorted(before.measures.keys() ^ after.measures.keys()),
         regressions if gate is not None else [],
@@ -166,11 +168,6 @@ def _judge(worse: float, error: float, gate: float | None, z: float) -> Judgemen
     if error > _NOISE_SHARE * gate and worse + z * error >= gate / 2:
         return "cannot tell"
     return "better" if worse <= -gate / 2 and certain else "same"
-
-
-def _settings(before: Mapping[str, str], after: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    keys = dict.fromkeys([*before, *after])
-    return [(key, before.get(key, "-"), after.get(key, "-")) for key in keys if before.get(key) != after.get(key)]
 
 
 def peak_measure(size: int, *, resident: bool, gated: bool = False) -> Measure:

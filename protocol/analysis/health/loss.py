@@ -256,20 +256,16 @@ class Divergence(Judge):
             return "info"
         return "error" if facts.loss > max(facts.first_loss, 2 * lowest) else "warning"
 
-    def _stepped(self, recent: float, facts: DivergenceFacts) -> bool:
-        """Return whether other data may still explain a loss that stepped up: briefly, and without a further rise."""
-        if recent - facts.lowest > FURTHER * self._height:
-            return False
-        fallen = self._peak - recent > 0.25 * (self._peak - facts.lowest)
-        return self._looks < STEPPED_LOOKS or fallen
-
     def _watch(self, row: JoinedStep, standing: Finding) -> list[Finding]:
         facts: DivergenceFacts = standing.facts
         recent = median(self._levels.recent)
         self._looks += 1
         self._low = self._low + 1 if recent < self._middle else 0
         self._peak = max(self._peak, recent)
-        stepped = facts.stepped and self._stepped(recent, facts)
+        # Other data may explain a loss that stepped up only briefly, and without a further rise.
+        further = recent - facts.lowest > FURTHER * self._height
+        fallen = self._peak - recent > 0.25 * (self._peak - facts.lowest)
+        stepped = facts.stepped and not further and (self._looks < STEPPED_LOOKS or fallen)
         facts = replace(facts, loss=recent, lr=row.lr, grad_norm=row.grad_norm, stepped=stepped)
         severity = max(standing.severity, self._severity_of(facts), key=_ORDER.index)
         self.standing = replace(standing, facts=facts, state="updated", severity=severity, step=row.step)

@@ -175,23 +175,19 @@ def workers_needed(loader: DataLoaderInfo | None, wait_us: float, step_us: float
 
 def _input(finding: Finding) -> Words:
     facts: DataWaitFacts = finding.facts
+    loader, settings = facts.loader, ""
+    if loader is not None:
+        ahead = f", {loader.prefetch_factor} batches ahead each" if loader.workers else ""
+        pinned = "pinned" if loader.pin_memory else "not pinned"
+        settings = f"; its DataLoader has num_workers={loader.workers}{ahead}, memory {pinned}"
     of = "" if facts.ranks_bound == facts.ranks_total else f" ({facts.ranks_bound} of {facts.ranks_total} ranks)"
     return Words(
         f"waits for data {facts.share:.0%} of each step{of}",
         f"Waiting for the next batch takes {facts.wait_ms:.0f} of {facts.step_ms:.0f} ms a step (mean of "
-        f"{facts.window_steps} steps){_loader(facts)}.",
+        f"{facts.window_steps} steps){settings}.",
         _loader_remedy(facts),
         "Data arrives in time again.",
     )
-
-
-def _loader(facts: DataWaitFacts) -> str:
-    loader = facts.loader
-    if loader is None:
-        return ""
-    pinned = "pinned" if loader.pin_memory else "not pinned"
-    ahead = f", {loader.prefetch_factor} batches ahead each" if loader.workers else ""
-    return f"; its DataLoader has num_workers={loader.workers}{ahead}, memory {pinned}"
 
 
 def _loader_remedy(facts: DataWaitFacts) -> str:
