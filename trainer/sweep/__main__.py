@@ -175,18 +175,15 @@ class _Answer(msgspec.Struct):
     """Output of ``--json``."""
 
     name: str
-    ended: str
-    """``finished``, ``budget``, ``failure``, ``interrupted`` or ``gpus``."""
+    ended: str  # `finished`, `budget`, `failure`, `interrupted` or `gpus`
     text: str
     not_run: int
     used_seconds: float
     rows: list[Row]
-    found: list[str]
-    """A sentence for each combination of a search's axes."""
+    found: list[str]  # a sentence for each combination of a search's axes
     curves: list[Any]
     fastest: Settings | None
-    columns: list[dict[str, float | None]]
-    """Figures named in the sweep file's ``columns``, for each row of ``rows``."""
+    columns: list[dict[str, float | None]]  # figures named in the sweep file's `columns`, for each row of `rows`
 
 
 def _answer(results: Results, ended: Ended, found: list[str], used: float) -> _Answer:

@@ -45,8 +45,7 @@ KEYS = (
     "hang_grace", "budget", "capacity", "predict", "columns", "one_process",
 )  # fmt: skip
 LENGTH = "training.sequence_length"
-ENVIRONMENT = "env."
-"""Prefix of an axis that sets an environment variable."""
+ENVIRONMENT = "env."  # prefix of an axis that sets an environment variable
 PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
 _GOALS: tuple[Goal, ...] = ("largest", "fastest", "phases")
 _SIZE = {"GiB": 1 << 30, "MiB": 1 << 20, "GB": 10**9, "MB": 10**6, "": 1}
@@ -59,8 +58,7 @@ class Axis(NamedTuple):
 
     name: str
     values: list[Value]
-    places: list[str]
-    """Place of each value."""
+    places: list[str]  # place of each value
 
 
 class Spec(NamedTuple):
@@ -68,12 +66,9 @@ class Spec(NamedTuple):
 
     source: str
     name: str
-    config: str
-    """Configuration of ftmon's trainer; empty with a ``command``."""
-    settings: dict[str, Value]
-    """Overrides of the configuration, the same in each run."""
-    command: list[str]
-    """A script's command with placeholders ``{axis}``."""
+    config: str  # configuration of ftmon's trainer; empty with a `command`
+    settings: dict[str, Value]  # overrides of the configuration, the same in each run
+    command: list[str]  # a script's command with placeholders `{axis}`
     environment: dict[str, str]
     axes: list[Axis]
     search: Search | None
@@ -85,10 +80,8 @@ class Spec(NamedTuple):
     budget: Budget
     capacity_bytes: int | None
     predict: bool
-    columns: list[str]
-    """Figures of the recordings in the table; empty: the default ones."""
-    one_process: bool
-    """Whether configurations that differ only in their sequence length are measured in one process."""
+    columns: list[str]  # figures of the recordings in the table; empty: the default ones
+    one_process: bool  # whether configurations that differ only in their sequence length are measured in one process
 
     @property
     def axis_names(self) -> list[str]:
@@ -384,8 +377,7 @@ def _with_unit(node: Node, path: str, units: dict[str, int], words: str) -> floa
 
 _GPUS_SECONDS = 30.0
 _POLL_SECONDS = 0.5
-_TOLERANCE = 512 << 20
-"""Allowed increase of a device's used memory: contexts of other processes appear and disappear."""
+_TOLERANCE = 512 << 20  # allowed increase of a device's used memory: contexts of other processes appear and disappear
 
 
 def before() -> GpuUse | None:
@@ -422,8 +414,7 @@ def still_held(earlier: GpuUse | None, pids: Collection[int], devices: Collectio
 # Makes the command of a run from a configuration of the sweep.
 
 
-STOP_GRACE_SECONDS = 5.0
-"""Time between the request to end a run and its kill; its results are not needed."""
+STOP_GRACE_SECONDS = 5.0  # time between the request to end a run and its kill; its results are not needed
 ALLOCATOR_ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _MEASURING: dict[str, Value] = {

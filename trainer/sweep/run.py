@@ -35,8 +35,7 @@ from .plan import LENGTH, STOP_GRACE_SECONDS, Job, Lines, Spec, group_of, job
 
 _START_SECONDS = 180.0
 _POLL_SECONDS = 0.5
-_CLOSING_SECONDS = 90.0
-"""Slightly more than a launcher's wait for its hub to finish the recording."""
+_CLOSING_SECONDS = 90.0  # slightly more than a launcher's wait for its hub to finish the recording
 _END_SECONDS = 30.0
 
 
@@ -48,15 +47,12 @@ class Ending(NamedTuple):
     """How a run ended."""
 
     run: RunDir
-    exit: ExitFile | None
-    """The recorded end, or None."""
+    exit: ExitFile | None  # the recorded end, or None
     ended_for: str
     """Reason why the sweep ended it: ``timeout``, ``hang``, ``steps``, ``interrupt``, ``budget``; empty: it ended by
     itself, or the monitor ended it."""
-    left: list[int]
-    """Pids of the run's processes that could not be ended."""
-    asked: float = math.inf
-    """When the sweep began to end it, seconds since the epoch; infinity: it ended by itself."""
+    left: list[int]  # pids of the run's processes that could not be ended
+    asked: float = math.inf  # when the sweep began to end it, seconds since the epoch; infinity: it ended by itself
 
 
 class Running:
@@ -160,10 +156,8 @@ def read(run: RunDir) -> RecordedRun | None:
 class Live(NamedTuple):
     """Progress of a live run."""
 
-    steps: int
-    """Steps finished by every rank; 0 while a rank has finished none."""
-    hung_seconds: float
-    """Seconds for which the monitor has reported it as hung; 0: it is not."""
+    steps: int  # steps finished by every rank; 0 while a rank has finished none
+    hung_seconds: float  # seconds for which the monitor has reported it as hung; 0: it is not
 
 
 def progress(run: RunDir, now: float) -> Live:
@@ -299,10 +293,8 @@ def _line(text: str) -> str:
 # process.
 
 
-_SESSION_POLL_SECONDS = 2.0
-"""Seconds between reads of a live run's recording."""
-_ENDING_SECONDS = STOP_GRACE_SECONDS + 10.0
-"""Part of a budget reserved for the end of a run and of the sweep."""
+_SESSION_POLL_SECONDS = 2.0  # seconds between reads of a live run's recording
+_ENDING_SECONDS = STOP_GRACE_SECONDS + 10.0  # part of a budget reserved for the end of a run and of the sweep
 
 
 class StopError(Exception):
@@ -340,8 +332,7 @@ class Session:
         self._begun = time.monotonic()
         self._next_poll = 0.0
         self._count = sum(isinstance(entry, Started) for entry in earlier.entries)
-        self.rows = list(self._answered.values())
-        """All rows, those of earlier sessions first."""
+        self.rows = list(self._answered.values())  # all rows, those of earlier sessions first
 
     @property
     def used_seconds(self) -> float:
@@ -441,14 +432,11 @@ class Process:
         self._spec = session.spec
         self._runs = runs
         self._lengths = [length_of(run.settings) for run in runs] if self._spec.one_process else []
-        self._steps = self._spec.warm_up + self._spec.steps
-        """Steps of each run."""
+        self._steps = self._spec.warm_up + self._spec.steps  # steps of each run
         self._repeat = repeat
         self._progress = progress
-        self._done = 0
-        """Number of lengths with a row."""
-        self._begun = time.time()
-        """Time at which the present length began."""
+        self._done = 0  # number of lengths with a row
+        self._begun = time.time()  # time at which the present length began
 
     def measure(self) -> int:
         """Run the process, and return the number of configurations with a row, at least one.

@@ -35,8 +35,7 @@ class Predictor:
     def __init__(self, spec: Spec, say: Callable[[str], None]) -> None:
         self._spec = spec
         self._say = say
-        self.notes: list[str] = []
-        """Why predictions are missing."""
+        self.notes: list[str] = []  # why predictions are missing
         smallest = smallest_gpu()
         self.capacity_bytes = spec.capacity_bytes or (smallest.memory_bytes if smallest else None)
         self._gpu = smallest.name if smallest and find_gpu(smallest.name) else ""
@@ -138,8 +137,7 @@ def predicted(point: Point) -> Predicted:
 class HostGpu(NamedTuple):
     """A GPU of this host."""
 
-    name: str
-    """As NVML calls it."""
+    name: str  # as NVML calls it
     memory_bytes: int
 
 
@@ -160,8 +158,7 @@ def smallest_gpu() -> HostGpu | None:
     return min(gpus, key=lambda gpu: gpu.memory_bytes, default=None)
 
 
-_PREDICTED_POINTS = 9
-"""Number of lengths at which a searched axis is predicted."""
+_PREDICTED_POINTS = 9  # number of lengths at which a searched axis is predicted
 
 
 def search(session: Session, predictor: Predictor, wanted: Search, grid: Sequence[Settings]) -> list[str]:
