@@ -1,4 +1,4 @@
-"""Searches of a sweep: earlier runs and predictions determine the configurations to run."""
+"""Predictions of a sweep's configurations, and its searches: earlier runs and predictions determine what is run."""
 
 import subprocess
 import sys
@@ -22,15 +22,12 @@ from ..recipe.hardware import usable_gpus
 from .plan import LENGTH, Spec, group_of, job, overrides
 from .run import Session
 
-# Predicts the configurations of a sweep by ``python -m ftmon.trainer.predict``, one process for all lengths.
-
-
 _SECONDS = 900.0
 _GPUS_OF_A_HOST = 8
 
 
 class Predictor:
-    """Predicts configurations of one sweep; ``say`` prints a line of progress."""
+    """Predicts configurations of one sweep, one process for all lengths; ``say`` prints a line of progress."""
 
     def __init__(self, spec: Spec, say: Callable[[str], None]) -> None:
         self._spec = spec
@@ -54,7 +51,7 @@ class Predictor:
         found: dict[int, Predicted] = {}
         for number, group in enumerate(groups.values(), 1):
             self._say(f"predicting {number} of {len(groups)}")
-            points = self.points(group[0], [_length(settings) for settings in group if _length(settings)])
+            points = self.points(group[0], list(filter(None, map(_length, group))))
             by_length = {point.sequence_length: point for point in points}
             for settings in group:
                 point = by_length.get(_length(settings)) or (points[0] if points and not _length(settings) else None)
@@ -135,9 +132,9 @@ def predicted(point: Point) -> Predicted:
 
 
 class HostGpu(NamedTuple):
-    """A GPU of this host."""
+    """A GPU of this host, by NVML's name."""
 
-    name: str  # as NVML calls it
+    name: str
     memory_bytes: int
 
 
@@ -177,19 +174,13 @@ def search(session: Session, predictor: Predictor, wanted: Search, grid: Sequenc
     return lines
 
 
-def fits_the_goal(run: Planned) -> bool:
-    """Return whether to run a configuration in a search for the fastest: unless it is known not to fit."""
-    return run.predicted is None or run.predicted.fits is not False
-
-
 def _one(session: Session, predictor: Predictor, wanted: Search, others: Settings) -> str:
     axis = wanted.axis
-    known = _predictions(predictor, wanted, others)
-    pieces = known[1]
+    known, pieces = _predictions(predictor, wanted, others)
 
     def row_of(value: int) -> Row:
         """Return the row of a run that was done, or is out of memory."""
-        row = session.measure({**others, axis: value}, 0, known[0].get(value))
+        row = session.measure({**others, axis: value}, 0, known.get(value))
         if row.verdict not in ("done", "out-of-memory"):
             raise UndecidedError(f"{axis}={value_text(value)} {row.verdict}: {row.text}")
         return row
@@ -205,7 +196,7 @@ def _one(session: Session, predictor: Predictor, wanted: Search, others: Setting
         return row.phase_peaks if row.verdict == "done" else None
 
     if wanted.goal == "largest":
-        guess = max((value for value, one in known[0].items() if one.fits), default=None)
+        guess = max((value for value, one in known.items() if one.fits), default=None)
         found = largest(tried, wanted.low, wanted.high, wanted.step, guess)
         name = axis.rpartition(".")[2]
         if found.value is None:
