@@ -494,11 +494,7 @@ class Process:
             self._session.started(following.settings, self._repeat, str(run.path))
 
     def _row(self, found: Why, ranks: list[RankRow], run: str, held: str, ended: float | None = None) -> None:
-        """Write the row of the present configuration, which ended at ``ended`` or now; ``held``: still in use.
-
-        Raises:
-            StopError: the session ends with it.
-        """
+        """Write the row of the present configuration, which ended at ``ended`` or now; ``held``: still in use."""
         planned, now = self._runs[self._done], ended or time.time()
         row = Row(
             planned.settings,

@@ -29,7 +29,7 @@ def job_table(jobs: Mapping[int, Job], now: float) -> Iterator[str]:
     heads = ("allocated", "reserved", *(("resident",) if resident else ()))
     table = [("job", "outcome", "ranks", "steps", "s/step", "loss", *heads, "time", "command")]
     table += [_cells(row, resident) for row in shown]
-    widths = [max(len(cells[at]) for cells in table) for at in range(len(table[0]))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for at, cells in enumerate(table):
         left = [cells[0].rjust(widths[0]), cells[1].ljust(widths[1])]
         middle = [cell.rjust(width) for cell, width in zip(cells[2:-1], widths[2:-1], strict=True)]
@@ -40,10 +40,9 @@ def job_table(jobs: Mapping[int, Job], now: float) -> Iterator[str]:
 
 def _cells(row: JobRow, resident: bool) -> tuple[str, ...]:
     peaks = [row.allocated_peak, row.reserved_peak, *([row.peak] if resident else [])]
+    outcome = row.outcome if row.shown else f"{row.outcome} (not shown)"
     return (
-        str(row.number),
-        row.outcome + ("" if row.shown else " (not shown)"),
-        str(row.ranks),
+        *(str(row.number), outcome, str(row.ranks)),
         f"{row.steps:,}",
         f"{row.step_seconds:.3f}" if row.step_seconds else "-",
         f"{row.loss:.4f}" if row.loss is not None else "-",

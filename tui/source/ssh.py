@@ -402,13 +402,7 @@ class RemoteReader:
             self._socket = None
 
     def _ask(self, name: str, **args: Any) -> Any:
-        """Send a query and return the decoded answer.
-
-        Raises:
-            HubError: no answer in time.
-            RecordingError: the hub answered with an error.
-            ProtocolError: the answer is invalid.
-        """
+        """Send a query and return the decoded answer."""
         self._asked += 1
         query = Query(f"{secrets.token_hex(4)}-{self._asked}", name, args)
         deadline = time.monotonic() + self._timeout_s

@@ -1,7 +1,7 @@
 """The grammar of the command line, and what importing it costs."""
 
 import pytest
-from ftmon.tui.cli.arguments import GROUPS, INTERNAL, SHELLS, build_parser
+from ftmon.tui.cli.arguments import COMMANDS, INTERNAL, SHELLS, build_parser
 from ftmon.tui.cli.main import main, parse
 
 
@@ -16,18 +16,15 @@ def test_every_shell_learns_every_command(shell, capsys):
     assert all(command in text for command in ("demo", "attach", "replay", "completion", "print-config"))
 
 
-def test_help_names_every_command(capsys):
+def test_help_names_every_command_but_the_internal_ones(capsys):
     with pytest.raises(SystemExit) as ended:
         parse(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"\n  {command} " in text for commands in GROUPS.values() for command in commands)
-
-
-def test_each_command_but_the_internal_ones_is_in_one_group_of_the_help():
-    (commands,) = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
-    grouped = [name for names in GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted(set(commands) - set(INTERNAL))
+    names = [command.name for commands in COMMANDS.values() for command in commands]
+    (parsers,) = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
+    assert sorted(names) == sorted(parsers)
+    assert {name for name in names if f"\n  {name} " not in text} == set(INTERNAL)
 
 
 @pytest.mark.parametrize("command", ["demo", "train"])
