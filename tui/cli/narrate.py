@@ -336,7 +336,7 @@ def first_to_fail(model: RunModel) -> int | None:
     return min(blamed, key=lambda alert: (alert.time, alert.id)).rank if blamed else None
 
 
-def last_words(log: Path, limit: int = _LOG_LINES) -> list[str]:
+def last_words(log: Path) -> list[str]:
     """Return the last lines of a log (of the job or a rank) before the failure, long ones cut."""
-    lines = last_lines(log, limit, own=True)
+    lines = last_lines(log, _LOG_LINES, own=True)
     return [line if len(line) <= _LINE_LENGTH else f"{line[:_LINE_LENGTH]}..." for line in lines]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -77,28 +77,28 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 _ELSEWHERE = "set FTMON_HOME to a directory of yours"
 
 
-def terminal_checks(environ: Mapping[str, str] = os.environ) -> Iterator[Check]:
+def terminal_checks() -> Iterator[Check]:
     """Check the terminal: whether the app opens in it, its colours and characters, a multiplexer around it."""
     if not output.is_terminal():
         yield Check("terminal", "ok", "none here: commands print plain lines")
-    elif reason := output.why_no_app(environ):
+    elif reason := output.why_no_app():
         yield Check("terminal", "warning", reason, "enlarge the window, or set TERM to the terminal's type")
     else:
         columns, lines = os.get_terminal_size(sys.stdout.fileno())
-        inside = f", in {name}" if (name := output.multiplexer(environ)) else ""
-        yield Check("terminal", "ok", f"{environ.get('TERM', '')} {columns}x{lines}{inside}")
-    yield _colour_check(environ)
-    if output.wants_ascii(environ):
+        inside = f", in {name}" if (name := output.multiplexer()) else ""
+        yield Check("terminal", "ok", f"{os.environ.get('TERM', '')} {columns}x{lines}{inside}")
+    yield _colour_check()
+    if output.wants_ascii():
         text = f"{sys.stdout.encoding} has no block characters: graphs are drawn in plain ASCII"
         yield Check("characters", "warning", text, "set LANG to a UTF-8 locale, such as C.UTF-8")
     else:
         yield Check("characters", "ok", "UTF-8")
 
 
-def _colour_check(environ: Mapping[str, str]) -> Check:
-    found = output.colours(environ)
-    if found == "16" and not output.why_no_app(environ):
-        inside = output.multiplexer(environ)
+def _colour_check() -> Check:
+    found = output.colours()
+    if found == "16" and not output.why_no_app():
+        inside = output.multiplexer()
         remedy = "set TERM=xterm-256color" if not inside else f"in {inside}, set default-terminal to {inside}-256color"
         return Check("colours", "warning", "16: shades of the memory graph look the same", remedy)
     return Check("colours", "ok", found)

@@ -458,7 +458,7 @@ class ReplaySource:
     """Plays a recording, from ``start`` (seconds since the epoch), its end (``at_end``), or the most useful place.
 
     That is the end of a run that failed, else the first ranks' first messages: nothing is shown before them, and
-    seeking to the beginning remains possible. ``play``: start playing at once.
+    seeking to the beginning remains possible.
 
     Raises:
         RecordingError: the file is missing, or is not a recording this version can read.
@@ -466,9 +466,7 @@ class ReplaySource:
 
     can_command: bool = False
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, start: float | None = None, at_end: bool = False, play: bool = False
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, start: float | None = None, at_end: bool = False) -> None:
         self._path = Path(path)
         self.folder: Path | None = self._path.parent
         with Reader(self._path) as reader:
@@ -482,7 +480,6 @@ class ReplaySource:
         self.transport.message = AT_ITS_END if failed else ""
         self._readers: list[Reader] = []
         self._playback = Playback(self._open, describe(info), self.transport, self.transport.position)
-        self._play = play
         self.commands: dict[str, CommandRecord] = {}
         self._since = time.time()
         self._missing = info.missing
@@ -498,8 +495,6 @@ class ReplaySource:
 
     def start(self) -> None:
         self._playback.start()
-        if self._play:
-            self.transport.play()
 
     def pump(self, budget_s: float = 0.05) -> bool:
         return self._playback.pump(budget_s)
