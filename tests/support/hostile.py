@@ -59,20 +59,8 @@ def with_hostile_text(value: Any) -> Any:
 
 
 _CONTROL = (Command, Accepted, Result, Query, Answer)
-_QUERIES = (
-    "info",
-    "frames",
-    "state_at",
-    "memory",
-    "series",
-    "training",
-    "alerts",
-    "logs",
-    "step_time",
-    "seq_at",
-    "close",
-    "",
-)
+_QUERIES = ("info", "frames", "state_at", "memory", "series", "training", "alerts", "logs", "step_time", "seq_at",
+            "close", "")  # fmt: skip
 _VERBS = ("stacks", "snapshot", "identify", "ping", "stacks", "", "reboot")
 _ARGUMENTS = ("t", "t0", "t1", "rank", "limit", "columns", "after_seq", "before_seq", "text", "step", "ranks", "self")
 _NUMBERS = (0, 1, -1, 7, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 0.5, 1e300, -1e300,

@@ -86,37 +86,22 @@ def messages(t: float, *, held: bool = True, console: bool = True) -> list[Messa
     """Make what a hub publishes when rank 1 runs out of memory at ``t``."""
     oom = oom_of(t=t, held=held, console=console)
     verdict = explain(oom, OomContext())
-    moments = [
-        RankMoment(
-            rank=rank,
-            state="held" if rank == 1 else "waiting",
-            step=45,
-            phase="forward" if rank == 1 else "backward",
-            micro_step=2,
-            allocated_bytes=oom.allocated_bytes if rank == 1 else (61 + rank) * GIB,
-            reserved_bytes=oom.reserved_bytes if rank == 1 else 70 * GIB,
-            batch_shape=[4, 4736] if rank == 1 else [4, 2048],
-            collective="" if rank == 1 else "reduce_scatter_tensor",
-        )
-        for rank in range(4)
-    ]
+    waits: dict[str, Any] = {"batch_shape": [4, 2048], "collective": "reduce_scatter_tensor"}
+    moments = [RankMoment(r, "waiting", 45, "backward", 2, (61 + r) * GIB, 70 * GIB, **waits) for r in range(4)]
+    moments[1] = RankMoment(1, "held", 45, "forward", 2, oom.allocated_bytes, oom.reserved_bytes, batch_shape=[4, 4736])
     report = OomReport(1, 45, oom.phase, t, oom, verdict, remedies(oom, verdict, OomContext()), moments)
-    states: list[Message] = [
-        RankState(
-            rank, "held" if rank == 1 and held else "waiting", t, "out of memory" if rank == 1 else "", t, 4000 + rank
-        )
-        for rank in range(4)
-    ]
+    states: list[Message] = [RankState(rank, "waiting", t, "", t, 4000 + rank) for rank in range(4)]
+    states[1] = RankState(1, "held" if held else "waiting", t, "out of memory", t, 4001)
     title = f"rank 1 out of memory: {verdict.title}"
     alert = Alert(901, "oom", "error", t, title, rank=1, step=45, phase=oom.phase, text=verdict.text)
     return [oom, *states, report, alert]
 
 
-def out_of_memory(folder: Path, *, held: bool = True, console: bool = True) -> Path:
+def out_of_memory(folder: Path, *, console: bool = True) -> Path:
     """Record a run whose rank 1 runs out of memory at its end, with the snapshot of a real error beside it."""
     frames = list(Stream(ranks=4, steps=44, finished=False).frames())
     t, begun = frames[-1].t + 0.4, frames[-1].seq
-    told = [Frame(begun + 1 + index, t, one) for index, one in enumerate(messages(t, held=held, console=console))]
+    told = [Frame(begun + 1 + index, t, one) for index, one in enumerate(messages(t, console=console))]
     later = Frame(begun + 1 + len(told), t + HELD_SECONDS, RankState(0, "waiting", t + HELD_SECONDS, "", t, 4000))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recording.sqlite"

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 from ftmon_process import command_line
@@ -28,11 +29,8 @@ class TwoHosts:
     """``nodea`` and ``nodeb``; use as made by ``two_hosts``."""
 
     def __init__(self, folder: Path, private: Path) -> None:
-        self.folder = folder
-        self.private = private
-        self.a = 0
-        self.b = 0
-        self._over = 0
+        self.folder, self.private = folder, private
+        self.a = self.b = self._over = 0
         self._holders: list[subprocess.Popen[str]] = []
         self._shell: RemoteShell | None = None
 
@@ -94,11 +92,7 @@ class TwoHosts:
         self._check([*enter, "ip", "link", "set", "eth0", state])
 
     def pids_on_b(self, word: str = "") -> list[int]:
-        """List what lives on ``nodeb``, but for what holds it, by the pids of who made the hosts.
-
-        Args:
-            word: only those with this word in their command line.
-        """
+        """List what lives on ``nodeb`` (with this word in its command line), but for what holds it, by pids here."""
         return sorted(pid for pid, words in self._command_lines_on_b().items() if not word or word in words)
 
     def processes_on_b(self) -> list[str]:
@@ -141,15 +135,8 @@ class TwoHosts:
         return ["nsenter", "-t", str(self.b), "-U", "-n", "-u", "-m", "-p", "--preserve-credentials", "--"]
 
     def _start(self, words: list[str], environ: dict[str, str]) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**self.environ, **environ},
-            cwd=self.folder,
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(words, **streams, text=True, env={**self.environ, **environ}, cwd=self.folder)
 
     def _hold(self, words: list[str]) -> int:
         holder = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
