@@ -139,18 +139,10 @@ class Explained:
     def _hello(self, rank: int, t: float) -> Hello:
         found = Stream(self.ranks, cuda=self.cuda).hello(rank, t)
         capacity = 150_100_000_000 if self.cuda else found.device.capacity_bytes
-        here: Any = {
-            "device": structs.replace(found.device, capacity_bytes=capacity),
-            "argv": [],
-            "deepspeed_config": {},
-        }
-        here |= {
-            "versions": {**found.versions, "python": "3.12.3"},
-            "model": "Qwen2ForCausalLM",
-            "grad_accumulation": None,
-        }
-        here |= {"zero_stage": 3, "parameters": PARAMETERS, "trainable_parameters": PARAMETERS, "micro_batch": 1}
-        return structs.replace(found, **here)
+        here: Any = {"device": structs.replace(found.device, capacity_bytes=capacity), "zero_stage": 3, "argv": []}
+        here |= {"versions": {**found.versions, "python": "3.12.3"}, "model": "Qwen2ForCausalLM", "micro_batch": 1}
+        here |= {"parameters": PARAMETERS, "trainable_parameters": PARAMETERS}
+        return structs.replace(found, **here, grad_accumulation=None, deepspeed_config=None)
 
     def _step(self, rank: int, step: int, begun: float, length: int, peaks: dict[str, int]) -> Step:
         phases: list[PhaseRecord] = []
