@@ -237,11 +237,11 @@ def _print_events(events: AllocatorEvents, as_json: bool) -> None:
         whole = {**msgspec.to_builtins(events), "segment_bytes": segment_bytes(events), "rates": rates}
         print_json(whole, indent=False)
         return
-    for line in _event_lines(events):
+    for line in event_lines(events):
         print(line)
 
 
-def _event_lines(events: AllocatorEvents) -> Iterator[str]:
+def event_lines(events: AllocatorEvents) -> Iterator[str]:
     """Yield the lines of a sampled step: one per phase, and one for growth, flushes or much unused memory."""
     at = time.strftime("%H:%M:%S", time.localtime(events.time))
     head = f"{at} rank {events.rank} step {events.step}"
