@@ -51,7 +51,7 @@ def show_memory(arguments: Namespace) -> int:
     for index, rank in enumerate(ranks):
         if index:
             print()
-        for line in _rank_lines(model, rank):
+        for line in rank_lines(model, rank):
             print(line)
     return 0
 
@@ -76,7 +76,7 @@ def _rank_fall(model: RunModel, rank: RankModel) -> Waterfall | None:
     return made or unanalysed(rank, "", sample)
 
 
-def _rank_lines(model: RunModel, rank: RankModel) -> Iterator[str]:
+def rank_lines(model: RunModel, rank: RankModel) -> Iterator[str]:
     fall = _rank_fall(model, rank)
     if fall is None:
         yield f"rank {rank.rank}: no step is finished yet"
