@@ -51,19 +51,15 @@ class History(Protocol):
 
 MAX_COLUMNS = 512
 MAX_CELLS = 40_000  # maximum number of columns of all ranks together; with many ranks each has fewer
-MAX_SAMPLES = 3_000
-FEWEST_SAMPLES = 8
-"""Sampled steps: the maximum of all ranks together, and the minimum per rank, below which none are read."""
-
+MAX_SAMPLES = 3_000  # maximum number of sampled steps of all ranks together
+FEWEST_SAMPLES = 8  # minimum per rank, below which none are read
 SERIES_POINTS = 512
-FEWEST_RANKS = 4
-JOBS_READ = 16  # maximum number of jobs whose curves are read, and the minimum number of ranks per job
+SERIES_RANKS = 64
+FEWEST_RANKS = 4  # minimum number of ranks per job
+JOBS_READ = 16  # maximum number of jobs whose curves are read
 COURSE_POINTS = 2048
 COURSE_RANKS = 4  # number of training points read, and of ranks: the other ranks are assumed to be similar
-RESULTS_READ = 1000
-"""Maximum number of evaluations, and of checkpoints, that are read, spread evenly over the recording."""
-
-SERIES_RANKS = 64
+RESULTS_READ = 1000  # maximum number of evaluations, and of checkpoints, that are read, spread over the recording
 
 
 class Curves:
@@ -78,10 +74,6 @@ class Curves:
 class Overview:
     """Memory of every rank in aligned columns, and losses; copies of its parts go into models."""
 
-    def of(self, job: int) -> Curves | None:
-        """Return the curves of a job; of a run with one job its only ones."""
-        return self.curves.get(job) or (next(iter(self.curves.values())) if len(self.curves) == 1 else None)
-
     def __init__(self, begin: float, end: float, ranks: int) -> None:
         columns = max(32, min(MAX_COLUMNS, MAX_CELLS // max(ranks, 1)))
         self.span = 1  # seconds per column: a power of four, as in a timeline
@@ -94,6 +86,10 @@ class Overview:
         self.curves: dict[int, Curves] = {}  # by job; a run without jobs has one part, under 0
         self.marks: dict[int, list[PeakMark]] = {}  # by rank: the steps in which a phase reached a new peak
         self.events: dict[int, list[AllocatorEvents]] = {}
+
+    def of(self, job: int) -> Curves | None:
+        """Return the curves of a job; of a run with one job its only ones."""
+        return self.curves.get(job) or (next(iter(self.curves.values())) if len(self.curves) == 1 else None)
 
 
 def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[], bool] = lambda: False) -> Overview:
@@ -175,9 +171,7 @@ def fine_begin(t: float, seconds: int, span: int) -> int:
     return ceil((floor(t) - seconds) / step) * step
 
 
-TAIL_FRAMES = 1200
-"""Maximum number of frames before the requested time that are folded individually, for recent steps and memory."""
-
+TAIL_FRAMES = 1200  # maximum number of frames before the requested time that are folded one by one
 QUICK_TAIL = 400
 QUICK_TAIL_A_RANK = 40  # the same for a quick seek, per rank (at least)
 LOG_LINES = 300
@@ -344,8 +338,7 @@ def _load_memory(history: History, begin: float, t: float, model: RunModel, over
         model.rank(rank).timeline.adopt(level)
 
 
-_SUFFIXES = (".sqlite", ".csv", ".tsv", ".jsonl", ".json", ".yaml", ".yml")
-"""Suffixes of files that a command-line argument may name."""
+_SUFFIXES = (".sqlite", ".csv", ".tsv", ".jsonl", ".json", ".yaml", ".yml")  # of files that an argument may name
 
 
 def recording_file(name: str) -> Path | None:
