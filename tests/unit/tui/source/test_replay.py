@@ -109,6 +109,11 @@ def settle(source: Source) -> None:
     pump(source, lambda: not source.transport.seeking)
 
 
+def go(source: ReplaySource, place: str) -> None:
+    source.transport.goto(place)
+    settle(source)
+
+
 def folded_until(t: float, frames: list[Frame] = FRAMES) -> RunModel:
     """Fold up to the last message of a time; what came before it may be of a moment later."""
     last = max((frame.seq for frame in frames if frame.t <= t), default=0)
@@ -127,13 +132,10 @@ def same(source: Source, frames: list[Frame] = FRAMES) -> None:
 
 def test_a_replay_begins_when_the_ranks_are_there_and_holds(source):
     hellos = [frame for frame in FRAMES if isinstance(frame.message, Hello)]
-    assert source.transport.mode == "replay"
-    assert source.transport.position == hellos[-1].t
+    transport = source.transport
+    assert (transport.mode, source.connection.state, transport.playing) == ("replay", "replay", False)
+    assert (transport.first, transport.position, transport.last) == (FRAMES[0].t, hellos[-1].t, FRAMES[-1].t)
     assert len(source.model.ranks) == len(hellos)
-    assert source.transport.first == FRAMES[0].t
-    assert source.transport.last == FRAMES[-1].t
-    assert not source.transport.playing
-    assert source.connection.state == "replay"
 
 
 def test_a_seek_before_the_marks_were_taken_does_not_lose_them(recording, opened):
@@ -222,8 +224,7 @@ def test_an_overview_that_comes_while_it_plays_adds_the_past_and_changes_nothing
     # Long enough that a stalled machine does not play it to the end.
     source = opened(write(tmp_path / "run.sqlite", Stream(ranks=2, steps=1000).frames()))
     transport = source.transport
-    transport.goto("70%")
-    settle(source)
+    go(source, "70%")
     begun = transport.position
     speed(source, 3)
     transport.play()
@@ -247,8 +248,7 @@ def test_an_overview_that_comes_while_it_plays_adds_the_past_and_changes_nothing
 
 def test_play_at_the_end_begins_again(source):
     transport = source.transport
-    transport.goto("100%")
-    settle(source)
+    go(source, "100%")
     transport.play()
     settle(source)
     assert transport.playing
@@ -305,8 +305,7 @@ def test_alerts_are_visited_in_order_each_as_it_was_raised(source):
 def test_a_jump_of_time_and_of_share_lands_there(source):
     middle = (source.transport.first + source.transport.last) / 2
     for text, place in (("50%", middle), ("+5s", middle + 5), ("0%", source.transport.first)):
-        source.transport.goto(text)
-        settle(source)
+        go(source, text)
         assert source.transport.position == pytest.approx(place, abs=1e-3)
         same(source)
 
@@ -314,8 +313,7 @@ def test_a_jump_of_time_and_of_share_lands_there(source):
 @pytest.mark.parametrize("text", ["99999", "tomorrow"])
 def test_a_place_that_is_not_there_moves_nothing_and_says_why(source, text):
     before = source.transport.position
-    source.transport.goto(text)
-    settle(source)
+    go(source, text)
     assert source.transport.message
     assert source.transport.position == before
 
@@ -336,8 +334,7 @@ def test_a_file_that_is_no_recording_is_refused_at_once(tmp_path):
 
 def test_an_empty_recording_opens_and_shows_nothing(tmp_path, opened):
     source = opened(write(tmp_path / "empty.sqlite", []))
-    source.transport.goto("50%")
-    settle(source)
+    go(source, "50%")
     assert source.model.ranks == {}
 
 
