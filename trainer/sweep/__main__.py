@@ -23,7 +23,7 @@ from ...protocol.errors import FtmonError
 from ...protocol.host.process import never_fail, this_process
 from ...protocol.run import exits
 from ...protocol.run.rundir import RunDir
-from ...protocol.sweep.rows import FORMAT, Ended, Header, Plan, Planned, Row, Settings, Started
+from ...protocol.sweep.rows import FORMAT, Ended, Header, Plan, Planned, Row, Started
 from ...protocol.sweep.store import Results, Writer, default_output, read
 from . import plan as spec
 from .plan import Lines, Spec
@@ -155,37 +155,23 @@ def _header(wanted: Spec) -> Header:
     return Header(FORMAT, *identity, *steps, time.time(), host, __version__)
 
 
-class _Answer(msgspec.Struct):
-    """Output of ``--json``."""
-
-    name: str
-    ended: str  # `finished`, `budget`, `failure`, `interrupted` or `gpus`
-    text: str
-    not_run: int
-    used_seconds: float
-    rows: list[Row]
-    found: list[str]  # a sentence for each combination of a search's axes
-    curves: list[Any]
-    fastest: Settings | None
-    columns: list[dict[str, float | None]]  # figures named in the sweep file's `columns`, for each row of `rows`
-
-
-def _answer(results: Results, ended: Ended, found: list[str], used: float) -> _Answer:
-    rows = list(results.answered().values())
+def _answer(results: Results, ended: Ended, found: list[str], used: float) -> dict[str, Any]:
+    """Return the output of ``--json`` (docs/sweep.md)."""
+    rows, plan = list(results.answered().values()), results.plan
     pooled = pool(rows)
     best = fastest(pooled)
-    return _Answer(
-        results.header.name,
-        ended.reason,
-        ended.text,
-        ended.not_run,
-        round(used, 3),
-        rows,
-        found,
-        curves(pooled, results.plan.search.axis if results.plan and results.plan.search else ""),
-        best.settings if best is not None else None,
-        [{name: value(row, name) for name in results.plan.columns} for row in rows] if results.plan else [],
-    )
+    return {
+        "name": results.header.name,
+        "ended": ended.reason,
+        "text": ended.text,
+        "not_run": ended.not_run,
+        "used_seconds": round(used, 3),
+        "rows": rows,
+        "found": found,  # a sentence for each combination of a search's axes
+        "curves": curves(pooled, plan.search.axis if plan and plan.search else ""),
+        "fastest": best.settings if best is not None else None,
+        "columns": [{name: value(row, name) for name in plan.columns} for row in rows] if plan else [],
+    }
 
 
 def _print_json(value: Any) -> None:

@@ -410,15 +410,16 @@ def job(spec: Spec, settings: Settings, name: str, lengths: Sequence[int] = ()) 
     options = RunOptions(
         allocator_events=False, predict=False, on_hang="kill", hang_grace=spec.hang_grace, stop_grace=STOP_GRACE_SECONDS
     )
-    environment = {**os.environ, **spec.environment, **_jobs_environment(settings)}
+    varied = {name: value for name, value in settings.items() if name.startswith(ENVIRONMENT)}
+    own = {name.removeprefix(ENVIRONMENT): "" if value is None else str(value) for name, value in varied.items()}
+    environment = {**os.environ, **spec.environment, **own}
     if spec.command:
-        command = [_filled(word, settings) for word in spec.command]
+        command = [PLACEHOLDER.sub(lambda match: _plain(settings[match[1]]), word) for word in spec.command]
         return Job(StartRequest("run", name, options, command=command), environment)
     words = overrides(spec, {**settings, LENGTH: max(lengths)} if lengths else settings)
     if lengths:
         words.append(f"debug.lengths={json.dumps(list(lengths))}")
-    request = StartRequest("train", name, options, config=spec.config, overrides=words)
-    return Job(request, environment)
+    return Job(StartRequest("train", name, options, config=spec.config, overrides=words), environment)
 
 
 def overrides(spec: Spec, settings: Settings) -> list[str]:
@@ -475,18 +476,6 @@ def _check_one(spec: Spec, name: str, value: Value, where: str) -> None:
 def _assignment(name: str, value: Value) -> str:
     text = "null" if value is None else json.dumps(value)
     return f"{name}={text}"
-
-
-def _jobs_environment(settings: Settings) -> dict[str, str]:
-    return {
-        name.removeprefix(ENVIRONMENT): "" if value is None else str(value)
-        for name, value in settings.items()
-        if name.startswith(ENVIRONMENT)
-    }
-
-
-def _filled(word: str, settings: Settings) -> str:
-    return PLACEHOLDER.sub(lambda match: _plain(settings[match[1]]), word)
 
 
 def _plain(value: Value) -> str:

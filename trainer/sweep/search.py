@@ -51,7 +51,8 @@ class Predictor:
         found: dict[int, Predicted] = {}
         for number, group in enumerate(groups.values(), 1):
             self._say(f"predicting {number} of {len(groups)}")
-            points = self.points(group[0], list(filter(None, map(_length, group))))
+            prediction = self.predict(group[0], list(filter(None, map(_length, group))))
+            points = prediction.points if prediction is not None else []
             by_length = {point.sequence_length: point for point in points}
             for settings in group:
                 point = by_length.get(_length(settings)) or (points[0] if points and not _length(settings) else None)
@@ -59,13 +60,8 @@ class Predictor:
                     found[id(settings)] = predicted(point)
         return [Planned(settings, found.get(id(settings))) for settings in runs]
 
-    def points(self, settings: Settings, lengths: Sequence[int]) -> list[Point]:
-        """Return a configuration's prediction at several lengths (empty: its own); empty if it cannot be predicted."""
-        prediction = self.predict(settings, lengths)
-        return prediction.points if prediction is not None else []
-
     def predict(self, settings: Settings, lengths: Sequence[int]) -> Prediction | None:
-        """Return the whole prediction; None, after adding a note, if there is none."""
+        """Return a configuration's prediction at lengths (empty: its own); None, after adding a note, without one."""
         varied = {name: value for name, value in settings.items() if name != LENGTH}
         try:
             words = self.words(varied, lengths)
@@ -219,8 +215,8 @@ def _predictions(predictor: Predictor, wanted: Search, others: Settings) -> tupl
     known = {point.sequence_length: predicted(point) for point in found.points}
     if wanted.goal == "largest":
         guess = _crossing(known, wanted, predictor.capacity_bytes)
-        if guess is not None and guess not in known:
-            known |= {point.sequence_length: predicted(point) for point in predictor.points(others, [guess])}
+        near = predictor.predict(others, [guess]) if guess is not None and guess not in known else None
+        known |= {point.sequence_length: predicted(point) for point in near.points} if near is not None else {}
     return known, found.pieces
 
 

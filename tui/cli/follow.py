@@ -180,10 +180,9 @@ class Lines:
 
     def print(self, text: str, end: str = "\n") -> None:
         """Print one line."""
-        if self._gone:
-            return
         try:
-            print(text, end=end, flush=True)
+            if not self._gone:
+                print(text, end=end, flush=True)
         except OSError:
             if not self._forgiving:
                 raise

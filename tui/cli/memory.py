@@ -77,6 +77,7 @@ def _rank_fall(model: RunModel, rank: RankModel) -> Waterfall | None:
 
 
 def rank_lines(model: RunModel, rank: RankModel) -> Iterator[str]:
+    """Yield the lines of one rank's memory."""
     fall = _rank_fall(model, rank)
     if fall is None:
         yield f"rank {rank.rank}: no step is finished yet"

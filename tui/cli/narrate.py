@@ -277,8 +277,9 @@ def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_printed
     If the output of ranks and launcher was printed, their last lines are not repeated.
     """
     if end.state == "failed" and not output_printed:
-        rank = first_to_fail(model)
-        if rank is not None:
+        # Failures of an earlier job, resolved when a later one trained, do not count.
+        blamed = min(standing(model.alerts, *FATAL), key=lambda alert: (alert.time, alert.id), default=None)
+        if blamed is not None and (rank := blamed.rank) is not None:
             yield from (f"  rank {rank}| {sanitize(line)}" for line in last_words(run.rank_log(rank, "err")))
         yield from (f"  {sanitize(line)}" for line in last_words(run.logs / "launcher.log"))
     output_dir = model.plan.output_dir if model.plan else ""
@@ -325,15 +326,6 @@ def _results(run: RunDir, output: Path, *, is_over: bool) -> Iterator[str]:
     own = run.config.exists()
     words = ["resume", run.id] if own else ["train", "CONFIG.yaml", f"checkpoint.resume={newest}"]
     yield f"resume it:  ftmon {shlex.join(words)}"
-
-
-def first_to_fail(model: RunModel) -> int | None:
-    """Return the rank with the first failure or death; None if there is none.
-
-    Failures of an earlier job, resolved when a later one trained, do not count.
-    """
-    blamed = standing(model.alerts, *FATAL)
-    return min(blamed, key=lambda alert: (alert.time, alert.id)).rank if blamed else None
 
 
 def last_words(log: Path) -> list[str]:

@@ -98,10 +98,6 @@ _MOST = 64
 _SQLITE = b"SQLite format 3\0"
 
 
-class NoOomError(FtmonError):
-    """The run, recording or snapshot has no out-of-memory error."""
-
-
 def show_oom(arguments: Namespace) -> int:
     """Print the reports of a run's out-of-memory errors, newest last, the earlier ones in a line each."""
     name: str = arguments.target
@@ -109,7 +105,7 @@ def show_oom(arguments: Namespace) -> int:
     reports = [report for report in reports if arguments.rank in (None, report.rank)]
     if not reports:
         whose = f"rank {arguments.rank} of " if arguments.rank is not None else ""
-        raise NoOomError(f"{whose}{run or name}: no out-of-memory error is recorded")
+        raise FtmonError(f"{whose}{run or name}: no out-of-memory error is recorded")
     if arguments.json:
         print_json({"run": run, "file": None if run else name, "reports": reports})
         return 0
