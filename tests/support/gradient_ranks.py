@@ -14,8 +14,7 @@ from deepspeed.utils import safe_get_full_grad
 from ftmon.trainer.recipe.engine.distributed import World
 from recipe_ranks import runs
 
-LARGE = 1000
-"""Elements; smaller tensors are losses, norms and flags."""
+LARGE = 1000  # elements; smaller tensors are losses, norms and flags
 
 
 def work(world: World, jobs: list[str]) -> None:

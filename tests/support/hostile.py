@@ -14,13 +14,10 @@ from ftmon.protocol.messages.control import Accepted, Answer, Command, Query, Re
 from ftmon.protocol.messages.wire import Message
 from messages import EXAMPLES
 
-OSC = "\x1b]0;PWNED\x07"
-"""Sets the window's title."""
+OSC = "\x1b]0;PWNED\x07"  # sets the window's title
 CLEAR = "\x1b[2J\x1b[77;77HPWNED"
-STRING = "\x1bP+qPWNED\x1b\\"
-"""A device control string: some terminals type its answer into the shell."""
-C1 = "\x9b77;77HPWNED\x9d0;PWNED\x9c"
-"""The same as single characters; in UTF-8 a terminal may obey them too."""
+STRING = "\x1bP+qPWNED\x1b\\"  # a device control string: some terminals type its answer into the shell
+C1 = "\x9b77;77HPWNED\x9d0;PWNED\x9c"  # the same as single characters; in UTF-8 a terminal may obey them too
 BELL_AND_RETURN = "\aPWNED\r\x08\x08PWNED\x7f"
 BIDI = "\u202ePWNED\u2066"
 SPLIT = "PWNED\n\x1b[1A\x1b[2KPWNED\u2028\x85PWNED"

@@ -11,8 +11,7 @@ from ftmon.trainer.hub.ranks import identity_of
 from msgspec import structs
 from streams import STARTED, Stream, write
 
-LENGTHS = (24, 5, 0, 12)
-"""Steps of each job."""
+LENGTHS = (24, 5, 0, 12)  # steps of each job
 RATES = ("2e-5", "2e-5", "1e-4", "1e-4")
 BATCHES = ("4", "8", "4", "4")
 MEMORY = (

@@ -202,8 +202,7 @@ class PtyTerminal:
                 self._screen.write(self._decode(piece))
 
 
-Terminal = TmuxTerminal | PtyTerminal
-"""A shell in a terminal of a known size."""
+Terminal = TmuxTerminal | PtyTerminal  # a shell in a terminal of a known size
 
 
 def wait_for(terminal: Terminal, *words: str, seconds: float = SECONDS) -> str:

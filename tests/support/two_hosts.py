@@ -7,6 +7,7 @@ Stand-ins for ``ssh`` and ``pdsh`` on ``nodea``'s PATH reach both. Tests use thi
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -79,11 +80,9 @@ class TwoHosts:
                 os.kill(pid, signal.SIGKILL)
 
     def on_a(self, *words: str, **environ: str) -> "subprocess.Popen[str]":
-        """Start a command on ``nodea``."""
         return self._start([*self.enter_a(), *words], environ)
 
     def on_b(self, *words: str, **environ: str) -> "subprocess.Popen[str]":
-        """Start a command on ``nodeb``."""
         return self._start([*self.enter_b(), *words], environ)
 
     def cable(self, state: str, host: str = "nodea") -> None:
@@ -113,9 +112,7 @@ class TwoHosts:
         """Give the pid here of a process that has the pid ``there`` on ``nodeb``; 0: there is none."""
         for pid in self.pids_on_b():
             with contextlib.suppress(OSError):
-                text = Path(f"/proc/{pid}/status").read_text()
-                pids = next(line for line in text.splitlines() if line.startswith("NSpid:")).split()
-                if int(pids[-1]) == there:
+                if re.search(rf"^NSpid:.*\b{there}$", Path(f"/proc/{pid}/status").read_text(), re.M):
                     return pid
         return 0
 
@@ -157,10 +154,10 @@ class TwoHosts:
         found: list[int] = []
         with contextlib.suppress(OSError):
             spaces = {os.readlink(f"/proc/{pid}/ns/user") for pid in (self._over, self.a) if pid}
-            for entry in os.listdir("/proc"):
+            for pid in psutil.pids():
                 with contextlib.suppress(OSError):
-                    if entry.isdigit() and os.readlink(f"/proc/{entry}/ns/user") in spaces:
-                        found.append(int(entry))
+                    if os.readlink(f"/proc/{pid}/ns/user") in spaces:
+                        found.append(pid)
         return found
 
 
