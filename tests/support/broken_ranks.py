@@ -8,7 +8,7 @@ import re
 
 import torch
 from ftmon.protocol.errors import FtmonError
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.trainer import Trainer
 from recipe_ranks import runs
 

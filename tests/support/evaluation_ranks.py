@@ -16,7 +16,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from ftmon.protocol.errors import FtmonError
 from ftmon.trainer.recipe import trainer
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from recipe_ranks import runs, save
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.export.export import is_adapter, save_model
 from ftmon.trainer.recipe.trainer import Trainer
 from recipe_ranks import runs

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.comm import comm
 from deepspeed.utils import safe_get_full_grad
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from recipe_ranks import runs
 
 LARGE = 1000  # elements; smaller tensors are losses, norms and flags

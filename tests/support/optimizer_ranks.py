@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.muon import original_muon
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from recipe_ranks import runs, save
 
 # On a CPU that has bf16 Muon orthogonalizes in it, whose rounding would hide what stages do differently.

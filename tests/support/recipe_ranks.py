@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.zero import GatheredParameters
 from ftmon.protocol.errors import FtmonError
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.monitor import Unwatched
 from ftmon.trainer.recipe.train import setup, train
 from ftmon.trainer.recipe.trainer import Trainer

@@ -255,6 +255,8 @@ class RankTracker:
     def __init__(self, *, has_launcher: bool = True) -> None:
         self.ranks: dict[int, TrackedRank] = {}
         self.verdict: Verdict | None = None
+        self.views: list[RankView] = []
+        """The views of all ranks while some rank makes no progress."""
         """The judge's current verdict; None if there is no stall."""
         self.suspected = False
         """Whether a rank has made no progress for long enough to inspect all ranks (``stalls.progress``)."""
@@ -357,6 +359,7 @@ class RankTracker:
                 tracked.note_standstill(steps)
             self._credit_silent(still, now)
         views = [tracked.view(now) for tracked in self.ranks.values()] if still else []
+        self.views = views
         self.verdict = judge(views) if still and not self._job_ended else None
         self.suspected = any(tracked.suspect(now) for tracked in self.ranks.values())
         if self.verdict is not None and self.verdict.kind in ("exit", "left") and now - self._asked_at < EXIT_LIMIT_S:
