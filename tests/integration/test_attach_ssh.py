@@ -18,7 +18,8 @@ from ftmon.protocol.errors import UsageError
 from ftmon.protocol.messages import control
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.tui.cli.main import parse
-from ftmon.tui.cli.remote import SshSource, attach_ssh, command, parse_place
+from ftmon.tui.cli.remote import attach_ssh, command, parse_place
+from ftmon.tui.source.live import LiveSource
 from ftmon.tui.source.ssh import SshEndpoint
 from ftmon_process import command_line
 from hub_client import App, exit_of, fake_ranks, hub_gone, started
@@ -37,7 +38,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SshServe
         yield server
 
 
-def pumped(source: SshSource, condition: Callable[[], object]) -> None:
+def pumped(source: LiveSource, condition: Callable[[], object]) -> None:
     eventually(condition, "what was to be shown", each=lambda: source.pump(0.05), state=lambda: source.connection)
 
 
@@ -52,7 +53,7 @@ def test_a_run_is_followed_commanded_and_found_again_over_ssh(server: SshServer)
             app.wait_for(Step, lambda step: step.step > 5)
         endpoint = SshEndpoint(command(parse_place(f"{server.url}/{run.id}")))
         assert endpoint.open().id == run.id
-        source = SshSource(endpoint)
+        source = LiveSource(endpoint=endpoint, info=endpoint.info)
         source.start()
         try:
             pumped(source, lambda: source.connection.state == "live")
@@ -77,6 +78,7 @@ def test_a_run_is_followed_commanded_and_found_again_over_ssh(server: SshServer)
             pumped(source, lambda: source.connection.state == "ended")
         finally:
             source.close()
+            endpoint.close()
         eventually(lambda: not relays(), "the end of the relay")
 
 
@@ -84,7 +86,7 @@ def test_a_run_that_ends_while_there_is_no_connection_is_over_and_not_tried_agai
     with started(fake_ranks({"rank": 0, "rate": 20})) as run:
         endpoint = SshEndpoint(command(parse_place(server.url)))
         endpoint.open()
-        source = SshSource(endpoint)
+        source = LiveSource(endpoint=endpoint, info=endpoint.info)
         source.start()
         try:
             pumped(source, lambda: source.connection.state == "live" and source.model.step > 5)
@@ -98,6 +100,7 @@ def test_a_run_that_ends_while_there_is_no_connection_is_over_and_not_tried_agai
             assert str(run.recording) in source.connection.text
         finally:
             source.close()
+            endpoint.close()
 
 
 def test_an_interrupt_while_connecting_leaves_no_folder(server: SshServer, monkeypatch: pytest.MonkeyPatch) -> None:

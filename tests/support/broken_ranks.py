@@ -5,27 +5,22 @@ the loss not a number.
 """
 
 import re
-from pathlib import Path
 
 import torch
 from ftmon.protocol.errors import FtmonError
-from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.distributed import World
-from ftmon.trainer.recipe.train import setup
 from ftmon.trainer.recipe.trainer import Trainer
+from recipe_ranks import runs
 
 
 def work(world: World, jobs: list[str]) -> None:
-    for path in map(Path, jobs):
-        world.log(f"== {path.stem}")
-        run = setup(load(str(path)).config, world)
+    for path, run in runs(world, jobs):
         spoil(run, path.stem)
         try:
             run.fit()
             world.log(f"batches taken: {run.state.batches}")
         except FtmonError as error:
             world.log(f"refused: {error}")
-        run.engine.destroy()
 
 
 def spoil(run: Trainer, name: str) -> None:

@@ -56,9 +56,7 @@ class CachingAllocator:
             sum(area.size for area in self.areas),
         )
 
-    def record(
-        self, action: str, address: int, size: int, stream: int, frames: list[dict[str, Any]], **more: Any
-    ) -> None:
+    def record(self, action: str, address: int, size: int, stream: int, frames: list[Any], **more: Any) -> None:
         entry = {"action": action, "addr": address, "size": size, "stream": stream, "frames": frames}
         self.trace.append({**entry, "time_us": 1_000_000 + len(self.trace), **more})
         self.figures.append(self.now())
@@ -67,8 +65,7 @@ class CachingAllocator:
         frames = frames or []
         size = max(512, -(-requested // 512) * 512)
         small = size <= MIB
-        found = self._best(size, stream, small) or self._grow(size, stream, small, frames)
-        area, chunk = found
+        area, chunk = self._best(size, stream, small) or self._grow(size, stream, small, frames)
         rest = chunk.size - size
         if rest >= 512 if small or area.expandable else rest > MIB:
             chunk.size = size
@@ -95,11 +92,10 @@ class CachingAllocator:
         self.record("free_completed", address, requested, area.stream, [])
 
     def empty_cache(self) -> None:
+        action = "segment_unmap" if self.expandable else "segment_free"
         for area in [area for area in self.areas if all(chunk.state == "inactive" for chunk in area.chunks)]:
             self.areas.remove(area)
-            self.record(
-                "segment_unmap" if area.expandable else "segment_free", area.address, area.size, area.stream, []
-            )
+            self.record(action, area.address, area.size, area.stream, [])
 
     def fail(self, size: int, device_free: int, frames: list[dict[str, Any]] | None = None) -> None:
         self.record("oom", 0, size, 0, frames or [], device_free=device_free)
@@ -126,14 +122,7 @@ class CachingAllocator:
             "is_expandable": area.expandable,
             "frames": [],
             "blocks": [
-                {
-                    "address": chunk.address,
-                    "size": chunk.size,
-                    "requested_size": chunk.requested,
-                    "state": chunk.state,
-                    "frames": chunk.frames,
-                }
-                for chunk in area.chunks
+                {"requested_size" if k == "requested" else k: v for k, v in vars(c).items()} for c in area.chunks
             ],
         }
 
@@ -148,13 +137,8 @@ class CachingAllocator:
         return min(fits, key=lambda fit: fit[:2])[2:] if fits else None
 
     def _grow(self, size: int, stream: int, small: bool, frames: list[dict[str, Any]]) -> tuple[Area, Chunk]:
-        if self.expandable:
-            unit = SMALL_SEGMENT if small else LARGE_SEGMENT
-            segment = -(-size // unit) * unit
-        elif small:
-            segment = SMALL_SEGMENT
-        else:
-            segment = LARGE_SEGMENT if size < 10 * MIB else -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
+        unit = LARGE_SEGMENT if not small and (self.expandable or size < 10 * MIB) else SMALL_SEGMENT
+        segment = -(-size // unit) * unit
         chunk = Chunk(self._next, segment)
         area = Area(self._next, segment, stream, small, self.expandable, [chunk])
         # Apart, so that neighbouring segments never look like one.

@@ -6,6 +6,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from places import DATA
+
 Messages = list[dict[str, Any]]
 Written = list[tuple[str, bool]]
 
@@ -77,89 +79,14 @@ def phi(messages: Messages) -> Written:
     return [*turns(lambda role: f"<|{role}|>\n", "<|end|>", behind="\n")(messages), ("</s>", False)]
 
 
-_CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content | trim + '<|im_end|>' + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-_QWEN3 = """
-{%- set ns = namespace(last=-1) -%}
-{%- for message in messages -%}
-  {%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif -%}
-{%- endfor -%}
-{%- for message in messages -%}
-  {%- set content = message.content | trim -%}
-  {%- if message.role == 'assistant' -%}
-    {%- set thought = '' -%}
-    {%- if '</think>' in content -%}
-      {%- set thought = (content.split('</think>')[:-1] | join('</think>') | replace('<think>', '')).strip('\\n') -%}
-      {%- set content = content.split('</think>')[-1].lstrip('\\n') -%}
-    {%- endif -%}
-    {%- if loop.index0 > ns.last and (loop.last or thought) -%}
-      {{- '<|im_start|>assistant\\n<think>\\n' + thought + '\\n</think>\\n\\n' + content + '<|im_end|>\\n' -}}
-    {%- else -%}
-      {{- '<|im_start|>assistant\\n' + content + '<|im_end|>\\n' -}}
-    {%- endif -%}
-  {%- else -%}
-    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' -}}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
-"""
-_LLAMA2 = (
-    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
-    "{% set system = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system = '' %}"
-    "{% endif %}{% for message in loop_messages %}{% set content = message['content'] | trim %}"
-    "{% if loop.first and system %}{% set content = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + content %}{% endif %}"
-    "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content + ' [/INST]' }}"
-    "{% elif message['role'] == 'assistant' %}{{ ' ' + content + ' ' + eos_token }}"
-    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
-)
-_MISTRAL = (
-    "{{ bos_token }}{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if message.role == 'user' %}{{ '[INST] ' + message.content | trim + ' [/INST]' }}"
-    "{% else %}{{ ' ' + message.content | trim + eos_token }}{% endif %}{% endfor %}"
-)
-_LLAMA3 = (
-    "{% for message in messages %}{% set content = HEADS + message['content'] | trim + END %}"
-    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ ASKED }}{% endif %}"
-)
-_GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
-    "{% endif %}{% for message in messages %}{% if message['role'] == 'assistant' %}{% set role = 'model' %}"
-    "{% else %}{% set role = message['role'] %}{% endif %}"
-    "{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
-)
-_GEMMA3 = (
-    "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}{%- set prefix = messages[0]['content'] + '\\n\\n' -%}"
-    "{%- set loop_messages = messages[1:] -%}{%- else -%}{%- set prefix = '' -%}{%- set loop_messages = messages -%}"
-    "{%- endif -%}{%- for message in loop_messages -%}{%- if message['role'] == 'assistant' -%}"
-    "{%- set role = 'model' -%}{%- else -%}{%- set role = message['role'] -%}{%- endif -%}"
-    "{{ '<start_of_turn>' + role + '\\n' + (prefix if loop.first else '') }}{{ message['content'] | trim }}"
-    "{{ '<end_of_turn>\\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}"
-)
-_PHI3 = (
-    "{% for message in messages %}{% if message['role'] in ['system', 'user', 'assistant'] %}"
-    "{{ '<|' + message['role'] + '|>\\n' + message['content'] | trim + '<|end|>\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"
-)
-_DEEPSEEK = (
-    "{{ bos_token }}{% for message in messages %}{% set content = message.content | trim %}"
-    "{% if message.role == 'assistant' %}{% if '</think>' in content %}"
-    "{% set content = content.split('</think>')[-1] %}{% endif %}"
-    "{{ '<|Assistant|>' + content + '<|end_of_sentence|>' }}{% elif message.role == 'user' %}"
-    "{{ '<|User|>' + content }}{% else %}{{ content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"
-)
+def _template(name: str) -> str:
+    return (DATA / "templates" / f"{name}.jinja").read_text().rstrip("\n")
 
 
 def _llama(start: str, stop: str, end: str) -> str:
     heads = f"'{start}' + message['role'] + '{stop}\\n\\n'"
-    return (
-        _LLAMA3.replace("HEADS", heads).replace("END", f"'{end}'").replace("ASKED", f"'{start}assistant{stop}\\n\\n'")
-    )
+    asked = f"'{start}assistant{stop}\\n\\n'"
+    return _template("llama").replace("HEADS", heads).replace("END", f"'{end}'").replace("ASKED", asked)
 
 
 def _gemma3(messages: Messages) -> Written:
@@ -170,9 +97,9 @@ def _gemma3(messages: Messages) -> Written:
 
 
 FAMILIES: dict[str, tuple[str, Callable[[Messages], Written], bool]] = {
-    "chatml": (_CHATML, turns(lambda role: f"<|im_start|>{role}\n", "<|im_end|>", behind="\n"), True),
-    "qwen3": (_QWEN3, qwen3, True),
-    "llama2": (_LLAMA2, lambda messages: inst(messages, "<s>", " "), True),
+    "chatml": (_template("chatml"), turns(lambda role: f"<|im_start|>{role}\n", "<|im_end|>", behind="\n"), True),
+    "qwen3": (_template("qwen3"), qwen3, True),
+    "llama2": (_template("llama2"), lambda messages: inst(messages, "<s>", " "), True),
     "llama3": (
         _llama("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         turns(lambda role: f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", "<s>"),
@@ -183,10 +110,10 @@ FAMILIES: dict[str, tuple[str, Callable[[Messages], Written], bool]] = {
         turns(lambda role: f"<|header_start|>{role}<|header_end|>\n\n", "<|eot|>", "<s>"),
         True,
     ),
-    "mistral": (_MISTRAL, lambda messages: inst(messages, "", ""), False),
-    "gemma2": (_GEMMA, turns(gemma_header, "<end_of_turn>", "<s>", "\n"), False),
-    "gemma3": (_GEMMA3, _gemma3, True),
-    "phi3": (_PHI3, phi, True),
-    "deepseek-r1": (_DEEPSEEK, deepseek, True),
+    "mistral": (_template("mistral"), lambda messages: inst(messages, "", ""), False),
+    "gemma2": (_template("gemma2"), turns(gemma_header, "<end_of_turn>", "<s>", "\n"), False),
+    "gemma3": (_template("gemma3"), _gemma3, True),
+    "phi3": (_template("phi3"), phi, True),
+    "deepseek-r1": (_template("deepseek-r1"), deepseek, True),
 }
 """For each family its template, the reference, and whether it takes a system message."""

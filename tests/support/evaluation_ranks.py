@@ -9,18 +9,15 @@ import resource
 import shutil
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from ftmon.protocol.errors import FtmonError
 from ftmon.trainer.recipe import trainer
-from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.distributed import World
-from ftmon.trainer.recipe.train import setup
+from recipe_ranks import runs, save
 
 
 @contextmanager
@@ -88,12 +85,9 @@ def surroundings(name: str, world: World) -> AbstractContextManager[None]:
 
 
 def work(world: World, jobs: list[str]) -> None:
-    for path in map(Path, jobs):
-        world.log(f"== {path.stem}")
-        config = load(str(path)).config
+    for path, run in runs(world, jobs):
+        gathered = gathered_after_forwards(run.engine)
         try:
-            run = setup(config, world)
-            gathered = gathered_after_forwards(run.engine)
             with surroundings(path.stem, world):
                 run.fit()
         except FtmonError as error:
@@ -105,11 +99,4 @@ def work(world: World, jobs: list[str]) -> None:
                 raise
             world.log(f"failed: {str(error).splitlines()[0]}")
             continue
-        parameters = dict(run.engine.module.named_parameters())
-        with GatheredParameters(list(parameters.values()), enabled=config.zero.stage == 3):
-            weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        held_out = [] if run.evaluator is None else run.evaluator.examples.rows
-        rows = [{name: [int(token) for token in row[name]] for name in ("input_ids", "labels")} for row in held_out]
-        if world.is_first:
-            torch.save({"weights": weights, "rows": rows, "gathered": gathered}, path.with_suffix(".pt"))
-        run.engine.destroy()
+        save(path, run, [] if run.evaluator is None else run.evaluator.examples.rows, gathered=gathered)

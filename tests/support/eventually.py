@@ -20,18 +20,9 @@ def eventually(
     state: Callable[[], object] | None = None,
     every: float = 0.02,
 ) -> T:
-    """Return the first true value of ``found``.
+    """Return the first true value of ``found``; fail with ``what`` was waited for, and the ``state`` there is instead.
 
-    Args:
-        found: the condition.
-        what: the condition in words.
-        seconds: the bound.
-        each: called before each look; there is no pause after it returned something true.
-        state: describes, for the failure, what there is instead.
-        every: seconds between two looks.
-
-    Raises:
-        AssertionError: there was none within ``seconds``.
+    ``each`` is called before each look; after it returned something true there is no pause of ``every`` seconds.
     """
     deadline = time.monotonic() + seconds
     while True:

@@ -4,20 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.export.export import is_adapter, save_model
-from ftmon.trainer.recipe.train import setup
 from ftmon.trainer.recipe.trainer import Trainer
+from recipe_ranks import runs
 from transformers import AutoModelForCausalLM
 
 IDS = torch.arange(3, 51).reshape(2, 24)
 
 
 def work(world: World, jobs: list[str]) -> None:
-    for path in map(Path, jobs):
-        world.log(f"== {path.stem}")
-        run = setup(load(str(path)).config, world)
+    for _, run in runs(world, jobs):
         before = logits(run.model)
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
@@ -33,7 +30,6 @@ def work(world: World, jobs: list[str]) -> None:
         world.log(f"compared: {equal}")
         world.log(f"changed: {(trained - before).abs().max():.6f}")
         world.log(f"off: {(exported - trained).abs().max():.6f}")
-        run.engine.destroy()
 
 
 def loaded(folder: Path, run: Trainer) -> Any:

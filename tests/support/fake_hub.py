@@ -10,19 +10,14 @@ from typing import Any
 
 
 class Hub(ThreadingHTTPServer):
-    """Keeps what is committed to it.
+    """Keeps what is committed to it with its token."""
 
-    Args:
-        token: the only one that may write.
-    """
+    token = "hf_writes"
 
-    def __init__(self, token: str) -> None:
+    def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.token = token
-        self.repositories: dict[str, dict[str, Any]] = {}
-        """What each was created with."""
-        self.files: dict[str, dict[str, bytes]] = {}
-        """By repository and path."""
+        self.repositories: dict[str, dict[str, Any]] = {}  # what each was created with
+        self.files: dict[str, dict[str, bytes]] = {}  # by repository and path
 
     @property
     def address(self) -> str:
@@ -43,11 +38,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/api/validate-yaml":
             self._answer(200, {"errors": [], "warnings": []})
         elif "/preupload/" in path:
-            files = [
-                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for one in json.loads(content)["files"]
-            ]
-            self._answer(200, {"files": files})
+            plain = {"uploadMode": "regular", "shouldIgnore": False}
+            self._answer(200, {"files": [{"path": one["path"], **plain} for one in json.loads(content)["files"]]})
         elif "/commit/" in path:
             self._commit(path.removeprefix("/api/models/").partition("/commit/")[0], content)
         else:
@@ -83,9 +75,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(token: str = "hf_writes") -> Iterator[Hub]:
+def serving() -> Iterator[Hub]:
     """Serve a hub for as long as a block lasts."""
-    hub = Hub(token)
+    hub = Hub()
     thread = threading.Thread(target=hub.serve_forever, daemon=True)
     thread.start()
     try:

@@ -7,11 +7,10 @@ docstring as meaning, to be edited there.
 import ast
 import inspect
 import re
-import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,60 +19,20 @@ from ftmon.protocol.host import process
 from ftmon.protocol.link import join
 from ftmon.protocol.messages import control, hosts, memory, telemetry, throughput, wire
 from ftmon.protocol.recording import results
-from ftmon.protocol.run import end as end_request
-from ftmon.protocol.run import notices, rundir
-from ftmon.protocol.run import start as start_request
+from ftmon.protocol.run import end, notices, rundir, start
 from ftmon.protocol.snapshot import columns
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 
-PARTS: tuple[type[msgspec.Struct], ...] = (
-    telemetry.DeviceInfo,
-    telemetry.SelfDump,
-    telemetry.Update,
-    telemetry.Signs,
-    throughput.ModelFlops,
-    telemetry.PhaseRecord,
-    telemetry.AllocatorPhase,
-    telemetry.ProcessMemory,
-    telemetry.DataLoaderInfo,
-    telemetry.Compilation,
-    telemetry.Volume,
-    memory.PhaseComposition,
-    memory.StepMark,
-    memory.Sightings,
-    columns.Snapshot,
-    columns.Trace,
-    columns.Segment,
-    columns.Annotation,
-    memory.StackGroup,
-    telemetry.SegmentUse,
-    memory.OomVerdict,
-    memory.Remedy,
-    memory.RankMoment,
-    rundir.RunFile,
-    rundir.Recipe,
-    rundir.RunOptions,
-    rundir.MultiHost,
-    start_request.StartRequest,
-    notices.Notify,
-    end_request.EndRequest,
-    rundir.HubFile,
-    rundir.ExitFile,
-    rundir.LeftoversFile,
-    process.ProcessId,
-    hosts.KernelKill,
-    hosts.ProcessState,
-    hosts.JobRank,
-    hosts.JobPhase,
-    memory.PredictedPoint,
-    memory.PredictedPhase,
-    join.JoinFile,
-    results.RecordingInfo,
-    results.MemoryColumn,
-    results.StepPoint,
-    results.TrainingPoint,
-    *(verb for verb in control.ALL if verb.__struct_fields__),
+_MODULES = (telemetry, throughput, memory, hosts, control, columns, rundir, start, notices, end, process, join, results)
+_ELSEWHERE = ("Frame", "LauncherMessage", "Notice", "OnRanks", "PeakMark", "Span", "StackColumns")
+"""Structs without a table: bases, those that the text describes, and those that stay in a process."""
+PARTS: tuple[type[msgspec.Struct], ...] = tuple(
+    struct
+    for module in _MODULES
+    for name, struct in vars(module).items()
+    if isinstance(struct, type) and issubclass(struct, msgspec.Struct) and struct.__module__ == module.__name__
+    if struct.__struct_fields__ and struct not in wire.MESSAGE_TYPES and name not in _ELSEWHERE and name[0] != "_"
 )
 """What messages, files and answers consist of."""
 
@@ -97,22 +56,16 @@ def rewritten(document: str) -> str:
         ValueError: a struct has no heading or no table, or a field no meaning.
     """
     for struct in (*wire.MESSAGE_TYPES, *PARTS):
-        start = re.search(rf"^#+ {re.escape(heading(struct))}\n", document, re.M)
-        if start is None:
-            raise ValueError(f"docs/protocol.md has no heading {heading(struct)!r}")
-        after = re.compile(r"^#", re.M).search(document, start.end())
-        end = after.start() if after else len(document)
-        section = document[start.end() : end]
-        found = re.search(r"^\| field \|.*\n(?:\|.*\n)*", section, re.M)
+        place = rf"^#+ {re.escape(heading(struct))}\n(?:(?!#).*\n)*?(\| field \|.*\n(?:\|.*\n)*)"
+        found = re.search(place, document, re.M)
         if found is None:
-            raise ValueError(f"docs/protocol.md has no table under {heading(struct)!r}")
-        section = section[: found.start()] + _table(struct, found[0]) + section[found.end() :]
-        document = document[: start.end()] + section + document[end:]
+            raise ValueError(f"docs/protocol.md has no heading {heading(struct)!r} with a table")
+        document = document[: found.start(1)] + _table(struct, found[1]) + document[found.end(1) :]
     return document
 
 
 def _table(struct: type[msgspec.Struct], before: str) -> str:
-    meanings = {cells[0].strip("`"): cells[-1] for cells in _rows(before)}
+    meanings = {cells[0].strip("`"): cells[-1] for cells in map(_cells, before.splitlines()[2:])}
     docs = _docstrings(struct)
     rows: list[str] = []
     hints = typing.get_type_hints(struct, include_extras=True)
@@ -125,9 +78,8 @@ def _table(struct: type[msgspec.Struct], before: str) -> str:
     return _HEAD + "".join(rows)
 
 
-def _rows(table: str) -> Iterable[list[str]]:
-    for line in table.splitlines()[2:]:
-        yield [cell.strip() for cell in _CELLS.split(line)[1:-1]]
+def _cells(row: str) -> list[str]:
+    return [cell.strip() for cell in _CELLS.split(row)[1:-1]]
 
 
 def type_text(kind: Any) -> str:
@@ -185,11 +137,5 @@ def _docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
     return found
 
 
-def main() -> int:
-    """Write the tables anew; return 0."""
-    DOCUMENT.write_text(rewritten(DOCUMENT.read_text()))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    DOCUMENT.write_text(rewritten(DOCUMENT.read_text()))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from eventually import SECONDS, eventually
+from eventually import eventually
 from ftmon.protocol.host.process import is_alive
 from ftmon.protocol.link.sockets import CHANNELS
 from ftmon.protocol.run.environment import RUN_ENV
@@ -22,8 +22,6 @@ from run_picture import pictured
 PROGRAM = shutil.which("ftmon") or str(Path(sys.executable).with_name("ftmon"))
 LONG_SECONDS = 480.0
 """For whole trainings: two ranks that import torch on two busy cores need tens of seconds before their first step."""
-
-
 SMALL = (
     "model.config.num_hidden_layers=2",
     "model.config.hidden_size=64",
@@ -47,25 +45,12 @@ class Ftmon:
     def run(self, *words: str, seconds: float = LONG_SECONDS, **options: Any) -> "subprocess.CompletedProcess[str]":
         """Run one command to its end, without a terminal."""
         with self.start(*words, **options) as process:
-            try:
-                output, errors = process.communicate(timeout=seconds)
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                output, errors = process.communicate()
-                raise AssertionError(f"ftmon {' '.join(words)} took over {seconds} s:\n{output}\n{errors}") from None
-        return subprocess.CompletedProcess(words, process.returncode, output, errors)
+            return subprocess.CompletedProcess(words, *follow_to_end(process, seconds))
 
     def start(self, *words: str, **options: Any) -> "subprocess.Popen[str]":
         """Start one command without a terminal."""
-        return subprocess.Popen(
-            [PROGRAM, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self.environ,
-            **options,
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen([PROGRAM, *words], text=True, env=self.environ, **streams, **options)
 
     def runs(self) -> list[RunDir]:
         """List this home's runs, newest first."""
@@ -114,9 +99,9 @@ def command_line(process: psutil.Process) -> list[str]:
         return []
 
 
-def wait_until_nothing_is_left(run: RunDir, seconds: float = SECONDS) -> None:
+def wait_until_nothing_is_left(run: RunDir) -> None:
     """Wait until no process of a run lives, its launcher and hub included."""
-    eventually(lambda: not processes_of(run), "all processes of the run gone", seconds, state=lambda: processes_of(run))
+    eventually(lambda: not processes_of(run), "all processes of the run gone", state=lambda: processes_of(run))
 
 
 @contextmanager
@@ -135,9 +120,9 @@ def follow_to_end(process: "subprocess.Popen[str]", seconds: float = LONG_SECOND
     try:
         output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        process.kill()
+        process.terminate()
         output, errors = process.communicate()
-        raise AssertionError(f"no end within {seconds} s:\n{output}\n{errors}") from None
+        raise AssertionError(f"no end of {process.args} within {seconds} s:\n{output}\n{errors}") from None
     return process.returncode, output, errors
 
 

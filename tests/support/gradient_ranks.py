@@ -5,19 +5,16 @@ name, the rows that the step took, and the data types that gradients were reduce
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.comm import comm
 from deepspeed.utils import safe_get_full_grad
-from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.distributed import World
-from ftmon.trainer.recipe.train import setup
+from recipe_ranks import runs
 
-LARGE = 1000
-"""Elements; smaller tensors are losses, norms and flags."""
+LARGE = 1000  # elements; smaller tensors are losses, norms and flags
 
 
 def work(world: World, jobs: list[str]) -> None:
@@ -26,10 +23,8 @@ def work(world: World, jobs: list[str]) -> None:
     record_dtypes(dist, "reduce", reduced)
     # DeepSpeed has looked this one up when it was imported.
     record_dtypes(comm.cdb, "reduce_scatter_function", reduced)
-    for path in map(Path, jobs):
-        world.log(f"== {path.stem}")
+    for path, run in runs(world, jobs):
         reduced.clear()
-        run = setup(load(str(path)).config, world)
         grads: dict[str, torch.Tensor] = {}
         dtypes: set[torch.dtype] = set()
         record_gradients(run.engine, grads, lambda dtypes=dtypes: dtypes.update(reduced))
@@ -37,7 +32,6 @@ def work(world: World, jobs: list[str]) -> None:
         if world.is_first:
             rows = [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in run.data.examples.rows]
             torch.save({"grads": grads, "rows": rows, "reduced": list(dtypes)}, path.with_suffix(".pt"))
-        run.engine.destroy()
 
 
 def record_gradients(engine: Any, grads: dict[str, torch.Tensor], first: Callable[[], None]) -> None:

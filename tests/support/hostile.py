@@ -14,13 +14,10 @@ from ftmon.protocol.messages.control import Accepted, Answer, Command, Query, Re
 from ftmon.protocol.messages.wire import Message
 from messages import EXAMPLES
 
-OSC = "\x1b]0;PWNED\x07"
-"""Sets the window's title."""
+OSC = "\x1b]0;PWNED\x07"  # sets the window's title
 CLEAR = "\x1b[2J\x1b[77;77HPWNED"
-STRING = "\x1bP+qPWNED\x1b\\"
-"""A device control string: some terminals type its answer into the shell."""
-C1 = "\x9b77;77HPWNED\x9d0;PWNED\x9c"
-"""The same as single characters; in UTF-8 a terminal may obey them too."""
+STRING = "\x1bP+qPWNED\x1b\\"  # a device control string: some terminals type its answer into the shell
+C1 = "\x9b77;77HPWNED\x9d0;PWNED\x9c"  # the same as single characters; in UTF-8 a terminal may obey them too
 BELL_AND_RETURN = "\aPWNED\r\x08\x08PWNED\x7f"
 BIDI = "\u202ePWNED\u2066"
 SPLIT = "PWNED\n\x1b[1A\x1b[2KPWNED\u2028\x85PWNED"
@@ -59,20 +56,8 @@ def with_hostile_text(value: Any) -> Any:
 
 
 _CONTROL = (Command, Accepted, Result, Query, Answer)
-_QUERIES = (
-    "info",
-    "frames",
-    "state_at",
-    "memory",
-    "series",
-    "training",
-    "alerts",
-    "logs",
-    "step_time",
-    "seq_at",
-    "close",
-    "",
-)
+_QUERIES = ("info", "frames", "state_at", "memory", "series", "training", "alerts", "logs", "step_time", "seq_at",
+            "close", "")  # fmt: skip
 _VERBS = ("stacks", "snapshot", "identify", "ping", "stacks", "", "reboot")
 _ARGUMENTS = ("t", "t0", "t1", "rank", "limit", "columns", "after_seq", "before_seq", "text", "step", "ranks", "self")
 _NUMBERS = (0, 1, -1, 7, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 0.5, 1e300, -1e300,

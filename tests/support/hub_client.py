@@ -45,16 +45,16 @@ def hub_of(run: RunDir) -> HubFile:
     return eventually(run.living_hub, "a living hub")
 
 
-def exit_of(run: RunDir, seconds: float = SECONDS) -> ExitFile:
-    return eventually(run.read_exit, "the end of the run", seconds)
+def exit_of(run: RunDir) -> ExitFile:
+    return eventually(run.read_exit, "the end of the run")
 
 
-def hub_gone(run: RunDir, seconds: float = SECONDS) -> None:
+def hub_gone(run: RunDir) -> None:
     """Wait until the run's launcher, which waits for its hub, has ended, and no hub is left."""
     launcher = run.read_run().launcher
     if launcher is not None:
-        eventually(lambda: not is_alive(launcher), "the launcher's end", seconds)
-    eventually(lambda: run.living_hub() is None, "the hub's end", seconds)
+        eventually(lambda: not is_alive(launcher), "the launcher's end")
+    eventually(lambda: run.living_hub() is None, "the hub's end")
 
 
 @contextmanager
@@ -91,16 +91,15 @@ class App:
     """An attached app: the stream, control and query channels of a run's hub."""
 
     def __init__(self, run: RunDir) -> None:
-        hub = hub_of(run)
-        self.hub = hub
+        self.hub = hub_of(run)
         self.context: zmq.Context[Any] = zmq.Context()
-        self.stream = peer_socket(self.context, "stream")
-        self.stream.connect(hub.addresses["stream"])
-        self.control = peer_socket(self.context, "control")
-        self.control.connect(hub.addresses["control"])
-        self.queries = peer_socket(self.context, "query")
-        self.queries.connect(hub.addresses["query"])
+        self.stream, self.control, self.queries = map(self._connected, ("stream", "control", "query"))
         self.frames: list[Frame] = []
+
+    def _connected(self, channel: str) -> "zmq.Socket[Any]":
+        socket = peer_socket(self.context, channel)
+        socket.connect(self.hub.addresses[channel])
+        return socket
 
     def __enter__(self) -> "App":
         return self
@@ -160,29 +159,26 @@ class App:
 
     def command(self, verb: str, **args: Any) -> Result:
         """Send a command, see it accepted, return its result."""
-        number = self.send(verb, **args)
-        accepted = self.answer()
-        assert isinstance(accepted, Accepted)
+        accepted = self._asked(verb, **args)
         assert accepted.ok, accepted.text
         result = self.answer()
         assert isinstance(result, Result)
-        assert accepted.id == result.id == number
+        assert accepted.id == result.id
         return result
+
+    def _asked(self, verb: str, **args: Any) -> Accepted:
+        number, accepted = self.send(verb, **args), self.answer()
+        assert isinstance(accepted, Accepted)
+        assert accepted.id == number
+        return accepted
 
     def answers(self, verb: str, **args: Any) -> bool:
         """Send a command; return whether it was accepted and its result is good."""
-        self.send(verb, **args)
-        accepted = self.answer()
-        if not isinstance(accepted, Accepted) or not accepted.ok:
-            return False
-        result = self.answer()
-        return isinstance(result, Result) and result.ok
+        return self._asked(verb, **args).ok and bool(self.answer().ok)
 
     def refused(self, verb: str, **args: Any) -> str:
         """Send a command, see it refused, return the words."""
-        self.send(verb, **args)
-        accepted = self.answer()
-        assert isinstance(accepted, Accepted)
+        accepted = self._asked(verb, **args)
         assert not accepted.ok
         return accepted.text
 

@@ -11,8 +11,7 @@ from ftmon.trainer.hub.ranks import identity_of
 from msgspec import structs
 from streams import STARTED, Stream, write
 
-LENGTHS = (24, 5, 0, 12)
-"""Steps of each job."""
+LENGTHS = (24, 5, 0, 12)  # steps of each job
 RATES = ("2e-5", "2e-5", "1e-4", "1e-4")
 BATCHES = ("4", "8", "4", "4")
 MEMORY = (
@@ -22,14 +21,14 @@ MEMORY = (
 NO_DATA = "FileNotFoundError: no dataset at data/guanaco-1e-4.jsonl"
 
 
-def driven(path: Path, ranks: int = 2) -> Path:
+def driven(path: Path) -> Path:
     """Record the driver script, its jobs counted by the hub's own table; the last one trains at the end."""
     table = JobTable(lambda hello: False)
     frames: list[Frame] = []
     t = STARTED
     for number in range(1, len(LENGTHS) + 1):
         began = t + 9
-        for t, message in _job(number, ranks, began):
+        for t, message in _job(number, 2, began):
             frames += [Frame(0, t, told) for told in _counted(table, message, t)]
         frames += [Frame(0, t, told) for told in table.poll(t)]
     frames.append(Frame(0, t, table.describe(table.jobs[len(LENGTHS)], t)))

@@ -4,22 +4,23 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from failed_allocations import HELD
 from ftmon.protocol.analysis.oom.detector import OomContext
 from ftmon.protocol.analysis.oom.words import explain
 from ftmon.protocol.analysis.remedies import remedies
 from ftmon.protocol.messages.control import Accepted, Alert, RankState, Result, Verb
 from ftmon.protocol.messages.memory import OomReport, RankMoment
-from ftmon.protocol.messages.telemetry import Oom, StackGroup
+from ftmon.protocol.messages.telemetry import Oom
 from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.protocol.recording.reader import Reader
 from ftmon.tui.model import RunModel
 from ftmon.tui.source.base import CommandRecord, Connection, Transport
+from msgspec import structs
 from streams import GIB, Stream, write
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "oom_backward.pickle.gz"
 NAME = "snapshots/rank-1-step-45-oom.pickle"
 HELD_SECONDS = 134.0
-MIB = 2**20
 TENSORS = """\
    61.00 GiB  bfloat16  4 x 4736 x 14336 x 32   hidden      model.py:88 forward
     9.06 GiB  float32   4 x 4736 x 128256       logits      loss_utils.py:59 ForCausalLMLoss
@@ -29,94 +30,30 @@ TENSORS = """\
 
 
 def oom_of(rank: int = 1, t: float = 0.0, *, held: bool = True, console: bool = True) -> Oom:
-    """Make an error as a rank of a 1B model under ZeRO-2 tells it: the logits of a batch longer than any before."""
-    return Oom(
-        rank=rank,
-        step=45,
-        phase="forward",
-        time=t,
-        requested_bytes=9280 * MIB,
-        device_free_bytes=3 * GIB + 211 * MIB,
-        device_total_bytes=139 * GIB + 800 * MIB,
-        capacity_bytes=139 * GIB + 800 * MIB,
-        room_bytes=3 * GIB + 211 * MIB,
-        allocated_bytes=128 * GIB + 406 * MIB,
-        reserved_bytes=133 * GIB,
-        reserved_free_bytes=4 * GIB + 618 * MIB,
-        usable_free_bytes=4 * GIB + 100 * MIB,
-        largest_free_bytes=1 * GIB + 300 * MIB,
-        free_blocks=214,
-        batch_shape=[4, 4736],
-        largest_shape=[4, 2048],
-        largest_shape_step=31,
-        micro_step=2,
-        steps_done=44,
-        peak_bytes=64 * GIB,
-        parts={
-            "parameters": 2 * GIB + 310 * MIB,
-            "gradients": 2 * GIB + 310 * MIB,
-            "optimizer_states": 9 * GIB,
-            "activations": 104 * GIB,
-            "temporaries": 10 * GIB + 810 * MIB,
-        },
-        vocabulary=128_256,
-        message="CUDA out of memory. Tried to allocate 9.06 GiB.",
-        stack=[
-            "/home/user/llama3/train.py:77 main",
-            "/venv/lib/python3.12/site-packages/deepspeed/runtime/engine.py:2014 forward",
-            "/home/user/llama3/model.py:143 forward",
-            "/venv/lib/python3.12/site-packages/transformers/loss/loss_utils.py:59 ForCausalLMLoss",
-            "/venv/lib/python3.12/site-packages/torch/nn/functional.py:3494 cross_entropy",
-        ],
-        holders=[
-            StackGroup(
-                61 * GIB, 512, ["/home/user/llama3/model.py:88 forward", "/venv/torch/nn/linear.py:125 forward"]
-            ),
-            StackGroup(9 * GIB, 2, ["/home/user/llama3/train.py:51 main", "/venv/torch/optim/adamw.py:90 _init_group"]),
-        ],
-        snapshot=NAME,
-        held=held,
-        console=console,
-        peer_timeout_s=1800.0,
-        others="ranks 0, 2 and 3 wait for it in reduce_scatter_tensor #412; NCCL ends them after its timeout",
-    )
+    """Make an error as a rank of a 1B model under ZeRO-2 reports it, at ``t``."""
+    return structs.replace(HELD, rank=rank, time=t, held=held, console=console)
 
 
 def messages(t: float, *, held: bool = True, console: bool = True) -> list[Message]:
     """Make what a hub publishes when rank 1 runs out of memory at ``t``."""
     oom = oom_of(t=t, held=held, console=console)
     verdict = explain(oom, OomContext())
-    moments = [
-        RankMoment(
-            rank=rank,
-            state="held" if rank == 1 else "waiting",
-            step=45,
-            phase="forward" if rank == 1 else "backward",
-            micro_step=2,
-            allocated_bytes=oom.allocated_bytes if rank == 1 else (61 + rank) * GIB,
-            reserved_bytes=oom.reserved_bytes if rank == 1 else 70 * GIB,
-            batch_shape=[4, 4736] if rank == 1 else [4, 2048],
-            collective="" if rank == 1 else "reduce_scatter_tensor",
-        )
-        for rank in range(4)
-    ]
+    waits: dict[str, Any] = {"batch_shape": [4, 2048], "collective": "reduce_scatter_tensor"}
+    moments = [RankMoment(r, "waiting", 45, "backward", 2, (61 + r) * GIB, 70 * GIB, **waits) for r in range(4)]
+    moments[1] = RankMoment(1, "held", 45, "forward", 2, oom.allocated_bytes, oom.reserved_bytes, batch_shape=[4, 4736])
     report = OomReport(1, 45, oom.phase, t, oom, verdict, remedies(oom, verdict, OomContext()), moments)
-    states: list[Message] = [
-        RankState(
-            rank, "held" if rank == 1 and held else "waiting", t, "out of memory" if rank == 1 else "", t, 4000 + rank
-        )
-        for rank in range(4)
-    ]
+    states: list[Message] = [RankState(rank, "waiting", t, "", t, 4000 + rank) for rank in range(4)]
+    states[1] = RankState(1, "held" if held else "waiting", t, "out of memory", t, 4001)
     title = f"rank 1 out of memory: {verdict.title}"
     alert = Alert(901, "oom", "error", t, title, rank=1, step=45, phase=oom.phase, text=verdict.text)
     return [oom, *states, report, alert]
 
 
-def out_of_memory(folder: Path, *, held: bool = True, console: bool = True) -> Path:
+def out_of_memory(folder: Path, *, console: bool = True) -> Path:
     """Record a run whose rank 1 runs out of memory at its end, with the snapshot of a real error beside it."""
     frames = list(Stream(ranks=4, steps=44, finished=False).frames())
     t, begun = frames[-1].t + 0.4, frames[-1].seq
-    told = [Frame(begun + 1 + index, t, one) for index, one in enumerate(messages(t, held=held, console=console))]
+    told = [Frame(begun + 1 + index, t, one) for index, one in enumerate(messages(t, console=console))]
     later = Frame(begun + 1 + len(told), t + HELD_SECONDS, RankState(0, "waiting", t + HELD_SECONDS, "", t, 4000))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recording.sqlite"

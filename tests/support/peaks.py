@@ -8,7 +8,7 @@ import random
 from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ftmon.protocol.messages.control import Alert, RankState, RunState
 from ftmon.protocol.messages.memory import (
@@ -22,7 +22,6 @@ from ftmon.protocol.messages.memory import (
 from ftmon.protocol.messages.telemetry import (
     AllocatorEvents,
     AllocatorPhase,
-    DeviceInfo,
     DeviceSample,
     Hello,
     PhaseRecord,
@@ -35,13 +34,13 @@ from ftmon.protocol.messages.telemetry import (
 )
 from ftmon.protocol.messages.wire import Frame, Message
 from msgspec import structs
-from streams import STARTED, write
+from streams import STARTED, Stream, write
 
 MIB, GIB = 2**20, 2**30
 PARAMETERS = 463_987_712
 STEP_S = 0.31
-RESERVED_MIB = 60
-"""Reserved and not allocated at a peak, at the least."""
+RESERVED_MIB = 60  # reserved and not allocated at a peak, at the least
+PHASES = ("data", "forward", "backward", "optimizer")
 
 
 class Measured(NamedTuple):
@@ -60,8 +59,7 @@ MEASURED = (
     Measured(2048, 13293, 13886, 10753),
     Measured(4096, 18488, 19675, 10753),
 )
-START_MIB = 8098
-"""Allocated between steps."""
+START_MIB = 8098  # allocated between steps
 
 
 def peaks_at(length: int) -> dict[str, int]:
@@ -73,31 +71,25 @@ def peaks_at(length: int) -> dict[str, int]:
     return {"data": START_MIB * MIB, **{name: int(size) * MIB for name, size in mix.items()}}
 
 
-STACK_FOREACH = [
-    "/home/user/train.py:88 main",
-    "/opt/venv/lib/python3.12/site-packages/deepspeed/runtime/engine.py:2310 step",
-    "/opt/venv/lib/python3.12/site-packages/deepspeed/runtime/zero/stage3.py:2159 step",
-    "/opt/venv/lib/python3.12/site-packages/deepspeed/runtime/zero/stage3.py:2040 _prepare_sub_group",
-]
-STACK_NORM = [
-    "/home/user/train.py:88 main",
-    "/opt/venv/lib/python3.12/site-packages/deepspeed/runtime/engine.py:2310 step",
-    "/opt/venv/lib/python3.12/site-packages/deepspeed/runtime/zero/stage3.py:2162 get_grad_norm_direct",
-]
+def reserved_at(peaks: dict[str, int]) -> int:
+    """Give what is reserved in a step with these peaks."""
+    return max(peaks.values()) + RESERVED_MIB * MIB + max(peaks.values()) // 7 // MIB * MIB
+
+
+TIMES_US = {name: int(STEP_S * 1e6 * share) for name, share in zip(PHASES, (0.02, 0.30, 0.48, 0.18), strict=True)}
+_DEEPSPEED = "/opt/venv/lib/python3.12/site-packages/deepspeed/runtime"
+_STEP = ["/home/user/train.py:88 main", f"{_DEEPSPEED}/engine.py:2310 step"]
+_STAGE3 = f"{_DEEPSPEED}/zero/stage3.py"
+STACK_FOREACH = [*_STEP, f"{_STAGE3}:2159 step", f"{_STAGE3}:2040 _prepare_sub_group"]
+STACK_NORM = [*_STEP, f"{_STAGE3}:2162 get_grad_norm_direct"]
 
 
 class Explained:
-    """The stream of a run of ``ranks`` ranks and ``steps`` steps.
+    """The stream of a run of ``ranks`` ranks and ``steps`` steps, with batches up to ``longest``.
 
-    Args:
-        ranks: how many.
-        steps: how many each takes.
-        longest: batches are up to this long.
-        cuda: False for ranks on a CPU.
-        taken_apart: False for a run of which no step was.
-        predicted: what a prediction has of each part of a measured peak, as shares: ``{"activations": 0.8}``; of parts
-            that are not named all of it. None: nothing was predicted.
-        refused: why nothing was.
+    ``taken_apart``: whether steps were. ``predicted``: what a prediction has of each part of a measured peak, as shares
+    (``{"activations": 0.8}``), of parts that are not named all of it; None: nothing was predicted, as it was
+    ``refused``.
     """
 
     def __init__(
@@ -145,42 +137,20 @@ class Explained:
             yield from self._spike(t)
 
     def _hello(self, rank: int, t: float) -> Hello:
-        device = (
-            DeviceInfo("cuda", rank % 8, "NVIDIA H200", 150_100_000_000, f"GPU-{rank:04d}")
-            if self.cuda
-            else DeviceInfo("cpu", 0, "AMD EPYC 9654", 64 * GIB)
-        )
-        return Hello(
-            rank=rank,
-            local_rank=rank % 8,
-            world_size=self.ranks,
-            host=f"node-{rank // 8 + 1}",
-            pid=4000 + rank,
-            start_ticks=900_000 + rank,
-            device=device,
-            memory_measure="cuda" if self.cuda else "glibc",
-            time=t,
-            versions={"python": "3.12.3", "torch": "2.11.0", "deepspeed": "0.19.8", "ftmon": "0.1.0"},
-            zero_stage=3,
-            micro_batch=1,
-            precision="bf16",
-            model="Qwen2ForCausalLM",
-            parameters=PARAMETERS,
-            trainable_parameters=PARAMETERS,
-            framework="deepspeed",
-            backend="nccl" if self.cuda else "gloo",
-        )
+        found = Stream(self.ranks, cuda=self.cuda).hello(rank, t)
+        capacity = 150_100_000_000 if self.cuda else found.device.capacity_bytes
+        here: Any = {"device": structs.replace(found.device, capacity_bytes=capacity), "zero_stage": 3, "argv": []}
+        here |= {"versions": {**found.versions, "python": "3.12.3"}, "model": "Qwen2ForCausalLM", "micro_batch": 1}
+        here |= {"parameters": PARAMETERS, "trainable_parameters": PARAMETERS}
+        return structs.replace(found, **here, grad_accumulation=None, deepspeed_config=None)
 
     def _step(self, rank: int, step: int, begun: float, length: int, peaks: dict[str, int]) -> Step:
         phases: list[PhaseRecord] = []
-        at = 40
-        start = START_MIB * MIB
+        at, start, reserved = 40, START_MIB * MIB, reserved_at(peaks)
         ends = {"data": start, "forward": peaks["forward"] - 9 * MIB, "backward": start + 884 * MIB, "optimizer": start}
         before = start
-        for name, share in {"data": 0.02, "forward": 0.30, "backward": 0.48, "optimizer": 0.18}.items():
-            spent = int(STEP_S * 1e6 * share)
+        for name, spent in TIMES_US.items():
             allocated = Span(before, ends[name], peaks[name])
-            reserved = max(peaks.values()) + RESERVED_MIB * MIB + max(peaks.values()) // 7 // MIB * MIB
             resident = None
             if not self.cuda:
                 resident, allocated = allocated, Span(before - 3 * GIB, ends[name] - 3 * GIB, before - 3 * GIB)
@@ -225,15 +195,14 @@ class Explained:
             "buckets": 954 * MIB,
         }
         kept = sum(standing.values())
-        reserved = max(peaks.values()) + RESERVED_MIB * MIB + max(peaks.values()) // 7 // MIB * MIB
+        reserved = reserved_at(peaks)
         phases: list[PhaseComposition] = []
         for name, peak in peaks.items():
             rest = peak - kept
             parts = dict(standing)
             if name in ("forward", "backward"):
-                parts["activations"] = int(
-                    max(0, peaks["forward"] - START_MIB * MIB) * (1.0 if name == "forward" else 0.8)
-                )
+                activations = max(0, peaks["forward"] - START_MIB * MIB)
+                parts["activations"] = int(activations * (1.0 if name == "forward" else 0.8))
             if name in ("backward", "optimizer"):
                 parts["gradients"] = min(884 * MIB, max(0, rest - parts.get("activations", 0)))
             left = peak - sum(parts.values())
@@ -272,28 +241,18 @@ class Explained:
     def _events(self, rank: int, step: int, t: float, length: int) -> AllocatorEvents:
         draw = self._draw
         grown = 512 * MIB if step in (1, 2, 24) else 0
+        backward = [max(594 * MIB, length * 297 * 1024)], 2 if grown else 0, 0, grown
         phases = [
             AllocatorPhase("data", 2, 2, 16_384, 16_384, [8192]),
             AllocatorPhase("forward", 1904, 1210, 2 * GIB + length * MIB, 2 * GIB, [594 * MIB, length * MIB // 3]),
-            AllocatorPhase(
-                "backward",
-                3120 + draw.randrange(20),
-                3700,
-                5 * GIB + length * 2 * MIB,
-                6 * GIB,
-                [max(594 * MIB, length * 297 * 1024)],
-                2 if grown else 0,
-                0,
-                grown,
-            ),
+            AllocatorPhase("backward", 3120 + draw.randrange(20), 3700, 5 * GIB + length * 2 * MIB, 6 * GIB, *backward),
             AllocatorPhase("optimizer", 410, 410, 3 * GIB, 3 * GIB, [1770 * MIB, 885 * MIB]),
         ]
-        times = {"data": 0.02, "forward": 0.30, "backward": 0.48, "optimizer": 0.18}
         return AllocatorEvents(
             rank=rank,
             step=step,
             time=t,
-            phases=[structs.replace(each, host_us=int(STEP_S * 1e6 * times[each.name])) for each in phases],
+            phases=[structs.replace(each, host_us=TIMES_US[each.name]) for each in phases],
             entries=9120,
             read_us=5400,
             host_us=int(STEP_S * 1e6),
@@ -324,56 +283,28 @@ class Explained:
         )
 
     def _spike(self, t: float) -> Iterator[tuple[float, Message]]:
-        step = self.steps
-        yield (
-            t,
-            Cause(
-                rank=0,
-                step=step,
-                phase="optimizer",
-                time=t,
-                reason="spike",
-                transient_bytes=2655 * MIB,
-                groups=[
-                    StackGroup(1770 * MIB, 1, STACK_FOREACH, 1770 * MIB),
-                    StackGroup(885 * MIB, 2, STACK_NORM, 885 * MIB),
-                ],
-                peak_bytes=10_753 * MIB,
-                attributed_bytes=2655 * MIB,
-                parameter_bytes=885 * MIB,
-                trainable=PARAMETERS,
-                armed_us=71_000,
-                usual_us=55_800,
-            ),
-        )
-        yield (
-            t,
-            Alert(
-                id=1,
-                kind="spike",
-                severity="warning",
-                time=t - 1,
-                title="rank 0 optimizer +2.6 GiB for 56 ms",
-                rank=0,
-                ranks=[0],
-                step=step - 2,
-                phase="optimizer",
-                text="The optimizer step takes 2.6 GiB in every step: the fp32 gradients of its partition.",
-                evidence={
-                    "transient_bytes": 2655 * MIB,
-                    "sets_step_peak": True,
-                    "steps": [step - 2],
-                    "cause_rank": 0,
-                    "cause_step": step,
-                    "cause_pattern": "gradient_upcast",
-                    "cause_where": "stage3.py:2040 _prepare_sub_group",
-                    "remedy": "a smaller sub_group_size (now 1e+09): the copy is made for one sub-group at a time",
-                    "saves_bytes": 1416 * MIB,
-                    "armed_us": 71_000,
-                    "usual_us": 55_800,
-                },
-            ),
-        )
+        step, size, timing = self.steps, 2655 * MIB, {"armed_us": 71_000, "usual_us": 55_800}
+        groups = [
+            StackGroup(n * MIB, count, s, n * MIB) for n, count, s in ((1770, 1, STACK_FOREACH), (885, 2, STACK_NORM))
+        ]
+        sizes = {"peak_bytes": 10_753 * MIB, "attributed_bytes": size, "parameter_bytes": 885 * MIB}
+        yield t, Cause(0, step, "optimizer", t, "spike", size, groups, **sizes, trainable=PARAMETERS, **timing)
+        evidence = {
+            "transient_bytes": size,
+            "sets_step_peak": True,
+            "steps": [step - 2],
+            "cause_rank": 0,
+            "cause_step": step,
+            "cause_pattern": "gradient_upcast",
+            "cause_where": "stage3.py:2040 _prepare_sub_group",
+            "remedy": "a smaller sub_group_size (now 1e+09): the copy is made for one sub-group at a time",
+            "saves_bytes": 1416 * MIB,
+            **timing,
+        }
+        text = "The optimizer step takes 2.6 GiB in every step: the fp32 gradients of its partition."
+        where: dict[str, Any] = {"rank": 0, "ranks": [0], "step": step - 2, "phase": "optimizer"}
+        title = "rank 0 optimizer +2.6 GiB for 56 ms"
+        yield t, Alert(1, "spike", "warning", t - 1, title, **where, text=text, evidence=evidence)
         path = f"snapshots/rank-0-step-{step}-101203.pickle"
         yield t, SnapshotTaken(rank=0, step=step, time=t, path=path, bytes=4 * MIB, reason="asked", entries=9120)
 

@@ -31,25 +31,15 @@ class Collector:
         self.ranks = sockets.hub_socket(self.context, "ranks")
         sockets.bind(self.telemetry, self.run.ipc_address("telemetry"))
         sockets.bind(self.ranks, self.run.ipc_address("ranks"))
-        self.messages = []
-        self.headers = []
-        self.answers = []
-        self.commands = 0
-        self.job = None
+        self.messages, self.headers, self.answers = [], [], []
+        self.commands, self.job = 0, None
 
     def environment(self, **extra):
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        environment.update(
-            FTMON_RUN=str(self.run.path),
-            PYTHONPATH=os.pathsep.join(filter(None, (str(INJECT_DIR), os.environ.get("PYTHONPATH")))),
-            PYTHONUNBUFFERED="1",
-            DS_ACCELERATOR="cpu",
-            OMP_NUM_THREADS="1",
-            CUDA_VISIBLE_DEVICES="",
-            TOKENIZERS_PARALLELISM="false",
-        )
-        environment.update(extra)
-        return environment
+        path = os.pathsep.join(filter(None, (str(INJECT_DIR), os.environ.get("PYTHONPATH"))))
+        cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        plain = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        return {**environment, "FTMON_RUN": str(self.run.path), "PYTHONPATH": path, **cpu, **plain, **extra}
 
     def start(self, *command, **extra):
         self.log = self.run.logs / "launcher.log"

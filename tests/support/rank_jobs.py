@@ -50,15 +50,8 @@ def _server() -> str:
 
 def outputs(words: list[str], environment: dict[str, str], seconds: float) -> dict[str, str]:
     """Run a command that must end with 0; return the text after each line ``== NAME``."""
-    done = subprocess.run(
-        words,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    joined: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(words, env=environment, timeout=seconds, check=False, **joined)
     assert done.returncode == 0, done.stdout
     return sections(done.stdout)
 

@@ -1,12 +1,44 @@
-"""One rank that trains several configurations; in a file called ``stop-at-N.yaml`` rank 1 asks to stop after step N."""
+"""One rank that trains several configurations; in a file called ``stop-at-N.yaml`` rank 1 asks to stop after step N.
 
+``runs`` is the loop of the modules whose ranks change a run before it trains, or save what came of it.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import torch
+from deepspeed.runtime.zero import GatheredParameters
 from ftmon.protocol.errors import FtmonError
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.monitor import Unwatched
-from ftmon.trainer.recipe.train import train
+from ftmon.trainer.recipe.train import setup, train
+from ftmon.trainer.recipe.trainer import Trainer
+
+
+def runs(world: World, jobs: list[str]) -> Iterator[tuple[Path, Trainer]]:
+    """Set up the run of each configuration, and end it when the caller is done with it; print what is refused."""
+    for path in map(Path, jobs):
+        world.log(f"== {path.stem}")
+        try:
+            run = setup(load(str(path)).config, world)
+        except FtmonError as error:
+            world.log(f"refused: {error}")
+            world.barrier()
+            continue
+        yield path, run
+        run.engine.destroy()
+
+
+def save(path: Path, run: Trainer, rows: Any, **values: Any) -> None:
+    """Write ``FILE.pt`` of a job on rank 0: the weights, the token ids and labels of ``rows``, and other values."""
+    parameters = dict(run.engine.module.named_parameters())
+    with GatheredParameters(list(parameters.values()), enabled=run.config.zero.stage == 3):
+        weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    plain = [{name: torch.as_tensor(row[name]).tolist() for name in ("input_ids", "labels")} for row in rows]
+    if run.world.is_first:
+        torch.save({"weights": weights, "rows": plain, **values}, path.with_suffix(".pt"))
 
 
 def work(world: World, jobs: list[str]) -> None:

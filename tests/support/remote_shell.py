@@ -62,12 +62,9 @@ sys.exit(max(abs(process.wait()) for process in started))
 
 
 class RemoteShell:
-    """Serves ``ssh`` and ``pdsh``, two programs that it puts into ``tools``.
+    """Serves ``ssh`` and ``pdsh``, two programs that it puts into ``tools``, an empty directory.
 
-    Args:
-        tools: an empty directory, for the programs.
-        enter: for each host, the words that start a command there.
-        environ: the environment of the commands.
+    ``enter`` has for each host the words that start a command there, ``environ`` is the environment of the commands.
     """
 
     def __init__(self, tools: Path, enter: dict[str, list[str]], environ: dict[str, str]) -> None:
@@ -112,8 +109,6 @@ class RemoteShell:
         if host not in self._enter:
             os.write(streams[2], f"ssh: Could not resolve hostname {host}: Name or service not known\n".encode())
             return 255
-        stdin, stdout, stderr = streams
+        ends = dict(zip(("stdin", "stdout", "stderr"), streams, strict=True))
         words = [*self._enter[host], "sh", "-c", line]
-        return subprocess.run(
-            words, stdin=stdin, stdout=stdout, stderr=stderr, env=self._environ, cwd="/", check=False
-        ).returncode
+        return subprocess.run(words, **ends, env=self._environ, cwd="/", check=False).returncode

@@ -12,8 +12,7 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.host import processes
 
-LINES = 12
-"""Lines of each log file."""
+LINES = 12  # lines of each log file
 
 
 def picture(run: RunDir) -> str:

@@ -44,47 +44,24 @@ WAITS = f"""Thread 0x00007f5a41b0a740 (most recent call first):
 
 def recorded(path: Path, ranks: int, steps: int = 60, **options: Any) -> Path:
     """Record a stream, through the real writer; the run is still training at its end."""
-    write(path, list(Stream(ranks=ranks, steps=steps, finished=False, **options).frames()))
-    return path
+    return write(path, Stream(ranks=ranks, steps=steps, finished=False, **options).frames())
 
 
-def hanging(path: Path, ranks: int = 4, hung: int = 3) -> Path:
-    """Record a stream at whose end one rank hangs and the others wait for it."""
+def hanging(path: Path) -> Path:
+    """Record a stream of four ranks at whose end the last one hangs and the others wait for it."""
+    ranks, hung = 4, 3
     frames = list(Stream(ranks=ranks, steps=44, finished=False).frames())
     t = frames[-1].t + HANG_SECONDS
     since = frames[-1].t
-    found: list[Message] = [
-        RankState(
-            rank=rank,
-            state="hung" if rank == hung else "waiting",
-            time=t,
-            since=since,
-            text=f"not in {COLLECTIVE} #8841, in data loading" if rank == hung else f"in {COLLECTIVE} #8841",
-            pid=4000 + rank,
-        )
-        for rank in range(ranks)
-    ]
-    found += [
-        Stacks(rank=rank, time=t, text=STACKS if rank == hung else WAITS, reason="hang", taken_by="probe")
-        for rank in range(ranks)
-    ]
-    found.append(
-        Alert(
-            id=900,
-            kind="hang",
-            severity="error",
-            time=t,
-            title=f"rank {hung} has not entered {COLLECTIVE} #8841; {ranks - 1} ranks wait",
-            rank=hung,
-            step=45,
-            phase="data",
-            text="Rank 3 is still loading its batch. Look at its stacks: a worker of its data loader may be stuck.",
-            evidence={"waiting_s": HANG_SECONDS, "collective": COLLECTIVE, "number": 8841, "longest_before_ms": 12.5},
-        )
-    )
-    begun = frames[-1].seq
-    write(path, [*frames, *(Frame(begun + 1 + i, t, message) for i, message in enumerate(found))])
-    return path
+    states: list[Message] = [RankState(r, "waiting", t, f"in {COLLECTIVE} #8841", since, 4000 + r) for r in range(hung)]
+    states.append(RankState(hung, "hung", t, f"not in {COLLECTIVE} #8841, in data loading", since, 4000 + hung))
+    stacks = [Stacks(r, t, STACKS if r == hung else WAITS, "hang", taken_by="probe") for r in range(ranks)]
+    title = f"rank {hung} has not entered {COLLECTIVE} #8841; {ranks - 1} ranks wait"
+    text = "Rank 3 is still loading its batch. Look at its stacks: a worker of its data loader may be stuck."
+    evidence = {"waiting_s": HANG_SECONDS, "collective": COLLECTIVE, "number": 8841, "longest_before_ms": 12.5}
+    alert = Alert(900, "hang", "error", t, title, rank=hung, step=45, phase="data", text=text, evidence=evidence)
+    found = enumerate([*states, *stacks, alert], frames[-1].seq + 1)
+    return write(path, [*frames, *(Frame(seq, t, message) for seq, message in found)])
 
 
 class ReadyReplay(ReplaySource):
@@ -114,10 +91,8 @@ async def until(pilot: Any, condition: Callable[[], Any], what: str = "it", seco
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
-            shown = [child.plain for child in pilot.app.screen.children if isinstance(child, Canvas)]
-            raise AssertionError(
-                "\n".join([f"{what} did not happen in {seconds} s; {pilot.app.screen} shows:", *shown])
-            )
+            shown = "\n".join(child.plain for child in pilot.app.screen.children if isinstance(child, Canvas))
+            raise AssertionError(f"{what} did not happen in {seconds} s; {pilot.app.screen} shows:\n{shown}")
         await pilot.pause(0.02)
     return value
 

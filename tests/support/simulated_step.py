@@ -11,8 +11,7 @@ class SimulatedStep(CachingAllocator):
     def __init__(self, expandable: bool = False) -> None:
         super().__init__(expandable)
         self.marks: list[Mark] = []
-        self.peaks: dict[str, int] = {}
-        """What was allocated at the highest, by phase."""
+        self.peaks: dict[str, int] = {}  # what was allocated at the highest, by phase
         self._since = 0
 
     @property

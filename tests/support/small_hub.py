@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import zmq
@@ -34,17 +33,13 @@ class SmallHub:
     def __init__(self, run: RunDir, process: ProcessId | None = None) -> None:
         self.run = run
         self.commands: list[Command] = []
-        self.mute = False
-        """Queries stay without an answer."""
-        self.completes = True
-        """Whether a command has its result, ``done``, at once; else a test puts it."""
+        self.mute = False  # queries stay without an answer
+        self.completes = True  # whether a command has its result, `done`, at once; else a test puts it
         self._lock = threading.Lock()
         self._context: zmq.Context[Any] = zmq.Context()
         self._writer = Writer(run.recording, run.read_run())
         self.seq = self._writer.next_seq - 1
-        self._stream = self._bind("stream")
-        self._control = self._bind("control")
-        self._query = self._bind("query")
+        self._stream, self._control, self._query = map(self._bind, ("stream", "control", "query"))
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="small hub", daemon=True)
         self._thread.start()
@@ -55,9 +50,7 @@ class SmallHub:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def put(self, message: Message, t: float | None = None, *, published: bool = True, recorded: bool = True) -> Frame:

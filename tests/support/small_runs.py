@@ -28,16 +28,9 @@ def write_records(path: Path, lengths: list[int]) -> None:
 def write_model(folder: Path, **settings: Any) -> None:
     """Write a small model to ``base`` and a tokenizer to ``tokenizer``."""
     torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-        **settings,
-    )
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **heads, tie_word_embeddings=False, **settings)
     LlamaForCausalLM(config).save_pretrained(folder / "base")
     from ftmon.trainer.recipe.model import tokenizer
 

@@ -6,22 +6,16 @@ import getpass
 import shlex
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import asyncssh
 
 
 class SshServer(asyncssh.SSHServer):
-    """Serves from a thread of its own: commands run in a shell as the tests' user, UNIX sockets are forwarded.
-
-    Args:
-        folder: for the keys.
-    """
+    """Serves from a thread of its own: commands run in a shell as the tests' user, UNIX sockets are forwarded."""
 
     def __init__(self, folder: Path) -> None:
-        self.forwards = True
-        """Whether it forwards UNIX sockets."""
+        self.forwards = True  # whether it forwards UNIX sockets
         key = asyncssh.generate_private_key("ssh-ed25519")
         self._host_key = asyncssh.generate_private_key("ssh-ed25519")
         self._key_file = folder / "id_ed25519"
@@ -50,9 +44,7 @@ class SshServer(asyncssh.SSHServer):
         self.port = self._acceptor.get_port()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(200)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(200)

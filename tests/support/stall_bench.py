@@ -23,8 +23,7 @@ class Bench:
         self._monkeypatch = monkeypatch
         self.rank = TrackedRank(0, time.time() - 5.0)
         self.tracker: Any = SimpleNamespace(ranks={0: self.rank}, suspected=True, verdict=None, launcher="")
-        self.says: dict[str, Any] | None = {}
-        """Its answer about its collectives; None: it does not answer."""
+        self.says: dict[str, Any] | None = {}  # its answer about its collectives; None: it does not answer
         self.inspected = Inspection({}, {}, {})
         self.parts: Any = SimpleNamespace(any_elsewhere=False, ask=self._ask, inspect=self._see)
         parts, self.emitted = self.parts, list[Any]()

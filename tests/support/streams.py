@@ -72,10 +72,8 @@ class Later(Sequence[Frame]):
 class Stream:
     """A run of ``ranks`` ranks that takes ``steps`` steps of about ``step_s`` seconds each.
 
-    Args:
-        spike_every: every so many steps rank 1 (or the only one) has a transient of 0.9 GiB in its optimizer step.
-        heartbeats: heartbeats between the steps, one a phase and rank.
-        finished: the stream ends with goodbyes and a run that finished.
+    Every ``spike_every`` steps rank 1 (or the only one) has a transient of 0.9 GiB in its optimizer step. With
+    ``heartbeats`` there is one a phase and rank. If ``finished``, it ends with goodbyes and a run that finished.
     """
 
     ranks: int = 8
@@ -100,10 +98,8 @@ class Stream:
 
     def frames(self) -> Iterator[Frame]:
         """Give every message in the order of the hub's stream, numbered without a gap."""
-        seq = self.first_seq
-        for t, message in self._messages():
+        for seq, (t, message) in enumerate(self._messages(), self.first_seq):
             yield Frame(seq, t, message)
-            seq += 1
 
     def _messages(self) -> Iterator[tuple[float, Message]]:
         t = self.started
@@ -252,9 +248,7 @@ class Stream:
             reserved=Span(reserved, reserved, reserved),
             device_us=spent - draw.randrange(-200, 300),
             active=Span(start, end, peak + draw.choice((0, 0, 0, 2 * 2**20))),
-            requested=Span(
-                start - rounding, end - rounding - (inner if name == "forward" else 0), peak - rounding - inner
-            ),
+            requested=Span(start - rounding, end - rounding - inner * (name == "forward"), peak - rounding - inner),
             count=2 if name != "optimizer" else 1,
             allocations=allocations + draw.randrange(4),
             frees=allocations - draw.randrange(300),
@@ -288,57 +282,28 @@ class Stream:
                 processes=[ProcessMemory(4000 + rank, used - GIB, rank, "python3.11")],
             )
         for host in sorted(hosts):
-            yield DeviceSample(
-                host=host,
-                kind="host",
-                index=0,
-                name="host",
-                time=t,
-                used_bytes=200 * GIB + draw.randrange(GIB),
-                total_bytes=2015 * GIB,
-                utilization_percent=round(draw.uniform(5, 12), 1),
-            )
+            used = 200 * GIB + draw.randrange(GIB)
+            busy = round(draw.uniform(5, 12), 1)
+            yield DeviceSample(host, "host", 0, "host", t, used, 2015 * GIB, utilization_percent=busy)
 
     def _beats(self, number: int, begun: float) -> Iterator[tuple[float, Message]]:
         t = begun
         for position, (name, share) in enumerate(SHARES.items()):
             for rank in range(self.ranks):
-                yield (
-                    t,
-                    Heartbeat(
-                        rank=rank,
-                        step=number,
-                        phase=name,
-                        phase_started=t,
-                        progress=number * 10 + position,
-                        time=t,
-                        allocated=self._base[rank],
-                        reserved=self._reserved[rank],
-                        collectives=number * 12,
-                        last_collective="reduce_scatter_tensor",
-                    ),
-                )
+                memory = {"allocated": self._base[rank], "reserved": self._reserved[rank]}
+                calls: Any = {"collectives": number * 12, "last_collective": "reduce_scatter_tensor"}
+                yield t, Heartbeat(rank, number, name, t, number * 10 + position, t, **memory, **calls)
             t += share * self.step_s * 0.9
 
     def _remarks(self, number: int, t: float) -> Iterator[tuple[float, Message]]:
         rank = min(1, self.ranks - 1)
         if self.is_spike(rank, number):
             self._alerts += 1
-            yield (
-                t,
-                Alert(
-                    id=self._alerts,
-                    kind="spike",
-                    severity="warning",
-                    time=t,
-                    title=f"rank {rank} optimizer +0.9 GiB for 4 ms",
-                    rank=rank,
-                    step=number,
-                    phase="optimizer",
-                    text="A temporary in the optimizer step set the run's highest peak; a fused AdamW takes none.",
-                    evidence={"transient_bytes": 900 * 2**20, "usual_bytes": 40 * 2**20},
-                ),
-            )
+            title = f"rank {rank} optimizer +0.9 GiB for 4 ms"
+            text = "A temporary in the optimizer step set the run's highest peak; a fused AdamW takes none."
+            evidence: dict[str, Any] = {"transient_bytes": 900 * 2**20, "usual_bytes": 40 * 2**20}
+            where: dict[str, Any] = {"rank": rank, "step": number, "phase": "optimizer"}
+            yield t, Alert(self._alerts, "spike", "warning", t, title, **where, text=text, evidence=evidence)
         if self.cuda and number % 50 == 0:
             phases = [AllocatorPhase(name, 2000, 1990, 9 * GIB, 9 * GIB, [GIB, GIB // 2]) for name in SHARES]
             yield t, AllocatorEvents(rank=number // 50 % self.ranks, step=number, time=t, phases=phases, entries=9000)
@@ -347,9 +312,7 @@ class Stream:
 
     def _stats(self, t: float, number: int) -> HubStats:
         received = number * self.ranks
-        return HubStats(
-            time=t, pid=3999, received=received, recorded=received, published=received, recording_bytes=received * 350
-        )
+        return HubStats(t, 3999, received, received, received, recording_bytes=received * 350)
 
 
 def write(path: str | os.PathLike[str], frames: Iterable[Frame], commit_every: int = 500) -> Path:

@@ -16,7 +16,6 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from eventually import SECONDS, eventually
 from rich.cells import get_character_cell_size
@@ -38,22 +37,6 @@ _KEYS = {
     "Left": b"\x1b[D",
     "Right": b"\x1b[C",
 }
-
-
-class Terminal(Protocol):
-    """A shell in a terminal of a known size."""
-
-    def press(self, *keys: str) -> None:
-        """Press keys: single characters, words with a space in them as they are, or names (``Enter``, ``C-c``)."""
-        ...
-
-    def text(self) -> str:
-        """Return what is on the screen."""
-        ...
-
-    def close(self) -> None:
-        """End the shell."""
-        ...
 
 
 class Screen:
@@ -160,15 +143,14 @@ class TmuxTerminal:
         subprocess.run([*self._tmux, "new-session", "-d", *size, shell], env=environment, check=True, timeout=200)
 
     def press(self, *keys: str) -> None:
+        """Press keys: single characters, words with a space in them as they are, or names (``Enter``, ``C-c``)."""
         for key in keys:
             literal = ["-l"] if len(key) == 1 or " " in key else []
             subprocess.run([*self._tmux, "send-keys", *literal, key], check=True, timeout=200)
 
     def text(self) -> str:
-        done = subprocess.run(
-            [*self._tmux, "capture-pane", "-p"], capture_output=True, text=True, timeout=200, check=False
-        )
-        return done.stdout
+        words = [*self._tmux, "capture-pane", "-p"]
+        return subprocess.run(words, capture_output=True, text=True, timeout=200, check=False).stdout
 
     def close(self) -> None:
         subprocess.run([*self._tmux, "kill-server"], check=False, capture_output=True, timeout=200)
@@ -184,8 +166,7 @@ class PtyTerminal:
             os.execvpe("sh", ["sh"], environment)
         self._pid = pid
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        self.raw = b""
-        """Everything written so far."""
+        self.raw = b""  # everything written so far
         self._screen, self._decode = Screen(columns, lines), getincrementaldecoder("utf-8")("replace").decode
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -221,6 +202,9 @@ class PtyTerminal:
                 self._screen.write(self._decode(piece))
 
 
+Terminal = TmuxTerminal | PtyTerminal  # a shell in a terminal of a known size
+
+
 def wait_for(terminal: Terminal, *words: str, seconds: float = SECONDS) -> str:
     """Wait until every word is on the screen at once; return the screen, or fail showing it."""
     return eventually(
@@ -232,9 +216,9 @@ def wait_for(terminal: Terminal, *words: str, seconds: float = SECONDS) -> str:
     )
 
 
-def wait_until_gone(terminal: Terminal, word: str, seconds: float = SECONDS) -> None:
+def wait_until_gone(terminal: Terminal, word: str) -> None:
     """Wait until a word has left the screen."""
-    eventually(lambda: word not in terminal.text(), f"{word!r} gone from the screen", seconds, state=terminal.text)
+    eventually(lambda: word not in terminal.text(), f"{word!r} gone from the screen", state=terminal.text)
 
 
 def command(terminal: Terminal, *words: str) -> None:

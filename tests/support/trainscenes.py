@@ -39,16 +39,8 @@ def _messages(frame: Frame, planned: int, cuda: bool) -> Iterator[Message]:
         if message.rank == 0 and message.step % EVERY == 0 and message.loss is not None:
             past = max(0, message.step - 250)
             loss = message.loss + 0.05 + 0.0008 * past
-            yield Evaluation(
-                rank=0,
-                step=message.step,
-                time=frame.t,
-                name="validation",
-                loss=loss,
-                label_tokens=48_000,
-                seconds=4.2,
-                best=message.step <= 250,
-            )
+            figures = {"label_tokens": 48_000, "seconds": 4.2, "best": message.step <= 250}
+            yield Evaluation(0, message.step, frame.t, "validation", loss, **figures)
         if message.rank == 0 and message.step % 100 == 0:
             path = f"out/llama3/checkpoints/step-{message.step}"
             yield Checkpoint(0, message.step, frame.t, path, 7 * 2**30, 9.5, best=message.step == 200)

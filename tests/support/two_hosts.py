@@ -7,12 +7,14 @@ Stand-ins for ``ssh`` and ``pdsh`` on ``nodea``'s PATH reach both. Tests use thi
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 from ftmon_process import command_line
@@ -28,11 +30,8 @@ class TwoHosts:
     """``nodea`` and ``nodeb``; use as made by ``two_hosts``."""
 
     def __init__(self, folder: Path, private: Path) -> None:
-        self.folder = folder
-        self.private = private
-        self.a = 0
-        self.b = 0
-        self._over = 0
+        self.folder, self.private = folder, private
+        self.a = self.b = self._over = 0
         self._holders: list[subprocess.Popen[str]] = []
         self._shell: RemoteShell | None = None
 
@@ -81,11 +80,9 @@ class TwoHosts:
                 os.kill(pid, signal.SIGKILL)
 
     def on_a(self, *words: str, **environ: str) -> "subprocess.Popen[str]":
-        """Start a command on ``nodea``."""
         return self._start([*self.enter_a(), *words], environ)
 
     def on_b(self, *words: str, **environ: str) -> "subprocess.Popen[str]":
-        """Start a command on ``nodeb``."""
         return self._start([*self.enter_b(), *words], environ)
 
     def cable(self, state: str, host: str = "nodea") -> None:
@@ -94,11 +91,7 @@ class TwoHosts:
         self._check([*enter, "ip", "link", "set", "eth0", state])
 
     def pids_on_b(self, word: str = "") -> list[int]:
-        """List what lives on ``nodeb``, but for what holds it, by the pids of who made the hosts.
-
-        Args:
-            word: only those with this word in their command line.
-        """
+        """List what lives on ``nodeb`` (with this word in its command line), but for what holds it, by pids here."""
         return sorted(pid for pid, words in self._command_lines_on_b().items() if not word or word in words)
 
     def processes_on_b(self) -> list[str]:
@@ -119,9 +112,7 @@ class TwoHosts:
         """Give the pid here of a process that has the pid ``there`` on ``nodeb``; 0: there is none."""
         for pid in self.pids_on_b():
             with contextlib.suppress(OSError):
-                text = Path(f"/proc/{pid}/status").read_text()
-                pids = next(line for line in text.splitlines() if line.startswith("NSpid:")).split()
-                if int(pids[-1]) == there:
+                if re.search(rf"^NSpid:.*\b{there}$", Path(f"/proc/{pid}/status").read_text(), re.M):
                     return pid
         return 0
 
@@ -141,15 +132,8 @@ class TwoHosts:
         return ["nsenter", "-t", str(self.b), "-U", "-n", "-u", "-m", "-p", "--preserve-credentials", "--"]
 
     def _start(self, words: list[str], environ: dict[str, str]) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**self.environ, **environ},
-            cwd=self.folder,
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(words, **streams, text=True, env={**self.environ, **environ}, cwd=self.folder)
 
     def _hold(self, words: list[str]) -> int:
         holder = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -170,10 +154,10 @@ class TwoHosts:
         found: list[int] = []
         with contextlib.suppress(OSError):
             spaces = {os.readlink(f"/proc/{pid}/ns/user") for pid in (self._over, self.a) if pid}
-            for entry in os.listdir("/proc"):
+            for pid in psutil.pids():
                 with contextlib.suppress(OSError):
-                    if entry.isdigit() and os.readlink(f"/proc/{entry}/ns/user") in spaces:
-                        found.append(int(entry))
+                    if os.readlink(f"/proc/{pid}/ns/user") in spaces:
+                        found.append(pid)
         return found
 
 

@@ -23,13 +23,12 @@ from ...protocol.errors import FtmonError
 from ...protocol.host.process import never_fail, this_process
 from ...protocol.run import exits
 from ...protocol.run.rundir import RunDir
-from ...protocol.sweep.rows import FORMAT, Ended, Header, Plan, Planned, Row, Settings, Started
+from ...protocol.sweep.rows import FORMAT, Ended, Header, Plan, Planned, Row, Started
 from ...protocol.sweep.store import Results, Writer, default_output, read
-from . import plan as jobs
 from . import plan as spec
 from .plan import Lines, Spec
 from .run import Session, StopError, clear_lost, measure_plan
-from .search import Predictor, fits_the_goal, search
+from .search import Predictor, search
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, lambda received, _frame: interrupts.append(received))
     try:
         wanted = spec.read(arguments.sweep)
-        jobs.check(wanted)
+        spec.check(wanted)
         return _sweep(wanted, arguments, interrupts)
     except FtmonError as error:
         print(f"ftmon: {error}", file=sys.stderr)
@@ -52,14 +51,13 @@ def _sweep(wanted: Spec, arguments: argparse.Namespace, interrupts: list[int]) -
     lines = Lines(wanted, lambda text: print(text, file=stream, flush=True))
     path = Path(arguments.output or default_output(arguments.sweep))
     predictor = Predictor(wanted, lines.note)
-    header = _header(wanted)
     if arguments.plan:
         plan = _plan(wanted, predictor, arguments.fail_fast)
         lines.plan(plan, 0, 0.0)
         if arguments.json:
             _print_json(plan)
         return 0
-    writer = Writer(path, header)
+    writer = Writer(path, _header(wanted))
     earlier = read(path)
     if arguments.accepted is not None:
         os.write(arguments.accepted, b"1")
@@ -77,7 +75,9 @@ def _sweep(wanted: Spec, arguments: argparse.Namespace, interrupts: list[int]) -
         found = _run(wanted, session, predictor, plan, lines)
         ended = Ended(time.time(), "finished")
     except StopError as stop:
-        ended = msgspec.structs.replace(stop.reason, not_run=_missing(plan, session))
+        searched = plan.search is not None and plan.search.goal != "fastest"
+        missing = 0 if searched else len(plan.runs) * plan.repeats - _answered(plan, session)
+        ended = msgspec.structs.replace(stop.reason, not_run=missing)
     writer.append(ended)
     writer.close()
     lines.end(ended, session.rows, plan, found)
@@ -95,15 +95,14 @@ def _lost(started: Started) -> Row:
     if started.run:
         clear_lost(run)
         end = run.read_exit() if run.path.exists() else None
-        ended = max(started.time, end.time) if end is not None else started.time
-    seconds = ended - started.time
-    text = "the sweep was killed"
-    return Row(started.settings, "unfinished", ended, seconds, started.repeat, run.id if started.run else "", text)
+        ended = max(ended, end.time) if end is not None else ended
+    more = started.repeat, run.id if started.run else "", "the sweep was killed"
+    return Row(started.settings, "unfinished", ended, ended - started.time, *more)
 
 
 def _run(wanted: Spec, session: Session, predictor: Predictor, plan: Plan, lines: Lines) -> list[str]:
     if wanted.search is not None and wanted.search.goal != "fastest":
-        return search(session, predictor, wanted.search, jobs.combinations(wanted))
+        return search(session, predictor, wanted.search, spec.combinations(wanted))
 
     def progress() -> None:
         lines.progress(plan, session.used_seconds, session.rows)
@@ -120,12 +119,12 @@ def _run(wanted: Spec, session: Session, predictor: Predictor, plan: Plan, lines
 
 
 def _plan(wanted: Spec, predictor: Predictor, fail_fast: bool) -> Plan:
-    grid = jobs.combinations(wanted)
+    grid = spec.combinations(wanted)
     searched = wanted.search is not None and wanted.search.goal != "fastest"
     runs = [Planned(settings) for settings in grid] if searched else order(predictor.plan(grid), fail_fast=fail_fast)
     notes = list(predictor.notes)
     if wanted.search is not None and wanted.search.goal == "fastest":
-        fitting = [run for run in runs if fits_the_goal(run)]
+        fitting = [run for run in runs if run.predicted is None or run.predicted.fits is not False]
         if len(fitting) < len(runs):
             notes.append(f"{len(runs) - len(fitting)} configurations are left out: predicted not to fit")
         runs = fitting
@@ -139,7 +138,7 @@ def _plan(wanted: Spec, predictor: Predictor, fail_fast: bool) -> Plan:
         timeout=wanted.timeout,
         capacity_bytes=predictor.capacity_bytes,
         notes=notes,
-        columns=wanted.columns,
+        columns=list(wanted.columns),
     )
 
 
@@ -150,61 +149,29 @@ def _answered(plan: Plan, session: Session) -> int:
     return sum(session.has(run.settings, repeat) for run in plan.runs for repeat in range(plan.repeats))
 
 
-def _missing(plan: Plan, session: Session) -> int:
-    if plan.search is not None and plan.search.goal != "fastest":
-        return 0
-    return len(plan.runs) * plan.repeats - _answered(plan, session)
-
-
 def _header(wanted: Spec) -> Header:
-    return Header(
-        FORMAT,
-        wanted.name,
-        wanted.source,
-        jobs.fingerprint(wanted),
-        wanted.axis_names,
-        wanted.steps,
-        wanted.warm_up,
-        time.time(),
-        socket.gethostname(),
-        __version__,
-    )
+    steps, host = (wanted.steps, wanted.warm_up), socket.gethostname()
+    identity = wanted.name, wanted.source, spec.fingerprint(wanted), wanted.axis_names
+    return Header(FORMAT, *identity, *steps, time.time(), host, __version__)
 
 
-class _Answer(msgspec.Struct):
-    """Output of ``--json``."""
-
-    name: str
-    ended: str
-    """``finished``, ``budget``, ``failure``, ``interrupted`` or ``gpus``."""
-    text: str
-    not_run: int
-    used_seconds: float
-    rows: list[Row]
-    found: list[str]
-    """A sentence for each combination of a search's axes."""
-    curves: list[Any]
-    fastest: Settings | None
-    columns: list[dict[str, float | None]]
-    """Figures named in the sweep file's ``columns``, for each row of ``rows``."""
-
-
-def _answer(results: Results, ended: Ended, found: list[str], used: float) -> _Answer:
-    rows = list(results.answered().values())
+def _answer(results: Results, ended: Ended, found: list[str], used: float) -> dict[str, Any]:
+    """Return the output of ``--json`` (docs/sweep.md)."""
+    rows, plan = list(results.answered().values()), results.plan
     pooled = pool(rows)
     best = fastest(pooled)
-    return _Answer(
-        results.header.name,
-        ended.reason,
-        ended.text,
-        ended.not_run,
-        round(used, 3),
-        rows,
-        found,
-        curves(pooled, results.plan.search.axis if results.plan and results.plan.search else ""),
-        best.settings if best is not None else None,
-        [{name: value(row, name) for name in results.plan.columns} for row in rows] if results.plan else [],
-    )
+    return {
+        "name": results.header.name,
+        "ended": ended.reason,
+        "text": ended.text,
+        "not_run": ended.not_run,
+        "used_seconds": round(used, 3),
+        "rows": rows,
+        "found": found,  # a sentence for each combination of a search's axes
+        "curves": curves(pooled, plan.search.axis if plan and plan.search else ""),
+        "fastest": best.settings if best is not None else None,
+        "columns": [{name: value(row, name) for name in plan.columns} for row in rows] if plan else [],
+    }
 
 
 def _print_json(value: Any) -> None:

@@ -1,12 +1,14 @@
-"""Prints a sweep as plain lines: the plan, each run as it ends, the remaining budget."""
+"""A sweep's plan: the sweep file, the jobs of its configurations, their GPUs, and the printed lines."""
 
 import difflib
 import hashlib
 import json
+import math
 import os
 import re
+import shlex
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,20 +39,10 @@ from ..host.hardware.gpus import GpuUse, gpu_use, wait_until_free
 from ..recipe.config import load, write
 from ..recipe.hardware import missing_packages
 
-# Reads the sweep file: axes, their values, and bounds. Every error names the line and the key.
-
-
-KEYS = (
-    "name", "config", "set", "command", "env", "axes", "search", "steps", "warm_up", "repeats", "timeout",
-    "hang_grace", "budget", "capacity", "predict", "columns", "one_process",
-)  # fmt: skip
 LENGTH = "training.sequence_length"
-ENVIRONMENT = "env."
-"""Prefix of an axis that sets an environment variable."""
+ENVIRONMENT = "env."  # prefix of an axis that sets an environment variable
 PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
 _GOALS: tuple[Goal, ...] = ("largest", "fastest", "phases")
-_SIZE = {"GiB": 1 << 30, "MiB": 1 << 20, "GB": 10**9, "MB": 10**6, "": 1}
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "": 1}
 _MOST_RUNS = 10_000
 
 
@@ -59,8 +51,7 @@ class Axis(NamedTuple):
 
     name: str
     values: list[Value]
-    places: list[str]
-    """Place of each value."""
+    places: list[str]  # place of each value
 
 
 class Spec(NamedTuple):
@@ -68,27 +59,22 @@ class Spec(NamedTuple):
 
     source: str
     name: str
-    config: str
-    """Configuration of ftmon's trainer; empty with a ``command``."""
-    settings: dict[str, Value]
-    """Overrides of the configuration, the same in each run."""
-    command: list[str]
-    """A script's command with placeholders ``{axis}``."""
-    environment: dict[str, str]
-    axes: list[Axis]
-    search: Search | None
-    steps: int
-    warm_up: int
-    repeats: int
-    timeout: float
-    hang_grace: float
-    budget: Budget
-    capacity_bytes: int | None
-    predict: bool
-    columns: list[str]
-    """Figures of the recordings in the table; empty: the default ones."""
-    one_process: bool
-    """Whether configurations that differ only in their sequence length are measured in one process."""
+    config: str = ""  # configuration of ftmon's trainer; empty with a `command`
+    settings: Mapping[str, Value] = {}  # overrides of the configuration, the same in each run
+    command: Sequence[str] = ()  # a script's command with placeholders `{axis}`
+    environment: Mapping[str, str] = {}
+    axes: Sequence[Axis] = ()
+    search: Search | None = None
+    steps: int = 3
+    warm_up: int = 2
+    repeats: int = 1
+    timeout: float = 600.0
+    hang_grace: float = 60.0
+    budget: Budget = Budget()
+    capacity_bytes: int | None = None
+    predict: bool = True
+    columns: Sequence[str] = ()  # figures of the recordings in the table; empty: the default ones
+    one_process: bool = False  # whether configurations that differ only in their length are measured in one process
 
     @property
     def axis_names(self) -> list[str]:
@@ -110,100 +96,151 @@ def read(path: str) -> Spec:
     tree = load.read(path)
     if not isinstance(tree, MappingNode):
         raise ConfigError(f"{path}: must hold keys such as config and axes; docs/sweep.md has an example")
-    found: dict[str, Node] = {}
-    for key, value in load.pairs(tree):
-        if key.value not in KEYS:
-            close = difflib.get_close_matches(key.value, KEYS, 1)
-            hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(KEYS)}"
-            raise _error(key, f"unknown key {load.shown(key.value)}; {hint}")
-        found[key.value] = value
-    spec = Spec(
-        source=path,
-        name=_text(found.get("name"), "name") or Path(path).stem,
-        config=_config(path, found),
-        settings=_mapping(found.get("set"), "set"),
-        command=_command(found.get("command")),
-        environment=_environment(found.get("env")),
-        axes=_axes(found.get("axes")),
-        search=_search(found.get("search")),
-        steps=_whole(found.get("steps"), "steps", 3, 1),
-        warm_up=_whole(found.get("warm_up"), "warm_up", 2, 0),
-        repeats=_whole(found.get("repeats"), "repeats", 1, 1),
-        timeout=_duration(found.get("timeout"), "timeout", 600.0),
-        hang_grace=_duration(found.get("hang_grace"), "hang_grace", 60.0),
-        budget=_budget(found.get("budget")),
-        capacity_bytes=_size(found.get("capacity")),
-        predict=_switch(found.get("predict"), "predict", True),
-        columns=_columns(found.get("columns")),
-        one_process=_switch(found.get("one_process"), "one_process", False),
-    )
-    _check(spec, found)
+    nodes = _nodes(tree, "", _KEYS)
+    found = {_FIELDS.get(name, name): _KEYS[name](node, name) for name, node in nodes.items()}
+    found["name"] = found.get("name") or Path(path).stem
+    if name := found.get("config"):
+        config = Path(path).parent / Path(name).expanduser()
+        if not config.is_file():
+            raise _error(nodes["config"], f"config {name}: no such file; 'ftmon train --print-config' writes one")
+        found["config"] = str(config)
+    spec = Spec(path, **found)
+    _check(spec, nodes)
     return spec
 
 
-def _check(spec: Spec, found: dict[str, Node]) -> None:
+def _check(spec: Spec, nodes: dict[str, Node]) -> None:
     if bool(spec.config) == bool(spec.command):
         both = "config and command exclude each other" if spec.config else "config or command is missing"
         raise ConfigError(f"{spec.source}: {both}: config for ftmon's trainer, command for a script of your own")
     if not spec.axes and spec.search is None:
         raise ConfigError(f"{spec.source}: axes is missing: what is varied, such as zero.stage: [2, 3]")
-    if spec.search is not None and spec.search.axis in [axis.name for axis in spec.axes]:
-        raise _error(found["search"], f"search.axis {spec.search.axis} is among the axes too")
+    names = [axis.name for axis in spec.axes]
+    if spec.search is not None and spec.search.axis in names:
+        raise _error(nodes["search"], f"search.axis {spec.search.axis} is among the axes too")
     if spec.command and spec.settings:
-        raise _error(found["set"], "set goes with config; write it into the command")
-    count = 1
-    for axis in spec.axes:
-        count *= len(axis.values)
-    if count * spec.repeats > _MOST_RUNS:
-        raise _error(found["axes"], f"axes make {count * spec.repeats:,} runs, over {_MOST_RUNS:,}")
+        raise _error(nodes["set"], "set goes with config; write it into the command")
+    count = math.prod(len(axis.values) for axis in spec.axes) * spec.repeats
+    if count > _MOST_RUNS:
+        raise _error(nodes["axes"], f"axes make {count:,} runs, over {_MOST_RUNS:,}")
     if spec.one_process:
-        _check_one_process(spec, found["one_process"])
+        if spec.command:
+            raise _error(nodes["one_process"], "one_process goes with config: a script is started for each length")
+        if spec.search is not None:
+            raise _error(nodes["one_process"], "one_process goes without search, which chooses lengths one by one")
+        if LENGTH not in names:
+            raise _error(nodes["one_process"], f"one_process needs the axis {LENGTH}, whose values share a process")
     if spec.command:
-        _check_template(spec, found)
+        _check_template(spec, nodes["command"])
 
 
-def _check_one_process(spec: Spec, node: Node) -> None:
-    if spec.command:
-        raise _error(node, "one_process goes with config: a script is started for each length")
-    if spec.search is not None:
-        raise _error(node, "one_process goes without search, which chooses lengths one by one")
-    if LENGTH not in [axis.name for axis in spec.axes]:
-        raise _error(node, f"one_process needs the axis {LENGTH}, whose values share a process")
-
-
-def _check_template(spec: Spec, found: dict[str, Node]) -> None:
+def _check_template(spec: Spec, node: Node) -> None:
     used = {name for word in spec.command for name in PLACEHOLDER.findall(word)}
-    names = spec.axis_names
-    for name in names:
+    for name in spec.axis_names:
         if name not in used and not name.startswith(ENVIRONMENT):
-            raise _error(
-                found["command"], f"command has no {{{name}}}, which axes vary: write it where the script takes it"
-            )
-    for name in sorted(used - set(names)):
-        known = ", ".join(names)
-        raise _error(found["command"], f"command has {{{name}}}, but the axes are {known}")
+            raise _error(node, f"command has no {{{name}}}, which axes vary: write it where the script takes it")
+    for name in sorted(used.difference(spec.axis_names)):
+        raise _error(node, f"command has {{{name}}}, but the axes are {', '.join(spec.axis_names)}")
 
 
-def _config(path: str, found: dict[str, Node]) -> str:
-    name = _text(found.get("config"), "config")
-    if not name:
-        return ""
-    config = Path(path).parent / Path(name).expanduser()
-    if not config.is_file():
-        raise _error(found["config"], f"config {name}: no such file; 'ftmon train --print-config' writes one")
-    return str(config)
+def _error(node: Node, text: str) -> ConfigError:
+    return ConfigError(f"{load.place(node)}: {text}")
 
 
-def _command(node: Node | None) -> list[str]:
-    if node is None:
-        return []
-    if isinstance(node, SequenceNode):
-        words = [str(_scalar(part, "command")) for part in node.value]
-    else:
-        import shlex
+def _pairs(node: Node, path: str) -> list[tuple[ScalarNode, Node]]:
+    if not isinstance(node, MappingNode):
+        raise _error(node, f"{path} must be a section of keys and values")
+    return load.pairs(node)
 
+
+def _nodes(node: Node, path: str, known: Collection[str]) -> dict[str, Node]:
+    """Return the values of a section (of the file: an empty path) by key, of which all must be known."""
+    for key, _ in _pairs(node, path):
+        if key.value not in known:
+            close = difflib.get_close_matches(key.value, known, 1)
+            rest = f"{'it has' if path else 'the keys are'} {', '.join(known)}"
+            name = f"{path}.{load.shown(key.value)}" if path else load.shown(key.value)
+            raise _error(key, f"unknown key {name}; {f'did you mean {close[0]}?' if close else rest}")
+    return {key.value: value for key, value in _pairs(node, path)}
+
+
+def _scalar(node: Node, path: str) -> Value:
+    if not isinstance(node, ScalarNode):
+        raise _error(node, f"{path} must be a number or a word, not {load.describe(node)}")
+    value = load.plain_scalar(node, path)
+    if isinstance(value, int) and abs(value) >= 1 << 63:  # rows of the results file take none (``bounds.Whole``)
+        raise _error(node, f"{path} must be a whole number of at most 64 bits")
+    return value
+
+
+def _text(node: Node, path: str) -> str:
+    value = _scalar(node, path)
+    return "" if value is None else str(value)
+
+
+def _whole(least: int) -> Callable[[Node, str], int]:
+    def read(node: Node, path: str) -> int:
+        value = _scalar(node, path)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise _error(node, f"{path} must be a whole number of at least {least}")
+        return value
+
+    return read
+
+
+def _amount(node: Node, path: str) -> float:
+    value = _scalar(node, path)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+        raise _error(node, f"{path} must be a number above 0")
+    return float(value)
+
+
+def _switch(node: Node, path: str) -> bool:
+    value = _scalar(node, path)
+    if not isinstance(value, bool):
+        raise _error(node, f"{path} must be true or false")
+    return value
+
+
+def _with_unit(units: Mapping[str, int], words: str) -> Callable[[Node, str], float]:
+    def read(node: Node, path: str) -> float:
+        found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", _text(node, path))
         try:
-            words = shlex.split(_text(node, "command"))
+            value = float(found[1]) * units[found[2]] if found else 0.0
+        except (ValueError, KeyError):
+            value = 0.0
+        if value <= 0:
+            raise _error(node, f"{path} must be {words}")
+        return value
+
+    return read
+
+
+_duration = _with_unit({"s": 1, "m": 60, "h": 3600, "": 1}, "seconds, or such as 90 s, 10 m, 2 h")
+_size = _with_unit({"GiB": 1 << 30, "MiB": 1 << 20, "GB": 10**9, "MB": 10**6, "": 1}, "a size such as 80GB or 24GiB")
+
+
+def _mapping(node: Node, path: str) -> dict[str, Value]:
+    return {key.value: _scalar(value, f"{path}.{key.value}") for key, value in _pairs(node, path)}
+
+
+def _environment(node: Node, path: str) -> dict[str, str]:
+    for key, _ in _pairs(node, path):
+        _check_variable(key, key.value, f"{path}.{key.value}")
+    return {name: str(value) for name, value in _mapping(node, path).items()}
+
+
+def _check_variable(key: Node, name: str, where: str) -> None:
+    if not re.fullmatch(r"[^=\x00]+", name):
+        raise _error(key, f"{load.shown(where)} is no name of an environment variable")
+
+
+def _command(node: Node, path: str) -> list[str]:
+    if isinstance(node, SequenceNode):
+        words = [str(_scalar(part, path)) for part in node.value]
+    else:
+        try:
+            words = shlex.split(_text(node, path))
         except ValueError as error:
             raise _error(node, f"command cannot be split into words: {error}") from None
     if not words:
@@ -211,12 +248,10 @@ def _command(node: Node | None) -> list[str]:
     return words
 
 
-def _axes(node: Node | None) -> list[Axis]:
-    if node is None:
-        return []
+def _axes(node: Node, path: str) -> list[Axis]:
     axes: list[Axis] = []
-    for key, value in _pairs(node, "axes"):
-        where = f"axes.{key.value}"
+    for key, value in _pairs(node, path):
+        where = f"{path}.{key.value}"
         if not isinstance(value, SequenceNode) or not value.value:
             raise _error(value, f"{where} must be a list of values such as [512, 1024]")
         if key.value.startswith(ENVIRONMENT):
@@ -229,26 +264,12 @@ def _axes(node: Node | None) -> list[Axis]:
     return axes
 
 
-def _environment(node: Node | None) -> dict[str, str]:
-    if node is not None:
-        for key, _ in _pairs(node, "env"):
-            _check_variable(key, key.value, f"env.{key.value}")
-    return {name: str(value) for name, value in _mapping(node, "env").items()}
-
-
-def _check_variable(key: Node, name: str, where: str) -> None:
-    if not re.fullmatch(r"[^=\x00]+", name):
-        raise _error(key, f"{load.shown(where)} is no name of an environment variable")
-
-
-def _columns(node: Node | None) -> list[str]:
-    if node is None:
-        return []
+def _columns(node: Node, path: str) -> list[str]:
     if not isinstance(node, SequenceNode) or not node.value:
         raise _error(node, "columns must be a list of figures such as [peak, backward.peak, loss]")
     names: list[str] = []
     for part in node.value:
-        name = _text(part, "columns")
+        name = _text(part, path)
         try:
             summary.check(name)
         except ValueError as error:
@@ -259,32 +280,27 @@ def _columns(node: Node | None) -> list[str]:
     return names
 
 
-def _search(node: Node | None) -> Search | None:
-    if node is None:
-        return None
-    found = {key.value: value for key, value in _pairs(node, "search")}
-    _known(node, found, "search", ("goal", "axis", "low", "high", "step"))
-    goal: Goal | None = next((one for one in _GOALS if one == _text(found.get("goal"), "search.goal")), None)
-    if goal is None:
+def _search(node: Node, path: str) -> Search:
+    found = _nodes(node, path, ("goal", "axis", "low", "high", "step"))
+    goal, axis = (_text(found[name], f"search.{name}") if name in found else "" for name in ("goal", "axis"))
+    known: Goal | None = next((one for one in _GOALS if one == goal), None)
+    if known is None:
         raise _error(found.get("goal", node), f"search.goal must be {', '.join(_GOALS)}")
-    axis = _text(found.get("axis"), "search.axis")
-    if goal == "fastest":
+    if known == "fastest":
         if axis:
             raise _error(found["axis"], "search.axis: the fastest is searched for over the axes")
         return Search("fastest")
     if not axis or "high" not in found:
         raise _error(node, "search needs axis and high, such as training.sequence_length and 8192")
-    low = _whole(found.get("low"), "search.low", 1, 0)
-    high = _whole(found["high"], "search.high", 1, low + 1)
-    return Search(goal, axis, low, high, _whole(found.get("step"), "search.step", 1, 1))
+    low = _whole(0)(found["low"], "search.low") if "low" in found else 1
+    step = _whole(1)(found["step"], "search.step") if "step" in found else 1
+    return Search(known, axis, low, _whole(low + 1)(found["high"], "search.high"), step)
 
 
-def _budget(node: Node | None) -> Budget:
-    if node is None:
-        return Budget()
-    found = {key.value: value for key, value in _pairs(node, "budget")}
-    _known(node, found, "budget", ("hours", "money", "price_per_hour"))
-    hours, money, price = (_amount(found.get(name), f"budget.{name}") for name in ("hours", "money", "price_per_hour"))
+def _budget(node: Node, path: str) -> Budget:
+    names = ("hours", "money", "price_per_hour")
+    amounts = {name: _amount(value, f"{path}.{name}") for name, value in _nodes(node, path, names).items()}
+    hours, money, price = map(amounts.get, names)
     if money is not None and price is None:
         raise _error(node, "budget.money needs price_per_hour, of all the GPUs together")
     limits = [hours * 3600] if hours is not None else []
@@ -293,110 +309,36 @@ def _budget(node: Node | None) -> Budget:
     return Budget(min(limits) if limits else None, price)
 
 
-def _error(node: Node, text: str) -> ConfigError:
-    return ConfigError(f"{load.place(node)}: {text}")
-
-
-def _known(node: Node, found: dict[str, Node], path: str, names: tuple[str, ...]) -> None:
-    for name in found:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(names)}"
-            raise _error(node, f"unknown key {path}.{load.shown(name)}; {hint}")
-
-
-def _mapping(node: Node | None, path: str) -> dict[str, Value]:
-    if node is None:
-        return {}
-    return {key.value: _scalar(value, f"{path}.{key.value}") for key, value in _pairs(node, path)}
-
-
-def _pairs(node: Node, path: str) -> list[tuple[ScalarNode, Node]]:
-    if not isinstance(node, MappingNode):
-        raise _error(node, f"{path} must be a section of keys and values")
-    return load.pairs(node)
-
-
-def _scalar(node: Node, path: str) -> Value:
-    if not isinstance(node, ScalarNode):
-        raise _error(node, f"{path} must be a number or a word, not {load.describe(node)}")
-    value = load.plain_scalar(node, path)
-    if isinstance(value, int) and abs(value) >= 1 << 63:  # rows of the results file take none (``bounds.Whole``)
-        raise _error(node, f"{path} must be a whole number of at most 64 bits")
-    return value
-
-
-def _text(node: Node | None, path: str) -> str:
-    if node is None:
-        return ""
-    value = _scalar(node, path)
-    return "" if value is None else str(value)
-
-
-def _whole(node: Node | None, path: str, default: int, least: int) -> int:
-    if node is None:
-        return default
-    value = _scalar(node, path)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise _error(node, f"{path} must be a whole number of at least {least}")
-    return value
-
-
-def _amount(node: Node | None, path: str) -> float | None:
-    if node is None:
-        return None
-    value = _scalar(node, path)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-        raise _error(node, f"{path} must be a number above 0")
-    return float(value)
-
-
-def _switch(node: Node | None, path: str, default: bool) -> bool:
-    if node is None:
-        return default
-    value: Any = _scalar(node, path)
-    if not isinstance(value, bool):
-        raise _error(node, f"{path} must be true or false")
-    return value
-
-
-def _duration(node: Node | None, path: str, default: float) -> float:
-    return default if node is None else _with_unit(node, path, _SECONDS, "seconds, or such as 90 s, 10 m, 2 h")
-
-
-def _size(node: Node | None) -> int | None:
-    return None if node is None else int(_with_unit(node, "capacity", _SIZE, "a size such as 80GB or 24GiB"))
-
-
-def _with_unit(node: Node, path: str, units: dict[str, int], words: str) -> float:
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", _text(node, path))
-    try:
-        value = float(found[1]) * units[found[2]] if found else 0.0
-    except (ValueError, KeyError):
-        value = 0.0
-    if value <= 0:
-        raise _error(node, f"{path} must be {words}")
-    return value
-
-
-# Checks that the GPUs are empty again after a run: a measurement on a GPU in use by others is invalid.
-
+_KEYS: dict[str, Callable[[Node, str], Any]] = {
+    "name": _text,
+    "config": _text,
+    "set": _mapping,
+    "command": _command,
+    "env": _environment,
+    "axes": _axes,
+    "search": _search,
+    "steps": _whole(1),
+    "warm_up": _whole(0),
+    "repeats": _whole(1),
+    "timeout": _duration,
+    "hang_grace": _duration,
+    "budget": _budget,
+    "capacity": lambda node, path: int(_size(node, path)),
+    "predict": _switch,
+    "columns": _columns,
+    "one_process": _switch,
+}
+_FIELDS = {"set": "settings", "env": "environment", "capacity": "capacity_bytes"}  # keys named otherwise in `Spec`
 
 _GPUS_SECONDS = 30.0
 _POLL_SECONDS = 0.5
-_TOLERANCE = 512 << 20
-"""Allowed increase of a device's used memory: contexts of other processes appear and disappear."""
-
-
-def before() -> GpuUse | None:
-    """Sample the GPUs before a run; None without NVML."""
-    return gpu_use(())
+_TOLERANCE = 512 << 20  # allowed increase of a device's used memory: contexts of other processes appear and disappear
 
 
 def still_held(earlier: GpuUse | None, pids: Collection[int], devices: Collection[int]) -> str:
     """Wait until the run's GPUs are as empty as before it; return the memory still in use in words, or empty.
 
-    ``devices``: the run's GPUs according to NVML; empty: not known, so all are compared.
+    ``earlier``: None without NVML. ``devices``: the run's GPUs by NVML; empty: not known, so all are compared.
     """
     if earlier is None:
         return ""
@@ -419,11 +361,7 @@ def still_held(earlier: GpuUse | None, pids: Collection[int], devices: Collectio
     return ""
 
 
-# Makes the command of a run from a configuration of the sweep.
-
-
-STOP_GRACE_SECONDS = 5.0
-"""Time between the request to end a run and its kill; its results are not needed."""
+STOP_GRACE_SECONDS = 5.0  # time between the request to end a run and its kill; its results are not needed
 ALLOCATOR_ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _MEASURING: dict[str, Value] = {
@@ -472,15 +410,16 @@ def job(spec: Spec, settings: Settings, name: str, lengths: Sequence[int] = ()) 
     options = RunOptions(
         allocator_events=False, predict=False, on_hang="kill", hang_grace=spec.hang_grace, stop_grace=STOP_GRACE_SECONDS
     )
-    environment = {**os.environ, **spec.environment, **_jobs_environment(settings)}
+    varied = {name: value for name, value in settings.items() if name.startswith(ENVIRONMENT)}
+    own = {name.removeprefix(ENVIRONMENT): "" if value is None else str(value) for name, value in varied.items()}
+    environment = {**os.environ, **spec.environment, **own}
     if spec.command:
-        command = [_filled(word, settings) for word in spec.command]
+        command = [PLACEHOLDER.sub(lambda match: _plain(settings[match[1]]), word) for word in spec.command]
         return Job(StartRequest("run", name, options, command=command), environment)
     words = overrides(spec, {**settings, LENGTH: max(lengths)} if lengths else settings)
     if lengths:
         words.append(f"debug.lengths={json.dumps(list(lengths))}")
-    request = StartRequest("train", name, options, config=spec.config, overrides=words)
-    return Job(request, environment)
+    return Job(StartRequest("train", name, options, config=spec.config, overrides=words), environment)
 
 
 def overrides(spec: Spec, settings: Settings) -> list[str]:
@@ -537,18 +476,6 @@ def _check_one(spec: Spec, name: str, value: Value, where: str) -> None:
 def _assignment(name: str, value: Value) -> str:
     text = "null" if value is None else json.dumps(value)
     return f"{name}={text}"
-
-
-def _jobs_environment(settings: Settings) -> dict[str, str]:
-    return {
-        name.removeprefix(ENVIRONMENT): "" if value is None else str(value)
-        for name, value in settings.items()
-        if name.startswith(ENVIRONMENT)
-    }
-
-
-def _filled(word: str, settings: Settings) -> str:
-    return PLACEHOLDER.sub(lambda match: _plain(settings[match[1]]), word)
 
 
 def _plain(value: Value) -> str:

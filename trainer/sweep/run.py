@@ -1,4 +1,8 @@
-"""Measures the plan of a sweep in as few processes as allowed (``one_process``)."""
+"""Runs a sweep's configurations one at a time, reads their recordings, and writes a row for each, within the budget.
+
+With ``one_process`` a process measures the sequence lengths of a configuration, shortest first. The row of each length
+is written as soon as its steps are recorded. A length that fails ends the process; later ones run in another process.
+"""
 
 import contextlib
 import math
@@ -26,17 +30,12 @@ from ...protocol.sweep.store import Results, Writer
 from ...protocol.text import first_line
 from ..host import processes
 from ..host.end.kill import sweep
-from ..host.hardware.gpus import GpuUse
-from . import plan
-from .plan import LENGTH, STOP_GRACE_SECONDS, Job, Lines, Spec, group_of, job
-
-# Runs one configuration of a sweep: starts it, waits for it, ends it at its time limit, checks that it is gone.
-
+from ..host.hardware.gpus import GpuUse, gpu_use
+from .plan import LENGTH, STOP_GRACE_SECONDS, Job, Lines, Spec, group_of, job, still_held
 
 _START_SECONDS = 180.0
 _POLL_SECONDS = 0.5
-_CLOSING_SECONDS = 90.0
-"""Slightly more than a launcher's wait for its hub to finish the recording."""
+_CLOSING_SECONDS = 90.0  # slightly more than a launcher's wait for its hub to finish the recording
 _END_SECONDS = 30.0
 
 
@@ -48,15 +47,12 @@ class Ending(NamedTuple):
     """How a run ended."""
 
     run: RunDir
-    exit: ExitFile | None
-    """The recorded end, or None."""
+    exit: ExitFile | None  # the recorded end, or None
     ended_for: str
     """Reason why the sweep ended it: ``timeout``, ``hang``, ``steps``, ``interrupt``, ``budget``; empty: it ended by
     itself, or the monitor ended it."""
-    left: list[int]
-    """Pids of the run's processes that could not be ended."""
-    asked: float = math.inf
-    """When the sweep began to end it, seconds since the epoch; infinity: it ended by itself."""
+    left: list[int]  # pids of the run's processes that could not be ended
+    asked: float = math.inf  # when the sweep began to end it, seconds since the epoch; infinity: it ended by itself
 
 
 class Running:
@@ -93,9 +89,8 @@ class Running:
             self._wait(_POLL_SECONDS)
             if not self._over():  # else it ended by itself meanwhile
                 why = "timeout" if time.monotonic() >= deadline else ended()
-        asked = math.inf
+        asked = time.time() if why else math.inf
         if why:
-            asked = time.time()
             self._end()
         closing = time.monotonic() + _CLOSING_SECONDS
         while not self._line.closed and time.monotonic() < closing:
@@ -103,7 +98,6 @@ class Running:
         return Ending(self.run, self._exit(), why, self._clear(), asked)
 
     def _over(self) -> bool:
-        """Return whether the run has ended, or its launcher is gone."""
         return self._exit() is not None or self._line.closed
 
     def _exit(self) -> ExitFile | None:
@@ -143,9 +137,6 @@ def clear_lost(run: RunDir) -> None:
     sweep(lambda: processes.of_run(run.path, (), {os.getpid()}))
 
 
-# Reads a run's results from its recording: figures of each rank after the warm-up, and the cause of a failure.
-
-
 _TEXT = 300
 
 
@@ -160,10 +151,8 @@ def read(run: RunDir) -> RecordedRun | None:
 class Live(NamedTuple):
     """Progress of a live run."""
 
-    steps: int
-    """Steps finished by every rank; 0 while a rank has finished none."""
-    hung_seconds: float
-    """Seconds for which the monitor has reported it as hung; 0: it is not."""
+    steps: int  # finished by every rank; 0 while a rank has finished none
+    hung_seconds: float  # for which the monitor has reported it as hung; 0: it is not
 
 
 def progress(run: RunDir, now: float) -> Live:
@@ -201,15 +190,6 @@ def rank_rows(recorded: RecordedRun, warm_up: int, most: int, index: int | None 
             steps, nvml = [step for step in steps if first < step.step <= first + warm_up + most], 0
         found.append(figures(rank, steps, warm_up, most, recorded.hellos.get(rank), nvml))
     return found
-
-
-def still_held(ending: Ending, recorded: RecordedRun | None, earlier: GpuUse | None) -> str:
-    """Wait until a run's processes and memory are gone; return the rest in words, or empty."""
-    pids, devices = (recorded.pids, recorded.devices) if recorded is not None else ([], set[int]())
-    held = plan.still_held(earlier, pids, devices)
-    if ending.left:
-        held = "; ".join(filter(None, (held, f"processes {', '.join(map(str, ending.left))} did not end")))
-    return held
 
 
 class Why(NamedTuple):
@@ -292,24 +272,14 @@ def _line(text: str) -> str:
     return first_line(text, _TEXT)
 
 
-# One session of a sweep: runs its processes one at a time and writes a row for each configuration, within the budget.
-#
-# With ``one_process`` a process measures the sequence lengths of a configuration, shortest first. The row of each
-# length is written as soon as its steps are recorded. A length that fails ends the process; later ones run in another
-# process.
-
-
-_SESSION_POLL_SECONDS = 2.0
-"""Seconds between reads of a live run's recording."""
-_ENDING_SECONDS = STOP_GRACE_SECONDS + 10.0
-"""Part of a budget reserved for the end of a run and of the sweep."""
+_SESSION_POLL_SECONDS = 2.0  # seconds between reads of a live run's recording
+_ENDING_SECONDS = STOP_GRACE_SECONDS + 10.0  # part of a budget reserved for the end of a run and of the sweep
 
 
 class StopError(Exception):
     """Ends the session before its plan is finished."""
 
     def __init__(self, reason: Ended) -> None:
-        """Keep the reason of the end."""
         super().__init__(reason.text)
         self.reason = reason
 
@@ -340,8 +310,7 @@ class Session:
         self._begun = time.monotonic()
         self._next_poll = 0.0
         self._count = sum(isinstance(entry, Started) for entry in earlier.entries)
-        self.rows = list(self._answered.values())
-        """All rows, those of earlier sessions first."""
+        self.rows = list(self._answered.values())  # all rows, those of earlier sessions first
 
     @property
     def used_seconds(self) -> float:
@@ -375,8 +344,9 @@ class Session:
         if why := why_not_next(self.spec.budget, self.used_seconds, self.rows, _ENDING_SECONDS):
             raise StopError(Ended(time.time(), "budget", why))
 
+    @property
     def next_name(self) -> str:
-        """Return a name for the next run."""
+        """Name of the next run."""
         return f"{self.spec.name}-{self._count + 1:03d}"
 
     def started(self, settings: Settings, repeat: int, run: str = "") -> None:
@@ -393,9 +363,8 @@ class Session:
         self._writer.append(row)
         self.lines.row(row)
         if row.verdict == "unfinished":
-            if self.interrupted():
-                raise StopError(Ended(time.time(), "interrupted"))
-            raise StopError(Ended(time.time(), "budget", "the budget is used up"))
+            reason, text = ("interrupted", "") if self.interrupted() else ("budget", "the budget is used up")
+            raise StopError(Ended(time.time(), reason, text))
         self._answered[key_of(row.settings), row.repeat] = row
         self.rows.append(row)
         if row.note:
@@ -441,14 +410,11 @@ class Process:
         self._spec = session.spec
         self._runs = runs
         self._lengths = [length_of(run.settings) for run in runs] if self._spec.one_process else []
-        self._steps = self._spec.warm_up + self._spec.steps
-        """Steps of each run."""
+        self._steps = self._spec.warm_up + self._spec.steps  # steps of each run
         self._repeat = repeat
         self._progress = progress
-        self._done = 0
-        """Number of lengths with a row."""
-        self._begun = time.time()
-        """Time at which the present length began."""
+        self._done = 0  # number of lengths with a row
+        self._begun = time.time()  # time at which the present length began
 
     def measure(self) -> int:
         """Run the process, and return the number of configurations with a row, at least one.
@@ -456,12 +422,12 @@ class Process:
         Raises:
             StopError: the session ends.
         """
-        session, earlier = self._session, plan.before()
+        session, earlier = self._session, gpu_use(())
         session.check()
         first = self._runs[0]
         session.lines.begins(first.settings, self._repeat, first.predicted)
         try:
-            running = Running(job(self._spec, first.settings, session.next_name(), self._lengths))
+            running = Running(job(self._spec, first.settings, session.next_name, self._lengths))
         except RefusedError as error:
             for number, run in enumerate(self._runs):
                 if number:
@@ -494,7 +460,9 @@ class Process:
 
     def _end(self, ending: Ending, earlier: GpuUse | None) -> None:
         recorded = read(ending.run)
-        held = still_held(ending, recorded, earlier)
+        held = still_held(earlier, recorded.pids, recorded.devices) if recorded else still_held(earlier, (), ())
+        if ending.left:
+            held = "; ".join(filter(None, (held, f"processes {', '.join(map(str, ending.left))} did not end")))
         count = len(self._runs)
         done = recorded is not None and min(map(recorded.steps_seen, recorded.ranks), default=0)
         done = min(count, done // self._steps) if self._lengths else 0
@@ -510,21 +478,14 @@ class Process:
         self._row(found, self._ranks(recorded), ending.run.id, held)
 
     def _ranks(self, recorded: RecordedRun | None) -> list[RankRow]:
-        """Return the figures of the present configuration."""
-        if recorded is None:
-            return []
         index = self._done if self._lengths else None
-        return rank_rows(recorded, self._spec.warm_up, self._spec.steps, index)
+        return rank_rows(recorded, self._spec.warm_up, self._spec.steps, index) if recorded is not None else []
 
     def _measured(self, recorded: RecordedRun, run: RunDir, held: str) -> None:
         """Write the row of a finished length, after the next one has begun."""
         last = (self._done + 1) * self._steps
-        ends = [
-            step.started + step.host_us / 1e6
-            for rank in recorded.ranks
-            for step in recorded.steps(rank)
-            if step.step == last
-        ]
+        steps = [step for rank in recorded.ranks for step in recorded.steps(rank) if step.step == last]
+        ends = [step.started + step.host_us / 1e6 for step in steps]
         more = self._done + 1 < len(self._runs)
         self._row(Why("done"), self._ranks(recorded), run.id, held, max(ends, default=None) if more else None)
         if more:
@@ -533,27 +494,18 @@ class Process:
             self._session.started(following.settings, self._repeat, str(run.path))
 
     def _row(self, found: Why, ranks: list[RankRow], run: str, held: str, ended: float | None = None) -> None:
-        """Write the row of the present configuration, which ended at ``ended`` or now; ``held``: still in use.
-
-        Raises:
-            StopError: the session ends with it.
-        """
+        """Write the row of the present configuration, which ended at ``ended`` or now; ``held``: still in use."""
         planned, now = self._runs[self._done], ended or time.time()
         row = Row(
             planned.settings,
-            found.verdict,
-            now,
+            time=now,
             seconds=round(now - self._begun, 3),
             repeat=self._repeat,
             run=run,
-            text=found.text,
-            phase=found.phase,
-            rank=found.rank,
-            step=found.step,
-            asked_bytes=found.asked_bytes,
             ranks=ranks,
             predicted=planned.predicted,
             note=held,
+            **found._asdict(),
         )
         self._done += 1
         self._begun = now

@@ -1,4 +1,4 @@
-"""Searches of a sweep: earlier runs and predictions determine the configurations to run."""
+"""Predictions of a sweep's configurations, and its searches: earlier runs and predictions determine what is run."""
 
 import subprocess
 import sys
@@ -22,21 +22,17 @@ from ..recipe.hardware import usable_gpus
 from .plan import LENGTH, Spec, group_of, job, overrides
 from .run import Session
 
-# Predicts the configurations of a sweep by ``python -m ftmon.trainer.predict``, one process for all lengths.
-
-
 _SECONDS = 900.0
 _GPUS_OF_A_HOST = 8
 
 
 class Predictor:
-    """Predicts configurations of one sweep; ``say`` prints a line of progress."""
+    """Predicts configurations of one sweep, one process for all lengths; ``say`` prints a line of progress."""
 
     def __init__(self, spec: Spec, say: Callable[[str], None]) -> None:
         self._spec = spec
         self._say = say
-        self.notes: list[str] = []
-        """Why predictions are missing."""
+        self.notes: list[str] = []  # why predictions are missing
         smallest = smallest_gpu()
         self.capacity_bytes = spec.capacity_bytes or (smallest.memory_bytes if smallest else None)
         self._gpu = smallest.name if smallest and find_gpu(smallest.name) else ""
@@ -55,7 +51,8 @@ class Predictor:
         found: dict[int, Predicted] = {}
         for number, group in enumerate(groups.values(), 1):
             self._say(f"predicting {number} of {len(groups)}")
-            points = self.points(group[0], [_length(settings) for settings in group if _length(settings)])
+            prediction = self.predict(group[0], list(filter(None, map(_length, group))))
+            points = prediction.points if prediction is not None else []
             by_length = {point.sequence_length: point for point in points}
             for settings in group:
                 point = by_length.get(_length(settings)) or (points[0] if points and not _length(settings) else None)
@@ -63,13 +60,8 @@ class Predictor:
                     found[id(settings)] = predicted(point)
         return [Planned(settings, found.get(id(settings))) for settings in runs]
 
-    def points(self, settings: Settings, lengths: Sequence[int]) -> list[Point]:
-        """Return a configuration's prediction at several lengths (empty: its own); empty if it cannot be predicted."""
-        prediction = self.predict(settings, lengths)
-        return prediction.points if prediction is not None else []
-
     def predict(self, settings: Settings, lengths: Sequence[int]) -> Prediction | None:
-        """Return the whole prediction; None, after adding a note, if there is none."""
+        """Return a configuration's prediction at lengths (empty: its own); None, after adding a note, without one."""
         varied = {name: value for name, value in settings.items() if name != LENGTH}
         try:
             words = self.words(varied, lengths)
@@ -136,10 +128,9 @@ def predicted(point: Point) -> Predicted:
 
 
 class HostGpu(NamedTuple):
-    """A GPU of this host."""
+    """A GPU of this host, by NVML's name."""
 
     name: str
-    """As NVML calls it."""
     memory_bytes: int
 
 
@@ -160,8 +151,7 @@ def smallest_gpu() -> HostGpu | None:
     return min(gpus, key=lambda gpu: gpu.memory_bytes, default=None)
 
 
-_PREDICTED_POINTS = 9
-"""Number of lengths at which a searched axis is predicted."""
+_PREDICTED_POINTS = 9  # number of lengths at which a searched axis is predicted
 
 
 def search(session: Session, predictor: Predictor, wanted: Search, grid: Sequence[Settings]) -> list[str]:
@@ -180,19 +170,13 @@ def search(session: Session, predictor: Predictor, wanted: Search, grid: Sequenc
     return lines
 
 
-def fits_the_goal(run: Planned) -> bool:
-    """Return whether to run a configuration in a search for the fastest: unless it is known not to fit."""
-    return run.predicted is None or run.predicted.fits is not False
-
-
 def _one(session: Session, predictor: Predictor, wanted: Search, others: Settings) -> str:
     axis = wanted.axis
-    known = _predictions(predictor, wanted, others)
-    pieces = known[1]
+    known, pieces = _predictions(predictor, wanted, others)
 
     def row_of(value: int) -> Row:
         """Return the row of a run that was done, or is out of memory."""
-        row = session.measure({**others, axis: value}, 0, known[0].get(value))
+        row = session.measure({**others, axis: value}, 0, known.get(value))
         if row.verdict not in ("done", "out-of-memory"):
             raise UndecidedError(f"{axis}={value_text(value)} {row.verdict}: {row.text}")
         return row
@@ -208,7 +192,7 @@ def _one(session: Session, predictor: Predictor, wanted: Search, others: Setting
         return row.phase_peaks if row.verdict == "done" else None
 
     if wanted.goal == "largest":
-        guess = max((value for value, one in known[0].items() if one.fits), default=None)
+        guess = max((value for value, one in known.items() if one.fits), default=None)
         found = largest(tried, wanted.low, wanted.high, wanted.step, guess)
         name = axis.rpartition(".")[2]
         if found.value is None:
@@ -231,8 +215,8 @@ def _predictions(predictor: Predictor, wanted: Search, others: Settings) -> tupl
     known = {point.sequence_length: predicted(point) for point in found.points}
     if wanted.goal == "largest":
         guess = _crossing(known, wanted, predictor.capacity_bytes)
-        if guess is not None and guess not in known:
-            known |= {point.sequence_length: predicted(point) for point in predictor.points(others, [guess])}
+        near = predictor.predict(others, [guess]) if guess is not None and guess not in known else None
+        known |= {point.sequence_length: predicted(point) for point in near.points} if near is not None else {}
     return known, found.pieces
 
 

@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -30,6 +30,7 @@ from .set_up import INSTALL, missing_training_packages
 if TYPE_CHECKING:
     from ...protocol.recording.reader import Reader
 
+_T = TypeVar("_T")
 
 ACCEPT_SECONDS = 10.0
 RESULT_SECONDS = 120.0  # time limit of a result: an escalating kill waits after INT and TERM
@@ -40,7 +41,6 @@ def ask(
     verb: Verb,
     *,
     on_accepted: Callable[[str], None] = lambda text: None,
-    accept_seconds: float = ACCEPT_SECONDS,
     result_seconds: float = RESULT_SECONDS,
 ) -> Result:
     """Send a command to a living hub and wait for its result; ``on_accepted`` is called with the hub's text.
@@ -64,7 +64,7 @@ def ask(
     try:
         socket.connect(hub.addresses["control"])
         socket.send_multipart(message)
-        deadline = time.monotonic() + accept_seconds
+        deadline = time.monotonic() + ACCEPT_SECONDS
         accepted = False
         while (left := deadline - time.monotonic()) > 0:
             if not socket.poll(round(left * 1000) or 1):
@@ -85,11 +85,11 @@ def ask(
     finally:
         socket.close()
         context.term()
-    waited = result_seconds if accepted else accept_seconds
+    waited = result_seconds if accepted else ACCEPT_SECONDS
     raise HubError(f"the hub (pid {hub.process.pid}) gave no {'result' if accepted else 'answer'} in {waited:.0f} s")
 
 
-_END_SECONDS = 60.0
+_END_SECONDS = 10.0  # for each of the launcher's three ways to end a run
 _POLL_SECONDS = 0.1
 
 
@@ -101,18 +101,20 @@ def end_at_once(run: RunDir) -> None:
         if launcher is None or not is_alive(launcher):
             return
         os.kill(launcher.pid, signal.SIGINT)
-        if wait_for_end(run, _END_SECONDS / 6):
+        if wait_for_end(run, _END_SECONDS):
             return
 
 
 def wait_for_end(run: RunDir, seconds: float) -> bool:
     """Wait until the launcher has written the job's end; return False at the time limit."""
+    return _found(run.read_exit, seconds) is not None
+
+
+def _found(find: Callable[[], _T | None], seconds: float) -> _T | None:
     deadline = time.monotonic() + seconds
-    while run.read_exit() is None:
-        if time.monotonic() > deadline:
-            return False
+    while (found := find()) is None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    return True
+    return found
 
 
 def check_rank(ranks: Collection[int], rank: int | None) -> None:
@@ -253,12 +255,6 @@ def _started(output: bytes) -> RunDir:
     return run
 
 
-def print_config() -> int:
-    """Make the trainer print its commented default configuration; return its exit status."""
-    command = module_command("ftmon.trainer.recipe.start", ["print-config"])
-    return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
-
-
 def living_hub(run: RunDir) -> HubFile:
     """Return the run's living hub, after starting a new one if it is gone.
 
@@ -271,22 +267,12 @@ def living_hub(run: RunDir) -> HubFile:
     if content.host != socket.gethostname():
         raise HubError(f"{run.id} runs on {content.host}: give this command there, or attach to its --listen address")
     launcher = content.launcher
-    if launcher is not None and is_alive(launcher):  # the launcher restarts the hub itself
-        found = _wait_for_hub(run, _LAUNCHER_SECONDS)
-        if found is not None:
-            return found
-    found = run.living_hub()
+    restarts = launcher is not None and is_alive(launcher)  # the launcher restarts the hub itself
+    found = _found(run.living_hub, _LAUNCHER_SECONDS if restarts else 0.0)
     if found is None:
         with (run.logs / "hub.log").open("ab") as log:
             spawn_hub(run, log)
-        found = _wait_for_hub(run, _HUB_SECONDS)
+        found = _found(run.living_hub, _HUB_SECONDS)
     if found is None:
         raise HubError(f"{run.id}: its hub is gone and a new one did not start: see {run.logs / 'hub.log'}")
-    return found
-
-
-def _wait_for_hub(run: RunDir, seconds: float) -> HubFile | None:
-    deadline = time.monotonic() + seconds
-    while (found := run.living_hub()) is None and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
     return found

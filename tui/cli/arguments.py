@@ -6,7 +6,7 @@ Each command names its handler as ``module:function`` of this package; ``main`` 
 import argparse
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import __version__
@@ -14,7 +14,6 @@ from ...protocol.run import exits
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-    Container = argparse._ActionsContainer
 
 
 def _whole_number(least: int, what: str) -> Callable[[str], int]:
@@ -82,22 +81,15 @@ def rank(text: str) -> int:
     return int(text)
 
 
-GROUPS = {
-    "train": ("predict", "demo", "train", "resume", "sweep", "data", "chat"),
-    "watch": ("run", "attach", "replay", "ls", "status", "logs"),
-    "investigate": ("memory", "events", "oom", "snapshot", "capture", "stacks", "console", "report", "compare"),
-    "end": ("stop", "kill", "release", "cleanup"),
-    "set up": ("doctor", "keys", "completion"),
-}
 INTERNAL = ("relay",)
 
 
 class GroupedParser(argparse.ArgumentParser):
-    """A parser whose help lists its commands under ``GROUPS``."""
+    """A parser whose help lists its commands under the titles of ``COMMANDS``."""
 
     def _check_value(self, action: argparse.Action, value: str) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            known = [name for names in GROUPS.values() for name in names]
+            known = [name for name in action.choices if name not in INTERNAL]
             near = get_close_matches(value, known, n=1, cutoff=0.7)
             meant = f"did you mean {near[0]}?" if near else "ftmon --help lists them"
             raise argparse.ArgumentError(None, f"there is no command {value!r}; {meant}")
@@ -105,25 +97,22 @@ class GroupedParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return usage, description, options, the groups of commands and the epilog."""
-        listed: dict[str, argparse.Action] = {}
         formatter = self._get_formatter()
         formatter.add_usage("%(prog)s [OPTIONS] COMMAND ...", [], [])
         formatter.add_text(self.description)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                listed = {choice.dest: choice for choice in action._choices_actions}
-        for title, names in GROUPS.items():
+        (subparsers,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        listed = {choice.dest: choice for choice in subparsers._choices_actions}
+        options = [action for action in self._actions if action.option_strings]
+        sections = {
+            title: [listed[each.name] for each in commands if each.name not in INTERNAL]
+            for title, commands in COMMANDS.items()
+        }
+        for title, actions in {**sections, "options": options}.items():
             formatter.start_section(title)
-            formatter.add_arguments([listed[name] for name in names])
+            formatter.add_arguments(actions)
             formatter.end_section()
-        formatter.start_section("options")
-        formatter.add_arguments([action for action in self._actions if action.option_strings])
-        formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()
-
-
-Add = Callable[..., argparse.ArgumentParser]  # `add_command` for one parser
 
 
 class Argument(NamedTuple):
@@ -131,33 +120,52 @@ class Argument(NamedTuple):
 
     names: tuple[str, ...]
     options: dict[str, Any]
+    group: str = ""  # title of the group in the help, `EXCLUSIVE` for options that exclude each other; empty: none
 
 
-def argument(names: str, metavar: str | None, text: str | None, **options: Any) -> Argument:
+EXCLUSIVE = "exclusive"
+
+
+def argument(names: str, metavar: str | None, text: str | None, *, group: str = "", **options: Any) -> Argument:
     """Declare an argument; ``names``: its names, separated by blanks; ``options``: others of ``add_argument``."""
-    return Argument(tuple(names.split()), {"metavar": metavar, "help": text, **options})
+    return Argument(tuple(names.split()), {"metavar": metavar, "help": text, **options}, group)
 
 
-def flag(names: str, text: str, **options: Any) -> Argument:
+def flag(names: str, text: str, *, group: str = "", **options: Any) -> Argument:
     """Declare an option without a value."""
-    return Argument(tuple(names.split()), {"action": "store_true", "help": text, **options})
+    return Argument(tuple(names.split()), {"action": "store_true", "help": text, **options}, group)
 
 
-def add_command(
-    commands: "Commands", name: str, handler: str, summary: str, *arguments: Argument, **options: Any
-) -> argparse.ArgumentParser:
-    """Add a command; ``handler`` is ``module:function`` of ``tui.cli``, imported when it is run."""
-    description = summary[0].upper() + summary[1:] + "."
-    parser = commands.add_parser(name, help=summary, description=description, allow_abbrev=False, **options)
-    parser.set_defaults(handler=handler, parser=parser)
-    add_arguments(parser, *arguments)
-    return parser
+class Command(NamedTuple):
+    """A command; ``handler`` is ``module:function`` of ``tui.cli``, imported when it is run."""
+
+    name: str
+    handler: str
+    summary: str
+    arguments: tuple[Argument, ...]
+    options: dict[str, Any]  # of its parser
+    action: "Command | None" = None  # a command of this command, which then has no arguments of its own
+
+    def add_to(self, commands: "Commands") -> None:
+        """Add the command's parser."""
+        description = self.summary[0].upper() + self.summary[1:] + "."
+        texts = {"help": self.summary, "description": description}
+        parser = commands.add_parser(self.name, **texts, allow_abbrev=False, **self.options)
+        parser.set_defaults(handler=self.handler, parser=parser)
+        for group, arguments in groupby(self.arguments, lambda each: each.group):
+            container: argparse._ActionsContainer = parser
+            if group:
+                exclusive = group == EXCLUSIVE
+                container = parser.add_mutually_exclusive_group() if exclusive else parser.add_argument_group(group)
+            for names, options, _ in arguments:
+                container.add_argument(*names, **options)
+        if self.action is not None:
+            self.action.add_to(parser.add_subparsers(metavar="ACTION", required=True))
 
 
-def add_arguments(container: "Container", *arguments: Argument) -> None:
-    """Add declared arguments to a parser or a group of one."""
-    for names, options in arguments:
-        container.add_argument(*names, **options)
+def command(name: str, handler: str, summary: str, *arguments: Argument, **options: Any) -> Command:
+    """Declare a command; ``options``: of its parser."""
+    return Command(name, handler, summary, arguments, options)
 
 
 def run_argument(more: str = "", **options: Any) -> Argument:
@@ -165,9 +173,9 @@ def run_argument(more: str = "", **options: Any) -> Argument:
     return argument("run", "RUN", f"a run's identifier or its beginning{more}", **options)
 
 
-def json_flag(text: str = "one JSON object for scripts") -> Argument:
+def json_flag(text: str = "one JSON object for scripts", **options: Any) -> Argument:
     """Declare ``--json``."""
-    return flag("--json", text)
+    return flag("--json", text, **options)
 
 
 def ranks_option(text: str) -> Argument:
@@ -238,44 +246,205 @@ START_OPTIONS = (
     ASCII,
 )
 """Options of every command that starts a run."""
-
-
 SIGNALS = ("INT", "TERM", "KILL")
-
-
-def add_end(add: Add) -> None:
-    """Add the group's commands."""
-    add("stop", "end:stop", "save a checkpoint and end the run after its current step", RUN)
-    add(
-        "kill",
-        "end:kill",
-        "end a run, or some of its ranks, by signals",
+SHELLS = ("bash", "zsh", "tcsh")
+_NO_PREDICT = flag("--no-predict", "do not predict the run's memory in the background (GPU runs)")
+_SCRIPT = "with --model, or to change what '-- COMMAND' predicts"
+_CHECK = command(
+    "check",
+    "train:check",
+    "show tokens, labels, lengths and problems of the data",
+    argument("config", "CONFIG.yaml", "the run's configuration"),
+    JSON,
+    argument("--samples", "N", "records to show (default: 3)", type=positive, default=3),
+    flag("--color", "use colours even if the output is not a terminal"),
+    OVERRIDES,
+    epilog="Exit status: 0 no problems, 1 problems found, 2 wrong usage or a configuration with which no training "
+    "would start (such as an unusable chat template).",
+)
+_TRAIN = (
+    command(
+        "predict",
+        "train:predict",
+        "predict the memory of a training step, without a GPU",
+        argument("config", "CONFIG.yaml", "the configuration that 'ftmon train' would run", nargs="?"),
+        OVERRIDES,
+        argument("--ranks", "N", "GPUs of the run (default: the configuration's, or 1)", type=positive),
+        argument("--sequence-length", "S[,S...]", "in tokens (default: the configuration's, or 1024)", type=lengths),
+        argument(
+            "--model",
+            "FOLDER|NAME|FILE",
+            "a folder with config.json, a name on the Hugging Face Hub, or a file",
+            group=_SCRIPT,
+        ),
+        argument("--deepspeed", "FILE", "DeepSpeed's configuration (default: bf16, ZeRO stage 0)", group=_SCRIPT),
+        argument("--micro-batch", "B", "sequences per GPU (default: the file's, or 1)", type=positive, group=_SCRIPT),
+        argument(
+            "--accumulation", "A", "micro-steps per step (default: the file's, or 1)", type=positive, group=_SCRIPT
+        ),
+        flag("--checkpointing", "gradient checkpointing, without use_reentrant", group=_SCRIPT),
+        argument("--lora-rank", "R", "LoRA on the linear layers, with peft", type=positive, group=_SCRIPT),
+        argument(
+            "--optimizer",
+            None,
+            "use DeepSpeed's or PyTorch's AdamW instead of the configuration's",
+            choices=("deepspeed", "torch"),
+            group=_SCRIPT,
+        ),
+        argument(
+            "--capacity",
+            "SIZE",
+            "memory that PyTorch may reserve on a GPU, such as 24GiB; reports whether the step fits",
+            type=byte_size,
+        ),
+        flag("--data", "also read CONFIG.yaml's data set and report which steps of an epoch do not fit"),
+        flag(
+            "--largest",
+            "search the largest sequence length and micro-batch that fit each GPU, or --capacity (takes minutes)",
+        ),
+        flag("--what-if", "also predict changes of the configuration, the cheapest that fits first (takes minutes)"),
+        argument("--gpu", "NAME", "the kind of GPU, such as 'A100 80 GB' (default: H200)"),
+        argument("--price", "P", "price of a GPU hour in any currency, for the cost of tokens", type=price),
+        JSON,
+        usage="ftmon predict [options] CONFIG.yaml [key.sub=value ...] | --model M [options] | [options] -- COMMAND",
+        epilog="COMMAND starts a script: deepspeed, torchrun or python. The script is run up to "
+        "deepspeed.initialize. "
+        "The allocator's settings are read from PYTORCH_ALLOC_CONF, or else PYTORCH_CUDA_ALLOC_CONF. Exit status: 0 "
+        "predicted, 2 wrong usage or a configuration that cannot be used. Method and errors: docs/predict.md.",
+    ),
+    command(
+        "demo",
+        "train:demo",
+        "fine-tune a small model and watch it",
+        argument("--fault", "KIND[:rank=R,step=S]", "cause a real fault: spike, hang, slow, oom, crash or stop"),
+        argument("--steps", "N", "optimizer steps to train", type=positive),
+        argument("--ranks", "N", "how many ranks (default: every GPU, or 2 on the CPU)", type=positive),
+        OVERRIDES,
+        _NO_PREDICT,
+        *START_OPTIONS,
+    ),
+    command(
+        "train",
+        "train:train",
+        "train with a configuration of your own, and watch it",
+        argument("config", "CONFIG.yaml", "the configuration", nargs="?"),
+        flag("--print-config", "print a commented default configuration and exit"),
+        argument("--push", "REPOSITORY", "upload the final model to the Hugging Face Hub"),
+        OVERRIDES,
+        _NO_PREDICT,
+        *START_OPTIONS,
+    ),
+    command(
+        "resume",
+        "train:resume",
+        "continue a run of 'ftmon train' from its newest complete checkpoint",
         RUN,
-        ranks_option("this rank only"),
-        argument("--signal", None, "send only this signal (default: INT, then TERM, then KILL)", choices=SIGNALS),
-        YES,
-    )
-    add(
-        "release",
-        "oom:release",
-        "release ranks that are held at an out-of-memory error",
-        RUN,
-        ranks_option("this rank (default: all held)"),
-    )
-    add(
-        "cleanup",
-        "end:cleanup",
-        "find and end processes that finished runs left behind",
-        YES,
-        json_flag("list what was found as JSON, and end nothing"),
-        flag("--elsewhere", "include processes of other hosts' runs whose hub is not reachable from this host"),
-    )
+        OVERRIDES,
+        _NO_PREDICT,
+        *START_OPTIONS,
+        epilog="The new run has the configuration of RUN with the given keys changed. A change with which training "
+        "would not continue exactly is refused by name; checkpoint.allow=[NAME] accepts it (docs/training.md).",
+    ),
+    command(
+        "sweep",
+        "train:sweep",
+        "measure many configurations, each in a run of its own",
+        argument("sweep", "SWEEP.yaml", "what is varied, over which values, within which budget"),
+        argument("--output", "FILE", "file of the rows (default: SWEEP.results.jsonl beside it)"),
+        flag("--plan", "print the planned runs with predictions, and exit"),
+        flag("--fail-fast", "run likely failures first, and end at the first failure"),
+        json_flag("one JSON object at the end; progress on standard error"),
+        PLAIN,
+        ASCII,
+        epilog="Rows are kept in SWEEP.results.jsonl; the same command resumes an interrupted sweep. Exit status: 0 "
+        "every run has a row, also failed ones; 1 the sweep ended early; 2 wrong usage or an invalid sweep file; 130 "
+        "interrupted. Format of the sweep file: docs/sweep.md.",
+    ),
+    command("data", "train:check", "check what the model will see of the training data")._replace(action=_CHECK),
+    command(
+        "chat",
+        "train:chat",
+        "chat with a trained model, or with a checkpoint of a live run",
+        argument(
+            "target",
+            "MODEL|RUN",
+            "a model's folder, an output folder, a checkpoint, a run, or a name on the Hugging Face Hub",
+        ),
+        argument("--system", "TEXT", "the system prompt"),
+        argument(
+            "--temperature", "T", "0: always the most likely token (default: the model's own, or 0.7)", type=float
+        ),
+        argument("--top-p", "P", "sample from the most likely tokens with total probability P", type=float),
+        argument("--max-tokens", "N", "maximum length of an answer (default: 512)", type=positive),
+        argument("--seed", "N", "seed of the sampling, for reproducible answers", type=int),
+        argument("--device", None, "auto: a GPU; for a checkpoint, the CPU", choices=("auto", "cpu", "cuda")),
+        flag("--whole", "treat the entire piped input as one message"),
+        flag("--debug", "show the tokens that are sent and received"),
+        epilog="With piped standard input, each line is a separate message and each answer one line (line ends in it "
+        "are written as \\n); --whole makes the entire input one message.",
+    ),
+)
 
+_RUN_EPILOG = (
+    "Exit status: the training's own (128 + N if signal N killed it), or\n"
+    + "\n".join(f"  {code}  {meaning}" for code, meaning in exits.OWN.items())
+    + """
+Signals INT, TERM, HUP, USR1 and USR2 are forwarded to the training. Without the app the run ends with this command:
+after SIGTERM, or when this command is killed, it has --stop-grace seconds, then it is killed. With --detach, or after
+leaving the app, it keeps running."""
+)
 
-def add_investigate(add: Add) -> None:
-    """Add the group's commands."""
-    add("memory", "memory:show_memory", "show what the memory peak of a step consists of", FILE_OR_RUN, RANK, JSON)
-    add(
+_WATCH = (
+    command(
+        "run",
+        "train:run",
+        "run an unmodified training script and watch it",
+        argument("command", "COMMAND", "such as: deepspeed train.py", nargs=argparse.REMAINDER),
+        argument("--join", "FILE|RUN", "join a run that was started on another host: its join.json, or its name"),
+        flag("--no-logs", "do not redirect the ranks' output"),
+        *START_OPTIONS,
+        usage="ftmon run [options] -- COMMAND ...",
+        epilog=_RUN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ),
+    command(
+        "attach",
+        "watch:attach",
+        "watch a live run, with its whole history",
+        run_argument(", ssh://[USER@]HOST[:PORT][/RUN], or tcp://HOST:PORT (--listen)", nargs="?"),
+        argument("--key", "KEY|FILE", "for tcp://: the hub's public key, or a file with it"),
+        PLAIN,
+        flag("--read-only", "watch only: this app cannot stop or kill"),
+        ASCII,
+    ),
+    command(
+        "relay",
+        "remote:relay",
+        "report a run's sockets and wait for its end (started by 'attach ssh://')",
+        run_argument(nargs="?"),
+    ),
+    command("replay", "watch:replay", "replay a recording", FILE_OR_RUN, PLAIN, ASCII),
+    command(
+        "ls",
+        "watch:list_runs",
+        "list live and recorded runs",
+        argument("runs", "FILE|RUN", "these runs only (default: all of this user)", nargs="*"),
+        json_flag("one JSON array for scripts"),
+    ),
+    command("status", "watch:show_status", "print the state of a run in a few lines", FILE_OR_RUN, JSON),
+    command(
+        "logs",
+        "watch:show_logs",
+        "print the output of a run's ranks",
+        FILE_OR_RUN,
+        RANK,
+        argument("--text", None, "only lines that contain this text", default=""),
+        argument("--lines -n", "N", "the last N lines (default: 200)", type=positive, default=200),
+    ),
+)
+_INVESTIGATE = (
+    command("memory", "memory:show_memory", "show what the memory peak of a step consists of", FILE_OR_RUN, RANK, JSON),
+    command(
         "events",
         "memory:show_events",
         "print the allocator events of a run's ranks",
@@ -283,24 +452,35 @@ def add_investigate(add: Add) -> None:
         RANK,
         flag("--follow -f", "print new events until the run ends"),
         json_flag("one JSON object a line, for scripts"),
-    )
-    add(
+    ),
+    command(
         "oom",
         "oom:show_oom",
         "explain an out-of-memory error, with remedies",
         argument("target", "RUN|FILE", "a run, a recording, or a PyTorch memory snapshot"),
         RANK,
         json_flag("one JSON object for scripts (docs/protocol.md, oom_report)"),
-    )
-    _snapshot(add)
-    add(
+    ),
+    command(
+        "snapshot",
+        "memory:explore",
+        "open a PyTorch memory snapshot, or compare two",
+        argument("file", "FILE", "what torch.cuda.memory._dump_snapshot wrote, gzip or not"),
+        argument("second", "FILE2", "a later snapshot: show the difference", nargs="?"),
+        json_flag("one JSON object for scripts (docs/snapshot.md)", group=EXCLUSIVE),
+        flag("--text", "lines of text, not the app", group=EXCLUSIVE),
+        argument("--device", "D", "this device only (default: all)", type=device),
+        argument("--top", "N", "stacks and blocks listed (default: 20)", type=positive, default=20),
+        ASCII,
+    ),
+    command(
         "capture",
         "memory:capture",
         "capture memory snapshots of ranks and print their paths",
         RUN,
         ranks_option("this rank (default: all)"),
-    )
-    add(
+    ),
+    command(
         "stacks",
         "oom:show_stacks",
         "show the Python stacks of a run's ranks",
@@ -309,42 +489,16 @@ def add_investigate(add: Add) -> None:
         flag("--all-threads", "all threads, not only the training thread"),
         flag("--native", "native frames too, where py-spy is installed and allowed"),
         JSON,
-    )
-    add(
+    ),
+    command(
         "console",
         "oom:console",
         "run Python in the failing frame of a held rank",
         RUN,
         argument("--rank", "R", "a rank held at an out-of-memory error", type=rank, required=True),
         argument("-c --code", "CODE", "run this code and exit (default: read from standard input)"),
-    )
-    _report(add)
-    _compare(add)
-
-
-def _snapshot(add: Add) -> None:
-    snapshot = add(
-        "snapshot",
-        "memory:explore",
-        "open a PyTorch memory snapshot, or compare two",
-        argument("file", "FILE", "what torch.cuda.memory._dump_snapshot wrote, gzip or not"),
-        argument("second", "FILE2", "a later snapshot: show the difference", nargs="?"),
-    )
-    add_arguments(
-        snapshot.add_mutually_exclusive_group(),
-        json_flag("one JSON object for scripts (docs/snapshot.md)"),
-        flag("--text", "lines of text, not the app"),
-    )
-    add_arguments(
-        snapshot,
-        argument("--device", "D", "this device only (default: all)", type=device),
-        argument("--top", "N", "stacks and blocks listed (default: 20)", type=positive, default=20),
-        ASCII,
-    )
-
-
-def _report(add: Add) -> None:
-    add(
+    ),
+    command(
         "report",
         "report:show_report",
         "show runs, sweeps and CSV files as charts and tables",
@@ -366,11 +520,8 @@ def _report(add: Add) -> None:
         ASCII,
         epilog="Targets with the same axes share one chart. Exit status: 0, or 2 for wrong usage. Figures and the "
         "format of CSV files: docs/report.md.",
-    )
-
-
-def _compare(add: Add) -> None:
-    add(
+    ),
+    command(
         "compare",
         "report:show_comparison",
         "compare two runs or sweeps, relative to their noise",
@@ -381,245 +532,54 @@ def _compare(add: Add) -> None:
         WARM_UP,
         epilog="The gate checks step time, the highest peak, reserved memory and loss. Exit status: 0, 1 if a "
         "regression exceeds the gate, 2 for wrong usage. Method: docs/report.md.",
-    )
-
-
-SHELLS = ("bash", "zsh", "tcsh")
-
-
-def add_set_up(add: Add) -> None:
-    """Add the group's commands."""
-    add("doctor", "set_up:doctor", "check what works on this machine, with fixes for the rest", JSON)
-    add(
+    ),
+)
+_END = (
+    command("stop", "end:stop", "save a checkpoint and end the run after its current step", RUN),
+    command(
+        "kill",
+        "end:kill",
+        "end a run, or some of its ranks, by signals",
+        RUN,
+        ranks_option("this rank only"),
+        argument("--signal", None, "send only this signal (default: INT, then TERM, then KILL)", choices=SIGNALS),
+        YES,
+    ),
+    command(
+        "release",
+        "oom:release",
+        "release ranks that are held at an out-of-memory error",
+        RUN,
+        ranks_option("this rank (default: all held)"),
+    ),
+    command(
+        "cleanup",
+        "end:cleanup",
+        "find and end processes that finished runs left behind",
+        YES,
+        json_flag("list what was found as JSON, and end nothing"),
+        flag("--elsewhere", "include processes of other hosts' runs whose hub is not reachable from this host"),
+    ),
+)
+_SET_UP = (
+    command("doctor", "set_up:doctor", "check what works on this machine, with fixes for the rest", JSON),
+    command(
         "keys",
         "remote:manage_keys",
         "show and change which hosts may attach",
         argument("--allow", "KEY", "allow this public key to attach"),
         argument("--remark", "TEXT", "a note about the owner of the key", default=""),
         argument("--remove", "KEY", "revoke this public key"),
-    )
-    add(
+    ),
+    command(
         "completion",
         "set_up:completion",
         "write a completion script for a shell",
         argument("shell", None, None, choices=SHELLS),
-    )
-
-
-_NO_PREDICT = flag("--no-predict", "do not predict the run's memory in the background (GPU runs)")
-
-
-def add_train(add: Add) -> None:
-    """Add the group's commands."""
-    _predict(add)
-    add(
-        "demo",
-        "train:demo",
-        "fine-tune a small model and watch it",
-        argument("--fault", "KIND[:rank=R,step=S]", "cause a real fault: spike, hang, slow, oom, crash or stop"),
-        argument("--steps", "N", "optimizer steps to train", type=positive),
-        argument("--ranks", "N", "how many ranks (default: every GPU, or 2 on the CPU)", type=positive),
-        OVERRIDES,
-        _NO_PREDICT,
-        *START_OPTIONS,
-    )
-    add(
-        "train",
-        "train:train",
-        "train with a configuration of your own, and watch it",
-        argument("config", "CONFIG.yaml", "the configuration", nargs="?"),
-        flag("--print-config", "print a commented default configuration and exit"),
-        argument("--push", "REPOSITORY", "upload the final model to the Hugging Face Hub"),
-        OVERRIDES,
-        _NO_PREDICT,
-        *START_OPTIONS,
-    )
-    add(
-        "resume",
-        "train:resume",
-        "continue a run of 'ftmon train' from its newest complete checkpoint",
-        RUN,
-        OVERRIDES,
-        _NO_PREDICT,
-        *START_OPTIONS,
-        epilog="The new run has the configuration of RUN with the given keys changed. A change with which training "
-        "would not continue exactly is refused by name; checkpoint.allow=[NAME] accepts it (docs/training.md).",
-    )
-    _sweep(add)
-    _data(add)
-    _chat(add)
-
-
-def _predict(add: Add) -> None:
-    predict = add(
-        "predict",
-        "train:predict",
-        "predict the memory of a training step, without a GPU",
-        argument("config", "CONFIG.yaml", "the configuration that 'ftmon train' would run", nargs="?"),
-        OVERRIDES,
-        argument("--ranks", "N", "GPUs of the run (default: the configuration's, or 1)", type=positive),
-        argument("--sequence-length", "S[,S...]", "in tokens (default: the configuration's, or 1024)", type=lengths),
-        usage="ftmon predict [options] CONFIG.yaml [key.sub=value ...] | --model M [options] | [options] -- COMMAND",
-        epilog="COMMAND starts a script: deepspeed, torchrun or python. The script is run up to "
-        "deepspeed.initialize. "
-        "The allocator's settings are read from PYTORCH_ALLOC_CONF, or else PYTORCH_CUDA_ALLOC_CONF. Exit status: 0 "
-        "predicted, 2 wrong usage or a configuration that cannot be used. Method and errors: docs/predict.md.",
-    )
-    predict.set_defaults(command=[])
-    add_arguments(
-        predict.add_argument_group("with --model, or to change what '-- COMMAND' predicts"),
-        argument("--model", "FOLDER|NAME|FILE", "a folder with config.json, a name on the Hugging Face Hub, or a file"),
-        argument("--deepspeed", "FILE", "DeepSpeed's configuration (default: bf16, ZeRO stage 0)"),
-        argument("--micro-batch", "B", "sequences per GPU (default: the file's, or 1)", type=positive),
-        argument("--accumulation", "A", "micro-steps per step (default: the file's, or 1)", type=positive),
-        flag("--checkpointing", "gradient checkpointing, without use_reentrant"),
-        argument("--lora-rank", "R", "LoRA on the linear layers, with peft", type=positive),
-        argument(
-            "--optimizer",
-            None,
-            "use DeepSpeed's or PyTorch's AdamW instead of the configuration's",
-            choices=("deepspeed", "torch"),
-        ),
-    )
-    add_arguments(
-        predict,
-        argument(
-            "--capacity",
-            "SIZE",
-            "memory that PyTorch may reserve on a GPU, such as 24GiB; reports whether the step fits",
-            type=byte_size,
-        ),
-        flag("--data", "also read CONFIG.yaml's data set and report which steps of an epoch do not fit"),
-        flag(
-            "--largest",
-            "search the largest sequence length and micro-batch that fit each GPU, or --capacity (takes minutes)",
-        ),
-        flag("--what-if", "also predict changes of the configuration, the cheapest that fits first (takes minutes)"),
-        argument("--gpu", "NAME", "the kind of GPU, such as 'A100 80 GB' (default: H200)"),
-        argument("--price", "P", "price of a GPU hour in any currency, for the cost of tokens", type=price),
-        JSON,
-    )
-
-
-def _sweep(add: Add) -> None:
-    add(
-        "sweep",
-        "train:sweep",
-        "measure many configurations, each in a run of its own",
-        argument("sweep", "SWEEP.yaml", "what is varied, over which values, within which budget"),
-        argument("--output", "FILE", "file of the rows (default: SWEEP.results.jsonl beside it)"),
-        flag("--plan", "print the planned runs with predictions, and exit"),
-        flag("--fail-fast", "run likely failures first, and end at the first failure"),
-        json_flag("one JSON object at the end; progress on standard error"),
-        PLAIN,
-        ASCII,
-        epilog="Rows are kept in SWEEP.results.jsonl; the same command resumes an interrupted sweep. Exit status: 0 "
-        "every run has a row, also failed ones; 1 the sweep ended early; 2 wrong usage or an invalid sweep file; 130 "
-        "interrupted. Format of the sweep file: docs/sweep.md.",
-    )
-
-
-def _data(add: Add) -> None:
-    data = add("data", "train:check", "check what the model will see of the training data")
-    add_command(
-        data.add_subparsers(metavar="ACTION", required=True),
-        "check",
-        "train:check",
-        "show tokens, labels, lengths and problems of the data",
-        argument("config", "CONFIG.yaml", "the run's configuration"),
-        JSON,
-        argument("--samples", "N", "records to show (default: 3)", type=positive, default=3),
-        flag("--color", "use colours even if the output is not a terminal"),
-        OVERRIDES,
-        epilog="Exit status: 0 no problems, 1 problems found, 2 wrong usage or a configuration with which no training "
-        "would start (such as an unusable chat template).",
-    )
-
-
-def _chat(add: Add) -> None:
-    add(
-        "chat",
-        "train:chat",
-        "chat with a trained model, or with a checkpoint of a live run",
-        argument(
-            "target",
-            "MODEL|RUN",
-            "a model's folder, an output folder, a checkpoint, a run, or a name on the Hugging Face Hub",
-        ),
-        argument("--system", "TEXT", "the system prompt"),
-        argument(
-            "--temperature", "T", "0: always the most likely token (default: the model's own, or 0.7)", type=float
-        ),
-        argument("--top-p", "P", "sample from the most likely tokens with total probability P", type=float),
-        argument("--max-tokens", "N", "maximum length of an answer (default: 512)", type=positive),
-        argument("--seed", "N", "seed of the sampling, for reproducible answers", type=int),
-        argument("--device", None, "auto: a GPU; for a checkpoint, the CPU", choices=("auto", "cpu", "cuda")),
-        flag("--whole", "treat the entire piped input as one message"),
-        flag("--debug", "show the tokens that are sent and received"),
-        epilog="With piped standard input, each line is a separate message and each answer one line (line ends in it "
-        "are written as \\n); --whole makes the entire input one message.",
-    )
-
-
-_RUN_EPILOG = (
-    "Exit status: the training's own (128 + N if signal N killed it), or\n"
-    + "\n".join(f"  {code}  {meaning}" for code, meaning in exits.OWN.items())
-    + """
-Signals INT, TERM, HUP, USR1 and USR2 are forwarded to the training. Without the app the run ends with this command:
-after SIGTERM, or when this command is killed, it has --stop-grace seconds, then it is killed. With --detach, or after
-leaving the app, it keeps running."""
+    ),
 )
-
-
-def add_watch(add: Add) -> None:
-    """Add the group's commands."""
-    add(
-        "run",
-        "train:run",
-        "run an unmodified training script and watch it",
-        argument("command", "COMMAND", "such as: deepspeed train.py", nargs=argparse.REMAINDER),
-        argument("--join", "FILE|RUN", "join a run that was started on another host: its join.json, or its name"),
-        flag("--no-logs", "do not redirect the ranks' output"),
-        *START_OPTIONS,
-        usage="ftmon run [options] -- COMMAND ...",
-        epilog=_RUN_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add(
-        "attach",
-        "watch:attach",
-        "watch a live run, with its whole history",
-        run_argument(", ssh://[USER@]HOST[:PORT][/RUN], or tcp://HOST:PORT (--listen)", nargs="?"),
-        argument("--key", "KEY|FILE", "for tcp://: the hub's public key, or a file with it"),
-        PLAIN,
-        flag("--read-only", "watch only: this app cannot stop or kill"),
-        ASCII,
-    )
-    add(
-        "relay",
-        "remote:relay",
-        "report a run's sockets and wait for its end (started by 'attach ssh://')",
-        run_argument(nargs="?"),
-    )
-    add("replay", "watch:replay", "replay a recording", FILE_OR_RUN, PLAIN, ASCII)
-    add(
-        "ls",
-        "watch:list_runs",
-        "list live and recorded runs",
-        argument("runs", "FILE|RUN", "these runs only (default: all of this user)", nargs="*"),
-        json_flag("one JSON array for scripts"),
-    )
-    add("status", "watch:show_status", "print the state of a run in a few lines", FILE_OR_RUN, JSON)
-    add(
-        "logs",
-        "watch:show_logs",
-        "print the output of a run's ranks",
-        FILE_OR_RUN,
-        RANK,
-        argument("--text", None, "only lines that contain this text", default=""),
-        argument("--lines -n", "N", "the last N lines (default: 200)", type=positive, default=200),
-    )
-
+COMMANDS = {"train": _TRAIN, "watch": _WATCH, "investigate": _INVESTIGATE, "end": _END, "set up": _SET_UP}
+"""The commands by the title under which the help lists them."""
 
 _EPILOG = """\
 RUN is a run's identifier or the beginning of one ('ftmon ls' lists them); 'ftmon attach' without it takes the newest
@@ -658,8 +618,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ftmon {__version__}")
     parser.add_argument("--ascii", action="store_true", help="draw in plain ASCII")
-    parser.set_defaults(handler="watch:choose", parser=parser, plain=False, read_only=False)
+    parser.set_defaults(handler="watch:choose", parser=parser, plain=False, read_only=False, command=[])
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=argparse.ArgumentParser)
-    for add_group in (add_train, add_watch, add_investigate, add_end, add_set_up):
-        add_group(partial(add_command, commands))
+    for group in COMMANDS.values():
+        for each in group:
+            each.add_to(commands)
     return parser

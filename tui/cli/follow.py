@@ -17,7 +17,7 @@ from ...protocol.host.process import ProcessId, is_alive
 from ...protocol.messages import control
 from ...protocol.run import exits
 from ...protocol.run.notices import terminal_sequence
-from ...protocol.run.rundir import ExitFile, HubFile, RunDir, RunFile
+from ...protocol.run.rundir import ExitFile, RunDir, RunFile
 from ...protocol.run.start import CommandEnd
 from ..model.run import RunModel, TerminalNotices
 from ..source.base import Connection, ConnectionState, Source
@@ -127,16 +127,12 @@ class Standing:
         if model.ended:
             code = model.exit_code if model.exit_code is not None else int(model.state != "finished")
             return ExitFile(code, model.state_time, model.state, model.state_text, "lost" if code else "")
-        if self.living_hub() is None and self.end() is None:
-            raise HubError(
-                f"{self._run.id}: its launcher and its hub are gone; 'ftmon attach {self._run.id}' looks for its ranks"
-            )
-        return None
-
-    def living_hub(self) -> HubFile | None:
-        """Return the connection file of the run's living hub."""
+        name = self._run.id
         with suppress(RunDirError):
-            return self._run.living_hub()
+            if self._run.living_hub() is not None:
+                return None
+        if self.end() is None:
+            raise HubError(f"{name}: its launcher and its hub are gone; 'ftmon attach {name}' looks for its ranks")
         return None
 
     def send(self, number: signal.Signals) -> None:
@@ -184,10 +180,9 @@ class Lines:
 
     def print(self, text: str, end: str = "\n") -> None:
         """Print one line."""
-        if self._gone:
-            return
         try:
-            print(text, end=end, flush=True)
+            if not self._gone:
+                print(text, end=end, flush=True)
         except OSError:
             if not self._forgiving:
                 raise
@@ -200,8 +195,7 @@ class Lines:
 class Outages:
     """Detects when the hub of a followed run is gone."""
 
-    def __init__(self) -> None:
-        self._state: ConnectionState = "connecting"
+    _state: ConnectionState = "connecting"
 
     def new_lines(self, connection: Connection) -> list[str]:
         """Return a line if the hub has gone since the last call."""
@@ -292,9 +286,8 @@ class _Following:
             if not self.owned or isinstance(error, HubError):
                 raise
             self.narrates = False
-            _warn(
-                f"the run continues, and is not shown any more: {''.join(traceback.format_exception(error)).rstrip()}"
-            )
+            trace = "".join(traceback.format_exception(error)).rstrip()
+            _warn(f"the run continues, and is not shown any more: {trace}")
 
     def _left(self) -> bool:
         while self.signals:
@@ -313,16 +306,12 @@ class _Following:
 
     def _interrupt(self) -> None:
         """Forward a Ctrl-C; for ftmon's own trainer through the hub, so that it saves a checkpoint before it ends."""
-        first = self.interrupts == 1
-        if self.foreign:
-            _warn(_INTERRUPT_WORDS[self.interrupts - 1])
+        own = ("stopping after this step; ctrl-c again kills the run", "killing the run; again leaves it")
+        _warn((_INTERRUPT_WORDS if self.foreign else own)[self.interrupts - 1])
+        if not self.foreign and self.source.can_command:
+            self.source.send(control.Stop() if self.interrupts == 1 else control.Kill())
+        else:
             self.standing.send(signal.SIGINT)
-            return
-        _warn("stopping after this step; ctrl-c again kills the run" if first else "killing the run; again leaves it")
-        if self.source.can_command:
-            self.source.send(control.Stop() if first else control.Kill())
-            return
-        self.standing.send(signal.SIGINT)
 
 
 def _warn(text: str) -> None:

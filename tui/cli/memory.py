@@ -39,17 +39,12 @@ _CPU_NOTE = "on a CPU, peaks are of the resident set; there is no reserved memor
 
 
 def show_memory(arguments: Namespace) -> int:
-    """Print the composition of the peaks of a run's ranks, the leading phase, and the causes of spikes.
-
-    Raises:
-        UsageError: the run has no such rank.
-        RecordingError: the recording cannot be read.
-    """
-    model = load_model(arguments.run)
-    ranks = ranks_of(model, arguments.rank)
+    """Print the composition of the peaks of a run's ranks, the leading phase, and the causes of spikes."""
+    model = _load_model(arguments.run)
+    check_rank(model.ranks, arguments.rank)
+    ranks = list(model.ranks.values()) if arguments.rank is None else [model.ranks[arguments.rank]]
     if arguments.json:
-        result = {"run": model.info.id, "ranks": [rank_data(model, rank) for rank in ranks]}
-        print_json(result)
+        print_json({"run": model.info.id, "ranks": [_rank_data(model, rank) for rank in ranks]})
         return 0
     if not ranks:
         print("no rank has reported yet")
@@ -61,8 +56,7 @@ def show_memory(arguments: Namespace) -> int:
     return 0
 
 
-def load_model(run: str) -> RunModel:
-    """Return a run's latest recorded state; of a live run it is up to half a second old."""
+def _load_model(run: str) -> RunModel:
     with opened(find_recording(run)) as reader:
         info = reader.info()
         model = load(reader, info.last_t, describe(info))
@@ -74,17 +68,7 @@ def load_model(run: str) -> RunModel:
     return model
 
 
-def ranks_of(model: RunModel, rank: int | None) -> list[RankModel]:
-    """Return a run's ranks, or the requested one.
-
-    Raises:
-        UsageError: there is no such rank.
-    """
-    check_rank(model.ranks, rank)
-    return list(model.ranks.values()) if rank is None else [model.ranks[rank]]
-
-
-def rank_fall(model: RunModel, rank: RankModel) -> Waterfall | None:
+def _rank_fall(model: RunModel, rank: RankModel) -> Waterfall | None:
     """Return the waterfall of a rank's last analysed step, else of its last step."""
     sample = model.device_of(rank)
     composition = rank.memory.latest
@@ -94,7 +78,7 @@ def rank_fall(model: RunModel, rank: RankModel) -> Waterfall | None:
 
 def rank_lines(model: RunModel, rank: RankModel) -> Iterator[str]:
     """Yield the lines of one rank's memory."""
-    fall = rank_fall(model, rank)
+    fall = _rank_fall(model, rank)
     if fall is None:
         yield f"rank {rank.rank}: no step is finished yet"
         return
@@ -105,8 +89,7 @@ def rank_lines(model: RunModel, rank: RankModel) -> Iterator[str]:
         at = time.strftime("%H:%M:%S", time.localtime(composition.time))
         head += f" ({at}, {REASONS.get(composition.reason, composition.reason)})"
     yield sanitize(head)
-    for part in fall.parts:
-        yield _row(part.label, part.bytes, fall.peak)
+    yield from (_row(part.label, part.bytes, fall.peak) for part in fall.parts)
     yield _row("resident" if fall.measure == "glibc" else "allocated", fall.peak, fall.peak)
     if fall.measure == "glibc":
         yield f"  {_CPU_NOTE}"
@@ -140,19 +123,17 @@ def _cause_lines(model: RunModel, rank: RankModel, cause: Cause) -> Iterator[str
     yield from (f"    {words}" for words in (verdict_words(verdict) if verdict is not None else []))
     for group in cause.groups:
         innermost, own = group_parts(group)
-        yield f"    {gib(shown_bytes(cause, group)):>10}  x{group.count:<6,} {innermost}" + (
-            f"  < {own}" if own else ""
-        )
+        line = f"    {gib(shown_bytes(cause, group)):>10}  x{group.count:<6,} {innermost}"
+        yield f"{line}  < {own}" if own else line
 
 
 _OUTSIDE = ("unused", "context", "others", "unexplained", "used")
 
 
-def rank_data(model: RunModel, rank: RankModel) -> dict[str, Any]:
-    """Return one rank's memory as JSON values."""
-    fall, memory, ranking = rank_fall(model, rank), rank.memory, rank.memory.ranking
+def _rank_data(model: RunModel, rank: RankModel) -> dict[str, Any]:
+    fall, memory, ranking = _rank_fall(model, rank), rank.memory, rank.memory.ranking
     lead = ranking and {
-        "standing": [msgspec.to_builtins(mark) for mark in ranking.standing],
+        "standing": msgspec.to_builtins(list(ranking.standing)),
         "by_bytes": ranking.by,
         "words": ranking_sentences(ranking),
     }
@@ -168,12 +149,10 @@ def rank_data(model: RunModel, rank: RankModel) -> dict[str, Any]:
         **{f"{name}_bytes": getattr(fall, name, None) for name in _OUTSIDE},
         "total_bytes": fall.total if fall else 0,
         "lead": lead,
-        **{
-            name: each and msgspec.to_builtins(each)
-            for name, each in (("latest", memory.latest), ("highest", memory.highest))
-        },
-        "causes": [msgspec.to_builtins(cause) for cause in memory.causes.values()],
-        "snapshots": [msgspec.to_builtins(each) for each in rank.snapshots],
+        "latest": memory.latest and msgspec.to_builtins(memory.latest),
+        "highest": memory.highest and msgspec.to_builtins(memory.highest),
+        "causes": msgspec.to_builtins(list(memory.causes.values())),
+        "snapshots": msgspec.to_builtins(list(rank.snapshots)),
     }
 
 
@@ -181,12 +160,7 @@ _WHOLE = 1 << 30  # a limit above any number of samples of a rank
 
 
 def show_events(arguments: Namespace) -> int:
-    """Print the sampled steps of a run, and with ``--follow`` later ones until it ends.
-
-    Raises:
-        UsageError: the run has no such rank, or ``--follow`` is given with a recording on its own.
-        HubError: the followed run's launcher and hub are gone.
-    """
+    """Print the sampled steps of a run, and with ``--follow`` later ones until it ends."""
     run = find_run(arguments.run)
     if run is None and arguments.follow:
         raise UsageError(f"{arguments.run}: is a recording on its own, which --follow cannot follow; name a run")
@@ -219,11 +193,7 @@ def _has_ended(run: RunDir | None) -> bool:
 
 
 def _follow(run: RunDir, rank: int | None, printed: dict[int, float], as_json: bool) -> int:
-    """Print newly sampled steps; return the exit status of the run's end, or 130 after Ctrl-C.
-
-    Raises:
-        HubError: the run's launcher and hub are both gone, so its end is unknown.
-    """
+    """Print newly sampled steps; return the exit status of the run's end, or 130 after Ctrl-C."""
     from ..source.live import LiveSource
 
     source, standing = LiveSource(run), Standing(run)
@@ -261,7 +231,12 @@ def _news(model: RunModel, wanted: int | None, printed: dict[int, float]) -> Ite
 
 def _print_events(events: AllocatorEvents, as_json: bool) -> None:
     if as_json:
-        print_json(events_data(events), indent=False)
+        rates = {
+            row.name: {"allocations_per_second": row.allocations_per_second, "bytes_per_second": row.bytes_per_second}
+            for row in phase_rates(events, ())
+        }
+        whole = {**msgspec.to_builtins(events), "segment_bytes": segment_bytes(events), "rates": rates}
+        print_json(whole, indent=False)
         return
     for line in event_lines(events):
         print(line)
@@ -275,9 +250,7 @@ def event_lines(events: AllocatorEvents) -> Iterator[str]:
         speed = ""
         if row.allocations_per_second is not None and row.bytes_per_second is not None:
             speed = f"  {row.allocations_per_second:,.0f}/s  {gib(row.bytes_per_second)}/s"
-        grown = (
-            f"  reserved {'+' if row.segment_bytes > 0 else ''}{gib(row.segment_bytes)}" if row.segment_bytes else ""
-        )
+        grown = f"  reserved {_signed(row.segment_bytes)}" if row.segment_bytes else ""
         counts = f"{row.allocations:,} allocations, {gib(row.allocated_bytes)}, largest {gib(row.largest)}"
         yield f"{head} {sanitize(row.name, 16):<9} {counts}{speed}{grown}"
     more = [f"{events.retries} retries, each after the allocator freed its cache"] if events.retries else []
@@ -291,25 +264,11 @@ def event_lines(events: AllocatorEvents) -> Iterator[str]:
         yield f"{head} {'step':<9} {'; '.join(more)}"
 
 
-def events_data(events: AllocatorEvents) -> dict[str, Any]:
-    """Return one sampled step as JSON values, with rates."""
-    rates = {
-        row.name: {"allocations_per_second": row.allocations_per_second, "bytes_per_second": row.bytes_per_second}
-        for row in phase_rates(events, ())
-    }
-    return {**msgspec.to_builtins(events), "segment_bytes": segment_bytes(events), "rates": rates}
-
-
 _LARGE = 4 * 2**20  # minimum size of a file, bytes, for which a message is shown while it is read
 
 
 def explore(arguments: Namespace) -> int:
-    """Open a snapshot, or two for a comparison, in the app if the terminal supports it, else as text.
-
-    Raises:
-        SnapshotError: a file cannot be opened as a snapshot.
-        UsageError: the requested device is not in it.
-    """
+    """Open a snapshot, or two for a comparison, in the app if the terminal supports it, else as text."""
     as_text = arguments.text
     if not arguments.json and not as_text and (reason := output.why_no_app()):
         as_text = True
@@ -317,10 +276,8 @@ def explore(arguments: Namespace) -> int:
             print(f"ftmon: {reason}; text instead", file=sys.stderr)
     files = [arguments.file, *([arguments.second] if arguments.second else [])]
     in_app = not arguments.json and not as_text
-    opened = [
-        _replays(file, arguments.device, (lambda: import_module("..screens.snapshot", __package__)) if in_app else None)
-        for file in files
-    ]
+    meanwhile = (lambda: import_module("..screens.snapshot", __package__)) if in_app else None
+    opened = [_replays(file, arguments.device, meanwhile) for file in files]
     if in_app:
         from ..screens.snapshot import run_explorer
 
@@ -336,9 +293,9 @@ def explore(arguments: Namespace) -> int:
         print_json(result)
         return 0
 
-    text = lines(opened[-1], arguments.top)
+    text = [line for replay in opened[-1] for line in (*_device(replay, arguments.top), "")][:-1]
     if len(opened) == 2:
-        text = [*difference_lines(opened[0], opened[1], arguments.top), "", *text]
+        text = [*_difference_lines(opened[0], opened[1], arguments.top), "", *text]
     for line in text:
         print(line.encode("ascii", "replace").decode() if output.draws_ascii(arguments) else line)
     return 0
@@ -357,10 +314,7 @@ def _replays(file: str, device: int | None, meanwhile: Callable[[], object] | No
 @contextmanager
 def _patience(file: str) -> Generator[None, None, None]:
     text = f"ftmon: reading {file} ..."
-    try:
-        says = sys.stderr.isatty() and os.stat(file).st_size >= _LARGE
-    except OSError:
-        says = False
+    says = sys.stderr.isatty() and os.path.isfile(file) and os.path.getsize(file) >= _LARGE
     if says:
         print(text, end="", file=sys.stderr, flush=True)
     try:
@@ -371,11 +325,6 @@ def _patience(file: str) -> Generator[None, None, None]:
 
 
 _STACKS_SHOWN, _DEPTH = 8, 12
-
-
-def lines(replays: list[Replay], top: int) -> list[str]:
-    """Return the description of a snapshot, device by device."""
-    return [line for replay in replays for line in (*_device(replay, top), "")][:-1]
 
 
 def _device(replay: Replay, top: int) -> Iterator[str]:
@@ -401,12 +350,8 @@ def _device(replay: Replay, top: int) -> Iterator[str]:
         yield from (f"    {snapshot_layout.frame_words(frame)}" for frame in snapshot.frames_of(oom.stack)[:_DEPTH])
     yield ""
     yield "fragmentation at the end"
-    yield from (
-        f"  {line}"
-        for line in snapshot_layout.fragmentation_words(
-            snapshot_layout.fragmentation(snapshot_layout.layout_at(replay, replay.last))
-        )
-    )
+    holes = snapshot_layout.fragmentation(snapshot_layout.layout_at(replay, replay.last))
+    yield from (f"  {line}" for line in snapshot_layout.fragmentation_words(holes))
     yield ""
     yield f"live at the highest point, {gib(replay.peak_bytes)}, by stack (library frames folded)"
     yield from _tree(snapshot_layout.stack_tree(snapshot, snapshot_views.live_stacks(replay, replay.peak_index)), top)
@@ -431,7 +376,7 @@ def _tree(root: snapshot_layout.Node, most: int) -> Iterator[str]:
         yield f"  {'':>12} {'':>7}  and {len(waiting):,} more branches (--top shows more)"
 
 
-def difference_lines(before: list[Replay], after: list[Replay], top: int) -> list[str]:
+def _difference_lines(before: list[Replay], after: list[Replay], top: int) -> list[str]:
     """Return the differences in live memory at the ends of two snapshots, by stack."""
     lines = [f"from {sanitize(before[0].snapshot.path)} to {sanitize(after[0].snapshot.path)}"]
     for old in before:
@@ -447,10 +392,8 @@ def difference_lines(before: list[Replay], after: list[Replay], top: int) -> lis
         for change in snapshot_views.difference(old, old.last, new, new.last)[:top]:
             where = " < ".join(snapshot_layout.frame_words(frame).replace("  ", " ") for frame in change.frames[:3])
             lines.append(f"  {_signed(change.bytes):>13} {change.blocks:>+7,}  {where or snapshot_views.NO_STACK}")
-    lines += [
-        f"device {new.device}: only in the second" for new in after if new.device not in {o.device for o in before}
-    ]
-    return lines
+    known = {old.device for old in before}
+    return lines + [f"device {new.device}: only in the second" for new in after if new.device not in known]
 
 
 def _signed(count: int) -> str:

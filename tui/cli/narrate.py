@@ -29,7 +29,7 @@ def job_table(jobs: Mapping[int, Job], now: float) -> Iterator[str]:
     heads = ("allocated", "reserved", *(("resident",) if resident else ()))
     table = [("job", "outcome", "ranks", "steps", "s/step", "loss", *heads, "time", "command")]
     table += [_cells(row, resident) for row in shown]
-    widths = [max(len(cells[at]) for cells in table) for at in range(len(table[0]))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for at, cells in enumerate(table):
         left = [cells[0].rjust(widths[0]), cells[1].ljust(widths[1])]
         middle = [cell.rjust(width) for cell, width in zip(cells[2:-1], widths[2:-1], strict=True)]
@@ -40,10 +40,9 @@ def job_table(jobs: Mapping[int, Job], now: float) -> Iterator[str]:
 
 def _cells(row: JobRow, resident: bool) -> tuple[str, ...]:
     peaks = [row.allocated_peak, row.reserved_peak, *([row.peak] if resident else [])]
+    outcome = row.outcome if row.shown else f"{row.outcome} (not shown)"
     return (
-        str(row.number),
-        row.outcome + ("" if row.shown else " (not shown)"),
-        str(row.ranks),
+        *(str(row.number), outcome, str(row.ranks)),
         f"{row.steps:,}",
         f"{row.step_seconds:.3f}" if row.step_seconds else "-",
         f"{row.loss:.4f}" if row.loss is not None else "-",
@@ -279,8 +278,9 @@ def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_printed
     If the output of ranks and launcher was printed, their last lines are not repeated.
     """
     if end.state == "failed" and not output_printed:
-        rank = first_to_fail(model)
-        if rank is not None:
+        # Failures of an earlier job, resolved when a later one trained, do not count.
+        blamed = min(standing(model.alerts, *FATAL), key=lambda alert: (alert.time, alert.id), default=None)
+        if blamed is not None and (rank := blamed.rank) is not None:
             yield from (f"  rank {rank}| {sanitize(line)}" for line in last_words(run.rank_log(rank, "err")))
         yield from (f"  {sanitize(line)}" for line in last_words(run.logs / "launcher.log"))
     output_dir = model.plan.output_dir if model.plan else ""
@@ -339,16 +339,7 @@ def _results(run: RunDir, output: Path, *, is_over: bool) -> Iterator[str]:
     yield f"resume it:  ftmon {shlex.join(words)}"
 
 
-def first_to_fail(model: RunModel) -> int | None:
-    """Return the rank with the first failure or death; None if there is none.
-
-    Failures of an earlier job, resolved when a later one trained, do not count.
-    """
-    blamed = standing(model.alerts, *FATAL)
-    return min(blamed, key=lambda alert: (alert.time, alert.id)).rank if blamed else None
-
-
-def last_words(log: Path, limit: int = _LOG_LINES) -> list[str]:
+def last_words(log: Path) -> list[str]:
     """Return the last lines of a log (of the job or a rank) before the failure, long ones cut."""
-    lines = last_lines(log, limit, own=True)
+    lines = last_lines(log, _LOG_LINES, own=True)
     return [line if len(line) <= _LINE_LENGTH else f"{line[:_LINE_LENGTH]}..." for line in lines]

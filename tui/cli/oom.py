@@ -15,11 +15,11 @@ from ...protocol.analysis.stalls import evidence
 from ...protocol.errors import FtmonError, HubError, UsageError
 from ...protocol.messages import control
 from ...protocol.messages.control import Result
-from ...protocol.messages.memory import OomReport, RankMoment, Remedy
+from ...protocol.messages.memory import OomReport, RankMoment
 from ...protocol.messages.telemetry import Hello, Oom, Stacks
 from ...protocol.recording.reader import Reader
 from ...protocol.run import rundir
-from ...protocol.run.rundir import HubFile, RunDir
+from ...protocol.run.rundir import HubFile
 from ...protocol.text import duration, gib, ranks_counted, sanitize
 from ..source.load import find_recording, find_run, recording_file
 from .access import ask, check_rank, living_hub, opened
@@ -55,13 +55,14 @@ def _report(report: OomReport, of_snapshot: bool) -> Iterator[str]:
     if report.remedies:
         yield "to try, in this order:"
         for number, remedy in enumerate(report.remedies, 1):
-            yield f"  {number}. {remedy.text}{remedy_bytes(remedy)}"
+            bound = f" {remedy.bound}" if remedy.bound else ""
+            frees = f" (frees{bound} {gib(remedy.frees_bytes)})" if remedy.frees_bytes else ""
+            yield f"  {number}. {remedy.text}{frees}"
             if remedy.setting:
                 yield f"     {remedy.setting}"
     if oom.stack:
-        whose = (
-            "the training thread, which waited for the backward pass" if oom.stack_of == "training" else "the request"
-        )
+        waits = "the training thread, which waited for the backward pass"
+        whose = waits if oom.stack_of == "training" else "the request"
         yield f"stack of {whose}, innermost last:"
         yield from (f"  {frame}" for frame in oom.stack[-_FRAMES:])
     if oom.holders:
@@ -83,12 +84,6 @@ def _report(report: OomReport, of_snapshot: bool) -> Iterator[str]:
             yield f"report: {report.path}"
 
 
-def remedy_bytes(remedy: Remedy) -> str:
-    """Return text for the memory that a remedy frees: `` (frees about 4.00 GiB)``; empty if unknown."""
-    bound = f" {remedy.bound}" if remedy.bound else ""
-    return f" (frees{bound} {gib(remedy.frees_bytes)})" if remedy.frees_bytes else ""
-
-
 def _moment(moment: RankMoment) -> str:
     memory = f"allocated {gib(moment.allocated_bytes)}, reserved {gib(moment.reserved_bytes)}"
     inside = f", in {moment.collective}" if moment.collective else ""
@@ -103,28 +98,16 @@ _MOST = 64
 _SQLITE = b"SQLite format 3\0"
 
 
-class NoOomError(FtmonError):
-    """The run, recording or snapshot has no out-of-memory error."""
-
-
 def show_oom(arguments: Namespace) -> int:
-    """Print the reports of a run's out-of-memory errors, newest last, the earlier ones in a line each.
-
-    Raises:
-        NoOomError: there was none.
-        RunNotFoundError: it is neither a file nor a run.
-        RecordingError: the recording cannot be read.
-        SnapshotError: the snapshot cannot be read.
-    """
+    """Print the reports of a run's out-of-memory errors, newest last, the earlier ones in a line each."""
     name: str = arguments.target
     run, reports = _of_snapshot(name) if _is_snapshot(Path(name)) else _of_recording(name)
     reports = [report for report in reports if arguments.rank in (None, report.rank)]
     if not reports:
         whose = f"rank {arguments.rank} of " if arguments.rank is not None else ""
-        raise NoOomError(f"{whose}{run or name}: no out-of-memory error is recorded")
+        raise FtmonError(f"{whose}{run or name}: no out-of-memory error is recorded")
     if arguments.json:
-        result = {"run": run, "file": None if run else name, "reports": reports}
-        print_json(result)
+        print_json({"run": run, "file": None if run else name, "reports": reports})
         return 0
     for line in report_lines(reports, of_snapshot=not run):
         print(line)
@@ -171,14 +154,12 @@ def _without_hub(reader: Reader, ranks: list[int]) -> list[OomReport]:
     state = [frame.message for frame in reader.state_at(float("inf"))]
     hellos = {message.rank: message for message in state if isinstance(message, Hello)}
     reports: list[OomReport] = []
-    for rank in ranks:
-        for frame in reader.sampled("oom", rank, _MOST):
-            oom = frame.message
-            if isinstance(oom, Oom):
-                around = OomContext(hellos.get(rank))
-                verdict = explain(oom, around)
-                made = OomReport(rank, oom.step, oom.phase, oom.time, oom, verdict, remedies(oom, verdict, around))
-                reports.append(made)
+    for oom in (frame.message for rank in ranks for frame in reader.sampled("oom", rank, _MOST)):
+        if isinstance(oom, Oom):
+            around = OomContext(hellos.get(oom.rank))
+            verdict = explain(oom, around)
+            found = remedies(oom, verdict, around)
+            reports.append(OomReport(oom.rank, oom.step, oom.phase, oom.time, oom, verdict, found))
     return reports
 
 
@@ -190,11 +171,7 @@ _SECONDS = 75.0  # time limit of a result; the hub's own is a minute
 
 
 def console(arguments: Namespace) -> int:
-    """Run one piece of code in a held rank, or read and run code until the end of the input.
-
-    Raises:
-        HubError: the run has ended, has no console, or the rank is not held.
-    """
+    """Run one piece of code in a held rank, or read and run code until the end of the input."""
     run = rundir.find(arguments.run)
     if run.read_exit() is not None:
         raise HubError(f"{run.id} has ended: 'ftmon oom {run.id}' prints what was found")
@@ -267,21 +244,13 @@ def show_stacks(arguments: Namespace) -> int:
 
     Returns:
         0 if all ranks' stacks were received.
-
-    Raises:
-        UsageError: the recording has none.
-        RecordingError: it cannot be read.
     """
     run = find_run(arguments.run)
-    if run is None or run.read_exit() is not None or _is_copy(run, arguments.run):
+    # A run directory without a living hub may be a copy, for which no hub is started.
+    if run is None or run.read_exit() is not None or (recording_file(arguments.run) and run.living_hub() is None):
         return _show(recorded(find_recording(arguments.run), arguments.rank), arguments)
     verb = control.Stacks(sorted(set(arguments.rank)), "ftmon stacks", arguments.native)
     return _show(ask(living_hub(run), verb, result_seconds=_STACKS_SECONDS), arguments)
-
-
-def _is_copy(run: RunDir, name: str) -> bool:
-    """Return whether ``name`` is a run directory without a living hub: possibly a copy, for which none is started."""
-    return recording_file(name) is not None and run.living_hub() is None
 
 
 def _show(result: Result, arguments: Namespace) -> int:

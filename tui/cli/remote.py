@@ -8,6 +8,7 @@ import signal
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,11 +74,8 @@ class RemoteSource(LiveSource):
     def __init__(self, addresses: dict[str, str], server_key: str) -> None:
         super().__init__(addresses=addresses)
         pair = keys.client_pair()
-        for option, value in (
-            (zmq.CURVE_SERVERKEY, server_key),
-            (zmq.CURVE_PUBLICKEY, pair.public),
-            (zmq.CURVE_SECRETKEY, pair.secret),
-        ):
+        options = {zmq.CURVE_SERVERKEY: server_key, zmq.CURVE_PUBLICKEY: pair.public, zmq.CURVE_SECRETKEY: pair.secret}
+        for option, value in options.items():
             self._context.setsockopt(option, value.encode())
 
 
@@ -105,12 +103,10 @@ def read_server_key(text: str | None) -> str:
     if _KEY.fullmatch(text):
         return text
     try:
-        content = Path(text).read_text()
+        found = _KEY.search(Path(text).read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"--key {text}: is neither a public key of 40 characters nor a readable file: {error}"
-        ) from None
-    found = _KEY.search(content)
+        what = "is neither a public key of 40 characters nor a readable file"
+        raise UsageError(f"--key {text}: {what}: {error}") from None
     if found is None:
         raise UsageError(f"--key {text}: no public key of 40 characters in it")
     return found[0]
@@ -217,19 +213,6 @@ class Place(NamedTuple):
     run: str
 
 
-class SshSource(LiveSource):
-    """Follows a run over ssh; ``close`` ends the connection too."""
-
-    def __init__(self, endpoint: SshEndpoint) -> None:
-        super().__init__(endpoint=endpoint, info=endpoint.info)
-        self._ssh = endpoint
-
-    def close(self) -> None:
-        """End the threads, close the sockets, end the connection; the run continues."""
-        super().close()
-        self._ssh.close()
-
-
 def parse_place(text: str) -> Place:
     """Parse ``ssh://[USER@]HOST[:PORT][/RUN]``.
 
@@ -253,30 +236,15 @@ def attach_ssh(arguments: Namespace) -> int:
     """Watch a run of another host, in the app or in plain lines."""
     place = parse_place(arguments.run)
     endpoint = SshEndpoint(command(place))
-    try:
-        _open(endpoint, place)
-    except BaseException:  # also ctrl-c at the password prompt
-        endpoint.close()
-        raise
-    source = SshSource(endpoint)
-    try:
-        return watch_remote(
-            source,
-            arguments,
-            [_address(place, endpoint.info.id)],
-            lambda: UsageError(f"{arguments.run}: the hub there does not answer"),
-        )
-    finally:
-        source.close()
-
-
-def _open(endpoint: SshEndpoint, place: Place) -> None:
-    try:
-        endpoint.open()
-    except SshError as error:
-        raise UsageError(_explain(place, error)) from None
-    except FtmonError as error:
-        raise UsageError(f"{place.host}: {error}") from None
+    with closing(endpoint):  # also after ctrl-c at the password prompt
+        try:
+            endpoint.open()
+        except FtmonError as error:
+            reason = _explain(error) if isinstance(error, SshError) else str(error)
+            raise UsageError(f"{place.host}: {reason}") from None
+        no_answer = UsageError(f"{arguments.run}: the hub there does not answer")
+        with closing(LiveSource(endpoint=endpoint, info=endpoint.info)) as source:
+            return watch_remote(source, arguments, [_address(place, endpoint.info.id)], lambda: no_answer)
 
 
 def _address(place: Place, run_id: str) -> str:
@@ -285,15 +253,11 @@ def _address(place: Place, run_id: str) -> str:
     return f"ssh://{user}{host}{port}/{run_id or place.run}"
 
 
-def _explain(place: Place, error: SshError) -> str:
+def _explain(error: SshError) -> str:
     words = str(error).removeprefix("ftmon: ")
     if error.status == _NOT_FOUND:
-        return (
-            f"{place.host}: no 'ftmon' there on the PATH of a command ({words or 'not found'}); "
-            f"name it: {REMOTE_ENV}='~/venv/bin/ftmon'"
-        )
-    if error.status == _SSH_FAILED:
-        return f"{place.host}: {words or 'ssh failed'}"
+        found = words or "not found"
+        return f"no 'ftmon' there on the PATH of a command ({found}); name it: {REMOTE_ENV}='~/venv/bin/ftmon'"
     if error.status == exits.WRONG_USAGE and _NO_COMMAND in words:
-        return f"{place.host}: the ftmon there has no command 'relay'; install the same version on both sides"
-    return f"{place.host}: {words or f'ftmon relay ended with status {error.status}'}"
+        return "the ftmon there has no command 'relay'; install the same version on both sides"
+    return words or ("ssh failed" if error.status == _SSH_FAILED else f"ftmon relay ended with status {error.status}")

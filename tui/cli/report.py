@@ -23,14 +23,11 @@ _MOST = 10
 
 
 def show_comparison(arguments: Namespace) -> int:
-    """Print a comparison; return 1 if the gate is exceeded.
-
-    Raises:
-        UsageError: a run and a sweep are compared, or there is no common figure, or none that the gate checks.
-    """
+    """Print a comparison; return 1 if the gate is exceeded."""
     before, after = load_both(arguments.before, arguments.after, arguments.warm_up)
     found = compare_loaded(before, after, arguments.gate)
-    if not any(one.differences if arguments.gate is None else _is_gated(one) for one in found):
+    checked = [figure for one in found for figure in one.differences if arguments.gate is None or figure.gated]
+    if not checked and not any(one.regressions for one in found):
         raise UsageError(
             f"nothing to compare: {before.name} and {after.name} have no measured steps in common; --warm-up excludes "
             f"the first {arguments.warm_up} steps of a run"
@@ -51,10 +48,6 @@ def show_comparison(arguments: Namespace) -> int:
 
 def _is_changed(one: Comparison) -> bool:
     return bool(one.regressions or one.alerts) or any(figure.judgement != "same" for figure in one.differences)
-
-
-def _is_gated(one: Comparison) -> bool:
-    return bool(one.regressions) or any(figure.gated for figure in one.differences)
 
 
 def compare_loaded(before: Loaded, after: Loaded, gate: float | None) -> list[Comparison]:
@@ -78,11 +71,7 @@ _WIDEST = 120
 
 
 def show_report(arguments: Namespace) -> int:
-    """Print a report, or write the requested files.
-
-    Raises:
-        UsageError: a source cannot be read, or a file cannot be written.
-    """
+    """Print a report, or write the requested files."""
     mapping = parse_mapping(arguments.columns) if arguments.columns else None
     found = [load(target, arguments.warm_up, mapping) for target in arguments.targets]
     report = build(found, arguments.price)
@@ -95,7 +84,8 @@ def show_report(arguments: Namespace) -> int:
     }
     outputs = {name: path for name in made if (path := getattr(arguments, name)) is not None}
     check_outputs({f"--{name}": path for name, path in outputs.items()}, [*map(find_recording, arguments.targets)])
-    for path, data in [(Path(path), made[name]()) for name, path in outputs.items()]:
+    contents = [(Path(path), made[name]()) for name, path in outputs.items()]  # all, before any is written
+    for path, data in contents:
         write_file(path, data)
     if arguments.json:
         print_json(report)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -20,7 +20,7 @@ from ... import __version__
 from ...protocol.checks import TRAINING_PACKAGES, Check, State
 from ...protocol.errors import RunDirError
 from ...protocol.run.rundir import checked_home
-from ...protocol.text import gib
+from ...protocol.text import counted, gib
 from . import output
 from .arguments import build_parser
 from .output import print_json
@@ -76,34 +76,28 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 _ELSEWHERE = "set FTMON_HOME to a directory of yours"
 
 
-def terminal_checks(environ: Mapping[str, str] = os.environ) -> Iterator[Check]:
+def terminal_checks() -> Iterator[Check]:
     """Check the terminal: whether the app opens in it, its colours and characters, a multiplexer around it."""
     if not output.is_terminal():
         yield Check("terminal", "ok", "none here: commands print plain lines")
-    elif reason := output.why_no_app(environ):
+    elif reason := output.why_no_app():
         yield Check("terminal", "warning", reason, "enlarge the window, or set TERM to the terminal's type")
     else:
         columns, lines = os.get_terminal_size(sys.stdout.fileno())
-        inside = output.multiplexer(environ)
-        yield Check(
-            "terminal", "ok", f"{environ.get('TERM', '')} {columns}x{lines}" + (f", in {inside}" if inside else "")
-        )
-    yield _colour_check(environ)
-    if output.wants_ascii(environ):
-        yield Check(
-            "characters",
-            "warning",
-            f"{sys.stdout.encoding} has no block characters: graphs are drawn in plain ASCII",
-            "set LANG to a UTF-8 locale, such as C.UTF-8",
-        )
+        inside = f", in {name}" if (name := output.multiplexer()) else ""
+        yield Check("terminal", "ok", f"{os.environ.get('TERM', '')} {columns}x{lines}{inside}")
+    yield _colour_check()
+    if output.wants_ascii():
+        text = f"{sys.stdout.encoding} has no block characters: graphs are drawn in plain ASCII"
+        yield Check("characters", "warning", text, "set LANG to a UTF-8 locale, such as C.UTF-8")
     else:
         yield Check("characters", "ok", "UTF-8")
 
 
-def _colour_check(environ: Mapping[str, str]) -> Check:
-    found = output.colours(environ)
-    if found == "16" and not output.why_no_app(environ):
-        inside = output.multiplexer(environ)
+def _colour_check() -> Check:
+    found = output.colours()
+    if found == "16" and not output.why_no_app():
+        inside = output.multiplexer()
         remedy = "set TERM=xterm-256color" if not inside else f"in {inside}, set default-terminal to {inside}-256color"
         return Check("colours", "warning", "16: shades of the memory graph look the same", remedy)
     return Check("colours", "ok", found)
@@ -150,21 +144,11 @@ def nvml_check() -> Check:
         count = pynvml.nvmlDeviceGetCount()
         names = {str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index))) for index in range(count)}
         driver = pynvml.nvmlSystemGetDriverVersion()
-        return Check(
-            "NVML", "ok", f"driver {driver}, {count} GPU{'' if count == 1 else 's'}: {', '.join(sorted(names))}"
-        )
+        return Check("NVML", "ok", f"driver {driver}, {counted(count, 'GPU')}: {', '.join(sorted(names))}")
     except pynvml.NVMLError as error:
         return Check("NVML", "error", f"the driver answers with: {error}", "run nvidia-smi and fix what it reports")
     finally:
         pynvml.nvmlShutdown()
-
-
-def own_checks() -> Iterator[Check]:
-    """Run every check of the terminal side."""
-    yield Check("ftmon", "ok", f"{__version__}, Python {sys.version.split()[0]}")
-    yield from terminal_checks()
-    yield home_check()
-    yield nvml_check()
 
 
 _MARKS = {"ok": ("✓", "ok"), "warning": ("▲", "!!"), "error": ("✖", "XX")}
@@ -174,12 +158,13 @@ INSTALL = 'pip install "ftmon[train]"'
 
 def doctor(arguments: Namespace) -> int:
     """Print the checks of this machine; return 1 if one of them is an error."""
-    groups = {"terminal": list(own_checks()), "training": trainer_checks()}
+    own = Check("ftmon", "ok", f"{__version__}, Python {sys.version.split()[0]}")
+    groups = {"terminal": [own, *terminal_checks(), home_check(), nvml_check()], "training": trainer_checks()}
     broken = any(check.state == "error" for checks in groups.values() for check in checks)
     if arguments.json:
         print_json({"ok": not broken, **groups})
     else:
-        plain = getattr(arguments, "ascii", False) or output.wants_ascii()
+        plain = output.draws_ascii(arguments)
         for title, checks in groups.items():
             print(title)
             for check in checks:

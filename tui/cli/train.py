@@ -6,7 +6,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -19,12 +19,11 @@ from ...protocol.link.join import JOIN_NAME, join_path
 from ...protocol.run import exits, rundir
 from ...protocol.run.notices import make_notify
 from ...protocol.run.rundir import RunOptions
-from ...protocol.run.start import CommandEnd, StartRequest
+from ...protocol.run.start import CommandEnd, StartRequest, module_command
 from ...protocol.sweep.store import ResultsError, default_output
 from ...protocol.text import sanitize
 from ..model.runs import TRAINER_KINDS, RunList
-from . import output as terminal
-from .access import SCRIPT, StartFailedError, become, print_config, require_training, start_run, words_of
+from .access import SCRIPT, StartFailedError, become, require_training, start_run, words_of
 from .narrate import attach_line
 from .output import OutputError, draws_ascii
 from .watch import opens_app, watch
@@ -40,10 +39,8 @@ def chat(arguments: Namespace) -> NoReturn:
 def check(arguments: Namespace) -> int:
     """Check the data of a configuration; return 0 for clean data, 1 for findings, 2 if no training would start."""
     require_training()
-    words = words_of(arguments, ("samples", "json", "color"))
-    words += ["--ascii"] if draws_ascii(arguments) else []
-    overrides = [*words, "--", arguments.config, *arguments.overrides]
-    become("ftmon.trainer.recipe.data_check", overrides, ends_at_once=True)
+    words = [*words_of(arguments, ("samples", "json", "color")), *(["--ascii"] if draws_ascii(arguments) else [])]
+    become("ftmon.trainer.recipe.data_check", [*words, "--", arguments.config, *arguments.overrides], ends_at_once=True)
 
 
 _OF_BOTH = ("ranks", "capacity", "gpu", "price", "data", "largest", "what_if")
@@ -59,25 +56,16 @@ _OF_A_SCRIPT = {
 
 
 def predict(arguments: Namespace) -> int:
-    """Predict the memory of a training step; return 0, or 2 for an unusable configuration.
-
-    Raises:
-        UsageError: neither a configuration nor --model, or options of the one with the other.
-    """
+    """Predict the memory of a training step; return 0, or 2 for an unusable configuration."""
     require_training()
     become("ftmon.trainer.predict", words(arguments), ends_at_once=True)
 
 
 def words(arguments: Namespace) -> list[str]:
-    """Return the arguments of the process that predicts.
-
-    Raises:
-        UsageError: neither a configuration nor --model, or options of the one with the other.
-    """
+    """Return the arguments of the process that predicts."""
     _check(arguments)
-    result: list[str] = []
-    if arguments.sequence_length:
-        result.append(f"--sequence-length={','.join(map(str, arguments.sequence_length))}")
+    lengths = ",".join(map(str, arguments.sequence_length or ()))
+    result = [f"--sequence-length={lengths}"] if lengths else []
     result += words_of(arguments, (*_OF_BOTH, "model", *_OF_A_SCRIPT, "json"))
     if arguments.command:
         return [*result, "--script", "--", *arguments.command]
@@ -85,17 +73,14 @@ def words(arguments: Namespace) -> list[str]:
 
 
 def _check(arguments: Namespace) -> None:
-    if arguments.command:  # whose script sets the other options
-        if arguments.config or arguments.model:
-            raise UsageError(f"predict accepts {arguments.config or '--model'} or a command after '--', not both")
-        for name in ("deepspeed", "lora_rank", "optimizer"):
-            if getattr(arguments, name):
-                raise UsageError(f"--{name.replace('_', '-')} goes with --model; a command's script sets it itself")
+    if arguments.command and (arguments.config or arguments.model):
+        raise UsageError(f"predict accepts {arguments.config or '--model'} or a command after '--', not both")
+    for name in ("deepspeed", "lora_rank", "optimizer") if arguments.command else ():
+        if getattr(arguments, name):
+            raise UsageError(f"--{name.replace('_', '-')} goes with --model; a command's script sets it itself")
     if arguments.data and not arguments.config:
         raise UsageError("--data needs CONFIG.yaml, which names the data set")
-    if arguments.command:
-        return
-    if not arguments.config and not arguments.model:
+    if not arguments.config and not arguments.model and not arguments.command:
         raise UsageError(
             "predict needs CONFIG.yaml ('ftmon train --print-config' writes one), --model MODEL, or '-- COMMAND' for a "
             "script of your own"
@@ -130,7 +115,8 @@ def train(arguments: Namespace) -> int:
     """Train with the given configuration and show the run, or print a default configuration."""
     require_training()
     if arguments.print_config:
-        return print_config()
+        command = module_command("ftmon.trainer.recipe.start", ["print-config"])
+        return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
     if arguments.config is None:
         raise UsageError("train needs CONFIG.yaml; 'ftmon train --print-config' prints a template")
     push = [f"output.push={arguments.push}"] if arguments.push else []
@@ -140,11 +126,7 @@ def train(arguments: Namespace) -> int:
 
 @_own_statuses(exits.WRONG_USAGE)
 def resume(arguments: Namespace) -> int:
-    """Continue a run of ftmon's trainer from its newest complete checkpoint, as a new run.
-
-    Raises:
-        UsageError: it is another script's run, or it is still running, or has finished and nothing is changed.
-    """
+    """Continue a run of ftmon's trainer from its newest complete checkpoint, as a new run."""
     require_training()
     found = rundir.find(arguments.run)
     entry = RunList().entry(found)
@@ -164,11 +146,7 @@ def resume(arguments: Namespace) -> int:
 
 @_own_statuses(exits.RUN_USAGE)
 def run(arguments: Namespace) -> int:
-    """Watch an unchanged script; return its exit status, or one of ``protocol.run.exits.OWN``.
-
-    Raises:
-        StartFailedError: it could not be started, or its end is unknown.
-    """
+    """Watch an unchanged script; return its exit status, or one of ``protocol.run.exits.OWN``."""
     if not arguments.command:
         raise UsageError("run needs a command after '--', as in: ftmon run -- deepspeed train.py")
     if arguments.join:
@@ -185,11 +163,7 @@ def join(target: str, command: list[str]) -> NoReturn:
 
 
 def _request(kind: Literal["run", "train", "demo"], arguments: Namespace, **more: Any) -> StartRequest:
-    """Return the request of a command's arguments; an omitted option keeps its default.
-
-    Raises:
-        UsageError: ``--notify-on`` names no event.
-    """
+    """Return the request of a command's arguments; an omitted option keeps its default."""
     names = ("listen", "hold_timeout", "hang_grace", "stop_grace", "exit_timeout")
     given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     options = RunOptions(
@@ -207,7 +181,6 @@ def _request(kind: Literal["run", "train", "demo"], arguments: Namespace, **more
 
 
 def _start_and_watch(arguments: Namespace, request: StartRequest, *, stdin: bool = False) -> int:
-
     line = None if arguments.detach else CommandEnd()
     stdin = stdin and line is not None and _may_read_stdin() and not opens_app(arguments)
     started = start_run(request, line, stdin=stdin)
@@ -250,9 +223,6 @@ def sweep(arguments: Namespace) -> int:
     """Run a sweep; return 0 if every run has its row, 1 if the sweep ended earlier, 2 for an invalid file.
 
     In a terminal it opens the app, and the sweep continues after leaving it; otherwise it prints lines.
-
-    Raises:
-        StartFailedError: the sweep refused its file.
     """
     if arguments.json or arguments.plan or not opens_app(arguments):
         become(SWEEP, sweep_words(arguments))
@@ -270,7 +240,7 @@ def _in_app(arguments: Namespace) -> int:
     path = Path(arguments.output or default_output(arguments.sweep))
     if not _goes_on(path):
         _start(path, arguments)
-    model = run_sweep_app(path, ascii_only=terminal.draws_ascii(arguments))
+    model = run_sweep_app(path, ascii_only=draws_ascii(arguments))
     model.refresh()
     if model.results is None or model.results.end is None:
         again = shlex.join(["ftmon", "sweep", arguments.sweep, *(["--output", str(path)] if arguments.output else [])])
@@ -288,19 +258,14 @@ def _goes_on(path: Path) -> bool:
     from ..model.sweep import SweepModel
 
     model = SweepModel(path)
-    try:
+    with suppress(ResultsError):
         model.refresh()
-    except ResultsError:
-        return False
-    return model.alive
+        return model.alive
+    return False
 
 
 def _start(path: Path, arguments: Namespace) -> None:
-    """Start the sweep's process, which outlives this one, and wait until it accepts its file.
-
-    Raises:
-        StartFailedError: it refused; the text is its output.
-    """
+    """Start the sweep's process, which outlives this one, and wait until it accepts its file."""
     log = path.with_name(f"{path.name}.log")  # never the results file itself, with any suffix
     try:
         output = log.open("wb")

@@ -41,18 +41,17 @@ def choose(arguments: Namespace) -> int:
 
 def attach(arguments: Namespace) -> int:
     """Watch a run of this user, or a run on another host over ssh:// or tcp://."""
-    if arguments.run is not None and arguments.run.startswith("tcp://"):
-        from .remote import attach_remote
+    if arguments.run is not None and arguments.run.startswith(("tcp://", "ssh://")):
+        from .remote import attach_remote, attach_ssh
 
-        return attach_remote(arguments)
-    if arguments.run is not None and arguments.run.startswith("ssh://"):
-        from .remote import attach_ssh
-
-        return attach_ssh(arguments)
+        return (attach_remote if arguments.run.startswith("tcp://") else attach_ssh)(arguments)
     run = rundir.find(arguments.run)
     if run.read_exit() is None:
         run.check()
-        _bring_back_hub(run)
+        try:
+            living_hub(run)
+        except HubError as error:
+            print(f"ftmon: {error}; showing what was recorded", file=sys.stderr)
     return watch(run, arguments)
 
 
@@ -141,21 +140,8 @@ def opens_app(arguments: Namespace) -> bool:
     return not reason
 
 
-def _bring_back_hub(run: RunDir) -> None:
-
-    try:
-        living_hub(run)
-    except HubError as error:
-        print(f"ftmon: {error}; showing what was recorded", file=sys.stderr)
-
-
 def show_logs(arguments: Namespace) -> int:
-    """Print the last lines of all ranks, or of one, that contain a text.
-
-    Raises:
-        UsageError: the run has no such rank.
-        RecordingError: the recording cannot be read.
-    """
+    """Print the last lines of all ranks, or of one, that contain a text."""
     with opened(find_recording(arguments.run)) as reader:
         # A rank that failed before its first message has lines, although it is not among the known ranks.
         if not reader.logs(rank=arguments.rank, limit=1):
@@ -174,12 +160,7 @@ _INDENT = "    "
 
 
 def list_runs(arguments: Namespace) -> int:
-    """Print the runs of this user, newest first, or the runs of the named recordings.
-
-    Raises:
-        RecordingError: a named recording cannot be read.
-        RunNotFoundError: a name is neither a file nor a run.
-    """
+    """Print the runs of this user, newest first, or the runs of the named recordings."""
     named: list[str] = getattr(arguments, "runs", [])
     entries = [_named(name) for name in named] if named else RunList().entries()
     if getattr(arguments, "json", False):
@@ -240,12 +221,7 @@ _SHOWN = 16
 
 
 def show_status(arguments: Namespace) -> int:
-    """Print a run's latest recorded state; of a live run it is up to half a second old.
-
-    Raises:
-        RunNotFoundError: it is neither a recording nor a run.
-        RecordingError: the named recording cannot be read.
-    """
+    """Print a run's latest recorded state; of a live run it is up to half a second old."""
     recording = recording_file(arguments.run)
     entry: RunEntry | None = None
     if recording is None:

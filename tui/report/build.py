@@ -6,6 +6,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,48 +39,41 @@ def build(found: Sequence[Data], price_per_hour: float | None = None) -> Report:
 
 def section(data: Data, price_per_hour: float | None) -> Section:
     """Return the section of one run, sweep or file."""
-    if isinstance(data, SweepData):
-        return _sweep(data, price_per_hour)
     if isinstance(data, CsvData):
         return _csv(data)
-    return _run(data, price_per_hour)
+    return _sweep(data, price_per_hour) if isinstance(data, SweepData) else _run(data, price_per_hour)
 
 
 def _together(sections: Sequence[Section]) -> Section | None:
-    by_axis: dict[tuple[str, str, str], list[Chart]] = {}
+    by_axis: dict[tuple[str, str, str], list[list[Curve]]] = {}
     for one in sections:
         for chart in one.charts:
-            curves = [
-                msgspec.structs.replace(curve, name=f"{one.title} {curve.name}".strip()) for curve in chart.curves
-            ]
-            key = chart.title, chart.x_name, chart.unit
-            by_axis.setdefault(key, []).append(Chart(*key, curves))
-    shared = [
-        Chart(title, x_name, unit, [curve for chart in charts for curve in chart.curves])
-        for (title, x_name, unit), charts in by_axis.items()
-        if len(charts) > 1
-    ]
+            named = [msgspec.structs.replace(each, name=f"{one.title} {each.name}".strip()) for each in chart.curves]
+            by_axis.setdefault((chart.title, chart.x_name, chart.unit), []).append(named)
+    shared = [Chart(*axis, [*chain(*found)]) for axis, found in by_axis.items() if len(found) > 1]
     return Section("in one picture", charts=shared) if shared else None
 
 
 def _run(data: RunData, price: float | None) -> Section:
-    facts = [*data.facts, ("time", duration(data.seconds))]
-    if price is not None:
-        facts.append(("cost", f"{data.seconds / 3600 * price:,.2f} at {price:,.2f} an hour"))
+    facts = [*data.facts, *_spent(data.seconds, price)]
     resident = any(point.resident_peak for series in data.series.values() for point in series)
     memory = [_over_steps("resident", data, lambda point: (point.resident_peak or 0) / GIB)] if resident else []
     memory.append(_over_steps("allocated", data, lambda point: point.allocated_peak / GIB))
     memory.append(_over_steps("reserved", data, lambda point: point.reserved_peak / GIB))
     nvml = [rank.nvml_bytes / GIB for rank in data.ranks if rank.nvml_bytes]
-    notes: list[str] = []
-    if nvml:
-        notes.append(f"NVML: {min(nvml):.2f} to {max(nvml):.2f} GiB a process at the highest")
+    notes = [f"NVML: {min(nvml):.2f} to {max(nvml):.2f} GiB a process at the highest"] if nvml else []
     charts = [
         Chart("memory peak of a step", "step", "GiB", [curve for curve in memory if curve.xs], notes=notes),
         Chart("time of a step", "step", "ms", [_over_steps("", data, lambda point: point.host_ms)]),
     ]
     shown = [chart for chart in charts if any(curve.xs for curve in chart.curves)]
     return Section(data.name, facts, shown, _phases(data.ranks))
+
+
+def _spent(seconds: float, price: float | None) -> Iterator[tuple[str, str]]:
+    yield "time", duration(seconds)
+    if price is not None:
+        yield "cost", f"{seconds / 3600 * price:,.2f} at {price:,.2f} an hour"
 
 
 def _over_steps(name: str, data: RunData, value: Callable[[StepPoint], float]) -> Curve:
@@ -104,11 +98,10 @@ def _curve(name: str, values: dict[int, list[float]], *, predicted: bool = False
 
 def _phases(ranks: Iterable[RankRow]) -> list[list[str]]:
     measured = [rank for rank in ranks if rank.steps]
-    names = list(dict.fromkeys(name for rank in measured for name in rank.phases))
     if not measured:
         return []
     lines = [["phase", "peak, lowest rank", "median", "highest", "time, lowest", "median", "highest"]]
-    for name in names:
+    for name in dict.fromkeys(name for rank in measured for name in rank.phases):
         found = [rank.phases[name] for rank in measured if name in rank.phases]
         peaks = [one.peak_bytes for one in found]
         times = [one.device_ms if one.device_ms is not None else one.host_ms for one in found]
@@ -124,16 +117,13 @@ def _sweep(data: SweepData, price: float | None) -> Section:
     plan = results.plan
     axis = (plan.search.axis if plan and plan.search else "") or curve_axis([one.settings for one in pooled])
     rate = price if price is not None else (plan.budget.price_per_hour if plan else None)
-    used = results.seconds_used()
     facts = [
         ("sweep file", results.header.source),
         ("host", results.header.host),
         ("steps", f"{results.header.steps} after {results.header.warm_up} of warm-up"),
         ("runs", f"{len(rows)} of {len(pooled)} configurations"),
-        ("time", duration(used)),
+        *_spent(results.seconds_used(), rate),
     ]
-    if rate is not None:
-        facts.append(("cost", f"{used / 3600 * rate:,.2f} at {rate:,.2f} an hour"))
     charts = _sweep_charts(rows, axis, curves(pooled, axis)) if axis else []
     drawn = {note for chart in charts for note in chart.notes}
     notes = [line for line in result_lines(rows, plan) if line not in drawn]
@@ -145,9 +135,7 @@ def _sweep_charts(rows: Sequence[Row], axis: str, fitted: Sequence[MeasuredCurve
     for row in rows:
         if _whole(row, axis) is not None:
             groups.setdefault(key_of(_others(row, axis)), []).append(row)
-    peaks: list[Curve] = []
-    memory: list[Curve] = []
-    times: list[Curve] = []
+    peaks, memory, times = list[Curve](), list[Curve](), list[Curve]()
     # A prediction for GPUs is not comparable with peaks of the resident set.
     on_cpu = any(row.on_cpu for row in rows)
     for group in groups.values():
@@ -191,16 +179,13 @@ def _csv(data: CsvData) -> Section:
     charts: list[Chart] = []
     for figure in data.mapping.figures:
         found = bands(data.measurements, figure)
-        xs = [float(band.length) for band in found]
-        low = [band.lowest / GIB for band in found]
-        median = [band.median / GIB for band in found]
-        high = [band.highest / GIB for band in found]
+        low, median, high = ([getattr(one, of) / GIB for one in found] for of in ("lowest", "median", "highest"))
+        curve = Curve(figure, [float(band.length) for band in found], low, median, high)
         notes: list[str] = []
         if len(found) > 1:
             fitted = pieces({band.length: {WHOLE_STEP: band.highest} for band in found})
             notes.append(f"highest rank: {describe_curve(fitted, unit_of(data.mapping.length))}")
         title = "memory peak" if figure.startswith("allocated") else f"{figure} memory"
-        curve = Curve(figure, xs, low, median, high)
         charts.append(Chart(title, _x_name(data.mapping.length), "GiB", [curve], notes=notes))
     ranks = counted(len({one.rank for one in data.measurements}), "rank")
     lengths = [one.length for one in data.measurements]
@@ -232,8 +217,7 @@ _MARKERS = "*o+x#@%&"
 
 def lines(report: Report, width: int, *, ascii_only: bool = False) -> Iterator[str]:
     """Yield the lines of a report, charts ``width`` columns wide."""
-    for section in report.sections:
-        yield from _section(section, width, ascii_only)
+    return chain.from_iterable(_section(section, width, ascii_only) for section in report.sections)
 
 
 def _section(section: Section, width: int, ascii_only: bool) -> Iterator[str]:
@@ -259,11 +243,9 @@ def chart_lines(chart: Chart, width: int, *, ascii_only: bool = False) -> Iterat
     legend: list[str] = []
     highest = 0.0
     for number, curve in enumerate(chart.curves):
-        marker = _MARKERS[number % len(_MARKERS)]
         several = len(chart.curves) > 1 or ascii_only
-        style = marker if several else "braille"
-        if curve.predicted and not ascii_only:
-            style = "braille"
+        marked = ascii_only or (several and not curve.predicted)
+        style = _MARKERS[number % len(_MARKERS)] if marked else "braille"
         draw(figure, curve.xs, curve.median, style, line=True)
         if curve.has_band:
             draw(figure, curve.xs, curve.low, "-", line=False)
@@ -333,13 +315,8 @@ def _of(data: Data) -> Iterator[Record]:
             yield from _of_row(data.name, row)
     elif isinstance(data, CsvData):
         for one in data.measurements:
-            sizes = {f"{figure}_bytes": size for figure, size in one.figures.items()}
-            yield {
-                "source": data.name,
-                data.mapping.length: one.length,
-                "rank": one.rank,
-                "iteration": one.iteration,
-            } | sizes
+            place = {data.mapping.length: one.length, "rank": one.rank, "iteration": one.iteration}
+            yield {"source": data.name, **place, **{f"{figure}_bytes": size for figure, size in one.figures.items()}}
     else:
         measured = [rank for rank in data.ranks if rank.steps]
         if not measured:
@@ -355,13 +332,8 @@ def _of_row(name: str, row: Row) -> Iterator[Record]:
         base |= {"predicted_peak_bytes": row.predicted.peak_bytes, "predicted_phase": row.predicted.phase}
     measured = [rank for rank in row.ranks if rank.steps]
     if not measured:
-        yield {
-            **base,
-            "failed_in": row.phase,
-            "failed_rank": row.rank,
-            "asked_bytes": row.asked_bytes,
-            "text": row.text,
-        }
+        failed = {"failed_in": row.phase, "failed_rank": row.rank}
+        yield {**base, **failed, "asked_bytes": row.asked_bytes, "text": row.text}
     for rank in measured:
         yield from _of_rank(base, rank)
 
@@ -374,9 +346,8 @@ def _of_rank(base: Record, rank: RankRow) -> Iterator[Record]:
 
 def to_csv(rows: Sequence[Record]) -> str:
     """Return the records as CSV; missing columns of a record are empty."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
     out = io.StringIO()
-    writer = csv.DictWriter(out, columns, lineterminator="\n")
+    writer = csv.DictWriter(out, _columns(rows), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
@@ -392,11 +363,14 @@ def to_parquet(rows: Sequence[Record]) -> bytes:
         arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError:
         raise UsageError("--parquet needs pyarrow; run: pip install pyarrow, or write --csv") from None
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    table = arrow.table({name: _column([row.get(name) for row in rows]) for name in columns})
+    table = arrow.table({name: _column([row.get(name) for row in rows]) for name in _columns(rows)})
     buffer = arrow.BufferOutputStream()
     parquet.write_table(table, buffer)
     return buffer.getvalue().to_pybytes()
+
+
+def _columns(rows: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def _column(values: list[Any]) -> list[Any]:
@@ -415,16 +389,15 @@ def check_outputs(outputs: Mapping[str, str], sources: Sequence[Path]) -> None:
     known = {os.path.realpath(path) for path in sources}
     for option, name in outputs.items():
         path, folder = os.path.realpath(name), os.path.dirname(os.path.realpath(name))
-        if not name:
-            raise UsageError(f"{option}: needs a file's name")
-        if os.path.isdir(path):
-            raise UsageError(f"{option}: {name} is a folder: name a file")
-        if not os.path.isdir(folder):
-            raise UsageError(f"{option}: {name} cannot be written: no such folder: {folder}")
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise UsageError(f"{option}: {name} cannot be written: no permission to write in {folder}")
-        if path in known:
-            raise UsageError(f"{option}: {name} would replace a file that is read or written too: name another")
+        problems = {
+            "needs a file's name": not name,
+            f"{name} is a folder: name a file": os.path.isdir(path),
+            f"{name} cannot be written: no such folder: {folder}": not os.path.isdir(folder),
+            f"{name} cannot be written: no permission to write in {folder}": not os.access(folder, os.W_OK | os.X_OK),
+            f"{name} would replace a file that is read or written too: name another": path in known,
+        }
+        if problem := next((text for text, found in problems.items() if found), ""):
+            raise UsageError(f"{option}: {problem}")
         known.add(path)
 
 

@@ -3,7 +3,7 @@
 import os
 import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -200,11 +200,8 @@ def rank_rows(found: RecordedRun) -> list[RankRow]:
 
 def losses(found: RecordedRun) -> list[float]:
     """Return the losses of the lowest rank with losses."""
-    for rank in found.ranks:
-        values = [step.loss for step in found.steps(rank) if step.loss is not None]
-        if values:
-            return values
-    return []
+    by_rank = ([step.loss for step in found.steps(rank) if step.loss is not None] for rank in found.ranks)
+    return next(filter(None, by_rank), [])
 
 
 def _config(path: Path) -> dict[str, str]:
@@ -212,17 +209,16 @@ def _config(path: Path) -> dict[str, str]:
         tree = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    flat: dict[str, str] = {}
-    _flatten("", tree, flat)
-    return {key: value for key, value in flat.items() if key not in ("run.name", "output.dir", "run.master_port")}
+    skipped = ("", "run.name", "output.dir", "run.master_port")
+    return {key: value for key, value in _flat("", tree) if key not in skipped}
 
 
-def _flatten(path: str, value: object, into: dict[str, str]) -> None:
-    if isinstance(value, Mapping):
-        for key, below in value.items():
-            _flatten(f"{path}.{key}" if path else str(key), below, into)
-    elif path:
-        into[path] = str(value)
+def _flat(path: str, value: object) -> Iterator[tuple[str, str]]:
+    if not isinstance(value, Mapping):
+        yield path, str(value)
+        return
+    for key, below in value.items():
+        yield from _flat(f"{path}.{key}" if path else str(key), below)
 
 
 _POINTS = 200
@@ -285,12 +281,12 @@ def parse_mapping(text: str) -> CsvMapping:
     """
     found: dict[str, str] = {}
     for part in text.split(","):
-        name, equals, column = part.partition("=")
-        if not equals or not name.strip() or not column.strip():
+        name, _, column = (text.strip() for text in part.partition("="))
+        if not name or not column:
             raise UsageError(f"--columns: {part!r} is not of the form name=column, such as length=seq_len")
-        if name.strip() in found:
-            raise UsageError(f"--columns: {name.strip()} is given twice")
-        found[name.strip()] = column.strip()
+        if name in found:
+            raise UsageError(f"--columns: {name} is given twice")
+        found[name] = column
     length = found.pop("length", "")
     if not length:
         raise UsageError("--columns needs length=COLUMN, and a column for each figure, such as allocated=peak_mib")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 from importlib import import_module
+from itertools import cycle
 from typing import Any
 
 from ...protocol.errors import UsageError
@@ -58,9 +59,9 @@ def svg(chart: Chart) -> str:
         *_axes(chart, scale),
         *_marks(chart, scale),
     ]
-    for number, curve in enumerate(chart.curves):
-        parts += _curve(curve, COLOURS[number % len(COLOURS)], scale)
-        parts += _legend(curve, COLOURS[number % len(COLOURS)], _HEIGHT + _LEGEND_LINE * number + 10)
+    for number, (curve, colour) in enumerate(zip(chart.curves, cycle(COLOURS), strict=False)):
+        parts += _curve(curve, colour, scale)
+        parts += _legend(curve, colour, _HEIGHT + _LEGEND_LINE * number + 10)
     return "\n".join([*parts, "</svg>"])
 
 
@@ -117,9 +118,8 @@ def _marks(chart: Chart, scale: _Scale) -> list[str]:
 def _curve(curve: Curve, colour: str, scale: _Scale) -> list[str]:
     parts: list[str] = []
     if curve.has_band:
-        above = [(x, y) for x, y in zip(curve.xs, curve.high, strict=True)]
-        below = [(x, y) for x, y in zip(curve.xs, curve.low, strict=True)]
-        points = _points([*above, *reversed(below)], scale)
+        around = [*zip(curve.xs, curve.high, strict=True), *reversed([*zip(curve.xs, curve.low, strict=True)])]
+        points = _points(around, scale)
         parts.append(f'<polygon points="{points}" fill="{colour}" fill-opacity="0.18"/>')
     dashes = ' stroke-dasharray="5 4"' if curve.predicted else ""
     points = _points(list(zip(curve.xs, curve.median, strict=True)), scale)
@@ -144,8 +144,8 @@ def _points(points: Sequence[tuple[float, float]], scale: _Scale) -> str:
     return " ".join(f"{scale.x(x)},{scale.y(y)}" for x, y in points)
 
 
-def _text(text: str) -> str:
-    return escape(sanitize(text, 200))
+def _text(text: str, limit: int = 200) -> str:
+    return escape(sanitize(text, limit))
 
 
 _ZOOM = 2
@@ -203,7 +203,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 def page(report: Report, version: str, made: str) -> str:
     """Return the whole file; ``made``: its creation time in words."""
-    title = escape(sanitize(report.title, 200))
+    title = _text(report.title)
     body = "\n".join(_section(section) for section in report.sections)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
@@ -213,26 +213,26 @@ def page(report: Report, version: str, made: str) -> str:
     )
 
 
+def _cell(text: str) -> str:
+    return _text(text, 1000)
+
+
 def _section(section: Section) -> str:
-    parts = [f"<section>\n<h2>{_html_text(section.title)}</h2>"]
+    parts = [f"<section>\n<h2>{_cell(section.title)}</h2>"]
     if section.facts:
-        facts = "".join(f"<dt>{_html_text(name)}</dt><dd>{_html_text(value)}</dd>" for name, value in section.facts)
+        facts = "".join(f"<dt>{_cell(name)}</dt><dd>{_cell(value)}</dd>" for name, value in section.facts)
         parts.append(f"<dl>{facts}</dl>")
     parts += [_chart(chart) for chart in section.charts]
-    parts += [f"<p>{_html_text(note)}</p>" for note in section.notes]
+    parts += [f"<p>{_cell(note)}</p>" for note in section.notes]
     if section.table:
         head, *rows = section.table
-        cells = "".join(f"<th>{_html_text(cell)}</th>" for cell in head)
-        lines = "".join("<tr>" + "".join(f"<td>{_html_text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        cells = "".join(f"<th>{_cell(cell)}</th>" for cell in head)
+        lines = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in rows)
         parts.append(f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>')
     parts.append("</section>")
     return "\n".join(parts)
 
 
 def _chart(chart: Chart) -> str:
-    notes = "".join(f"<p>{_html_text(note)}</p>" for note in chart.notes)
-    return f"<h3>{_html_text(chart.title)}, {_html_text(chart.unit)}</h3>\n{svg(chart)}\n{notes}"
-
-
-def _html_text(text: str) -> str:
-    return escape(sanitize(text, 1000))
+    notes = "".join(f"<p>{_cell(note)}</p>" for note in chart.notes)
+    return f"<h3>{_cell(chart.title)}, {_cell(chart.unit)}</h3>\n{svg(chart)}\n{notes}"

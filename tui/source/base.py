@@ -7,6 +7,7 @@ may be another object after a seek: read it from the source at every paint.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -74,41 +75,31 @@ class Transport:
         """Whether there is nothing after the position."""
         return self.position >= self.last
 
+    def _ask(self, kind: RequestKind, number: float = 0.0, text: str = "") -> None:
+        self.message = ""
+        self._request(Request(kind, number, text))
+
+    play = partialmethod(_ask, "play")  # at the current speed; from the beginning if at a recording's end
+    pause = partialmethod(_ask, "pause")  # the view at its position
+    faster = partialmethod(_ask, "faster", 1)  # select the next higher speed, at most 64x
+    slower = partialmethod(_ask, "faster", -1)  # select the next lower speed, at least 0.25x
+    skip = partialmethod(_ask, "skip")  # move seconds forward (back if negative), without pausing or resuming
+    next_alert = partialmethod(_ask, "alert", 1)  # move to the next alert, and pause there
+    previous_alert = partialmethod(_ask, "alert", -1)  # move to the previous alert, and pause there
+    to_alert = partialmethod(_ask, "mark")  # move to the moment when an alert (its id) was raised, and pause there
+    live = partialmethod(_ask, "live")  # return to the live end; no effect in a replay
+
     def toggle(self) -> None:
         """Play or pause. Pausing a live view freezes it while the run continues; playing resumes from there."""
         self.pause() if self.playing else self.play()
 
-    def play(self) -> None:
-        """Play at the current speed; from the beginning if at a recording's end."""
-        self._ask(Request("play"))
-
-    def pause(self) -> None:
-        """Pause the view at its position."""
-        self._ask(Request("pause"))
-
-    def faster(self) -> None:
-        """Select the next higher speed, at most 64x."""
-        self._ask(Request("faster", 1))
-
-    def slower(self) -> None:
-        """Select the next lower speed, at least 0.25x."""
-        self._ask(Request("faster", -1))
-
     def step(self, count: int = 1) -> None:
         """Move ``count`` steps forward (back if negative), and pause there."""
-        self._ask(Request("step", count))
+        self._ask("step", count)
 
-    def skip(self, seconds: float) -> None:
-        """Move seconds forward (back if negative), without pausing or resuming."""
-        self._ask(Request("skip", seconds))
-
-    def next_alert(self) -> None:
-        """Move to the next alert, and pause there."""
-        self._ask(Request("alert", 1))
-
-    def previous_alert(self) -> None:
-        """Move to the previous alert, and pause there."""
-        self._ask(Request("alert", -1))
+    def goto(self, text: str) -> None:
+        """Move to a typed position: a step (``812``), a time (``12:03:10``), a jump (``+90s``) or a share (``50%``)."""
+        self._ask("goto", text=text)
 
     def first_alert(self, kind: AlertKind | None = None) -> AlertMark | None:
         """Return the first alert of a kind, None: the first error, or without errors the first alert."""
@@ -116,22 +107,6 @@ class Transport:
             return next((mark for mark in self.marks if mark.kind == kind), None)
         errors = (mark for mark in self.marks if mark.severity == "error")
         return next(errors, self.marks[0] if self.marks else None)
-
-    def to_alert(self, alert_id: int) -> None:
-        """Move to the moment when an alert was raised, and pause there."""
-        self._ask(Request("mark", alert_id))
-
-    def goto(self, text: str) -> None:
-        """Move to a typed position: a step (``812``), a time (``12:03:10``), a jump (``+90s``) or a share (``50%``)."""
-        self._ask(Request("goto", text=text))
-
-    def live(self) -> None:
-        """Return to the live end; no effect in a replay."""
-        self._ask(Request("live"))
-
-    def _ask(self, request: Request) -> None:
-        self.message = ""
-        self._request(request)
 
 
 ConnectionState = Literal["connecting", "live", "hub-gone", "ended", "replay"]
@@ -169,7 +144,7 @@ class CommandRecord:
 class Source(Protocol):
     """A live or replayed run; the screens do not distinguish them."""
 
-    transport: Transport  # Play, pause, seek; the scrubber's figures
+    transport: Transport  # play, pause, seek; the scrubber's figures
     commands: dict[str, CommandRecord]  # commands sent from here, by id, oldest first
     folder: Path | None  # the run's directory if it is on this host, so that its files can be opened; else None
 

@@ -102,14 +102,14 @@ class DryRuns:
         return bool(whole)
 
     def _finish(self, status: int) -> None:
-        if status:
-            self._change("failed", self._last or f"its process ended ({ending_in_words(status, None)})")
-        else:
+        state, text = "failed", self._last or f"its process ended ({ending_in_words(status, None)})"
+        if not status:
             try:
                 self.found.answer = msgspec.json.decode(self._output.read_bytes()[:_MOST_BYTES], type=Answer)
-                self._change("done")
+                state, text = "done", ""
             except (OSError, msgspec.MsgspecError):
-                self._change("failed", "its answer cannot be read")
+                text = "its answer cannot be read"
+        self._change(state, text)
         self._folder.cleanup()
 
     def _change(self, state: str, text: str = "") -> None:

@@ -1,6 +1,5 @@
 """A running run as a source: its live end and, with the same controls, its past."""
 
-import contextlib
 import queue
 import secrets
 import socket
@@ -8,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +110,7 @@ class Feed(threading.Thread):
             self._closing.wait(_CHECK_S)
 
     def _nudge(self) -> None:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._wake.send(b"!")
 
     def _report(self, state: ConnectionState, text: str = "") -> None:
@@ -128,7 +128,7 @@ class Feed(threading.Thread):
         control = peer_socket(self._context, "control")
         # A kill command for a hub that is gone must not be queued and reach the next one.
         control.setsockopt(zmq.IMMEDIATE, 1)
-        history = RemoteReader(self._context, hub.addresses["query"], cancelled=lambda: self._is_over(hub))
+        history = self._reader(hub)
         try:
             stream.connect(hub.addresses["stream"])
             control.connect(hub.addresses["control"])
@@ -141,15 +141,17 @@ class Feed(threading.Thread):
             self._report_gone(str(error))
         finally:
             self.hub = None
-            for each in (stream, control):
+            for each in (stream, control, history):
                 each.close()
-            history.close()
+
+    def _reader(self, hub: Hub) -> RemoteReader:
+        return RemoteReader(self._context, hub.addresses["query"], cancelled=lambda: self._is_over(hub))
 
     def _is_over(self, hub: Hub) -> bool:
         return self._closing.is_set() or not self._endpoint.is_alive(hub)
 
     def _join(self, history: History) -> None:
-        """Load the run's recorded state, or only the new part if an earlier hub was followed before."""
+        """Load the run's recorded state, or only the new part if a hub was followed before."""
         if self._joined:
             self._fetch(history, None)
         else:
@@ -170,22 +172,17 @@ class Feed(threading.Thread):
             return
 
         def read() -> None:
-            history = RemoteReader(self._context, hub.addresses["query"], cancelled=lambda: self._is_over(hub))
-            try:
+            # After an error the next hub is asked again; without it only older history is missing from the graphs.
+            with suppress(FtmonError), closing(self._reader(hub)) as history:
                 overview = read_overview(history, history.info(), lambda: self._is_over(hub))
                 self.arrivals.append(Arrival(overview=overview))
-            except FtmonError:
-                pass  # the next hub is asked again; without it only older history is missing from the graphs
-            finally:
-                history.close()
 
         threading.Thread(target=read, name="overview", daemon=True).start()
 
     def _listen(self, hub: Hub, stream: "zmq.Socket[Any]", control: "zmq.Socket[Any]", history: History) -> None:
         poller = zmq.Poller()
-        poller.register(stream, zmq.POLLIN)
-        poller.register(control, zmq.POLLIN)
-        poller.register(self._woken, zmq.POLLIN)
+        for each in (stream, control, self._woken):
+            poller.register(each, zmq.POLLIN)
         checked = received = time.monotonic()
         while not self._closing.is_set():
             ready = dict(poller.poll(round(_CHECK_S * 1000)))
@@ -245,8 +242,7 @@ class Feed(threading.Thread):
                 self._unrecorded = bool(frame.message.recording_error)
 
     def _fill(self, history: History, after: int, before: int, missed: int) -> None:
-        if is_leap(missed):
-            missed = max(0, missed - RESTART_LEAP)
+        missed = max(0, missed - RESTART_LEAP) if is_leap(missed) else missed
         if missed > _MAX_FETCHED:
             self._load(history)
             return
@@ -302,22 +298,15 @@ class Feed(threading.Thread):
 
     def _finish(self) -> None:
         """Complete the shown state from the recording after the run and its hub have ended."""
-        history: History | None = None
         text = ""
         try:
-            history = self._endpoint.open_recording()
-            if self._joined:
-                self._fetch(history, None)
-            else:
-                self._load(history)
-            if self._pooled:
-                overview = read_overview(history, history.info(), self._closing.is_set)
-                self.arrivals.append(Arrival(overview=overview))
+            with closing(self._endpoint.open_recording()) as history:
+                self._join(history)
+                if self._pooled:
+                    overview = read_overview(history, history.info(), self._closing.is_set)
+                    self.arrivals.append(Arrival(overview=overview))
         except FtmonError as error:
             text = str(error)
-        finally:
-            if history is not None:
-                history.close()
         self._refuse_commands()
         self._report("ended", text)
         while not self._closing.wait(_CHECK_S):
@@ -381,9 +370,8 @@ class LiveSource:
             arrival = self._showing = self._showing or arrivals.popleft()
             changed = True
             self._apply_arrival(arrival)
-            if not self._apply_frames(arrival, deadline):
-                break
-            self._showing = None
+            if self._apply_frames(arrival, deadline):
+                self._showing = None
             if time.monotonic() > deadline:
                 break
         changed = self._settle_commands() or changed
@@ -483,13 +471,13 @@ class LiveSource:
             )
             self._playback.request(request)  # before the thread starts, so that it seeks once and not twice
             self._playback.start()
-            return
-        self._playback.request(request)
+        else:
+            self._playback.request(request)
 
     def _to_live(self) -> None:
-        playback, self._playback = self._playback, None
-        if playback is not None:
-            playback.close(wait=False)
+        if self._playback is not None:
+            self._playback.close(wait=False)
+        self._playback = None
 
     def _open_history(self, cancelled: Callable[[], bool]) -> History:
         hub = self._feed.hub

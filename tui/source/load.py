@@ -1,10 +1,9 @@
 """Loads the state of a run at any time from its recording, for seeks and late joins; finds runs and recordings."""
 
-import contextlib
 import copy
 import gc
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil, floor, inf
@@ -52,19 +51,15 @@ class History(Protocol):
 
 MAX_COLUMNS = 512
 MAX_CELLS = 40_000  # maximum number of columns of all ranks together; with many ranks each has fewer
-MAX_SAMPLES = 3_000
-FEWEST_SAMPLES = 8
-"""Sampled steps: the maximum of all ranks together, and the minimum per rank, below which none are read."""
-
+MAX_SAMPLES = 3_000  # maximum number of sampled steps of all ranks together
+FEWEST_SAMPLES = 8  # minimum per rank, below which none are read
 SERIES_POINTS = 512
-FEWEST_RANKS = 4
-JOBS_READ = 16  # maximum number of jobs whose curves are read, and the minimum number of ranks per job
+SERIES_RANKS = 64
+FEWEST_RANKS = 4  # minimum number of ranks per job
+JOBS_READ = 16  # maximum number of jobs whose curves are read
 COURSE_POINTS = 2048
 COURSE_RANKS = 4  # number of training points read, and of ranks: the other ranks are assumed to be similar
-RESULTS_READ = 1000
-"""Maximum number of evaluations, and of checkpoints, that are read, spread evenly over the recording."""
-
-SERIES_RANKS = 64
+RESULTS_READ = 1000  # maximum number of evaluations, and of checkpoints, that are read, spread over the recording
 
 
 class Curves:
@@ -79,10 +74,6 @@ class Curves:
 class Overview:
     """Memory of every rank in aligned columns, and losses; copies of its parts go into models."""
 
-    def of(self, job: int) -> Curves | None:
-        """Return the curves of a job; of a run with one job its only ones."""
-        return self.curves.get(job) or (next(iter(self.curves.values())) if len(self.curves) == 1 else None)
-
     def __init__(self, begin: float, end: float, ranks: int) -> None:
         columns = max(32, min(MAX_COLUMNS, MAX_CELLS // max(ranks, 1)))
         self.span = 1  # seconds per column: a power of four, as in a timeline
@@ -95,6 +86,10 @@ class Overview:
         self.curves: dict[int, Curves] = {}  # by job; a run without jobs has one part, under 0
         self.marks: dict[int, list[PeakMark]] = {}  # by rank: the steps in which a phase reached a new peak
         self.events: dict[int, list[AllocatorEvents]] = {}
+
+    def of(self, job: int) -> Curves | None:
+        """Return the curves of a job; of a run with one job its only ones."""
+        return self.curves.get(job) or (next(iter(self.curves.values())) if len(self.curves) == 1 else None)
 
 
 def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[], bool] = lambda: False) -> Overview:
@@ -111,32 +106,17 @@ def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[],
             for point in history.series(rank, begin, until, SERIES_POINTS):
                 if point.loss is not None:
                     curves.losses.add(point.step, point.loss, point.count)
-        with contextlib.suppress(FtmonError):  # a hub of an earlier version has no such query
-            _read_course(curves.course, history, info.ranks[:COURSE_RANKS], (begin, until), cancelled)
-    _read_results(overview, spans, history, info.ranks)
-    with contextlib.suppress(FtmonError):  # a hub of an earlier version has neither query
-        _read_explanations(overview, history, info.ranks, cancelled)
+        for rank in info.ranks[:COURSE_RANKS]:
+            if cancelled():
+                break
+            for point in history.training(rank, begin, until, COURSE_POINTS):
+                curves.course.add(point)
+    _read_results(overview, spans, history, min(info.ranks, default=0))
+    _read_explanations(overview, history, info.ranks, cancelled)
     return overview
 
 
-def _read_course(
-    course: TrainingHistory,
-    history: History,
-    ranks: list[int],
-    span: tuple[float, float],
-    cancelled: Callable[[], bool],
-) -> None:
-    for rank in ranks:
-        if cancelled():
-            return
-        for point in history.training(rank, *span, COURSE_POINTS):
-            course.add(point)
-
-
-def _read_results(
-    overview: Overview, spans: dict[int, tuple[float, float]], history: History, ranks: list[int]
-) -> None:
-    rank = min(ranks, default=0)
+def _read_results(overview: Overview, spans: dict[int, tuple[float, float]], history: History, rank: int) -> None:
     found = [frame for kind in ("evaluation", "checkpoint") for frame in history.sampled(kind, rank, RESULTS_READ)]
     for frame in sorted(found, key=lambda frame: frame.seq):
         for job, (begin, until) in spans.items():
@@ -145,9 +125,7 @@ def _read_results(
 
 
 def _job_spans(history: History, info: RecordingInfo) -> dict[int, tuple[float, float]]:
-    jobs: list[Job] = []
-    with contextlib.suppress(FtmonError):  # a hub of an earlier version has no such query
-        jobs = [frame.message for frame in history.jobs() if isinstance(frame.message, Job) and frame.message.shown]
+    jobs = [frame.message for frame in history.jobs() if isinstance(frame.message, Job) and frame.message.shown]
     if len(jobs) < 2:
         return {0: (info.first_t, info.last_t)}
     ends = [*(job.started for job in jobs[1:]), info.last_t]
@@ -180,17 +158,10 @@ def read_memory(history: History, first: int, columns: int, span: int, until: fl
     for column in found:
         begins[column.rank] = min(begins.get(column.rank, column.index), column.index)
     for column in found:
-        level = levels.get(column.rank)
-        if level is None:
-            level = levels[column.rank] = Level(span, first + begins[column.rank])
-        level.reach(first + column.index)
-        level.lift(
-            first + column.index,
-            first + column.index,
-            column.allocated_peak,
-            column.reserved_peak,
-            EMPTY if column.resident_peak is None else column.resident_peak,
-        )
+        place, resident = first + column.index, EMPTY if column.resident_peak is None else column.resident_peak
+        level = levels.setdefault(column.rank, Level(span, first + begins[column.rank]))
+        level.reach(place)
+        level.lift(place, place, column.allocated_peak, column.reserved_peak, resident)
     return levels
 
 
@@ -200,9 +171,7 @@ def fine_begin(t: float, seconds: int, span: int) -> int:
     return ceil((floor(t) - seconds) / step) * step
 
 
-TAIL_FRAMES = 1200
-"""Maximum number of frames before the requested time that are folded individually, for recent steps and memory."""
-
+TAIL_FRAMES = 1200  # maximum number of frames before the requested time that are folded one by one
 QUICK_TAIL = 400
 QUICK_TAIL_A_RANK = 40  # the same for a quick seek, per rank (at least)
 LOG_LINES = 300
@@ -211,14 +180,7 @@ FINE_SECONDS = 112  # seconds before the requested time for which memory is read
 
 def describe(info: RecordingInfo) -> RunInfo:
     """Return the run's information from a recording."""
-    return RunInfo(
-        id=info.run_id,
-        name=info.name,
-        kind=info.kind,
-        command=list(info.command),
-        created=info.started,
-        host=info.host,
-    )
+    return RunInfo(info.run_id, info.name, info.kind, list(info.command), info.started, info.host)
 
 
 class Superseded(Exception):  # noqa: N818 - no error: the state is not needed any more
@@ -232,14 +194,13 @@ def _without_collections() -> Generator[None, None, None]:
     A load creates tens of thousands of objects that are all kept. Traversing these and all others repeatedly takes as
     long as the load itself.
     """
-    if not gc.isenabled():
-        yield
-        return
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 @_without_collections()
@@ -304,22 +265,20 @@ def _tail(history: History, seq: int, length: int, t: float) -> tuple[int, list[
 
 def _fold(model: RunModel, frames: list[Frame], begin: int) -> None:
     # Charts and rates need steps without gaps; of older steps only results, such as the run's peak, are kept.
-    apply_all(model, (frame for frame in frames if frame.seq <= begin))
+    for frame in frames:
+        if frame.seq <= begin:
+            model.apply(frame)
     job, older = model.job, {number: rank.last for number, rank in model.ranks.items()}
     for rank in model.ranks.values():
         rank.forget_steps()
     model.training.forget_course()
-    apply_all(model, (frame for frame in frames if frame.seq > begin))
+    for frame in frames:
+        if frame.seq > begin:
+            model.apply(frame)
     for number, last in older.items() if model.job == job else ():
         rank = model.ranks[number]
         if last is not None and not rank.steps:
             rank.remember_step(last)
-
-
-def apply_all(model: RunModel, frames: Iterable[Frame]) -> None:
-    """Apply frames in order."""
-    for frame in frames:
-        model.apply(frame)
 
 
 def adopt(model: RunModel, overview: Overview, until: float | None = None, now: float | None = None) -> None:
@@ -366,24 +325,20 @@ def _load_memory(history: History, begin: float, t: float, model: RunModel, over
     """Load the memory before ``begin``, the start of the folded frames: by the second, and pooled before that."""
     span = overview.span if overview is not None else 1
     fine = fine_begin(begin, FINE_SECONDS, span)
+    parts: list[dict[int, Level]] = []
     if overview is not None:
         fine = max(fine, overview.first * span)
         rest = floor(fine / span)
         adopt(model, overview, float(rest * span))
         middle = min(span, 16)
-        _adopt(model, read_memory(history, rest * span // middle, (fine - rest * span) // middle, middle))
+        parts.append(read_memory(history, rest * span // middle, (fine - rest * span) // middle, middle))
     last = floor(begin)
-    _adopt(model, read_memory(history, fine, last - fine, 1))
-    _adopt(model, read_memory(history, last, 1, 1, until=t))
-
-
-def _adopt(model: RunModel, levels: dict[int, Level]) -> None:
-    for rank, level in levels.items():
+    parts += read_memory(history, fine, last - fine, 1), read_memory(history, last, 1, 1, until=t)
+    for rank, level in (pair for levels in parts for pair in levels.items()):
         model.rank(rank).timeline.adopt(level)
 
 
-_SUFFIXES = (".sqlite", ".csv", ".tsv", ".jsonl", ".json", ".yaml", ".yml")
-"""Suffixes of files that a command-line argument may name."""
+_SUFFIXES = (".sqlite", ".csv", ".tsv", ".jsonl", ".json", ".yaml", ".yml")  # of files that an argument may name
 
 
 def recording_file(name: str) -> Path | None:
@@ -411,9 +366,8 @@ def find_recording(name: str) -> Path:
         return rundir.find(name).recording
     except RunNotFoundError:
         if os.path.isdir(name):
-            raise RunNotFoundError(
-                f"{name}: no recording in this folder; 'ftmon ls' lists the runs there are"
-            ) from None
+            text = f"{name}: no recording in this folder; 'ftmon ls' lists the runs there are"
+            raise RunNotFoundError(text) from None
         if os.sep in name or Path(name).suffix.lower() in _SUFFIXES:  # meant as a file's name
             raise RunNotFoundError(f"{name}: no such file") from None
         raise
@@ -467,10 +421,8 @@ class Endpoint:
 
     def __init__(self, run: RunDir | None = None, addresses: Mapping[str, str] | None = None) -> None:
         """Use a run directory of this host, or the channels' addresses (``sockets.CHANNELS``) elsewhere."""
-        if (run is None) == (addresses is None):
-            raise ValueError("give a run directory or addresses")
         self._run = run
-        self._addresses = addresses
+        self._addresses = addresses or {}
 
     @property
     def local(self) -> bool:
@@ -484,7 +436,6 @@ class Endpoint:
     def hub(self) -> Hub | None:
         """Return the living hub, or None if there is none."""
         if self._run is None:
-            assert self._addresses is not None
             return Hub(self._addresses)
         try:
             self._run.check()

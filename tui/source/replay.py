@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -45,6 +46,8 @@ def alert_time(history: History, mark: AlertMark) -> float:
     return mark.time
 
 
+_STEP = re.compile(r"(?:step|#)?\s*(\d[\d,_]*)")
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _CLOCK = re.compile(r"(?:(\d{4})-(\d{1,2})-(\d{1,2})[ T])?(\d{1,2}):(\d{2})(?::(\d{2}(?:\.\d+)?))?")
 _JUMP = re.compile(r"([+-])((?:\d+(?:\.\d+)?[dhms]?\s*)+)")
 _PART = re.compile(r"(\d+(?:\.\d+)?)([dhms]?)")
@@ -71,20 +74,18 @@ def parse(text: str, position: float, first: float, last: float) -> Position:
         UsageError: the text has none of these forms; the message lists them.
     """
     typed = text.strip().lower()
-    step = re.fullmatch(r"(?:step|#)?\s*(\d[\d,_]*)", typed)
-    if step:
+    if step := _STEP.fullmatch(typed):
         return Position(step=int(re.sub("[,_]", "", step[1])))
-    share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", typed)
-    if share:
+    if share := _SHARE.fullmatch(typed):
         return Position(time=first + (last - first) * min(float(share[1]), 100.0) / 100.0)
-    jump = _JUMP.fullmatch(typed)
-    if jump:
+    if jump := _JUMP.fullmatch(typed):
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(jump[2]))
-        return Position(time=_within(position + (seconds if jump[1] == "+" else -seconds), first, last))
-    clock = _CLOCK.fullmatch(text.strip())
-    if clock:
-        return Position(time=_within(_time_of_day(clock, text, position, first, last), first, last))
-    raise UsageError(f"cannot go to {text!r}: {FIX}")
+        at = position + (seconds if jump[1] == "+" else -seconds)
+    elif clock := _CLOCK.fullmatch(text.strip()):
+        at = _time_of_day(clock, text, position, first, last)
+    else:
+        raise UsageError(f"cannot go to {text!r}: {FIX}")
+    return Position(time=min(max(at, first), last))
 
 
 def _time_of_day(clock: re.Match[str], text: str, position: float, first: float, last: float) -> float:
@@ -102,10 +103,6 @@ def _time_of_day(clock: re.Match[str], text: str, position: float, first: float,
     days = [(at + timedelta(days=offset)).timestamp() for offset in (0, -1, 1)]
     inside = [candidate for candidate in days if first <= candidate <= last]
     return min(inside or days, key=lambda candidate: abs(candidate - position))
-
-
-def _within(time_: float, first: float, last: float) -> float:
-    return min(max(time_, first), last)
 
 
 TICK_S = 0.1
@@ -235,18 +232,14 @@ class Playback:
     # The rest runs in the thread.
 
     def _run(self) -> None:
-        history: History | None = None
         try:
-            history = self._open(self._closing.is_set)
-            self._begin(history)
-            self._loop(history)
+            with closing(self._open(self._closing.is_set)) as history:
+                self._begin(history)
+                self._loop(history)
         except Exception as error:  # a thread's error is not visible: the screen must show it
             known = isinstance(error, FtmonError)
             self.error = str(error) if known else f"the recording cannot be played: {type(error).__name__}: {error}"
             self._put(_Update(message=self.error))
-        finally:
-            if history is not None:
-                history.close()
 
     def _begin(self, history: History) -> None:
         info = history.info()
@@ -266,17 +259,13 @@ class Playback:
         threading.Thread(target=self._read_overview, name="overview", daemon=True).start()
 
     def _read_overview(self) -> None:
-        history: History | None = None
         try:
-            history = self._open(self._closing.is_set)
-            self._new_overview = read_overview(history, history.info(), self._closing.is_set)
+            with closing(self._open(self._closing.is_set)) as history:
+                self._new_overview = read_overview(history, history.info(), self._closing.is_set)
             self._requests.put(Request("overview"))
         except Exception as error:  # a thread's error is not visible
             words = str(error) if isinstance(error, FtmonError) else f"{type(error).__name__}: {error}"
             self._put(_Update(message=f"older history cannot be read: {words}"))
-        finally:
-            if history is not None:
-                history.close()
 
     def _loop(self, history: History) -> None:
         moved_at = time.monotonic()
@@ -301,13 +290,11 @@ class Playback:
     def _wait_for_requests(self, wait: float | None) -> list[Request]:
         """Wait for requests and return all that are waiting, so that a held key costs a single seek."""
         found: list[Request] = []
-        try:
+        with suppress(queue.Empty):
             request = self._requests.get(timeout=wait)
             while request is not None:
                 found.append(request)
                 request = self._requests.get_nowait()
-        except queue.Empty:
-            pass
         return found
 
     def _carry_out(self, history: History, requests: list[Request]) -> None:
@@ -377,24 +364,17 @@ class Playback:
     def _play_on(self, history: History, seconds: float) -> None:
         if self._live_end is not None:
             self._last = max(self._last, self._live_end())
-        target = self._position + seconds
-        if target >= self._last:
-            target = self._last
-            self._playing = False
-            self._go(history, target)
+        self._playing = self._position + seconds < self._last
+        self._go(history, min(self._position + seconds, self._last))
+        if not self._playing:
             self._put(_Update(ended_live=self._live_end is not None))
-        else:
-            self._go(history, target)
 
     def _go(self, history: History, target: float) -> None:
         """Move to a time, by folding the frames in between if they are few and ahead, else by a seek."""
-        if target < self._position or not self._loaded:
-            self._position = target
-            self._load(history)
-            return
-        frames = history.frames(self._last_seq, MAX_FRAMES, target)
+        ahead = self._loaded and target >= self._position
+        frames = history.frames(self._last_seq, MAX_FRAMES, target) if ahead else []
         self._position = target
-        if len(frames) == MAX_FRAMES:
+        if not ahead or len(frames) == MAX_FRAMES:
             self._load(history)
             return
         if frames:
@@ -411,27 +391,24 @@ class Playback:
     def _complete(self, history: History) -> None:
         """Load the steps omitted by a quick seek; the next request cancels it."""
         self._quick = False  # also if it cannot be read: one attempt is enough
+        waiting = self._requests
         try:
-            model = load(
-                history, self._position, self._info, self._overview, superseded=lambda: not self._requests.empty()
-            )
+            model = load(history, self._position, self._info, self._overview, superseded=lambda: not waiting.empty())
         except Superseded:
             self._quick = True
-            return
-        self._show_model(model)
+        else:
+            self._show_model(model)
 
     def _show_model(self, model: RunModel) -> None:
         self._last_seq = model.last_seq
         self._loaded = True
         # Pending updates are from before the seek, but not what they report; marks and span are sent again.
         message, ended = None, False
-        while True:
-            try:
+        with suppress(IndexError):  # empty; `pump` takes from the same queue
+            while True:
                 stale = self._updates.popleft()
-            except IndexError:  # `pump` takes from the same queue
-                break
-            message = message if stale.message is None else stale.message
-            ended = ended or stale.ended_live
+                message = message if stale.message is None else stale.message
+                ended = ended or stale.ended_live
         marks, span = self._marks or None, (self._first, self._last)
         self._put(_Update(model=model, marks=marks, span=span, message=message, ended_live=ended))
 
@@ -443,13 +420,11 @@ class Playback:
 
 def _neighbour(known: list[AlertMark], position: float, direction: int, at_alert: int | None) -> AlertMark | None:
     """Return the next or previous mark; ``at_alert`` is the shown one, whose time may be before the position."""
-    here = next((index for index, mark in enumerate(known) if mark.alert_id == at_alert), None)
+    ordered = known if direction > 0 else known[::-1]
+    here = next((place for place, mark in enumerate(ordered) if mark.alert_id == at_alert), None)
     if here is not None:
-        index = here + direction
-        return known[index] if 0 <= index < len(known) else None
-    if direction > 0:
-        return next((mark for mark in known if mark.time > position), None)
-    return next((mark for mark in reversed(known) if mark.time < position), None)
+        return next(iter(ordered[here + 1 :]), None)
+    return next((mark for mark in ordered if (mark.time - position) * direction > 0), None)
 
 
 AT_ITS_END = "this run failed: its end is shown; N: alert before, space: play from the start"
@@ -474,11 +449,6 @@ def first_ranks_time(reader: Reader, info: RecordingInfo) -> float:
     return found or info.first_t
 
 
-def begin_of(reader: Reader, info: RecordingInfo) -> float:
-    """Return the time at which a replay begins: the end of a run that failed, else when its first ranks reported."""
-    return info.last_t if ended_badly(info) else first_ranks_time(reader, info)
-
-
 def ended_badly(info: RecordingInfo) -> bool:
     """Return whether a recorded run failed, or ended with unresolved errors."""
     return info.state == "failed" or bool(info.open_errors and not info.live)
@@ -488,7 +458,7 @@ class ReplaySource:
     """Plays a recording, from ``start`` (seconds since the epoch), its end (``at_end``), or the most useful place.
 
     That is the end of a run that failed, else the first ranks' first messages: nothing is shown before them, and
-    seeking to the beginning remains possible. ``play``: start playing at once.
+    seeking to the beginning remains possible.
 
     Raises:
         RecordingError: the file is missing, or is not a recording this version can read.
@@ -496,25 +466,20 @@ class ReplaySource:
 
     can_command: bool = False
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, start: float | None = None, at_end: bool = False, play: bool = False
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, start: float | None = None, at_end: bool = False) -> None:
         self._path = Path(path)
         self.folder: Path | None = self._path.parent
-        reader = Reader(self._path)
-        try:
+        with Reader(self._path) as reader:
             info = reader.info()
-            begin = begin_of(reader, info) if start is None and not at_end else info.last_t
-        finally:
-            reader.close()
+            failed = start is None and not at_end and ended_badly(info)
+            if start is None:
+                start = info.last_t if failed or at_end else first_ranks_time(reader, info)
         self.transport = Transport("replay", self._request)
         self.transport.first, self.transport.last = info.first_t, info.last_t
-        self.transport.position = begin if start is None else start
-        if start is None and not at_end and ended_badly(info):
-            self.transport.message = AT_ITS_END
+        self.transport.position = start
+        self.transport.message = AT_ITS_END if failed else ""
         self._readers: list[Reader] = []
         self._playback = Playback(self._open, describe(info), self.transport, self.transport.position)
-        self._play = play
         self.commands: dict[str, CommandRecord] = {}
         self._since = time.time()
         self._missing = info.missing
@@ -530,8 +495,6 @@ class ReplaySource:
 
     def start(self) -> None:
         self._playback.start()
-        if self._play:
-            self.transport.play()
 
     def pump(self, budget_s: float = 0.05) -> bool:
         return self._playback.pump(budget_s)

@@ -106,9 +106,8 @@ class Session:
             path.unlink(missing_ok=True)  # from an earlier session
         words = command.session(control, unattended)
         try:
-            self._process: subprocess.Popen[bytes] = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            )
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe)
         except OSError as error:
             raise SshError(f"{words[0]}: {error.strerror}", 127) from None
         self._errors = bytearray()
@@ -116,7 +115,7 @@ class Session:
         self._reading = threading.Thread(target=self._read_errors, name="ssh-errors", daemon=True)
         self._reading.start()
         try:
-            self.greeting = self._greet(HELLO_SECONDS if unattended else None)
+            self.greeting = self._greet(unattended)
             self._forward(command.forward(control, self._pairs()))
         except BaseException:
             self._process.kill()
@@ -131,7 +130,7 @@ class Session:
     @property
     def ended_in_order(self) -> bool:
         """Whether it ended because the run has ended."""
-        return self._over.is_set() and self._process.poll() == 0
+        return not self.alive and self._process.poll() == 0
 
     @property
     def last_line(self) -> str:
@@ -151,31 +150,28 @@ class Session:
             raise _other_version()
         return [(near, far[channel]) for channel, near in self.sockets.items()]
 
-    def _greet(self, patience: float | None) -> Greeting:
-        timer = threading.Timer(patience, self._process.kill) if patience is not None else None
+    def _greet(self, unattended: bool) -> Greeting:
+        timer = threading.Timer(HELLO_SECONDS, self._process.kill)
+        if unattended:
+            timer.start()
         try:
-            if timer is not None:
-                timer.start()
             return self._read_greeting()
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
 
     def _read_greeting(self) -> Greeting:
         assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
-        line, total = bytearray(), 0
-        while total < _GREETING_LIMIT:
-            byte = os.read(descriptor, 1)
+        line = b""
+        for _ in range(_GREETING_LIMIT):
+            byte = os.read(self._process.stdout.fileno(), 1)
             if not byte:
                 break
-            total += 1
             line += byte
             if byte == b"\n":
                 if line.startswith(b'{"ftmon":'):
-                    return _decode_greeting(bytes(line))
-                line.clear()  # output of a login shell
-        if total >= _GREETING_LIMIT:
+                    return _decode_greeting(line)
+                line = b""  # output of a login shell
+        else:
             self._process.kill()
         status = self._process.wait()
         self._reading.join(timeout=10)
@@ -231,21 +227,29 @@ class SshEndpoint(Endpoint):
         """Reason why the other side refuses the run permanently: it ended while there was no connection."""
         self.greeting: Greeting | None = None
 
-    def open(self) -> Greeting:
-        """Connect, and return the greeting.
+    def open(self, unattended: bool = False) -> Greeting:
+        """Connect, and return the greeting; unless ``unattended``, ssh may ask for a password.
 
         Raises:
             SshError: there is no connection.
             HubError: the other side uses another protocol version.
         """
-        return self._start(unattended=False)
+        session = Session(self._command, self._folder, unattended)
+        if self._closed:  # meanwhile, by another thread
+            session.close()
+            raise HubError("no longer wanted")
+        found = session.greeting
+        self._session, self.greeting, self._trouble = session, found, ""
+        self._command = self._command._replace(run=found.id)  # another run may be the newest at a reconnect
+        self._hub = Hub({name: f"ipc://{path}" for name, path in session.sockets.items()}, read_only=found.read_only)
+        return found
 
     @property
     def info(self) -> RunInfo:
         found = self.greeting
-        if found is None:
-            return RunInfo()
-        return RunInfo(found.id, found.name, found.kind, found.command, found.created, found.host)
+        return (
+            RunInfo(found.id, found.name, found.kind, found.command, found.created, found.host) if found else RunInfo()
+        )
 
     @property
     def trouble(self) -> str:
@@ -267,7 +271,7 @@ class SshEndpoint(Endpoint):
             self._session = None
         self._next = time.monotonic() + RETRY_SECONDS
         try:
-            self._start(unattended=True)
+            self.open(unattended=True)
         except FtmonError as error:
             if isinstance(error, SshError) and error.status == exits.WRONG_USAGE:
                 self._refusal = str(error).removeprefix("ftmon: ")
@@ -293,17 +297,6 @@ class SshEndpoint(Endpoint):
         if self._session is not None:
             self._session.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _start(self, unattended: bool) -> Greeting:
-        session = Session(self._command, self._folder, unattended)
-        if self._closed:  # meanwhile, by another thread
-            session.close()
-            raise HubError("no longer wanted")
-        found = session.greeting
-        self._session, self.greeting, self._trouble = session, found, ""
-        self._command = self._command._replace(run=found.id)  # another run may be the newest at a reconnect
-        self._hub = Hub({name: f"ipc://{path}" for name, path in session.sockets.items()}, read_only=found.read_only)
-        return found
 
 
 def _answers(path: Path) -> bool:
@@ -366,6 +359,11 @@ class RemoteReader:
     """A ``Reader`` at the other end of a query socket. Use it from one thread.
 
     ``cancelled`` is polled while waiting; True cancels the query.
+
+    Raises:
+        HubError: of a query: no answer in time.
+        RecordingError: the hub answered with an error.
+        ProtocolError: the answer is invalid.
     """
 
     def __init__(
@@ -375,10 +373,8 @@ class RemoteReader:
         timeout_s: float = TIMEOUT_S,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._context = context
-        self._address = address
-        self._timeout_s = timeout_s
-        self._cancelled = cancelled
+        self._context, self._address = context, address
+        self._timeout_s, self._cancelled = timeout_s, cancelled
         self._socket: zmq.Socket[Any] | None = None
         self._asked = 0
 
@@ -402,20 +398,11 @@ class RemoteReader:
             self._socket = None
 
     def _ask(self, name: str, **args: Any) -> Any:
-        """Send a query and return the decoded answer.
-
-        Raises:
-            HubError: no answer in time.
-            RecordingError: the hub answered with an error.
-            ProtocolError: the answer is invalid.
-        """
+        """Send a query and return the decoded answer."""
         self._asked += 1
         query = Query(f"{secrets.token_hex(4)}-{self._asked}", name, args)
-        deadline = time.monotonic() + self._timeout_s
         try:
-            self._connect()
-            self._send(wire.encode("app", self._asked, time.time(), query), deadline)
-            answer = self._receive(query.id, deadline)
+            answer = self._exchange(query)
         except zmq.ZMQError as error:  # the context ends, and its users with it
             self.close()
             raise HubError(f"the hub cannot be asked: {error.strerror}") from None
@@ -426,36 +413,31 @@ class RemoteReader:
             raise RecordingError(answer.error)
         return decode_answer(name, answer.data)
 
-    def _connect(self) -> None:
+    def _connected(self) -> "zmq.Socket[Any]":
         if self._socket is None:
             self._socket = peer_socket(self._context, "query")
             # A query to a hub that is gone must not be queued and reach the next hub.
             self._socket.setsockopt(zmq.IMMEDIATE, 1)
             self._socket.connect(self._address)
+        return self._socket
 
-    def _send(self, frames: list[bytes], deadline: float) -> None:
-        socket = self._socket
-        assert socket is not None
-        while not socket.poll(_POLL_MS, zmq.POLLOUT):
-            self._give_up(deadline)
-        socket.send_multipart(frames, zmq.NOBLOCK)
-
-    def _receive(self, query_id: str, deadline: float) -> Answer:
-        socket = self._socket
-        assert socket is not None
+    def _exchange(self, query: Query) -> Answer:
+        socket, deadline = self._connected(), time.monotonic() + self._timeout_s
+        self._await(socket, zmq.POLLOUT, deadline)
+        socket.send_multipart(wire.encode("app", self._asked, time.time(), query), zmq.NOBLOCK)
         while True:
-            while not socket.poll(_POLL_MS):
-                self._give_up(deadline)
+            self._await(socket, zmq.POLLIN, deadline)
             frames = socket.recv_multipart()
             if len(frames) != 2:
                 continue
             wire.decode_header(frames[0])
             answer = wire.decode_body(frames[1])
-            if isinstance(answer, Answer) and answer.id == query_id:
+            if isinstance(answer, Answer) and answer.id == query.id:
                 return answer
 
-    def _give_up(self, deadline: float) -> None:
-        if self._cancelled():
-            raise HubError("no longer asked")
-        if time.monotonic() > deadline:
-            raise HubError(f"the hub did not answer within {self._timeout_s:.0f} s")
+    def _await(self, socket: "zmq.Socket[Any]", event: int, deadline: float) -> None:
+        while not socket.poll(_POLL_MS, event):
+            if self._cancelled():
+                raise HubError("no longer asked")
+            if time.monotonic() > deadline:
+                raise HubError(f"the hub did not answer within {self._timeout_s:.0f} s")

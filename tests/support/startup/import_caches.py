@@ -15,12 +15,7 @@ from typing import Any
 
 
 class _FileCache:
-    """A value that depends on the installation alone, cached in a file beside the bytecode.
-
-    Args:
-        name: what it is.
-        of: what it depends on.
-    """
+    """A value that depends on the installation alone, as ``of`` says, cached in a file beside the bytecode."""
 
     def __init__(self, name: str, of: object) -> None:
         self._file = Path(__file__).with_name("__pycache__") / f"{name}-{zlib.crc32(repr(of).encode()):08x}.marshal"

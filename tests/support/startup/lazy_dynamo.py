@@ -12,8 +12,7 @@ from types import ModuleType
 from typing import Any
 
 _NAME = "torch._dynamo"
-_ALONE = (f"{_NAME}.config", f"{_NAME}._trace_wrapped_higher_order_op")
-"""Modules that need no other of the package."""
+_ALONE = (f"{_NAME}.config", f"{_NAME}._trace_wrapped_higher_order_op")  # modules that need no other of the package
 
 
 class _Package(ModuleType):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from messages import EXAMPLES
 from places import DATA
 
-# The wire format itself, committed: ``golden.json`` holds the header and every message of ``tests/support/messages.py``
+# The wire format itself, committed: ``golden.json`` holds the header and every message of ``messages.jsonl``
 # as hex. Nothing here rewrites it: a new field is added by hand, beside a note in ``docs/protocol.md``.
 # ``golden_old.json`` holds the bytes that the code of 2026-11-21 sent (commit c144ba7); these never change, and decode
 # with the defaults of the fields added since.

@@ -7,38 +7,32 @@ from typing import Any
 import pytest
 from ftmon.protocol.errors import FtmonError
 from ftmon.protocol.sweep.rows import Planned
-from ftmon.trainer.sweep import plan as jobs
-from ftmon.trainer.sweep import plan as show
-from ftmon.trainer.sweep import plan as spec
+from ftmon.trainer.sweep import plan
 from ftmon.trainer.sweep.__main__ import _plan
 
 _CONFIG, _COMMAND = "config: train.yaml\n", "command: python {a}\n"
 CONFIG = "model: {config: {model_type: llama}}\ndata: {path: d.jsonl}\n"
 
 
-def read(tmp_path: Path, text: str) -> spec.Spec:
+def read(tmp_path: Path, text: str) -> plan.Spec:
     (tmp_path / "train.yaml").write_text(CONFIG)
     path = tmp_path / "sweep.yaml"
     path.write_text(text)
-    found = spec.read(str(path))
-    jobs.check(found)
+    found = plan.read(str(path))
+    plan.check(found)
     return found
 
 
 def test_a_grid_is_every_combination_as_overrides_of_the_configuration(tmp_path: Path) -> None:
-    found = read(
-        tmp_path,
-        "config: train.yaml\nset: {optimizer.lr: 1e-5}\naxes:\n  training.sequence_length: [512, 1024]\n"
-        "  zero.offload_optimizer: [true, false]\n  env.PYTORCH_CUDA_ALLOC_CONF: ['', 'expandable_segments:True']\n",
-    )
-    grid = jobs.combinations(found)
+    axes = "  training.sequence_length: [512, 1024]\n  zero.offload_optimizer: [true, false]\n"
+    axes += "  env.PYTORCH_CUDA_ALLOC_CONF: ['', 'expandable_segments:True']\n"
+    found = read(tmp_path, f"{_CONFIG}set: {{optimizer.lr: 1e-5}}\naxes:\n{axes}")
+    grid = plan.combinations(found)
     assert len(grid) == 8
-    job = jobs.job(found, grid[-1], "s-001")
+    job = plan.job(found, grid[-1], "s-001")
     words = job.request.overrides
-    assert "training.sequence_length=1024" in words
-    assert "zero.offload_optimizer=false" in words
-    assert "training.max_steps=5" in words, "3 measured and 2 of warm-up"
-    assert "optimizer.lr=1e-05" in words
+    wanted = {"training.sequence_length=1024", "zero.offload_optimizer=false", "optimizer.lr=1e-05"}
+    assert {*wanted, "training.max_steps=5"} <= set(words), "3 measured steps and 2 of warm-up"
     assert job.request.options.on_hang == "kill"
     assert job.environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert not any(word.startswith("env.") for word in words)
@@ -46,16 +40,16 @@ def test_a_grid_is_every_combination_as_overrides_of_the_configuration(tmp_path:
 
 def test_a_command_takes_its_values_where_the_placeholders_stand(tmp_path: Path) -> None:
     found = read(tmp_path, "command: [python, train.py, '--seq={seq}', '--config={\"a\": 1}']\naxes: {seq: [8, 16]}\n")
-    assert jobs.job(found, {"seq": 16}, "s").request.command[-3:] == ["train.py", "--seq=16", '--config={"a": 1}']
+    assert plan.job(found, {"seq": 16}, "s").request.command[-3:] == ["train.py", "--seq=16", '--config={"a": 1}']
 
 
 def test_lengths_that_share_a_process_are_measured_on_data_for_the_longest(tmp_path: Path) -> None:
     text = "config: train.yaml\naxes: {training.sequence_length: [64, 16]}\n"
     found = read(tmp_path, text + "one_process: true\n")
-    words = jobs.job(found, {"training.sequence_length": 16}, "s", [16, 64]).request.overrides
+    words = plan.job(found, {"training.sequence_length": 16}, "s", [16, 64]).request.overrides
     assert "training.sequence_length=64" in words
     assert "debug.lengths=[16, 64]" in words
-    assert jobs.fingerprint(found) != jobs.fingerprint(read(tmp_path, text)), "their rows have no NVML figures"
+    assert plan.fingerprint(found) != plan.fingerprint(read(tmp_path, text)), "their rows have no NVML figures"
 
 
 @pytest.mark.parametrize(("goal", "repeats"), [("largest", 1), ("fastest", 3)])
@@ -64,10 +58,10 @@ def test_a_search_along_an_axis_runs_each_value_once(tmp_path: Path, goal: str, 
     text = f"command: {command}\naxes: {{a: [1, 2]}}\nrepeats: 3\nsearch: {{goal: {goal}{more}}}\n"
     wanted = read(tmp_path, text)
     predictor: Any = SimpleNamespace(notes=[], capacity_bytes=None, plan=lambda grid: list(map(Planned, grid)))
-    plan = _plan(wanted, predictor, False)
+    planned = _plan(wanted, predictor, False)
     printed: list[str] = []
-    show.Lines(wanted, printed.append).plan(plan, 0, 0.0)
-    assert plan.repeats == repeats
+    plan.Lines(wanted, printed.append).plan(planned, 0, 0.0)
+    assert planned.repeats == repeats
     assert ("x 3 repeats" in printed[0]) == (repeats == 3)
 
 
@@ -80,10 +74,10 @@ def test_a_budget_in_money_is_time_at_its_price(tmp_path: Path) -> None:
 
 def test_what_decides_a_row_decides_whose_results_they_are(tmp_path: Path) -> None:
     base = "config: train.yaml\naxes: {zero.stage: [1]}\n"
-    one = jobs.fingerprint(read(tmp_path, base))
-    assert jobs.fingerprint(read(tmp_path, base.replace("[1]", "[1, 2]") + "repeats: 3\nbudget: {hours: 1}\n")) == one
-    assert jobs.fingerprint(read(tmp_path, base + "steps: 9\n")) != one
-    assert jobs.fingerprint(read(tmp_path, base + "set: {training.micro_batch: 2}\n")) != one
+    one = plan.fingerprint(read(tmp_path, base))
+    assert plan.fingerprint(read(tmp_path, base.replace("[1]", "[1, 2]") + "repeats: 3\nbudget: {hours: 1}\n")) == one
+    assert plan.fingerprint(read(tmp_path, base + "steps: 9\n")) != one
+    assert plan.fingerprint(read(tmp_path, base + "set: {training.micro_batch: 2}\n")) != one
 
 
 @pytest.mark.parametrize(
@@ -94,17 +88,11 @@ def test_what_decides_a_row_decides_whose_results_they_are(tmp_path: Path) -> No
         (_CONFIG + "axes: {a: [1]}\ncolumns: loss\n", "sweep.yaml:3: columns must be a list of figures"),
         (_CONFIG + "axes: {a: [1]}\ncolumns:\n- loss\n- los\n", "sweep.yaml:5: columns: los is not a figure"),
         (_CONFIG + "axes: {a: [1]}\ncolumns: [loss, loss]\n", "sweep.yaml:3: columns has loss twice"),
-        (
-            _CONFIG + "axes: {env.A=B: [1]}\n",
-            "sweep.yaml:2: axes.env.A=B is no name of an environment variable",
-        ),
+        (_CONFIG + "axes: {env.A=B: [1]}\n", "sweep.yaml:2: axes.env.A=B is no name of an environment variable"),
         (_CONFIG + "axes: {a: [1]}\nenv: {A=B: c}\n", "sweep.yaml:3: env.A=B is no name of an environment"),
         ("config: none.yaml\naxes: {a: [1]}\n", "sweep.yaml:1: config none.yaml: no such file"),
         (_CONFIG + "axis: {a: [1]}\n", "sweep.yaml:2: unknown key axis; did you mean axes?"),
-        (
-            _CONFIG + "axes:\n  zero.stag: [1, 2]\n",
-            "sweep.yaml:3: axes.zero.stag: unknown key zero.stag",
-        ),
+        (_CONFIG + "axes:\n  zero.stag: [1, 2]\n", "sweep.yaml:3: axes.zero.stag: unknown key zero.stag"),
         (_CONFIG + "axes:\n  zero.stage: [1, 7]\n", "sweep.yaml:3: axes.zero.stage: zero.stage must be"),
         (_CONFIG + "axes:\n  zero.stage: 2\n", "sweep.yaml:3: axes.zero.stage must be a list"),
         (_CONFIG + "axes: {zero.stage: [2, 2]}\n", "has 2 twice"),
@@ -113,14 +101,12 @@ def test_what_decides_a_row_decides_whose_results_they_are(tmp_path: Path) -> No
         ("command: no-such-program {seq}\naxes: {seq: [1]}\n", "no-such-program: command not found"),
         (_COMMAND + "axes: {a: [1]}\nbudget: {money: 3}\n", "budget.money needs price_per_hour"),
         (_COMMAND + "axes: {a: [1]}\ntimeout: soon\n", "sweep.yaml:3: timeout must be seconds"),
-        (
-            _COMMAND + "search: {goal: best, axis: a, high: 9}\n",
-            "search.goal must be largest, fastest",
-        ),
+        (_COMMAND + "search: {goal: best, axis: a, high: 9}\n", "search.goal must be largest, fastest"),
+        (_COMMAND + "search: {goals: best}\n", "sweep.yaml:2: unknown key search.goals; did you mean goal?"),
         (_COMMAND + "search: {goal: largest, axis: a}\n", "search needs axis and high"),
         (
             _CONFIG + "one_process: true\naxes: {zero.stage: [1]}\n",
-            "sweep.yaml:2: one_process needs the axis training.sequence_length",
+            "sweep.yaml:2: one_process needs the axis training.",
         ),
         (_COMMAND + "axes: {a: [1]}\none_process: true\n", "sweep.yaml:3: one_process goes with config"),
         (
@@ -128,10 +114,7 @@ def test_what_decides_a_row_decides_whose_results_they_are(tmp_path: Path) -> No
             "sweep.yaml:2: one_process goes without search",
         ),
         (_CONFIG + "one_process: 1\naxes: {a: [1]}\n", "sweep.yaml:2: one_process must be true or false"),
-        (
-            f"command: python {{a}}\naxes: {{a: [{1 << 63}]}}\n",
-            "sweep.yaml:2: axes.a must be a whole number of at most 64 bits",
-        ),
+        (_COMMAND + f"axes: {{a: [{1 << 63}]}}\n", "sweep.yaml:2: axes.a must be a whole number of at most 64 bits"),
         ("- 1\n", "must hold keys such as config and axes"),
     ],
 )

@@ -17,35 +17,25 @@ from ftmon.trainer.sweep import run
 from ftmon.trainer.sweep.run import Ending, Running, progress, why
 from streams import Stream, write
 
-# What a sweep reads from the recording of a live run.
-
-
-RESUMED_AT = 1000
-
 
 def resumed(frame: Frame) -> Frame:
     """Return a frame as of a script that resumes from a checkpoint."""
-    message = frame.message
-    if not isinstance(message, Step):
+    step = frame.message
+    if not isinstance(step, Step):
         return frame
-    message = msgspec.structs.replace(message, step=message.step + RESUMED_AT)
-    return msgspec.structs.replace(frame, message=message)
+    return msgspec.structs.replace(frame, message=msgspec.structs.replace(step, step=step.step + 1000))
 
 
-def test_steps_of_a_resumed_script_are_counted_from_its_own_first(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
+def test_steps_of_a_resumed_script_are_counted_from_its_own_first_and_by_the_rank_with_the_fewest(
+    tmp_path: Path,
+) -> None:
     frames = [resumed(frame) for frame in Stream(ranks=2, steps=40).frames()]
-    steps = [frame for frame in frames if isinstance(frame.message, Step)]
-    # The last step of one rank is not recorded yet.
-    write(run.recording, [frame for frame in frames if frame is not steps[-1]])
-    assert progress(run, 0.0).steps == 39
-
-
-def test_a_rank_without_a_step_holds_back_the_count(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    frames = Stream(ranks=2, steps=5).frames()
-    write(run.recording, [frame for frame in frames if not (isinstance(frame.message, Step) and frame.message.rank)])
-    assert progress(run, 0.0).steps == 0
+    last = [frame for frame in frames if isinstance(frame.message, Step)][-1]
+    (tmp_path / "other").mkdir()
+    run, other = RunDir(tmp_path), RunDir(tmp_path / "other")
+    write(run.recording, [frame for frame in frames if frame is not last])  # not recorded yet
+    write(other.recording, [frame for frame in frames if not (isinstance(frame.message, Step) and frame.message.rank)])
+    assert (progress(run, 0.0).steps, progress(other, 0.0).steps) == (39, 0)
 
 
 def test_a_hang_is_the_one_for_which_the_run_was_ended_not_what_its_end_looks_like(tmp_path: Path) -> None:

@@ -12,9 +12,6 @@ from ftmon.trainer.sweep import plan
 from ftmon.trainer.sweep import search as searching
 from ftmon.trainer.sweep.search import Predictor
 
-# What ``ftmon predict`` is asked for a sweep's configurations.
-
-
 A100 = "NVIDIA A100-SXM4-80GB"
 CONFIG = """
 model: {config: {model_type: llama, vocab_size: 512, hidden_size: 64}}
@@ -49,8 +46,7 @@ def test_a_prediction_is_of_this_hosts_gpus_and_what_is_beside_pytorch_on_them(
 def test_of_a_gpu_that_is_not_in_the_table_the_default_is_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu, _ = asked("NVIDIA Voodoo 2", False, tmp_path, monkeypatch)
-    assert gpu == arguments_of(["--model", "m"]).gpu
+    assert asked("NVIDIA Voodoo 2", False, tmp_path, monkeypatch)[0] == arguments_of(["--model", "m"]).gpu
 
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -80,9 +76,8 @@ class Machine:
 @pytest.fixture
 def predictor(tmp_path: Path) -> Predictor:
     path = tmp_path / "s.yaml"
-    path.write_text(
-        "command: python {seq} {zero}\naxes: {zero: [2, 3]}\nsearch: {goal: largest, axis: seq, high: 8192}\n"
-    )
+    searched = "search: {goal: largest, axis: seq, high: 8192}\n"
+    path.write_text(f"command: python {{seq}} {{zero}}\naxes: {{zero: [2, 3]}}\n{searched}")
     return Predictor(plan.read(str(path)), lambda _: None)
 
 
@@ -107,8 +102,7 @@ def test_where_the_phase_changes_takes_few_of_the_runs_of_a_grid(predictor: Pred
 
 def test_what_does_not_fit_at_all_and_what_cannot_be_told_are_said(predictor: Predictor) -> None:
     assert search(Machine(), predictor, Search("largest", "seq", 6_000, 8192), 3) == ["zero=3: not even seq 6,000 fits"]
-    assert search(Machine(), predictor, Search("largest", "seq", 1, 2), 3) == [
-        "zero=3: the largest seq that fits is 2; larger ones may, too"
-    ]
+    (found,) = search(Machine(), predictor, Search("largest", "seq", 1, 2), 3)
+    assert found == "zero=3: the largest seq that fits is 2; larger ones may, too"
     (found,) = search(Machine(crash_at=1), predictor, Search("largest", "seq", 1, 64), 3)
     assert found == "zero=3: cannot tell: seq=1 crash: ValueError: no"

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.messages.telemetry import LogLine, Stacks
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.writer import Writer
 from ftmon.protocol.run import rundir
 from ftmon.protocol.text import escape_json
 from ftmon.tui.cli.main import main
-from streams import RUN, Stream
+from streams import RUN, Stream, write
 
 DUMP = """Thread 0x00007f0000000001 (most recent call first):
   File "/home/user/train.py", line 12 in main
@@ -29,15 +30,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """Make a recording that was copied from another host, with stacks of rank 1."""
-    path = tmp_path / "copied.sqlite"
     frames = list(Stream(ranks=2, steps=24).frames())
-    writer = Writer(path, RUN)
-    for frame in frames:
-        writer.append(frame.seq, frame.t, frame.message)
     last = frames[-1]
-    writer.append(last.seq + 1, last.t, Stacks(1, last.t, DUMP, "asked", "0x00007f0000000001"))
-    writer.close()
-    return path
+    stacks = Stacks(1, last.t, DUMP, "asked", "0x00007f0000000001")
+    return write(tmp_path / "copied.sqlite", [*frames, Frame(last.seq + 1, last.t, stacks)])
 
 
 def test_logs_of_a_rank_that_failed_before_its_first_message(path, capsys):
@@ -46,9 +42,7 @@ def test_logs_of_a_rank_that_failed_before_its_first_message(path, capsys):
     writer.close()
     assert main(["logs", str(path), "--rank", "5"]) == 0
     assert capsys.readouterr().out == "rank 5| ImportError: no module named flash\n"
-    assert main(["logs", str(path), "--rank", "5", "--text", "nowhere"]) == 0, (
-        "the rank is known, the text is not there"
-    )
+    assert main(["logs", str(path), "--rank", "5", "--text", "nowhere"]) == 0, "the rank is known"
     assert main(["logs", str(path), "--rank", "6"]) == 2
 
 
@@ -79,15 +73,15 @@ def test_a_folder_without_a_recording_hides_no_run_of_its_name(path, tmp_path, m
 
 
 @pytest.mark.parametrize("command", ["status", "replay", "logs", "stacks", "kill", "stop", "report"])
-@pytest.mark.parametrize(("name", "told"), [("", "name of the run is empty"), ("folder", "folder")])
-def test_an_empty_name_and_an_empty_folder_are_wrong_usage(tmp_path, monkeypatch, capsys, command, name, told):
+def test_an_empty_name_and_an_empty_folder_are_wrong_usage(tmp_path, monkeypatch, capsys, command):
     rundir.create("train", ["train"], "run")
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert main([command, name]) == 2
-    error = capsys.readouterr().err
-    assert told in error
-    assert "ftmon ls" in error
+    for name, told in (("", "name of the run is empty"), ("folder", "folder")):
+        assert main([command, name]) == 2
+        error = capsys.readouterr().err
+        assert told in error
+        assert "ftmon ls" in error
 
 
 def test_stacks_of_a_recording_are_those_recorded_last(path, capsys):
@@ -96,10 +90,9 @@ def test_stacks_of_a_recording_are_those_recorded_last(path, capsys):
     assert "train.py:12 in main" in text
     assert main(["stacks", "--json", str(path)]) == 0
     assert json.loads(capsys.readouterr().out)["groups"][0]["ranks"] == [1]
-    assert main(["stacks", "--rank", "0", str(path)]) == 2
-    assert "no stacks were recorded" in capsys.readouterr().err
-    assert main(["stacks", "--rank", "9", str(path)]) == 2
-    assert "no rank 9 in this run" in capsys.readouterr().err
+    for rank, words in (("0", "no stacks were recorded"), ("9", "no rank 9 in this run")):
+        assert main(["stacks", "--rank", rank, str(path)]) == 2
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -109,19 +102,13 @@ def test_stacks_of_a_recording_are_those_recorded_last(path, capsys):
 )
 def test_what_is_no_recording_is_refused_at_once_in_one_line(tmp_path, capsys, command, kind):
     place = tmp_path / "x.sqlite"
-    if kind == "fifo":
-        os.mkfifo(place)
-    elif kind == "socket":
+    if kind == "socket":
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(place))
-    elif kind == "device":
-        place = Path("/dev/zero")
-    elif kind == "empty folder":
-        place.mkdir()
-    elif kind == "long":
-        place = tmp_path / f"{'x' * 5000}.sqlite"
-    elif kind == "notes":
-        place.write_text("nothing\n")
+    elif make := {"fifo": os.mkfifo, "empty folder": Path.mkdir, "notes": lambda at: at.write_text("no\n")}.get(kind):
+        make(place)
+    else:
+        place = {"device": Path("/dev/zero"), "long": tmp_path / f"{'x' * 5000}.sqlite"}.get(kind, place)
     assert main([command, str(place)]) in (1, 2)
     out, err = capsys.readouterr()
     assert out == ""

@@ -1,33 +1,26 @@
 """The grammar of the command line, and what importing it costs."""
 
 import pytest
-from ftmon.tui.cli.arguments import GROUPS, INTERNAL, SHELLS, build_parser
+from ftmon.tui.cli.arguments import COMMANDS, INTERNAL, SHELLS, build_parser
 from ftmon.tui.cli.main import main, parse
-
-
-def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["completion", shell]) == 0
-    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_every_shell_learns_every_command(shell, capsys):
-    text = script(shell, capsys)
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
     assert all(command in text for command in ("demo", "attach", "replay", "completion", "print-config"))
 
 
-def test_help_names_every_command(capsys):
+def test_help_names_every_command_but_the_internal_ones(capsys):
     with pytest.raises(SystemExit) as ended:
         parse(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"\n  {command} " in text for commands in GROUPS.values() for command in commands)
-
-
-def test_each_command_but_the_internal_ones_is_in_one_group_of_the_help():
-    (commands,) = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
-    grouped = [name for names in GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted(set(commands) - set(INTERNAL))
+    names = [command.name for commands in COMMANDS.values() for command in commands]
+    (parsers,) = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
+    assert sorted(names) == sorted(parsers)
+    assert {name for name in names if f"\n  {name} " not in text} == set(INTERNAL)
 
 
 @pytest.mark.parametrize("command", ["demo", "train"])
@@ -37,19 +30,13 @@ def test_overrides_may_stand_between_options(command):
     assert arguments.overrides == ["zero.stage=2", "steps=3", "data.path=a=b"]
     assert arguments.plain
     assert arguments.detach
+    assert command == "demo" or arguments.config == "mine.yaml"
 
 
-def test_train_takes_its_first_word_as_the_configuration():
-    assert parse(["train", "mine.yaml", "steps=3"]).config == "mine.yaml"
-
-
-def test_the_watched_command_keeps_its_own_options_untouched():
+def test_the_watched_command_keeps_its_own_options_untouched_and_may_come_without_dashes():
     arguments = parse(["run", "--name", "x", "--", "deepspeed", "--num_gpus", "2", "train.py", "--", "--name", "y"])
     assert arguments.name == "x"
     assert arguments.command == ["deepspeed", "--num_gpus", "2", "train.py", "--", "--name", "y"]
-
-
-def test_the_watched_command_may_come_without_dashes():
     arguments = parse(["run", "--plain", "torchrun", "--nproc-per-node", "2", "train.py", "--plain"])
     assert arguments.plain
     assert arguments.command == ["torchrun", "--nproc-per-node", "2", "train.py", "--plain"]
@@ -111,12 +98,8 @@ def test_rank_may_be_repeated():
     assert (arguments.rank, arguments.signal, arguments.yes) == ([1, 3], "TERM", True)
 
 
-@pytest.mark.parametrize("words", [["--ascii"], ["--ascii", "attach"], ["attach", "--ascii"]])
-def test_ascii_works_before_and_after_the_command(words):
-    assert parse(words).ascii
-
-
-def test_ftmon_alone_opens_the_list_of_runs():
+def test_ascii_works_before_and_after_the_command_and_ftmon_alone_opens_the_list_of_runs():
+    assert all(parse(words).ascii for words in (["--ascii"], ["--ascii", "attach"], ["attach", "--ascii"]))
     assert parse([]).handler == "watch:choose"
 
 

@@ -15,22 +15,13 @@ from models import model_of
 from places import DOCS
 
 
-@pytest.mark.parametrize(
-    ("code", "state", "status"),
-    [
-        (0, "finished", 0),
-        (1, "failed", 1),
-        (2, "failed", 2),
-        (3, "failed", 3),
-        (255, "failed", 255),
-        (-9, "failed", 137),
-        (-2, "stopped", 130),
-        (5, "stopped", 5),
-        (0, "stopped", 0),
-    ],
-)
-def test_the_exit_status_is_the_trainings_own_as_a_shell_gives_it(code, state, status):
-    assert exits.of_run(ExitFile(code, 0.0, state)) == status
+def test_the_exit_status_is_the_trainings_own_as_a_shell_gives_it_or_that_of_what_ended_it():
+    for code, status in ((0, 0), (1, 1), (2, 2), (3, 3), (255, 255), (-9, 137)):
+        assert exits.of_run(ExitFile(code, 0.0, "failed" if code else "finished")) == status
+    for code, status in ((-2, 130), (5, 5), (0, 0)):
+        assert exits.of_run(ExitFile(code, 0.0, "stopped")) == status
+    for cause, status in exits.CAUSES.items():
+        assert exits.of_run(ExitFile(-9, 1.0, "failed", "", cause)) == status
 
 
 def test_the_codes_for_ftmons_own_outcomes_are_those_of_nobody_else_and_stand_in_the_help_and_the_guide():
@@ -42,21 +33,26 @@ def test_the_codes_for_ftmons_own_outcomes_are_those_of_nobody_else_and_stand_in
         assert f"  {code}  {meaning}\n" in arguments._RUN_EPILOG
 
 
-def model_with(*messages: wire.Message) -> RunModel:
-    return model_of(*messages, t=0.0, every=1.0)
+def closing(run: RunDir, code: int, *messages: wire.Message, state: str = "", **options: bool) -> list[str]:
+    """Return the last lines of a run that ended with a status, of which these messages were received."""
+    end = ExitFile(code, 12.0, state or ("failed" if code else "finished"), f"exit code {code}")
+    return list(narrate.closing_lines(run, end, model_of(*messages, t=0.0, every=1.0), **options))
 
 
-def test_closing_lines_say_where_everything_is(tmp_path):
-    run = RunDir(tmp_path / "runs" / "demo-1")
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "demo-1")
     run.logs.mkdir(parents=True)
+    return run
+
+
+def test_closing_lines_say_where_everything_is(run, tmp_path):
     run.recording.touch()
     output = tmp_path / "out"
     for file, text in (("model/config.json", "{}"), ("checkpoints/latest", "step-8\n")):
         (output / file).parent.mkdir(parents=True)
         (output / file).write_text(text)
-    model = model_with(telemetry.Plan(0, 8, output_dir=str(output)))
-    lines = list(narrate.closing_lines(run, ExitFile(0, 0.0, "stopped", "exit code 0"), model))
-    assert lines == [
+    assert closing(run, 0, telemetry.Plan(0, 8, output_dir=str(output)), state="stopped") == [
         "demo-1 stopped: exit code 0",
         f"model:      {output}/model",
         f"chat:       ftmon chat {output}/model",
@@ -67,86 +63,63 @@ def test_closing_lines_say_where_everything_is(tmp_path):
     ]
 
 
-def test_a_run_of_the_trainer_is_resumed_with_its_own_configuration(tmp_path):
-    run = RunDir(tmp_path)
-    latest = tmp_path / "output" / "checkpoints" / "latest"
+def test_a_run_of_the_trainer_is_resumed_with_its_own_configuration(run):
+    latest = run.path / "output" / "checkpoints" / "latest"
     latest.parent.mkdir(parents=True)
     latest.write_text("step-8\n")
     run.config.touch()
     run.write_run(RunFile("tuned-1", "tuned", 0.0, ["deepspeed"], "/", "here", "train"))
-    lines = list(narrate.closing_lines(run, ExitFile(1, 0.0, "failed", "exit code 1"), RunModel()))
-    resume = f"resume it:  ftmon resume {run.id}"
-    assert resume in lines
-    lines = list(narrate.closing_lines(run, ExitFile(0, 0.0, "finished", "exit code 0"), RunModel()))
+    resume = "resume it:  ftmon resume demo-1"
+    assert resume in closing(run, 1)
+    lines = closing(run, 0)
     assert f"checkpoint: {latest.parent}/step-8" in lines
     assert resume not in lines, "nothing is left to train"
 
 
-def test_a_failed_run_shows_its_last_words(tmp_path):
-    run = RunDir(tmp_path)
-    run.logs.mkdir()
+def test_a_failed_run_shows_its_last_words(run):
     (run.logs / "launcher.log").write_text("".join(f"line {n}\n" for n in range(100)) + "ValueError: \x1b[1mno\n\n")
-    lines = list(narrate.closing_lines(run, ExitFile(1, 0.0, "failed", "exit code 1"), RunModel()))
-    assert lines[14] == "  ValueError: no"
-    assert lines[15] == "demo-1 failed: exit code 1".replace("demo-1", run.id)
-    assert lines[-1] == f"logs:       {run.logs}"
+    assert closing(run, 1)[14:] == ["  ValueError: no", "demo-1 failed: exit code 1", f"logs:       {run.logs}"]
 
 
-def test_a_failed_run_shows_the_last_words_of_the_rank_that_failed_first(tmp_path):
-    run = RunDir(tmp_path)
-    run.logs.mkdir()
+def test_a_failed_run_shows_the_last_words_of_the_rank_that_failed_first(run):
     run.rank_log(0, "err").write_text("Traceback\nConnectionError: peer\n")
     run.rank_log(1, "err").write_text("data.path: line 7 is not JSON\n" + "x" * 5000 + "\n")
-    model = model_with(
+    alerts = (
         control.Alert(1, "failure", "error", 12.0, "rank 0 failed", rank=0),
         control.Alert(2, "died", "error", 11.0, "rank 1 ended", rank=1),
         control.Alert(3, "died", "info", 10.0, "rank 2 killed, as asked", rank=2),
     )
-    lines = list(narrate.closing_lines(run, ExitFile(2, 0.0, "failed", "exit code 2"), model))
+    lines = closing(run, 2, *alerts)
     assert lines[:2] == ["  rank 1| data.path: line 7 is not JSON", f"  rank 1| {'x' * 400}..."]
     assert not any("rank 0|" in line for line in lines)
-    told = list(narrate.closing_lines(run, ExitFile(2, 0.0, "failed", "exit code 2"), model, output_printed=True))
-    assert told[0] == f"{run.id} failed: exit code 2"
+    assert closing(run, 2, *alerts, output_printed=True)[0] == "demo-1 failed: exit code 2"
 
 
-def test_a_run_that_ran_out_of_memory_names_what_to_try_first_and_the_command_that_explains_it(tmp_path):
-    run = RunDir(tmp_path / "demo-1")
-    run.logs.mkdir(parents=True)
+def test_a_run_that_ran_out_of_memory_names_what_to_try_first_and_the_command_that_explains_it(run):
     error = telemetry.Oom(1, 7, "forward", 11.0, 2**30, 0, 2**33, 2**32, 2**32)
     halved = Remedy("micro_batch", "halve the micro-batch", "micro_batch=1", 2**30, "about")
     verdict = OomVerdict("activations", "activations", "text")
     report = OomReport(1, 7, "forward", 11.0, error, verdict, [halved, Remedy("zero", "shard")])
     alert = control.Alert(1, "oom", "error", 11.0, "rank 1 out of memory", rank=1)
-    end = ExitFile(1, 12.0, "failed", "exit code 1")
-    lines = list(narrate.closing_lines(run, end, model_with(report, alert)))
-    assert lines[1:4] == [
+    assert closing(run, 1, report, alert)[1:4] == [
         "why:        rank 1 out of memory",
         "try first:  halve the micro-batch (frees about 1.00 GiB) micro_batch=1.",
         "details:    ftmon oom demo-1",
     ]
-    without = list(narrate.closing_lines(run, end, model_with(alert)))
-    assert without[1:] == ["why:        rank 1 out of memory", f"logs:       {run.logs}"], "ftmon oom knows no more"
+    assert closing(run, 1, alert)[1:] == ["why:        rank 1 out of memory", f"logs:       {run.logs}"], (
+        "ftmon oom knows no more"
+    )
 
 
-@pytest.mark.parametrize(("code", "state"), [(0, "finished"), (1, "failed")])
-def test_a_run_directory_that_is_gone_is_reported_instead_of_its_files(tmp_path, code, state):
+def test_a_run_directory_that_is_gone_is_reported_instead_of_its_files(tmp_path):
     run = RunDir(tmp_path / "runs" / "demo-1")
-    lines = list(narrate.closing_lines(run, ExitFile(code, 0.0, state, f"exit code {code}"), RunModel()))
-    assert lines == [
-        f"demo-1 {state}: exit code {code}",
-        f"directory:  {run.path} was moved or removed during the run: no recording and no logs are there",
-    ]
-
-
-@pytest.mark.parametrize(("cause", "status"), list(exits.CAUSES.items()))
-def test_a_run_that_did_not_end_by_itself_has_a_status_of_its_own(cause, status):
-    assert exits.of_run(ExitFile(-9, 1.0, "failed", "", cause)) == status
+    gone = f"directory:  {run.path} was moved or removed during the run: no recording and no logs are there"
+    assert closing(run, 0) == ["demo-1 finished: exit code 0", gone]
+    assert closing(run, 1) == ["demo-1 failed: exit code 1", gone]
 
 
 START = 1_700_000_000.0
 SPAN = telemetry.Span(2**30, 2**30, 3 * 2**30)
-
-
 GPU = telemetry.DeviceInfo("cuda", 0, "NVIDIA H200", 140 * 2**30)
 CPU = telemetry.DeviceInfo("cpu", 0, "Intel Xeon", 2**40)
 
@@ -173,12 +146,9 @@ def new_lines(messages: Sequence[tuple[float, wire.Message]], **options: bool) -
     return lines
 
 
-def test_ranks_are_introduced_once_when_all_have_said_hello():
+def test_ranks_are_introduced_once_when_all_have_said_hello_on_the_cpu_with_the_first_step():
     told = new_lines([(0, hello(0)), (1, hello(1)), (2, hello(1))])
     assert told == ["2 ranks on NVIDIA H200, Qwen2, ZeRO-2, bf16"]
-
-
-def test_a_rank_is_introduced_with_its_gpu_or_on_the_cpu_with_its_first_step():
     before = [(0, hello(0, 1, CPU, "")), (1, hello(0, 1, CPU))]
     assert new_lines(before) == []
     first = (3, step(0, 1, START + 3))
@@ -190,9 +160,9 @@ def test_a_rank_is_introduced_with_its_gpu_or_on_the_cpu_with_its_first_step():
 
 def test_a_step_counts_when_every_rank_has_finished_it():
     told = new_lines([(0, hello(0)), (0, hello(1)), (1, step(0, 1, START + 1)), (1.2, step(1, 1, START + 1))])
-    assert len(told) == 2
-    assert told[1].startswith("step 1  loss 2.5000  ")
-    assert "peak 3.00 GiB" in told[1]
+    (progress,) = told[1:]
+    assert progress.startswith("step 1  loss 2.5000  ")
+    assert "peak 3.00 GiB" in progress
 
 
 def test_progress_lines_keep_their_distance_but_the_last_step_is_always_told():
@@ -200,25 +170,22 @@ def test_progress_lines_keep_their_distance_but_the_last_step_is_always_told():
     steps = [(n * 0.5, step(0, n, START + n * 0.5)) for n in range(1, 41)]
     told = new_lines([(0, hello(0, 1)), plan, *steps])
     numbers = [int(line.split()[1].split("/")[0]) for line in told if line.startswith("step")]
-    assert numbers[0] == 1
-    assert numbers[-1] == 40
+    assert (numbers[0], numbers[-1]) == (1, 40)
     assert 8 <= len(numbers) <= 12
 
 
 def test_the_last_line_waits_for_the_figures_of_the_last_step():
     begun = telemetry.Heartbeat(0, 3, "idle", START + 1, 1, START + 1.1)  # sent before step 2 has been
     last = msgspec.structs.replace(step(0, 2, START + 1.1), loss=1.5)
-    told = new_lines(
-        [(0, hello(0, 1)), (0, telemetry.Plan(0, 2)), (1, step(0, 1, START + 1)), (1.1, begun), (1.2, last)]
-    )
+    before = [(0, hello(0, 1)), (0, telemetry.Plan(0, 2)), (1, step(0, 1, START + 1))]
+    told = new_lines([*before, (1.1, begun), (1.2, last)])
     assert [line[:22] for line in told[1:]] == ["step 1/2  loss 2.5000 ", "step 2/2  loss 1.5000 "]
 
 
 def test_an_early_stop_is_told_after_the_last_step():
     stop = telemetry.EarlyStop(0, 3, START + 1.3, 1, 2.25, 2)
-    told = new_lines(
-        [(0, hello(0, 1)), *((1 + n / 10, step(0, n, START + 1)) for n in (1, 2, 3)), (1.4, stop), (2, stop)]
-    )
+    steps = [(1 + n / 10, step(0, n, START + 1)) for n in (1, 2, 3)]
+    told = new_lines([(0, hello(0, 1)), *steps, (1.4, stop), (2, stop)])
     assert [line[:7] for line in told[1:-1]] == ["step 1 ", "step 3 "]
     assert told[-1] == "stopped early at step 3: no lower loss in 1 evaluation; best 2.2500 at step 2"
 
@@ -232,14 +199,9 @@ def test_an_alert_is_told_once_when_it_is_over_and_when_it_is_raised_again():
     assert [line.strip()[:6] for line in told[2:]] == ["✖ hang"]
 
 
-def test_ascii_output_is_ascii():
+def test_output_is_ascii_where_wanted_and_that_of_the_ranks_on_request_and_cannot_steer_the_terminal():
     raised = control.Alert(7, "spike", "warning", START, "rank 1 optimizer +0.9 GiB – temporaries")
-    (line,) = new_lines([(0, raised)], ascii_only=True)
-    assert line.isascii()
-    assert line.startswith("! spike: rank 1")
-
-
-def test_output_of_the_ranks_is_told_on_request_and_cannot_steer_the_terminal():
+    assert new_lines([(0, raised)], ascii_only=True) == ["! spike: rank 1 optimizer +0.9 GiB ? temporaries"]
     log = telemetry.LogLine(1, START, "err", "\x1b[2Jboom\x07")
     assert new_lines([(0, log)]) == []
     model = RunModel()
@@ -249,13 +211,8 @@ def test_output_of_the_ranks_is_told_on_request_and_cannot_steer_the_terminal():
 
 
 def test_the_end_brings_the_last_step_and_the_reason():
-    messages = [
-        (0, hello(0, 1)),
-        (1, step(0, 1, START + 1)),
-        (1.1, step(0, 2, START + 1.1)),
-        (2, control.RunState("failed", START + 2, "exit code 1")),
-    ]
-    told = new_lines(messages)
+    steps = [(1, step(0, 1, START + 1)), (1.1, step(0, 2, START + 1.1))]
+    told = new_lines([(0, hello(0, 1)), *steps, (2, control.RunState("failed", START + 2, "exit code 1"))])
     assert told[-2].startswith("step 2 ")
     assert told[-1] == "failed: exit code 1"
 
@@ -264,18 +221,10 @@ def test_evaluations_checkpoints_and_a_rehearsal_are_told_once():
     first = telemetry.Evaluation(0, 10, START + 3, "validation", 2.0, 7.389, seconds=1.5, metrics={"accuracy": 0.5})
     second = telemetry.Evaluation(0, 20, START + 5, "validation", 2.5)
     saved = telemetry.Checkpoint(0, 20, START + 6, "out/step-20", 3 * 2**30, 2.5, best=True)
-    told = new_lines(
-        [
-            (0, telemetry.Activity(0, START, "rehearsal", text="the longest batch, 4 x 2,048")),
-            (1, telemetry.Activity(0, START + 1, "rehearsal", text="the longest batch, 4 x 2,048", done=1, total=4)),
-            (2, telemetry.Activity(0, START + 2, "rehearsal", over=True)),
-            (3, first),
-            (4, first),
-            (5, second),
-            (6, saved),
-        ]
-    )
-    assert told == [
+    begun = telemetry.Activity(0, START, "rehearsal", text="the longest batch, 4 x 2,048")
+    under_way = msgspec.structs.replace(begun, time=START + 1, done=1, total=4)
+    over = telemetry.Activity(0, START + 2, "rehearsal", over=True)
+    assert new_lines(list(enumerate([begun, under_way, over, first, first, second, saved]))) == [
         "rehearsal: the longest batch, 4 x 2,048",
         "validation at step 10: loss 2.0000  perplexity 7.389  accuracy 0.5  in 1.5 s",
         "validation at step 20: loss 2.5000  perplexity 12.18  (best 2.0000 at step 10)",

@@ -19,12 +19,9 @@ def test_an_address_gives_a_port_for_each_channel():
     assert found["telemetry"] == "tcp://gpu7:7420"
     assert len(set(found.values())) == 6
     assert parse_address("tcp://[::1]:7420")["ranks"] == "tcp://[::1]:7421"
-
-
-@pytest.mark.parametrize("text", ["tcp://gpu7", "tcp://gpu7:0", "tcp://gpu7:65534", "tcp://:7420", "tcp://a b:1"])
-def test_what_is_no_address_is_refused(text):
-    with pytest.raises(UsageError, match="must be tcp://HOST:PORT"):
-        parse_address(text)
+    for text in ("tcp://gpu7", "tcp://gpu7:0", "tcp://gpu7:65534", "tcp://:7420", "tcp://a b:1"):
+        with pytest.raises(UsageError, match="must be tcp://HOST:PORT"):
+            parse_address(text)
 
 
 def test_a_key_is_taken_as_it_is_or_from_a_file(tmp_path):

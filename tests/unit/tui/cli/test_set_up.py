@@ -9,24 +9,12 @@ from ftmon.tui.cli import output, set_up
 from ftmon.tui.cli.main import main
 
 
-def test_a_pipe_is_not_a_terminal(capsys):
+def test_terminals_are_known_by_their_environment(capsys):
     assert output.why_no_app({"TERM": "xterm-256color"}) == "not a terminal"
-
-
-@pytest.mark.parametrize(
-    ("environ", "colours"),
-    [
-        ({"TERM": "xterm-256color"}, "256"),
-        ({"TERM": "xterm"}, "16"),
-        ({"TERM": "xterm", "COLORTERM": "truecolor"}, "16 million"),
-        ({"TERM": "xterm-256color", "NO_COLOR": "1"}, "none (NO_COLOR is set)"),
-    ],
-)
-def test_colours_follow_the_environment(environ, colours):
-    assert output.colours(environ) == colours
-
-
-def test_tmux_and_screen_are_recognised():
+    assert output.colours({"TERM": "xterm-256color"}) == "256"
+    assert output.colours({"TERM": "xterm"}) == "16"
+    assert output.colours({"TERM": "xterm", "COLORTERM": "truecolor"}) == "16 million"
+    assert output.colours({"TERM": "xterm-256color", "NO_COLOR": "1"}) == "none (NO_COLOR is set)"
     assert output.multiplexer({"TMUX": "/tmp/tmux-0/default,1,0"}) == "tmux"
     assert output.multiplexer({"STY": "1.x"}) == "screen"
     assert output.multiplexer({}) == ""

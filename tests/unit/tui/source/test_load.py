@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,18 @@ FRAMES = Later(lambda: Stream(ranks=4, steps=1500).frames())
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("load") / "run.sqlite"
-    write(path, FRAMES)
-    return path
+    return write(tmp_path_factory.mktemp("load") / "run.sqlite", FRAMES)
+
+
+@pytest.fixture(scope="module")
+def reader(recording: Path) -> Iterator[Reader]:
+    with Reader(recording) as reader:
+        yield reader
+
+
+@pytest.fixture(scope="module")
+def overview(reader: Reader) -> Overview:
+    return read_overview(reader, reader.info())
 
 
 def fold(reader: Reader, frames: list[Frame]) -> RunModel:
@@ -39,27 +49,20 @@ def fold(reader: Reader, frames: list[Frame]) -> RunModel:
 
 def shown(model: RunModel) -> dict[str, Any]:
     """What the screens show that must be equal to the last digit."""
-    out = status(model)
-    out["alerts"] = [
-        (alert.id, alert.count, alert.resolved) for alert in sorted(model.alerts, key=lambda alert: alert.id)
-    ]
-    out["marks"] = {rank.rank: rank.timeline.marks for rank in model.ranks.values()}
-    out["logs"] = model.logs.select(limit=200)
-    out["last"] = {rank.rank: rank.last for rank in model.ranks.values()}
-    out["recent"] = {rank.rank: list(rank.steps)[-30:] for rank in model.ranks.values()}
-    out["events"] = {rank.rank: rank.allocator.last for rank in model.ranks.values()}
-    out["reserved"] = {rank.rank: rank.reserved_peak for rank in model.ranks.values()}
-    return out
+    ranks = {
+        rank.rank: (rank.timeline.marks, rank.last, list(rank.steps)[-30:], rank.allocator.last, rank.reserved_peak)
+        for rank in model.ranks.values()
+    }
+    alerts = sorted((alert.id, alert.count, alert.resolved) for alert in model.alerts)
+    return {**status(model), "alerts": alerts, "logs": model.logs.select(limit=200), "of ranks": ranks}
 
 
 @given(place=st.deferred(lambda: st.integers(60, len(FRAMES) - 1)), with_overview=st.booleans())
 @settings(deadline=None, max_examples=10)
-def test_a_seek_shows_what_folding_everything_shows(recording, place, with_overview):
+def test_a_seek_shows_what_folding_everything_shows(reader, overview, place, with_overview):
     t = FRAMES[place].t
-    with Reader(recording) as reader:
-        until = FRAMES[: reader.seq_at(t)]
-        overview = read_overview(reader, reader.info()) if with_overview else None
-        sought, all_folded = load(reader, t, describe(reader.info()), overview), fold(reader, until)
+    sought = load(reader, t, describe(reader.info()), overview if with_overview else None)
+    all_folded = fold(reader, FRAMES[: reader.seq_at(t)])
     all_folded.tick(t)
     assert sought.last_seq == all_folded.last_seq
     left, right = shown(sought), shown(all_folded)
@@ -68,28 +71,22 @@ def test_a_seek_shows_what_folding_everything_shows(recording, place, with_overv
 
 @given(place=st.deferred(lambda: st.integers(1, len(FRAMES) - 2)), more=st.integers(1, 400))
 @settings(deadline=None, max_examples=8)
-def test_history_and_then_the_tail_is_the_same_as_everything(recording, place, more):
+def test_history_and_then_the_tail_is_the_same_as_everything(reader, place, more):
     """A late join: the state as recorded, then the live frames, some of which are in both."""
-    t = FRAMES[place].t
-    end = min(place + more, len(FRAMES) - 1)
-    with Reader(recording) as reader:
-        joined = load(reader, t, describe(reader.info()))
-        # Times of one moment need not be in order, so the state at a time may be of a later message than that one.
-        end = max(end, joined.last_seq - 1)
-        all_folded = fold(reader, FRAMES[: end + 1])
+    joined = load(reader, FRAMES[place].t, describe(reader.info()))
+    # Times of one moment need not be in order, so the state at a time may be of a later message than that one.
+    end = max(min(place + more, len(FRAMES) - 1), joined.last_seq - 1)
+    all_folded = fold(reader, FRAMES[: end + 1])
     for frame in FRAMES[max(0, place - 50) : end + 1]:
         joined.apply(frame)
     assert shown(joined) == shown(all_folded)
 
 
-def test_memory_after_a_seek_has_the_runs_maxima_and_none_of_what_came_later(recording):
+def test_memory_and_charts_after_a_seek_have_the_past_and_none_of_what_came_later(reader, overview):
     t = FRAMES[len(FRAMES) // 2].t
-    with Reader(recording) as reader:
-        overview = read_overview(reader, reader.info())
-        assert isinstance(overview, Overview)
-        assert overview.span > 1
-        sought = load(reader, t, describe(reader.info()), overview)
-        all_folded = fold(reader, FRAMES[: reader.seq_at(t)])
+    assert overview.span > 1
+    sought = load(reader, t, describe(reader.info()), overview)
+    all_folded = fold(reader, FRAMES[: reader.seq_at(t)])
     for number, rank in all_folded.ranks.items():
         expected, found = rank.timeline.whole(120), sought.ranks[number].timeline.whole(120)
         assert found.span >= expected.span
@@ -101,26 +98,16 @@ def test_memory_after_a_seek_has_the_runs_maxima_and_none_of_what_came_later(rec
         for index in range(1, 59):
             around = exact.allocated[index - 1 : index + 2]
             assert min(around) <= recent.allocated[index] <= max(around)
-
-
-def test_charts_after_a_seek_reach_back_to_the_beginning_and_not_beyond_the_time(recording):
-    t = FRAMES[len(FRAMES) // 2].t
-    with Reader(recording) as reader:
-        overview = read_overview(reader, reader.info())
-        sought = load(reader, t, describe(reader.info()), overview)
-        all_folded = fold(reader, FRAMES[: reader.seq_at(t)])
     expected, found = all_folded.losses.points(), sought.losses.points()
     assert found[0].step <= 8
     assert found[-1].step == expected[-1].step == all_folded.leading_step
-    assert found[len(found) // 2].mean == pytest.approx(
-        next(point.mean for point in expected if point.step == found[len(found) // 2].step), rel=0.2
-    )
+    middle = found[len(found) // 2]
+    assert middle.mean == pytest.approx(next(each.mean for each in expected if each.step == middle.step), rel=0.2)
 
 
-def test_the_state_before_the_first_step_has_the_ranks_and_no_steps(recording):
+def test_the_state_before_the_first_step_has_the_ranks_and_no_steps(reader, overview):
     first_step = next(frame for frame in FRAMES if type(frame.message).__name__ == "Step")
-    with Reader(recording) as reader:
-        model = load(reader, first_step.t - 0.2, describe(reader.info()), read_overview(reader, reader.info()))
+    model = load(reader, first_step.t - 0.2, describe(reader.info()), overview)
     assert len(model.ranks) == 4
     assert model.step == 0
     assert model.peak is None
@@ -136,31 +123,31 @@ def test_steps_of_no_rank_in_a_damaged_recording_are_left_out(recording, tmp_pat
     assert sorted(model.ranks) == [0, 1, 2, 3]
 
 
-def test_alerts_are_as_they_stood_then(recording):
-    alerts = [frame for frame in FRAMES if isinstance(frame.message, Alert)]
-    with Reader(recording) as reader:
-        model = load(reader, alerts[0].t, describe(reader.info()))
-    assert [alert.id for alert in model.alerts] == [alerts[0].message.id]  # type: ignore[union-attr]
+def test_alerts_are_as_they_stood_then(reader):
+    first = next(frame for frame in FRAMES if isinstance(frame.message, Alert))
+    model = load(reader, first.t, describe(reader.info()))
+    assert [alert.id for alert in model.alerts] == [first.message.id]
 
 
-def test_loading_is_given_up_when_something_else_is_wanted(recording):
+def test_loading_is_given_up_when_something_else_is_wanted(reader):
     asked: list[int] = []
 
     def superseded() -> bool:
         asked.append(1)
         return len(asked) == 2
 
-    with Reader(recording) as reader, pytest.raises(Superseded):
+    with pytest.raises(Superseded):
         load(reader, FRAMES[-1].t, describe(reader.info()), superseded=superseded)
     assert len(asked) == 2
 
 
-LOAD_TRAINING_FRAMES = Later(lambda: frames(ranks=2, steps=3000, planned=3000, devices=False))
+TRAINED = Later(lambda: frames(ranks=2, steps=3000, planned=3000, devices=False))
 
 
 @pytest.fixture(scope="module")
-def load_training_recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("trained") / "run.sqlite", LOAD_TRAINING_FRAMES)
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    with Reader(write(tmp_path_factory.mktemp("trained") / "run.sqlite", TRAINED)) as reader:
+        yield reader
 
 
 def mean_loss(moments: list[HistoryPoint]) -> float:
@@ -168,14 +155,12 @@ def mean_loss(moments: list[HistoryPoint]) -> float:
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_a_seek_has_the_course_and_the_results_up_to_its_time(load_training_recording, share):
-    place = round(share * (len(LOAD_TRAINING_FRAMES) - 1))
+def test_a_seek_has_the_course_and_the_results_up_to_its_time(trained, share):
+    place = round(share * (len(TRAINED) - 1))
     assert place > TAIL_FRAMES
-    t = LOAD_TRAINING_FRAMES[place].t
-    with Reader(load_training_recording) as reader:
-        sought = load(reader, t, describe(reader.info()), read_overview(reader, reader.info()))
-        until = LOAD_TRAINING_FRAMES[: reader.seq_at(t)]
-    all_folded = folded(until)
+    t = TRAINED[place].t
+    sought = load(trained, t, describe(trained.info()), read_overview(trained, trained.info()))
+    all_folded = folded(TRAINED[: trained.seq_at(t)])
     left, right = (each.training.course.moments(2, each.peak_flops) for each in (sought, all_folded))
     assert (left[0].first_step, left[-1].step) == (1, right[-1].step)
     assert left[-1].tokens == pytest.approx(right[-1].tokens, rel=1e-3)
@@ -185,20 +170,14 @@ def test_a_seek_has_the_course_and_the_results_up_to_its_time(load_training_reco
     assert sought.training.checkpoints == all_folded.training.checkpoints
 
 
-def test_a_late_join_gets_the_course_from_before_it(load_training_recording):
-    live = folded([])
-    cut = len(LOAD_TRAINING_FRAMES) - 500
-    for frame in [LOAD_TRAINING_FRAMES[0], *LOAD_TRAINING_FRAMES[cut:]]:
-        live.apply(frame)
-    joined = live.training.course.moments(2)[0].first_step
-    assert joined > 2500
-    with Reader(load_training_recording) as reader:
-        adopt(live, read_overview(reader, reader.info()))
+def test_a_late_join_gets_the_course_from_before_it(trained):
+    live = folded([TRAINED[0], *TRAINED[len(TRAINED) - 500 :]])
+    assert live.training.course.moments(2)[0].first_step > 2500
+    adopt(live, read_overview(trained, trained.info()))
     moments = live.training.course.moments(2)
     assert moments[0].first_step == 1
     steps = [moment.step for moment in moments]
     assert steps == sorted(set(steps))
-    assert moments[-1].tokens == pytest.approx(
-        folded(LOAD_TRAINING_FRAMES).training.course.moments(2)[-1].tokens, rel=1e-3
-    )
+    everything = folded(TRAINED).training.course.moments(2)
+    assert moments[-1].tokens == pytest.approx(everything[-1].tokens, rel=1e-3)
     assert len(live.training.evaluations) == 60

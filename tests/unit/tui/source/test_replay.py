@@ -29,35 +29,24 @@ def at(text: str) -> Position:
     return parse(text, NOW, FIRST, LAST)
 
 
-@pytest.mark.parametrize("text", ["812", " 812 ", "step 812", "#812", "8_12"])
+@pytest.mark.parametrize("text", ["812", " 812 ", "step 812", "#812", "8_12", "8,12"])
 def test_a_bare_number_is_a_step(text):
     assert at(text) == Position(step=812)
 
 
-def test_a_thousands_comma_is_understood():
-    assert at("1,204") == Position(step=1204)
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("+90s", NOW + 90), ("-2m", NOW - 120), ("+1h30m", NOW + 5400), ("+10", NOW + 10), ("-9d", FIRST), ("+9d", LAST)],
+    [
+        *(("+90s", NOW + 90), ("-2m", NOW - 120), ("+1h30m", NOW + 5400), ("+10", NOW + 10)),  # from the position
+        *(("-9d", FIRST), ("+9d", LAST)),  # but not outside the recording
+        *(("50%", (FIRST + LAST) / 2), ("100%", LAST)),
+        ("23:45", datetime(2026, 3, 1, 23, 45).timestamp()),  # of the day that puts it inside
+        ("03:10:20", datetime(2026, 3, 2, 3, 10, 20).timestamp()),
+        ("2026-03-02 01:00", datetime(2026, 3, 2, 1).timestamp()),
+    ],
 )
-def test_a_sign_is_a_jump_from_here_that_stays_inside(text, expected):
+def test_a_jump_a_share_and_a_time_are_a_place_in_the_recording(text, expected):
     assert at(text).time == pytest.approx(expected)
-
-
-def test_a_share_is_of_the_whole_recording():
-    assert at("50%").time == pytest.approx((FIRST + LAST) / 2)
-    assert at("100%").time == LAST
-
-
-def test_a_time_of_day_is_of_the_day_that_puts_it_inside():
-    assert at("23:45").time == datetime(2026, 3, 1, 23, 45).timestamp()
-    assert at("03:10:20").time == datetime(2026, 3, 2, 3, 10, 20).timestamp()
-
-
-def test_a_date_is_understood():
-    assert at("2026-03-02 01:00").time == datetime(2026, 3, 2, 1).timestamp()
 
 
 @pytest.mark.parametrize("text", ["", "soon", "25:00", "12:61", "+", "%", "-", "1.5", "12:03:10:4"])
@@ -79,12 +68,26 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def source(recording: Path) -> Iterator[ReplaySource]:
-    replay = ReplaySource(recording)
-    replay.start()
-    pump(replay, lambda: replay.model.last_seq > 0)
+def opened() -> Iterator[Callable[..., ReplaySource]]:
+    """Open replays of frames or recordings, which are closed after the test."""
+    made: list[ReplaySource] = []
+
+    def replay(path: Path, start: bool = True) -> ReplaySource:
+        made.append(ReplaySource(path))
+        if start:
+            made[-1].start()
+        return made[-1]
+
     yield replay
-    replay.close()
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def source(recording: Path, opened: Callable[..., ReplaySource]) -> ReplaySource:
+    replay = opened(recording)
+    pump(replay, lambda: replay.model.last_seq > 0)
+    return replay
 
 
 def pump(source: Source, until: Callable[[], bool]) -> None:
@@ -106,6 +109,11 @@ def settle(source: Source) -> None:
     pump(source, lambda: not source.transport.seeking)
 
 
+def go(source: ReplaySource, place: str) -> None:
+    source.transport.goto(place)
+    settle(source)
+
+
 def folded_until(t: float, frames: list[Frame] = FRAMES) -> RunModel:
     """Fold up to the last message of a time; what came before it may be of a moment later."""
     last = max((frame.seq for frame in frames if frame.t <= t), default=0)
@@ -117,49 +125,33 @@ def same(source: Source, frames: list[Frame] = FRAMES) -> None:
     expected = folded_until(source.transport.position, frames)
     model = source.model
     assert model.last_seq == expected.last_seq
-    assert (model.step, model.loss, model.state, model.peak) == (
-        expected.step,
-        expected.loss,
-        expected.state,
-        expected.peak,
-    )
+    for name in ("step", "loss", "state", "peak"):
+        assert getattr(model, name) == getattr(expected, name)
     assert list(model.alerts) == list(expected.alerts)
 
 
 def test_a_replay_begins_when_the_ranks_are_there_and_holds(source):
     hellos = [frame for frame in FRAMES if isinstance(frame.message, Hello)]
-    assert source.transport.mode == "replay"
-    assert source.transport.position == hellos[-1].t
+    transport = source.transport
+    assert (transport.mode, source.connection.state, transport.playing) == ("replay", "replay", False)
+    assert (transport.first, transport.position, transport.last) == (FRAMES[0].t, hellos[-1].t, FRAMES[-1].t)
     assert len(source.model.ranks) == len(hellos)
-    assert source.transport.first == FRAMES[0].t
-    assert source.transport.last == FRAMES[-1].t
-    assert not source.transport.playing
-    assert source.connection.state == "replay"
 
 
-def test_the_scrubber_knows_every_alert_of_the_recording(source):
-    pump(source, lambda: bool(source.transport.marks))
-    assert [mark.alert_id for mark in source.transport.marks] == sorted(RAISED)
-
-
-def test_a_seek_before_the_marks_were_taken_does_not_lose_them(recording):
-    source = ReplaySource(recording)
+def test_a_seek_before_the_marks_were_taken_does_not_lose_them(recording, opened):
+    source = opened(recording)
     playback = source._playback
-    source.start()
-    try:
-        wait(lambda: bool(playback._marks))
-        source.transport.goto("50%")
-        wait(lambda: playback._handled == 1)
-        settle(source)
-        assert [mark.alert_id for mark in source.transport.marks] == sorted(RAISED)
-        assert (source.transport.first, source.transport.last) == (FRAMES[0].t, FRAMES[-1].t)
-    finally:
-        source.close()
+    wait(lambda: bool(playback._marks))
+    source.transport.goto("50%")
+    wait(lambda: playback._handled == 1)
+    settle(source)
+    assert [mark.alert_id for mark in source.transport.marks] == sorted(RAISED)
+    assert (source.transport.first, source.transport.last) == (FRAMES[0].t, FRAMES[-1].t)
 
 
-def test_a_refusal_is_shown_though_the_complete_state_follows_before_the_screen_looks(recording, monkeypatch):
+def test_a_refusal_is_shown_though_the_complete_state_follows_before_the_screen_looks(recording, opened, monkeypatch):
     monkeypatch.setattr(playback, "_SETTLE_S", 0.0)
-    source = ReplaySource(recording)
+    source = opened(recording, start=False)
     played, load, complete = source._playback, playback.load, list[RunModel]()
 
     def noted(*args: Any, quick: bool = False, **options: Any) -> RunModel:
@@ -169,53 +161,41 @@ def test_a_refusal_is_shown_though_the_complete_state_follows_before_the_screen_
         return model
 
     monkeypatch.setattr(playback, "load", noted)
-    try:
-        source.transport.goto("50%")
-        source.transport.goto("step 999999")
-        source.start()  # both requests are there: they are carried out together, before the complete state
-        wait(lambda: bool(complete) and any(one.model is complete[-1] for one in list(played._updates)))
-        settle(source)
-        assert "no step 999999" in source.transport.message
-    finally:
-        source.close()
-
-
-def test_a_speed_key_does_not_end_the_wait_for_a_place(source):
     source.transport.goto("50%")
-    source.transport.faster()
+    source.transport.goto("step 999999")
+    source.start()  # both requests are there: they are carried out together, before the complete state
+    wait(lambda: bool(complete) and any(one.model is complete[-1] for one in list(played._updates)))
+    settle(source)
+    assert "no step 999999" in source.transport.message
+
+
+def test_every_press_of_a_speed_key_counts_however_quick_and_does_not_end_the_wait_for_a_place(source):
+    source.transport.goto("50%")
+    speed(source, 4)
     assert source.transport.seeking
-
-
-def test_every_press_of_a_speed_key_counts_however_quick(source):
-    for _ in range(4):
-        source.transport.faster()
     pump(source, lambda: source.transport.speed > 8)
     assert source.transport.speed == 16
-    for _ in range(20):
-        source.transport.slower()
+    speed(source, -20)
     pump(source, lambda: source.transport.speed < 0.5)
     assert source.transport.speed == 0.25
 
 
-def test_playing_at_64x_moves_64_seconds_a_second(tmp_path):
+def test_playing_at_64x_moves_64_seconds_a_second(tmp_path, opened):
     # Long enough that a stalled machine does not play it to the end.
     frames = list(Stream(ranks=1, steps=1500).frames())
-    source = ReplaySource(write(tmp_path / "run.sqlite", frames))
-    source.start()
-    try:
-        pump(source, lambda: source.model.last_seq > 0)
-        begun = time.monotonic()
-        speed(source, 6)
-        source.transport.play()
-        pump(source, lambda: source.transport.position > source.transport.first + 40)
-        moved, took = source.transport.position - source.transport.first, time.monotonic() - begun
-        assert source.transport.playing
-        assert moved < 64 * (took + 1)
-        source.transport.pause()
-        pump(source, lambda: not source.transport.playing)
-        same(source, frames)
-    finally:
-        source.close()
+    source = opened(write(tmp_path / "run.sqlite", frames))
+    transport = source.transport
+    pump(source, lambda: source.model.last_seq > 0)
+    begun = time.monotonic()
+    speed(source, 6)
+    transport.play()
+    pump(source, lambda: transport.position > transport.first + 40)
+    moved, took = transport.position - transport.first, time.monotonic() - begun
+    assert transport.playing
+    assert moved < 64 * (took + 1)
+    transport.pause()
+    pump(source, lambda: not transport.playing)
+    same(source, frames)
 
 
 def test_playing_to_the_end_holds_there_and_shows_what_was_seen_live(source):
@@ -231,7 +211,9 @@ def test_playing_to_the_end_holds_there_and_shows_what_was_seen_live(source):
     same(source)
 
 
-def test_an_overview_that_comes_while_it_plays_adds_the_past_and_changes_nothing_that_was_shown(tmp_path, monkeypatch):
+def test_an_overview_that_comes_while_it_plays_adds_the_past_and_changes_nothing_that_was_shown(
+    tmp_path, opened, monkeypatch
+):
     reading = threading.Event()
 
     def read_late(*args: Any) -> Overview:
@@ -240,55 +222,46 @@ def test_an_overview_that_comes_while_it_plays_adds_the_past_and_changes_nothing
 
     monkeypatch.setattr(playback, "read_overview", read_late)
     # Long enough that a stalled machine does not play it to the end.
-    source = ReplaySource(write(tmp_path / "run.sqlite", Stream(ranks=2, steps=1000).frames()))
-    source.start()
+    source = opened(write(tmp_path / "run.sqlite", Stream(ranks=2, steps=1000).frames()))
     transport = source.transport
-    try:
-        transport.goto("70%")
-        settle(source)
-        begun = transport.position
-        speed(source, 3)
-        transport.play()
-        pump(source, lambda: transport.position > begun + 60)
-        speed(source, -5)
-        pump(source, lambda: transport.speed == 0.25)
-        # What the steps under way will add to the last seconds is not shown yet.
-        rank, end = source.model.ranks[1], transport.position - 5
-        shown, first = rank.timeline.window(110, end), source.model.moments[0].first_step
-        assert (rank.timeline.start or 0) > transport.first
-        assert first > 1
-        reading.set()
-        pump(source, lambda: source.model.moments[0].first_step < first)
-        rank = source.model.ranks[1]
-        assert rank.timeline.window(110, end) == shown
-        assert rank.timeline.start == transport.first
-        points = source.model.moments
-        assert points[0].first_step <= 2, "the past comes two steps to a point"
-        assert rank.last.step - 2 <= sum(point.steps for point in points) <= rank.last.step, "no step counts twice"
-    finally:
-        source.close()
+    go(source, "70%")
+    begun = transport.position
+    speed(source, 3)
+    transport.play()
+    pump(source, lambda: transport.position > begun + 60)
+    speed(source, -5)
+    pump(source, lambda: transport.speed == 0.25)
+    # What the steps under way will add to the last seconds is not shown yet.
+    rank, end = source.model.ranks[1], transport.position - 5
+    shown, first = rank.timeline.window(110, end), source.model.moments[0].first_step
+    assert (rank.timeline.start or 0) > transport.first
+    assert first > 1
+    reading.set()
+    pump(source, lambda: source.model.moments[0].first_step < first)
+    rank = source.model.ranks[1]
+    assert rank.timeline.window(110, end) == shown
+    assert rank.timeline.start == transport.first
+    points = source.model.moments
+    assert points[0].first_step <= 2, "the past comes two steps to a point"
+    assert rank.last.step - 2 <= sum(point.steps for point in points) <= rank.last.step, "no step counts twice"
 
 
 def test_play_at_the_end_begins_again(source):
-    source.transport.goto("100%")
-    settle(source)
-    source.transport.play()
-    settle(source)
-    assert source.transport.playing
     transport = source.transport
+    go(source, "100%")
+    transport.play()
+    settle(source)
+    assert transport.playing
     assert transport.position - transport.first < 0.1 * (transport.last - transport.first)
 
 
 def test_steps_forward_and_back_move_by_one_step(source):
     source.transport.goto("100")
-    settle(source)
-    assert source.model.step == 100
-    source.transport.step(1)
-    settle(source)
-    assert source.model.step == 101
-    source.transport.step(-1)
-    settle(source)
-    assert source.model.step == 100
+    for count, step in ((0, 100), (1, 101), (-1, 100)):
+        if count:
+            source.transport.step(count)
+        settle(source)
+        assert source.model.step == step
     same(source)
 
 
@@ -305,42 +278,42 @@ def test_a_held_key_counts_every_press(source):
 
 
 def test_alerts_are_visited_in_order_each_as_it_was_raised(source):
-    pump(source, lambda: bool(source.transport.marks))
+    transport = source.transport
+    pump(source, lambda: bool(transport.marks))
+    assert [mark.alert_id for mark in transport.marks] == sorted(RAISED)
     seen: list[float] = []
     for _ in RAISED:
-        source.transport.next_alert()
+        transport.next_alert()
         settle(source)
-        seen.append(source.transport.position)
+        seen.append(transport.position)
         assert len(source.model.alerts) == len(seen)
         same(source)
     assert seen == [RAISED[number] for number in sorted(RAISED)]
-    source.transport.next_alert()
+    transport.next_alert()
     settle(source)
-    assert source.transport.message == "no alert after this"
-    source.transport.previous_alert()
+    assert transport.message == "no alert after this"
+    transport.previous_alert()
     settle(source)
-    assert source.transport.position == seen[-2]
+    assert transport.position == seen[-2]
+    first = transport.first_alert("spike")
+    transport.to_alert(first.alert_id)
+    settle(source)
+    assert transport.position == RAISED[first.alert_id]
+    assert transport.first_alert("oom") is None
 
 
 def test_a_jump_of_time_and_of_share_lands_there(source):
-    source.transport.goto("50%")
-    settle(source)
     middle = (source.transport.first + source.transport.last) / 2
-    assert source.transport.position == pytest.approx(middle)
-    source.transport.goto("+5s")
-    settle(source)
-    assert source.transport.position == pytest.approx(middle + 5)
-    same(source)
-    source.transport.goto("0%")
-    settle(source)
-    assert source.transport.position == source.transport.first
+    for text, place in (("50%", middle), ("+5s", middle + 5), ("0%", source.transport.first)):
+        go(source, text)
+        assert source.transport.position == pytest.approx(place, abs=1e-3)
+        same(source)
 
 
 @pytest.mark.parametrize("text", ["99999", "tomorrow"])
 def test_a_place_that_is_not_there_moves_nothing_and_says_why(source, text):
     before = source.transport.position
-    source.transport.goto(text)
-    settle(source)
+    go(source, text)
     assert source.transport.message
     assert source.transport.position == before
 
@@ -359,30 +332,17 @@ def test_a_file_that_is_no_recording_is_refused_at_once(tmp_path):
             ReplaySource(tmp_path / name)
 
 
-def test_an_empty_recording_opens_and_shows_nothing(tmp_path):
-    frames: list[Frame] = []
-    source = ReplaySource(write(tmp_path / "empty.sqlite", frames))
-    source.start()
-    source.transport.goto("50%")
-    settle(source)
+def test_an_empty_recording_opens_and_shows_nothing(tmp_path, opened):
+    source = opened(write(tmp_path / "empty.sqlite", []))
+    go(source, "50%")
     assert source.model.ranks == {}
-    source.close()
 
 
 def test_a_replay_of_a_failed_run_begins_at_its_end_and_says_so(tmp_path):
     frames = list(Stream(ranks=2, steps=20, finished=False).frames())
     end = RunState("failed", frames[-1].t + 2, "rank 1 was killed by SIGKILL", 137)
     path = write(tmp_path / "failed.sqlite", [*frames, Frame(frames[-1].seq + 1, end.time, end)])
-    replay = ReplaySource(path, play=False)
+    replay = ReplaySource(path)
     assert replay.transport.at_end
     assert "failed" in replay.transport.message
     assert not ReplaySource(path, start=frames[0].t).transport.message
-
-
-def test_a_replay_moves_to_the_moment_of_an_alert(source):
-    pump(source, lambda: bool(source.transport.marks))
-    mark = source.transport.first_alert("spike")
-    source.transport.to_alert(mark.alert_id)
-    settle(source)
-    assert source.transport.position == RAISED[mark.alert_id]
-    assert source.transport.first_alert("oom") is None
