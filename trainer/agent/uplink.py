@@ -182,9 +182,6 @@ class Uplink:
             self.clock_offset = ack.time - (ack.beat + now) / 2
 
 
-# Forwards the hub's commands to the ranks of this host, and their answers back, unchanged.
-
-
 class Proxies:
     """Connections to the hub's ``ranks`` channel, one per rank of this host, under that rank's identity.
 
@@ -250,9 +247,6 @@ class Proxies:
         for channel in self._by_name.values():
             channel.close(linger=0)
         self._by_name.clear()
-
-
-# Finds an address at which the hub answers, in a thread, because connecting takes seconds.
 
 
 _TRY_SECONDS = 2.0

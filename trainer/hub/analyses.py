@@ -163,9 +163,6 @@ class Analysis:
             traceback.print_exc(file=sys.stderr)
 
 
-# Predicts the memory of a run of ftmon's trainer in a background process that uses only idle resources.
-
-
 _OWN = ("train", "demo")
 _LONGEST_SECONDS = 1800.0
 _ON_CPU = "the ranks train on the CPU, whose peaks are of the resident set; predictions are of a GPU's allocator"

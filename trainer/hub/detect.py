@@ -98,9 +98,6 @@ def facts_of(process: Process) -> LeftProcess:
     return LeftProcess(current.pid, current.name, current.state, function)
 
 
-# Detects ranks that never report; with several hosts, the usual cause is an agent without a connection.
-
-
 PATIENCE_SECONDS = 60.0
 """Maximum delay between the first and the last rank's report; hosts start at different speeds."""
 
@@ -180,9 +177,6 @@ class PortWatch:
         if holder is not None:
             facts = PortFacts(port, rank, error, holder.pid, holder.user, holder.command)
         self._put(Finding("port_taken", facts, severity="error", key=str(port)))
-
-
-# Collects facts about the run's processes: their ends, and the launcher's records of the job.
 
 
 class ProcessFacts:

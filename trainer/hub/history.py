@@ -202,11 +202,7 @@ class HistoryServer(threading.Thread):
 
 
 def _bounded(args: dict[str, Any]) -> dict[str, Any]:
-    """Limit a query's arguments to the size of one answer.
-
-    Raises:
-        ProtocolError: a limit is no number.
-    """
+    """Limit a query's arguments to the size of one answer. Raises ``ProtocolError`` if a limit is no number."""
     asked = {name: args[name] for name in ("limit", "columns") if name in args}
     for name, number in asked.items():
         if not isinstance(number, int | float):

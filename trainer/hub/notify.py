@@ -86,11 +86,7 @@ def make_notifier(run: RunDir, host: str, failed: Callable[[str, str], object]) 
 
 
 def deliver(target: str, notice: Notice) -> None:
-    """Deliver one notice to one target.
-
-    Raises:
-        DeliveryError: the target refused it or did not answer.
-    """
+    """Deliver one notice to one target. Raises ``DeliveryError`` if the target refused it or did not answer."""
     if is_webhook(target):
         _post(target, notice)
     elif target == DESKTOP:

@@ -121,9 +121,6 @@ def _deepspeed_exports(run: RunDir, environment: Mapping[str, str], base: Mappin
     return path
 
 
-# Makes a run joinable from other hosts: its keys, its hub's addresses, and the join file with both.
-
-
 SSH_ENV = "FTMON_SSH"
 """Environment variable with the ssh command (default: ``ssh``)."""
 
@@ -255,9 +252,6 @@ def _outward_address() -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return ""
-
-
-# Determines whether a command trains on several hosts, and on which, from its arguments and the environment.
 
 
 _DEEPSPEED = {"deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher.runner"}

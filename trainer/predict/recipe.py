@@ -1,4 +1,7 @@
-"""A dry run of ``ftmon train``: the recipe's own model, engine, optimizer and step, from its configuration."""
+"""A dry run of ``ftmon train``: the recipe's own model, engine, optimizer and step, from its configuration.
+
+Import it after DeepSpeed has its CUDA accelerator, and outside fake tensors, as modules make tensors at import.
+"""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -28,11 +31,6 @@ from ..recipe.preflight.resolve import check_hub
 from ..recipe.step import Stepper, make_collate
 from . import fake
 from .dry import DryRun, Job
-
-# The recipe's own engine, batches and step in a dry run.
-#
-# Import it after DeepSpeed has its CUDA accelerator, and outside fake tensors, as modules make tensors at import.
-
 
 Mark = Callable[[str], None]
 """Called with the name of a phase."""
@@ -182,9 +180,6 @@ class _Observed:
         result = call(*inputs, **named)
         self._end(phase)
         return result
-
-
-# The documents of a data set's packed rows; their lengths determine attention's work and memory.
 
 
 class Documents(NamedTuple):
