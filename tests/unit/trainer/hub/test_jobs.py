@@ -210,7 +210,7 @@ def test_one_rank_started_again_alone_stays_in_its_job(driver: Driver) -> None:
     ranks = driver.start(100)
     driver.dead.add(ranks[1].pid)
     again = structs.replace(ranks[1], pid=150, start_ticks=1500)
-    assert not driver.table.hello(again, driver.now).begins
+    assert driver.table.hello(again, driver.now) == (driver.table.jobs[1], False)
     assert list(driver.table.jobs) == [1]
 
 
@@ -249,7 +249,7 @@ def test_a_rank_that_reports_after_another_has_finished_is_of_the_same_job(drive
     alone.table.hello(early, alone.now)
     alone.finish([early], 0)
     alone.table.poll(alone.now)
-    assert not alone.table.hello(late, alone.now + 1.0).begins
+    assert alone.table.hello(late, alone.now + 1.0) == (alone.table.jobs[1], False)
     alone.finish([late], 0)
     assert [(job.number, job.state) for job in alone.table.poll(alone.now + 1.0)] == [(1, "finished")]
 
@@ -289,7 +289,7 @@ def test_another_hub_goes_on_counting_a_job_where_the_first_left_off(driver: Dri
     # The introductions of a job beside another are not in the recording.
     driver.restarted([*driver.described(), *([] if beside else ranks)])
     for hello in ranks:
-        assert driver.table.hello(hello, driver.now).concurrent == beside
+        assert driver.table.hello(hello, driver.now)[0].shown != beside
     driver.train(ranks, range(5, 7), host_us=10_000)
     job = driver.described()[-1]
     assert (job.number, job.state, job.steps, job.step, job.step_us) == (1 + beside, "training", 6, 6, 10_000)

@@ -7,7 +7,7 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.schema import SCHEMA_VERSION
 from ftmon.protocol.recording.writer import Writer
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.hub.adopt import open_recording
+from ftmon.trainer.hub.core import open_recording
 from streams import Stream
 
 FRAMES = list(Stream(ranks=2, steps=200).frames())

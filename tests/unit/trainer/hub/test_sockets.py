@@ -5,7 +5,7 @@ import time
 
 import pytest
 from ftmon.trainer.host.loop import Failures
-from ftmon.trainer.hub.poll_loop import TICK_SECONDS, PollLoop
+from ftmon.trainer.hub.sockets import TICK_SECONDS, PollLoop
 
 
 class Sources:
