@@ -53,7 +53,8 @@ class Uplink:
         self._limit = kept_bytes
         self._waiting: deque[_Kept] = deque()
         self._flying: deque[_Kept] = deque()
-        self._bytes = 0
+        self.waiting_bytes = 0
+        """Size of the unconfirmed messages, bytes."""
         self._number = 0
         self._last_ack = 0.0
         self._connected_at = 0.0
@@ -72,11 +73,6 @@ class Uplink:
     def waiting(self) -> int:
         """Number of unconfirmed messages."""
         return len(self._waiting) + len(self._flying)
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Size of the unconfirmed messages, bytes."""
-        return self._bytes
 
     @property
     def connected(self) -> bool:
@@ -115,9 +111,9 @@ class Uplink:
         self._number += 1
         kept = _Kept(self._number, header, body)
         self._waiting.append(kept)
-        self._bytes += kept.size
-        while self._bytes > self._limit and self.waiting > 1:
-            self._bytes -= (self._flying or self._waiting).popleft().size
+        self.waiting_bytes += kept.size
+        while self.waiting_bytes > self._limit and self.waiting > 1:
+            self.waiting_bytes -= (self._flying or self._waiting).popleft().size
             self.dropped += 1
 
     def pump(self) -> None:
@@ -161,7 +157,7 @@ class Uplink:
         self._last_ack = time.monotonic()
         for kept in (self._flying, self._waiting):
             while kept and kept[0].number <= ack.number:
-                self._bytes -= kept.popleft().size
+                self.waiting_bytes -= kept.popleft().size
                 self._moved_at = self._last_ack
         if ack.over:
             self.run_end = ack
@@ -203,7 +199,7 @@ class Proxies:
         """Reconnect all, because old connections may not have detected a cut yet."""
         self._address = address
         for name in list(self._by_name):
-            self._by_name.pop(name).close(linger=0)
+            self.remove(name)
             self.add(name)
 
     def add(self, name: bytes) -> "zmq.Socket[Any] | None":

@@ -82,9 +82,8 @@ class HostInspection:
 
     def targets(self) -> list[DumpTarget]:
         """Return the ranks of this host, with their signals for writing stacks."""
-        return [
-            self._target(target.rank, target.pid, target.start_ticks) for target in self._access.rank_hosts.targets()
-        ]
+        found = self._access.rank_hosts.targets()
+        return [self._target(target.rank, target.pid, target.start_ticks) for target in found]
 
     def _target(self, rank: int, pid: int, start_ticks: int) -> DumpTarget:
         tracked = self._tracker.ranks.get(rank)
@@ -296,14 +295,9 @@ class StallProbe:
     def _has_slept_since(self, rank: int, action: Activity | None, moved: float) -> bool:
         """Return whether a rank's training thread has not run since its stacks were taken: then they still hold."""
         before = self._seen.get(rank)
-        return (
-            action is not None
-            and before is not None
-            and before.moved == moved
-            and bool(before.frames)
-            and action.state == before.last.state == "S"
-            and action.switches == before.last.switches
-        )
+        if action is None or before is None or before.moved != moved or not before.frames:
+            return False
+        return action.state == before.last.state == "S" and action.switches == before.last.switches
 
     def _compare(
         self, rank: int, frames: tuple[Frame, ...], place: Place, calls: Calls, action: Activity | None, moved: float

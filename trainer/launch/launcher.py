@@ -319,7 +319,7 @@ class Launcher:
         self._intend(signal.SIGTERM, "the command that started it is gone")
         if self._kill_at is None:
             self._signal_job(signal.SIGTERM)
-            self._kill_after_grace()
+            self._kill_at = time.monotonic() + self._grace
 
     def _pass_on(self) -> None:
         """Forward received signals to the job.
@@ -331,12 +331,12 @@ class Launcher:
             return
         for number in self._requests.drain():
             print_own(f"received {number.name}; passed on to the job")
-            if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number in _ENDING:
                 self._intend(number)
             if number in TO_THE_JOB:
                 self._signal_job(number)
                 if number == signal.SIGTERM and self._kill_at is None:
-                    self._kill_after_grace()
+                    self._kill_at = time.monotonic() + self._grace
                 continue
             self._interrupts += 1
             if self._status is None:
@@ -364,9 +364,6 @@ class Launcher:
         for process in self._members():
             with contextlib.suppress(PermissionError):
                 processes.send_signal(process, number)
-
-    def _kill_after_grace(self) -> None:
-        self._kill_at = time.monotonic() + self._grace
 
     def _kill_when_due(self) -> None:
         """Kill all processes of the run once its grace period is over, repeatedly until the job is gone."""
