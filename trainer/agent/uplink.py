@@ -21,6 +21,7 @@ from ...protocol.messages import wire
 from ...protocol.messages.hosts import AgentAck, AgentBeat, encode_numbers
 
 KEPT_BYTES = 64 << 20
+"""Limit of the waiting messages."""
 WINDOW = 4096
 """Maximum number of messages in flight; the hub confirms four times a second."""
 SILENT_SECONDS = 3.0
@@ -39,18 +40,12 @@ class _Kept(NamedTuple):
 
 
 class Uplink:
-    """One agent's connection to the hub's ``agents`` channel. Use it from one thread.
+    """One agent's connection to the hub's ``agents`` channel. Use it from one thread."""
 
-    ``kept_bytes`` limits the waiting messages.
-    """
-
-    def __init__(
-        self, context: "zmq.Context[Any]", join: JoinFile, identity: str, kept_bytes: int = KEPT_BYTES
-    ) -> None:
+    def __init__(self, context: "zmq.Context[Any]", join: JoinFile, identity: str) -> None:
         self._context = context
         self._join = join
         self._identity = identity
-        self._limit = kept_bytes
         self._waiting: deque[_Kept] = deque()
         self._flying: deque[_Kept] = deque()
         self.waiting_bytes = 0
@@ -112,7 +107,7 @@ class Uplink:
         kept = _Kept(self._number, header, body)
         self._waiting.append(kept)
         self.waiting_bytes += kept.size
-        while self.waiting_bytes > self._limit and self.waiting > 1:
+        while self.waiting_bytes > KEPT_BYTES and self.waiting > 1:
             self.waiting_bytes -= (self._flying or self._waiting).popleft().size
             self.dropped += 1
 
