@@ -258,7 +258,9 @@ class Agents:
             kill = process.kernel_kill
             if kill is not None:  # another host's kernel log may contain escape sequences
                 kill = msgspec.structs.replace(kill, name=sanitize(kill.name, 64))
-            fact = ProcessFact(*msgspec.structs.astuple(process)[:-1], kill)
+            identity = process.rank, process.pid, process.start_ticks
+            end = process.exit_code, process.signal, kill
+            fact = ProcessFact(*identity, process.alive, process.proc_state, *end)
             agent.facts[process.rank] = fact
             self._fact(fact)
         self._answer(agent, beat.time)

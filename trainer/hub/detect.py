@@ -168,7 +168,7 @@ class PortWatch:
 
     def _find_holder(self, port: int, rank: int, error: str) -> None:
         holder = holder_of(port) if port else None
-        known = (holder.pid, holder.user, holder.command) if holder is not None else ()
+        known = (holder.pid, holder.user, holder.command) if holder is not None else (None, None, None)
         facts = PortFacts(port, rank, error, *known)
         self._post(lambda: self._put(Finding("port_taken", facts, severity="error", key=str(port))))
 

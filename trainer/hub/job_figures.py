@@ -280,8 +280,8 @@ def _restore_end(tally: RankTally, known: JobRank, time: float) -> None:
         tally.goodbye = known.state
     if known.state in ("gone", "finished"):
         state = "gone" if known.state == "gone" else "finished"
-        end = {"pid": known.pid, "exit_code": known.exit_code, "signal": known.signal}
-        tally.state = RankState(known.rank, state, time, known.text, **end)
+        end = 0.0, known.pid, known.exit_code, known.signal
+        tally.state = RankState(known.rank, state, time, known.text, *end)
     if known.state != "finished":
         tally.failure = known.text
 

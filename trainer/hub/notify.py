@@ -117,7 +117,8 @@ def _run(command: list[str], notice: Notice) -> None:
     }
     quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
     try:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **fields}, **quiet)
+        environment = {**os.environ, **fields}
+        process = subprocess.Popen[bytes](command, stdin=subprocess.PIPE, env=environment, **quiet)
     except OSError as error:
         raise DeliveryError(f"{command[0]}: {error.strerror}") from None
     try:
