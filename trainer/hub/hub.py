@@ -74,15 +74,11 @@ class Hub:
 
     def _announce(self) -> bool:
         """Write the connection file; False if the disk refuses it (each report retries)."""
-        channels = self._core.channels
+        channels, remote = self._core.channels, self._core.channels.remote
         content = HubFile(
-            process=this_process(),
-            addresses=channels.addresses,
-            version=__version__,
-            host=socket.gethostname(),
-            started=time.time(),
-            listen=channels.remote.addresses,
-            server_key=channels.remote.server_key,
+            *(this_process(), channels.addresses, __version__, socket.gethostname(), time.time()),
+            listen=remote.addresses,
+            server_key=remote.server_key,
             read_only=self._core.file.options.read_only,
         )
         try:

@@ -505,20 +505,16 @@ class StackRequests:
             seen = await self._inspection.inspect(silent)
             for rank in silent:
                 if rank in seen.stacks or rank in seen.why:
-                    answers[rank] = self._result(rank, seen)
-                    self._record(rank, answers[rank], reason)
+                    answers[rank] = answer = self._result(rank, seen)
+                    if answer.ok:
+                        text, thread = str(answer.data["text"]), str(answer.data["thread"])
+                        self._access.emit(Stacks(rank, time.time(), text, reason, thread, "signal"))
         if verb.native:
             native = await self._stall_probe.read_native(ranks, reason or "asked")
             for rank, (text, why) in native.items():
                 if rank in answers:
                     answers[rank].data["native" if text else "no_native"] = text or why
         return answers
-
-    def _record(self, rank: int, answer: Result, reason: str) -> None:
-        """Append to the stream the stacks that a rank wrote after a signal."""
-        if answer.ok:
-            text, thread = str(answer.data["text"]), str(answer.data["thread"])
-            self._access.emit(Stacks(rank, time.time(), text, reason, thread, "signal"))
 
     def _result(self, rank: int, seen: Inspection) -> Result:
         tracked = self._access.tracker.ranks.get(rank)

@@ -82,14 +82,11 @@ class RankTally:
             phase.host_us += record.host_us
             if record.reserved.peak > phase.reserved:
                 phase.reserved = record.reserved.peak
-            allocated, resident = record.allocated.peak, record.resident
-            if resident is None:
-                if allocated > phase.allocated:
-                    phase.allocated, phase.step = allocated, step.step
-                continue
-            if allocated > phase.allocated:
-                phase.allocated = allocated
-            if phase.resident is None or resident.peak > phase.resident:
+            resident = record.resident
+            if record.allocated.peak > phase.allocated:
+                phase.allocated = record.allocated.peak
+                phase.step = step.step if resident is None else phase.step
+            if resident is not None and (phase.resident is None or resident.peak > phase.resident):
                 phase.resident, phase.step = resident.peak, step.step
 
     def message(self) -> JobRank:

@@ -246,7 +246,6 @@ def _table(names: list[str], rows: list[list[str]], left: tuple[int, ...] = ()) 
 
 
 def _composition(point: Point) -> str:
-    """Return the composition of the highest peak."""
     rank = max(point.ranks, key=lambda one: one.allocated_peak_bytes)
     peaks = {name: one.allocated_peak_bytes for name, one in rank.phases.items() if one.parts}
     phase = max(peaks, key=lambda name: peaks[name], default="")

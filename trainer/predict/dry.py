@@ -19,7 +19,7 @@ from ...protocol.analysis.estimates.time import Work
 from ...protocol.errors import ConfigError
 from ...protocol.host.machine import GPUS, Gpu
 from ..recipe.model.shape import positions
-from . import fake, result
+from . import deepspeed_file, fake, result
 from .record import Event, Recorder, Trace
 from .result import Phase, Rank
 
@@ -119,10 +119,8 @@ class DryRun:
 
         torch, job = self._torch, self.job
         settings = self._batched_settings()
-        stage = int(settings.get("zero_optimization", {}).get("stage", 0))
-        partitioned = contextlib.nullcontext()
-        if stage == 3:
-            partitioned = deepspeed.zero.Init(config_dict_or_path=settings)
+        stage = deepspeed_file.stage(settings)
+        partitioned = deepspeed.zero.Init(config_dict_or_path=settings) if stage == 3 else contextlib.nullcontext()
         config = copy.deepcopy(job.shape)
         self.vocabulary = int(config.get_text_config().vocab_size)
         with partitioned:

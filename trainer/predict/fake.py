@@ -559,32 +559,28 @@ def _warm_up(model: Any, quantizer: Any) -> None:
         torch.empty(int(size // 2), dtype=torch.float16, device="cuda")
 
 
-MIB = 1 << 20
 _FEW_ROWS = 128
 _CHUNK = 1 << 16
 """Elements per block of a kernel over many tensors: ``MultiTensorApply.cuh``."""
 
 
-class Workspaces:
-    """cuBLAS workspaces: one per thread's handle and stream, never freed.
+def _workspaces(capability: tuple[int, int]) -> Hidden:
+    """CuBLAS workspaces, at the first matrix product: one per thread's handle and stream, never freed.
 
     ``aten/src/ATen/cuda/CublasHandlePool.cpp``, ``getChosenWorkspaceSize``: 32 MiB on Hopper and Blackwell, 8,320 KiB
     on other GPUs. The autograd engine's device thread has a handle of its own.
     """
+    size = 32 << 20 if capability[0] in (9, 10) else 8320 << 10
+    made: set[tuple[int, int]] = set()
 
-    def __init__(self, capability: tuple[int, int]) -> None:
-        self.bytes = 32 * MIB if capability[0] in (9, 10) else 8320 * 1024
-        self._made: set[tuple[int, int]] = set()
-
-    def __call__(self, recorder: Recorder, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Allocate the workspace of this thread and stream at its first matrix product."""
+    def allocate(recorder: Recorder, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         first = result[0] if isinstance(result, tuple) else result
-        if first.device.type != "cuda":
-            return
         key = (threading.get_ident(), recorder.stream)
-        if key not in self._made:
-            self._made.add(key)
-            recorder.trace.allocate(self.bytes, "cuda", recorder.stream)
+        if first.device.type == "cuda" and key not in made:
+            made.add(key)
+            recorder.trace.allocate(size, "cuda", recorder.stream)
+
+    return allocate
 
 
 def _flash_backward(recorder: Recorder, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -650,7 +646,7 @@ def hidden(capability: tuple[int, int]) -> dict[Any, Hidden]:
 
     For a GPU of this compute capability; every entry follows the named source of PyTorch 2.11 to 2.13.
     """
-    workspaces = Workspaces(capability)
+    workspaces = _workspaces(capability)
     products = (
         *(_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default),
         *(_aten.mm.out, _aten.bmm.out, _aten.addmm.out, _aten.addmv.default, _aten.mv.default),
