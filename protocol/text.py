@@ -46,7 +46,8 @@ def first_line(text: str, limit: int = 200) -> str:
 
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun: ``1 rank``, ``2,000 steps``, ``2 processes``."""
-    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+    plural = "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

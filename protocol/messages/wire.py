@@ -59,6 +59,7 @@ Message = (
     | memory.Prediction
     | memory.StepTrace
     | telemetry.EarlyStop
+    | telemetry.LostEdit
 )
 """Any message; its tag is in the map's ``type`` field."""
 

@@ -20,6 +20,7 @@ from ..messages.telemetry import (
     LogLine,
     PhaseRecord,
     ProcessMemory,
+    Signs,
     Span,
     Step,
     Update,
@@ -81,6 +82,7 @@ class _Rare(msgspec.Struct, omit_defaults=True, gc=False):
     """The columns that are NaN, which SQLite stores as NULL."""
     others: list[PhaseRecord] = []
     """Phases without columns: of another name, or of a name that the step has twice."""
+    signs: Signs | None = None
 
 
 class _Rest(msgspec.Struct, array_like=True, gc=False):
@@ -100,6 +102,7 @@ class _Rest(msgspec.Struct, array_like=True, gc=False):
     phases: list[_PhaseRest | None]
     """All phases in the order they ran; None stands for the next of ``rare.others``."""
     rare: _Rare
+    batch_id: int = 0
 
 
 _decode = msgspec.msgpack.Decoder(_Rest).decode
@@ -133,13 +136,14 @@ def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
         phases.append(_phase_rest(position, phase, ended))
         ended = phase.start_us + phase.host_us
     loss, lr, grad_norm, spans = step.loss, step.lr, step.grad_norm, step.phases
-    rare = _Rare(step.retries, step.ooms, step.dropped, step.overflow, step.updates, others=others)
+    rare = _Rare(step.retries, step.ooms, step.dropped, step.overflow, step.updates, others=others, signs=step.signs)
     for name, value in (("loss", loss), ("lr", lr), ("grad_norm", grad_norm)):
         if value != value:
             rare.not_numbers = [*rare.not_numbers, name]
     rest = _Rest(
         *(step.micro_steps, step.samples, step.padded_tokens - step.tokens, step.probe_us, step.loss_scale),
         *(step.batch_shape, step.label_tokens, step.cpu_us, step.flops or None, step.fetch_us, phases, rare),
+        batch_id=step.batch_id,
     )
     row = (
         *(seq, t, step.rank, step.step, step.started, step.host_us, step.device_us, loss, lr, grad_norm, step.tokens),
@@ -243,6 +247,8 @@ def step_from_row(row: Sequence[Any]) -> Step:
         cpu_us=rest.cpu_us,
         flops=rest.flops or 0.0,
         fetch_us=rest.fetch_us,
+        batch_id=rest.batch_id,
+        signs=rare.signs,
     )
 
 

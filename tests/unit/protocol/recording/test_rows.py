@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.messages.hosts import Job
-from ftmon.protocol.messages.telemetry import PHASES, PhaseRecord, Span, Step, Update
+from ftmon.protocol.messages.telemetry import PHASES, PhaseRecord, Signs, Span, Step, Update
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.rows import FIRST_PHASE_COLUMN, PHASE_WIDTH, step_from_row, step_rows
 from ftmon.protocol.recording.writer import Writer
@@ -79,6 +79,8 @@ steps = st.builds(
     cpu_us=counts,
     flops=st.floats(0, 1e30),
     fetch_us=st.none() | counts,
+    batch_id=counts,
+    signs=st.none() | st.builds(Signs, unlabelled=counts, weights=st.sampled_from(["", "same", "nan"])),
 )
 
 
@@ -124,7 +126,7 @@ def test_a_step_that_started_at_no_time_is_refused() -> None:
 
 def test_every_field_is_recorded() -> None:
     # Whoever adds a field to Step or PhaseRecord records it too: in step_rows, step_from_row, and the strategies above.
-    assert len(Step.__struct_fields__) == 25
+    assert len(Step.__struct_fields__) == 27
     assert len(PhaseRecord.__struct_fields__) == 16
 
 
