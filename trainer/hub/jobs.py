@@ -100,9 +100,12 @@ class JobTable:
             return job
         if before is not None:
             # Late messages of the previous job's ranks must not enter the new job.
-            self.off_stream.update(sender for sender, owner in self._of.items() if owner is before)
+            self.off_stream |= self._senders(before)
         self.shown = job
         return job
+
+    def _senders(self, job: JobTally) -> set[str]:
+        return {sender for sender, owner in self._of.items() if owner is job}
 
     def add(self, sender: str, message: Message) -> None:
         """Count a message for the job of its sender."""
@@ -162,8 +165,8 @@ class JobTable:
             return None
         job.shown = True
         job.version += 1
-        self.off_stream.update(sender for sender, owner in self._of.items() if owner is self.shown)
-        self.off_stream.difference_update(sender for sender, owner in self._of.items() if owner is job)
+        self.off_stream |= self._senders(self.shown)
+        self.off_stream -= self._senders(job)
         self.shown = job
         return job
 
@@ -194,7 +197,7 @@ class JobTable:
                     self.off_stream.add(sender)
             if job.shown:
                 if self.shown is not None:
-                    self.off_stream.update(sender for sender, owner in self._of.items() if owner is self.shown)
+                    self.off_stream |= self._senders(self.shown)
                 self.shown = tally
 
     def _is_over(self, job: JobTally, now: float) -> bool:

@@ -180,9 +180,8 @@ def _assignments(given: argparse.Namespace) -> Iterator[Kind]:
         accumulation = training.grad_accumulation * (training.micro_batch // half)  # the batch of a step is the same
         changes = (f"training.micro_batch={half}", f"training.grad_accumulation={accumulation}")
         yield f"micro-batch {half}", changes, True
-    if config.run.ranks > 1:
-        for stage in range(zero.stage + 1, 4):
-            yield f"ZeRO {stage}", (f"zero.stage={stage}",), stage == 3
+    for stage in range(zero.stage + 1, 4) if config.run.ranks > 1 else ():
+        yield f"ZeRO {stage}", (f"zero.stage={stage}",), stage == 3
     if not zero.offload_optimizer and zero.stage:
         yield "optimizer offload", ("zero.offload_optimizer=true",), True
     if zero.stage == 3 and not zero.offload_parameters:
@@ -216,9 +215,8 @@ def _flags(given: argparse.Namespace) -> Iterator[Kind]:
     if batch.micro > 1 and batch.micro % 2 == 0:
         half, accumulation = batch.micro // 2, batch.accumulation * 2
         yield f"micro-batch {half}", (f"--micro-batch={half}", f"--accumulation={accumulation}"), True
-    if ranks > 1:
-        for higher in range(stage + 1, 4):
-            yield f"ZeRO {higher}", (f"zero_optimization.stage={higher}",), higher == 3
+    for higher in range(stage + 1, 4) if ranks > 1 else ():
+        yield f"ZeRO {higher}", (f"zero_optimization.stage={higher}",), higher == 3
     if not deepspeed_file.offloads(settings) and stage:
         yield "optimizer offload", (f"zero_optimization.offload_optimizer={offload}",), True
     if stage == 3 and not deepspeed_file.offloads(settings, "param"):
