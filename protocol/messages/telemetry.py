@@ -12,17 +12,12 @@ from msgspec import Meta
 
 from .throughput import ModelFlops
 
-# Bounds of numbers in messages: decoding refuses values outside them.
-#
-# They protect receivers from a rank of 2^60, for which a receiver would allocate, and from times outside the calendar.
-
-
+# Bounds of numbers in messages: decoding refuses values outside them. They protect receivers from a rank of 2^60, for
+# which a receiver would allocate, and from times outside the calendar.
 MAX_RANKS = 16_384
 """Ranks are below this; -1 means the launcher, or no rank."""
-
 MAX_WHOLE = 2**53
 """Integers up to this are exact in a double; sums of many such numbers fit 64 bits."""
-
 Rank = Annotated[int, Meta(ge=-1, lt=MAX_RANKS)]
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A count or a number of bytes, in the range of an SQLite column. (A script may request 2**62 bytes and be refused.)"""
@@ -243,10 +238,8 @@ class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
 
 PHASES = ("init", "data", "generate", "forward", "backward", "optimizer", "eval", "checkpoint", "idle")
 """All phases of a rank, in drawing order. ``generate``: the rollout of a step (GRPO, PPO)."""
-
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 """The phases of an ordinary step, in order."""
-
 PAUSES = ("eval", "checkpoint")
 """Phases in which training pauses: throughput does not count them."""
 
@@ -508,10 +501,7 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
 
     def phase(self, name: str) -> PhaseRecord | None:
         """Return the record of the phase ``name``; None if the step had no such phase."""
-        for record in self.phases:
-            if record.name == name:
-                return record
-        return None
+        return next((record for record in self.phases if record.name == name), None)
 
     @property
     def peak_phase(self) -> PhaseRecord | None:
@@ -521,11 +511,7 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     @property
     def training_us(self) -> int:
         """Host time without evaluations and checkpoints."""
-        left = self.host_us
-        for record in self.phases:
-            if record.name in PAUSES:
-                left -= record.host_us
-        return max(0, left)
+        return max(0, self.host_us - sum([record.host_us for record in self.phases if record.name in PAUSES]))
 
 
 class Closing(msgspec.Struct, tag="closing", frozen=True, omit_defaults=True):

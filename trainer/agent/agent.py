@@ -33,7 +33,7 @@ from ...protocol.messages.wire import Message
 from ...protocol.run.rundir import RunDir
 from ...protocol.text import all_ranks
 from ..host import loop, processes
-from ..host.end.kill import KillScope, Outcome, Target, interrupt_job, interrupt_ranks, kill, sweep
+from ..host.end.kill import NO_THREAD, KillScope, Outcome, Target, interrupt_job, interrupt_ranks, kill, sweep
 from ..host.hardware.watch import DeviceSampler, HostWatch
 from ..host.inspection.inspect import answer_look
 from ..host.log_tail import LogTail
@@ -155,8 +155,7 @@ class Commands:
             except Exception as error:  # a process table that changes while it is read
                 return Outcome(False, f"{type(error).__name__}: {error}", {})
 
-        no_thread = Outcome(False, "no thread can be started on this host", {})
-        return await loop.in_thread(inspect, self._post, "inspect", no_thread)
+        return await loop.in_thread(inspect, self._post, "inspect", NO_THREAD)
 
     async def _ping(self) -> Outcome:
         return Outcome(True, "alive", {"pid": os.getpid()})

@@ -7,8 +7,8 @@ import socket
 from importlib import metadata, util
 from pathlib import Path
 
+from ...protocol.checks import TRAINING_PACKAGES
 from ...protocol.host.machine import ROOT, cpu_quota
-from ...protocol.training_packages import TRAINING_PACKAGES
 
 
 def visible_gpus() -> list[str]:
