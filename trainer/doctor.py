@@ -21,19 +21,15 @@ from typing import Any
 
 import msgspec
 
-from ..protocol.checks import Check
+from ..protocol.checks import Check, State
 from ..protocol.known_faults import faults_of
 from ..protocol.text import duration
 
 INSTALL = "pip install 'ftmon[train]'"
-_PACKAGES = (
-    ("torch", "error"),
-    ("deepspeed", "error"),
-    ("transformers", "error"),
-    ("datasets", "error"),
-    ("peft", "warning"),
-    ("accelerate", "warning"),
-)
+_PACKAGES: dict[str, State] = {
+    **dict.fromkeys(("torch", "deepspeed", "transformers", "datasets"), "error"),
+    **dict.fromkeys(("peft", "accelerate"), "warning"),
+}
 _GIB = 1 << 30
 _MIN_SHM = _GIB
 _MIN_FILES = 4096
@@ -43,17 +39,17 @@ _BUILD_SECONDS = 900.0
 
 def packages() -> Iterator[Check]:
     """Check which packages of the training side are installed."""
-    for name, lack in _PACKAGES:
+    for name, lack in _PACKAGES.items():
         try:
             yield Check(name, "ok", metadata.version(name))
         except metadata.PackageNotFoundError:
-            yield Check(name, "error" if lack == "error" else "warning", "not installed", INSTALL)
+            yield Check(name, lack, "not installed", INSTALL)
 
 
 def known() -> Iterator[Check]:
     """Name the known faults of the installed versions."""
     versions: dict[str, str] = {}
-    for name, _ in _PACKAGES:
+    for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     for fault, version in faults_of(versions):
@@ -73,11 +69,10 @@ def gpus() -> Iterator[Check]:
     setting = os.environ.get("CUDA_VISIBLE_DEVICES")
     note = f" (CUDA_VISIBLE_DEVICES={setting})" if setting is not None else ""
     if torch.version.cuda is None:
-        if present:
-            remedy = "install a CUDA build of PyTorch: https://pytorch.org/get-started/locally"
-            yield Check("GPUs", "warning", f"{present} here, but this PyTorch is built for the CPU only", remedy)
-        else:
-            yield Check("GPUs", "ok", f"none{note}: training runs on the CPU, over gloo")
+        remedy = "install a CUDA build of PyTorch: https://pytorch.org/get-started/locally"
+        text = f"{present} here, but this PyTorch is built for the CPU only"
+        lacks = Check("GPUs", "warning", text, remedy)
+        yield lacks if present else Check("GPUs", "ok", f"none{note}: training runs on the CPU, over gloo")
         return
     seen = int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
     if seen < present:
@@ -115,10 +110,8 @@ def op_builder() -> Iterator[Check]:
         yield Check("compiler", "warning", f"no {compiler}: DeepSpeed cannot build its Adam", remedy)
     else:
         yield Check("compiler", "ok", _first_line([compiler, "--version"]))
-    if shutil.which("ninja") is None:
-        yield Check("ninja", "warning", "not found: DeepSpeed cannot build its kernels", "pip install ninja")
-    else:
-        yield Check("ninja", "ok", _first_line(["ninja", "--version"]))
+    missing = Check("ninja", "warning", "not found: DeepSpeed cannot build its kernels", "pip install ninja")
+    yield Check("ninja", "ok", _first_line(["ninja", "--version"])) if shutil.which("ninja") else missing
     yield from _nvcc()
     yield arch_list(os.environ.get("TORCH_CUDA_ARCH_LIST"))
 
@@ -165,14 +158,14 @@ def arch_list(setting: str | None) -> Check:
     if not setting or not setting.strip():
         return Check(name, "ok", "not set: kernels are built for the GPUs that are here")
     entries = re.split(r"[;\s]+", setting.strip(" ;"))
-    bad = [entry for entry in entries if not re.fullmatch(r"\d+\.\d+(\+PTX)?", entry)]
+    readable = re.compile(r"\d+\.\d+(\+PTX)?").fullmatch
+    bad = [entry for entry in entries if not readable(entry)]
     if not bad:
         return Check(name, "ok", setting)
-    corrected = ";".join(re.sub(r"(\d+\.\d+)[a-z]", r"\1", entry) for entry in entries)
-    if all(re.fullmatch(r"\d+\.\d+(\+PTX)?", entry) for entry in corrected.split(";")):
-        remedy = f"export TORCH_CUDA_ARCH_LIST='{corrected}'"
-    else:
-        remedy = "unset TORCH_CUDA_ARCH_LIST"
+    corrected = [re.sub(r"(\d+\.\d+)[a-z]", r"\1", entry) for entry in entries]
+    remedy = "unset TORCH_CUDA_ARCH_LIST"
+    if all(map(readable, corrected)):
+        remedy = f"export TORCH_CUDA_ARCH_LIST='{';'.join(corrected)}'"
     return Check(name, "warning", f"{setting}: DeepSpeed's op builder cannot read {', '.join(bad)}", remedy)
 
 
@@ -182,10 +175,9 @@ def deepspeed_ops() -> Iterator[Check]:
     yield Check("accelerator", "ok", f"DeepSpeed trains on {accelerator.device_name()}")
     for title, builder in (("CPU Adam", "CPUAdamBuilder"), ("fused Adam", "FusedAdamBuilder")):
         made = accelerator.create_op_builder(builder)
-        if made is not None and made.is_compatible(False):
-            yield Check(title, "ok", "DeepSpeed can build it at first use")
-        else:
-            yield Check(title, "warning", "DeepSpeed cannot build it here", "use optimizer.kind=torch_fused")
+        lacks = Check(title, "warning", "DeepSpeed cannot build it here", "use optimizer.kind=torch_fused")
+        builds = made is not None and made.is_compatible(False)
+        yield Check(title, "ok", "DeepSpeed can build it at first use") if builds else lacks
 
 
 def limits() -> Iterator[Check]:
@@ -235,15 +227,7 @@ def cpu_memory() -> Iterator[Check]:
 
 
 _ALL: tuple[Callable[[], Iterator[Check]], ...] = (
-    packages,
-    known,
-    gpus,
-    process_groups,
-    op_builder,
-    extension_locks,
-    deepspeed_ops,
-    limits,
-    cpu_memory,
+    *(packages, known, gpus, process_groups, op_builder, extension_locks, deepspeed_ops, limits, cpu_memory),
 )
 
 
@@ -254,7 +238,7 @@ def examine() -> list[Check]:
         try:
             found.extend(look())
         except ModuleNotFoundError as error:
-            if error.name not in {name for name, _ in _PACKAGES}:  # those are findings of their own
+            if error.name not in _PACKAGES:  # those are findings of their own
                 found.append(Check(_title(look), "error", f"{error.name} is not installed", INSTALL))
         except Exception as error:  # a broken installation fails in its own way
             first = (str(error).strip() or repr(error)).splitlines()[0]

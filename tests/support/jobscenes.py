@@ -37,9 +37,9 @@ def driven(path: Path) -> Path:
 
 def _counted(table: JobTable, message: Message, t: float) -> Iterator[Message]:
     if isinstance(message, Hello):
-        joined = table.hello(message, t)
-        if joined.begins:
-            yield table.describe(joined.job, t)
+        job, is_new = table.hello(message, t)
+        if is_new and job.shown:
+            yield table.describe(job, t)
     elif isinstance(message, RankState):
         table.state(message)
     elif isinstance(message, Step | Goodbye | Failure):

@@ -7,7 +7,6 @@ is unreachable, the agent ends the run's remaining processes on its host, then i
 import contextlib
 import os
 import re
-import shutil
 import signal
 import socket as host_sockets
 import sys
@@ -150,7 +149,13 @@ class Commands:
         return Outcome(True, text, {"signalled": len(told) or len(groups)})
 
     async def _inspect(self, verb: control.Look) -> Outcome:
-        return await loop.in_thread(lambda: _inspected(verb), self._post, "inspect", NO_THREAD)
+        def inspect() -> Outcome:
+            try:
+                return Outcome(True, "", answer_look(verb))
+            except Exception as error:  # a process table that changes while it is read
+                return Outcome(False, f"{type(error).__name__}: {error}", {})
+
+        return await loop.in_thread(inspect, self._post, "inspect", NO_THREAD)
 
     async def _ping(self) -> Outcome:
         return Outcome(True, "alive", {"pid": os.getpid()})
@@ -162,13 +167,6 @@ class Commands:
         if self.socket is not None:
             with contextlib.suppress(zmq.ZMQError):
                 self.socket.send_multipart(wire.encode(self._identity, 0, time.time(), message), zmq.NOBLOCK)
-
-
-def _inspected(verb: control.Look) -> Outcome:
-    try:
-        return Outcome(True, "", answer_look(verb))
-    except Exception as error:  # a process table that changes while it is read
-        return Outcome(False, f"{type(error).__name__}: {error}", {})
 
 
 TICK_SECONDS = 0.25
@@ -204,7 +202,11 @@ class Agent:
         self._host_watch = HostWatch(self._host, place.path, self._rank_pids)
         self._logs = LogTail(place)
         addresses = [*join.addresses, os.environ.get("MASTER_ADDR", "")]
-        self._route = Route(list(filter(None, addresses)), join.port_of("agents"), self._use_address)
+        self._route = Route(
+            list(filter(None, addresses)),
+            join.port_of("agents"),
+            lambda address: self._mailbox.post(lambda: self._connect(address)),
+        )
         self._address = ""
         self._facts: dict[int, ProcessFact] = {}
         self._names: set[str] = set()
@@ -252,16 +254,10 @@ class Agent:
 
     def _turn(self, wait_ms: int) -> None:
         poller = zmq.Poller()
-        for each in (
-            self._telemetry,
-            self._ranks,
-            self._uplink.socket,
-            self._commands.socket,
-            *self._proxies.sockets(),
-        ):
+        connections = (self._uplink.socket, self._commands.socket, *self._proxies.sockets())
+        for each in (self._telemetry, self._ranks, self._mailbox.fileno(), *connections):
             if each is not None:
                 poller.register(each, zmq.POLLIN)
-        poller.register(self._mailbox.fileno(), zmq.POLLIN)
         poller.poll(wait_ms)
         self._commands.receive()
         self._proxies.pass_commands()
@@ -276,23 +272,16 @@ class Agent:
             for _ in range(_DRAIN):
                 frames = self._telemetry.recv_multipart(zmq.NOBLOCK)
                 if len(frames) == 2:
-                    self._pass_on(frames[0], frames[1])
-
-    def _pass_on(self, header: bytes, body: bytes) -> None:
-        """Forward one message of a rank unchanged; its sender may be new."""
-        with contextlib.suppress(ProtocolError):
-            sender = wire.decode_header(header).src
-            if sender not in self._names:
-                self._register_rank(sender)
-        self._uplink.put(header, body)
+                    with contextlib.suppress(ProtocolError):
+                        self._register_rank(wire.decode_header(frames[0]).src)
+                    self._uplink.put(frames[0], frames[1])
 
     def _register_rank(self, sender: str) -> None:
-        found = _RANK.fullmatch(sender)
-        if found is None:
-            return
-        self._names.add(sender)
-        self._proxies.add(sender.encode())
-        self._supervisor.watch(int(found[1]), int(found[2]), int(found[3]))
+        found = _RANK.fullmatch(sender) if sender not in self._names else None
+        if found is not None:
+            self._names.add(sender)
+            self._proxies.add(sender.encode())
+            self._supervisor.watch(int(found[1]), int(found[2]), int(found[3]))
 
     def _tick(self, now: float) -> None:
         self._collect_facts()
@@ -338,32 +327,14 @@ class Agent:
 
     def _beat(self, now: float, leaving: bool = False) -> None:
         self._next_beat = now + BEAT_SECONDS
-        uplink = self._uplink
+        uplink, me = self._uplink, self._me
         states = [
             ProcessState(f.rank, f.pid, f.start_ticks, f.alive, f.proc_state, f.exit_code, f.signal, f.kernel_kill)
             for f in self._facts.values()
         ]
-        uplink.send_beat(
-            AgentBeat(
-                host=self._host,
-                pid=self._me.pid,
-                start_ticks=self._me.start_ticks,
-                version=__version__,
-                time=time.time(),
-                processes=states,
-                waiting=uplink.waiting,
-                waiting_bytes=uplink.waiting_bytes,
-                dropped=uplink.dropped,
-                clock_offset=uplink.clock_offset,
-                round_trip=uplink.round_trip,
-                leaving=leaving,
-                boot_id=boot_id(),
-            )
-        )
-
-    def _use_address(self, address: str) -> None:
-        """Store the address found by the route; called in its thread."""
-        self._mailbox.post(lambda: self._connect(address))
+        process = self._host, me.pid, me.start_ticks, __version__
+        figures = uplink.waiting, uplink.waiting_bytes, uplink.dropped, uplink.clock_offset, uplink.round_trip
+        uplink.send_beat(AgentBeat(*process, time.time(), states, *figures, leaving, boot_id()))
 
     def _connect(self, address: str) -> None:
         self._address = address
@@ -413,9 +384,8 @@ class Agent:
         self._drain()
         self._put_logs(last=True)
         self._collect_facts()
-        while time.monotonic() < deadline and (
-            self._commands.kills_under_way or (self._uplink.connected and self._uplink.waiting)
-        ):
+        uplink, commands = self._uplink, self._commands
+        while time.monotonic() < deadline and (commands.kills_under_way or (uplink.connected and uplink.waiting)):
             self._turn(50)
         self._beat(time.monotonic(), leaving=not self._end_requested)
 
@@ -436,13 +406,11 @@ class Agent:
         """Remove sockets, the lock, and the key if it was copied here for this run only."""
         for name in ("telemetry.sock", "ranks.sock", "agent.lock"):
             (self._place.socket_dir / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self._place.socket_dir.rmdir()
         if self._join.pushed:
             self._join_path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            if not any(self._place.snapshots.iterdir()):
-                shutil.rmtree(self._place.snapshots, ignore_errors=True)
+        for folder in (self._place.socket_dir, self._place.snapshots):
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
 
 
 def _sender(rank: int, pid: int, start_ticks: int) -> bytes:

@@ -21,6 +21,7 @@ from ...protocol.messages import wire
 from ...protocol.messages.hosts import AgentAck, AgentBeat, encode_numbers
 
 KEPT_BYTES = 64 << 20
+"""Limit of the waiting messages."""
 WINDOW = 4096
 """Maximum number of messages in flight; the hub confirms four times a second."""
 SILENT_SECONDS = 3.0
@@ -39,21 +40,16 @@ class _Kept(NamedTuple):
 
 
 class Uplink:
-    """One agent's connection to the hub's ``agents`` channel. Use it from one thread.
+    """One agent's connection to the hub's ``agents`` channel. Use it from one thread."""
 
-    ``kept_bytes`` limits the waiting messages.
-    """
-
-    def __init__(
-        self, context: "zmq.Context[Any]", join: JoinFile, identity: str, kept_bytes: int = KEPT_BYTES
-    ) -> None:
+    def __init__(self, context: "zmq.Context[Any]", join: JoinFile, identity: str) -> None:
         self._context = context
         self._join = join
         self._identity = identity
-        self._limit = kept_bytes
         self._waiting: deque[_Kept] = deque()
         self._flying: deque[_Kept] = deque()
-        self._bytes = 0
+        self.waiting_bytes = 0
+        """Size of the unconfirmed messages, bytes."""
         self._number = 0
         self._last_ack = 0.0
         self._connected_at = 0.0
@@ -72,11 +68,6 @@ class Uplink:
     def waiting(self) -> int:
         """Number of unconfirmed messages."""
         return len(self._waiting) + len(self._flying)
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Size of the unconfirmed messages, bytes."""
-        return self._bytes
 
     @property
     def connected(self) -> bool:
@@ -115,9 +106,9 @@ class Uplink:
         self._number += 1
         kept = _Kept(self._number, header, body)
         self._waiting.append(kept)
-        self._bytes += kept.size
-        while self._bytes > self._limit and self.waiting > 1:
-            self._bytes -= (self._flying or self._waiting).popleft().size
+        self.waiting_bytes += kept.size
+        while self.waiting_bytes > KEPT_BYTES and self.waiting > 1:
+            self.waiting_bytes -= (self._flying or self._waiting).popleft().size
             self.dropped += 1
 
     def pump(self) -> None:
@@ -161,7 +152,7 @@ class Uplink:
         self._last_ack = time.monotonic()
         for kept in (self._flying, self._waiting):
             while kept and kept[0].number <= ack.number:
-                self._bytes -= kept.popleft().size
+                self.waiting_bytes -= kept.popleft().size
                 self._moved_at = self._last_ack
         if ack.over:
             self.run_end = ack
@@ -180,9 +171,6 @@ class Uplink:
             self._best_trip = trip
             self.round_trip = trip
             self.clock_offset = ack.time - (ack.beat + now) / 2
-
-
-# Forwards the hub's commands to the ranks of this host, and their answers back, unchanged.
 
 
 class Proxies:
@@ -206,7 +194,7 @@ class Proxies:
         """Reconnect all, because old connections may not have detected a cut yet."""
         self._address = address
         for name in list(self._by_name):
-            self._by_name.pop(name).close(linger=0)
+            self.remove(name)
             self.add(name)
 
     def add(self, name: bytes) -> "zmq.Socket[Any] | None":
@@ -250,9 +238,6 @@ class Proxies:
         for channel in self._by_name.values():
             channel.close(linger=0)
         self._by_name.clear()
-
-
-# Finds an address at which the hub answers, in a thread, because connecting takes seconds.
 
 
 _TRY_SECONDS = 2.0

@@ -7,7 +7,7 @@ import sys
 from ...protocol.errors import FtmonError
 from ...protocol.host.process import never_fail
 from ...protocol.run.rundir import RunDir
-from .adopt import already_over
+from .core import already_over
 from .hub import Hub
 
 

@@ -16,7 +16,7 @@ from ...protocol.analysis.stalls.tracker import ProcessFact
 from ...protocol.errors import ProtocolError
 from ...protocol.messages import wire
 from ...protocol.messages.control import RankState
-from ...protocol.messages.hosts import AgentAck, AgentBeat, HostState, HostStateName, KernelKill, decode_numbers
+from ...protocol.messages.hosts import AgentAck, AgentBeat, HostState, HostStateName, decode_numbers
 from ...protocol.messages.telemetry import Hello
 from ...protocol.messages.wire import Message
 from ...protocol.text import sanitize
@@ -32,6 +32,11 @@ _PAUSE_SECONDS = 2.0
 """Ticks farther apart than this mean that the hub itself paused: hosts are not cut off because of it."""
 _OFFSET_STEP = 0.05
 """A clock offset is reported again when it has changed by this many seconds."""
+_STATE_TEXTS: dict[HostStateName, str] = {
+    "reachable": "",
+    "cut off": "no messages from its agent; its ranks may still be training",
+    "left": "its agent has ended",
+}
 
 
 class Agent:
@@ -79,25 +84,9 @@ class Agent:
         """Return the state of this host, whose agent has sent a beat."""
         beat = self.beat
         assert beat is not None
-        text = {
-            "reachable": "",
-            "cut off": "no messages from its agent; its ranks may still be training",
-            "left": "its agent has ended",
-        }[self.state]
-        ranks = self.ranks
-        return HostState(
-            host=self.host,
-            state=self.state,
-            time=now,
-            rank=ranks[0] if ranks else -1,
-            ranks=ranks,
-            text=text,
-            since=self.since,
-            version=beat.version,
-            clock_offset=beat.clock_offset,
-            round_trip=beat.round_trip,
-            dropped=beat.dropped,
-        )
+        lowest, text = min(self.facts, default=-1), _STATE_TEXTS[self.state]
+        of_beat = beat.version, beat.clock_offset, beat.round_trip, beat.dropped
+        return HostState(self.host, self.state, now, lowest, self.ranks, text, self.since, *of_beat)
 
 
 class Agents:
@@ -266,16 +255,12 @@ class Agents:
             self._replace_earlier(agent, beat)
         agent.beat = beat
         for process in beat.processes:
-            fact = ProcessFact(
-                process.rank,
-                process.pid,
-                process.start_ticks,
-                process.alive,
-                process.proc_state,
-                process.exit_code,
-                process.signal,
-                _clean(process.kernel_kill),
-            )
+            kill = process.kernel_kill
+            if kill is not None:  # another host's kernel log may contain escape sequences
+                kill = msgspec.structs.replace(kill, name=sanitize(kill.name, 64))
+            identity = process.rank, process.pid, process.start_ticks
+            end = process.exit_code, process.signal, kill
+            fact = ProcessFact(*identity, process.alive, process.proc_state, *end)
             agent.facts[process.rank] = fact
             self._fact(fact)
         self._answer(agent, beat.time)
@@ -301,14 +286,8 @@ class Agents:
 
 
 def _differ(reported: HostState, now: HostState) -> bool:
-    if (reported.state, reported.ranks, reported.version) != (now.state, now.ranks, now.version):
-        return True
-    if now.dropped != reported.dropped:
+    fields = ("state", "ranks", "version", "dropped")
+    if any(getattr(reported, field) != getattr(now, field) for field in fields):
         return True
     before, after = reported.clock_offset, now.clock_offset
     return after is not None and (before is None or abs(after - before) > _OFFSET_STEP)
-
-
-def _clean(kill: KernelKill | None) -> KernelKill | None:
-    """Sanitize the process name of another host's kernel log, which may contain escape sequences."""
-    return None if kill is None else msgspec.structs.replace(kill, name=sanitize(kill.name, 64))

@@ -1,4 +1,4 @@
-"""Analyses traces of captured steps one by one in a worker process."""
+"""A hub's analyses: detectors in its own process; predictions and traces of captured steps in background processes."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -115,9 +115,8 @@ class Analysis:
     def begin_job(self) -> None:
         """Judge how each rank of the current job ended; later messages belong to the next job."""
         now = time.time()
-        self._guard(lambda: self._conclude(self.tracker.close_job(now)))
-        self._guard(lambda: self._conclude(self._detectors.tick(now)))
-        self._guard(lambda: self._conclude(self._detectors.begin_job(now)))
+        for judge in (self.tracker.close_job, self._detectors.tick, self._detectors.begin_job):
+            self._guard(lambda judge=judge: self._conclude(judge(now)))
         self._guard(self.tracker.begin_job)
 
     def follow_on(self) -> None:
@@ -163,16 +162,16 @@ class Analysis:
             traceback.print_exc(file=sys.stderr)
 
 
-# Predicts the memory of a run of ftmon's trainer in a background process that uses only idle resources.
-
-
 _OWN = ("train", "demo")
 _LONGEST_SECONDS = 1800.0
 _ON_CPU = "the ranks train on the CPU, whose peaks are of the resident set; predictions are of a GPU's allocator"
 
 
 class PredictionProcess:
-    """Starts the prediction once the ranks have reported their kind of GPU, and emits it. Main loop only."""
+    """Starts the prediction of a run of ftmon's trainer once a rank has reported its GPU, and emits it. Main loop only.
+
+    The process uses only idle resources.
+    """
 
     def __init__(self, run: RunDir, file: RunFile, emit: Callable[[Message], None]) -> None:
         self._run = run
@@ -197,14 +196,10 @@ class PredictionProcess:
             self._on_cpu = True
             return
         command = [sys.executable, "-P", "-m", "ftmon.trainer.predict.live", str(self._run.path)]
+        command += [f"--gpu={hello.device.name}", f"--parent={os.getpid()}"]
         try:
             with (self._run.logs / "predict.log").open("ab") as log:
-                self._process = subprocess.Popen(
-                    [*command, f"--gpu={hello.device.name}", f"--parent={os.getpid()}"],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                )
+                self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         except OSError as error:
             self._end(f"its process cannot be started: {error.strerror}")
             return
@@ -251,12 +246,6 @@ _TRACE_ANALYSIS_LONGEST_SECONDS = 60.0
 """Time limit per trace, seconds; a trace that takes longer is dropped and its worker process ended."""
 
 
-class _Waiting(NamedTuple):
-    sender: str
-    body: bytes
-    era: int
-
-
 class TraceAnalysis:
     """Runs the worker process that analyses traces, without delaying the main loop.
 
@@ -268,7 +257,8 @@ class TraceAnalysis:
     ) -> None:
         self._emit = emit
         self._post = post
-        self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[str, bytes, int] | None] = queue.SimpleQueue()
+        """Sender, trace and era."""
         self._thread: threading.Thread | None = None
         self._worker: subprocess.Popen[bytes] | None = None
         self._era = 0
@@ -287,7 +277,7 @@ class TraceAnalysis:
             self.dropped += 1
             return
         self._bytes += len(body)
-        self._queue.put(_Waiting(sender, body, self._era))
+        self._queue.put((sender, body, self._era))
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="traces", daemon=True)
             self._thread.start()
@@ -318,17 +308,17 @@ class TraceAnalysis:
         """Pass traces to the worker one by one; this object's thread."""
         try:
             while (waiting := self._queue.get()) is not None and not self._closing:
-                self._post(partial(self._found, waiting, self._find(waiting.body)))
+                self._post(partial(self._found, *waiting, self._find(waiting[1])))
         finally:
             self._end_worker()
 
-    def _found(self, waiting: _Waiting, found: Found) -> None:
+    def _found(self, sender: str, body: bytes, era: int, found: Found) -> None:
         """Emit the worker's results. Main loop."""
-        self._bytes -= len(waiting.body)
+        self._bytes -= len(body)
         if found.error:
             self.dropped += 1
-            print(f"a trace of {waiting.sender} was not analysed: {found.error}", file=sys.stderr, flush=True)
-        if waiting.era == self._era:
+            print(f"a trace of {sender} was not analysed: {found.error}", file=sys.stderr, flush=True)
+        if era == self._era:
             for message in found.messages:
                 self._emit(message)
 

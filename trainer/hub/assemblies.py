@@ -1,4 +1,4 @@
-"""The five assemblies of a hub: intake, judge, act, watch host, end. Each is built by a function, from the top down.
+"""The five assemblies of a hub: intake, judge, act, watch host, end. Each connects itself to those before it.
 
 Intake receives messages and records them, judge draws conclusions from them, act sends commands, the host watch reads
 this host's processes, devices and logs, and end finishes the run.
@@ -8,8 +8,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from ...protocol.analysis.findings.finding import Finding
 from ...protocol.analysis.hub_facts import NotNotifiedFacts, RefusedFacts
@@ -18,24 +16,24 @@ from ...protocol.messages.control import RankState
 from ...protocol.messages.memory import StepTrace
 from ...protocol.messages.telemetry import Closing, DeviceSample, Failure, Goodbye, Hello, LogLine, Plan, Step
 from ...protocol.messages.wire import Frame, Message
+from ...protocol.run.notices import read_notify
 from ...protocol.run.rundir import ExitFile, RunDir
 from ..host import processes
 from ..host.hardware.watch import DeviceSampler, HostWatch
 from ..host.log_tail import LogTail
 from ..host.supervisor import Supervisor
-from .adopt import of_the_last_job
 from .agents import Agents
 from .analyses import PredictionProcess, TraceAnalysis
 from .commands import Actions, Commands, Kills
-from .core import Core
+from .core import Core, of_the_last_job
 from .detect import Leftovers, MissingRanks, PortWatch, ProcessFacts, Unhooked
 from .end import EndDetector, RunEnd
 from .hang_policy import HangPolicy
 from .history import Commits, HistoryServer, Stats
 from .inspection import HostInspection, StackRequests, StallProbe
 from .jobs import JobStream
-from .notify import Notifier, make_notifier
-from .poll_loop import PollLoop
+from .notify import Notifier
+from .sockets import PollLoop
 from .telemetry import Intake
 
 TRACES_SECONDS = 10.0
@@ -46,54 +44,45 @@ _DRAIN = 512
 """Maximum messages received per socket before commands are handled again."""
 
 
-@dataclass
 class WatchAssembly:
     """Watches this host: the ranks' processes, devices, disks and log files."""
 
-    core: Core
-    supervisor: Supervisor
-    facts: ProcessFacts
-    disks: HostWatch
-    devices: DeviceSampler
-    logs: LogTail
+    def __init__(self, core: Core) -> None:
+        host = socket.gethostname()
+        self._core = core
+        self.supervisor = Supervisor(lambda: core.post(self.facts.collect))
+        self.facts = ProcessFacts(core, self.supervisor)
+        self.disks = HostWatch(host, core.run.path, self._rank_pids)
+        self._devices = DeviceSampler(host, self._rank_pids)
+        self._logs = LogTail(core.run, core.history.log_offsets)
 
     def start(self) -> None:
         """Start the threads."""
-        for thread in (self.supervisor, self.devices, self.disks):
+        for thread in (self.supervisor, self._devices, self.disks):
             thread.start()
 
     def read_logs(self, last: bool = False) -> None:
         """Emit the new lines of the log files; ``last``: unfinished lines too."""
-        for line in self.logs.poll(last=last):
-            self.core.emit(line)
+        for line in self._logs.poll(last=last):
+            self._core.emit(line)
             if line.rank < 0 and not last:
                 self.supervisor.read_words(line.text)
 
     def tick(self) -> None:
         """Emit what was observed since the last call."""
         self.read_logs()
-        for found in (*self.devices.poll(), *self.disks.poll()):
-            self.core.emit(found)
+        for found in (*self._devices.poll(), *self.disks.poll()):
+            self._core.emit(found)
         self.facts.collect()
 
     def close(self) -> None:
         """End the threads."""
         self.supervisor.stop()
-        self.devices.close()
+        self._devices.close()
         self.disks.close()
 
-
-def build_watch(core: Core) -> WatchAssembly:
-    """Build the watch of this host."""
-    host = socket.gethostname()
-    supervisor = Supervisor(lambda: core.post(facts.collect))
-    facts = ProcessFacts(core, supervisor)
-
-    def rank_pids() -> dict[int, int]:
-        return {rank: pid for rank, pid, _ in supervisor.alive()}
-
-    disks, devices = HostWatch(host, core.run.path, rank_pids), DeviceSampler(host, rank_pids)
-    return WatchAssembly(core, supervisor, facts, disks, devices, LogTail(core.run, core.history.log_offsets))
+    def _rank_pids(self) -> dict[int, int]:
+        return {rank: pid for rank, pid, _ in self.supervisor.alive()}
 
 
 class JudgeAssembly:
@@ -118,6 +107,8 @@ class JudgeAssembly:
         """Agents of other hosts, whose messages ``accept`` receives too."""
         self.commands: Commands | None = None
         """Receives the ``Hello`` of each rank on this host."""
+        core.observers[RankState] = self.jobs.state
+        core.observers[LogLine] = self.ports.note
 
     def accept(self, message: Message, t: float, sender: str, body: bytes) -> None:
         """Process one message of a rank or an agent."""
@@ -205,14 +196,6 @@ class JudgeAssembly:
         self.traces.forget()
 
 
-def build_judge(core: Core, watch: WatchAssembly) -> JudgeAssembly:
-    """Build the judge, which observes the hub's own states and log lines too."""
-    judge = JudgeAssembly(core, watch)
-    core.observers[RankState] = judge.jobs.state
-    core.observers[LogLine] = judge.ports.note
-    return judge
-
-
 class IntakeAssembly:
     """Receives the messages of ranks and agents, commits the stream, and answers the apps' queries."""
 
@@ -231,6 +214,10 @@ class IntakeAssembly:
         self._commits = Commits(core.stream, self.agents, core.analysis, self.report, core.post, last)
         self.history = HistoryServer(core.channels.of("query"), core.run.recording, self._commits.then_set)
         self.commit = self._commits.commit
+        judge.agents = self.agents
+        self.agents.replaced = core.link.rename
+        core.stream.recorder.agent_numbers = self.agents.received
+        core.stream.recorder.received = self.intake.numbers
 
     def add_sources(self, loop: PollLoop) -> None:
         """Have the main loop receive from the sockets."""
@@ -263,33 +250,29 @@ class IntakeAssembly:
         self._commits.commit_all(_RECORDED_SECONDS)
 
 
-def build_intake(core: Core, judge: JudgeAssembly) -> IntakeAssembly:
-    """Build the intake, whose messages the judge accepts and whose numbers are recorded."""
-    intake = IntakeAssembly(core, judge)
-    judge.agents = intake.agents
-    intake.agents.replaced = core.link.rename
-    core.stream.recorder.agent_numbers = intake.agents.received
-    core.stream.recorder.received = intake.intake.numbers
-    return intake
-
-
 class ActAssembly:
     """Sends commands: of apps, of detectors, and of the hang policy; captures evidence of stalls; notifies."""
 
-    def __init__(self, core: Core, agents: Agents, leftovers: Leftovers, loop: PollLoop) -> None:
+    def __init__(self, core: Core, agents: Agents, judge: JudgeAssembly, loop: PollLoop) -> None:
         self._core = core
         inspection = HostInspection(core.access, agents)
-        self.actions = Actions(core.link, core.emit, self._may_ask)
-        self.stall_probe = StallProbe(core.access, inspection)
-        self.notifier: Notifier | None = None
-        kills = Kills(core, agents, leftovers.note)
-        self._hang_policy = HangPolicy(core, self.stall_probe, kills)
-        self.commands = Commands(core, StackRequests(core.access, inspection, self.stall_probe), kills, loop.stop)
+        actions = Actions(core.link, core.emit, self._may_ask)
+        core.analysis.act, actions.answered = actions.send, core.analysis.answered
+        self._stall_probe = stall_probe = StallProbe(core.access, inspection)
+        core.observers[DeviceSample] = stall_probe.sample
+        kills = Kills(core, agents, judge.leftovers.note)
+        self._hang_policy = HangPolicy(core, stall_probe, kills)
+        self.commands = Commands(core, StackRequests(core.access, inspection, stall_probe), kills, loop.stop)
+        judge.commands = self.commands
+        notify = read_notify(core.run)
+        self._notifier = notify and Notifier(notify, core.run.id, socket.gethostname(), self._not_notified)
+        if self._notifier:
+            core.notify = self._notifier.note
 
     def start(self) -> None:
         """Start the thread that notifies."""
-        if self.notifier is not None:
-            self.notifier.start()
+        if self._notifier is not None:
+            self._notifier.start()
 
     def add_sources(self, loop: PollLoop) -> None:
         """Have the main loop receive commands and answers."""
@@ -300,54 +283,41 @@ class ActAssembly:
 
     def tick(self, now: float) -> None:
         """Probe suspected stalls, act on hangs, expire commands; ``now`` is ``time.monotonic``."""
-        self.stall_probe.tick()
+        self._stall_probe.tick()
         self._hang_policy.tick(now)
         self._core.link.expire()
 
     def close(self) -> None:
         """Deliver the last notices."""
-        if self.notifier is not None:
-            self.notifier.close()
+        if self._notifier is not None:
+            self._notifier.close()
             self._core.mailbox.drain()  # alerts about targets that failed
 
     def _may_ask(self, verb: str) -> bool:
         options = self._core.file.options
         return not options.read_only and (options.allocator_events or verb not in ("arm", "compose"))
 
-
-def build_act(core: Core, intake: IntakeAssembly, judge: JudgeAssembly, loop: PollLoop) -> ActAssembly:
-    """Build the part that acts, and connect the detectors' requests and the notifications to it."""
-    act = ActAssembly(core, intake.agents, judge.leftovers, loop)
-    core.analysis.act, act.actions.answered = act.actions.send, core.analysis.answered
-    core.observers[DeviceSample] = act.stall_probe.sample
-    judge.commands = act.commands
-
-    def not_notified(target: str, why: str) -> None:
+    def _not_notified(self, target: str, why: str) -> None:
         finding = Finding("not_notified", NotNotifiedFacts(target, why), key=target)
-        core.post(lambda: core.analysis.put(finding))
-
-    act.notifier = make_notifier(core.run, socket.gethostname(), not_notified)
-    if act.notifier is not None:
-        core.notify = act.notifier.note
-    return act
+        self._core.post(lambda: self._core.analysis.put(finding))
 
 
 class EndAssembly:
-    """Detects the run's end, receives the messages still in flight, and appends the end."""
+    """Detects the run's end, receives the messages still in flight, and appends the end.
+
+    It waits for commands under way, and for processes that a kill could not end.
+    """
 
     def __init__(
-        self,
-        core: Core,
-        watch: WatchAssembly,
-        judge: JudgeAssembly,
-        intake: IntakeAssembly,
-        busy: Callable[[float], bool],
+        self, core: Core, watch: WatchAssembly, judge: JudgeAssembly, intake: IntakeAssembly, commands: Commands
     ) -> None:
         self._core = core
         self._watch = watch
         self._judge = judge
         self._intake = intake
-        self._sequence = RunEnd(intake.agents, self._detect, self._finish, busy)
+        self._sequence = RunEnd(
+            intake.agents, self._detect, self._finish, lambda now: commands.busy or judge.leftovers.waiting(now)
+        )
         self._is_removed = False
 
     def tick(self, now: float) -> bool:
@@ -385,13 +355,6 @@ class EndAssembly:
         core.analysis.ended(end)
         judge.jobs.close()
         self._intake.finish()
-
-
-def build_end(
-    core: Core, watch: WatchAssembly, judge: JudgeAssembly, intake: IntakeAssembly, act: ActAssembly
-) -> EndAssembly:
-    """Build the end, which waits for commands under way and for processes that a kill could not end."""
-    return EndAssembly(core, watch, judge, intake, lambda now: act.commands.busy or judge.leftovers.waiting(now))
 
 
 def _is_first(run: RunDir) -> bool:

@@ -60,13 +60,10 @@ class Kills:
             agent = self.agents.of(rank)
             if rank in here or (agent is not None and agent.state == "reachable"):
                 continue
+            why = f"rank {rank} runs on {self._rank_hosts.host_of(rank)}, and no agent there answers for it"
             if agent is not None:
-                raise UsageError(
-                    f"kill: {agent.host}, where rank {rank} runs, is cut off; it can be killed once it is back"
-                )
-            raise UsageError(
-                f"kill: rank {rank} runs on {self._rank_hosts.host_of(rank)}, and no agent there answers for it"
-            )
+                why = f"{agent.host}, where rank {rank} runs, is cut off; it can be killed once it is back"
+            raise UsageError(f"kill: {why}")
 
     async def kill(self, ranks: list[int], number: signal.Signals | None) -> Outcome:
         """Kill ``ranks`` (empty: the whole run), on all hosts at the same time; return the outcome.
@@ -94,16 +91,15 @@ class Kills:
 
     def _kill_away(self, agents: list[Agent], ranks: list[int], number: signal.Signals | None) -> Reply[Answers]:
         verb = control.Kill(ranks, number.name if number else "", self._rank_hosts.on_gpu)
-        peers = {agent.identity: place for place, agent in enumerate(agents)}
-        gone: Callable[[int], bool] = lambda place: agents[place].now.state != "reachable"  # noqa: E731
-        return self._core.link.ask_agents(verb, peers, _AGENT_SECONDS, gone)
+        return self._core.link.ask_agents(
+            verb, _places(agents), _AGENT_SECONDS, lambda place: agents[place].now.state != "reachable"
+        )
 
     def interrupt(self) -> bool:
         """Send INT to all ranks on all hosts; return whether any rank is known to have received it."""
         interrupted = interrupt_ranks(self._rank_hosts.targets())
         agents = self.agents.reachable()
-        peers = {agent.identity: place for place, agent in enumerate(agents)}
-        self._core.link.ask_agents(control.Stop(), peers, _AGENT_SECONDS)
+        self._core.link.ask_agents(control.Stop(), _places(agents), _AGENT_SECONDS)
         return bool(interrupted or any(agent.alive for agent in agents))
 
     def launcher_and_spared(self) -> tuple[list[int], list[int]]:
@@ -113,23 +109,18 @@ class Kills:
         return roots, [*roots, os.getpid()]
 
 
-def interrupted_on(agents: list[Agent], answers: Answers) -> list[str]:
-    """Return, in words, the hosts whose agents interrupted ranks."""
-    return [
-        f"on {agent.host} {answers[place].text}"
-        for place, agent in enumerate(agents)
-        if place in answers and answers[place].data.get("signalled")
-    ]
+def _places(agents: list[Agent]) -> dict[bytes, int]:
+    """Return the identities of agents, by which they are asked, with the places under which they answer."""
+    return {agent.identity: place for place, agent in enumerate(agents)}
 
 
 def _outcome_of(result: Result | None, agent: Agent) -> Outcome:
-    if result is None and agent.state == "left":
+    if result is not None:
+        return Outcome(result.ok, result.text, result.data)
+    if agent.state == "left":
         return Outcome(True, "ended with the run, and its agent after it", {})
-    if result is None and agent.state == "cut off":
-        return Outcome(False, _CUT_OFF, {})
-    if result is None:
-        return Outcome(False, f"no answer of the agent there in {_AGENT_SECONDS:.0f} s", {})
-    return Outcome(result.ok, result.text, result.data)
+    why = _CUT_OFF if agent.state == "cut off" else f"no answer of the agent there in {_AGENT_SECONDS:.0f} s"
+    return Outcome(False, why, {})
 
 
 def _together(parts: dict[str, Outcome]) -> Outcome:
@@ -217,10 +208,8 @@ class Commands:
         try:
             verb = control.decode(command, control.HUB)
             if self._core.file.options.read_only and command.verb not in control.READ_ONLY:
-                raise UsageError(
-                    f"{command.verb}: this run was started with --read-only; its hub refuses commands that "
-                    "act on the run"
-                )
+                why = "this run was started with --read-only; its hub refuses commands that act on the run"
+                raise UsageError(f"{command.verb}: {why}")
             accepted, done = self._prepare(caller, verb)
         except FtmonError as error:
             caller.answer(Accepted(command.id, False, str(error)))
@@ -279,8 +268,6 @@ class Commands:
             raise UsageError(f"{verb.name}: no rank {unknown[0]}; the run has {all_ranks(self._rank_hosts.ranks)}")
         return sorted(set(verb.ranks))
 
-    # kill
-
     def _prepare_kill(self, caller: _Caller, verb: control.Kill) -> tuple[str, Flow[Outcome]]:
         ranks, number = self._ranks(verb), verb.number
         self._kills.check(ranks)
@@ -297,16 +284,13 @@ class Commands:
         saved = sorted(rank for rank, answer in stacks.items() if answer.ok)
         return Outcome(outcome.ok, outcome.text, {**outcome.data, "stacks_saved": saved})
 
-    # stop
-
     async def _stop(self, caller: _Caller) -> Outcome:
         with contextlib.suppress(OSError):
             write_end_request(self._core.run, "stop", caller.source)
         # Ranks of one host agree on a last step through a file; those of several hosts receive it in the command.
-        verb = control.Stop(
-            self._core.analysis.tracker.step_in(_STOP_NOTICE_SECONDS) if self._rank_hosts.any_elsewhere else 0
-        )
-        answers = await self._core.link.ask(verb, self._rank_hosts.ranks, _STOP_SECONDS)
+        tracker = self._core.analysis.tracker
+        last_step = tracker.step_in(_STOP_NOTICE_SECONDS) if self._rank_hosts.any_elsewhere else 0
+        answers = await self._core.link.ask(control.Stop(last_step), self._rank_hosts.ranks, _STOP_SECONDS)
         agreed = sorted(rank for rank, answer in answers.items() if answer.ok)
         if not agreed:
             return await self._interrupt()
@@ -325,9 +309,9 @@ class Commands:
         told = interrupt_ranks(self._rank_hosts.targets())
         self._interrupted = {target.pid for target in told}
         agents = self._kills.agents.reachable()
-        peers = {agent.identity: place for place, agent in enumerate(agents)}
-        away = await self._core.link.ask_agents(control.Stop(), peers, _STOP_SECONDS)
-        there = interrupted_on(agents, away)
+        away = await self._core.link.ask_agents(control.Stop(), _places(agents), _STOP_SECONDS)
+        signalled_there = [place for place in sorted(away) if away[place].data.get("signalled")]
+        there = [f"on {agents[place].host} {away[place].text}" for place in signalled_there]
         if told or there:
             here = [f"sent SIGINT to {all_ranks([t.rank for t in told])}"] if told else []
             text = f"{'; '.join(here + there)}: the script is not ftmon's own trainer"
@@ -346,8 +330,6 @@ class Commands:
     def _interrupt_job(self) -> list[int]:
         """Send INT to all process groups of the run on this host; return them."""
         return interrupt_job(self._core.run.path, *self._kills.launcher_and_spared())
-
-    # ranks held at an out-of-memory error
 
     async def _release(self, asked: list[int]) -> Outcome:
         answers = await self._core.link.ask(control.Release(), asked or self._rank_hosts.ranks, _RELEASE_SECONDS)
@@ -372,13 +354,9 @@ class Commands:
         answers = await self._core.link.ask(control.Console(code), [rank], _CONSOLE_SECONDS)
         answer = answers.get(rank)
         if answer is None:
-            text = (
-                f"no answer from rank {rank} in {_CONSOLE_SECONDS:.0f} s: it still runs; 'ftmon release' interrupts it"
-            )
-            return Outcome(False, text, {"busy": True})
+            text = f"no answer from rank {rank} in {_CONSOLE_SECONDS:.0f} s: it still runs; "
+            return Outcome(False, f"{text}'ftmon release' interrupts it", {"busy": True})
         return Outcome(answer.ok, answer.text, {"busy": False, **answer.data})
-
-    # the rest
 
     async def _stacks(self, verb: control.Stacks, ranks: list[int]) -> Outcome:
         return _of_answers(verb.name, ranks, await self._stack_requests.collect(ranks, _STACKS_SECONDS, verb))

@@ -1,4 +1,4 @@
-"""Detects a process that trains unmonitored because its command replaced ``PYTHONPATH``, which has the import hook."""
+"""Detects what a run's host shows beside the telemetry: missing ranks, taken ports, processes that no probe is in."""
 
 import contextlib
 import re
@@ -18,25 +18,23 @@ from ..host import processes
 from ..host.hardware.gpus import gpu_use
 from ..host.inspection import inspect
 from ..host.processes import Process, find_unhooked
-from ..host.sockets import PortHolder, holder_of
+from ..host.sockets import holder_of
 from ..host.supervisor import Supervisor
 from .analyses import Analysis
 from .core import Core
 from .ranks import RankHosts
-
-# Reports processes that a kill could not end, and watches them until they are gone.
-#
-# A process in uninterruptible sleep (state D) waits for the kernel, a dead disk or a file server, and receives no
-# signal until that call returns. The hub stays for ``STAY_SECONDS`` after the run's end to report their end; ``ftmon
-# cleanup`` finds them later.
-
 
 STAY_SECONDS = 600.0
 _POLL_SECONDS = 1.0
 
 
 class Leftovers:
-    """Watches the leftover processes. Main loop only. ``find`` lists the living processes of the run."""
+    """Reports processes that a kill could not end, until they are gone. ``find`` lists the run's living processes.
+
+    A process in uninterruptible sleep (state D) waits for the kernel, a dead disk or a file server, and receives no
+    signal until that call returns. The hub stays for ``STAY_SECONDS`` after the run's end to report their end; ``ftmon
+    cleanup`` finds them later. Main loop only.
+    """
 
     def __init__(self, analysis: Analysis, find: Callable[[], Iterable[Process]], on_gpu: Callable[[], bool]) -> None:
         self._analysis = analysis
@@ -98,17 +96,14 @@ def facts_of(process: Process) -> LeftProcess:
     return LeftProcess(current.pid, current.name, current.state, function)
 
 
-# Detects ranks that never report; with several hosts, the usual cause is an agent without a connection.
-
-
 PATIENCE_SECONDS = 60.0
 """Maximum delay between the first and the last rank's report; hosts start at different speeds."""
 
 
 class MissingRanks:
-    """Raises a note while ranks are missing. Main loop only.
+    """Raises a note while ranks have not reported, if the hub does ``listen`` for other hosts. Main loop only.
 
-    Nothing is raised for a hub that does not ``listen`` for other hosts.
+    The usual cause is an agent without a connection.
     """
 
     def __init__(self, analysis: Analysis, rank_hosts: RankHosts, listen: str) -> None:
@@ -173,16 +168,9 @@ class PortWatch:
 
     def _find_holder(self, port: int, rank: int, error: str) -> None:
         holder = holder_of(port) if port else None
-        self._post(lambda: self._raise(port, rank, error, holder))
-
-    def _raise(self, port: int, rank: int, error: str, holder: PortHolder | None) -> None:
-        facts = PortFacts(port, rank, error)
-        if holder is not None:
-            facts = PortFacts(port, rank, error, holder.pid, holder.user, holder.command)
-        self._put(Finding("port_taken", facts, severity="error", key=str(port)))
-
-
-# Collects facts about the run's processes: their ends, and the launcher's records of the job.
+        known = (holder.pid, holder.user, holder.command) if holder is not None else (None, None, None)
+        facts = PortFacts(port, rank, error, *known)
+        self._post(lambda: self._put(Finding("port_taken", facts, severity="error", key=str(port))))
 
 
 class ProcessFacts:
@@ -227,9 +215,9 @@ class ProcessFacts:
 
 
 class Unhooked:
-    """Searches this host for such a process until a rank has reported. Main loop only.
+    """Searches this host, until a rank has reported, for a process that trains unmonitored. Main loop only.
 
-    Without a ``launcher`` (its pid) there is no search.
+    Its command has replaced ``PYTHONPATH``, which has the import hook. Without a ``launcher`` (its pid) no search.
     """
 
     def __init__(self, run: RunDir, launcher: int | None, analysis: Analysis) -> None:

@@ -1,6 +1,7 @@
-"""Sequence from the end of the job to the end of the hub: receive remaining messages, publish the end, wait for apps.
+"""``EndDetector`` finds whether and how a run ended, and ``RunEnd`` decides when its hub may exit.
 
-``EndDetector`` finds whether and how the run ended; ``RunEnd`` decides when the hub may exit.
+The launcher writes ``exit.json`` once the job has ended and none of its processes is left. If the launcher died, or
+never existed (a bare ``ftmon.watch()``), the hub writes it once no process of the run is left.
 """
 
 import contextlib
@@ -24,11 +25,6 @@ from ...protocol.run.end import last_lines, read_end_request
 from ...protocol.run.rundir import ExitFile, RunDir, RunFile
 from ..host import processes
 from .agents import BACK_SECONDS, Agents
-
-#
-# The launcher writes ``exit.json`` once the job has ended and none of its processes is left. If the launcher died, or
-# never existed (a bare ``ftmon.watch()``), the hub writes it once no process of the run is left.
-
 
 _ORPHAN_POLL_SECONDS = 2.0
 _ORPHAN_POLLS = 2
@@ -107,9 +103,8 @@ class EndDetector:
         launcher = self._run.read_run().launcher
         if launcher is not None and is_alive(launcher):
             return None
-        if not self._hellos and now - self._begun < (
-            _WATCH_START_SECONDS if self._kind == "watch" else _LAUNCHER_START_SECONDS
-        ):
+        start_seconds = _WATCH_START_SECONDS if self._kind == "watch" else _LAUNCHER_START_SECONDS
+        if not self._hellos and now - self._begun < start_seconds:
             return None
         marked = processes.marked(self._run.path, processes.table().values()) if self._kind != "watch" else []
         self._empty_polls = 0 if marked else self._empty_polls + 1
@@ -159,11 +154,14 @@ class EndDetector:
             facts = replace(facts, last_line=line, last_line_rank=rank)
         return Finding("no_step", facts, severity="error" if end.state == "failed" else "warning")
 
+    def _logs(self) -> list[Path]:
+        """Return the ranks' output, of the one that ended first in front, and the command's."""
+        return [*sorted(self._run.logs.glob("rank-*.err"), key=_changed), self._run.logs / "launcher.log"]
+
     def _last_line(self) -> tuple[int | None, str]:
         """Return the last line of the rank whose output ended first, or of the command if no rank wrote any."""
-        ranks = sorted(self._run.logs.glob("rank-*.err"), key=_changed)
-        for path in (*ranks, self._run.logs / "launcher.log"):
-            others = ("ftmon: ",) if path in ranks else ("ftmon: ", "[")  # "[": lines of DeepSpeed's launcher
+        for path in self._logs():
+            others = ("ftmon: ", "[") if path.stem == "launcher" else ("ftmon: ",)  # "[": of DeepSpeed's launcher
             lines = last_lines(path, _LOG_TAIL_LINES)
             written = [line.strip() for line in lines if any(map(str.isalnum, line)) and not line.startswith(others)]
             if written:
@@ -172,20 +170,19 @@ class EndDetector:
 
     def _errors(self) -> tuple[RaisedException | None, Failure | None]:
         """Return the exception in the output that ended the job, and the failure that a rank reported."""
-        raised, failed = self.raised(), self._failure
+        raised, failed = self._raised(), self._failure
         if raised is not None and raised.is_of_launcher:
             raised = None
         if raised is not None and failed is not None and is_nearer_cause(failed.error, raised.words):
             raised = None  # a configuration error is reported in one line, without a traceback
         return raised, failed
 
-    def raised(self) -> RaisedException | None:
+    def _raised(self) -> RaisedException | None:
         """Return the exception that ended the job, from the output of ranks and launcher; None if there is none.
 
         If several ranks raised one, the rank whose output ended first counts: the others fail because it is gone.
         """
-        logs = sorted(self._run.logs.glob("rank-*.err"), key=_changed)
-        for path in (*logs, self._run.logs / "launcher.log"):
+        for path in self._logs():
             found = last_exception([line[:1000] for line in last_lines(path, _TRACEBACK_LINES)])
             if found is not None:
                 rank = _rank_of(path)
@@ -212,7 +209,7 @@ def keeper(run: RunDir) -> Callable[[OomReport], OomReport]:
     def keep(report: OomReport) -> OomReport:
         stamp = time.strftime("%H%M%S", time.localtime(report.time))
         path = run.path / "oom" / f"rank-{report.rank}-step-{report.step}-{stamp}.json"
-        found = msgspec.structs.replace(report, path=str(path.relative_to(run.path)))
+        found = replace(report, path=str(path.relative_to(run.path)))
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             write_private(path, msgspec.json.format(msgspec.json.encode(found)) + b"\n")
@@ -237,11 +234,8 @@ AGENTS_FINISH_SECONDS = 45.0
 class RunEnd:
     """Ends a run in steps. Main loop only.
 
-    Args:
-        agents: receive the run's end, and may send remaining messages.
-        poll: returns the job's end, or None while it is running.
-        finish: receives the messages in flight, then appends the end; called once.
-        busy: returns whether the hub should stay because of work in progress; its argument is ``time.monotonic``.
+    ``poll`` returns the job's end, or None while it is running. ``finish`` receives the messages in flight, then
+    appends the end; called once. ``busy`` returns whether the hub should stay, at a ``time.monotonic``.
     """
 
     def __init__(

@@ -12,9 +12,7 @@ Stacks are saved first in every case.
 """
 
 import contextlib
-import os
 import time
-from pathlib import Path
 from typing import Literal
 
 from ...protocol.analysis.findings.finding import Condition, Finding, Resolution, resolved
@@ -98,7 +96,10 @@ class HangPolicy:
         if now - self._standing[1] < self._grace or self._acted == stall:
             return
         if self._on_hang != "stacks" and (missing := self._unproven(verdict)):
-            self._report_unproven(stall, verdict, missing)
+            if self._spared != stall:  # reported once per verdict
+                self._spared = stall
+                facts = UnprovenHangFacts(f"--on-hang {self._on_hang}", missing, verdict)
+                self._analysis.put(Finding("unproven_hang", facts))
             return
         self._acted = stall
         cause: Cause = "hang-at-exit" if verdict.kind == "exit" else "hang"
@@ -113,22 +114,11 @@ class HangPolicy:
                 continue
             found = view.evidence
             doing = found.place.doing if found is not None else ""
-            facts[rank] = RankFacts(
-                patience=view.limit,
-                quiet=found.quiet if found is not None else None,
-                gone=view.absent == "gone",
-                may_resume=doing == "network" or (found is not None and found.may_resume),
-                blocked=bool(view.inside) or doing in ("collective", "device", "backward"),
-            )
+            may_resume = doing == "network" or (found is not None and found.may_resume)
+            blocked = bool(view.inside) or doing in ("collective", "device", "backward")
+            quiet = found.quiet if found is not None else None
+            facts[rank] = RankFacts(view.limit, quiet, view.absent == "gone", may_resume, blocked)
         return unproven(verdict.kind, verdict.sure, verdict.waiting, verdict.hung, facts)
-
-    def _report_unproven(self, stall: object, verdict: Verdict, missing: str) -> None:
-        """Report, once per verdict, which proof is missing for an action after the grace period."""
-        if self._spared == stall:
-            return
-        self._spared = stall
-        facts = UnprovenHangFacts(f"--on-hang {self._on_hang}", missing, verdict)
-        self._analysis.put(Finding("unproven_hang", facts))
 
     def _is_wanted(self, verdict: Verdict) -> bool:
         states = {rank: t.state.state for rank, t in self._tracker.ranks.items() if t.state is not None}
@@ -139,9 +129,7 @@ class HangPolicy:
 
     def _check_exit(self, now: float) -> None:
         ranks = list(self._tracker.ranks.values())
-        finished = [
-            tracked for tracked in ranks if tracked.goodbye is not None and tracked.goodbye.reason == "finished"
-        ]
+        finished = [each for each in ranks if each.goodbye is not None and each.goodbye.reason == "finished"]
         known = max((rank.hello.world_size for rank in ranks if rank.hello is not None), default=0) <= len(ranks)
         if not finished or not known:
             self._quiet_since = None
@@ -183,11 +171,7 @@ class HangPolicy:
         verb = control.Stop(reason=why) if what == "stop" else control.Kill(reason=why)
         self._analysis.put(Finding("hang_action", facts, severity="error"))
         self._core.emit(verb.command("hub-policy"))
-        if what == "stop":
-            interrupted = self._kills.interrupt()
-            self._kill_at = now + (STOP_SECONDS if interrupted else 0.0)
-        else:
-            self._kill_at = now
+        self._kill_at = now + (STOP_SECONDS if what == "stop" and self._kills.interrupt() else 0.0)
 
     def _kill(self) -> None:
         self._killed = True
@@ -207,13 +191,12 @@ class HangPolicy:
         stacks = self._stall_probe.latest()
         if not stacks:
             return ""
-        folder = self._run.path / "stacks"
-        path: Path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        path = self._run.path / "stacks" / f"{time.strftime('%Y%m%d-%H%M%S')}.txt"
         parts = [sanitize(why), *self._stall_probe.grouped(), ""]
         for rank, one in sorted(stacks.items()):
             parts += [f"==== rank {rank} ({one.taken_by or 'asked'})", one.text, ""]
         with contextlib.suppress(OSError):
-            os.makedirs(folder, mode=0o700, exist_ok=True)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             write_private(path, "\n".join(parts).encode())
             return str(path)
         return ""

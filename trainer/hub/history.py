@@ -1,4 +1,4 @@
-"""Answers the apps' history queries in a separate thread with its own reader.
+"""Commits the recording, and answers the apps' history queries in a separate thread with its own reader.
 
 The main loop commits before a query is answered, so that the answer contains everything published before the query. An
 app that subscribes first and then queries misses nothing.
@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import zmq
@@ -27,11 +26,9 @@ from .agents import Agents
 from .analyses import Analysis, TraceAnalysis
 from .telemetry import Intake, Stream
 
-# Commits the recording and reports its problems: losses, write errors of the disk, a removed recording.
-
 
 class Commits:
-    """Commits the stream. Main loop only, except ``then_set``.
+    """Commits the stream, and reports losses and errors of the disk. Main loop only, except ``then_set``.
 
     ``last_recorded`` is when the earlier hub's last message was recorded, or the run began, seconds since the epoch.
     """
@@ -80,7 +77,7 @@ class Commits:
     def commit_all(self, seconds: float) -> None:
         """Commit, and wait at most ``seconds`` for the disk."""
         self.commit()
-        written = Event()
+        written = threading.Event()
         self._stream.commit(written.set)
         written.wait(seconds)
 
@@ -89,7 +86,7 @@ class Commits:
         if self._stream.commit_due:
             self.commit()
 
-    def then_set(self, done: Event) -> None:
+    def then_set(self, done: threading.Event) -> None:
         """Commit everything published so far, then set the event; called by the history thread."""
 
         def commit() -> None:
@@ -191,22 +188,15 @@ class HistoryServer(threading.Thread):
                 self._opened = self._there()
                 self._reader = Reader(self._recording)
             return Answer(query.id, True, data=answer_query(self._reader, query.name, _bounded(query.args)))
-        except ProtocolError as error:
-            return Answer(query.id, False, error=str(error))
-        except FtmonError as error:
-            self._close_reader()
-            return Answer(query.id, False, error=str(error))
         except Exception as error:  # a query must not end the thread that serves all apps
-            self._close_reader()
-            return Answer(query.id, False, error=f"{query.name}: {type(error).__name__}: {error}")
+            if not isinstance(error, ProtocolError):
+                self._close_reader()
+            where = "" if isinstance(error, FtmonError) else f"{query.name}: {type(error).__name__}: "
+            return Answer(query.id, False, error=f"{where}{error}")
 
 
 def _bounded(args: dict[str, Any]) -> dict[str, Any]:
-    """Limit a query's arguments to the size of one answer.
-
-    Raises:
-        ProtocolError: a limit is no number.
-    """
+    """Limit a query's arguments to the size of one answer. Raises ``ProtocolError`` if a limit is no number."""
     asked = {name: args[name] for name in ("limit", "columns") if name in args}
     for name, number in asked.items():
         if not isinstance(number, int | float):

@@ -13,9 +13,9 @@ from ...protocol.analysis.findings.finding import Finding
 from ...protocol.analysis.hub_facts import NotListeningFacts, RestartFacts
 from ...protocol.host.process import this_process
 from ...protocol.run.rundir import HubFile, RunDir
-from .assemblies import build_act, build_end, build_intake, build_judge, build_watch
+from .assemblies import ActAssembly, EndAssembly, IntakeAssembly, JudgeAssembly, WatchAssembly
 from .core import Core
-from .poll_loop import PollLoop
+from .sockets import PollLoop
 
 STATS_SECONDS = 2.0
 
@@ -27,11 +27,11 @@ class Hub:
         self._lock = run.lock_hub()
         self._core = core = Core(run)
         self._loop = PollLoop(self._tick, core.stream.flush, lambda: self._intake.after_read())
-        self._watch = build_watch(core)
-        self._judge = build_judge(core, self._watch)
-        self._intake = build_intake(core, self._judge)
-        self._act = build_act(core, self._intake, self._judge, self._loop)
-        self._end = build_end(core, self._watch, self._judge, self._intake, self._act)
+        self._watch = WatchAssembly(core)
+        self._judge = JudgeAssembly(core, self._watch)
+        self._intake = IntakeAssembly(core, self._judge)
+        self._act = ActAssembly(core, self._intake.agents, self._judge, self._loop)
+        self._end = EndAssembly(core, self._watch, self._judge, self._intake, self._act.commands)
         self._loop.add(core.mailbox.fileno(), core.mailbox.drain)
         self._act.add_sources(self._loop)
         self._intake.add_sources(self._loop)
@@ -74,15 +74,11 @@ class Hub:
 
     def _announce(self) -> bool:
         """Write the connection file; False if the disk refuses it (each report retries)."""
-        channels = self._core.channels
+        channels, remote = self._core.channels, self._core.channels.remote
         content = HubFile(
-            process=this_process(),
-            addresses=channels.addresses,
-            version=__version__,
-            host=socket.gethostname(),
-            started=time.time(),
-            listen=channels.remote.addresses,
-            server_key=channels.remote.server_key,
+            *(this_process(), channels.addresses, __version__, socket.gethostname(), time.time()),
+            listen=remote.addresses,
+            server_key=remote.server_key,
             read_only=self._core.file.options.read_only,
         )
         try:

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,11 +21,12 @@ from ...protocol.analysis.stalls.evidence import (
     read_calls,
 )
 from ...protocol.analysis.stalls.judge import Verdict
+from ...protocol.analysis.stalls.tracker import TrackedRank
 from ...protocol.analysis.stalls.words import of_verdict
 from ...protocol.host.process import is_alive
 from ...protocol.messages import control
 from ...protocol.messages.control import Result
-from ...protocol.messages.telemetry import DeviceSample, Stacks
+from ...protocol.messages.telemetry import DeviceSample, SelfDump, Stacks
 from ...protocol.text import ranks_in_words
 from ..host import loop, processes
 from ..host.end.kill import Target
@@ -35,6 +36,7 @@ from ..host.loop import in_thread
 from .agents import Agents
 from .ranks import Answers, RankAccess
 
+T = TypeVar("T")
 AWAY_SECONDS = 3.0
 """Time limit for an agent's answer, including ``stack_dump.WRITE_SECONDS`` for a rank to write its stacks."""
 
@@ -63,7 +65,10 @@ class HostInspection:
             return seen._replace(nccl=nccl)
 
         seen = await in_thread(inspect, self._access.post, "inspect", nothing)
-        return _together(seen, answers)
+        for answer in answers.values():
+            with contextlib.suppress(TypeError, ValueError, AttributeError):
+                _add(seen, answer)
+        return seen
 
     async def _ask_agents(self, silent: Collection[int]) -> Answers:
         agents = [agent for agent in self._agents.reachable() if set(silent) & set(agent.ranks)]
@@ -77,9 +82,8 @@ class HostInspection:
 
     def targets(self) -> list[DumpTarget]:
         """Return the ranks of this host, with their signals for writing stacks."""
-        return [
-            self._target(target.rank, target.pid, target.start_ticks) for target in self._access.rank_hosts.targets()
-        ]
+        found = self._access.rank_hosts.targets()
+        return [self._target(target.rank, target.pid, target.start_ticks) for target in found]
 
     def _target(self, rank: int, pid: int, start_ticks: int) -> DumpTarget:
         tracked = self._tracker.ranks.get(rank)
@@ -88,24 +92,11 @@ class HostInspection:
         return DumpTarget(rank, pid, start_ticks, hello.self_dump if hello is not None and same else None)
 
 
-def _together(here: Inspection, answers: Answers) -> Inspection:
-    for answer in answers.values():
-        with contextlib.suppress(TypeError, ValueError, AttributeError):
-            _add(here, answer)
-    return here
-
-
 def _add(seen: Inspection, answer: Result) -> None:
     seen.stacks.update({int(rank): str(text) for rank, text in answer.data.get("stacks", {}).items()})
     seen.why.update({int(rank): str(text) for rank, text in answer.data.get("why", {}).items()})
     for rank, found in answer.data.get("activities", {}).items():
         seen.activities[int(rank)] = msgspec.convert(found, Activity)
-
-
-# Captures evidence about the ranks repeatedly while a stall is suspected: stacks, collectives, processes.
-#
-# Ranks are asked for their stacks; a rank that does not answer is signalled to write them. Nothing is recorded unless a
-# verdict follows: then the stacks it is based on are saved first.
 
 
 ANSWER_SECONDS = 1.0
@@ -167,7 +158,11 @@ class _Seen(NamedTuple):
 
 
 class StallProbe:
-    """Probes the ranks and passes the evidence to the tracker. Main loop only."""
+    """Probes the ranks while a stall is suspected, and passes the evidence to the tracker. Main loop only.
+
+    Ranks are asked for their stacks; a rank that does not answer is signalled to write them. Nothing is recorded unless
+    a verdict follows: then the stacks it is based on are saved first.
+    """
 
     def __init__(self, access: RankAccess, inspection: HostInspection) -> None:
         self._access = access
@@ -247,7 +242,7 @@ class StallProbe:
             action = local.activities.get(rank) or _activity_of(answer)
             text, thread, by = _text_of(answer)
             if not text and rank in local.stacks:
-                dump = tracked.hello.self_dump if tracked.hello is not None else None
+                dump = _dump_of(tracked)
                 text, thread, by = local.stacks[rank], dump.thread if dump is not None else "", "signal"
             if action is not None and rank in self._paused:
                 action = action._replace(switches=action.switches - self._paused[rank])
@@ -262,7 +257,9 @@ class StallProbe:
             threads = evidence.parse(text)
             found = evidence.training_thread(threads, thread)
             frames = evidence.visible(found.frames) if found is not None else ()
-            calls = read_calls(answer.data.get("calls") if answer is not None else None)
+            data = answer.data if answer is not None else {}
+            calls = read_calls(data.get("calls"))
+            wakes = "worker_wakes" if evidence.waits_for_loader_worker(frames) else "wakes"
             before = tracked.evidence
             same = before is not None and before.taken >= tracked.progress.moved_at
             if before is not None and same and before.calls.source == "recorder" != calls.source:
@@ -281,12 +278,12 @@ class StallProbe:
                 work=seen.work if seen is not None and lingers else "",
                 quiet=seen.last.time - seen.quiet.time if seen is not None else None,
                 # A rank asked by a signal is in native code that holds the GIL, not in a data set's retry.
-                timed=by == "probe" and action is not None and _sleeps_for_a_time(answer, action, frames),
-                wakes=_number_of(answer, "worker_wakes" if evidence.waits_for_loader_worker(frames) else "wakes"),
-                loops=_loops_of(answer),
+                timed=by == "probe" and action is not None and _sleeps_for_a_time(data, action, frames),
+                wakes=_converted(data.get(wakes), float),
+                loops=_converted(data.get("loops"), dict[str, tuple[tuple[int, int], ...]]) or {},
                 threads=any(evidence.is_of_script(one) for one in threads if one is not found),
-                gathers=int(_number_of(answer, "gathers") or 0),
-                lock=_lock_of(answer) or local.locks.get(rank),
+                gathers=int(_converted(data.get("gathers"), float) or 0),
+                lock=_converted(data.get("lock"), LockWait) or local.locks.get(rank),
                 process=action.state if action is not None else "",
                 wchan=action.wchan if action is not None else "",
                 utilization=self._utilization[rank][0] if rank in self._utilization else None,
@@ -298,14 +295,9 @@ class StallProbe:
     def _has_slept_since(self, rank: int, action: Activity | None, moved: float) -> bool:
         """Return whether a rank's training thread has not run since its stacks were taken: then they still hold."""
         before = self._seen.get(rank)
-        return (
-            action is not None
-            and before is not None
-            and before.moved == moved
-            and bool(before.frames)
-            and action.state == before.last.state == "S"
-            and action.switches == before.last.switches
-        )
+        if action is None or before is None or before.moved != moved or not before.frames:
+            return False
+        return action.state == before.last.state == "S" and action.switches == before.last.switches
 
     def _compare(
         self, rank: int, frames: tuple[Frame, ...], place: Place, calls: Calls, action: Activity | None, moved: float
@@ -315,9 +307,8 @@ class StallProbe:
             self._seen.pop(rank, None)
             return None
         if before is None or before.moved != moved:
-            found = _Seen(frames, action, action, action, action, float("-inf"), "", False, 0.0, moved)
-            self._seen[rank] = found
-            return found
+            self._seen[rank] = _Seen(frames, action, action, action, action, float("-inf"), "", False, 0.0, moved)
+            return self._seen[rank]
         polls = evidence.waits_for_loader_worker(frames)
         work = action.work_since(before.last, polls=polls) or action.work_since(before.quiet, polls=polls)
         now = time.monotonic()  # not action.time: that is of the rank's host
@@ -336,18 +327,15 @@ class StallProbe:
         woken = (before.slept and not asleep) or retries
         if work:
             self.worked_at[rank] = time.time()
-        found = _Seen(
-            frames,
-            before.first if asleep else action,
-            action,
-            before.stood if stands else action,
-            action if work else before.quiet,
-            now if work else before.worked,
-            work or before.work,
-            slept,
-            max(before.woke_after, action.time - before.first.time) if woken else before.woke_after,
-            moved,
-        )
+        found = before._replace(frames=frames, last=action, work=work or before.work, slept=slept)
+        if not asleep:
+            found = found._replace(first=action)
+        if not stands:
+            found = found._replace(stood=action)
+        if work:
+            found = found._replace(quiet=action, worked=now)
+        if woken:
+            found = found._replace(woke_after=max(before.woke_after, action.time - before.first.time))
         self._seen[rank] = found
         return found
 
@@ -427,7 +415,7 @@ class StallProbe:
 
     def _training_thread(self, target: Target) -> int:
         tracked = self._tracker.ranks.get(target.rank)
-        dump = tracked.hello.self_dump if tracked is not None and tracked.hello is not None else None
+        dump = _dump_of(tracked)
         return dump.training if dump is not None else target.pid
 
     def latest(self) -> dict[int, Stacks]:
@@ -452,10 +440,15 @@ class StallProbe:
         return ""
 
 
-def _sleeps_for_a_time(answer: Result | None, action: Activity, frames: tuple[Frame, ...]) -> bool:
+def _dump_of(tracked: TrackedRank | None) -> SelfDump | None:
+    """Return how a rank's stacks are written on a signal."""
+    return tracked.hello.self_dump if tracked is not None and tracked.hello is not None else None
+
+
+def _sleeps_for_a_time(data: dict[str, Any], action: Activity, frames: tuple[Frame, ...]) -> bool:
     if evidence.waits_for_loader_worker(frames):
         return action.worker_naps > 0  # the rank itself only wakes up to check whether its worker is alive
-    return action.naps or (answer is not None and answer.data.get("timed") is True)
+    return action.naps or data.get("timed") is True
 
 
 def _wait_until_asleep(pid: int, thread: int) -> None:
@@ -483,22 +476,10 @@ def _is_unfinished(calls: Calls) -> bool:
     return any(call.done is False for call in calls.recent)
 
 
-def _number_of(answer: Result | None, name: str) -> float | None:
-    found = answer.data.get(name) if answer is not None else None
-    return float(found) if isinstance(found, int | float) else None
-
-
-def _loops_of(answer: Result | None) -> dict[str, tuple[tuple[int, int], ...]]:
+def _converted(value: Any, kind: type[T]) -> T | None:
+    """Return a part of a rank's answer, or None if there is none that is valid."""
     with contextlib.suppress(msgspec.ValidationError):
-        found = answer.data.get("loops") if answer is not None else None
-        return msgspec.convert(found or {}, dict[str, tuple[tuple[int, int], ...]])
-    return {}
-
-
-def _lock_of(answer: Result | None) -> LockWait | None:
-    with contextlib.suppress(msgspec.ValidationError):
-        found = answer.data.get("lock") if answer is not None else None
-        return msgspec.convert(found, LockWait) if found else None
+        return msgspec.convert(value, kind) if value is not None else None
     return None
 
 
@@ -524,8 +505,10 @@ class StackRequests:
             seen = await self._inspection.inspect(silent)
             for rank in silent:
                 if rank in seen.stacks or rank in seen.why:
-                    answers[rank] = self._result(rank, seen)
-                    self._record(rank, answers[rank], reason)
+                    answers[rank] = answer = self._result(rank, seen)
+                    if answer.ok:
+                        text, thread = str(answer.data["text"]), str(answer.data["thread"])
+                        self._access.emit(Stacks(rank, time.time(), text, reason, thread, "signal"))
         if verb.native:
             native = await self._stall_probe.read_native(ranks, reason or "asked")
             for rank, (text, why) in native.items():
@@ -533,15 +516,9 @@ class StackRequests:
                     answers[rank].data["native" if text else "no_native"] = text or why
         return answers
 
-    def _record(self, rank: int, answer: Result, reason: str) -> None:
-        """Append to the stream the stacks that a rank wrote after a signal."""
-        if answer.ok:
-            text, thread = str(answer.data["text"]), str(answer.data["thread"])
-            self._access.emit(Stacks(rank, time.time(), text, reason, thread, "signal"))
-
     def _result(self, rank: int, seen: Inspection) -> Result:
         tracked = self._access.tracker.ranks.get(rank)
-        dump = tracked.hello.self_dump if tracked is not None and tracked.hello is not None else None
+        dump = _dump_of(tracked)
         if rank in seen.stacks and dump is not None:
             words = "native code holds Python's lock; written on a signal"
             data = {"text": seen.stacks[rank], "thread": dump.thread, "taken_by": "signal"}

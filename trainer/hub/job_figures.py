@@ -82,28 +82,20 @@ class RankTally:
             phase.host_us += record.host_us
             if record.reserved.peak > phase.reserved:
                 phase.reserved = record.reserved.peak
-            allocated, resident = record.allocated.peak, record.resident
-            if resident is None:
-                if allocated > phase.allocated:
-                    phase.allocated, phase.step = allocated, step.step
-                continue
-            if allocated > phase.allocated:
-                phase.allocated = allocated
-            if phase.resident is None or resident.peak > phase.resident:
+            resident = record.resident
+            if record.allocated.peak > phase.allocated:
+                phase.allocated = record.allocated.peak
+                phase.step = step.step if resident is None else phase.step
+            if resident is not None and (phase.resident is None or resident.peak > phase.resident):
                 phase.resident, phase.step = resident.peak, step.step
 
     def message(self) -> JobRank:
         """Return the message about this rank."""
         hello, state = self.hello, self.state
+        process = hello.rank, hello.pid, hello.start_ticks, hello.host
         return JobRank(
-            rank=hello.rank,
-            pid=hello.pid,
-            start_ticks=hello.start_ticks,
-            host=hello.host,
-            step=self.step,
-            steps=self.steps,
-            host_us=self.host_us,
-            loss=self.loss,
+            *process,
+            *(self.step, self.steps, self.host_us, self.loss),
             state=(state.state if state is not None else self.goodbye) if self.ended else "",
             text=(self.failure or (state.text if state is not None and self.ended else ""))[:_TEXT_LIMIT],
             exit_code=state.exit_code if state is not None else None,
@@ -247,16 +239,20 @@ class JobTally:
     def _failed(self, rank: int, error: str) -> None:
         tally = self.ranks[rank]
         tally.failure = tally.failure or error[:_TEXT_LIMIT]
-        first = self.ranks.get(self._first_to_fail) if self._first_to_fail is not None else None
+        first = self._first_failed
         if first is None or is_nearer_cause(error, first.failure):
             self._first_to_fail = rank
+
+    @property
+    def _first_failed(self) -> RankTally | None:
+        return None if self._first_to_fail is None else self.ranks.get(self._first_to_fail)
 
     def _state(self, ranks: list[RankTally]) -> tuple[JobStateName, str]:
         if self.ended is None:
             return ("training" if self.stepped else "starting"), ""
         if self.followed:
             return "finished", ""
-        first = self.ranks.get(self._first_to_fail) if self._first_to_fail is not None else None
+        first = self._first_failed
         if first is not None and not first.succeeded:
             why = first.failure or (first.state.text if first.state is not None else "")
             line = next((line.strip() for line in why.splitlines() if line.strip()), "")
@@ -271,35 +267,18 @@ class JobTally:
 
 def _hello_of(job: Job, rank: JobRank) -> Hello:
     """Return a substitute for a ``Hello`` that the recording no longer has, or never had (a concurrent job)."""
-    return Hello(
-        rank=rank.rank,
-        local_rank=rank.rank,
-        world_size=job.world_size,
-        host=rank.host,
-        pid=rank.pid,
-        start_ticks=rank.start_ticks,
-        device=DeviceInfo("cpu", 0, "", 0),
-        memory_measure="cuda",
-        time=job.started,
-        model=job.model,
-        argv=job.argv,
-        restart=job.restart,
-    )
+    process = rank.rank, rank.rank, job.world_size, rank.host, rank.pid, rank.start_ticks
+    device = DeviceInfo("cpu", 0, "", 0)
+    return Hello(*process, device, "cuda", job.started, model=job.model, argv=job.argv, restart=job.restart)
 
 
 def _restore_end(tally: RankTally, known: JobRank, time: float) -> None:
     if known.state in ("finished", "failed", "stopped"):
         tally.goodbye = known.state
     if known.state in ("gone", "finished"):
-        tally.state = RankState(
-            rank=known.rank,
-            state="gone" if known.state == "gone" else "finished",
-            time=time,
-            text=known.text,
-            pid=known.pid,
-            exit_code=known.exit_code,
-            signal=known.signal,
-        )
+        state = "gone" if known.state == "gone" else "finished"
+        end = 0.0, known.pid, known.exit_code, known.signal
+        tally.state = RankState(known.rank, state, time, known.text, *end)
     if known.state != "finished":
         tally.failure = known.text
 

@@ -6,7 +6,6 @@
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from ...protocol.analysis.findings.finding import Finding
 from ...protocol.analysis.hub_facts import ConcurrentJobFacts, JobFailedFacts
@@ -50,19 +49,6 @@ MOST_JOBS = 10_000
 """Maximum number of jobs per run; later ranks count towards the last one."""
 
 
-@dataclass(slots=True)
-class JobMatch:
-    """The job of a process, and whether the process starts it."""
-
-    job: JobTally
-    begins: bool = False
-    """Whether it is the first process of its job, which is now in the stream."""
-    concurrent: bool = False
-    """Whether its job runs concurrently with the one in the stream."""
-    first_concurrent: bool = False
-    """Whether it is the first process of that concurrent job."""
-
-
 class JobTable:
     """All jobs of a run. ``lives`` returns whether the process of a ``Hello`` is known to be alive."""
 
@@ -81,8 +67,8 @@ class JobTable:
         self._all_ended: dict[int, float] = {}
         """By job: when all its ranks were first found to have ended."""
 
-    def hello(self, hello: Hello, now: float) -> JobMatch:
-        """Return the job of a ``Hello``, or start one."""
+    def hello(self, hello: Hello, now: float) -> tuple[JobTally, bool]:
+        """Return the job of a ``Hello``, and whether it starts that job, which is concurrent if not ``shown``."""
         sender = identity_of(hello)
         known = self._of.get(sender)
         if known is not None:
@@ -90,7 +76,7 @@ class JobTable:
                 self._renamed[sender] = hello
             else:
                 known.join(hello)
-            return JobMatch(known, concurrent=not known.shown)
+            return known, False
         job = next((job for job in reversed(self.jobs.values()) if self._belongs(job, hello)), None)
         if job is None and len(self.jobs) >= MOST_JOBS:
             job = self.shown
@@ -99,10 +85,10 @@ class JobTable:
             self._of[sender] = job
             if not job.shown:
                 self.off_stream.add(sender)
-            return JobMatch(job, concurrent=not job.shown)
-        return self._begin(hello, sender, now)
+            return job, False
+        return self._begin(hello, sender, now), True
 
-    def _begin(self, hello: Hello, sender: str, now: float) -> JobMatch:
+    def _begin(self, hello: Hello, sender: str, now: float) -> JobTally:
         before = self.shown
         beside = before is not None and self._at_the_same_time(before, hello)
         job = JobTally(len(self.jobs) + 1, now, shown=not beside)
@@ -111,12 +97,15 @@ class JobTable:
         self._of[sender] = job
         if beside:
             self.off_stream.add(sender)
-            return JobMatch(job, concurrent=True, first_concurrent=True)
+            return job
         if before is not None:
             # Late messages of the previous job's ranks must not enter the new job.
-            self.off_stream.update(sender for sender, owner in self._of.items() if owner is before)
+            self.off_stream |= self._senders(before)
         self.shown = job
-        return JobMatch(job, begins=True)
+        return job
+
+    def _senders(self, job: JobTally) -> set[str]:
+        return {sender for sender, owner in self._of.items() if owner is job}
 
     def add(self, sender: str, message: Message) -> None:
         """Count a message for the job of its sender."""
@@ -176,8 +165,8 @@ class JobTable:
             return None
         job.shown = True
         job.version += 1
-        self.off_stream.update(sender for sender, owner in self._of.items() if owner is self.shown)
-        self.off_stream.difference_update(sender for sender, owner in self._of.items() if owner is job)
+        self.off_stream |= self._senders(self.shown)
+        self.off_stream -= self._senders(job)
         self.shown = job
         return job
 
@@ -190,11 +179,8 @@ class JobTable:
         """Close all jobs at the end of the run."""
         for job in self.jobs.values():
             job.close(now)
-        return [
-            self.describe(job, now)
-            for job in self.jobs.values()
-            if self._reported.get(job.number, (-1, 0))[0] != job.version
-        ]
+        told = {number: version for number, (version, _) in self._reported.items()}
+        return [self.describe(job, now) for job in self.jobs.values() if told.get(job.number) != job.version]
 
     def restore(self, messages: Iterable[Message]) -> None:
         """Restore the jobs of an earlier hub from their last messages and the latest ``Hello`` messages."""
@@ -211,7 +197,7 @@ class JobTable:
                     self.off_stream.add(sender)
             if job.shown:
                 if self.shown is not None:
-                    self.off_stream.update(sender for sender, owner in self._of.items() if owner is self.shown)
+                    self.off_stream |= self._senders(self.shown)
                 self.shown = tally
 
     def _is_over(self, job: JobTally, now: float) -> bool:
@@ -299,15 +285,16 @@ class JobStream:
 
     def join(self, hello: Hello, t: float) -> bool:
         """Assign a rank's ``Hello`` to a job; False if that job is kept out of the stream."""
-        joined = self._jobs.hello(hello, t)
-        if joined.begins:
-            self._begin(joined.job)
-        elif joined.first_concurrent:
-            self._core.emit(self._jobs.describe(joined.job, t))
-            self._report_concurrent(joined.job.number, hello)
-        if joined.concurrent:
-            self._core.rank_hosts.senders.add(identity_of(hello))
-        return not joined.concurrent
+        job, is_new = self._jobs.hello(hello, t)
+        if job.shown:
+            if is_new:
+                self._begin(job)
+            return True
+        if is_new:
+            self._core.emit(self._jobs.describe(job, t))
+            self._report_concurrent(job.number, hello)
+        self._core.rank_hosts.senders.add(identity_of(hello))
+        return False
 
     def step(self, sender: str, step: Step, t: float) -> bool:
         """Count a step; return whether it starts a job, as the first step of another training in that process."""

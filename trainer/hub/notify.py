@@ -14,13 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from ... import __version__
 from ...protocol.messages.wire import Message
-from ...protocol.run.notices import DESKTOP, TERMINAL, Notice, Notices, Notify, is_webhook, read_notify, shown
-from ...protocol.run.rundir import RunDir
+from ...protocol.run.notices import DESKTOP, TERMINAL, Notice, Notices, Notify, is_webhook, shown
 
 TRY_AGAIN_SECONDS = (1.0, 5.0)
 WEBHOOK_SECONDS = 10.0
@@ -79,18 +79,8 @@ class Notifier(threading.Thread):
                     return
 
 
-def make_notifier(run: RunDir, host: str, failed: Callable[[str, str], object]) -> Notifier | None:
-    """Return the notifier of a run (arguments as for ``Notifier``); None without targets."""
-    notify = read_notify(run)
-    return Notifier(notify, run.id, host, failed) if notify is not None else None
-
-
 def deliver(target: str, notice: Notice) -> None:
-    """Deliver one notice to one target.
-
-    Raises:
-        DeliveryError: the target refused it or did not answer.
-    """
+    """Deliver one notice to one target. Raises ``DeliveryError`` if the target refused it or did not answer."""
     if is_webhook(target):
         _post(target, notice)
     elif target == DESKTOP:
@@ -122,23 +112,13 @@ def _post(address: str, notice: Notice) -> None:
 
 
 def _run(command: list[str], notice: Notice) -> None:
-    environment = {
-        **os.environ,
-        "FTMON_NOTICE_EVENT": notice.event,
-        "FTMON_NOTICE_RUN": notice.run,
-        "FTMON_NOTICE_HOST": notice.host,
-        "FTMON_NOTICE_TITLE": notice.title,
-        "FTMON_NOTICE_TEXT": notice.text,
+    fields = {
+        f"FTMON_NOTICE_{name.upper()}": getattr(notice, name) for name in ("event", "run", "host", "title", "text")
     }
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
+        environment = {**os.environ, **fields}
+        process = subprocess.Popen[bytes](command, stdin=subprocess.PIPE, env=environment, **quiet)
     except OSError as error:
         raise DeliveryError(f"{command[0]}: {error.strerror}") from None
     try:

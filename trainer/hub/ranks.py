@@ -6,7 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
@@ -41,17 +41,17 @@ def identity_of(hello: Hello) -> str:
     return f"rank-{hello.rank}-{hello.pid}-{hello.start_ticks}"
 
 
+@dataclass
 class _Ask:
-    def __init__(self, waiting: dict[bytes, int], deadline: float, reply: Reply[Answers]) -> None:
-        self.waiting = waiting
-        self.deadline = deadline
-        self.reply = reply
-        self.answers: Answers = {}
-        self.command = Command("", "")
-        self.unsent: set[bytes] = set()
-        """Awaited peers that were not reachable yet."""
-        self.left: Callable[[int], bool] | None = None
-        self.asked = time.monotonic()
+    command: Command
+    waiting: dict[bytes, int]
+    unsent: set[bytes]
+    """Awaited peers that were not reachable yet."""
+    deadline: float
+    reply: Reply[Answers]
+    left: Callable[[int], bool] | None
+    answers: Answers = field(default_factory=dict[int, Result])
+    asked: float = field(default_factory=time.monotonic)
 
 
 class RankLink:
@@ -66,11 +66,6 @@ class RankLink:
         """Prefix of command ids, different for each hub of the run."""
         self._identified: dict[str, float] = {}
         self._known_at: dict[bytes, float] = {}
-
-    @property
-    def busy(self) -> bool:
-        """Whether answers are awaited."""
-        return bool(self._asks)
 
     def register(self, hello: Hello) -> None:
         """Record the identity under which a rank is reachable."""
@@ -89,7 +84,7 @@ class RankLink:
     def ask(self, verb: Verb, ranks: Iterable[int], timeout: float) -> Reply[Answers]:
         """Send a command to ``ranks``; their answers arrive together, after ``timeout`` seconds at the latest."""
         known = {identity: rank for rank in ranks if (identity := self._identities.get(rank)) is not None}
-        return self._put(verb, known, timeout, None)
+        return self._ask(verb, known, timeout, None)
 
     def ask_agents(
         self, verb: Verb, agents: dict[bytes, int], timeout: float, left: Callable[[int], bool] = lambda _: False
@@ -98,7 +93,7 @@ class RankLink:
 
         ``left`` returns whether an agent of that number has left and will not answer.
         """
-        return self._put(verb, agents, timeout, left)
+        return self._ask(verb, agents, timeout, left)
 
     def rename(self, before: bytes, now: bytes) -> None:
         """Redirect pending commands from an agent to its successor."""
@@ -107,21 +102,19 @@ class RankLink:
                 ask.waiting[now] = ask.waiting.pop(before)
                 ask.unsent = ask.unsent - {before} | {now}
 
-    def _put(
+    def _ask(
         self, verb: Verb, peers: dict[bytes, int], timeout: float, left: Callable[[int], bool] | None
     ) -> Reply[Answers]:
         reply: Reply[Answers] = Reply()
-        number = f"{self._name}-{next(self._numbers)}"
-        command = verb.command(number)
+        command = verb.command(f"{self._name}-{next(self._numbers)}")
         now = time.monotonic()
         unsent = {identity for identity in peers if not self._send(identity, command)}
         young = {identity for identity in unsent if now - self._known_at.get(identity, now) < _CONNECTING_SECONDS}
         waiting = {identity: peer for identity, peer in peers.items() if identity in young or identity not in unsent}
-        if not waiting:
+        if waiting:
+            self._asks[command.id] = _Ask(command, waiting, young, now + timeout, reply, left)
+        else:
             reply.arrive({})
-            return reply
-        ask = self._asks[number] = _Ask(waiting, now + timeout, reply)
-        ask.command, ask.unsent, ask.left = command, young, left
         return reply
 
     def receive(self, socket: "zmq.Socket[Any]") -> None:

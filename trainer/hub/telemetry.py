@@ -1,4 +1,4 @@
-"""The stream of a run: each message gets the next sequence number, is recorded, and is published to every app.
+"""The stream of a run: messages are received, get the next sequence number, are recorded and published to every app.
 
 The main loop calls ``flush`` before it waits, and ``commit`` a few times a second.
 """
@@ -41,13 +41,11 @@ _OF_RANK = re.compile(r"rank-(\d{1,9})-\d+-\d+")
 class Intake:
     """Reads telemetry sockets without ever waiting.
 
-    Args:
-        accept: called with each good message: message, time received, sender, body bytes.
-        refuse: called with a sender and the reason, the first time that sender is refused.
-        known: highest recorded sequence number per sender from an earlier hub; empty for a run's first hub. Other
-            senders start at 1. None: unknown; the first message of each sender sets it.
-        missed: called once per sender with the number of messages that an earlier hub had received, or that were in
-            flight to it, but that are not recorded.
+    ``accept`` is called with each good message, the time received, its sender and body bytes; ``refuse`` with a sender
+    and the reason, the first time that it is refused; ``missed`` once per sender with the number of messages that an
+    earlier hub had received, or that were in flight to it, but that are not recorded. ``known`` has the highest
+    recorded sequence number per sender from an earlier hub, empty for a run's first hub; other senders start at 1.
+    None: unknown; the first message of each sender sets it.
     """
 
     def __init__(
@@ -113,9 +111,8 @@ class Intake:
             sender = header.src
             first = sender not in self._seen
             if first and not self._register(header):
-                self._refuse_message(
-                    "a stranger", f"{sanitize(sender, 80)} is not a valid rank, or exceeds the limit: ignored"
-                )
+                why = f"{sanitize(sender, 80)} is not a valid rank, or exceeds the limit: ignored"
+                self._refuse_message("a stranger", why)
                 return
             gap = self._loss.see(sender, header.seq)
             if gap and first:
@@ -180,13 +177,6 @@ def _receive(socket: "zmq.Socket[Any]") -> list[bytes]:
     return frames
 
 
-# Writes the stream to disk in a separate thread, so that a slow disk never blocks the hub.
-#
-# SQLite waits for the disk from time to time, even if a commit only appends to the write-ahead log: the first write
-# after a checkpoint restarts the log, and syncs its header first. A network file system, or a disk under other load,
-# may delay any write.
-
-
 _STUCK_SECONDS = 5.0
 """A commit that takes longer than this is reported."""
 _CLOSE_SECONDS = 90.0
@@ -194,7 +184,11 @@ _CLOSE_SECONDS = 90.0
 
 
 class Recorder(threading.Thread):
-    """Thread in which ``writer`` writes the appended messages at each ``commit``.
+    """Thread in which ``writer`` writes the appended messages at each ``commit``, so that no disk blocks the hub.
+
+    SQLite waits for the disk from time to time, even if a commit only appends to the write-ahead log: the first write
+    after a checkpoint restarts the log, and syncs its header first. A network file system, or a disk under other load,
+    may delay any write.
 
     While the disk accepts no writes, rows are held and thinned out (``Batch.let_go``), as after disk errors.
     """

@@ -32,11 +32,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def write_frame(file: IO[bytes], data: bytes) -> None:
-    """Write one frame.
-
-    Raises:
-        OSError: the other side has closed the pipe.
-    """
+    """Write one frame. Raises ``OSError`` if the other side has closed the pipe."""
     file.write(_LENGTH.pack(len(data)) + data)
     file.flush()
 

@@ -1,6 +1,7 @@
 """What a job is started with: its command, and its environment (its run, the import hook, the flight recorder)."""
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -79,10 +80,9 @@ def _watched(run: str, base: Mapping[str, str]) -> dict[str, str]:
 
 def flight_recorder(torch: tuple[int, int] | None) -> dict[str, str]:
     """Return the variables that enable PyTorch's flight recorder; both spellings if the version is unknown."""
-    names = [_FLIGHT_RECORDER_NAME] if torch is None or torch >= _RENAMED_IN else []
-    if torch is None or torch < _RENAMED_IN:
-        names.append(_FLIGHT_RECORDER_OLD_NAME)
-    return dict.fromkeys(names, _FLIGHT_RECORDER_ENTRIES)
+    names = (_FLIGHT_RECORDER_NAME, _FLIGHT_RECORDER_OLD_NAME)
+    known = names if torch is None else names[:1] if torch >= _RENAMED_IN else names[1:]
+    return dict.fromkeys(known, _FLIGHT_RECORDER_ENTRIES)
 
 
 def _nccl_ras() -> dict[str, str]:
@@ -121,9 +121,6 @@ def _deepspeed_exports(run: RunDir, environment: Mapping[str, str], base: Mappin
     return path
 
 
-# Makes a run joinable from other hosts: its keys, its hub's addresses, and the join file with both.
-
-
 SSH_ENV = "FTMON_SSH"
 """Environment variable with the ssh command (default: ``ssh``)."""
 
@@ -158,19 +155,9 @@ def prepare(run: RunDir, listen: str) -> Path:
     where = parse_listen(listen)
     content = run.read_run()
     pair = keys.agent_pair(run)
-    join = JoinFile(
-        run=str(run.path),
-        id=run.id,
-        host=content.host,
-        boot_id=boot_id(),
-        addresses=_addresses(where.host),
-        port=where.port,
-        server_key=keys.server_pair(run).public,
-        public=pair.public,
-        secret=pair.secret,
-        version=__version__,
-        options=content.options,
-    )
+    addresses, key = _addresses(where.host), keys.server_pair(run).public
+    of_run = str(run.path), run.id, content.host, boot_id()
+    join = JoinFile(*of_run, addresses, where.port, key, pair.public, pair.secret, __version__, content.options)
     return write_join(run, join)
 
 
@@ -220,19 +207,14 @@ def _ways(hosts: MultiHost, script: str, environ: Mapping[str, str]) -> dict[str
     if hosts.slurm_nodes:
         # A step that overlaps the job's own, one task per node; srun copies its standard input to all tasks.
         nodes = hosts.slurm_nodes
-        counts = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-        return {
-            "the job's nodes were not given the run's key by srun": ["srun", "--overlap", *counts, "sh", "-c", script]
-        }
+        srun = ["srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "sh", "-c", script]
+        return {"the job's nodes were not given the run's key by srun": srun}
     ssh = shlex.split(environ.get(SSH_ENV) or "ssh")
     port = ["-p", str(hosts.ssh_port)] if hosts.ssh_port else []
     options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *port]
     here = ("localhost", "127.0.0.1", socket.gethostname())
-    return {
-        f"{host} was not given the run's key over ssh": [*ssh, *options, "--", host, script]
-        for host in hosts.hosts
-        if host not in here
-    }
+    others = [host for host in hosts.hosts if host not in here]
+    return {f"{host} was not given the run's key over ssh": [*ssh, *options, "--", host, script] for host in others}
 
 
 def _addresses(host: str) -> list[str]:
@@ -255,9 +237,6 @@ def _outward_address() -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return ""
-
-
-# Determines whether a command trains on several hosts, and on which, from its arguments and the environment.
 
 
 _DEEPSPEED = {"deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher.runner"}
@@ -331,10 +310,7 @@ def _read_hostfile(path: Path) -> list[str]:
 
 
 def _own(words: list[str]) -> list[str]:
-    for place, word in enumerate(words):
-        if re.search(r"\.(py|sh)$", word):
-            return words[:place]
-    return words
+    return list(itertools.takewhile(lambda word: not word.endswith((".py", ".sh")), words))
 
 
 def _value(words: list[str], *options: str) -> str:

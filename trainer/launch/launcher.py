@@ -17,8 +17,8 @@ import sys
 import time
 import traceback
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, BinaryIO
 
 import msgspec
@@ -112,11 +112,11 @@ class HubKeeper:
 
     def wait(self, timeout: float) -> None:
         """Wait until the hub has ended, for ``timeout`` seconds at most."""
-        if self._process is not None:
-            try:
+        try:
+            if self._process is not None:
                 self._process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                print_own("the hub has not ended yet; leaving it")
+        except subprocess.TimeoutExpired:
+            print_own("the hub has not ended yet; leaving it")
 
 
 TO_THE_JOB = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -253,7 +253,7 @@ class Launcher:
                 env=environment,
                 stdin=None if self._stdin else subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=_ignore_hangup if nohup else None,
+                preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN) if nohup else None,
             )
         except OSError as error:
             text = f"{command[0]}: cannot be started: {error.strerror}"
@@ -266,12 +266,9 @@ class Launcher:
     def _install_signals(self) -> None:
         # Handlers rather than SIG_IGN: an exec resets a handler, so the job starts with the ordinary dispositions.
         signal.set_wakeup_fd(self._wakeup_in, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _nothing)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # the signal itself wakes the main loop
         for number in PASSED_ON:
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._requests.note(number)
+            signal.signal(number, lambda received, _frame: self._requests.note(received))
 
     def _wait(self, timeout: float | None) -> None:
         for due in (self._reap_at, self._kill_at):
@@ -319,7 +316,7 @@ class Launcher:
         self._intend(signal.SIGTERM, "the command that started it is gone")
         if self._kill_at is None:
             self._signal_job(signal.SIGTERM)
-            self._kill_after_grace()
+            self._kill_at = time.monotonic() + self._grace
 
     def _pass_on(self) -> None:
         """Forward received signals to the job.
@@ -331,12 +328,12 @@ class Launcher:
             return
         for number in self._requests.drain():
             print_own(f"received {number.name}; passed on to the job")
-            if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number in _ENDING:
                 self._intend(number)
             if number in TO_THE_JOB:
                 self._signal_job(number)
                 if number == signal.SIGTERM and self._kill_at is None:
-                    self._kill_after_grace()
+                    self._kill_at = time.monotonic() + self._grace
                 continue
             self._interrupts += 1
             if self._status is None:
@@ -365,9 +362,6 @@ class Launcher:
             with contextlib.suppress(PermissionError):
                 processes.send_signal(process, number)
 
-    def _kill_after_grace(self) -> None:
-        self._kill_at = time.monotonic() + self._grace
-
     def _kill_when_due(self) -> None:
         """Kill all processes of the run once its grace period is over, repeatedly until the job is gone."""
         now = time.monotonic()
@@ -395,11 +389,9 @@ class Launcher:
         period.
         """
         deadline = time.monotonic() + _LEFTOVER_GRACE_SECONDS
-        members = self._members()
-        while members and time.monotonic() < deadline:
+        while (members := self._members()) and time.monotonic() < deadline:
             self._reap(at_once=True)
             self._wait(0.1)
-            members = self._members()
         if members:
             names = [f"{member.pid} ({member.name})" for member in members[:8]]
             with _disk_trouble("left.json"):
@@ -454,18 +446,10 @@ def _disk_trouble(name: str) -> Generator[None]:
         print_own(f"{name} cannot be written: {error.strerror}")
 
 
-def _nothing(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing: the signal itself wakes the main loop."""
-
-
 def _become_subreaper() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         print_own("cannot become a subreaper; leftovers are found by their environment alone")
-
-
-def _ignore_hangup() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def _close_stdin() -> None:

@@ -27,8 +27,6 @@ from ...protocol.run.start import StartRequest, print_started, read_request, spa
 from ..host.sockets import check_free, parse_listen
 from .environment import executable_command, find_hosts, free_listen, joined_environment, prepare
 
-_LAUNCHER = "ftmon.trainer.launch"
-
 
 def check_request(request: StartRequest) -> None:
     """Validate a request before anything is created.
@@ -114,23 +112,16 @@ def spawn_launcher(run: RunDir, line: int | None = None, stdin: int | None = Non
     words = [str(run.path)]
     words += ["--starter", str(line)] if line is not None else []
     words += ["--stdin"] if stdin is not None else []
+    source = subprocess.DEVNULL if stdin is None else stdin
+    fds = () if line is None else (line,)
     with (run.logs / "launcher.log").open("ab") as log:
-        spawn_module(
-            _LAUNCHER,
-            words,
-            stdin=subprocess.DEVNULL if stdin is None else stdin,
-            stdout=log,
-            stderr=log,
-            pass_fds=() if line is None else (line,),
-        )
+        spawn_module("ftmon.trainer.launch", words, stdin=source, stdout=log, stderr=log, pass_fds=fds)
 
 
 def default_name(command: Sequence[str]) -> str:
     """Return the name of a run from the script in its command: ``train`` for ``deepspeed train.py``."""
-    for word in command:
-        if word.endswith((".py", ".sh")):
-            return Path(word).stem
-    return Path(command[0]).name if command else "run"
+    scripts = [Path(word).stem for word in command if word.endswith((".py", ".sh"))]
+    return scripts[0] if scripts else Path(command[0]).name if command else "run"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

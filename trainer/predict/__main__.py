@@ -25,7 +25,7 @@ from ...protocol.analysis.estimates.time import epoch_cost
 from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ...protocol.text import duration, escape_json, sanitize
 from ..host.processes import end_with_parent, lower_priority
-from . import answer, deepspeed_file, jobs
+from . import answer, deepspeed_file, jobs, ranks
 from .result import Prediction
 
 _DEEPSPEED = "deepspeed: "
@@ -72,7 +72,7 @@ def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Predi
     Raises:
         ConfigError: the model or the configuration cannot be used.
     """
-    from . import answer, ranks, what_if
+    from . import what_if
     from .script import NOT_CHANGED
 
     allocator = _allocator()
@@ -104,7 +104,7 @@ def _with_data(
 
     Other runs prepared from the arguments have rows packed as in the data set, too.
     """
-    from . import answer, recipe, what_if
+    from . import recipe, what_if
 
     config = job.config
     if config is None:

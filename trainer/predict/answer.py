@@ -46,11 +46,10 @@ def predict(
     notes = [*job.notes, *first.notes]
     if 1 < len(found) < job.ranks:
         notes.append(f"{len(found)} of {job.ranks} ranks were run; the others have the figures of the nearest")
-    points = [
-        _point(job, length, {rank: one.outcomes[index] for rank, one in found.items()}, first, capacity_bytes)
-        for index, length in enumerate(job.lengths)
-    ]
-    points = [_with_run(point, job, price_per_gpu_hour) for point in points]
+    points: list[Point] = []
+    for index, length in enumerate(job.lengths):
+        outcomes = {rank: one.outcomes[index] for rank, one in found.items()}
+        points.append(_with_run(_point(job, length, outcomes, first, capacity_bytes), job, price_per_gpu_hour))
     return Prediction(
         model=job.model,
         parameters=first.parameters,
@@ -184,9 +183,6 @@ def curve(points: Mapping[int, Point]) -> list[Piece]:
     )
 
 
-# Renders a prediction as text.
-
-
 _PHASES = ("init", "forward", "backward", "optimizer")
 _GIB = 1 << 30
 _PARTS = {"optimizer_states": "optimizer states", "master_copies": "master weights"}
@@ -226,25 +222,14 @@ def render(prediction: Prediction) -> str:
             rows.append(row)
     between = " (on average; between two lengths another phase may lead)" if len(prediction.points) == 2 else ""
     curve = f"{describe_curve(prediction.pieces)}{between}\n" if prediction.pieces else ""
-    text = "".join(
-        (
-            head,
-            _table(names, rows),
-            "* the phase with the highest allocated memory\n",
-            curve,
-            *(_composition(point) for point in prediction.points),
-            *(_show_time(point, prediction) for point in prediction.points),
-            *(_fits(point) for point in prediction.points),
-            f"one checkpoint takes {gib(prediction.checkpoint_bytes)} on disk\n",
-            _data(prediction),
-            _largest(prediction),
-            _what_if(prediction),
-            _errors(prediction),
-            *(f"note: {note}\n" for note in prediction.notes),
-            _BASIS,
-        )
-    )
-    return "\n".join(sanitize(line, 4 * len(line)) for line in text.split("\n"))
+    parts = [head, _table(names, rows), "* the phase with the highest allocated memory\n", curve]
+    parts += map(_composition, prediction.points)
+    parts += (_show_time(point, prediction) for point in prediction.points)
+    parts += map(_fits, prediction.points)
+    parts.append(f"one checkpoint takes {gib(prediction.checkpoint_bytes)} on disk\n")
+    parts += (part(prediction) for part in (_data, _largest, _what_if, _errors))
+    parts += (f"note: {note}\n" for note in prediction.notes)
+    return "\n".join(sanitize(line, 4 * len(line)) for line in "".join([*parts, _BASIS]).split("\n"))
 
 
 def _table(names: list[str], rows: list[list[str]], left: tuple[int, ...] = ()) -> str:
@@ -261,7 +246,6 @@ def _table(names: list[str], rows: list[list[str]], left: tuple[int, ...] = ()) 
 
 
 def _composition(point: Point) -> str:
-    """Return the composition of the highest peak."""
     rank = max(point.ranks, key=lambda one: one.allocated_peak_bytes)
     peaks = {name: one.allocated_peak_bytes for name, one in rank.phases.items() if one.parts}
     phase = max(peaks, key=lambda name: peaks[name], default="")
@@ -283,18 +267,14 @@ def _show_time(point: Point, prediction: Prediction) -> str:
     share = "" if point.mfu is None else f", MFU {point.mfu:.1%}"
     paid = point.price_per_million_tokens
     price = "" if paid is None else f", {paid:.4g} a million tokens at {prediction.price_per_gpu_hour:g} a GPU hour"
+    run = f"; the run {duration(point.run_seconds)}" if point.run_seconds else ""
+    if run and point.run_price is not None:
+        run += f", {point.run_price:,.2f}"
     return (
         f"{point.sequence_length:,} tokens: {point.step_seconds * 1e3:,.0f} ms a step "
         f"(+- {point.time.total.error:.0%}; bound by {point.time.bound_by}), "
-        f"{point.tokens_per_second:,.0f} tokens/s{share}{price}{_run(point)}\n"
+        f"{point.tokens_per_second:,.0f} tokens/s{share}{price}{run}\n"
     )
-
-
-def _run(point: Point) -> str:
-    if not point.run_seconds:
-        return ""
-    price = "" if point.run_price is None else f", {point.run_price:,.2f}"
-    return f"; the run {duration(point.run_seconds)}{price}"
 
 
 def _fits(point: Point) -> str:
@@ -311,24 +291,22 @@ def _data(prediction: Prediction) -> str:
     risk = prediction.data
     if risk is None:
         return ""
+    epoch = ""
     if risk.epoch_seconds:
         price = "" if risk.epoch_price is None else f", costs {risk.epoch_price:,.2f}"
         epoch = f"an epoch: {risk.steps:,} steps, {duration(risk.epoch_seconds)}{price}\n"
-    else:
-        epoch = ""
     if not risk.failing:
         return f"{epoch}data: all {risk.steps:,} steps of an epoch fit; the longest is {_risky(risk.longest)}\n"
     largest = "no length that occurs fits"
     if risk.largest_length is not None:
         largest = f"of the lengths that occur, {risk.largest_length:,} tokens is the largest that fits"
-    lines = [f"data: {risk.failing_steps:,} of {risk.steps:,} steps of an epoch do not fit; {largest}\n"]
-    return epoch + "".join([*lines, *(f"  does not fit at {_risky(step)}\n" for step in risk.failing)])
+    failing = "".join(f"  does not fit at {_risky(step)}\n" for step in risk.failing)
+    return f"{epoch}data: {risk.failing_steps:,} of {risk.steps:,} steps of an epoch do not fit; {largest}\n{failing}"
 
 
 def _risky(step: RiskyStep) -> str:
-    rows = "; ".join(
-        f"row {row:,} ({place})" for row, place in zip(step.rows[:_MOST_ROWS], step.places[:_MOST_ROWS], strict=True)
-    )
+    named = list(zip(step.rows, step.places, strict=True))[:_MOST_ROWS]
+    rows = "; ".join(f"row {row:,} ({place})" for row, place in named)
     more = f" and {len(step.rows) - _MOST_ROWS} more" if len(step.rows) > _MOST_ROWS else ""
     return f"step {step.step:,}, rank {step.rank}: {step.length:,} tokens, {rows}{more}"
 
@@ -338,17 +316,13 @@ def _largest(prediction: Prediction) -> str:
     if not prediction.largest:
         return ""
     longest = max(prediction.points, key=lambda point: point.sequence_length)
-    names = ["largest that fits", "GiB for PyTorch", f"tokens at batch {longest.micro_batch:,}"]
-    names.append(f"batch at {longest.sequence_length:,} tokens")
-    rows = [
-        [
-            one.gpu or "the capacity",
-            _gib(one.capacity_bytes),
-            _value(one.sequence_length, " (the model's)" if prediction.positions else ""),
-            _value(one.micro_batch),
-        ]
-        for one in prediction.largest
-    ]
+    axes = [f"tokens at batch {longest.micro_batch:,}", f"batch at {longest.sequence_length:,} tokens"]
+    names = ["largest that fits", "GiB for PyTorch", *axes]
+    end = " (the model's)" if prediction.positions else ""
+    rows: list[list[str]] = []
+    for one in prediction.largest:
+        found = [_value(one.sequence_length, end), _value(one.micro_batch)]
+        rows.append([one.gpu or "the capacity", _gib(one.capacity_bytes), *found])
     curve = describe_curve(prediction.batch_pieces, "row") if prediction.batch_pieces else ""
     return _table(names, rows, left=(0,)) + (f"over the micro-batch: {curve}\n" if curve else "")
 
@@ -374,20 +348,9 @@ def _what_if(prediction: Prediction) -> str:
             continue
         paid = one.price_per_million_tokens
         cost = [] if not costs else ["-"] if paid is None else [f"{paid:.4g}"]
-        time = f"{one.step_seconds * 1e3:,.0f}" if one.step_seconds else "-"
-        slower = f"x {one.slower:.2f}" if one.step_seconds else "-"
-        rows.append(
-            [
-                one.name,
-                "yes" if one.fits else "no",
-                _gib(one.needed_bytes),
-                _gib(one.host_bytes),
-                time,
-                slower,
-                *cost,
-                one.change,
-            ]
-        )
+        times = [f"{one.step_seconds * 1e3:,.0f}", f"x {one.slower:.2f}"] if one.step_seconds else ["-", "-"]
+        memory = [_gib(one.needed_bytes), _gib(one.host_bytes)]
+        rows.append([one.name, "yes" if one.fits else "no", *memory, *times, *cost, one.change])
     length = max(point.sequence_length for point in prediction.points)
     head = (
         f"changes at {length:,} tokens, the cheapest that fits first; memory in GiB, each from a dry run of its own\n"
@@ -399,7 +362,7 @@ def _errors(prediction: Prediction) -> str:
     errors = prediction.expected_errors
     beside = prediction.beside_pytorch
     words = [f"{name.removesuffix('_peak_bytes')} {one.error:.0%}" for name, one in errors.items() if "peak" in name]
-    if beside is not None:
+    if beside:
         words.append(f"NVML's {_gib(round(beside.value))} GiB beside PyTorch {beside.error:.0%} ({beside.basis})")
     return f"expected errors: {', '.join(words)}\n" if words else ""
 

@@ -57,19 +57,18 @@ class Sightings:
                 setattr(wrapper, name, self._before(real))
 
     def _before(self, real: Any) -> Any:
+        """Record a gradient that ZeRO is about to reduce, and the buckets once per backward pass."""
+
         def wrapped(*args: Any, **named: Any) -> Any:
             if self.watching:
-                self._reducing(args[0] if args else None)
+                gradient = getattr(args[0], "grad", None) if args else None
+                self._note(lambda _, storages: storages.add("gradients", gradient))
+                if not self._seen_buckets:
+                    self._seen_buckets = True
+                    self._note(walk_buckets)
             return real(*args, **named)
 
         return wrapped
-
-    def _reducing(self, parameter: Any) -> None:
-        """Record a gradient that ZeRO is about to reduce."""
-        self._note(lambda _, storages: storages.add("gradients", getattr(parameter, "grad", None)))
-        if not self._seen_buckets:
-            self._seen_buckets = True
-            self._note(walk_buckets)
 
     def _note(self, look: Any) -> None:
         storages = _DryStorages(self._recorder)

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import re
+import traceback
 import warnings
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -18,8 +19,7 @@ from ...protocol.analysis.estimates.time import Work
 from ...protocol.errors import ConfigError
 from ...protocol.host.machine import GPUS, Gpu
 from ..recipe.model.shape import positions
-from . import fake
-from . import result as models
+from . import deepspeed_file, fake, result
 from .record import Event, Recorder, Trace
 from .result import Phase, Rank
 
@@ -27,8 +27,6 @@ H200 = next(gpu for gpu in GPUS if gpu.pattern == "H200")
 _WARM_UP_LENGTH = 8
 _MOST_CHARACTERS = 300
 """Limit of a library's refusal, which may continue with values or a list of kernels."""
-
-
 _PYDANTIC = re.compile(r"\d+ validation errors? for \w+ (\S+) (.*?) \[type=")
 
 
@@ -105,35 +103,28 @@ class DryRun:
         self._made = False
         self._making_bytes = 0
         """Highest memory while the model is made, on the host."""
-        with self._mode(), _refusals():
+        with self._fake, self._recorder, _refusals():
             self.trace.begin("init")
             self._make()
             self._note("init")
             # As in a script that makes it on the GPU, where an output layer exists in addition to its tied embedding.
             self._count("init", self._making_bytes, self._making_bytes)
-            self.flops = model_flops(self.engine.module) if self.engine is not None else None
-            known = positions(getattr(self.engine.module, "config", None)) if self.engine is not None else None
-            self.positions = known.most if known is not None else 0
+            self.flops = self.engine and model_flops(self.engine.module)
+            known = self.engine and positions(getattr(self.engine.module, "config", None))
+            self.positions = known.most if known else 0
             """Maximum sequence length of the model in tokens; 0: not known."""
-
-    @contextlib.contextmanager
-    def _mode(self) -> Generator[None]:
-        with self._fake, self._recorder:
-            yield
 
     def _make(self) -> None:
         import deepspeed
 
         torch, job = self._torch, self.job
         settings = self._batched_settings()
-        stage = int(settings.get("zero_optimization", {}).get("stage", 0))
-        partitioned = contextlib.nullcontext()
-        if stage == 3:
-            partitioned = deepspeed.zero.Init(config_dict_or_path=settings)
+        stage = deepspeed_file.stage(settings)
+        partitioned = deepspeed.zero.Init(config_dict_or_path=settings) if stage == 3 else contextlib.nullcontext()
         config = copy.deepcopy(job.shape)
         self.vocabulary = int(config.get_text_config().vocab_size)
         with partitioned:
-            model = models.make(config, _dtype(settings, torch), job.checkpointing, job.lora_rank, job.attention)
+            model = result.make(config, _dtype(settings, torch), job.checkpointing, job.lora_rank, job.attention)
         self._making_bytes = 0 if stage == 3 else self.trace.host_peak
         trained: Any = self._count_parameters(model)
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=settings)
@@ -170,7 +161,7 @@ class DryRun:
         """
         from .composition import compose
 
-        with self._mode(), _refusals():
+        with self._fake, self._recorder, _refusals():
             if in_turn:
                 if not self._made:
                     self._step(_WARM_UP_LENGTH)
@@ -271,11 +262,8 @@ def _refusals() -> Generator[None]:
 def _place(error: BaseException) -> str:
     """Return the package that raised an error: deepspeed, transformers, torch or another."""
     found = "dry run"
-    step = error.__traceback__
-    while step is not None:
-        name = str(step.tb_frame.f_globals.get("__name__", ""))
-        package = name.partition(".")[0]
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package in ("deepspeed", "transformers", "peft"):
             found = package
-        step = step.tb_next
     return found

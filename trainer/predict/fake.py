@@ -1,12 +1,7 @@
-"""Memory that CUDA kernels allocate besides their outputs, by operation; fake kernels do not.
-
-Every entry follows the named source of PyTorch 2.11 to 2.13.
-"""
+"""What a dry run replaces in its process: the CUDA device, DeepSpeed's compiled functions, kernels on fake tensors."""
 
 import contextlib
 import ctypes
-import importlib
-import importlib.util
 import math
 import mmap
 import os
@@ -14,6 +9,7 @@ import platform
 import threading
 from collections.abc import Callable, Generator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,9 +30,6 @@ from transformers import masking_utils, modeling_utils
 from ...protocol.errors import FtmonError
 from ...protocol.host.machine import Gpu
 from .record import Hidden, Recorder
-
-# DeepSpeed in a dry run: the CUDA accelerator, a process group without peers, compiled operations that do nothing.
-
 
 _OUTPUTS = frozenset(
     ("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "comms_logger", "dump_state", "autotuning")
@@ -102,12 +95,15 @@ def patch(update: Callable[[Any], None], fetched: Callable[[Any], None]) -> None
     accelerator: Any = cuda_accelerator
     accelerator.pynvml = None
     # CPUAdam queries the CPU's vendor, which starts programs for more than a second.
-    cpuinfo: Any = importlib.import_module("cpuinfo")
+    cpuinfo: Any = import_module("cpuinfo")
     cpuinfo.get_cpu_info = lambda: {"vendor_id_raw": "unknown"}
     builder: Any = OpBuilder
 
     def load(self: Any, *_: Any, **__: Any) -> Any:
-        return _compiled(type(self).__name__, update)
+        if type(self).__name__ == "UtilsBuilder":  # csrc/utils/flatten_unflatten.cpp calls these
+            utils: Any = import_module("torch._utils")
+            return SimpleNamespace(flatten=utils._flatten_dense_tensors, unflatten=utils._unflatten_dense_tensors)
+        return _Compiled(update)
 
     builder.load = builder.jit_load = load
     for subclass in _subclasses(builder):
@@ -133,18 +129,12 @@ def _subclasses(kind: Any) -> list[Any]:
     return [*direct, *(deeper for found in direct for deeper in _subclasses(found))]
 
 
-def _compiled(builder: str, update: Callable[[Any], None]) -> Any:
-    """Return the compiled module of a builder: its functions update tensors in place, and allocate nothing.
+class _Compiled:
+    """A compiled module, whose functions update tensors in place, and allocate nothing.
 
     ``csrc/adam/multi_tensor_adam.cu`` and ``csrc/adam/cpu_adam_impl.cpp`` for the optimizers.
     """
-    if builder == "UtilsBuilder":  # csrc/utils/flatten_unflatten.cpp calls these
-        utils: Any = importlib.import_module("torch._utils")
-        return SimpleNamespace(flatten=utils._flatten_dense_tensors, unflatten=utils._unflatten_dense_tensors)
-    return _Compiled(update)
 
-
-class _Compiled:
     def __init__(self, update: Callable[[Any], None]) -> None:
         self._update = update
 
@@ -154,9 +144,6 @@ class _Compiled:
             return 0
 
         return call
-
-
-# Patches of fake tensors for a dry run of real training code.
 
 
 find_packed_sequence_indices: Any = masking_utils.find_packed_sequence_indices
@@ -205,8 +192,7 @@ def _apply(module: Any, function: Any, recurse: bool = True) -> Any:
             continue
         with torch.no_grad():
             parameter.data = function(parameter)
-        if parameter.grad is not None:
-            with torch.no_grad():
+            if parameter.grad is not None:
                 parameter.grad.data = function(parameter.grad)
     for name, buffer in module._buffers.items():
         if buffer is not None:
@@ -229,15 +215,6 @@ def left() -> Generator[None]:
     dispatch: Any = _python_dispatch
     with dispatch._disable_current_modes():
         yield
-
-
-# CUDA devices for fake tensors on a machine without CUDA.
-#
-# Fake tensors can have the device ``cuda:0`` in any build of PyTorch, but the autograd engine needs a device guard
-# and an accelerator from the C++ side, which a CPU build does not have (pytorch#92627). Both are interfaces with
-# virtual methods. Here they get method tables whose methods do nothing and return 1, which is interpreted as true, as
-# the device type CUDA, as ``cuda:0``, as one device, and as its default stream. Nothing is computed: tensors are
-# fake.
 
 
 _RETURN_ONE = {
@@ -265,6 +242,11 @@ class BackendError(FtmonError):
 
 def install() -> None:
     """Give this process's PyTorch an accelerator of the type CUDA that computes nothing.
+
+    Fake tensors can have the device ``cuda:0`` in any build of PyTorch, but the autograd engine needs a device guard
+    and an accelerator from the C++ side, which a CPU build does not have (pytorch#92627). Both are interfaces with
+    virtual methods. Here they get method tables whose methods do nothing and return 1, which is interpreted as true, as
+    the device type CUDA, as ``cuda:0``, as one device, and as its default stream.
 
     Raises:
         BackendError: PyTorch's libraries or this machine are not supported.
@@ -300,9 +282,6 @@ def install() -> None:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != "cuda":
         raise BackendError(f"PyTorch {torch.__version__} does not take a CUDA accelerator for a dry run")
-
-
-# ``torch.cuda`` for a dry run: one device with the properties of a kind of GPU, streams and counters.
 
 
 _WITHOUT_EFFECT = (
@@ -387,16 +366,6 @@ class Device:
         install()
         trace = self.recorder.trace
 
-        # A separate function for each name: Dynamo's tables refuse one object under two names.
-        def allocated() -> Any:
-            return lambda *_: trace.current.get("cuda", 0)
-
-        def peak() -> Any:
-            return lambda *_: trace.peaks().allocated_bytes
-
-        def nothing() -> Any:
-            return lambda *_, **__: None
-
         state = torch.zeros(16, dtype=torch.uint8)
         constants: dict[str, Any] = {
             "is_available": True,
@@ -412,9 +381,12 @@ class Device:
             "mem_get_info": (self.properties.total_memory, self.properties.total_memory),
         }
         replaced: dict[str, Any] = {name: (lambda *_, _value=value, **__: _value) for name, value in constants.items()}
+        # A separate function for each name: Dynamo's tables refuse one object under two names.
         for name in ("allocated", "reserved", "cached"):
-            replaced[f"memory_{name}"], replaced[f"max_memory_{name}"] = allocated(), peak()
-        replaced |= {name: nothing() for name in _WITHOUT_EFFECT}
+            replaced[f"memory_{name}"] = lambda *_: trace.current.get("cuda", 0)
+            replaced[f"max_memory_{name}"] = lambda *_: trace.peaks().allocated_bytes
+        replaced |= {name: lambda *_, **__: None for name in _WITHOUT_EFFECT}
+        ranges = {name: lambda *_, **__: None for name in ("range_push", "range_pop", "mark")}
         replaced |= {
             "memory_stats": lambda *_: {
                 "allocated_bytes.all.peak": trace.peaks().allocated_bytes,
@@ -429,9 +401,7 @@ class Device:
             "current_stream": self.current_stream,
             "default_stream": lambda *_: self._streams[0],
             "StreamContext": self.stream,
-            "nvtx": SimpleNamespace(
-                range_push=nothing(), range_pop=nothing(), mark=nothing(), range=contextlib.nullcontext
-            ),
+            "nvtx": SimpleNamespace(**ranges, range=contextlib.nullcontext),
         }
         cuda: Any = torch.cuda
         for name, value in replaced.items():
@@ -470,9 +440,6 @@ class Device:
         self._streams[stream.stream_id] = stream
         with self.recorder.on_stream(stream.stream_id):
             yield
-
-
-# Scaled dot product attention of a GPU on fake tensors, by the kernel that PyTorch selects there.
 
 
 _aten: Any = torch.ops.aten
@@ -535,18 +502,16 @@ def _efficient(query: Any, key: Any, value: Any, mask: Any, dropout: float, caus
     ]
 
 
-# Linear layers in 4 bits (QLoRA) in a dry run: bitsandbytes' own modules and operations on fake tensors.
-#
-# bitsandbytes' parameter is a tensor subclass, which cannot be fake: a plain parameter with the same attributes
-# replaces it. The operations have fake kernels.
-
-
 _ATTRIBUTES = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
 """Attributes of bitsandbytes' parameter that peft and its modules read."""
 
 
 def hold_in_4_bits(model: Any, settings: Any) -> None:
-    """Replace the linear layers of a model on the meta device as ``from_pretrained`` does, and move it to the GPU."""
+    """Replace the linear layers of a model on the meta device as ``from_pretrained`` does, and move it to the GPU.
+
+    bitsandbytes' parameter is a tensor subclass, which cannot be fake: a plain parameter with the same attributes
+    replaces it. Its operations have fake kernels.
+    """
     from transformers.quantizers.auto import AutoHfQuantizer
 
     bitsandbytes: Any = import_module("bitsandbytes")
@@ -594,32 +559,28 @@ def _warm_up(model: Any, quantizer: Any) -> None:
         torch.empty(int(size // 2), dtype=torch.float16, device="cuda")
 
 
-MIB = 1 << 20
 _FEW_ROWS = 128
 _CHUNK = 1 << 16
 """Elements per block of a kernel over many tensors: ``MultiTensorApply.cuh``."""
 
 
-class Workspaces:
-    """cuBLAS workspaces: one per thread's handle and stream, never freed.
+def _workspaces(capability: tuple[int, int]) -> Hidden:
+    """CuBLAS workspaces, at the first matrix product: one per thread's handle and stream, never freed.
 
     ``aten/src/ATen/cuda/CublasHandlePool.cpp``, ``getChosenWorkspaceSize``: 32 MiB on Hopper and Blackwell, 8,320 KiB
     on other GPUs. The autograd engine's device thread has a handle of its own.
     """
+    size = 32 << 20 if capability[0] in (9, 10) else 8320 << 10
+    made: set[tuple[int, int]] = set()
 
-    def __init__(self, capability: tuple[int, int]) -> None:
-        self.bytes = 32 * MIB if capability[0] in (9, 10) else 8320 * 1024
-        self._made: set[tuple[int, int]] = set()
-
-    def __call__(self, recorder: Recorder, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Allocate the workspace of this thread and stream at its first matrix product."""
+    def allocate(recorder: Recorder, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         first = result[0] if isinstance(result, tuple) else result
-        if first.device.type != "cuda":
-            return
         key = (threading.get_ident(), recorder.stream)
-        if key not in self._made:
-            self._made.add(key)
-            recorder.trace.allocate(self.bytes, "cuda", recorder.stream)
+        if first.device.type == "cuda" and key not in made:
+            made.add(key)
+            recorder.trace.allocate(size, "cuda", recorder.stream)
+
+    return allocate
 
 
 def _flash_backward(recorder: Recorder, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -681,21 +642,24 @@ def _rounded(width: int) -> int:
 
 
 def hidden(capability: tuple[int, int]) -> dict[Any, Hidden]:
-    """Return the recording functions by operation, for a GPU of this compute capability."""
-    workspaces = Workspaces(capability)
+    """Return the functions that record what CUDA kernels allocate besides their outputs, by operation.
+
+    For a GPU of this compute capability; every entry follows the named source of PyTorch 2.11 to 2.13.
+    """
+    workspaces = _workspaces(capability)
     products = (
         *(_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default),
         *(_aten.mm.out, _aten.bmm.out, _aten.addmm.out, _aten.addmv.default, _aten.mv.default),
     )
     found: dict[Any, Hidden] = dict.fromkeys(products, workspaces)
-    if importlib.util.find_spec("bitsandbytes") is not None:
-        importlib.import_module("bitsandbytes")  # registers the operation
+    if find_spec("bitsandbytes") is not None:
+        import_module("bitsandbytes")  # registers the operation
         if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
             found[torch.ops.bitsandbytes.gemm_4bit.default] = _dequantized
     found[_aten._scaled_dot_product_flash_attention_backward.default] = _flash_backward
     found[_aten._foreach_norm.Scalar] = _norms
     try:
-        importlib.import_module("torch.nn.attention.varlen")  # registers the operation
+        import_module("torch.nn.attention.varlen")  # registers the operation
     except ImportError:  # PyTorch before 2.10
         return found
     found[torch.ops.torch_attn._varlen_attn_backward.default] = _varlen_backward

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...protocol.analysis.allocator.settings import Settings
@@ -12,12 +13,13 @@ from . import deepspeed_file
 
 if TYPE_CHECKING:
     from ..recipe.config.schema import Config
-    from .dry import DryRun
+    from .dry import DryRun, Job
     from .recipe import Documents
 
 
 MOST_RANKS = 4096
 """DeepSpeed's set-up iterates over all ranks in Python: with 100,000 it takes minutes."""
+_LENGTHS = [1024]
 
 
 class Prepared(NamedTuple):
@@ -58,9 +60,8 @@ def prepare(arguments: argparse.Namespace, allocator: Settings) -> Prepared:
         ConfigError: the model or the configuration cannot be used.
     """
     _check_ranks(arguments.ranks or 1, "--ranks")
-    if getattr(arguments, "command", None):
-        return _script(arguments, allocator, find(arguments.gpu))
-    return (_configured if arguments.config else _flags)(arguments, allocator, find(arguments.gpu))
+    kind = _script if getattr(arguments, "command", None) else _configured if arguments.config else _flags
+    return kind(arguments, allocator, find(arguments.gpu))
 
 
 def _check_ranks(count: int, where: str) -> None:
@@ -115,34 +116,21 @@ def _flags(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prep
 
     settings, notes = deepspeed(arguments)
     ranks = arguments.ranks or 1
-    batch = _batch(settings, ranks, arguments, f"{arguments.deepspeed}")
+    micro, accumulation = _batch(settings, ranks, arguments, f"{arguments.deepspeed}")
     shape = result.read_config(arguments.model)
-    lengths = arguments.sequence_length or [1024]
-    if note := beyond(shape, max(lengths)):
+    if note := beyond(shape, max(arguments.sequence_length or _LENGTHS)):
         notes.append(note)
-    job = Job(
-        shape=shape,
-        deepspeed=settings,
-        ranks=ranks,
-        micro_batch=batch.micro,
-        accumulation=batch.accumulation,
-        checkpointing=arguments.checkpointing,
-        lora_rank=arguments.lora_rank,
-        allocator=allocator,
-        gpu=gpu,
-    )
-    return Prepared(
-        lambda rank: DryRun(job, rank),
-        arguments.model,
-        job.ranks,
-        deepspeed_file.stage(settings),
-        job.micro_batch,
-        job.accumulation,
-        lengths,
-        deepspeed_file.offloads(settings),
-        gpu,
-        notes,
-    )
+    checkpointing, lora_rank = arguments.checkpointing, arguments.lora_rank
+    job = Job(shape, settings, ranks, micro, accumulation, checkpointing, lora_rank, allocator=allocator, gpu=gpu)
+    return _plain_loop(job, lambda rank: DryRun(job, rank), arguments, arguments.model, notes)
+
+
+def _plain_loop(
+    job: "Job", make: "Callable[[int], DryRun]", arguments: argparse.Namespace, model: str, notes: list[str]
+) -> Prepared:
+    stage, offload = deepspeed_file.stage(job.deepspeed), deepspeed_file.offloads(job.deepspeed)
+    lengths: list[int] = arguments.sequence_length or _LENGTHS
+    return Prepared(make, model, job.ranks, stage, job.micro_batch, job.accumulation, lengths, offload, job.gpu, notes)
 
 
 def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prepared:
@@ -159,34 +147,16 @@ def _script(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Pre
         script_inputs = ranks.once(lambda: ScriptRun(started, None, count, allocator, gpu).inputs, ScriptInputs)
         arguments.script_inputs = script_inputs
     settings = deepspeed_file.with_changes(script_inputs.deepspeed, getattr(arguments, "changes", {}))
-    batch = _batch(settings, count, arguments, f"{started.script}: its DeepSpeed configuration")
-    job = Job(
-        shape=None,
-        deepspeed=settings,
-        ranks=count,
-        micro_batch=batch.micro,
-        accumulation=batch.accumulation,
-        checkpointing=arguments.checkpointing or script_inputs.checkpointing,
-        allocator=allocator,
-        gpu=gpu,
-    )
+    micro, accumulation = _batch(settings, count, arguments, f"{started.script}: its DeepSpeed configuration")
+    checkpointing = arguments.checkpointing or script_inputs.checkpointing
+    job = Job(None, settings, count, micro, accumulation, checkpointing, allocator=allocator, gpu=gpu)
     notes = [f"{started.script}: its DeepSpeed configuration: {text}" for text in deepspeed_file.unknown(settings)]
     if not (arguments.ranks or started.ranks):
         notes.append("the command does not say how many ranks it starts: 1 assumed (--ranks)")
     if not arguments.sequence_length:
         notes.append("rows of 1,024 tokens assumed (--sequence-length)")
-    return Prepared(
-        lambda rank: ScriptRun(started, job, count, allocator, gpu, rank),
-        script_inputs.model,
-        count,
-        deepspeed_file.stage(settings),
-        job.micro_batch,
-        job.accumulation,
-        arguments.sequence_length or [1024],
-        deepspeed_file.offloads(settings),
-        gpu,
-        notes,
-    )
+    make = partial(ScriptRun, started, job, count, allocator, gpu)
+    return _plain_loop(job, make, arguments, script_inputs.model, notes)
 
 
 def _batch(settings: dict[str, Any], ranks: int, arguments: argparse.Namespace, where: str) -> deepspeed_file.Batch:

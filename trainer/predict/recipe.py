@@ -1,9 +1,13 @@
-"""A dry run of ``ftmon train``: the recipe's own model, engine, optimizer and step, from its configuration."""
+"""A dry run of ``ftmon train``: the recipe's own model, engine, optimizer and step, from its configuration.
+
+Import it after DeepSpeed has its CUDA accelerator, and outside fake tensors, as modules make tensors at import.
+"""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import cycle
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,11 +33,6 @@ from ..recipe.preflight.resolve import check_hub
 from ..recipe.step import Stepper, make_collate
 from . import fake
 from .dry import DryRun, Job
-
-# The recipe's own engine, batches and step in a dry run.
-#
-# Import it after DeepSpeed has its CUDA accelerator, and outside fake tensors, as modules make tensors at import.
-
 
 Mark = Callable[[str], None]
 """Called with the name of a phase."""
@@ -185,9 +184,6 @@ class _Observed:
         return result
 
 
-# The documents of a data set's packed rows; their lengths determine attention's work and memory.
-
-
 class Documents(NamedTuple):
     """Documents of packed rows."""
 
@@ -226,17 +222,13 @@ def of_rows(rows: Iterable[list[int]]) -> Documents:
 
 
 _UNSUPPORTED = {
-    "run.device": ("cpu", "is cpu; a prediction is of a run on GPUs"),
-    "model.compile": (
-        "layers",
-        "cannot be predicted: compiled code does not run on fake tensors; use off, whose memory is higher",
-    ),
-    "model.attention": (
-        "flash_attention_2",
-        "cannot be predicted: its kernels do not run on fake tensors; use auto, whose memory is the same",
-    ),
+    "run.device=cpu": "is cpu; a prediction is of a run on GPUs",
+    "model.compile=layers": "cannot be predicted: compiled code does not run on fake tensors; use off, whose memory "
+    "is higher",
+    "model.attention=flash_attention_2": "cannot be predicted: its kernels do not run on fake tensors; use auto, whose "
+    "memory is the same",
 }
-"""Settings by path: the unsupported value, and the reason."""
+"""Reasons by setting."""
 
 
 def read(
@@ -261,9 +253,9 @@ def read(
 
 
 def _refuse(loaded: Loaded) -> None:
-    for path, (value, text) in _UNSUPPORTED.items():
-        section, _, name = path.partition(".")
-        if getattr(getattr(loaded.config, section), name) == value:
+    for setting, text in _UNSUPPORTED.items():
+        path, _, value = setting.partition("=")
+        if attrgetter(path)(loaded.config) == value:
             raise loaded.error(path, text)
     if loaded.config.model.activation_offload != "none":
         raise loaded.error("model.activation_offload", "cannot be predicted; use none")

@@ -1,4 +1,4 @@
-"""Follows allocations and frees of a dry run: a dispatch mode that tracks every storage."""
+"""Records a dry run's operations: allocations and frees of every storage in order, and the work of a step."""
 
 import contextlib
 import threading
@@ -18,50 +18,34 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.time import Collective, Communication, Operation, Work
 from ...protocol.messages.throughput import Precision
 
-# The allocations of a dry run, in order, applied at once to the model of PyTorch's caching allocator.
-
-
 ALLOCATE, FREE, USE, EMPTY, MARK, END = range(6)
 _NEAR = 0.005
 Event = tuple[int, int, int, int, str]
 """Kind, handle, bytes, stream, name of a phase that begins or ends."""
 
 
-class AllocatorReplay:
-    """Applies the events of a trace to the caching allocator's model."""
+class AllocatorReplay(CachingAllocator):
+    """The caching allocator's model, to which the events of a trace are applied."""
 
     def __init__(self, settings: Settings, capacity_bytes: int | None = None) -> None:
-        self._allocator = CachingAllocator(settings, capacity_bytes)
-        self._blocks: dict[int, int] = {}
+        super().__init__(settings, capacity_bytes)
+        self._handles: dict[int, int] = {}
 
     def apply(self, event: Event) -> None:
-        """Apply one event.
-
-        Raises:
-            DeviceOutOfMemory: an allocation does not fit the capacity.
-        """
+        """Apply one event. Raises ``DeviceOutOfMemory`` if an allocation does not fit the capacity."""
         kind, handle, size, stream, _ = event
         if kind == ALLOCATE:
-            self._allocator.complete_events()
-            self._blocks[handle] = self._allocator.allocate(size, stream)
+            self.complete_events()
+            self._handles[handle] = self.allocate(size, stream)
         elif kind == FREE:
-            self._allocator.free(self._blocks.pop(handle))
+            self.free(self._handles.pop(handle))
         elif kind == USE:
-            self._allocator.record_stream(self._blocks[handle], stream)
+            self.record_stream(self._handles[handle], stream)
         elif kind == EMPTY:
-            self._allocator.complete_events()
-            self._allocator.empty_cache()
+            self.complete_events()
+            self.empty_cache()
         elif kind == MARK:
-            self._allocator.reset_peaks()
-
-    @property
-    def allocated(self) -> int:
-        """Bytes of the allocated blocks."""
-        return self._allocator.allocated
-
-    def peaks(self) -> Peaks:
-        """Return the highest allocated and reserved bytes since the last phase began."""
-        return self._allocator.peaks()
+            self.reset_peaks()
 
 
 class Trace:
@@ -227,12 +211,6 @@ def needed_bytes(events: Sequence[Event], settings: Settings, low: int, high: in
     return high
 
 
-# Caches results of operations on fake tensors by function, shapes, strides, data types and numbers.
-#
-# PyTorch's cache of fake results (``FakeTensorMode.cache``) also has storage offsets in its keys. ZeRO's parameters are
-# views into one flat buffer, so each layer's operations would miss it.
-
-
 _aten: Any = torch.ops.aten
 _fake: Any = FakeTensor
 MISSING: Any = object()
@@ -242,11 +220,7 @@ _NUMBERS = (int, float, bool, type(None), str, torch.dtype, torch.device, torch.
 _ABSOLUTE_OFFSETS = frozenset((_aten.as_strided.default, _aten.as_strided_.default))
 _VIEWS = frozenset((_aten._unsafe_view.default,))
 """Operations that return their argument's storage without declaring it."""
-_VARYING = (
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.inplace_view,
-)
+_VARYING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
 
 class _Made(NamedTuple):
@@ -270,7 +244,11 @@ class _Same(NamedTuple):
 
 
 class ResultCache:
-    """Returns an operation's earlier result for tensors of the same kind; for one fake mode."""
+    """Returns an operation's earlier result for tensors of the same shapes, strides and types; for one fake mode.
+
+    PyTorch's own cache (``FakeTensorMode.cache``) also has storage offsets in its keys. ZeRO's parameters are views
+    into one flat buffer, so each layer's operations would miss it.
+    """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -281,7 +259,8 @@ class ResultCache:
         """Return the cache key of a call; None if its result cannot be cached."""
         cacheable = self._cacheable.get(func)
         if cacheable is None:
-            cacheable = self._cacheable[func] = _is_cacheable(func)
+            varies = any(tag in func.tags for tag in _VARYING)
+            cacheable = self._cacheable[func] = is_builtin(func) and not varies
         if not cacheable:
             return None
         parts: list[Any] = [func, torch.get_default_dtype()]
@@ -381,23 +360,6 @@ class ResultCache:
         return _fake(mode, empty, device)
 
 
-def _is_cacheable(func: Any) -> bool:
-    return is_builtin(func) and not any(tag in func.tags for tag in _VARYING)
-
-
-def _tensors(values: Any) -> list[Any]:
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
-
-
-# Counts a step's work on device and host from the operations of a dry run, to predict its time.
-
-
 _PRECISIONS: dict[Any, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _COLLECTIVES: dict[str, Collective] = {
     "allreduce_": "all_reduce",
@@ -461,23 +423,17 @@ class Counting:
 
     def work(self) -> Work:
         """Return the counted work."""
-        return Work(
-            [
-                Operation(flops, moved, precision, count, attention)
-                for (flops, moved, precision, attention), count in self._operations.items()
-            ],
-            [
-                Communication(kind, size, self._ranks_of(kind), overlapped, count)
-                for (kind, size, overlapped), count in self._communications.items()
-            ],
-            self._calls,
-            self._transfer_bytes,
-            self._host_bytes,
-            self.fetches,
-        )
-
-    def _ranks_of(self, kind: Collective) -> int:
-        return self._sharing if kind == "all_to_all" and self._sharing > 1 else self._ranks
+        operations = [
+            Operation(flops, moved, precision, count, attention)
+            for (flops, moved, precision, attention), count in self._operations.items()
+        ]
+        of_sharing = self._sharing if self._sharing > 1 else self._ranks
+        communications = [
+            Communication(kind, size, of_sharing if kind == "all_to_all" else self._ranks, overlapped, count)
+            for (kind, size, overlapped), count in self._communications.items()
+        ]
+        moved = self._transfer_bytes, self._host_bytes
+        return Work(operations, communications, self._calls, *moved, self.fetches)
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: int) -> None:
         """Count an operation of the dispatcher; collectives on streams other than 0 overlap with computation."""
@@ -489,7 +445,7 @@ class Counting:
             return
         if func.is_view or name in _WITHOUT_KERNEL:
             return
-        inputs, outputs = list(_work_tensors((args, tuple(kwargs.values())))), list(_work_tensors(result))
+        inputs, outputs = list(_tensors((args, tuple(kwargs.values())))), list(_tensors(result))
         on_device = [one for one in (*outputs, *inputs) if one.device.type == "cuda"]
         if not on_device:
             return
@@ -508,7 +464,7 @@ class Counting:
 
     def update(self, tensors: Any) -> None:
         """Count a compiled optimizer's update of these tensors (parameters, gradients, states) as one kernel."""
-        found = list(_work_tensors(tensors))
+        found = list(_tensors(tensors))
         moved = int(sum(map(_bytes, found)) * _ADAM_MOVES)
         if any(one.device.type == "cuda" for one in found):
             self._operations[0.0, float(moved), "fp32", False] += 1
@@ -525,19 +481,18 @@ class Counting:
 
     def _communicate(self, name: str, args: tuple[Any, ...], stream: int) -> None:
         kind = _COLLECTIVES.get(name)
-        if kind is None:
-            return
-        # The whole tensor: the larger one of a gather's output or a scatter's input.
-        size = max((sum(map(_bytes, _work_tensors(one))) for one in args[:2]), default=0)
-        self._communications[kind, size, stream != 0] += 1
+        if kind is not None:
+            # The whole tensor: the larger one of a gather's output or a scatter's input.
+            size = max((sum(map(_bytes, _tensors(one))) for one in args[:2]), default=0)
+            self._communications[kind, size, stream != 0] += 1
 
 
-def _work_tensors(value: Any) -> Iterator[Any]:
+def _tensors(value: Any) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for one in value:
-            yield from _work_tensors(one)
+            yield from _tensors(one)
 
 
 def _bytes(tensor: Any) -> int:
@@ -552,12 +507,12 @@ def _bytes(tensor: Any) -> int:
 def _moved(name: str, args: tuple[Any, ...], inputs: Iterable[Any], outputs: Iterable[Any]) -> float:
     written = sum(map(_bytes, outputs))
     if not written:  # a foreach operation returns nothing: it writes its first list
-        written = sum(map(_bytes, _work_tensors(args[0]))) if args else 0
+        written = sum(map(_bytes, _tensors(args[0]))) if args else 0
     if name in _PICKS:
         return 2.0 * written
     read = sum(map(_bytes, inputs))
     if name in _WRITES_ONLY and args:
-        read -= sum(map(_bytes, _work_tensors(args[0])))
+        read -= sum(map(_bytes, _tensors(args[0])))
     return float(read + written)
 
 
@@ -619,7 +574,9 @@ class Recorder(TorchDispatchMode):
             result = func(*args, **kwargs)
             if key is not None:
                 results.keep(key, func, args, kwargs, result)
-        self._see(result)
+        for tensor in _tensors(result):
+            if isinstance(tensor, FakeTensor):
+                self.follow(tensor)
         self.counting.count(func, args, kwargs, result, self.stream)
         if hidden is not None:
             hidden(self, func, args, kwargs, result)
@@ -632,13 +589,6 @@ class Recorder(TorchDispatchMode):
             return
         self.trace.recomputed.append((self._recomputing, len(self.trace.events)))
         self._recomputing = -1
-
-    def _see(self, result: Any) -> None:
-        if isinstance(result, FakeTensor):
-            self.follow(result)
-        elif isinstance(result, (tuple, list)):
-            for part in result:
-                self._see(part)
 
     def follow(self, tensor: Any) -> None:
         """Record the allocation of a tensor's storage, unless it is known, and later its free."""

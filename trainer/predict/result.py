@@ -126,6 +126,7 @@ class RiskyStep(msgspec.Struct, frozen=True):
     step: int
     """Number of the step, from 1."""
     rank: int
+    """The first of the ranks that share the rows."""
     rows: list[int]
     """Numbers of the examples, as in the rehearsal."""
     places: list[str]
@@ -188,9 +189,6 @@ class Prediction(msgspec.Struct, frozen=True):
     sequence_parallel_size: int = 1
     """Ranks that share each sequence."""
     versions: dict[str, str] = {}
-
-
-# Makes the model of a dry run from its configuration alone.
 
 
 _CONFIG = "config.json"
@@ -257,10 +255,9 @@ def _check_kind(config: Any, where: str) -> None:
     """Refuse a model that is no causal language model, or whose weights are quantized."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ConfigError(
-            f"{where}: model type {config.model_type} is no causal language model: only those are predicted"
-        )
+    kind = config.model_type
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(f"{where}: model type {kind} is no causal language model: only those are predicted")
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             f"{where}: quantization_config: quantized weights cannot be predicted with --model; for QLoRA use "
@@ -291,11 +288,7 @@ def _make_config(path: Path, fields: dict[str, Any]) -> Any:
 
 def _why_not_found(error: BaseException) -> str:
     """Return the reason why a name on the hub has no configuration, by the text of transformers' error."""
-    text = str(error)
-    for mark, reason in _NOT_FOUND.items():
-        if mark in text:
-            return reason
-    return _first_line(error)
+    return next((reason for mark, reason in _NOT_FOUND.items() if mark in str(error)), _first_line(error))
 
 
 def make(config: Any, dtype: Any, checkpointing: bool, lora_rank: int | None, attention: str) -> Any:

@@ -12,6 +12,7 @@ import os
 import runpy
 import signal
 import sys
+import traceback
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,9 +26,6 @@ from ...protocol.host.machine import Gpu
 from . import deepspeed_file, fake
 from .commands import Launched
 from .dry import DryRun, Job
-
-# Refuses training without DeepSpeed in a script that is run up to ``deepspeed.initialize``.
-
 
 _NOT_PREDICTED = "{} is not predicted, only deepspeed.initialize is: --deepspeed with ZeRO stage {} is nearest to it"
 _REFUSED = {
@@ -62,6 +60,7 @@ _FLAGS = "use --model and --deepspeed instead"
 _MOST_SECONDS = 900
 """Time limit within which a script must call ``deepspeed.initialize``."""
 _MOST_CHARACTERS = 240
+_ASSUMED = "the script was run up to deepspeed.initialize; steps are of a plain loop on input_ids and labels"
 ADAMS = ("Adam", "AdamW", "FusedAdam")
 """Optimizers of a script that DeepSpeed's CPUAdam can replace with the same result."""
 
@@ -103,9 +102,7 @@ class ScriptRun(DryRun):
         self._kept: BaseException | None = None
         """Keeps the script's frames, and so its objects, alive."""
         self.inputs: ScriptInputs | None = None
-        self.notes = [
-            "the script was run up to deepspeed.initialize; steps are of a plain loop on input_ids and labels",
-        ]
+        self.notes = [_ASSUMED]
         super().__init__(job or Job(None, {}, ranks, allocator=allocator, gpu=gpu), rank)
 
     def _make(self) -> None:
@@ -152,9 +149,8 @@ class ScriptRun(DryRun):
             self._kept = reached
         except SystemExit as error:
             if error.code not in (None, 0):
-                raise ConfigError(
-                    f"{launched.script}: ended with {error.code!r} before deepspeed.initialize; {_FLAGS}"
-                ) from None
+                text = f"{launched.script}: ended with {error.code!r} before deepspeed.initialize; {_FLAGS}"
+                raise ConfigError(text) from None
         except (Exception, _StopError) as error:
             if os.environ.get("FTMON_DEBUG"):
                 raise
@@ -166,11 +162,7 @@ class ScriptRun(DryRun):
             _guard_values(None)
 
     def _make_engine(self, given: Mapping[str, Any], initialize: Any) -> None:
-        """Make the engine from the script's arguments.
-
-        Raises:
-            ConfigError: it cannot be predicted.
-        """
+        """Make the engine from the script's arguments. Raises ``ConfigError`` if it cannot be predicted."""
         model = given.get("model")
         if model is None:
             raise ConfigError(f"{self._launched.script}: deepspeed.initialize without a model; {_FLAGS}")
@@ -181,13 +173,8 @@ class ScriptRun(DryRun):
         made = type(optimizer).__name__ if optimizer is not None and not callable(optimizer) else ""
         settings = _settings(given, self._launched.script)
         name = str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__)
-        self.inputs = ScriptInputs(
-            name,
-            settings,
-            bool(getattr(model, "is_gradient_checkpointing", False)),
-            made,
-            _calls_trainer(self._kept),
-        )
+        checkpointing = bool(getattr(model, "is_gradient_checkpointing", False))
+        self.inputs = ScriptInputs(name, settings, checkpointing, made, _calls_trainer(self._kept))
         if self._only_inputs:
             return
         job = self.job
@@ -203,25 +190,17 @@ class ScriptRun(DryRun):
         if "optimizer" not in kept and "model_parameters" not in kept:
             kept["model_parameters"] = trained
         if made in ADAMS and deepspeed_file.offloads(settings) and not deepspeed_file.offloads(self.inputs.deepspeed):
-            kept = {"optimizer": _on_the_host(kept["optimizer"])}
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            # As Accelerate does with offloaded states.
+            kept = {"optimizer": DeepSpeedCPUAdam(kept["optimizer"].param_groups, adamw_mode=made != "Adam")}
         self.engine, *_ = initialize(model=model, config=settings, **kept)
 
 
 def _calls_trainer(reached: BaseException | None) -> bool:
     """Return whether transformers' ``Trainer`` is among the callers of ``deepspeed.initialize``."""
-    step = reached.__traceback__ if reached is not None else None
-    while step is not None:
-        if step.tb_frame.f_globals.get("__name__") == "transformers.trainer":
-            return True
-        step = step.tb_next
-    return False
-
-
-def _on_the_host(optimizer: Any) -> Any:
-    """Return DeepSpeed's CPUAdam for a script's Adam, as Accelerate does with offloaded states."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=type(optimizer).__name__ != "Adam")
+    frames = traceback.walk_tb(reached.__traceback__ if reached is not None else None)
+    return any(frame.f_globals.get("__name__") == "transformers.trainer" for frame, _ in frames)
 
 
 def _settings(given: Mapping[str, Any], script: str) -> dict[str, Any]:
@@ -256,16 +235,15 @@ def _patch_weights() -> None:
 
     kind: Any = PreTrainedModel
 
-    def from_pretrained(cls: Any, name: Any = None, *arguments: Any, config: Any = None, **named: Any) -> Any:
-        del arguments
+    def from_pretrained(cls: Any, name: Any = None, *_: Any, config: Any = None, **named: Any) -> Any:
         if config is None:
             config = cls.config_class.from_pretrained(name)
         quantized = named.get("quantization_config") or getattr(config, "quantization_config", None)
         if quantized is not None or named.get("load_in_4bit") or named.get("load_in_8bit"):
             raise ConfigError(_QUANTIZED)
-        changes = {key: value for key, value in named.items() if hasattr(config, key) and key not in _OF_LOADING}
-        for key, value in changes.items():
-            setattr(config, key, value)
+        for key, value in named.items():
+            if hasattr(config, key) and key not in _OF_LOADING:
+                setattr(config, key, value)
         dtype = named.get("dtype", named.get("torch_dtype", "auto"))
         options = {"attn_implementation": named["attn_implementation"]} if named.get("attn_implementation") else {}
         made = cls._from_config(config, dtype=_dtype_of(config, dtype), **options)
@@ -323,12 +301,10 @@ def _late(_number: int, _frame: object) -> NoReturn:
 def _place(error: BaseException, launched: Launched) -> str:
     """Return the place of an error in the script, or in its own file nearest to the error."""
     found = launched.script
-    step = error.__traceback__
-    while step is not None:
-        name = step.tb_frame.f_code.co_filename
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        name = frame.f_code.co_filename
         if _is_own(name, launched):
-            found = f"{os.path.relpath(name)}:{step.tb_lineno}"
-        step = step.tb_next
+            found = f"{os.path.relpath(name)}:{line}"
     return found
 
 
@@ -340,9 +316,6 @@ def _why(error: BaseException) -> str:
         return str(error)
     text = " ".join(str(error).split())[:_MOST_CHARACTERS]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-# Describes a remedy as changes of a user's own script: keys of DeepSpeed, arguments of ``Trainer``, calls.
 
 
 _OFFLOAD = "zero_optimization.offload_optimizer="

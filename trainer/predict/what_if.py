@@ -1,4 +1,4 @@
-"""Predicts remedies for a run's memory, each by a separate dry run, the cheapest fitting one first."""
+"""Predicts what else fits a GPU by further dry runs: remedies, the largest lengths, steps of a data set."""
 
 import argparse
 import json
@@ -19,9 +19,12 @@ from ..recipe.data.batches import Order, padded_length
 from ..recipe.data.encode import Encoder
 from ..recipe.data.pipeline import Examples
 from ..recipe.data.records import Records, read_records
-from . import answer, jobs, ranks
+from . import answer, deepspeed_file, jobs, ranks
 from .jobs import Prepared
 from .result import DataRisk, Holds, Point, Prediction, RiskyStep, WhatIf
+
+Tell = Callable[[str], None]
+"""Called with each activity before it begins."""
 
 
 class RunChange(NamedTuple):
@@ -38,11 +41,7 @@ class RunChange(NamedTuple):
 
 
 def table(
-    arguments: argparse.Namespace,
-    allocator: Settings,
-    base: Prediction,
-    capacity_bytes: int,
-    tell: Callable[[str], None],
+    arguments: argparse.Namespace, allocator: Settings, base: Prediction, capacity_bytes: int, tell: Tell
 ) -> list[WhatIf]:
     """Return the table of all remedies, predicted at the longest length of ``base``.
 
@@ -95,19 +94,13 @@ def _of(predicted: Prediction, job: Prepared, name: str, change: str, capacity: 
 
 
 def _row(one: Ranked, predicted: Prediction | None) -> WhatIf:
-    point = max(predicted.points, key=lambda each: each.sequence_length) if predicted else None
-    return WhatIf(
-        one.option.name,
-        one.option.change,
-        one.fits,
-        point.needed_bytes if point else 0,
-        one.saved_bytes if point else 0,
-        one.option.host_bytes,
-        one.option.step_seconds,
-        one.slower if point else 0.0,
-        point.price_per_million_tokens if point else None,
-        one.option.refused,
-    )
+    option, needed, saved, slower, price = one.option, 0, 0, 0.0, None
+    if predicted:
+        point = max(predicted.points, key=lambda each: each.sequence_length)
+        needed, price = point.needed_bytes, point.price_per_million_tokens
+        saved, slower = one.saved_bytes, one.slower
+    memory, seconds = (needed, saved, option.host_bytes), option.step_seconds
+    return WhatIf(option.name, option.change, one.fits, *memory, seconds, slower, price, option.refused)
 
 
 def remedies(given: argparse.Namespace, allocator: Settings) -> Iterator[RunChange]:
@@ -182,15 +175,13 @@ def _assignments(given: argparse.Namespace) -> Iterator[Kind]:
         yield "checkpointing", ("model.gradient_checkpointing=layers",), True
     if config.model.fused_loss == "off":
         yield "fused loss", ("model.fused_loss=auto",), True
-    if training.micro_batch > 1:
-        half, times = training.micro_batch // 2, training.micro_batch / (training.micro_batch // 2)
-        if times == int(times):
-            accumulation = training.grad_accumulation * int(times)  # the batch of a step does not change
-            changes = (f"training.micro_batch={half}", f"training.grad_accumulation={accumulation}")
-            yield f"micro-batch {half}", changes, True
-    if config.run.ranks > 1:
-        for stage in range(zero.stage + 1, 4):
-            yield f"ZeRO {stage}", (f"zero.stage={stage}",), stage == 3
+    half = training.micro_batch // 2
+    if half and not training.micro_batch % half:
+        accumulation = training.grad_accumulation * (training.micro_batch // half)  # the batch of a step is the same
+        changes = (f"training.micro_batch={half}", f"training.grad_accumulation={accumulation}")
+        yield f"micro-batch {half}", changes, True
+    for stage in range(zero.stage + 1, 4) if config.run.ranks > 1 else ():
+        yield f"ZeRO {stage}", (f"zero.stage={stage}",), stage == 3
     if not zero.offload_optimizer and zero.stage:
         yield "optimizer offload", ("zero.offload_optimizer=true",), True
     if zero.stage == 3 and not zero.offload_parameters:
@@ -209,8 +200,6 @@ def _assignments(given: argparse.Namespace) -> Iterator[Kind]:
 
 def _flags(given: argparse.Namespace) -> Iterator[Kind]:
     """Yield remedies for the user's own script, as flags and keys of DeepSpeed's file."""
-    from . import deepspeed_file
-
     command = getattr(given, "command", None)
     if command:
         job = jobs.prepare(given, Settings())
@@ -226,9 +215,8 @@ def _flags(given: argparse.Namespace) -> Iterator[Kind]:
     if batch.micro > 1 and batch.micro % 2 == 0:
         half, accumulation = batch.micro // 2, batch.accumulation * 2
         yield f"micro-batch {half}", (f"--micro-batch={half}", f"--accumulation={accumulation}"), True
-    if ranks > 1:
-        for higher in range(stage + 1, 4):
-            yield f"ZeRO {higher}", (f"zero_optimization.stage={higher}",), higher == 3
+    for higher in range(stage + 1, 4) if ranks > 1 else ():
+        yield f"ZeRO {higher}", (f"zero_optimization.stage={higher}",), higher == 3
     if not deepspeed_file.offloads(settings) and stage:
         yield "optimizer offload", (f"zero_optimization.offload_optimizer={offload}",), True
     if stage == 3 and not deepspeed_file.offloads(settings, "param"):
@@ -239,9 +227,6 @@ def _flags(given: argparse.Namespace) -> Iterator[Kind]:
         yield "compiled optimizer", ("optimizer.params.torch_adam=false",), True
     if not given.lora_rank and not command:
         yield "LoRA of rank 16", ("--lora-rank=16",), False
-
-
-# Finds by dry runs the largest sequence length and micro-batch that fit each kind of GPU, or a capacity.
 
 
 CONFIRMED = (0.99, 0.97, 0.95)
@@ -256,13 +241,7 @@ Run = Callable[[list[int]], dict[int, Point]]
 """Predicts values of one axis."""
 
 
-def add(
-    found: Prediction,
-    job: Prepared,
-    arguments: argparse.Namespace,
-    allocator: Settings,
-    tell: Callable[[str], None],
-) -> Prediction:
+def add(found: Prediction, job: Prepared, arguments: argparse.Namespace, allocator: Settings, tell: Tell) -> Prediction:
     """Return a prediction with the largest lengths and micro-batches that fit, and the curves over both.
 
     If ranks differ, only those are run that need most at one of the points. ``found`` and ``job`` are of the unchanged
@@ -300,15 +279,9 @@ def add(
     kinds = _kinds(job, arguments.capacity)
     long = _search(ranking.round_numbers(positions, job.sequence_parallel_size), kinds, lengths, by_length, CONFIRMED)
     wide = _search(range(1, rows + 1), kinds, micro_batches, by_rows)
-    return msgspec.structs.replace(
-        found,
-        largest=[
-            Holds(gpu, capacity, length, batch)
-            for (gpu, capacity), length, batch in zip(kinds, long, wide, strict=True)
-        ],
-        pieces=answer.curve(by_length),
-        batch_pieces=answer.curve(by_rows),
-    )
+    largest = [Holds(*kind, length, batch) for kind, length, batch in zip(kinds, long, wide, strict=True)]
+    curves = {"pieces": answer.curve(by_length), "batch_pieces": answer.curve(by_rows)}
+    return msgspec.structs.replace(found, largest=largest, **curves)
 
 
 def _candidates(values: Sequence[int]) -> str:
@@ -346,24 +319,7 @@ def _need(point: Point, kinds: list[tuple[str, int]]) -> ranking.Need:
     return ranking.Need(point.needed_bytes, fits)
 
 
-# Finds the steps of a run's first epoch that do not fit, from the padded micro-batches of its data set.
-#
-# Memory grows with the length of a micro-batch, so the occurring lengths are searched for the largest that fits.
-
-
 _MOST_NAMED = 3
-
-
-class Step(NamedTuple):
-    """The longest micro-batch of an optimizer step."""
-
-    step: int
-    """Number of the step, from 1."""
-    rank: int
-    """The first of the ranks that share the rows."""
-    rows: list[int]
-    length: int
-    """Padded length of its rows, in tokens."""
 
 
 def steps_an_epoch(config: Config, examples: Examples) -> int:
@@ -393,39 +349,32 @@ def read(config: Config) -> tuple[Records, Examples]:
 
 
 def find(
-    config: Config,
-    records: Records,
-    examples: Examples,
-    capacity_bytes: int,
-    run: Callable[[list[int]], Sequence[Need]],
+    config: Config, records: Records, examples: Examples, capacity: int, run: Callable[[list[int]], Sequence[Need]]
 ) -> DataRisk:
     """Return the steps of the first epoch that do not fit; ``run`` predicts whether lengths, in rising order, fit.
+
+    Memory grows with the length of a micro-batch, so the occurring lengths are searched for the largest that fits.
 
     Raises:
         ConfigError: from ``run``, or there are fewer examples than one step needs.
     """
     steps = _steps(config, examples)
     lengths = sorted({step.length for step in steps})
-    largest = largest_that_fit(lengths, [capacity_bytes], run)[0].value
+    largest = largest_that_fit(lengths, [capacity], run)[0].value
     failing = [step for step in steps if largest is None or step.length > largest]
 
-    def named(step: Step) -> RiskyStep:
+    def named(step: RiskyStep) -> RiskyStep:
         places = [", ".join(records.place(one) for one in examples.rows.records(row)) for row in step.rows]
-        return RiskyStep(step.step, step.rank, step.rows, places, step.length)
+        return msgspec.structs.replace(step, places=places)
 
-    return DataRisk(
-        steps=len(steps),
-        longest=named(max(steps, key=lambda step: step.length)),
-        largest_length=largest,
-        failing_steps=len(failing),
-        failing=[named(step) for step in failing[:_MOST_NAMED]],
-    )
+    longest = named(max(steps, key=lambda step: step.length))
+    return DataRisk(len(steps), longest, largest, len(failing), [named(step) for step in failing[:_MOST_NAMED]])
 
 
-def _steps(config: Config, examples: Examples) -> list[Step]:
-    """Return the longest micro-batch of each optimizer step of the first epoch, of all ranks."""
+def _steps(config: Config, examples: Examples) -> list[RiskyStep]:
+    """Return the longest micro-batch of each optimizer step of the first epoch, of all ranks, without its places."""
     training, ranks = config.training, _data_ranks(config)
-    found: list[Step] = []
+    found: list[RiskyStep] = []
     orders = [iter(Order(examples, config, rank, ranks)) for rank in range(ranks)]
     for step in range(1, steps_an_epoch(config, examples) + 1):
         batches = [(rank, next(order)) for _ in range(training.grad_accumulation) for rank, order in enumerate(orders)]
@@ -434,7 +383,7 @@ def _steps(config: Config, examples: Examples) -> list[Step]:
         rank, rows = batches[longest]
         limit = training.sequence_length
         length = limit if config.data.packing else padded_length(lengths[longest], limit)
-        found.append(Step(step, rank * training.sequence_parallel_size, rows, length))
+        found.append(RiskyStep(step, rank * training.sequence_parallel_size, rows, [], length))
     if not found:
         raise ConfigError("data: an epoch has no step")
     return found

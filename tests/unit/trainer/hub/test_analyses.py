@@ -1,6 +1,6 @@
 """A batch of steps raises the same alerts as single steps; a detector's exception costs one step, not the batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,15 +19,27 @@ OF_THE_HUB = (Alert, RankState, RunState, HubStats)
 
 def frames() -> list[Frame]:
     """Rank 1 has spikes; rank 2 is slow in every forward, its loss becomes NaN, and its memory grows."""
-    found: list[Frame] = []
-    for frame in Stream(ranks=4, steps=200, finished=False).frames():
-        message = frame.message
-        if isinstance(message, OF_THE_HUB):
-            continue
-        if isinstance(message, Step) and message.rank == 2:
-            message = changed(message)
-        found.append(msgspec.structs.replace(frame, message=message))
-    return found
+    found = [f for f in Stream(ranks=4, steps=200, finished=False).frames() if not isinstance(f.message, OF_THE_HUB)]
+    return [
+        msgspec.structs.replace(frame, message=changed(frame.message))
+        if isinstance(frame.message, Step) and frame.message.rank == 2
+        else frame
+        for frame in found
+    ]
+
+
+def made(emit: Callable[[Message], tuple[int, float]] = lambda _: (0, 0.0)) -> Analysis:
+    return Analysis(RunFile("run", "run", 0.0, ["x"], "/", "here", "watch"), emit)
+
+
+def feed(analysis: Analysis, given: Sequence[Frame]) -> None:
+    for frame in given:
+        analysis.feed(frame.seq, frame.t, frame.message)
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[Frame]:
+    return [frame for frame in frames() if isinstance(frame.message, Step)][:20]
 
 
 def changed(step: Step) -> Step:
@@ -49,7 +61,7 @@ def alerts_of(given: Sequence[Frame], *, one_by_one: bool) -> dict[tuple[Any, ..
         emitted.append(message)
         return len(emitted), given[-1].t
 
-    analysis = Analysis(RunFile("run", "run", 0.0, ["x"], "/", "here", "watch"), emit)
+    analysis = made(emit)
     for frame in given:
         analysis.feed(frame.seq, frame.t, frame.message)
         if one_by_one:
@@ -67,22 +79,19 @@ def test_a_batch_of_steps_raises_the_same_alerts_as_single_steps() -> None:
     assert alerts_of(given, one_by_one=False) == found
 
 
-def test_collected_steps_are_processed_before_a_message_of_another_type() -> None:
-    given = [frame for frame in frames() if isinstance(frame.message, Step)][:20]
-    analysis = Analysis(RunFile("run", "run", 0.0, ["x"], "/", "here", "watch"), lambda _: (0, 0.0))
+def test_collected_steps_are_processed_before_a_message_of_another_type(steps: list[Frame]) -> None:
+    analysis = made()
     seen: list[int] = []
     analysis._detectors.steps = lambda steps, _failed: [seen.extend(step.step for _, step in steps)][:0]  # type: ignore[method-assign]
-    for frame in given:
-        analysis.feed(frame.seq, frame.t, frame.message)
+    feed(analysis, steps)
     assert seen == []
-    analysis.feed(99, given[-1].t, Stream(ranks=4).hello(0, given[-1].t))
-    assert seen == [frame.message.step for frame in given]
+    analysis.feed(99, steps[-1].t, Stream(ranks=4).hello(0, steps[-1].t))
+    assert seen == [frame.message.step for frame in steps]
 
 
 def test_a_detector_that_fails_for_one_step_still_gets_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    steps: list[Frame], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [frame for frame in frames() if isinstance(frame.message, Step)][:20]
     first, later = [], []
 
     class FailsOnce(Detector):
@@ -99,9 +108,8 @@ def test_a_detector_that_fails_for_one_step_still_gets_the_others(
             return {Step: lambda step: later.append(step.step)}
 
     monkeypatch.setattr(kinds, "DETECTORS", [FailsOnce, Works])
-    analysis = Analysis(RunFile("run", "run", 0.0, ["x"], "/", "here", "watch"), lambda _: (0, 0.0))
-    for frame in given:
-        analysis.feed(frame.seq, frame.t, frame.message)
+    analysis = made()
+    feed(analysis, steps)
     analysis.flush()
     assert len(first) == len(later) == 20
     assert "ZeroDivisionError: step three" in capsys.readouterr().err

@@ -24,9 +24,8 @@ def hello(rank: int, world: int) -> Hello:
 @pytest.mark.parametrize("listen", ["0.0.0.0:7420", ""])
 def test_ranks_that_are_missing_for_a_minute_are_told_of_until_they_come(listen: str) -> None:
     said: list[Any] = []
-    analysis = Analysis(
-        RunFile("r", "r", 1.0, [], "/", "node", "run"), lambda message: said.append(message) or (1, 1.0)
-    )
+    file = RunFile("r", "r", 1.0, [], "/", "node", "run")
+    analysis = Analysis(file, lambda message: said.append(message) or (1, 1.0))
     rank_hosts = RankHosts()
     missing = MissingRanks(analysis, rank_hosts, listen)
     missing.tick(0.0)

@@ -27,15 +27,18 @@ def facts(found: Finding | None, severity: str) -> NoStepFacts:
     return found.facts
 
 
-def test_a_run_that_resumed_after_its_last_step_ended_as_planned(tmp_path: Path) -> None:
-    resumed = detector(tmp_path, 7)
-    assert resumed.no_step(ExitFile(0, 3.0, "finished", "exit code 0")) is None
-    assert resumed.no_step(ExitFile(1, 3.0, "failed", "exit code 1")) is not None
+FAILED = ExitFile(1, 3.0, "failed", "exit code 1")
 
 
-@pytest.mark.parametrize(("state", "severity"), [("finished", "warning"), ("failed", "error"), ("stopped", None)])
-def test_a_run_that_never_came_to_a_step_says_so(tmp_path: Path, state: str, severity: str | None) -> None:
-    found = detector(tmp_path, 1).no_step(ExitFile(0, 3.0, state, "exit code 0"))
+@pytest.mark.parametrize(
+    ("step", "state", "severity"),
+    [
+        *((1, "finished", "warning"), (1, "failed", "error"), (1, "stopped", None)),
+        *((7, "finished", None), (7, "failed", "error")),  # resumed after its last step
+    ],
+)
+def test_a_run_that_never_came_to_a_step_says_so(tmp_path: Path, step: int, state: str, severity: str | None) -> None:
+    found = detector(tmp_path, step).no_step(ExitFile(0, 3.0, state, "exit code 0"))
     assert (found and found.severity) == severity
 
 
@@ -46,38 +49,29 @@ def test_a_hung_run_that_ftmon_ended_has_no_other_cause(tmp_path: Path) -> None:
         "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15\n"
     )
     assert ended.no_step(ExitFile(1, 3.0, "failed", "ended by --on-hang kill: rank 0 waits", "hang")) is None
-    found = ended.no_step(ExitFile(1, 3.0, "failed", "exit code 1"))
+    found = ended.no_step(FAILED)
     assert facts(found, "error").error == "", "a signal that a launcher received is no error of the job"
 
 
-def test_a_run_whose_ranks_reported_no_step_may_have_trained_in_processes_that_they_started(tmp_path: Path) -> None:
+def test_the_error_of_a_rank_or_else_the_process_that_was_not_watched_or_the_last_line_is_named(
+    tmp_path: Path,
+) -> None:
     ended = detector(tmp_path, 1)
-    ended.note(Hello(0, 0, 1, "here", 1, 1, DeviceInfo("cpu", 0, "x", 1), "glibc", 1.0))
-    found = ended.no_step(ExitFile(0, 3.0, "finished", "exit code 0"))
-    assert facts(found, "warning") == NoStepFacts("exit code 0", 0, 1)
-
-
-def test_a_failure_before_the_first_step_is_named_with_its_rank(tmp_path: Path) -> None:
-    ended = detector(tmp_path, 1)
-    ended.note(Hello(2, 2, 3, "here", 1, 1, DeviceInfo("cpu", 0, "x", 1), "glibc", 1.0))
-    ended.note(Failure(2, 0, "init", 1.0, "KeyError: 'labels'"))
-    found = ended.no_step(ExitFile(1, 3.0, "failed", "exit code 1"))
-    assert facts(found, "error") == NoStepFacts("exit code 1", 1, 1, error="KeyError: 'labels'", error_rank=2)
-
-
-def test_the_last_line_of_a_command_that_failed_is_kept(tmp_path: Path) -> None:
-    failed = detector(tmp_path, 1)
-    (tmp_path / "run" / "logs" / "launcher.log").write_text("start\nno data at /nowhere\n")
-    found = failed.no_step(ExitFile(1, 3.0, "failed", "exit code 1"))
-    assert facts(found, "error") == NoStepFacts(
-        "exit code 1", 1, 0, last_line="no data at /nowhere", last_lines=["start", "no data at /nowhere"]
-    )
-
-
-def test_a_run_of_which_nothing_was_heard_names_the_process_that_was_not_watched(tmp_path: Path) -> None:
     unhooked = UnhookedFacts(42, ".")
-    found = detector(tmp_path, 1).no_step(ExitFile(1, 3.0, "failed", "exit code 1"), unhooked)
-    assert facts(found, "error") == NoStepFacts("exit code 1", 1, 0, unhooked=unhooked)
+    assert facts(ended.no_step(FAILED, unhooked), "error") == NoStepFacts("exit code 1", 1, 0, unhooked=unhooked)
+    lines = ["start", "no data at /nowhere"]
+    log = tmp_path / "run" / "logs" / "launcher.log"
+    log.write_text("\n".join(lines))
+    assert facts(ended.no_step(FAILED), "error") == NoStepFacts(
+        "exit code 1", 1, 0, last_line="no data at /nowhere", last_lines=lines
+    )
+    log.unlink()
+    ended.note(Hello(2, 2, 3, "here", 1, 1, DeviceInfo("cpu", 0, "x", 1), "glibc", 1.0))
+    finished = ended.no_step(ExitFile(0, 3.0, "finished", "exit code 0"))
+    assert facts(finished, "warning") == NoStepFacts("exit code 0", 0, 1), "it may have trained in other processes"
+    ended.note(Failure(2, 0, "init", 1.0, "KeyError: 'labels'"))
+    found = facts(ended.no_step(FAILED), "error")
+    assert found == NoStepFacts("exit code 1", 1, 1, error="KeyError: 'labels'", error_rank=2)
 
 
 class Run:

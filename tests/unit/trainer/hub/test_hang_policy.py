@@ -97,6 +97,11 @@ class Bench:
             self.now += 0.25
             self.policy.tick(self.now)
 
+    def after(self, seconds: float) -> int:
+        """Wait; return how often the run has been killed."""
+        self.wait(seconds)
+        return self.hands.killed
+
     @property
     def saved(self) -> list[str]:
         folder = self.run.path / "stacks"
@@ -106,19 +111,17 @@ class Bench:
 def test_a_hang_is_acted_on_once_it_has_stood_and_its_stacks_are_saved_first(run: RunDir):
     bench = Bench(run, on_hang="kill", hang_grace=10.0)
     bench.hang(quiet=60.0)
-    bench.wait(9.0)
-    assert (bench.hands.killed, bench.saved) == (0, [])
-    bench.wait(2.0)
-    assert bench.hands.killed == 1
-    assert bench.saved[0].startswith("rank 1 ")
-    assert ", and has not entered " in bench.saved[0].splitlines()[0]
-    assert "rank 1: train.py:5 in main" in bench.saved[0]
+    assert (bench.after(9.0), bench.saved) == (0, [])
+    assert bench.after(2.0) == 1
+    first, second, *_ = bench.saved[0].splitlines()
+    assert first.startswith("rank 1 ")
+    assert ", and has not entered " in first
+    assert second == "rank 1: train.py:5 in main"
     end_request = read_end_request(run)
     assert end_request is not None
     assert (end_request.verb, end_request.cause, end_request.state) == ("--on-hang kill", "hang", "failed")
     assert any(isinstance(message, Command) and message.verb == "kill" for message in bench.sent)
-    bench.wait(100.0)
-    assert bench.hands.killed == 1
+    assert bench.after(100.0) == 1
 
 
 def test_a_stall_that_ends_in_time_is_left_alone(run: RunDir):
@@ -155,12 +158,10 @@ def test_what_somebody_paused_is_no_hang(run: RunDir, state: Any):
         bench.hello(rank)
         bench.tracker.ranks[rank].state = RankState(rank, state, 1.0)
     bench.tracker.verdict = HANG
-    bench.wait(20.0)
-    assert bench.hands.killed == 0
+    assert bench.after(20.0) == 0
     bench.tracker.ranks[0].state = RankState(0, "waiting", 1.0)
     bench.tracker.ranks[1].evidence = Evidence(time.time() + 1.0, quiet=400.0)
-    bench.wait(20.0)
-    assert bench.hands.killed == (1 if state == "stopped" else 0), "one rank that is stopped holds the others up"
+    assert bench.after(20.0) == (1 if state == "stopped" else 0), "one rank that is stopped holds the others up"
 
 
 @pytest.mark.parametrize(
@@ -181,8 +182,7 @@ def test_nothing_is_ended_before_a_ranks_processes_rested_for_the_patience_of_it
 ):
     bench = Bench(run, on_hang="kill", hang_grace=1.0)
     bench.hang(quiet, phase=phase)
-    bench.wait(60.0)
-    assert bench.hands.killed == ended
+    assert bench.after(60.0) == ended
     notes = [one.title for one in bench.sent if isinstance(one, Alert) and "waits for proof" in one.title]
     assert len(notes) == (not ended), "said once, and why"
 
@@ -191,32 +191,16 @@ def test_the_rest_may_go_on_for_so_long_after_a_rank_has_finished(run: RunDir):
     bench = Bench(run, exit_timeout=20.0)
     bench.hello(0)
     bench.analysis.feed(2, time.time() - 60.0, Goodbye(0, 1.0, 9, "finished"))
-    bench.wait(10.0)
-    assert bench.hands.killed == 0, "rank 1 has not begun"
+    assert bench.after(10.0) == 0, "rank 1 has not begun"
     bench.hello(1)
-    bench.wait(10.0)
-    assert bench.hands.killed == 0, "rank 1 was heard a moment ago"
-    bench.tracker.ranks[1].progress.moved_at = time.time() - 30.0
-    bench.wait(SURE_SECONDS - 1.0)
-    assert bench.hands.killed == 0
-    bench.wait(3.0)
-    assert bench.hands.killed == 1
+    assert bench.after(10.0) == 0, "rank 1 was heard a moment ago"
+    progress = bench.tracker.ranks[1].progress
+    progress.moved_at = time.time() - 60.0
+    progress.phase, progress.has_stepped, progress.steps_seen = "checkpoint", True, 9
+    assert bench.after(20.0) == 0, "a checkpoint keeps its own patience"
+    progress.moved_at, progress.phase = time.time() - 30.0, "backward"
+    assert bench.after(SURE_SECONDS - 1.0) == 0
+    assert bench.after(3.0) == 1
     end_request = read_end_request(run)
     assert end_request is not None
     assert (end_request.cause, end_request.state) == ("hang-at-exit", "stopped")
-
-
-def test_a_checkpoint_at_the_end_keeps_its_own_patience(run: RunDir):
-    bench = Bench(run, exit_timeout=20.0)
-    for rank in (0, 1):
-        bench.hello(rank)
-    bench.analysis.feed(2, time.time() - 60.0, Goodbye(0, 1.0, 9, "finished"))
-    progress = bench.tracker.ranks[1].progress
-    progress.moved_at, progress.phase, progress.has_stepped, progress.steps_seen = (
-        time.time() - 60,
-        "checkpoint",
-        True,
-        9,
-    )
-    bench.wait(20.0)
-    assert bench.hands.killed == 0

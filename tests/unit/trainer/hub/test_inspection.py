@@ -22,13 +22,7 @@ def bench(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def test_what_the_flight_recorder_said_stays_while_the_rank_stands_and_says_less(bench: Bench) -> None:
-    assert bench.look(RECORDED) == "recorder"
-    assert bench.look(COUNTED) == "recorder"
-    assert bench.look({}) == "recorder"
-
-
-def test_what_it_said_before_its_last_progress_does_not_stay(bench: Bench) -> None:
-    assert bench.look(RECORDED) == "recorder"
+    assert [bench.look(calls) for calls in (RECORDED, COUNTED, {})] == ["recorder"] * 3
     bench.rank.progress.moved(time.time() + 1.0)
     assert bench.look(COUNTED) == "calls"
 
@@ -44,21 +38,15 @@ def asleep(at: float, **more: Any) -> Activity:
 
 
 def test_stacks_written_on_a_signal_stand_while_the_training_thread_has_not_run(bench: Bench) -> None:
-    places: list[str] = []
-    for stacks, each in (
-        ({0: STACKS}, asleep(1.0)),
-        ({}, asleep(2.0)),
-        ({}, asleep(5.0)),
-        ({}, asleep(6.0, switches=11)),
-        ({}, asleep(7.0, switches=11)),
-    ):
-        bench.inspected = Inspection(stacks, {}, {0: each})
-        bench.look(None)
+    inspected(bench, ({0: STACKS}, asleep(1.0)))
+    for at in (2.0, 5.0):
+        inspected(bench, ({}, asleep(at)))
         assert bench.rank.evidence is not None
-        places.append(bench.rank.evidence.place.text)
-        if each.time == 5.0:
-            assert (bench.rank.evidence.by, bench.rank.evidence.is_asleep) == ("signal", True)
-    assert places == ["train.py:7 in main"] * 3 + ["", ""]
+        assert bench.rank.evidence.place.text == "train.py:7 in main"
+    assert (bench.rank.evidence.by, bench.rank.evidence.is_asleep) == ("signal", True)
+    for at in (6.0, 7.0):
+        inspected(bench, ({}, asleep(at, switches=11)))
+        assert bench.rank.evidence.place.text == ""
 
 
 def test_an_answer_that_comes_late_leaves_a_rank_asleep_that_has_not_run(bench: Bench) -> None:
@@ -73,23 +61,47 @@ def test_an_answer_that_comes_late_leaves_a_rank_asleep_that_has_not_run(bench: 
     assert seen[1:] == [("probe", 4.0, True), ("probe", 5.0, True), ("probe", 6.0, True)]
 
 
-def test_stacks_that_a_named_rank_writes_after_the_verdict_are_saved_too(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def inspected(bench: Bench, *looks: tuple[dict[int, str], Activity]) -> None:
+    """Look at a rank that does not answer, but wrote these stacks on a signal."""
+    for stacks, activity in looks:
+        bench.inspected = Inspection(stacks, {}, {0: activity})
+        bench.look(None)
+
+
+def judged(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reach the verdict that the rank stands still."""
     monkeypatch.setattr("ftmon.trainer.host.inspection.inspect.py_spy", lambda: "")
     views = by_rank([RankView(0, step=3, phase="forward", age=5.0, limit=4.0)])
     bench.tracker.verdict = Verdict(kind="alone", waiting=(), hung=(0,), sure=True, age=5.0, views=views)
-    for stacks in ({}, {0: STACKS}, {0: STACKS}):
-        bench.inspected = Inspection(stacks, {}, {0: asleep(1.0)})
-        bench.look(None)
+
+
+def test_stacks_that_a_named_rank_writes_after_the_verdict_are_saved_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged(bench, monkeypatch)
+    inspected(bench, *((stacks, asleep(1.0)) for stacks in ({}, {0: STACKS}, {0: STACKS})))
     bench.stall_probe.tick()
     assert [(one.rank, one.taken_by, one.text) for one in bench.emitted] == [(0, "signal", STACKS)]
 
 
-def observe(bench: Bench, *activities: Activity) -> Any:
+def test_stacks_from_before_a_rank_ran_again_are_not_saved_as_those_of_its_stall(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = STACKS.replace("line 7", "line 99")
+    inspected(bench, ({0: STACKS}, asleep(1.0)), ({}, asleep(2.0, switches=50)))
+    judged(bench, monkeypatch)
+    inspected(bench, *((stacks, asleep(3.0, switches=50)) for stacks in ({}, {0: later})))
+    bench.stall_probe.tick()
+    assert [one.text for one in bench.emitted] == [later]
+
+
+def observe(bench: Bench, *activities: Activity, stacks: str = "", calls: Any = None) -> Any:
+    """Look at the rank in each of these states, with these stacks."""
+    if stacks:
+        bench.patch("_text_of", lambda _: (stacks, "", "probe"))
     for each in activities:
         bench.patch("_activity_of", lambda _, found=each: found)
-        bench.look({})
+        bench.look(calls or {})
     return bench.rank.evidence
 
 
@@ -117,12 +129,7 @@ def test_what_wakes_up_again_is_restless_and_at_work(bench: Bench) -> None:
 def test_a_sleep_for_a_set_time_is_seen_in_the_rank_and_in_the_worker_it_waits_for(
     bench: Bench, wchan: str, naps: int, place: str, timed: bool
 ) -> None:
-    bench.patch("_text_of", lambda _: (place, "", "probe"))
-    found = asleep(1.0, wchan=wchan, worker_naps=naps)
-    bench.patch("_activity_of", lambda _: found)
-    bench.look({})
-    assert bench.rank.evidence is not None
-    assert bench.rank.evidence.timed is timed
+    assert observe(bench, asleep(1.0, wchan=wchan, worker_naps=naps), stacks=place).timed is timed
 
 
 def test_a_retry_is_restless_before_a_whole_sleep_was_observed(bench: Bench) -> None:
@@ -161,15 +168,10 @@ def test_a_device_that_computes_is_work_only_of_a_rank_that_waits_for_it_outside
     bench: Bench, stacks: str, work: str
 ) -> None:
     bench.patch("DEVICE_FRESH_SECONDS", 1e9)
-    bench.patch("_text_of", lambda _: (stacks, "", "probe"))
-    process = SimpleNamespace(rank=0)
-    sample: Any = SimpleNamespace(kind="gpu", utilization_percent=80.0, processes=[process])
-    for at in (1.0, 5.0):
-        bench.stall_probe.sample(sample)
-        bench.patch("_activity_of", lambda _, at=at: asleep(at))
-        bench.look({})
-    assert bench.rank.evidence is not None
-    assert (bench.rank.evidence.work, bench.rank.evidence.quiet) == (work, 0.0 if work else 4.0)
+    sample: Any = SimpleNamespace(kind="gpu", utilization_percent=80.0, processes=[SimpleNamespace(rank=0)])
+    bench.stall_probe.sample(sample)
+    found = observe(bench, asleep(1.0), asleep(5.0), stacks=stacks)
+    assert (found.work, found.quiet) == (work, 0.0 if work else 4.0)
 
 
 SPINS = """Current thread 0x00007f (most recent call first):
@@ -190,28 +192,6 @@ SPINS = """Current thread 0x00007f (most recent call first):
 def test_a_thread_that_spins_with_an_unfinished_collective_stands(
     bench: Bench, calls: Any, others: float, found: tuple[str, float]
 ) -> None:
-    bench.patch("_text_of", lambda _: (SPINS, "", "probe"))
-    for at in (1.0, 5.0):
-        spent = Activity(at, "R", "", at + others * at, 0, False, 10, training_seconds=at)
-        bench.patch("_activity_of", lambda _, spent=spent: spent)
-        bench.look(calls)
-    evidence = bench.rank.evidence
-    assert evidence is not None
+    spent = [Activity(at, "R", "", at + others * at, 0, False, 10, training_seconds=at) for at in (1.0, 5.0)]
+    evidence = observe(bench, *spent, stacks=SPINS, calls=calls)
     assert (evidence.work, evidence.stands) == found
-
-
-def test_stacks_from_before_a_rank_ran_again_are_not_saved_as_those_of_its_stall(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ftmon.trainer.host.inspection.inspect.py_spy", lambda: "")
-    later = STACKS.replace("line 7", "line 99")
-    for stacks, each in (({0: STACKS}, asleep(1.0)), ({}, asleep(2.0, switches=50))):
-        bench.inspected = Inspection(stacks, {}, {0: each})
-        bench.look(None)
-    views = by_rank([RankView(0, step=3, phase="forward", age=5.0, limit=4.0)])
-    bench.tracker.verdict = Verdict(kind="alone", waiting=(), hung=(0,), sure=True, age=5.0, views=views)
-    for stacks in ({}, {0: later}):
-        bench.inspected = Inspection(stacks, {}, {0: asleep(3.0, switches=50)})
-        bench.look(None)
-    bench.stall_probe.tick()
-    assert [one.text for one in bench.emitted] == [later]

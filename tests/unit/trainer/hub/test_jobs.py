@@ -25,23 +25,15 @@ class Driver:
     def lives(self, hello: Hello) -> bool:
         return hello.pid not in self.dead
 
-    def start(self, pid: int, world: int = 2, restart: int = 0, words: Sequence[str] = ("a",)) -> list[Hello]:
+    def start(self, pid: int, world: int = 2, words: Sequence[str] = ("a",)) -> list[Hello]:
         """Start ranks with the pids from ``pid`` on, launched by ``pid - 1``."""
         self.now += 1
         hellos = [
             Hello(
-                rank=rank,
-                local_rank=rank,
-                world_size=world,
-                host="node-1",
-                pid=pid + rank,
-                start_ticks=pid * 10,
-                device=DeviceInfo("cuda", rank, "NVIDIA H200", 150_000_000_000),
-                memory_measure="cuda",
-                time=self.now,
+                *(rank, rank, world, "node-1", pid + rank, pid * 10),
+                *(DeviceInfo("cuda", rank, "NVIDIA H200", 150_000_000_000), "cuda", self.now),
                 argv=["train.py", *words],
                 launch=f"{pid - 1}-{pid * 10 - 1}",
-                restart=restart,
             )
             for rank in range(world)
         ]
@@ -76,6 +68,18 @@ class Driver:
             self.table.state(RankState(rank=hello.rank, state="finished", time=self.now, pid=hello.pid, exit_code=0))
             self.dead.add(hello.pid)
 
+    def fail(self, hello: Hello, error: str) -> None:
+        """Let a rank report an error at its third step."""
+        failure = Failure(rank=hello.rank, step=3, phase="forward", time=self.now, error=error)
+        self.table.add(identity_of(hello), failure)
+
+    def die(self, *hellos: Hello) -> list[Job]:
+        """End the processes of ranks with exit code 1; return the jobs to report."""
+        for hello in hellos:
+            self.table.state(RankState(hello.rank, "gone", self.now, pid=hello.pid, exit_code=1))
+            self.dead.add(hello.pid)
+        return self.table.poll(self.now)
+
     def restarted(self, recorded: Sequence[Message]) -> None:
         """Replace the table by another hub's, which has what is recorded."""
         self.table = JobTable(self.lives)
@@ -96,6 +100,10 @@ def driver() -> Driver:
     return Driver()
 
 
+def senders(hellos: Sequence[Hello]) -> set[str]:
+    return {identity_of(hello) for hello in hellos}
+
+
 def figures(jobs: Sequence[Job]) -> list[tuple[int, str, int, int]]:
     return [(job.number, job.state, job.steps, job.allocated_peak // MIB) for job in jobs]
 
@@ -105,14 +113,17 @@ def test_each_start_of_a_driver_script_is_a_job_with_its_own_steps_and_peaks(dri
     driver.train(first, range(1, 7), peak=500)
     driver.finish(first, 6)
     assert [job.state for job in driver.table.poll(driver.now)] == ["finished"]
+    # Another hub between the two jobs keeps the first.
+    before = driver.described()
+    driver.restarted([*before, *first])
+    assert driver.described() == before
+    assert driver.table.poll(driver.now + 60) == []
     second = driver.start(200, words=("--batch", "16"))
     driver.train(second, range(1, 4), peak=200)
     assert figures(driver.described()) == [(1, "finished", 6, 506), (2, "training", 3, 203)]
     assert [job.loss for job in driver.described()] == [pytest.approx(1 / 6), pytest.approx(1 / 3)]
     assert driver.table.shown is driver.table.jobs[2]
-    assert driver.table.off_stream == {identity_of(hello) for hello in first}, (
-        "their late messages are no part of job 2"
-    )
+    assert driver.table.off_stream == senders(first), "their late messages are no part of job 2"
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)])
@@ -130,13 +141,8 @@ def test_a_rank_that_starts_the_others_is_of_their_job(order: tuple[int, ...]) -
 def test_a_restart_by_torchrun_is_a_job_and_the_attempt_before_failed(driver: Driver) -> None:
     first = driver.start(100)
     driver.train(first, range(1, 4))
-    failure = Failure(rank=1, step=4, phase="forward", time=driver.now, error="RuntimeError: bad batch\nin a worker")
-    driver.table.add(identity_of(first[1]), failure)
-    for hello in reversed(first):
-        driver.dead.add(hello.pid)
-        state = RankState(rank=hello.rank, state="gone", time=driver.now, text="killed", pid=hello.pid, exit_code=1)
-        driver.table.state(state)
-    driver.table.poll(driver.now)
+    driver.fail(first[1], "RuntimeError: bad batch\nin a worker")
+    driver.die(*reversed(first))
     # The agent that launches the second attempt is the same process.
     second = [structs.replace(hello, pid=hello.pid + 100, restart=1) for hello in first]
     for hello in second:
@@ -154,7 +160,7 @@ def test_a_job_that_runs_beside_another_is_counted_and_comes_into_the_stream_aft
     first = driver.start(100)
     driver.train(first, range(1, 3))
     second = driver.start(200)
-    assert driver.table.off_stream == {identity_of(hello) for hello in second}
+    assert driver.table.off_stream == senders(second)
     for number in range(1, 5):
         assert driver.train(second, range(number, number + 1), peak=300) == []
         driver.train(first, range(number + 2, number + 3))
@@ -163,24 +169,19 @@ def test_a_job_that_runs_beside_another_is_counted_and_comes_into_the_stream_aft
     driver.finish(first, 6)
     driver.table.poll(driver.now)
     assert driver.table.next_concurrent() is driver.table.jobs[2]
-    assert driver.table.off_stream == {identity_of(hello) for hello in first}
+    assert driver.table.off_stream == senders(first)
     assert [job.shown for job in driver.described()] == [True, True]
-
-
-def test_a_job_beside_another_whose_processes_are_gone_has_ended(driver: Driver) -> None:
-    driver.train(driver.start(100), range(1, 3))
-    second = driver.start(200)
-    driver.dead.update(hello.pid for hello in second)
+    third = driver.start(300)
+    driver.dead.update(hello.pid for hello in third)
     told = {job.number: job for job in driver.table.poll(driver.now)}
-    assert (told[2].state, told[2].text) == ("ended", "its processes are gone")
+    assert (told[3].state, told[3].text) == ("ended", "its processes are gone")
 
 
 def test_ranks_that_count_their_steps_anew_begin_a_job(driver: Driver) -> None:
     ranks = driver.start(100)
     assert driver.train(ranks, range(1, 6), peak=500) == []
-    assert driver.train(ranks, range(1, 4), peak=200) == [1], (
-        "the second rank's first step is of the job that has begun"
-    )
+    began = driver.train(ranks, range(1, 4), peak=200)
+    assert began == [1], "the second rank's first step is of the job that has begun"
     assert figures(driver.described()) == [(1, "finished", 5, 505), (2, "training", 3, 203)]
     driver.finish(ranks, 3)
     driver.table.poll(driver.now)
@@ -199,26 +200,17 @@ def test_a_model_introduced_between_two_trainings_is_that_of_the_second(
     assert [job.model for job in driver.described()] == models
 
 
-def test_a_training_that_resumes_at_a_later_step_is_the_same_job(driver: Driver) -> None:
+def test_a_training_that_resumes_at_a_later_step_is_the_same_job_and_a_rank_started_again_alone_stays_in_it(
+    driver: Driver,
+) -> None:
     ranks = driver.start(100)
     assert driver.train(ranks, range(100, 104)) == []
     assert driver.train(ranks, range(110, 112)) == []
     assert [(job.first_step, job.step, job.steps) for job in driver.described()] == [(100, 111, 6)]
-
-
-def test_one_rank_started_again_alone_stays_in_its_job(driver: Driver) -> None:
-    ranks = driver.start(100)
     driver.dead.add(ranks[1].pid)
     again = structs.replace(ranks[1], pid=150, start_ticks=1500)
-    assert not driver.table.hello(again, driver.now).begins
+    assert driver.table.hello(again, driver.now) == (driver.table.jobs[1], False)
     assert list(driver.table.jobs) == [1]
-
-
-def test_the_mean_step_time_is_without_the_first_step(driver: Driver) -> None:
-    ranks = driver.start(100)
-    driver.train(ranks, range(1, 2), host_us=900_000)
-    driver.train(ranks, range(2, 6), host_us=10_000)
-    assert [job.step_us for job in driver.described()] == [10_000]
 
 
 def test_what_comes_after_the_last_step_counts_for_the_peaks(driver: Driver) -> None:
@@ -249,7 +241,7 @@ def test_a_rank_that_reports_after_another_has_finished_is_of_the_same_job(drive
     alone.table.hello(early, alone.now)
     alone.finish([early], 0)
     alone.table.poll(alone.now)
-    assert not alone.table.hello(late, alone.now + 1.0).begins
+    assert alone.table.hello(late, alone.now + 1.0) == (alone.table.jobs[1], False)
     alone.finish([late], 0)
     assert [(job.number, job.state) for job in alone.table.poll(alone.now + 1.0)] == [(1, "finished")]
 
@@ -265,20 +257,6 @@ def test_a_job_that_steps_is_described_every_few_seconds_and_at_its_end(driver: 
     assert [job.state for job in driver.table.poll(driver.now + 2 * REFRESH_S)] == ["finished"]
 
 
-def test_another_hub_between_two_jobs_begins_the_second_and_keeps_the_first(driver: Driver) -> None:
-    first = driver.start(100)
-    driver.train(first, range(1, 7), peak=500)
-    driver.finish(first, 6)
-    driver.table.poll(driver.now)
-    before = driver.described()
-    driver.restarted([*before, *first])
-    assert driver.described() == before
-    assert driver.table.poll(driver.now + 60) == []
-    second = driver.start(200)
-    driver.train(second, range(1, 4), peak=200)
-    assert figures(driver.described()) == [(1, "finished", 6, 506), (2, "training", 3, 203)]
-
-
 @pytest.mark.parametrize("beside", [False, True])
 def test_another_hub_goes_on_counting_a_job_where_the_first_left_off(driver: Driver, beside: bool) -> None:
     if beside:
@@ -286,10 +264,11 @@ def test_another_hub_goes_on_counting_a_job_where_the_first_left_off(driver: Dri
     ranks = driver.start(100)
     driver.train(ranks, range(1, 2), host_us=900_000, peak=500)
     driver.train(ranks, range(2, 5), host_us=10_000)
+    assert driver.described()[-1].step_us == 10_000, "the mean is without the first step"
     # The introductions of a job beside another are not in the recording.
     driver.restarted([*driver.described(), *([] if beside else ranks)])
     for hello in ranks:
-        assert driver.table.hello(hello, driver.now).concurrent == beside
+        assert driver.table.hello(hello, driver.now)[0].shown != beside
     driver.train(ranks, range(5, 7), host_us=10_000)
     job = driver.described()[-1]
     assert (job.number, job.state, job.steps, job.step, job.step_us) == (1 + beside, "training", 6, 6, 10_000)
@@ -301,15 +280,9 @@ def test_another_hub_goes_on_counting_a_job_where_the_first_left_off(driver: Dri
 def test_how_a_rank_ended_is_known_to_the_next_hub(driver: Driver) -> None:
     ranks = driver.trained(range(1, 3))
     driver.finish(ranks[:1], 2)
-    driver.table.add(
-        identity_of(ranks[1]), Failure(rank=1, step=3, phase="forward", time=driver.now, error="ValueError: no labels")
-    )
+    driver.fail(ranks[1], "ValueError: no labels")
     driver.restarted([*driver.described(), *ranks])
-    driver.dead.add(ranks[1].pid)
-    driver.table.state(
-        RankState(rank=1, state="gone", time=driver.now, text="exit code 1", pid=ranks[1].pid, exit_code=1)
-    )
-    told = driver.table.poll(driver.now)
+    told = driver.die(ranks[1])
     assert [(job.state, job.text) for job in told] == [("failed", "rank 1: ValueError: no labels")]
     assert [(rank.state, rank.exit_code) for rank in told[0].ranks] == [("finished", 0), ("gone", 1)]
 
@@ -318,12 +291,8 @@ def failed(driver: Driver, errors: dict[int, str]) -> tuple[Job, list[Hello]]:
     """Let ranks fail in that order; return their job, and what they said of themselves."""
     ranks = driver.trained(range(1, 3))
     for rank, error in errors.items():
-        failure = Failure(rank=rank, step=3, phase="forward", time=driver.now, error=error)
-        driver.table.add(identity_of(ranks[rank]), failure)
-    for hello in ranks:
-        driver.table.state(RankState(rank=hello.rank, state="gone", time=driver.now, pid=hello.pid, exit_code=1))
-        driver.dead.add(hello.pid)
-    (job,) = driver.table.poll(driver.now)
+        driver.fail(ranks[rank], error)
+    (job,) = driver.die(*ranks)
     return job, ranks
 
 

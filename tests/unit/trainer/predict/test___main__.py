@@ -1,10 +1,9 @@
 """What ``ftmon predict`` prints on standard error while it is under way."""
 
 import json
-import time
-from collections.abc import Callable
 
 import pytest
+from eventually import eventually
 from ftmon.trainer.predict import __main__ as predict
 
 
@@ -12,13 +11,6 @@ from ftmon.trainer.predict import __main__ as predict
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predict, "_SILENT_SECONDS", 0.05)
     monkeypatch.setattr(predict, "_REPEAT_SECONDS", 0.05)
-
-
-def until(found: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not found():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_quick_prediction_prints_nothing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -39,9 +31,9 @@ def test_a_long_one_names_each_activity_once_and_then_how_long_it_takes(capfd: p
         return words in errors
 
     with predict.Progress() as tell:
-        until(lambda: printed("predicting: reading the configuration"))
+        eventually(lambda: printed("predicting: reading the configuration"), "the first activity")
         tell("what if: LoRA of rank 16 (3 of 8)")
-        until(lambda: printed("what if: LoRA of rank 16 (3 of 8), "))
+        eventually(lambda: printed("what if: LoRA of rank 16 (3 of 8), "), "how long it takes")
     lines = errors.splitlines()
     assert lines.count("predicting: what if: LoRA of rank 16 (3 of 8)") == 1
     assert any(line.endswith(" so far") for line in lines)

@@ -1,13 +1,10 @@
-"""The documents of packed rows, beside pairs that are counted one by one."""
+"""A predicted run's configuration, checked as for training on another machine's GPUs, and documents of packed rows."""
 
 from pathlib import Path
 
 import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.predict.recipe import of_rows, read
-
-# The configuration of a predicted run: checked as for training, for GPUs of another machine.
-
 
 MODEL = "model: {config: {model_type: llama, vocab_size: 512, hidden_size: 64}}\n"
 
@@ -22,13 +19,10 @@ def config(tmp_path: Path) -> str:
     return str(tmp_path / "c.yaml")
 
 
-def test_it_is_settled_for_gpus_that_are_not_here(config: str) -> None:
+def test_it_is_settled_for_gpus_that_are_not_here_and_the_longest_length(config: str) -> None:
     found = read(config, [], None, [])
     assert (found.run.ranks, found.run.device, found.training.precision) == (3, "cuda", "bf16")
     assert read(config, [], 64, []).run.ranks == 64
-
-
-def test_the_longest_length_is_the_sequence_length(config: str) -> None:
     assert read(config, [], None, [512, 4096, 8]).training.sequence_length == 4096
     assert read(config, ["training.sequence_length=256"], None, []).training.sequence_length == 256
 
@@ -44,12 +38,7 @@ def test_what_training_refuses_is_refused_at_its_line(config: str) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [
-        "run.device=cpu",
-        "model.compile=layers",
-        "model.activation_offload=all",
-        "model.attention=flash_attention_2",
-    ],
+    ["run.device=cpu", "model.compile=layers", "model.activation_offload=all", "model.attention=flash_attention_2"],
 )
 def test_what_a_dry_run_cannot_follow_is_refused_by_its_key(config: str, setting: str) -> None:
     with pytest.raises(ConfigError, match=rf"^command line: {setting.partition('=')[0]} "):
@@ -63,18 +52,9 @@ def pairs(documents: list[int]) -> int:
     return sum(1 for tokens in documents for query in range(tokens) for key in range(tokens) if key <= query)
 
 
-def test_a_token_attends_to_the_mean_of_all_rows() -> None:
+def test_a_token_attends_to_the_mean_of_all_rows_and_a_row_is_packed_as_densely_as_the_densest() -> None:
     found = of_rows(ROWS)
-    tokens = sum(map(sum, ROWS))
-    assert found.pairs_a_token == sum(map(pairs, ROWS)) / tokens
-    assert found.longest == 8
-    assert found.pairs(8) == found.pairs_a_token
+    assert found.pairs_a_token == found.pairs(8) == sum(map(pairs, ROWS)) / sum(map(sum, ROWS))
     assert found.pairs(2) == pairs([2]) / 2, "no document is longer than the row"
-
-
-def test_a_row_is_packed_as_densely_as_the_densest() -> None:
-    found = of_rows(ROWS)
-    assert found.densest == [2, 2, 2]
-    assert found.row(6) == [2, 2, 2]
-    assert found.row(3) == [2, 1]
-    assert found.row(7) == [2, 2, 2, 1]
+    assert (found.longest, found.densest) == (8, [2, 2, 2])
+    assert [found.row(length) for length in (6, 3, 7)] == [[2, 2, 2], [2, 1], [2, 2, 2, 1]]

@@ -10,9 +10,6 @@ from ftmon.trainer.predict.record import MISSING, Counting, ResultCache, Trace, 
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Kept results of operations on fake tensors are what PyTorch's fake tensors compute.
-
-
 Operation = Callable[[Any], Any]
 foreach_add: Any = vars(torch)["_foreach_add"]
 
@@ -86,8 +83,7 @@ def test_a_kept_result_is_what_fake_tensors_compute_at_another_place_of_the_buff
 
 
 def test_parameters_at_different_places_of_one_buffer_are_computed_once(fake: FakeTensorMode) -> None:
-    buffer = torch.empty(4096)
-    x = torch.empty(3, 8)
+    buffer, x = torch.empty(4096), torch.empty(3, 8)
     cached = Cached(ResultCache(fake))
     asked: list[int] = []
     for layer in range(4):
@@ -98,14 +94,15 @@ def test_parameters_at_different_places_of_one_buffer_are_computed_once(fake: Fa
     assert asked[0] == asked[-1] > 0, cached.asked
 
 
-# The trace of a dry run, and what a capacity does to it.
-
-
 MIB = 1 << 20
 
 
-def test_a_phases_peak_holds_memory_that_is_freed_before_its_end() -> None:
-    trace = Trace(Settings())
+@pytest.fixture
+def trace() -> Trace:
+    return Trace(Settings())
+
+
+def test_a_phases_peak_holds_memory_that_is_freed_before_its_end(trace: Trace) -> None:
     kept = trace.allocate(100 * MIB, "cuda")
     trace.begin("forward")
     trace.moment(40 * MIB, 30 * MIB)
@@ -116,8 +113,7 @@ def test_a_phases_peak_holds_memory_that_is_freed_before_its_end() -> None:
     assert trace.current["cuda"] == 0
 
 
-def test_host_memory_is_no_memory_of_the_gpu() -> None:
-    trace = Trace(Settings())
+def test_host_memory_is_no_memory_of_the_gpu(trace: Trace) -> None:
     trace.begin("init")
     states = trace.allocate(64 * MIB, "cpu")
     trace.move(states, "pinned")
@@ -127,22 +123,18 @@ def test_host_memory_is_no_memory_of_the_gpu() -> None:
     assert trace.host_peak == 64 * MIB
 
 
-def test_the_phase_that_does_not_fit_is_named() -> None:
-    trace = Trace(Settings())
+def test_the_phase_that_does_not_fit_is_named(trace: Trace) -> None:
     trace.begin("init")
     trace.allocate(100 * MIB, "cuda")
     trace.begin("forward")
     trace.moment(50 * MIB)
     trace.begin("backward")
     trace.moment(200 * MIB)
-    assert failing_phase(trace.events, Settings(), 400 * MIB) == ""
-    assert failing_phase(trace.events, Settings(), 250 * MIB) == "backward"
-    assert failing_phase(trace.events, Settings(), 120 * MIB) == "forward"
-    assert failing_phase(trace.events, Settings(), 50 * MIB) == "init"
+    for capacity, phase in ((400, ""), (250, "backward"), (120, "forward"), (50, "init")):
+        assert failing_phase(trace.events, Settings(), capacity * MIB) == phase
 
 
-def test_a_cache_that_is_emptied_makes_room() -> None:
-    trace = Trace(Settings())
+def test_a_cache_that_is_emptied_makes_room(trace: Trace) -> None:
     trace.begin("forward")
     trace.moment(100 * MIB)
     trace.empty_cache()
@@ -151,8 +143,7 @@ def test_a_cache_that_is_emptied_makes_room() -> None:
     assert trace.peaks().reserved_bytes == 120 * MIB
 
 
-def test_memory_used_on_another_stream_is_free_once_that_stream_is_done() -> None:
-    trace = Trace(Settings())
+def test_memory_used_on_another_stream_is_free_once_that_stream_is_done(trace: Trace) -> None:
     trace.begin("forward")
     gathered = trace.allocate(64 * MIB, "cuda", stream=1)
     trace.use(gathered, 0)
@@ -180,9 +171,9 @@ def test_a_repeated_step_has_the_peaks_of_one_that_is_taken() -> None:
     taken, repeated = Trace(Settings()), Trace(Settings())
     gradients = [trace.allocate(30 * MIB, "cuda") for trace in (taken, repeated)]
     for size in (50 * MIB, 90 * MIB, 20 * MIB):
-        gradients = [_step(trace, one, size) for trace, one in zip((taken, repeated), gradients, strict=True)]
-        start = len(repeated.events)
-        gradients = [_step(trace, one, size) for trace, one in zip((taken, repeated), gradients, strict=True)]
+        for _ in range(2):
+            start = len(repeated.events)
+            gradients = [_step(trace, one, size) for trace, one in zip((taken, repeated), gradients, strict=True)]
         first = taken.peaks()
         again = repeated.repeat(start)
         gradients[0] = _step(taken, gradients[0], size)
@@ -198,21 +189,18 @@ def test_a_repeated_step_has_the_peaks_of_one_that_is_taken() -> None:
     assert failing_phase(repeated.events, Settings(), 10_000 * MIB) == ""
 
 
-def test_a_step_that_leaves_more_behind_is_not_repeated() -> None:
-    trace = Trace(Settings())
-    start = len(trace.events)
+def test_a_step_that_leaves_more_behind_is_not_repeated(trace: Trace) -> None:
     trace.begin("forward")
     trace.allocate(10 * MIB, "cuda")
     trace.end("forward")
     events = list(trace.events)
-    assert trace.repeat(start) is None
+    assert trace.repeat(0) is None
     assert trace.events == events
 
 
-def test_less_than_was_reserved_suffices_where_the_cache_can_be_given_back() -> None:
-    trace = Trace(Settings())
+def test_less_than_was_reserved_suffices_where_the_cache_can_be_given_back(trace: Trace) -> None:
     trace.begin("forward")
-    kept = trace.allocate(100 * MIB, "cuda")
+    trace.allocate(100 * MIB, "cuda")
     # The second does not fit into what the first left, so both are reserved; neither is needed beside the other.
     trace.moment(300 * MIB)
     trace.moment(400 * MIB)
@@ -221,11 +209,9 @@ def test_less_than_was_reserved_suffices_where_the_cache_can_be_given_back() -> 
     needed = needed_bytes(trace.events, Settings(), peaks.allocated_bytes, peaks.reserved_bytes)
     assert 500 * MIB <= needed < 505 * MIB
     assert failing_phase(trace.events, Settings(), needed) == ""
-    trace.free(kept)
 
 
-def test_what_an_allocation_holds_goes_with_it_into_the_repeated_step() -> None:
-    trace = Trace(Settings())
+def test_what_an_allocation_holds_goes_with_it_into_the_repeated_step(trace: Trace) -> None:
     gradient = trace.allocate(30 * MIB, "cuda")
     start = len(trace.events)
     gradient = _step(trace, gradient, 50 * MIB)
@@ -235,9 +221,6 @@ def test_what_an_allocation_holds_goes_with_it_into_the_repeated_step() -> None:
     assert trace.repeat(start) is not None
     assert sorted(trace.parts.values()) == ["buckets", "buckets"]
     assert sum(trace.block_bytes[handle] for handle in trace.parts) == 60 * MIB
-
-
-pytest.importorskip("torch")
 
 
 pytest.importorskip("torch.nn.attention.varlen")  # registers the operation
@@ -264,13 +247,9 @@ def attention_flops(tokens: int, documents: int, pairs_a_token: float | None = N
     return operation.flops
 
 
-def test_packed_documents_do_not_see_each_other() -> None:
+def test_packed_documents_do_not_see_each_other_and_those_of_a_data_set_take_their_own_pairs() -> None:
     one = attention_flops(4096, 1)
     # Two products of 2 FLOPs for each pair, half of the pairs.
     assert one == 2 * 2 * HEADS * WIDTH * 4096**2 / 2
     assert attention_flops(8 * 4096, 8) == 8 * one
-
-
-def test_documents_of_a_data_set_take_their_own_pairs() -> None:
-    # Two products of 2 FLOPs for each pair.
     assert attention_flops(4096, 3, pairs_a_token=100.5) == 2 * 2 * HEADS * WIDTH * 4096 * 100.5

@@ -11,8 +11,6 @@ from ftmon.trainer.predict import result, script
 from ftmon.trainer.predict.live import _message
 from ftmon.trainer.predict.result import Phase, Point, Prediction, Rank
 
-# The message that a run's own prediction becomes.
-
 
 @pytest.mark.parametrize(("peaks", "ranks"), [([9, 9, 9], [0]), ([9, 5, 9], [0, 1, 2]), ([9, 9, 5], [0, 1, 2])])
 def test_ranks_that_differ_are_all_in_it(peaks: list[int], ranks: list[int]) -> None:
@@ -23,13 +21,9 @@ def test_ranks_that_differ_are_all_in_it(peaks: list[int], ranks: list[int]) -> 
     assert [point.phases[0].allocated_peak_bytes for point in points] == [peaks[rank] for rank in ranks]
 
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "intermediate_size": 64,
-}
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
+LLAMA: dict[str, Any] = {"model_type": "llama", **SIZES}
+QUANTIZED = {**LLAMA, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
@@ -39,11 +33,12 @@ LLAMA: dict[str, Any] = {
         ({**LLAMA, "num_attention_heads": 7}, "The hidden size (64) is not a multiple of the number of"),
         ({**LLAMA, "hidden_size": "64"}, "Field 'hidden_size' expected int, got str"),
         ({**LLAMA, "torch_dtype": "float99"}, "module 'torch' has no attribute 'float99'"),
-        ({"model_type": "vit"}, "model type vit is no causal language model: only those are predicted"),
-        ({"model_type": "t5"}, "model type t5 is no causal language model: only those are predicted"),
-        ({"model_type": "qwen2_vl"}, "model type qwen2_vl is no causal language model: only those are predicted"),
+        *(
+            ({"model_type": kind}, f"model type {kind} is no causal language model: only those are predicted")
+            for kind in ("vit", "t5", "qwen2_vl")
+        ),
         (
-            {**LLAMA, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+            QUANTIZED,
             "quantization_config: quantized weights cannot be predicted with --model; for QLoRA use CONFIG.yaml with "
             "model.quantization=nf4",
         ),
@@ -62,15 +57,10 @@ def test_a_configuration_that_cannot_be_used_is_refused_with_its_file(
     assert len(str(refusal.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("is_folder", [True, False])
-def test_a_causal_language_model_is_read(tmp_path: Path, is_folder: bool) -> None:
+def test_a_causal_language_model_is_read_and_one_that_cannot_be_made_refused_with_its_file(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA))
-    assert result.read_config(str(tmp_path if is_folder else file)).hidden_size == 64
-
-
-def test_a_model_that_cannot_be_made_is_refused_with_its_file(tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
+    assert [result.read_config(str(path)).hidden_size for path in (tmp_path, file)] == [64, 64]
     file.write_text(json.dumps({**LLAMA, "hidden_size": 0}))
     config = result.read_config(str(tmp_path))
     with pytest.raises(ConfigError) as refusal:
@@ -85,7 +75,6 @@ def test_quantized_weights_of_a_script_are_refused_by_their_configuration(
 
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", PreTrainedModel.from_pretrained)  # patched below for good
     script._patch_weights()
-    quantized = {**LLAMA, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    (tmp_path / "config.json").write_text(json.dumps(QUANTIZED))
     with pytest.raises(ConfigError, match=r"quantized models of a script .* model\.quantization=nf4"):
         AutoModelForCausalLM.from_pretrained(str(tmp_path))

@@ -7,19 +7,23 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.schema import SCHEMA_VERSION
 from ftmon.protocol.recording.writer import Writer
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.hub.adopt import open_recording
+from ftmon.trainer.hub.core import open_recording
 from streams import Stream
 
 FRAMES = list(Stream(ranks=2, steps=200).frames())
 PAGE = 8192
 
 
-def recorded(run: RunDir, folder: Path) -> None:
-    """Put the recording of a hub that was killed, with its write-ahead log, into the run's directory."""
-    writer = Writer(folder / "live.sqlite", run.read_run())
+def record(writer: Writer) -> None:
     for frame in FRAMES:
         writer.append(frame.seq, frame.t, frame.message)
     writer.commit()
+
+
+def recorded(run: RunDir, folder: Path) -> None:
+    """Put the recording of a hub that was killed, with its write-ahead log, into the run's directory."""
+    writer = Writer(folder / "live.sqlite", run.read_run())
+    record(writer)
     for suffix in ("", "-wal"):
         shutil.copy(f"{folder}/live.sqlite{suffix}", f"{run.recording}{suffix}")
     writer.close()
@@ -51,8 +55,6 @@ def test_a_damaged_recording_is_replaced_by_one_that_records(run: RunDir, tmp_pa
     writer, damage = open_recording(run, run.read_run())
     assert damage is not None
     assert (run.path / damage.moved_to).stat().st_size == size
-    for frame in FRAMES:
-        writer.append(frame.seq, frame.t, frame.message)
-    writer.commit()
+    record(writer)
     assert (writer.error, writer.lost) == ("", 0)
     writer.close()
