@@ -268,6 +268,8 @@ class StallProbe:
             if before is not None and same and before.calls.source == "recorder" != calls.source:
                 calls = before.calls  # it has made no progress, and the earlier answer has more
             place = evidence.where(frames) if frames else NOWHERE
+            if evidence.waits_for_loader_worker(frames):
+                place = evidence.with_worker(place, threads)
             seen = self._compare(rank, frames, place, calls, action, tracked.progress.moved_at)
             lingers = seen is not None and time.monotonic() - seen.worked <= WORK_KEPT_SECONDS
             tracked.evidence = Evidence(
@@ -284,7 +286,7 @@ class StallProbe:
                 timed=by == "probe" and action is not None and _sleeps_for_a_time(answer, action, frames),
                 wakes=_number_of(answer, "worker_wakes" if evidence.waits_for_loader_worker(frames) else "wakes"),
                 loops=_loops_of(answer),
-                threads=any(evidence.is_of_script(one) for one in threads if one is not found),
+                threads=any(evidence.is_of_script(one) for one in threads if one is not found and not one.worker),
                 gathers=int(_number_of(answer, "gathers") or 0),
                 lock=_lock_of(answer) or local.locks.get(rank),
                 process=action.state if action is not None else "",

@@ -25,6 +25,7 @@ from ..oom.console import Hold
 from ..phases.tracker import StopRequest
 from . import stacks
 from .stacks import Dumper
+from .workers import stacks_of_workers
 
 
 class Captures(NamedTuple):
@@ -137,6 +138,7 @@ class Commands:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             text = file.read(1 << 20).decode(errors="replace")
+        text += stacks_of_workers(os.getpid())
         training = self._rank.guard.thread
         thread = f"0x{training:016x}"
         data: dict[str, Any] = {"text": text, "thread": thread}
