@@ -265,6 +265,8 @@ class StallProbe:
             if before is not None and same and before.calls.source == "recorder" != calls.source:
                 calls = before.calls  # it has made no progress, and the earlier answer has more
             place = evidence.where(frames) if frames else NOWHERE
+            if evidence.waits_for_loader_worker(frames):
+                place = evidence.with_worker(place, threads)
             seen = self._compare(rank, frames, place, calls, action, tracked.progress.moved_at)
             lingers = seen is not None and time.monotonic() - seen.worked <= WORK_KEPT_SECONDS
             tracked.evidence = Evidence(
@@ -281,7 +283,7 @@ class StallProbe:
                 timed=by == "probe" and action is not None and _sleeps_for_a_time(data, action, frames),
                 wakes=_converted(data.get(wakes), float),
                 loops=_converted(data.get("loops"), dict[str, tuple[tuple[int, int], ...]]) or {},
-                threads=any(evidence.is_of_script(one) for one in threads if one is not found),
+                threads=any(evidence.is_of_script(one) for one in threads if one is not found and not one.worker),
                 gathers=int(_converted(data.get("gathers"), float) or 0),
                 lock=_converted(data.get("lock"), LockWait) or local.locks.get(rank),
                 process=action.state if action is not None else "",

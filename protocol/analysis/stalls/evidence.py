@@ -20,7 +20,7 @@ Doing = Literal[
 ]
 """Activity of a thread, from its Python frames; empty: it has none."""
 
-_THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-fA-F]+)")
+_THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-fA-F]+)(?: \[pt_data_worker (\d+)\])?")
 _FRAME = re.compile(r'\s+File "(.*)", line (\d+|\?\?\?)(?: in (.*))?$')
 
 _COLLECTIVE_FILES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
@@ -99,6 +99,8 @@ class Thread(NamedTuple):
 
     name: str
     frames: tuple[Frame, ...]
+    worker: int = 0
+    """The pid, if it is the main thread of a dataloader's worker."""
 
 
 class Place(NamedTuple):
@@ -132,21 +134,22 @@ class Group(NamedTuple):
 
 def parse(text: str) -> list[Thread]:
     """Parse the stacks of all threads, as ``faulthandler.dump_traceback`` writes them; other lines are ignored."""
-    threads: list[tuple[str, list[Frame]]] = []
+    threads: list[tuple[str, list[Frame], int]] = []
     for line in text.splitlines():
         if head := _THREAD.match(line):
-            threads.append((head[1], []))
+            threads.append((head[1], [], int(head[2] or 0)))
         elif (found := _FRAME.match(line)) and threads:
             number = int(found[2]) if found[2].isdecimal() else 0
             threads[-1][1].append(Frame(sanitize(found[1], 400), number, sanitize(found[3] or "", 120)))
-    return [Thread(name, tuple(frames)) for name, frames in threads]
+    return [Thread(name, tuple(frames), worker) for name, frames, worker in threads]
 
 
 def training_thread(threads: Sequence[Thread], name: str = "") -> Thread | None:
     """Return the training thread: the thread ``name``, else the main thread, which faulthandler writes last."""
     wanted = _identifier(name)
     named = (thread for thread in threads if wanted and _identifier(thread.name) == wanted)
-    return next(named, threads[-1] if threads else None)
+    own = [thread for thread in threads if not thread.worker]
+    return next(named, own[-1] if own else None)
 
 
 def is_of_script(thread: Thread) -> bool:
@@ -209,6 +212,14 @@ def _activity(frames: Sequence[Frame]) -> Place:
 def waits_for_loader_worker(frames: Iterable[Frame]) -> bool:
     """Return whether a thread waits for a worker of PyTorch's dataloader, and wakes up to see whether it lives."""
     return any(frame.function == "_try_get_data" and _path(frame).endswith(_LOADER) for frame in frames)
+
+
+def with_worker(place: Place, threads: Iterable[Thread]) -> Place:
+    """Return a place in a dataloader with the one of its first worker that is in code of the script."""
+    for thread in threads:
+        if thread.worker and (script := next((one for one in thread.frames if not library_of(one.file)), None)):
+            return place._replace(words=f"{place.words}, whose worker (pid {thread.worker}) is at {_at(script)}")
+    return place
 
 
 def _identifier(name: str) -> str:

@@ -98,6 +98,10 @@ def leave_to_parent() -> None:
     active: Any = sys.modules.get("ftmon.trainer.probe.active")
     if active is not None:
         active.leave_to_parent()
+        if active.forked:
+            from ..link.workers import answer_signals
+
+            answer_signals()
 
 
 def _refuse() -> None:
