@@ -169,10 +169,7 @@ def _marked(mark: str, text: str, style: Style, width: int, theme: Theme) -> lis
     return [Line(mark, style).add(first, theme.base), *(Line(" " * len(mark) + row, theme.base) for row in rest)]
 
 
-_DONE = {
-    "compose": "a step was analysed",
-    "arm": "stacks were recorded: the cause is below",
-}
+_DONE = {"compose": "a step was analysed", "arm": "stacks were recorded: the cause is below"}
 
 
 def refusal(app_state: AppState, verb: str) -> str:

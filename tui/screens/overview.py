@@ -87,12 +87,7 @@ class RankHead(Canvas):
         rank = self.app_state.rank
         if rank is None:
             return ()
-        return (
-            rank.rank,
-            id(rank.last),
-            rank_view(self.app_state.model, rank),
-            rank.allocator.last is None,
-        )
+        return (rank.rank, id(rank.last), rank_view(self.app_state.model, rank), rank.allocator.last is None)
 
     def draw(self, width: int, height: int) -> list[Line]:
         rank = self.app_state.rank

@@ -367,10 +367,7 @@ def label(view: RankView, width: int, height: int, theme: Theme, selected: bool)
     line.add(glyph + " ", theme.style(tone))
     spikes = Line(f"{theme.glyphs.spike} {view.spikes} " if view.spikes else "", theme.style("warning"))
     if view.in_trouble or view.state != "training":
-        line.add(
-            theme.cut(state_words(view), width - line.width - 1),
-            theme.style(tone, bold=view.in_trouble),
-        )
+        line.add(theme.cut(state_words(view), width - line.width - 1), theme.style(tone, bold=view.in_trouble))
     elif height == 1:
         line.join(spikes)
         if view.host:
