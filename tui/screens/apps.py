@@ -64,7 +64,6 @@ class ThemedApp(App[None]):
 
     COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {ordered_commands}
     CSS_PATH = Path(__file__).parent.parent / "ftmon.tcss"
-    ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+q", "detach", "detach", show=False, tooltip="leave"),
         Binding("ctrl+c", "interrupt", show=False, priority=True),

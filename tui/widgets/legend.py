@@ -1,6 +1,6 @@
 """Draws the legends of a screen's signs, with the signs themselves."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from rich.style import Style
 
@@ -22,12 +22,6 @@ STATE_WORDS = {
     "finished": "it ended without an error",
 }
 
-SEVERITY_WORDS = {
-    "error": "the run is blocked or ends",
-    "warning": "needs attention",
-    "info": "for information",
-}
-
 PHASE_WORDS = {
     "data": "waiting for the next batch",
     "generate": "generation (the rollout of a step)",
@@ -39,58 +33,63 @@ PHASE_WORDS = {
 }
 
 
-Signs = Iterable[tuple[str, Style, str, str]]
-"""Sign, its style, a name, and words."""
+def _head(text: str, theme: Theme) -> Line:
+    return Line(text, theme.style("accent", bold=True))
 
 
-def _legend(title: str, signs: Signs, theme: Theme) -> list[Line]:
-    lines = [Line(title, theme.style("accent", bold=True))]
-    for sign, style, name, words in signs:
-        line = Line("  ", theme.base).add(sign, style).add(f"  {name}", theme.base)
-        lines.append(line.add(words, theme.style("dim")))
-    return lines
+def _sign(sign: str, style: Style, words: str, theme: Theme) -> Line:
+    return Line("  ", theme.base).add(sign, style).add(f"  {words}", theme.style("dim"))
 
 
 def graph_legend(theme: Theme) -> list[Line]:
     """Explain the memory graph."""
     glyphs = theme.glyphs
     behind = glyphs.reserved * 2 if theme.plain_graphs else "  "
-    spike = "a spike: memory allocated and freed; n jumps to it, a explains it"
     signs = (
-        (glyphs.eighths[8] * 2, theme.style("allocated"), "", "allocated (on a CPU: in use, by glibc)"),
-        (behind, theme.style("text", "reserved"), "", "reserved by the allocator (on a CPU: the resident set)"),
-        (glyphs.peak * 2, theme.style("peak"), "", "the highest peak of this rank so far"),
-        (glyphs.spike + " ", theme.style("warning", bold=True), "", spike),
+        (glyphs.eighths[8] * 2, theme.style("allocated"), "allocated (on a CPU: in use, by glibc)"),
+        (behind, theme.style("text", "reserved"), "reserved by the allocator (on a CPU: the resident set)"),
+        (glyphs.peak * 2, theme.style("peak"), "the highest peak of this rank so far"),
+        (
+            glyphs.spike + " ",
+            theme.style("warning", bold=True),
+            "a spike: memory allocated and freed; n jumps to it, a explains it",
+        ),
     )
     top = Line("  the top edge is the device's capacity, or after z the run's highest peak", theme.style("dim"))
-    return [*_legend("memory", signs, theme), top]
+    return [_head("memory", theme), *(_sign(*sign, theme) for sign in signs), top]
 
 
 def phase_legend(theme: Theme) -> list[Line]:
     """Explain the phase bar."""
-    signs = (
-        (
-            FILLS.get(name, "_") * 2 if theme.plain_graphs else "  ",
-            theme.style("on_color", theme.phase(name)),
-            f"{SHORT[name]:<6}",
-            words,
-        )
-        for name, words in PHASE_WORDS.items()
-    )
-    return _legend("shares of a step", signs, theme)
+    lines = [_head("shares of a step", theme)]
+    for name, words in PHASE_WORDS.items():
+        sample = FILLS.get(name, "_") * 2 if theme.plain_graphs else "  "
+        line = Line("  ", theme.base).add(sample, theme.style("on_color", theme.phase(name)))
+        lines.append(line.add(f"  {SHORT[name]:<6}", theme.base).add(words, theme.style("dim")))
+    return lines
 
 
 def state_legend(theme: Theme) -> list[Line]:
     """Explain the states of a rank."""
-    known = ((state, words, *theme.state(state)) for state, words in STATE_WORDS.items())
-    signs = ((glyph, theme.style(tone), f" {state:<12}", words) for state, words, glyph, tone in known)
-    return _legend("states", signs, theme)
+    lines = [_head("states", theme)]
+    for state, words in STATE_WORDS.items():
+        glyph, tone = theme.state(state)
+        line = Line(f"  {glyph}   ", theme.style(tone)).add(f"{state:<12}", theme.base)
+        lines.append(line.add(words, theme.style("dim")))
+    return lines
 
 
 def alert_legend(theme: Theme) -> list[Line]:
     """Explain the severities."""
-    known = ((*theme.severity(severity), words) for severity, words in SEVERITY_WORDS.items())
-    return _legend("alerts", ((glyph, theme.style(tone), " ", words) for glyph, tone, words in known), theme)
+    lines = [_head("alerts", theme)]
+    for severity, words in (
+        ("error", "the run is blocked or ends"),
+        ("warning", "needs attention"),
+        ("info", "for information"),
+    ):
+        glyph, tone = theme.severity(severity)
+        lines.append(Line(f"  {glyph}   ", theme.style(tone)).add(words, theme.style("dim")))
+    return lines
 
 
 def heat_legend(theme: Theme) -> list[Line]:
@@ -99,7 +98,7 @@ def heat_legend(theme: Theme) -> list[Line]:
     for color in theme.palette.heat if theme.color else ():
         ramp.add(" ", theme.style("text", color))
     words = "  a rank's peak as a share of its device, in percent (small cells: tens of percent)"
-    return [*_legend("heat map", (), theme), ramp.add(words, theme.style("dim"))]
+    return [_head("heat map", theme), ramp.add(words, theme.style("dim"))]
 
 
 PART_WORDS = {
@@ -120,30 +119,28 @@ PART_WORDS = {
 
 def part_legend(theme: Theme) -> list[Line]:
     """Explain the colours of a memory peak's parts (in stacked bars without colour: their letters)."""
-    labels = LABELS | {"unused": "unused, reserved"}
-    signs = (
-        (
-            PART_FILLS.get(name, "?") * 2 if theme.plain_graphs else "  ",
-            theme.style("on_color", theme.part(name)),
-            f"{labels.get(name, name):<22}",
-            words,
-        )
-        for name, words in PART_WORDS.items()
-    )
-    return _legend("composition of a peak", signs, theme)
+    lines = [_head("composition of a peak", theme)]
+    for name, words in PART_WORDS.items():
+        sample = PART_FILLS.get(name, "?") * 2 if theme.plain_graphs else "  "
+        line = Line("  ", theme.base).add(sample, theme.style("on_color", theme.part(name)))
+        label = "unused, reserved" if name == "unused" else LABELS.get(name, name)
+        lines.append(line.add(f"  {label:<22}", theme.base).add(words, theme.style("dim")))
+    return lines
 
 
 def training_legend(theme: Theme) -> list[Line]:
     """Explain the curves and marks of a training."""
+    lines = [_head("curves and marks", theme)]
     points = "loss of single steps; where several share a dot, the lowest and the highest"
-    signs = (
+    for sign, tone, words in (
         (sign_of("points", theme), "dim", points),
         (sign_of("line", theme), "accent", "smoothed loss; below, the mean of the steps"),
         (sign_of("marks", theme), "warning", "loss of an evaluation"),
         ("c", "good", "a checkpoint; C is the best so far"),
         ("E", "accent", "the training stopped early"),
-    )
-    return _legend("curves and marks", ((sign, theme.style(tone), " ", words) for sign, tone, words in signs), theme)
+    ):
+        lines.append(_sign(sign, theme.style(tone), f" {words}", theme))
+    return lines
 
 
 LEGENDS: dict[str, Callable[[Theme], list[Line]]] = {
