@@ -12,13 +12,11 @@ import msgspec
 from ftmon.protocol.analysis.allocator.model import (
     CHUNK_BYTES,
     Block,
-    BlockView,
     CachingAllocator,
     DeviceOutOfMemory,
     Driver,
     Expandable,
     Pool,
-    SegmentView,
 )
 from ftmon.protocol.analysis.allocator.settings import LARGE_SEGMENT_BYTES, SMALL_MOST_BYTES, Settings
 from ftmon.protocol.analysis.allocator.snapshot_replay import Range, Replay
@@ -63,8 +61,84 @@ class Comparison(msgspec.Struct, frozen=True):
     modelled_ooms: int
 
 
+class BlockView(msgspec.Struct, frozen=True):
+    """A block of a segment, as in a memory snapshot."""
+
+    address: int
+    size_bytes: int
+    requested_bytes: int
+    state: str
+    """``active_allocated``, ``active_pending_free`` or ``inactive``."""
+    handle: int
+    """0 for a free block."""
+
+
+class SegmentView(msgspec.Struct, frozen=True):
+    """A segment, or a mapped range of an expandable one, as in a memory snapshot."""
+
+    address: int
+    size_bytes: int
+    stream: int
+    small: bool
+    expandable: bool
+    blocks: tuple[BlockView, ...]
+
+
+def view_segment(blocks: list[Block]) -> SegmentView:
+    """Return the view of a segment from its blocks, ordered by address."""
+    first = blocks[0]
+    return SegmentView(
+        first.address,
+        sum(block.size for block in blocks),
+        first.stream,
+        first.pool.small,
+        first.expandable is not None,
+        tuple(
+            BlockView(
+                block.address,
+                block.size,
+                block.requested,
+                "inactive" if block.free else "active_pending_free" if block.events else "active_allocated",
+                block.handle,
+            )
+            for block in blocks
+        ),
+    )
+
+
 class RestoredAllocator(CachingAllocator):
-    """The model, started from the segments and blocks of a snapshot."""
+    """The model with views of its segments; it can start from the segments and blocks of a snapshot."""
+
+    def limit_reserved(self, allowed_bytes: int) -> None:
+        """Limit reserved memory to a number of bytes, like ``set_per_process_memory_fraction``."""
+        self._allowed = allowed_bytes
+
+    def complete_free(self, handle: int) -> None:
+        """Complete all events that one freed allocation waits for."""
+        for stream, blocks in list(self._waiting.items()):
+            block = next((one for one in blocks if one.handle == handle), None)
+            if block is None:
+                continue
+            blocks.remove(block)
+            if not blocks:
+                del self._waiting[stream]
+            block.events -= 1
+            if not block.events:
+                self._free_block(block)
+
+    def segments(self) -> list[SegmentView]:
+        """Return the segments by address, each with its blocks."""
+        blocks = [*self._live.values(), *{id(block): block for one in self._waiting.values() for block in one}.values()]
+        for pool in (self._small, self._large):
+            blocks.extend(pool.blocks())
+        found: list[SegmentView] = []
+        run: list[Block] = []
+        for block in sorted(blocks, key=lambda one: one.address):
+            if run and block.previous is not run[-1]:
+                found.append(view_segment(run))
+                run = []
+            run.append(block)
+        return [*found, view_segment(run)] if run else found
 
     def restore(self, segments: list[SegmentView], begins: Mapping[int, int] | None = None) -> dict[int, int]:
         """Restore the segments of a snapshot; return the new handles by block address.
@@ -119,11 +193,11 @@ class RestoredAllocator(CachingAllocator):
         """Return the unmapped block before a mapped range of the same expandable segment."""
         if tail is None or tail.expandable is None or segment.address >= tail.expandable.address + tail.expandable.size:
             return None
-        pool.remove_unmapped(tail)
+        pool.remove(tail)
         tail.size = segment.address - tail.address
         if not tail.size:
             return tail.previous
-        pool.add_unmapped(tail)
+        pool.add(tail)
         return tail
 
     def _unmapped(self, segment: SegmentView, begin: int, pool: Pool) -> Block | None:
@@ -132,7 +206,7 @@ class RestoredAllocator(CachingAllocator):
             return None
         block = Block(pool, segment.stream, begin, segment.address - begin, self._space(pool, begin))
         block.mapped = False
-        pool.add_unmapped(block)
+        pool.add(block)
         return block
 
     def _end_space(self, last: Block, space: Expandable) -> Block:
@@ -141,7 +215,7 @@ class RestoredAllocator(CachingAllocator):
         tail = Block(last.pool, last.stream, begin, space.address + space.size - begin, space)
         tail.mapped = False
         tail.insert_after(last, None)
-        last.pool.add_unmapped(tail)
+        last.pool.add(tail)
         return tail
 
 

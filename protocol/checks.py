@@ -1,9 +1,11 @@
-"""One result of ``ftmon doctor``, from the command line's checks, or as JSON from those of the training side."""
+"""What ``ftmon doctor`` checks: the packages of the training side, and the results, which that side prints as JSON."""
 
 from typing import Literal
 
 import msgspec
 
+TRAINING_PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft")
+"""The packages that ftmon's own trainer and its predictions need: ``ftmon[train]`` installs and a rank imports them."""
 State = Literal["ok", "warning", "error"]
 
 

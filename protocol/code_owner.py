@@ -46,11 +46,9 @@ class EditablePackage(NamedTuple):
 
 
 def owner_of(filename: str, editable: Iterable[EditablePackage] = ()) -> str:
-    """Return the name of the package a file belongs to; empty for the user's own code.
+    """Return the name of the package of a file, as in a traceback or a PyTorch snapshot; empty for the user's own code.
 
-    Args:
-        filename: as in a traceback or a PyTorch memory snapshot.
-        editable: packages installed from a checkout, without the user's own project.
+    ``editable`` has the packages that are installed from a checkout, without the user's own project.
     """
     filename = filename.replace("\\", "/")
     if found := _INSTALLED.search(filename):
@@ -101,14 +99,10 @@ def editable_packages(installed: Iterable[Distribution], project: str) -> Iterat
         if not root or (project + "/").startswith(root + "/"):
             continue
         name = distribution.metadata["Name"] or os.path.basename(root)
-        found = False
-        for module in (distribution.read_text("top_level.txt") or name.replace("-", "_")).split():
-            for folder in (f"{root}/{module}/", f"{root}/src/{module}/"):
-                if os.path.isdir(folder):
-                    found = True
-                    yield EditablePackage(folder, module)
-        if not found:
-            yield EditablePackage(root + "/", name)
+        modules = (distribution.read_text("top_level.txt") or name.replace("-", "_")).split()
+        folders = [(f"{root}/{source}{module}/", module) for module in modules for source in ("", "src/")]
+        found = [EditablePackage(*each) for each in folders if os.path.isdir(each[0])]
+        yield from found or [EditablePackage(root + "/", name)]
 
 
 def _checkout(distribution: Distribution) -> str:

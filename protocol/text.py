@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from unicodedata import combining, east_asian_width
 
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -46,7 +47,8 @@ def first_line(text: str, limit: int = 200) -> str:
 
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun: ``1 rank``, ``2,000 steps``, ``2 processes``."""
-    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+    plural = "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -61,11 +63,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 def all_ranks(ranks: Iterable[int]) -> str:
     """Return all ranks as text: ``rank 3``, ``ranks 0-2, 5``; ``no ranks`` for none."""
     ordered = sorted(set(ranks))
-    if not ordered:
-        return "no ranks"
-    if len(ordered) == 1:
-        return f"rank {ordered[0]}"
-    return f"ranks {_ranges(ordered)}"
+    return f"rank{'' if len(ordered) == 1 else 's'} {_ranges(ordered)}" if ordered else "no ranks"
 
 
 def ranks_counted(ranks: Iterable[int]) -> str:
@@ -75,15 +73,8 @@ def ranks_counted(ranks: Iterable[int]) -> str:
 
 
 def _ranges(ordered: Sequence[int]) -> str:
-    parts: list[str] = []
-    start = last = ordered[0]
-    for rank in [*ordered[1:], -1]:
-        if rank == last + 1:
-            last = rank
-            continue
-        parts.append(str(start) if start == last else f"{start}-{last}")
-        start = last = rank
-    return ", ".join(parts)
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def kernel_sleep(function: str = "") -> str:

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from ..protocol.checks import Check
+from ..protocol.known_faults import faults_of
 from ..protocol.text import duration
 
 INSTALL = "pip install 'ftmon[train]'"
@@ -47,6 +48,20 @@ def packages() -> Iterator[Check]:
             yield Check(name, "ok", metadata.version(name))
         except metadata.PackageNotFoundError:
             yield Check(name, "error" if lack == "error" else "warning", "not installed", INSTALL)
+
+
+def known() -> Iterator[Check]:
+    """Name the known faults of the installed versions."""
+    versions: dict[str, str] = {}
+    for name, _ in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    for fault, version in faults_of(versions):
+        condition = " and ".join(
+            f"{name.replace('_', ' ')} {' or '.join(map(str, values))}" for name, values in fault.when.items()
+        )
+        told = f"{version}: {fault.what}" + (f" ({condition})" if condition else "")
+        yield Check(f"known fault of {fault.library}", "ok", f"{told}; {fault.remedy}: {fault.thread}")
 
 
 def gpus() -> Iterator[Check]:
@@ -221,6 +236,7 @@ def cpu_memory() -> Iterator[Check]:
 
 _ALL: tuple[Callable[[], Iterator[Check]], ...] = (
     packages,
+    known,
     gpus,
     process_groups,
     op_builder,

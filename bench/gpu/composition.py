@@ -110,16 +110,17 @@ def judge(name: str, messages: list[Any], failures: list[str]) -> dict[str, Any]
     if closure is None:
         failures.append("no sample of NVML that lists the rank")
     else:
-        share = abs(closure.unexplained) / closure.used
+        last, used, outside = closure
+        share = abs(outside.unexplained) / used
         print(
-            f"NVML used {closure.used / MIB:.0f} MiB = allocated {closure.allocated / MIB:.0f} + unused "
-            f"{closure.unused / MIB:.0f} + context and NCCL {closure.context / MIB:.0f} + others "
-            f"{closure.others / MIB:.0f} + unexplained {closure.unexplained / MIB:.0f} ({share:.2%})"
+            f"NVML used {used / MIB:.0f} MiB = allocated {last.allocated_bytes / MIB:.0f} + unused "
+            f"{(last.reserved_bytes - last.allocated_bytes) / MIB:.0f} + context and NCCL {outside.context / MIB:.0f} "
+            f"+ others {outside.others / MIB:.0f} + unexplained {outside.unexplained / MIB:.0f} ({share:.2%})"
         )
         if share > 0.01:
             failures.append(f"{share:.2%} of NVML's used memory are unexplained")
-        if not 0 < closure.context < 4 * 2**30:
-            failures.append(f"context and NCCL of {closure.context / MIB:.0f} MiB")
+        if not 0 < outside.context < 4 * 2**30:
+            failures.append(f"context and NCCL of {outside.context / MIB:.0f} MiB")
     print("VERDICT", name, "holds" if not failures else "FAILS: " + "; ".join(failures), flush=True)
     return {"name": name, "failures": failures, "compositions": kept}
 
@@ -150,13 +151,13 @@ def table(composition: Composition) -> None:
     print("known: " + ", ".join(f"{part} {size / MIB:.1f}" for part, size in composition.known.items()))
 
 
-def close(compositions: list[Composition], samples: list[DeviceSample]) -> Footprint | None:
-    """Join the last composition with the sample of NVML nearest to it that lists the rank."""
+def close(compositions: list[Composition], samples: list[DeviceSample]) -> tuple[Composition, int, Footprint] | None:
+    """Join the last composition with the nearest sample of NVML that lists the rank: used bytes, and their parts."""
     for composition in reversed(compositions):
         for sample in sorted(samples, key=lambda sample: abs(sample.time - composition.time)):
-            found = footprint(composition.allocated_bytes, composition.reserved_bytes, sample, composition.rank)
+            found = footprint(composition.reserved_bytes, sample, composition.rank)
             if found is not None and abs(sample.time - composition.time) < 2:
-                return found
+                return composition, sample.used_bytes, found
     return None
 
 

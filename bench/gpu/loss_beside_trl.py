@@ -143,13 +143,13 @@ def ordered_rows(size: Size, seed: int, folder: Path) -> Any:
     """Return the token ids of [steps x rows of a step, length], encoded and ordered as the trainer does it."""
     from ftmon.trainer.recipe.config.load import load
     from ftmon.trainer.recipe.data import pipeline
-    from ftmon.trainer.recipe.data import records as sources
     from ftmon.trainer.recipe.data.batches import Order
     from ftmon.trainer.recipe.data.encode import Encoder
+    from ftmon.trainer.recipe.data.records import read_records
     from ftmon.trainer.recipe.preflight import resolve
 
     config = resolve.settle_data(load(None, overrides(size, seed, folder)))
-    records = sources.read(config)
+    records = read_records(config)
     forms = pipeline.record_formats(records, config)
     tokenizer = pipeline.load_tokenizer(config, records, forms)
     documents = pipeline.encode(records, Encoder(tokenizer, config, forms), tokenizer, config)

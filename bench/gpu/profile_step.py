@@ -17,7 +17,7 @@ import torch
 import train_rows
 from ftmon.trainer.recipe import start as command
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.hardware import free_port
 from ftmon.trainer.recipe.preflight import resolve
 from ftmon.trainer.recipe.train import train

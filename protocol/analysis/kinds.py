@@ -9,14 +9,18 @@ from .deaths import words as deaths
 from .findings.alerts import AlertStore, Key, key_of
 from .findings.finding import HIDDEN, Condition, Detector, Finding, Kind, Shown
 from .health import monitor as telemetry
+from .health.host_memory import HostMemory
 from .health.machine import Disks, Gpus
 from .health.monitor import HealthMonitor
+from .learning.inputs import Inputs
+from .learning.known import KnownFaults
+from .learning.updates import Updates
 from .memory import words as memory
 from .oom import words as oom
-from .stalls import stragglers, words
+from .stalls import slow_ranks, waited_for, words
 from .words import Added, Words
 
-DETECTORS: list[type[Detector]] = [HealthMonitor, Gpus, Disks]
+DETECTORS: list[type[Detector]] = [HealthMonitor, Gpus, Disks, HostMemory, Inputs, Updates, KnownFaults]
 """Created once a run, in this order."""
 
 KINDS: dict[str, Kind] = {}
@@ -45,7 +49,7 @@ def register(*kinds: Kind) -> None:
         _ADDED.update(kind.added)
 
 
-register(*memory.KINDS, *words.KINDS, *stragglers.KINDS, *oom.KINDS, *deaths.KINDS)
+register(*memory.KINDS, *words.KINDS, *slow_ranks.KINDS, *waited_for.KINDS, *oom.KINDS, *deaths.KINDS)
 register(*telemetry.KINDS, *hub_facts.KINDS)
 for _detector in DETECTORS:
     register(*_detector.kinds)

@@ -39,8 +39,9 @@ from .memory.spike import GrowthDetector, SpikeDetector
 from .oom.detector import OomDetector
 from .oom_report import LatestByRank
 from .stalls.hang_detector import HangDetector
-from .stalls.stragglers import SlowDetector
+from .stalls.slow_ranks import SlowDetector
 from .stalls.tracker import RankTracker
+from .stalls.waited_for import WaitDetector
 
 _AS_RECEIVED = (Hello, Plan, LogLine)
 """Messages of the recording that are processed like received ones."""
@@ -83,6 +84,7 @@ class Detectors:
         self._oom = OomDetector()
         self._death = DeathDetector(self._oom, self._ended_without_error)
         self._hang = HangDetector()
+        self._waits = WaitDetector()
         self._register()
 
     def _register(self) -> None:
@@ -189,6 +191,7 @@ class Detectors:
         tracker = self._tracker
         stalls = self._hang.tick(now, tracker.verdict, ending, tracker.found(), tracker.launcher)
         alerts += self._put(now, stalls)
+        alerts += self._put(now, self._waits.tick(now, [] if ending else tracker.views, tracker.verdict is not None))
         alerts += self._put(now, self._death.tick(now, over, run is not None and run.state == "finished"))
         for detector in self._independent:
             alerts += self._put(now, detector.tick(now))
@@ -246,7 +249,7 @@ class Detectors:
                     self._job = message.number
             elif isinstance(message, RankState):
                 if message.state in ("gone", "finished"):
-                    self._slow.forget(message.rank)
+                    self._slow.drop(message.rank)
                     for detector in self._independent:
                         detector.rank_ended(message.rank)
             elif isinstance(message, _AS_RECEIVED):

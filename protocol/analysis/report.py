@@ -54,6 +54,10 @@ class StepRange(msgspec.Struct, frozen=True):
     after_last: int
     evaluation: int | None = None
     """Step of the last evaluation that both runs have; None: none."""
+    data_compared: int = 0
+    """Number of steps whose data were compared, over the ranks that both runs have."""
+    data_differ_from: int | None = None
+    """The first step that some rank trained on other data; None: all compared ones are the same."""
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -329,7 +333,11 @@ def range_text(steps: StepRange) -> str:
     words = f"steps {steps.first:,} to {steps.last:,} of both"
     if steps.before_last != steps.after_last:
         words += f" (the first run has {steps.before_last:,} steps, the second {steps.after_last:,})"
-    return words + (f"; evaluation after step {steps.evaluation:,}" if steps.evaluation is not None else "")
+    if steps.evaluation is not None:
+        words += f"; evaluation after step {steps.evaluation:,}"
+    if steps.data_differ_from is not None:
+        return f"{words}; their data differ from step {steps.data_differ_from:,} on"
+    return words + ("; the same data" if steps.data_compared else "")
 
 
 def gate_text(found: Comparison, gate: float) -> str:

@@ -1,4 +1,4 @@
-"""Memory that a process may use on this host: the host's memory, and the limits of the process's control groups.
+"""GPUs by name, and the memory and processors that a process may use on this host: its own, and its control groups'.
 
 Only Linux has the files that are read here; elsewhere everything is unknown.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..text import sanitize
+from .process import proc_text
 
 # GPUs: memory, data-sheet rates and bandwidths, by their names in PyTorch or NVML. One table for all of ftmon.
 #
@@ -20,8 +21,6 @@ from ..text import sanitize
 # out-of-memory messages (``cudaMemGetInfo``), which is the base of ``set_per_process_memory_fraction``. It is less
 # than the name states, by ECC and the driver's own memory, and varies by up to 0.3 % with the driver's version.
 # NVIDIA publishes no rates of the A10G: only its memory is known.
-
-
 GIB = 2**30
 
 
@@ -102,58 +101,37 @@ GPUS = (
     Gpu(r"GB200", "", 184.00, 2500.0, 2500.0, 1250.0, 80.0, 8000, 900, 450, (10, 0)),
 )  # fmt: skip
 """All kinds; the first that matches a name is used."""
-
 FIT_TABLE = tuple(sorted((gpu for gpu in GPUS if gpu.title), key=lambda gpu: gpu.memory_gib))
 """The kinds in "does it fit" tables, 8 to 288 GB, by memory."""
-
 _MAKER = re.compile(r"^(NVIDIA |Tesla |GeForce |Quadro )+")
 
 
 def find_gpu(device: str) -> Gpu | None:
-    """Return the kind of GPU for a name in PyTorch or NVML, or a title of the table.
-
-    Returns:
-        None for a CPU, a MIG slice, or a GPU that is not in the table.
-    """
+    """Return the GPU for a name in PyTorch or NVML, or a title of the table; None for others, MIG slices and CPUs."""
     name = _MAKER.sub("", device.strip())
     if "MIG" in name:
         return None
     return next((gpu for gpu in GPUS if name == gpu.title or re.fullmatch(gpu.pattern, name)), None)
 
 
-# The control groups that a process is in, of cgroup version 2 and 1.
-#
-# A limit applies to a group and all groups below it, so a process's own group and its ancestors all count: under SLURM
-# without a cgroup namespace, only the job's group has a limit, and not the mounted root. Only Linux has these files.
-
-
+# Control groups, of cgroup version 2 and 1. A limit applies to a group and all groups below it, so a process's own
+# group and its ancestors all count: under SLURM without a cgroup namespace, only the job's group has a limit.
 ROOT = Path("/")
 
 
 def hierarchies(controller: str, pid: int | str, root: Path = ROOT) -> Iterator[tuple[Path, Path]]:
-    """Yield (directory, mount point) of each cgroup of a process in which a controller may limit it.
+    """Yield (directory, mount point) of each cgroup of a process in which ``memory`` or ``cpu`` may be limited.
 
     In a container the group's path may be that on the host, which does not exist here: then the mount is the group.
-
-    Args:
-        controller: ``memory`` or ``cpu``.
-        pid: the process, or ``self``.
-        root: directory of the kernel's files; differs only in tests.
+    ``root``, the directory of the kernel's files, differs only in tests.
     """
-    try:
-        lines = (root / f"proc/{pid}/cgroup").read_text().splitlines()
-    except OSError:
-        return
     mounts = root / "sys/fs/cgroup"
-    for line in lines:
+    for line in proc_text(root / f"proc/{pid}/cgroup").splitlines():
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controller in controllers.split(","):
-            mount = mounts / controller
-        elif number == "0" and not controllers:
-            mount = mounts
-        else:
-            continue
-        yield mount / path.lstrip("/"), mount
+        is_unified = number == "0" and not controllers
+        if is_unified or controller in controllers.split(","):
+            mount = mounts if is_unified else mounts / controller
+            yield mount / path.lstrip("/"), mount
 
 
 def own_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
@@ -194,23 +172,14 @@ def memory_group(root: Path = ROOT) -> Path | None:
 
 def group_limit(group: Path) -> int | None:
     """Return the memory limit of a cgroup in bytes; None: there is none, or it cannot be read."""
-    limit = _number(group / "memory.max")
-    if limit is None:
-        limit = _number(group / "memory.limit_in_bytes")
+    limit = _number(group, "memory.max", "memory.limit_in_bytes")
     return limit if limit is not None and limit < _UNLIMITED else None
 
 
 def group_memory(group: Path) -> tuple[int, int] | None:
     """Return (used, limit) bytes of a cgroup; reclaimable file cache does not count as used."""
-    limit = group_limit(group)
-    if limit is None:
-        return None
-    used = _number(group / "memory.current")
-    if used is None:
-        used = _number(group / "memory.usage_in_bytes")
-    if used is None:
-        return None
-    return max(0, used - _droppable(group)), limit
+    limit, used = group_limit(group), _number(group, "memory.current", "memory.usage_in_bytes")
+    return None if limit is None or used is None else (max(0, used - _droppable(group)), limit)
 
 
 def memory_limit(root: Path = ROOT) -> int:
@@ -222,55 +191,39 @@ def memory_limit(root: Path = ROOT) -> int:
 
 def available_memory(root: Path = ROOT) -> int:
     """Return the bytes that this process can still allocate on the host and in its control groups; 0 if unknown."""
-    found = [
-        max(0, memory[1] - memory[0])
-        for _, group in _limited_groups(root)
-        if (memory := group_memory(group)) is not None
-    ]
+    memories = [memory for _, group in _limited_groups(root) if (memory := group_memory(group)) is not None]
+    found = [max(0, limit - used) for used, limit in memories]
     available = _meminfo("MemAvailable:", root)
     return min([*found, available] if available else found, default=0)
 
 
 def cpu_model(root: Path = ROOT) -> str:
     """Return the name of the host's processor, or of its architecture if /proc has none."""
-    try:
-        for line in (root / "proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return sanitize(line.split(":", 1)[1].strip(), 80)
-    except (OSError, IndexError):
-        pass
-    return platform.machine()
+    model = _field(root / "proc/cpuinfo", "model name")
+    return sanitize(model.partition(":")[2].strip(), 80) or platform.machine()
 
 
 def _limited_groups(root: Path) -> Iterator[tuple[int, Path]]:
-    for group in own_groups("memory", root):
-        limit = group_limit(group)
-        if limit is not None:
-            yield limit, group
+    groups = ((group_limit(group), group) for group in own_groups("memory", root))
+    return ((limit, group) for limit, group in groups if limit is not None)
 
 
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
+def _number(group: Path, *names: str) -> int | None:
+    """Return the number in the first of a cgroup's files that has one."""
+    texts = (proc_text(group / name).strip() for name in names)
+    return next((int(text) for text in texts if text.isdecimal()), None)
 
 
 def _droppable(group: Path) -> int:
     """Return bytes of ``inactive_file`` (``total_inactive_file`` in version 1, which includes child groups)."""
-    try:
-        lines = (group / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
+    lines = proc_text(group / "memory.stat").splitlines()
     figures = dict(line.split(" ", 1) for line in lines if " " in line)
     return int(figures.get("total_inactive_file") or figures.get("inactive_file") or 0)
 
 
 def _meminfo(field: str, root: Path) -> int:
-    try:
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith(field):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return 0
+    return int([*_field(root / "proc/meminfo", field).split(), "0", "0"][1]) * 1024
+
+
+def _field(path: Path, name: str) -> str:
+    return next((line for line in proc_text(path).splitlines() if line.startswith(name)), "")

@@ -1,4 +1,4 @@
-"""Identifies a process by its pid and start time; a pid alone may be reused."""
+"""A process of this host by its pid and start time, the output of ftmon's own processes, files of this user only."""
 
 import contextlib
 import io
@@ -21,6 +21,20 @@ class ProcessId(msgspec.Struct, frozen=True):
     start_ticks: int
 
 
+def proc_bytes(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a file of the kernel; empty if it cannot be read."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def proc_text(path: str | os.PathLike[str]) -> str:
+    """Return the text of a file of the kernel; empty if it cannot be read."""
+    return proc_bytes(path).decode("utf-8", "replace")
+
+
 def start_ticks(pid: int) -> int | None:
     """Return when ``pid`` started, in clock ticks since boot (field 22 of /proc/PID/stat, proc(5)).
 
@@ -29,13 +43,9 @@ def start_ticks(pid: int) -> int | None:
     """
     if sys.platform != "linux":
         return _start_elsewhere(pid)
-    try:
-        # Bytes: the name of a process may not be UTF-8, and may contain parentheses.
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    return None if fields[0] in b"ZX" else int(fields[19])
+    # Bytes: the name of a process may not be UTF-8, and may contain parentheses.
+    fields = proc_bytes(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return int(fields[19]) if fields and fields[0] not in b"ZX" else None
 
 
 def _start_elsewhere(pid: int) -> int | None:
@@ -59,11 +69,8 @@ def is_alive(process: ProcessId) -> bool:
     return process.pid > 0 and start_ticks(process.pid) == process.start_ticks
 
 
-# Standard output and error of ftmon's own processes, which a full disk or a closed pipe must not end.
-
-
 class Unfailing(io.TextIOBase):
-    """Text output that writes whole lines to a descriptor, and drops lines that cannot be written."""
+    """Text output that writes whole lines to a descriptor, and drops those that a full disk or closed pipe refuses."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -102,16 +109,8 @@ def never_fail() -> None:
     sys.stderr = Unfailing(2)
 
 
-# Files and directories that only their owner may read.
-
-
 def read_private(path: Path) -> bytes:
-    """Return the content of a secret file.
-
-    Raises:
-        OSError: it cannot be read, or is a symbolic link.
-        RunDirError: it belongs to another user, or others can read it.
-    """
+    """Return a secret file's content; raise ``OSError`` for a symbolic link, ``RunDirError`` if others can read it."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0))
     with os.fdopen(descriptor, "rb") as file:
         info = os.fstat(descriptor)

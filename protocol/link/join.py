@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import UsageError
-from ..host.process import read_private, write_private
+from ..host.process import proc_text, read_private, write_private
 from ..run.rundir import RunDir, RunOptions, encode_file
 from .keys import KeyPair
 from .sockets import CHANNELS
@@ -65,12 +65,7 @@ def write_join(run: RunDir, content: JoinFile) -> Path:
 
 
 def read_join(path: Path) -> JoinFile:
-    """Read the file.
-
-    Raises:
-        UsageError: it is missing or invalid.
-        RunDirError: others can read it.
-    """
+    """Read the file; raise ``UsageError`` if it is missing or invalid, ``RunDirError`` if others can read it."""
     try:
         data = read_private(path)
     except OSError as error:
@@ -83,7 +78,4 @@ def read_join(path: Path) -> JoinFile:
 
 def boot_id() -> str:
     """Return the identifier of this boot; empty if the kernel has none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return proc_text("/proc/sys/kernel/random/boot_id").strip()

@@ -9,6 +9,7 @@ for that run (``agent.key``), which is accepted on the agents' channels only. Ev
 
 import logging
 import re
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,6 @@ ZAP_DOMAIN = "ftmon"
 """ZAP domain of the channels that accept the allow-list (https://rfc.zeromq.org/spec/27/)."""
 AGENT_DOMAIN = "ftmon-agents"
 """ZAP domain of the agents' channels, which accept only the run's agent key."""
-
 _PUBLIC_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
@@ -47,11 +47,7 @@ def make_pair() -> KeyPair:
 
 
 def keys_dir() -> Path:
-    """Return the directory of this user's keys and allow-list, created with mode 0700 if it is missing.
-
-    Raises:
-        RunDirError: it cannot be created, or is open to others.
-    """
+    """Return the directory of this user's keys and allow-list, 0700, made if missing; may raise ``RunDirError``."""
     path = checked_home() / "keys"
     try:
         make_private(path.parent)
@@ -63,38 +59,22 @@ def keys_dir() -> Path:
 
 
 def server_pair(run: RunDir) -> KeyPair:
-    """Return the key pair of a run's hub, created on first use; a restarted hub keeps it.
-
-    Raises:
-        RunDirError: the file is damaged or open to others.
-    """
+    """Return the key pair of a run's hub, created on first use; a restarted hub keeps it."""
     return _load_or_make(run.path / "curve.key")
 
 
 def agent_pair(run: RunDir) -> KeyPair:
-    """Return the key pair of a run's agents on other hosts, created on first use.
-
-    Raises:
-        RunDirError: the file is damaged or open to others.
-    """
+    """Return the key pair of a run's agents on other hosts, created on first use."""
     return _load_or_make(run.path / "agent.key")
 
 
 def client_pair() -> KeyPair:
-    """Return this user's key pair, created on first use.
-
-    Raises:
-        RunDirError: the file is damaged or open to others.
-    """
+    """Return this user's key pair, created on first use."""
     return _load_or_make(keys_dir() / "client.key")
 
 
 def allowed() -> dict[str, str]:
-    """Return the public keys that a hub of this user accepts, the user's own included, with their remarks.
-
-    Raises:
-        RunDirError: the list is damaged or open to others.
-    """
+    """Return the public keys that a hub of this user accepts, the user's own included, with their remarks."""
     found = {client_pair().public: "this user"}
     path = keys_dir() / "allowed"
     try:
@@ -112,22 +92,16 @@ def allowed() -> dict[str, str]:
 
 
 def allow(public: str, remark: str = "") -> None:
-    """Add a public key to the allow-list.
-
-    Raises:
-        UsageError: it is not a public key.
-    """
+    """Add a public key to the allow-list; raise ``UsageError`` if it is none."""
     if not _PUBLIC_KEY.fullmatch(public):
         raise UsageError(f"{public!r} is not a public key: it has 40 characters, as 'public' in the other side's file")
-    listed = allowed() | {public: " ".join(remark.split())}
-    _write_allowed(listed)
+    _write_allowed(allowed() | {public: " ".join(remark.split())})
 
 
 def disallow(public: str) -> None:
     """Remove a public key from the allow-list; open connections are not closed.
 
-    Raises:
-        UsageError: it is not on the list, or is this user's own, which is always accepted.
+    Raises ``UsageError`` for a key that is not on it, and for this user's own, which is always accepted.
     """
     listed = allowed()
     if public == client_pair().public:
@@ -145,39 +119,32 @@ def _write_allowed(listed: dict[str, str]) -> None:
 
 
 class AllowList:
-    """Decides for each new connection whether its public key is accepted. Rereads the list every time."""
+    """Decides for each new connection whether its public key is accepted: ``keys`` returns those that are."""
+
+    def __init__(self, keys: Callable[[], Container[str]] = allowed) -> None:
+        self._keys = keys
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether the Z85 public key ``key`` is allowed; a list that cannot be read allows none."""
         del domain
         try:
-            return key.decode("ascii", "replace") in allowed()
+            return key.decode("ascii", "replace") in self._keys()
         except (RunDirError, OSError) as error:
             logging.getLogger(__name__).warning("no key is allowed: %s", error)
             return False
 
 
-class _Agents:
-    def __init__(self, public: str) -> None:
-        self._public = public.encode()
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        del domain
-        return key == self._public
-
-
 def start_authenticator(context: "zmq.Context[Any]", agent: str = "") -> "ThreadAuthenticator":
     """Start checking every CURVE connection to sockets of ``context`` against the allow-list; ``stop()`` ends it.
 
-    Args:
-        agent: the public key of the run's agents, allowed under ``AGENT_DOMAIN``; empty: none.
+    ``agent`` is the public key of the run's agents, allowed under ``AGENT_DOMAIN``; empty: none.
     """
     from zmq.auth.thread import ThreadAuthenticator  # imports asyncio; only a listening hub needs it
 
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=AllowList())
-    authenticator.configure_curve_callback(domain=AGENT_DOMAIN, credentials_provider=_Agents(agent))
+    authenticator.configure_curve_callback(domain=AGENT_DOMAIN, credentials_provider=AllowList(lambda: [agent]))
     return authenticator
 
 

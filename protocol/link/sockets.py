@@ -13,40 +13,24 @@ SEND_HIGH_WATER = 10_000
 RECEIVE_HIGH_WATER = 100_000
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Limit of a frame; a larger one is dropped with its connection. The largest regular one is a history answer."""
-
 REQUEST_HIGH_WATER = 200
 MAX_REQUEST_BYTES = 1024 * 1024
 """Limit of a request on the channels of apps: a flood waits in the sender's queue, not in the hub's memory."""
-
 REQUEST_CHANNELS = ("control", "query")
-
-CHANNELS = ("telemetry", "ranks", "stream", "control", "query", "agents")
-"""The hub's sockets. telemetry: PULL from probes. ranks: ROUTER to the probes' DEALERs (commands to a rank).
-stream: PUB to apps. control: ROUTER, commands of apps. query: ROUTER, history for apps. agents: ROUTER to the agents
-of other hosts, which forward the messages of their ranks."""
-
+_KINDS = {
+    "telemetry": (zmq.PULL, zmq.PUSH),  # from probes
+    "ranks": (zmq.ROUTER, zmq.DEALER),  # commands to a rank's probe
+    "stream": (zmq.PUB, zmq.SUB),  # to apps
+    "control": (zmq.ROUTER, zmq.DEALER),  # commands of apps
+    "query": (zmq.ROUTER, zmq.DEALER),  # history for apps
+    "agents": (zmq.ROUTER, zmq.DEALER),  # to the agents of other hosts, which forward the messages of their ranks
+}
+"""The kinds of the hub's socket and of its peers', by channel."""
+CHANNELS = tuple(_KINDS)
 LOCAL_CHANNEL = "telemetry"
 """Not bound over TCP, where nothing uses it: what arrives on it counts as sent by a process of the hub's host."""
-
 AGENT_CHANNELS = ("ranks", "agents")
 """The channels that an agent uses; over TCP only agents use them."""
-
-_HUB_KINDS = {
-    "telemetry": zmq.PULL,
-    "ranks": zmq.ROUTER,
-    "stream": zmq.PUB,
-    "control": zmq.ROUTER,
-    "query": zmq.ROUTER,
-    "agents": zmq.ROUTER,
-}
-_PEER_KINDS = {
-    "telemetry": zmq.PUSH,
-    "ranks": zmq.DEALER,
-    "stream": zmq.SUB,
-    "control": zmq.DEALER,
-    "query": zmq.DEALER,
-    "agents": zmq.DEALER,
-}
 
 
 class _Socket(zmq.Socket[bytes]):
@@ -61,18 +45,20 @@ class _Socket(zmq.Socket[bytes]):
         return super().connect(addr)
 
 
-def _set_common(socket: "zmq.Socket[Any]") -> None:
+def _new(context: "zmq.Context[Any]", kind: int) -> "zmq.Socket[Any]":
+    socket = context.socket(kind, _Socket)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
     socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    return socket
 
 
 def hub_socket(context: "zmq.Context[Any]", channel: str) -> "zmq.Socket[Any]":
     """Return the hub's socket of ``channel``, not yet bound."""
-    socket = context.socket(_HUB_KINDS[channel], _Socket)
-    _set_common(socket)
-    if _HUB_KINDS[channel] == zmq.ROUTER:
+    kind = _KINDS[channel][0]
+    socket = _new(context, kind)
+    if kind == zmq.ROUTER:
         # A send to a peer that is gone fails with EHOSTUNREACH, one to a full queue with EAGAIN: no silent drops.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     if channel == "telemetry":
@@ -97,8 +83,7 @@ def peer_socket(context: "zmq.Context[Any]", channel: str, identity: bytes | Non
     Without a hub, a probe's socket queues up to ``SEND_HIGH_WATER`` messages and delivers them within 1 s of the hub's
     return; beyond that a non-blocking send fails and the probe counts the drop.
     """
-    socket = context.socket(_PEER_KINDS[channel], _Socket)
-    _set_common(socket)
+    socket = _new(context, _KINDS[channel][1])
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     if identity is not None:
@@ -123,33 +108,26 @@ def secure_server(socket: "zmq.Socket[Any]", pair: KeyPair, domain: str = ZAP_DO
     ``domain`` selects the keys that are accepted: those of apps, or the agents' (``keys.AGENT_DOMAIN``).
     """
     socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
-    socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
     socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
     # Without this a CURVE server without an authenticator accepts every client that has its public key.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    _keep_alive(socket)
+    _set_pair(socket, pair)
 
 
 def secure_client(socket: "zmq.Socket[Any]", pair: KeyPair, server_key: str) -> None:
-    """Use CURVE on addresses that are connected from now on, with ``pair`` and the server's public key.
-
-    Raises:
-        UsageError: ``server_key`` is not a public key.
-    """
+    """Use CURVE on addresses that are connected from now on; raise ``UsageError`` for an invalid ``server_key``."""
     try:
         socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
     except (zmq.ZMQError, ValueError, OverflowError):
-        raise UsageError(
-            f"{server_key!r} is not a hub's public key; copy 'server_key' from the run's hub.json"
-        ) from None
+        hint = "copy 'server_key' from the run's hub.json"
+        raise UsageError(f"{server_key!r} is not a hub's public key; {hint}") from None
+    _set_pair(socket, pair)
+
+
+def _set_pair(socket: "zmq.Socket[Any]", pair: KeyPair) -> None:
+    """Set the key pair, and detect within a minute that the other host is gone without closing the connection."""
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
-    _keep_alive(socket)
-
-
-def _keep_alive(socket: "zmq.Socket[Any]") -> None:
-    """Detect within a minute that the other host is gone without closing the connection."""
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
@@ -157,11 +135,7 @@ def _keep_alive(socket: "zmq.Socket[Any]") -> None:
 
 
 def bind(socket: "zmq.Socket[Any]", address: str) -> None:
-    """Bind a socket to an address.
-
-    Raises:
-        UsageError: the address is in use, not this host's, or invalid.
-    """
+    """Bind a socket; raise ``UsageError`` if the address is in use, not this host's, or invalid."""
     try:
         socket.bind(address)
     except zmq.ZMQError as error:

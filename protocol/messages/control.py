@@ -13,20 +13,8 @@ RankStateName = Literal["starting", "training", "waiting", "hung", "held", "stop
 RunStateName = Literal["starting", "training", "stopping", "finished", "failed", "stopped"]
 Severity = Literal["info", "warning", "error"]
 AlertKind = Literal[
-    "spike",
-    "growth",
-    "hang",
-    "slow",
-    "oom",
-    "died",
-    "dropped",
-    "disk",
-    "failure",
-    "exit",
-    "note",
-    "leak",
-    "health",
-]
+    "spike", "growth", "hang", "slow", "oom", "died", "dropped", "disk", "failure", "exit", "note", "leak", "health",
+]  # fmt: skip
 
 
 class RankState(msgspec.Struct, tag="rank_state", frozen=True, omit_defaults=True):
@@ -145,12 +133,7 @@ class Answer(msgspec.Struct, tag="answer", frozen=True, omit_defaults=True):
     error: str = ""
 
 
-# The verbs of commands, one struct each: its fields are the arguments, encoded as ``Command.args``.
-#
-# A receiver decodes a command once, with the tuple of verbs that it accepts. Unknown arguments are ignored, because a
-# newer sender may have more. ``Meta.description`` completes "NAME must be ..." in the refusal of a wrong value.
-
-
+# ``Meta.description`` completes "NAME must be ..." in the refusal of a wrong value.
 _Rank = Annotated[int, Meta(description="a rank's number")]
 _Ranks = Annotated[list[int], Meta(description="a list of numbers")]
 _Step = Annotated[int, Meta(ge=0, description="a step's number")]
@@ -166,7 +149,11 @@ _Targets = Annotated[
 
 
 class Verb(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Base of all verbs."""
+    """Base of the verbs of commands: a verb's fields are the arguments, encoded as ``Command.args``.
+
+    A receiver decodes a command once, with the tuple of verbs that it accepts. Unknown arguments are ignored, because a
+    newer sender may have more.
+    """
 
     @property
     def name(self) -> str:
@@ -296,7 +283,6 @@ AGENT = (Kill, Stop, Ping, Look)
 """What an agent accepts from its hub."""
 READ_ONLY = ("ping",)
 """Names of the verbs that a read-only hub accepts."""
-
 V = TypeVar("V", bound=Verb)
 
 
@@ -306,13 +292,9 @@ def name_of(kind: type[Verb]) -> str:
 
 
 def decode(command: Command, known: tuple[type[V], ...]) -> V:
-    """Decode a command's verb and arguments. An argument that is nil counts as absent.
+    """Decode a command to one of the ``known`` verbs; raise ``UsageError`` for another verb or a wrong argument.
 
-    Args:
-        known: the verbs that the receiver accepts.
-
-    Raises:
-        UsageError: another verb, or a wrong argument.
+    An argument that is nil counts as absent.
     """
     kind = next((kind for kind in known if name_of(kind) == command.verb), None)
     if kind is None:

@@ -14,7 +14,6 @@ from ..errors import ProtocolError
 from .telemetry import Name, Rank, Time, Whole
 
 HostStateName = Literal["reachable", "cut off", "left"]
-
 _NUMBERS = struct.Struct(">QQ")
 _Text = Annotated[str, Meta(max_length=1024)]
 
@@ -123,26 +122,15 @@ def encode_numbers(number: int, oldest: int) -> bytes:
 
 
 def decode_numbers(frame: bytes) -> tuple[int, int]:
-    """Decode a frame of ``encode_numbers``.
-
-    Raises:
-        ProtocolError: the frame has another size.
-    """
+    """Decode a frame of ``encode_numbers``; raise ``ProtocolError`` if it has another size."""
     try:
         return _NUMBERS.unpack(frame)
     except struct.error:
         raise ProtocolError("not the numbers of a message that was passed on") from None
 
 
-# The jobs of a run: one process group of ranks each, with its own steps, peaks, loss and end.
-#
-# A driver script that starts ``deepspeed`` once per configuration has one job per start, and ``torchrun --max-
-# restarts`` has one job per attempt. The hub numbers jobs from 1 in the order in which their first rank reported.
-
-
 JobStateName = Literal["starting", "training", "finished", "failed", "stopped", "ended"]
 """``ended``: its processes are gone, and how they ended is unknown."""
-
 OVER = ("finished", "failed", "stopped", "ended")
 """States of a job that has ended."""
 
@@ -195,9 +183,19 @@ class JobRank(msgspec.Struct, frozen=True, omit_defaults=True):
         """The phase with the highest peak; None before the first step."""
         return max(self.phases, key=lambda phase: phase.peak, default=None)
 
+    @property
+    def peak(self) -> int:
+        """That peak; 0 before the first step."""
+        return max((phase.peak for phase in self.phases), default=0)
+
 
 class Job(msgspec.Struct, tag="job", frozen=True, omit_defaults=True):
-    """One job of a run: sent at its start, every few seconds while it makes steps, and at its end."""
+    """One job of a run: sent at its start, every few seconds while it makes steps, and at its end.
+
+    A job is one process group of ranks, with its own steps, peaks, loss and end. A driver script that starts
+    ``deepspeed`` once per configuration has one job per start, and ``torchrun --max-restarts`` has one job per attempt.
+    The hub numbers jobs from 1 in the order in which their first rank reported.
+    """
 
     number: Whole
     """1 for the run's first job."""
@@ -237,7 +235,7 @@ class Job(msgspec.Struct, tag="job", frozen=True, omit_defaults=True):
     @property
     def peak_rank(self) -> JobRank | None:
         """The rank with the highest peak; None before the first step."""
-        return max((rank for rank in self.ranks if rank.phases), key=_peak, default=None)
+        return max((rank for rank in self.ranks if rank.phases), key=lambda rank: rank.peak, default=None)
 
     @property
     def allocated_peak(self) -> int:
@@ -252,10 +250,4 @@ class Job(msgspec.Struct, tag="job", frozen=True, omit_defaults=True):
     @property
     def peak(self) -> int:
         """Highest peak (``JobPhase.peak``) of any rank; 0 before the first step."""
-        rank = self.peak_rank
-        return _peak(rank) if rank is not None else 0
-
-
-def _peak(rank: JobRank) -> int:
-    phase = rank.peak_phase
-    return phase.peak if phase is not None else 0
+        return max((rank.peak for rank in self.ranks), default=0)

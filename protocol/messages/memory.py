@@ -11,23 +11,14 @@ from ..snapshot.columns import Snapshot
 from .telemetry import MemoryMeasure, Oom, ProcessMemory, Rank, StackGroup, Time, Whole
 
 PARTS = (
-    "parameters",
-    "gradients",
-    "optimizer_states",
-    "master_copies",
-    "partitions",
-    "buckets",
-    "activations",
-    "temporaries",
-    "other",
-    "unattributed",
-)
+    "parameters", "gradients", "optimizer_states", "master_copies", "partitions", "buckets", "activations",
+    "temporaries", "other", "unattributed",
+)  # fmt: skip
 """Parts of a peak, in drawing order. ``partitions``: ZeRO's flat partitions that belong to no part before;
 ``buckets``: communication and reduction buffers; ``activations``: saved in a forward for its backward;
 ``temporaries``: allocated and freed within the phase; ``other``: a known block of PyTorch with unknown use;
 ``unattributed``: without evidence, as in a gap of the trace. Bytes without evidence are never assigned to other parts.
 """
-
 Reason = Literal["first", "periodic", "asked", "spike", "leak", "oom"]
 
 
@@ -102,10 +93,6 @@ class Cause(msgspec.Struct, tag="cause", frozen=True, omit_defaults=True):
     """Time to read the trace on the publisher's thread, which holds the GIL for most of it."""
     vocabulary: Whole = 0
     """Size of the model's vocabulary: the number of logits for each position of a batch."""
-
-
-# A captured step as recorded by its rank: numbers from which the hub computes the composition of the step's peaks.
-# Columns are those of ``protocol.snapshot.columns``.
 
 
 class StepMark(msgspec.Struct, frozen=True, array_like=True):

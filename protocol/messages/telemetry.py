@@ -12,17 +12,12 @@ from msgspec import Meta
 
 from .throughput import ModelFlops
 
-# Bounds of numbers in messages: decoding refuses values outside them.
-#
-# They protect receivers from a rank of 2^60, for which a receiver would allocate, and from times outside the calendar.
-
-
+# Bounds of numbers in messages: decoding refuses values outside them. They protect receivers from a rank of 2^60, for
+# which a receiver would allocate, and from times outside the calendar.
 MAX_RANKS = 16_384
 """Ranks are below this; -1 means the launcher, or no rank."""
-
 MAX_WHOLE = 2**53
 """Integers up to this are exact in a double; sums of many such numbers fit 64 bits."""
-
 Rank = Annotated[int, Meta(ge=-1, lt=MAX_RANKS)]
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A count or a number of bytes, in the range of an SQLite column. (A script may request 2**62 bytes and be refused.)"""
@@ -243,10 +238,8 @@ class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
 
 PHASES = ("init", "data", "generate", "forward", "backward", "optimizer", "eval", "checkpoint", "idle")
 """All phases of a rank, in drawing order. ``generate``: the rollout of a step (GRPO, PPO)."""
-
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 """The phases of an ordinary step, in order."""
-
 PAUSES = ("eval", "checkpoint")
 """Phases in which training pauses: throughput does not count them."""
 
@@ -425,6 +418,29 @@ class Update(msgspec.Struct, frozen=True, omit_defaults=True):
     """The loss scaler skipped its update."""
 
 
+class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Figures of one step by which faults that raise no error are found. Zero or empty: fine, or not looked at."""
+
+    labelled: Whole = 0
+    """Micro-batches with labels, if some of them have no label that counts."""
+    unlabelled: Whole = 0
+    """Micro-batches whose labels are all ignored."""
+    ends: Whole = 0
+    """End-of-sequence tokens of the model among the inputs, without padding, that could be labels."""
+    learned_ends: Whole = 0
+    """End-of-sequence tokens among the labels."""
+    mixed: Whole = 0
+    """Micro-batches with rows of several documents that attend to each other."""
+    mixed_by: Literal["", "mask", "cache", "batch"] = ""
+    """Why the model ignores where its documents begin: a mask is passed, it makes a cache, or several rows."""
+    weights: Literal["", "same", "nan"] = ""
+    """``same``: no sampled weight has changed since the sample before; ``nan``: one is not finite."""
+    evaluating: bool = False
+    """The trained model was in evaluation mode, and has layers that behave differently there."""
+    pending: Whole = 0
+    """Micro-batches of an earlier pass over the data that are part of this update."""
+
+
 class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """One optimizer update of one rank with all its phases, sent once its device times are known.
 
@@ -478,13 +494,14 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     fetch_us: Whole | None = None
     """Host time of the training thread in its DataLoaders, part of ``data``; None: it used none. The rest of ``data``
     is the script's own work on the batch."""
+    batch_id: Whole = 0
+    """CRC-32 over the input ids (or first tensors) of its micro-batches; 0: unknown. Equal: the same data."""
+    signs: Signs | None = None
+    """None: nothing to tell."""
 
     def phase(self, name: str) -> PhaseRecord | None:
         """Return the record of the phase ``name``; None if the step had no such phase."""
-        for record in self.phases:
-            if record.name == name:
-                return record
-        return None
+        return next((record for record in self.phases if record.name == name), None)
 
     @property
     def peak_phase(self) -> PhaseRecord | None:
@@ -494,11 +511,7 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     @property
     def training_us(self) -> int:
         """Host time without evaluations and checkpoints."""
-        left = self.host_us
-        for record in self.phases:
-            if record.name in PAUSES:
-                left -= record.host_us
-        return max(0, left)
+        return max(0, self.host_us - sum([record.host_us for record in self.phases if record.name in PAUSES]))
 
 
 class Closing(msgspec.Struct, tag="closing", frozen=True, omit_defaults=True):
@@ -744,6 +757,25 @@ class Goodbye(msgspec.Struct, tag="goodbye", frozen=True, omit_defaults=True):
     reason: Literal["finished", "failed", "stopped"]
     text: str = ""
     dropped: Whole = 0
+    pending: Whole = 0
+    """Micro-batches whose gradients no update has used."""
+
+
+class LostEdit(msgspec.Struct, tag="lost_edit", frozen=True, omit_defaults=True):
+    """A script changed parameters inside DeepSpeed's ``GatheredParameters``, and the change does not last."""
+
+    rank: Rank
+    step: Whole
+    """The last finished step."""
+    time: Time
+    parameters: list[str]
+    """Names, at most 8; shapes where there are none."""
+    count: Whole
+    """Number of changed parameters."""
+    where: str
+    """The script's frame: ``file:line function``."""
+    overwritten: bool = False
+    """True: the next update overwrites it from the fp32 copy; False: it is lost at once (no ``modifier_rank``)."""
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -39,12 +39,9 @@ class ModelFlops(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens of that window; 0: none."""
 
     def of(self, tokens: int, pairs: int, longest: int = 0) -> float:
-        """Return the FLOPs of a step.
+        """Return the FLOPs of a step of ``tokens``, without padding, and ``pairs`` (``causal_pairs``).
 
-        Args:
-            tokens: tokens, without padding.
-            pairs: pairs of query and key that the causal mask admits (``causal_pairs``).
-            longest: tokens of the longest document; if it exceeds the window, windowed layers count fewer pairs.
+        If ``longest``, the tokens of the longest document, exceeds the window, windowed layers count fewer pairs.
         """
         shrink = min(1.0, self.window / longest * (2 - self.window / longest)) if 0 < self.window < longest else 1.0
         return self.token * tokens + (self.pair + self.windowed_pair * shrink) * pairs
@@ -64,14 +61,9 @@ def causal_pairs_of_rows(tokens: int, rows: int) -> int:
 
 
 def peak_flops(device: str, precision: str) -> float | None:
-    """Return a device's data-sheet peak in FLOP/s.
+    """Return a device's data-sheet peak in FLOP/s for matrix products in ``precision``; named as by PyTorch or NVML.
 
-    Args:
-        device: its name from PyTorch or NVML.
-        precision: data type of the matrix products: ``bf16``, ``fp16``, ``tf32`` or ``fp32``.
-
-    Returns:
-        None for a CPU, a GPU that is not in the table (such as a MIG slice), or an unsupported data type.
+    None for a CPU, a GPU that is not in the table (such as a MIG slice), or an unsupported data type.
     """
     gpu = find_gpu(device)
     return None if gpu is None else gpu.peak_flops(precision)

@@ -14,54 +14,20 @@ from .telemetry import Name, Sequence, Time
 
 VERSION = (1, 0)
 """Major and minor version of the protocol. Another major is refused; a newer minor is read as far as known."""
-
 RESTART_LEAP = 1 << 20
 """A hub that replaces an earlier one skips this many numbers; a gap of that size is not a loss."""
-
 Message = (
-    telemetry.Hello
-    | telemetry.Plan
-    | telemetry.Step
-    | telemetry.Heartbeat
-    | telemetry.AllocatorEvents
-    | telemetry.SnapshotTaken
-    | telemetry.LogLine
-    | telemetry.Oom
-    | telemetry.Failure
-    | telemetry.Stacks
-    | telemetry.Goodbye
-    | telemetry.DeviceSample
-    | memory.Composition
-    | memory.Cause
-    | memory.OomReport
-    | control.RankState
-    | control.RunState
-    | control.Alert
-    | control.HubStats
-    | control.Command
-    | control.Accepted
-    | control.Result
-    | control.Query
-    | control.Answer
-    | hosts.AgentBeat
-    | hosts.AgentAck
-    | hosts.HostState
-    | telemetry.Closing
-    | telemetry.Compiles
-    | telemetry.DiskSpace
-    | telemetry.DeviceHealth
-    | telemetry.Xid
-    | hosts.Job
-    | telemetry.Evaluation
-    | telemetry.Checkpoint
-    | telemetry.Activity
-    | telemetry.CheckpointFailed
-    | memory.Prediction
-    | memory.StepTrace
-    | telemetry.EarlyStop
-)
+    telemetry.Hello | telemetry.Plan | telemetry.Step | telemetry.Heartbeat | telemetry.AllocatorEvents
+    | telemetry.SnapshotTaken | telemetry.LogLine | telemetry.Oom | telemetry.Failure | telemetry.Stacks
+    | telemetry.Goodbye | telemetry.DeviceSample | memory.Composition | memory.Cause | memory.OomReport
+    | control.RankState | control.RunState | control.Alert | control.HubStats | control.Command
+    | control.Accepted | control.Result | control.Query | control.Answer | hosts.AgentBeat | hosts.AgentAck
+    | hosts.HostState | telemetry.Closing | telemetry.Compiles | telemetry.DiskSpace | telemetry.DeviceHealth
+    | telemetry.Xid | hosts.Job | telemetry.Evaluation | telemetry.Checkpoint | telemetry.Activity
+    | telemetry.CheckpointFailed | memory.Prediction | memory.StepTrace | telemetry.EarlyStop
+    | telemetry.LostEdit
+)  # fmt: skip
 """Any message; its tag is in the map's ``type`` field."""
-
 MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = get_args(Message)
 
 
@@ -84,7 +50,6 @@ class Frame(msgspec.Struct, frozen=True):
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """Errors of msgspec for untrusted bytes; for a string that is not UTF-8, Python raises ValueError."""
-
 _encoder = msgspec.msgpack.Encoder()
 _header_decoder = msgspec.msgpack.Decoder(Header)
 _message_decoder: "msgspec.msgpack.Decoder[Message]" = msgspec.msgpack.Decoder(Message)
@@ -125,32 +90,20 @@ def encode(src: str, seq: int, t: float, message: Message) -> list[bytes]:
 
 
 def decode_header(frame: bytes) -> Header:
-    """Decode frame 0.
-
-    Raises:
-        VersionError: the sender has another major version.
-        ProtocolError: the frame is not a header.
-    """
+    """Decode frame 0; raise ``VersionError`` for another major version, ``ProtocolError`` for no header."""
     try:
         header = _header_decoder.decode(frame)
     except UNREADABLE as error:
         raise ProtocolError(f"not an ftmon header: {error}") from None
     if header.v[0] != VERSION[0]:
-        sender = header.src or "a peer"
-        raise VersionError(
-            sender,
-            f"{sender} speaks ftmon protocol {header.v[0]}.{header.v[1]}, this side speaks "
-            f"{VERSION[0]}.{VERSION[1]}: install the same ftmon version on both sides",
-        )
+        sender, (major, minor), ours = header.src or "a peer", header.v, f"{VERSION[0]}.{VERSION[1]}"
+        spoken = f"{sender} speaks ftmon protocol {major}.{minor}, this side speaks {ours}"
+        raise VersionError(sender, f"{spoken}: install the same ftmon version on both sides")
     return header
 
 
 def decode_body(frame: bytes) -> Message | None:
-    """Decode frame 1; return None for a message type unknown to this version.
-
-    Raises:
-        ProtocolError: the frame is not a message, or is of a known type with fields of a wrong type.
-    """
+    """Decode frame 1; return None for a type unknown to this version, raise ``ProtocolError`` for no valid message."""
     try:
         return _message_decoder.decode(frame)
     except UNREADABLE as error:

@@ -14,21 +14,14 @@ _PAGE = 2000
 
 
 class RecordedRun:
-    """Contents of one recording.
+    """Contents of one recording; raises ``RecordingError`` if it cannot be read.
 
-    Args:
-        skip: number of first steps of each rank that are left out.
-        most: number of last steps of each rank that are kept; None: all.
-        until: step after which the recording is not read further; None: it is read to its end.
-
-    Raises:
-        RecordingError: it cannot be read.
+    The first ``skip`` steps of each rank are left out; the last ``most`` are kept, None: all. The recording is not read
+    beyond the step ``until``; None: it is read to its end.
     """
 
     def __init__(self, path: Path, skip: int = 0, most: int | None = None, until: int | None = None) -> None:
-        self._skip = skip
-        self._most = most
-        self._until = until
+        self._skip, self._most, self._until = skip, most, until
         self._later: float | None = None
         """When the first rank had passed the step ``until``."""
         self._seen: dict[int, int] = {}

@@ -3,13 +3,14 @@
 ``training_steps`` has a row for each step of a rank with figures for which ``steps`` has no columns; the view
 ``throughput`` joins both. ``curves`` pools 16, 128, 1,024 or 8,192 consecutive steps of a rank per row, as
 ``rollups`` does for memory and times; single steps are read from ``steps`` and ``training_steps``. Both are derived
-from the stream.
+from the stream. Rows of ``rollups`` pool peaks by maximum, with the time of the highest, so a spike of one step is
+neither averaged away nor moved; times by sum, with the longest step beside it; and losses by mean.
 ``evaluations`` and ``checkpoints`` have messages of ``events`` in columns.
 """
 
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, pairwise
 from math import isfinite
 from typing import Any
 
@@ -21,22 +22,17 @@ from .results import MemoryColumn, StepPoint, TrainingPoint
 from .schema import PHASE_COLUMNS, ROLLUP_COLUMNS, ROLLUP_SIZES, STEP_COLUMNS
 
 Row = tuple[Any, ...]
-
-
 _PHASES = ", ".join([f"{phase}_host_us" for phase in STEP_PHASES] + [f"{phase}_device_us" for phase in STEP_PHASES])
 _POINT = (
     "t, {step}, {count}, host_us, {longest}, device_us, loss, allocated_peak, reserved_peak, resident_peak, " + _PHASES
 )
 _STEP_POINT = _POINT.format(step="step", count="1", longest="host_us")
 _ROLLUP_POINT = _POINT.format(step="max_step", count="count", longest="max_host_us")
-
 _MEMORY = "cast(({t} - :t0) / :width AS INTEGER) AS at, max(allocated_peak), max(reserved_peak), max(resident_peak)"
 _STEP_MEMORY = _MEMORY.format(t="t")
 _ROLLUP_MEMORY = _MEMORY.format(t="peak_t")
-
 _IN_ROLLUPS = "FROM rollups WHERE level = :level AND rank = :rank AND last_seq BETWEEN :first AND :last"
 _IN_STEPS = "FROM steps WHERE rank = :rank AND seq BETWEEN :first AND :last"
-
 MEMORY_ROWS = 30_000
 """Limit on the pooled rows that one memory query reads, if that leaves at least two per column."""
 MEMORY_ROWS_LIMIT = 150_000
@@ -82,20 +78,13 @@ class Window:
 
     def points(self, rank: int, limit: int) -> list[StepPoint]:
         """Return a rank's steps as at most ``limit`` points."""
-        level = len(ROLLUP_SIZES) - 1
-        while level >= 0:
-            size = ROLLUP_SIZES[level] // (ROLLUP_SIZES[level - 1] if level else 1)
-            if (self._count(level, rank) + 1) * size > 8 * limit:
-                break
-            level -= 1
+        sizes = reversed(list(enumerate(_GROUP_SIZES)))
+        level = next((at for at, size in sizes if (self._count(at, rank) + 1) * size > 8 * limit), -1)
         rows: list[Row] = []
         for size, first, last in pieces(self._connection, "rollups", rank, self._first, self._last, level):
             bind = {"level": size, "rank": rank, "first": first, "last": last}
-            query = (
-                f"SELECT {_STEP_POINT} {_IN_STEPS} ORDER BY seq"
-                if size < 0
-                else f"SELECT {_ROLLUP_POINT} {_IN_ROLLUPS} ORDER BY last_seq"
-            )
+            steps, pooled = f"{_STEP_POINT} {_IN_STEPS}", f"{_ROLLUP_POINT} {_IN_ROLLUPS}"
+            query = f"SELECT {steps} ORDER BY seq" if size < 0 else f"SELECT {pooled} ORDER BY last_seq"
             rows += self._connection.execute(query, bind).fetchall()
         group = -(-len(rows) // limit)
         return [_pooling_point(rows[at : at + group]) for at in range(0, len(rows), group)] if rows else []
@@ -143,7 +132,6 @@ class Window:
 def _pooling_point(rows: Sequence[Row]) -> StepPoint:
     columns = list(zip(*rows, strict=True))
     count = sum(columns[2])
-    losses = [(loss, n) for loss, n in zip(columns[6], columns[2], strict=True) if loss is not None]
     phases = len(STEP_PHASES)
     return StepPoint(
         t=columns[0][-1],
@@ -152,18 +140,18 @@ def _pooling_point(rows: Sequence[Row]) -> StepPoint:
         host_ms=sum(columns[3]) / count / 1e3,
         max_host_ms=max(columns[4]) / 1e3,
         device_ms=_mean_ms(columns[5], count),
-        loss=sum(loss * n for loss, n in losses) / sum(n for _, n in losses) if losses else None,
+        loss=_mean(columns[6], columns[2]),
         allocated_peak=max(columns[7]),
         reserved_peak=max(columns[8]),
-        resident_peak=max((value for value in columns[9] if value is not None), default=None),
+        resident_peak=max(_known(columns[9]), default=None),
         phase_ms=_by_phase(columns[10 : 10 + phases], count),
         phase_device_ms=_by_phase(columns[10 + phases :], count),
     )
 
 
 def _mean_ms(values: Sequence[int | None], count: int) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / count / 1e3 if known else None
+    total = _total(values)
+    return None if total is None else total / count / 1e3
 
 
 def _by_phase(columns: Sequence[Sequence[int | None]], count: int) -> dict[str, float]:
@@ -174,14 +162,12 @@ def _by_phase(columns: Sequence[Sequence[int | None]], count: int) -> dict[str, 
 StepFigures = tuple[float, int, int, int, int, float, float | None, float | None, float | None, int, int]
 """Figures of one step: ``t``, ``step``, ``training_us``, ``tokens``, ``label_tokens``, ``flops``, ``loss``, ``lr``,
 ``grad_norm``, ``data_us`` and ``whole_us`` of ``TrainingPoint``; losses, rates and norms may be not finite."""
-
 _Pooled = tuple[int, int, TrainingPoint]
 """First and last stream number, and the point."""
-
-
+_GROUP_SIZES = (ROLLUP_SIZES[0], *(size // below for below, size in pairwise(ROLLUP_SIZES)))
+"""Steps of a row of level 0, and rows of the level below of each row above."""
 ROWS_A_POINT = 4
 """Maximum number of pooled rows read per point of an answer."""
-
 _STEPS = """SELECT steps.seq, t, steps.rank, steps.step, 1, coalesce(training_us, host_us), steps.tokens,
         coalesce(label_tokens, 0), coalesce(flops, 0.0), loss, lr, grad_norm,
         CASE WHEN data_device_us IS NOT NULL AND device_us IS NOT NULL THEN data_device_us ELSE data_host_us END,
@@ -196,8 +182,7 @@ _CURVES = """SELECT * FROM curves WHERE level = :level AND rank = :rank AND last
 def training_row(seq: int, step: Step, training_us: int, peak: float | None) -> Row | None:
     """Return a row of ``training_steps``; None if ``steps`` has all figures of the step.
 
-    Args:
-        peak: data-sheet peak of the rank's device, FLOP/s; None: unknown.
+    ``peak`` is the data-sheet peak of the rank's device, FLOP/s; None: unknown.
     """
     rested = training_us != step.host_us
     if not (step.flops or step.label_tokens or rested):
@@ -207,19 +192,13 @@ def training_row(seq: int, step: Step, training_us: int, peak: float | None) -> 
 
 
 def evaluation_row(seq: int, t: float, evaluation: Evaluation) -> Row:
-    """Return a row of ``evaluations``."""
-    return (
-        *(seq, t, evaluation.rank, evaluation.step, evaluation.time, evaluation.name, evaluation.loss),
-        *(evaluation.perplexity, evaluation.label_tokens, evaluation.seconds, int(evaluation.best)),
-    )
+    """Return a row of ``evaluations``, without the metrics."""
+    return (seq, t, *astuple(evaluation)[:-1])
 
 
 def checkpoint_row(seq: int, t: float, checkpoint: Checkpoint) -> Row:
     """Return a row of ``checkpoints``."""
-    return (
-        *(seq, t, checkpoint.rank, checkpoint.step, checkpoint.time, checkpoint.path),
-        *(checkpoint.bytes, checkpoint.seconds, int(checkpoint.best)),
-    )
+    return (seq, t, *astuple(checkpoint))
 
 
 def figures_of(step: Step, t: float) -> StepFigures:
@@ -265,21 +244,8 @@ def _point(figures: StepFigures) -> TrainingPoint:
     t, step, training_us, tokens, label_tokens, flops, loss, lr, grad_norm, data_us, whole_us = figures
     loss, lr, grad_norm = _number(loss), _number(lr), _number(grad_norm)
     return TrainingPoint(
-        t=t,
-        step=step,
-        first_step=step,
-        training_us=training_us,
-        tokens=tokens,
-        label_tokens=label_tokens,
-        flops=flops,
-        loss=loss,
-        low_loss=loss,
-        high_loss=loss,
-        lr=lr,
-        grad_norm=grad_norm,
-        max_grad_norm=grad_norm,
-        data_us=data_us,
-        whole_us=whole_us,
+        *(t, step, step, 1, training_us, tokens, label_tokens, flops, loss, loss, loss),
+        *(lr, grad_norm, grad_norm, data_us, whole_us),
     )
 
 
@@ -299,14 +265,7 @@ def pool_points(points: Sequence[TrainingPoint]) -> TrainingPoint:
     lr, grad_norm, max_grad_norm, data_us, whole_us = rest
     by_labels = all(labels > 0 for labels, value in zip(label_tokens, loss, strict=True) if value is not None)
     return TrainingPoint(
-        t=t[-1],
-        step=max(step),
-        first_step=min(first_step),
-        count=sum(count),
-        training_us=sum(training_us),
-        tokens=sum(tokens),
-        label_tokens=sum(label_tokens),
-        flops=sum(flops),
+        *(t[-1], max(step), min(first_step), sum(count), sum(training_us), sum(tokens), sum(label_tokens), sum(flops)),
         loss=_mean(loss, label_tokens if by_labels else count),
         low_loss=min(_known(low_loss), default=None),
         high_loss=max(_known(high_loss), default=None),
@@ -318,89 +277,93 @@ def pool_points(points: Sequence[TrainingPoint]) -> TrainingPoint:
     )
 
 
-def _known(values: Sequence[float | None]) -> Sequence[float]:
+def _known(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if value is not None]
 
 
-def _mean(values: Sequence[float | None], weights: Sequence[int]) -> float | None:
+def _mean(values: Sequence[Any], weights: Sequence[int]) -> float | None:
     known = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
     total = sum([weight for _, weight in known])
     return sum([value * weight for value, weight in known]) / total if total else None
 
 
-class Curves:
-    """Collects the steps of each rank until they fill a row of ``curves``, and calls ``emit`` with the row."""
+class _Levels:
+    """Collects the items of each rank until they fill a pooled row of a level, and calls ``emit`` with it."""
+
+    table = ""
 
     def __init__(self, emit: Callable[[Row], None]) -> None:
         self._emit = emit
-        self._steps: dict[int, list[tuple[int, StepFigures]]] = {}
-        """Stream number and figures of the steps that are in no row yet, by rank."""
-        self._waiting: dict[int, list[list[_Pooled]]] = {}
-        """Pooled rows for the next row of the level above, by rank and level."""
+        self._waiting: dict[int, list[list[Any]]] = {}
+        """Items for the next row, by rank and level: steps at level 0, above it pooled ones of the level below."""
 
-    def add(self, seq: int, rank: int, figures: StepFigures) -> None:
-        """Add a step of a rank."""
-        steps = self._steps.get(rank)
-        if steps is None:
-            steps = self._steps[rank] = []
-        steps.append((seq, figures))
-        if len(steps) == ROLLUP_SIZES[0]:
-            self._pool(rank, (steps[0][0], seq, pool_points([_point(figures) for _, figures in steps])))
-            steps.clear()
-
-    def _pool(self, rank: int, pooled: _Pooled) -> None:
+    def _add(self, rank: int, item: Any) -> None:
         waiting = self._waiting.get(rank)
         if waiting is None:
             waiting = self._waiting[rank] = [[] for _ in ROLLUP_SIZES]
-        self._emit(_curve_row(0, rank, *pooled))
-        for level in range(1, len(ROLLUP_SIZES)):
+        for level, size in enumerate(_GROUP_SIZES):
             group = waiting[level]
-            group.append(pooled)
-            if len(group) < ROLLUP_SIZES[level] // ROLLUP_SIZES[level - 1]:
+            group.append(item)
+            if len(group) < size:
                 return
-            pooled = (group[0][0], group[-1][1], pool_points([point for _, _, point in group]))
+            item = self._pool(rank, level, group)
             group.clear()
-            self._emit(_curve_row(level, rank, *pooled))
 
     def load(self, connection: sqlite3.Connection) -> None:
         """Load the steps and rows that an earlier writer of this file had not pooled when it ended."""
-        newest = "SELECT coalesce(max(last_seq), 0) FROM curves WHERE level = ? AND rank = ?"
+        newest = f"SELECT coalesce(max(last_seq), 0) FROM {self.table} WHERE level = ? AND rank = ?"
+        rows = f"SELECT * FROM {self.table} WHERE level = ? AND rank = ? AND last_seq > ? ORDER BY last_seq"
         for (rank,) in connection.execute("SELECT DISTINCT rank FROM steps").fetchall():
             pooled = [connection.execute(newest, (level, rank)).fetchone()[0] for level in range(len(ROLLUP_SIZES))]
             waiting = self._waiting[rank] = [[] for _ in ROLLUP_SIZES]
             for level in range(1, len(ROLLUP_SIZES)):
-                bind = {"level": level - 1, "rank": rank, "first": pooled[level] + 1, "last": 1 << 62}
-                waiting[level] = [_from_curve(row) for row in connection.execute(_CURVES, bind)]
-            bind = {"rank": rank, "first": pooled[0] + 1, "last": 1 << 62}
-            for row in connection.execute(_STEPS, bind).fetchall():
-                self.add(row[0], rank, _figures_from(row))
+                found = connection.execute(rows, (level - 1, rank, pooled[level])).fetchall()
+                waiting[level] = list(map(self._item_of, found))
+            for step in self._steps_after(connection, rank, pooled[0]):
+                self._add(rank, step)
+
+    def _pool(self, rank: int, level: int, items: list[Any]) -> Any:
+        """Emit the pooled row of a level, and return its item."""
+        raise NotImplementedError
+
+    def _item_of(self, row: Row) -> Any:
+        raise NotImplementedError
+
+    def _steps_after(self, connection: sqlite3.Connection, rank: int, seq: int) -> list[Any]:
+        raise NotImplementedError
 
 
-def _curve_row(level: int, rank: int, first: int, last: int, point: TrainingPoint) -> Row:
-    return (
-        *(level, rank, last, first, point.t, point.count, point.first_step, point.step, point.training_us),
-        *(point.tokens, point.label_tokens, point.flops, point.loss, point.low_loss, point.high_loss, point.lr),
-        *(point.grad_norm, point.max_grad_norm, point.data_us, point.whole_us),
-    )
+class Curves(_Levels):
+    """Pools steps into rows of ``curves``. An item has its first and last stream number, and its figures."""
+
+    table = "curves"
+
+    def add(self, seq: int, rank: int, figures: StepFigures) -> None:
+        """Add a step of a rank."""
+        self._add(rank, (seq, seq, figures))
+
+    def _pool(self, rank: int, level: int, items: list[Any]) -> _Pooled:
+        point = pool_points([figures if level else _point(figures) for _, _, figures in items])
+        first, last, (t, step, first_step, count, *rest) = items[0][0], items[-1][1], astuple(point)
+        self._emit((level, rank, last, first, t, count, first_step, step, *rest))
+        return first, last, point
+
+    def _item_of(self, row: Row) -> _Pooled:
+        return _from_curve(row)
+
+    def _steps_after(self, connection: sqlite3.Connection, rank: int, seq: int) -> list[Any]:
+        rows = connection.execute(_STEPS, {"rank": rank, "first": seq + 1, "last": 1 << 62}).fetchall()
+        return [(row[0], row[0], _figures_from(row)) for row in rows]
 
 
-def _from_curve(row: Row) -> tuple[int, int, TrainingPoint]:
-    _, _, last, first, t, count, first_step, step, training_us, tokens, labels, flops, loss, low, high = row[:15]
-    lr, grad_norm, max_grad_norm, data_us, whole_us = row[15:20]
-    point = TrainingPoint(
-        *(t, step, first_step, count, training_us, tokens, labels, flops, loss, low, high),
-        *(lr, grad_norm, max_grad_norm, data_us, whole_us),
-    )
-    return first, last, point
+def _from_curve(row: Row) -> _Pooled:
+    _, _, last, first, t, count, first_step, step, *rest = row[:20]
+    return first, last, TrainingPoint(t, step, first_step, count, *rest)
 
 
 def _figures_from(row: Row) -> StepFigures:
     _, t, _, step, _, training_us, tokens, labels, flops, loss, lr, grad_norm, data_us, whole_us = row
     return (t, step, training_us, tokens or 0, labels, flops, loss, lr, grad_norm, data_us or 0, whole_us or 0)
-
-
-def _from_step(row: Row) -> TrainingPoint:
-    return _point(_figures_from(row))
 
 
 def read_points(connection: sqlite3.Connection, rank: int, first: int, last: int, limit: int) -> list[TrainingPoint]:
@@ -414,9 +377,7 @@ def read_points(connection: sqlite3.Connection, rank: int, first: int, last: int
     level = -1
     while level + 1 < len(ROLLUP_SIZES) and total > ROWS_A_POINT * limit:
         level += 1
-        count = (
-            "SELECT count(*) FROM curves WHERE level = :level AND rank = :rank AND last_seq BETWEEN :first AND :last"
-        )
+        count = f"SELECT count(*) {_IN_ROLLUPS.replace('rollups', 'curves')}"
         (found,) = connection.execute(count, {**bind, "level": level}).fetchone()
         if not found:  # a recording of an earlier version has none
             level -= 1
@@ -437,16 +398,9 @@ def _rows(connection: sqlite3.Connection, rank: int, first: int, last: int, leve
     for size, begin, end in pieces(connection, "curves", rank, first, last, level):
         bind = {"level": size, "rank": rank, "first": begin, "last": end}
         if size < 0:
-            yield from map(_from_step, connection.execute(_STEPS, bind))
+            yield from (_point(_figures_from(row)) for row in connection.execute(_STEPS, bind))
         else:
             yield from (_from_curve(row)[2] for row in connection.execute(_CURVES, bind))
-
-
-# Pooled rows of ``rollups``, from which graphs of long windows are drawn without reading every step.
-#
-# A row pools 16, 128, 1,024 or 8,192 consecutive steps of one rank. Peaks are pooled by maximum, with the time of the
-# highest, so a spike of one step is neither averaged away nor moved. Times are pooled by sum, with the longest step
-# beside it, and losses by mean.
 
 
 _HOST_AT = [len(STEP_COLUMNS) + position * len(PHASE_COLUMNS) for position in range(len(STEP_PHASES))]
@@ -457,32 +411,22 @@ _ALLOCATED, _RESERVED, _RESIDENT = _AT["allocated_peak"], _AT["reserved_peak"], 
 
 
 def _total(values: Sequence[Any]) -> Any:
-    try:
-        return sum(values)
-    except TypeError:  # some are None
-        pass
-    known = [value for value in values if value is not None]
+    known = _known(values)
     return sum(known) if known else None
-
-
-def _rollup_mean(values: Sequence[Any], counts: Sequence[int]) -> float | None:
-    known = [(value, count) for value, count in zip(values, counts, strict=True) if value is not None]
-    weight = sum(count for _, count in known)
-    return sum(value * count for value, count in known) / weight if weight else None
 
 
 def pool_steps(rows: Sequence[Row]) -> Row:
     """Pool rows of ``steps`` of one rank, in order of ``seq``, into a level 0 row of ``rollups``."""
     columns = list(zip(*rows, strict=True))
     allocated, reserved, resident = columns[11], columns[12], columns[13]
-    losses = [loss for loss in columns[7] if loss is not None]
+    losses = _known(columns[7])
     # On the CPU glibc keeps no high-water mark, so the resident set's peak is used there.
     highest = resident if resident[0] is not None and None not in resident else allocated
     return (
         *(0, rows[0][2], rows[-1][0], rows[0][0], rows[-1][1], columns[1][highest.index(max(highest))], len(rows)),
         *(min(columns[3]), max(columns[3]), sum(columns[5]), max(columns[5]), _total(columns[6])),
         *(sum(losses) / len(losses) if losses else None, max(allocated), max(reserved)),
-        max((value for value in resident if value is not None), default=None),
+        max(_known(resident), default=None),
         *(_total(columns[at]) for at in _HOST_AT),
         *(_total(columns[at + 1]) for at in _HOST_AT),
     )
@@ -496,78 +440,47 @@ def pool_rollups(level: int, rows: Sequence[Row]) -> Row:
     return (
         *(level, rows[0][1], rows[-1][2], rows[0][3], rows[-1][_T], columns[_PEAK_T][highest.index(max(highest))]),
         *(sum(columns[_COUNT]), min(columns[7]), max(columns[8]), sum(columns[9]), max(columns[10])),
-        *(_total(columns[11]), _rollup_mean(columns[_LOSS], columns[_COUNT])),
+        *(_total(columns[11]), _mean(columns[_LOSS], columns[_COUNT])),
         *(max(columns[_ALLOCATED]), max(columns[_RESERVED])),
-        max((value for value in resident if value is not None), default=None),
+        max(_known(resident), default=None),
         *(_total(columns[at]) for at in range(_FIRST_SUM, len(ROLLUP_COLUMNS))),
     )
 
 
-class Rollups:
-    """Collects the rows of each rank until they fill a pooled one, and calls ``emit`` with it."""
+class Rollups(_Levels):
+    """Pools rows of ``steps`` into rows of ``rollups``."""
 
-    def __init__(self, emit: Callable[[Row], None]) -> None:
-        self._emit = emit
-        self._waiting: dict[int, list[list[Row]]] = {}
+    table = "rollups"
 
     def add(self, row: Row) -> None:
         """Add one row of ``steps``."""
-        waiting = self._waiting.get(row[2])
-        if waiting is None:
-            waiting = self._waiting[row[2]] = [[] for _ in ROLLUP_SIZES]
-        steps = waiting[0]
-        steps.append(row)
-        if len(steps) == ROLLUP_SIZES[0]:
-            pooled = pool_steps(steps)
-            steps.clear()
-            self._pass_up(waiting, pooled)
-
-    def load(self, connection: sqlite3.Connection) -> None:
-        """Load the rows that an earlier writer of this file had not pooled when it ended."""
-        newest = "SELECT coalesce(max(last_seq), 0) FROM rollups WHERE level = ? AND rank = ?"
-        waiting_rows = "SELECT * FROM rollups WHERE level = ? AND rank = ? AND last_seq > ? ORDER BY last_seq"
-        for (rank,) in connection.execute("SELECT DISTINCT rank FROM steps").fetchall():
-            waiting = self._waiting[rank] = [[] for _ in ROLLUP_SIZES]
-            pooled_to = [connection.execute(newest, (level, rank)).fetchone()[0] for level in range(len(ROLLUP_SIZES))]
-            for level in range(1, len(ROLLUP_SIZES)):
-                waiting[level] = connection.execute(waiting_rows, (level - 1, rank, pooled_to[level])).fetchall()
-            steps = "SELECT * FROM steps WHERE rank = ? AND seq > ? ORDER BY seq"
-            for row in connection.execute(steps, (rank, pooled_to[0])).fetchall():
-                self.add(row)
+        self._add(row[2], row)
 
     def flush(self) -> None:
         """Pool the waiting rows now, into rows of fewer steps."""
-        for waiting in self._waiting.values():
-            if waiting[0]:
-                pooled = pool_steps(waiting[0])
-                self._emit(pooled)
-                waiting[1].append(pooled)
-            for level in range(1, len(ROLLUP_SIZES)):
-                if waiting[level]:
-                    pooled = pool_rollups(level, waiting[level])
-                    self._emit(pooled)
-                    if level + 1 < len(ROLLUP_SIZES):
-                        waiting[level + 1].append(pooled)
+        for rank, waiting in self._waiting.items():
+            for level, items in enumerate(waiting):
+                if items:
+                    pooled = self._pool(rank, level, items)
+                    for above in waiting[level + 1 : level + 2]:
+                        above.append(pooled)
         self._waiting.clear()
 
-    def _pass_up(self, waiting: list[list[Row]], pooled: Row) -> None:
+    def _pool(self, rank: int, level: int, items: list[Any]) -> Row:
+        pooled = pool_rollups(level, items) if level else pool_steps(items)
         self._emit(pooled)
-        for level in range(1, len(ROLLUP_SIZES)):
-            group = waiting[level]
-            group.append(pooled)
-            if len(group) < ROLLUP_SIZES[level] // ROLLUP_SIZES[level - 1]:
-                return
-            pooled = pool_rollups(level, group)
-            group.clear()
-            self._emit(pooled)
+        return pooled
 
+    def _item_of(self, row: Row) -> Row:
+        return row
 
-# Finds the step of a rank's highest memory peak so far with a few small lookups in the pooled rows.
+    def _steps_after(self, connection: sqlite3.Connection, rank: int, seq: int) -> list[Any]:
+        query = "SELECT * FROM steps WHERE rank = ? AND seq > ? ORDER BY seq"
+        return connection.execute(query, (rank, seq)).fetchall()
 
 
 _PEAK = "coalesce(resident_peak, allocated_peak)"
 """The figure whose peak is a true high-water mark: the resident set on the CPU, else the allocated memory."""
-
 _HIGHEST_POOLED = f"""SELECT {_PEAK}, first_seq, last_seq FROM rollups
     WHERE level = ? AND rank = ? AND last_seq BETWEEN ? AND ? ORDER BY 1 DESC, last_seq LIMIT 1"""
 _HIGHEST_STEP = f"SELECT {_PEAK}, seq FROM steps WHERE rank = ? AND seq BETWEEN ? AND ? ORDER BY 1 DESC, seq LIMIT 1"

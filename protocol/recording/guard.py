@@ -15,7 +15,6 @@ from typing import TypeVar
 from ..errors import RecordingError
 
 T = TypeVar("T")
-
 _BYTES_A_SECOND = 8e6
 """Processor time of one query, per byte of the file: a full scan reads more than 100 MB/s."""
 ALL_BYTES_A_SECOND = 2e6
@@ -26,7 +25,6 @@ _SPARE_BYTES, _AMPLIFICATION = 24 * 2**20, 8
 """Limit on the unpacked bytes of one answer, per byte of the file: zlib compresses messages by a factor of 3 to 5."""
 _OPERATIONS = 50_000
 """Instructions of SQLite's virtual machine between two readings of the clock: about 2 to 5 ms."""
-
 _LIMITS = {"LENGTH": 32 * 2**20, "SQL_LENGTH": 200_000, "COLUMN": 500, "EXPR_DEPTH": 200, "ATTACHED": 0}
 _SWITCHES = {"DEFENSIVE": True, "TRUSTED_SCHEMA": False, "ENABLE_TRIGGER": False, "ENABLE_VIEW": False}
 """``Connection.setconfig`` is new in Python 3.12; older versions rely on the pragma and the check of the schema."""
@@ -39,10 +37,8 @@ class RefusedError(RecordingError):
 class Guard:
     """Bounds the cost of queries on one file, over any number of connections.
 
-    Args:
-        path: the file, for its size and for messages.
-        seconds: processor time for one query, in addition to the share for the file's size.
-        once: bound all queries together as well: they are the queries of one command.
+    A query may take ``seconds`` of processor time, in addition to the share for the file's size. ``once`` bounds all
+    queries together as well: they are those of one command.
     """
 
     def __init__(self, path: Path, seconds: float = _SECONDS, *, once: bool = False) -> None:

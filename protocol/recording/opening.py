@@ -16,7 +16,6 @@ from .schema import APPLICATION_ID, SCHEMA_VERSION, expected_tables, table_probl
 
 _HEADER_BYTES = 100
 _MAGIC = b"SQLite format 3\x00"
-
 scratch_folder = partial(tempfile.TemporaryDirectory[str], prefix="ftmon-", ignore_cleanup_errors=True)
 """Makes a new folder that is removed with its owner."""
 
@@ -119,8 +118,7 @@ def connect(path: Path, options: str) -> sqlite3.Connection:
 def open_whole(path: Path, header: Header, guard: Guard) -> OpenedRecording:
     """Open a recording that is not damaged, read-only, with the tables of its schema.
 
-    Raises:
-        sqlite3.Error, UnicodeDecodeError: it is damaged (``is_damage``), or cannot be opened.
+    Raises ``sqlite3.Error`` or ``UnicodeDecodeError`` if it is damaged (``is_damage``), or cannot be opened.
     """
     opened = _connected(path, header, guard)
     try:

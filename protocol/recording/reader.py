@@ -1,16 +1,18 @@
 """Reads a recording: whole states by time, ranges of the stream, pooled curves. Works while it is being written."""
 
 import contextlib
+import inspect
 import math
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import msgspec
 
@@ -38,71 +40,9 @@ from .rows import Row, RowDecoder, job_seqs, shown_since
 from .salvage import open_damaged, open_recording
 from .schema import ROLLUP_SIZES, STREAM_TABLES
 
-
-def read_info(
-    path: Path,
-    opened: OpenedRecording,
-    every: Callable[[str], list[Row]],
-    one: Callable[[str], Any],
-    ranks: list[int],
-    state: RunState | None,
-    left_out: Callable[[], str],
-) -> RecordingInfo:
-    """Return the summary of a recording.
-
-    Args:
-        every: returns all rows of a query.
-        one: returns the first value of a query.
-        left_out: returns what was left out of the answers so far, as text.
-
-    Raises:
-        sqlite3.Error, TypeError, ValueError: the file is damaged.
-    """
-    rows = every("SELECT key, value FROM meta")
-    meta = {key: value for key, value in rows if isinstance(key, str) and isinstance(value, str)}
-    firsts: list[tuple[int, float]] = []
-    lasts: list[tuple[int, float]] = []
-    for table in STREAM_TABLES:
-        firsts += every(f"SELECT seq, t FROM {table} ORDER BY seq LIMIT 1")
-        lasts += every(f"SELECT seq, t FROM {table} ORDER BY seq DESC LIMIT 1")
-    first, last = _moment(min(firsts, default=(0, 0.0))), _moment(max(lasts, default=(0, 0.0)))
-    # If the clock was set back, the last message has an earlier time, which occurs elsewhere in the stream as well.
-    newest = _moment((0, one("SELECT max(second) FROM clock") or 0))[1] if last[1] else 0.0
-    process = ProcessId(_number(meta.get("writer_pid")), _number(meta.get("writer_start_ticks")))
-    closed = bool(meta.get("closed"))
-    live = not closed and not opened.missing and is_alive(process)
-    gaps = every("SELECT first_t, last_t, messages, reason FROM gaps")
-    missing = "; ".join(filter(None, (_missing(opened, closed, live, last[1], gaps), left_out())))
-    return RecordingInfo(
-        run_id=meta.get("run_id", ""),
-        name=meta.get("name", path.parent.name),
-        command=_command(meta.get("command", "[]")),
-        started=_time(meta.get("created")) or first[1],
-        first_t=first[1],
-        last_t=max(last[1], float(newest)),
-        first_seq=first[0],
-        last_seq=last[0],
-        steps=one("SELECT count(seq) FROM steps"),
-        ranks=ranks,
-        schema=opened.schema,
-        complete=closed and not missing,
-        missing=missing,
-        state=state.state if state else "",
-        exit_code=state.exit_code if state else None,
-        last_step=one("SELECT max(step) FROM (SELECT step FROM steps ORDER BY seq DESC LIMIT 4096)") or 0,
-        host=meta.get("host", ""),
-        kind=meta.get("kind", ""),
-        live=live,
-        model=_text(one("SELECT model FROM ranks WHERE model != '' ORDER BY seq DESC LIMIT 1")),
-        loss=_last_loss(every(_LOSSES.format(min(4096, 8 * len(ranks)))), len(ranks)),
-        evaluation_loss=_real(one(_EVALUATION_LOSS)),
-        state_text=state.text if state else "",
-    )
-
-
 _LOSSES = """
     SELECT step, loss, label_tokens FROM steps LEFT JOIN training_steps USING(seq)
-    WHERE seq IN (SELECT seq FROM steps ORDER BY seq DESC LIMIT {})"""
+    WHERE seq IN (SELECT seq FROM steps ORDER BY seq DESC LIMIT ?)"""
 _EVALUATION_LOSS = """
     SELECT loss FROM evaluations WHERE loss IS NOT NULL
     AND name = (SELECT name FROM evaluations WHERE loss IS NOT NULL ORDER BY step, seq LIMIT 1)
@@ -112,8 +52,7 @@ _EVALUATION_LOSS = """
 def _last_loss(rows: list[Row], ranks: int) -> float | None:
     """Return the loss of the last step that all ranks recorded, mean over ranks; of the last step if there is none.
 
-    Args:
-        rows: step, loss and label tokens of the latest rank-steps.
+    ``rows`` has step, loss and label tokens of the latest rank-steps.
     """
     steps: dict[int, list[tuple[float, int]]] = {}
     recorded: dict[int, int] = {}
@@ -126,14 +65,6 @@ def _last_loss(rows: list[Row], ranks: int) -> float | None:
     return mean_loss(steps.get(common, []))
 
 
-def _real(value: object) -> float | None:
-    return value if isinstance(value, float) and isfinite(value) else None
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
-
-
 def _missing(opened: OpenedRecording, closed: bool, live: bool, last_t: float, gaps: list[Row]) -> str:
     until = f"; it ends at {_clock(last_t)}" if last_t else ""
     found = [f"{opened.missing}{until}"] if opened.missing else []
@@ -142,8 +73,9 @@ def _missing(opened: OpenedRecording, closed: bool, live: bool, last_t: float, g
     for first_t, gap_t, messages, reason in gaps:
         count = messages if isinstance(messages, int) else "some"
         words = sanitize(reason, 300) if isinstance(reason, str) and reason else "the reason is not known"
-        noun = "message" if count == 1 else "messages"
-        found.append(f"{count} {noun} between {_clock(first_t)} and {_clock(gap_t)}: {words}")
+        found.append(
+            f"{count} message{'' if count == 1 else 's'} between {_clock(first_t)} and {_clock(gap_t)}: {words}"
+        )
     return "; ".join(found)
 
 
@@ -179,13 +111,13 @@ def _command(text: str) -> list[str]:
 
 
 T = TypeVar("T")
-
+P = ParamSpec("P")
 _DAMAGE = (msgspec.MsgspecError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
 """Errors raised for values in the file that no writer writes."""
-
 _PART = 256
 """Rows fetched at once; the bytes of the answer are counted after each part."""
-
+_END = 1 << 62
+"""Above all numbers of the stream."""
 _LAST_OF_EACH = """
     WITH RECURSIVE keys(key) AS (
         SELECT min({key}) FROM {table} {where}
@@ -196,15 +128,40 @@ _LAST_OF_EACH = """
 """The last row up to :seq for each value of an indexed column, by a loose index scan."""
 
 
+def _whole(value: Any) -> int:
+    """Return an argument as an integer that fits SQLite's 64 bits."""
+    return int(min(max(value, -_END), _END))
+
+
+_CONVERT: dict[Any, Callable[[Any], Any]] = {
+    int: _whole,
+    float: float,
+    str: str,
+    int | None: lambda value: None if value is None else _whole(value),
+    float | None: lambda value: None if value is None else float(value),
+}
+
+
+def _query(method: Callable[Concatenate["Reader", P], T]) -> Callable[Concatenate["Reader", P], T]:
+    """Convert a query's arguments to their types before the file is read, and answer it under the reader's lock."""
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def ask(reader: "Reader", *args: P.args, **named: P.kwargs) -> T:
+        bound = signature.bind(reader, *args, **named)
+        for name, value in list(bound.arguments.items())[1:]:
+            bound.arguments[name] = _CONVERT[signature.parameters[name].annotation](value)
+        return reader._ask(method.__name__, lambda: method(*bound.args, **bound.kwargs))
+
+    return ask
+
+
 class Reader:
     """A recording, open for reading from any thread; the file is never changed.
 
-    Args:
-        once: for one command: the cost of all queries together is bounded, not only of each. Beyond the limit messages
-            are left out of the answers (``left_out``), or the query is refused.
-
-    Raises:
-        RecordingError: it is missing, not a recording, of a newer schema, or nothing of it can be read.
+    ``once`` is for one command: the cost of all queries together is bounded, not only of each. Beyond the limit
+    messages are left out of the answers (``left_out``), or the query is refused. Raises ``RecordingError`` if the file
+    is missing, not a recording, of a newer schema, or nothing of it can be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, once: bool = False) -> None:
@@ -240,15 +197,68 @@ class Reader:
         messages = "a message was" if count == 1 else f"{count:,} messages were"
         return f"{messages} left out: reading them costs more than the file's size justifies; it is damaged, or made so"
 
+    @_query
     def info(self) -> RecordingInfo:
         """Return a summary of the recording, and what is missing of it."""
-        return self._ask("info", self._info)
+        opened, ranks, state, alerts = self._opened, self._ranks(), self._run_state(), self._alerts(None, None)
+        rows = self._all("SELECT key, value FROM meta")
+        meta = {key: value for key, value in rows if isinstance(key, str) and isinstance(value, str)}
+        first, last = _moment(min(self._outer_rows("ASC"))), _moment(max(self._outer_rows("DESC")))
+        # If the clock was set back, the last message has an earlier time, which occurs elsewhere in the stream as well.
+        newest = _moment((0, self._one("SELECT max(second) FROM clock") or 0))[1] if last[1] else 0.0
+        process = ProcessId(_number(meta.get("writer_pid")), _number(meta.get("writer_start_ticks")))
+        closed = bool(meta.get("closed"))
+        live = not closed and not opened.missing and is_alive(process)
+        gaps = self._all("SELECT first_t, last_t, messages, reason FROM gaps")
+        missing = "; ".join(filter(None, (_missing(opened, closed, live, last[1], gaps), self.left_out)))
+        failure = first_failure(alerts)
+        model = self._one("SELECT model FROM ranks WHERE model != '' ORDER BY seq DESC LIMIT 1")
+        evaluation = self._one(_EVALUATION_LOSS)
+        return RecordingInfo(
+            run_id=meta.get("run_id", ""),
+            name=meta.get("name", self.path.parent.name),
+            command=_command(meta.get("command", "[]")),
+            started=_time(meta.get("created")) or first[1],
+            first_t=first[1],
+            last_t=max(last[1], float(newest)),
+            first_seq=first[0],
+            last_seq=last[0],
+            steps=self._one("SELECT count(seq) FROM steps"),
+            ranks=ranks,
+            schema=opened.schema,
+            complete=closed and not missing,
+            missing=missing,
+            state=state.state if state else "",
+            exit_code=state.exit_code if state else None,
+            last_step=self._one("SELECT max(step) FROM (SELECT step FROM steps ORDER BY seq DESC LIMIT 4096)") or 0,
+            host=meta.get("host", ""),
+            kind=meta.get("kind", ""),
+            live=live,
+            open_errors=sorted({each.kind for each in alerts if each.severity == "error" and each.resolved is None}),
+            model=model if isinstance(model, str) else "",
+            loss=_last_loss(self._all(_LOSSES, (min(4096, 8 * len(ranks)),)), len(ranks)),
+            evaluation_loss=evaluation if isinstance(evaluation, float) and isfinite(evaluation) else None,
+            state_text=state.text if state else "",
+            failure="" if failure is None else failure.title,
+        )
 
+    @_query
     def frames(self, after_seq: int = 0, limit: int = 1000, until_t: float | None = None) -> list[Frame]:
         """Return at most ``limit`` messages of the stream numbered above ``after_seq``, up to ``until_t``, in order."""
-        after, most, until = _whole(after_seq), _whole(limit), None if until_t is None else float(until_t)
-        return self._ask("frames", lambda: self._frames(after, most, until))
+        last = _END if until_t is None else self._seq_at(until_t)
+        found: list[tuple[int, str, Row]] = []
+        for table in STREAM_TABLES:
+            query = f"SELECT * FROM {table} WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?"
+            rows = self._all(query, (after_seq, last, limit))
+            found += ((row[0], table, row) for row in rows)
+            if len(rows) == limit:
+                last = rows[-1][0]
+        found.sort(key=lambda entry: entry[0])
+        # A page that is in the file twice gives its rows twice.
+        frames = {frame.seq: frame for frame in self._decoded((table, row) for _, table, row in found[:limit])}
+        return list(frames.values())
 
+    @_query
     def state_at(self, t: float) -> list[Frame]:
         """Return the smallest set of messages that, applied in order, give the run's state at ``t``.
 
@@ -256,84 +266,115 @@ class Reader:
         highest memory peak of the job so far, its composition with the highest peak and the last cause of each phase;
         and each job's first message in the stream. Log lines are excluded (``logs``).
         """
-        at = float(t)
-        return self._ask("state_at", lambda: self._state_at(at))
+        seq = self._seq_at(t)
+        since = shown_since(self._connection, seq)
+        rows = self._rows_of("jobs", job_seqs(self._connection, seq))
+        for table, key in (("ranks", "rank"), ("steps", "rank"), ("device_samples", "device")):
+            seqs = set(self._last_of_each(table, key, seq))
+            if table == "steps":
+                peaks = [peak_seq(self._connection, rank, seq, since) for rank in self._ranks()]
+                seqs.update(peak for peak in peaks if peak is not None)
+            rows += self._rows_of(table, sorted(seqs))
+        events = set(explained_seqs(self._connection, seq, since))
+        for kind in self._values("events", "type", str):
+            events.update(self._last_of_each("events", "rank", seq, kind))
+        rows += self._rows_of("events", sorted(events))
+        return sorted(self._decoded(rows) + self._alerts_at(seq), key=lambda frame: frame.seq)
 
+    @_query
     def memory(self, t0: float, t1: float, columns: int) -> list[MemoryColumn]:
         """Return the memory peaks of every rank between two times in ``columns`` equal spans, pooled by maximum."""
-        begin, end, count = float(t0), float(t1), _whole(columns)
-        return self._ask("memory", lambda: self._memory(begin, end, count))
+        if columns < 1 or not t1 > t0:
+            return []
+        width = (t1 - t0) / columns
+        first, last = self._span(t0, t1)
+        found = Window(self._connection, first, last).memory(self._ranks(), t0, width, columns)
+        spikes = "SELECT rank, t FROM alerts WHERE kind = 'spike' AND seq BETWEEN ? AND ?"
+        for rank, t in self._all(spikes, (first, last)):
+            key = (rank, min(max(int((t - t0) / width), 0), columns - 1))
+            if key in found:
+                found[key] = msgspec.structs.replace(found[key], spike=True)
+        return [found[key] for key in sorted(found)]
 
+    @_query
     def series(self, rank: int, t0: float, t1: float, limit: int = 500) -> list[StepPoint]:
         """Return a rank's steps that ended between two times; pooled if there are more than ``limit``."""
-        begin, end, of, most = float(t0), float(t1), _whole(rank), max(1, _whole(limit))
-        return self._ask("series", lambda: Window(self._connection, *self._span(begin, end)).points(of, most))
+        return Window(self._connection, *self._span(t0, t1)).points(rank, max(1, limit))
 
+    @_query
     def training(self, rank: int, t0: float, t1: float, limit: int = 500) -> list[TrainingPoint]:
         """Return a rank's training figures between two times; pooled if there are more than ``limit`` steps."""
-        begin, end, of, most = float(t0), float(t1), _whole(rank), max(1, _whole(limit))
-        return self._ask("training", lambda: read_points(self._connection, of, *self._span(begin, end), most))
+        return read_points(self._connection, rank, *self._span(t0, t1), max(1, limit))
 
+    @_query
     def alerts(self, t0: float | None = None, t1: float | None = None) -> list[Alert]:
         """Return the alerts raised between two times, in their state at ``t1``, by the time they were raised."""
-        begin, end = None if t0 is None else float(t0), None if t1 is None else float(t1)
-        return self._ask("alerts", lambda: self._alerts(begin, end))
+        return self._alerts(t0, t1)
 
+    @_query
     def logs(
         self, before_seq: int | None = None, rank: int | None = None, text: str = "", limit: int = 500
     ) -> list[Frame]:
-        """Return the last ``limit`` log lines numbered below ``before_seq``, oldest first.
+        """Return the last ``limit`` log lines numbered below ``before_seq`` (None: the last ones), oldest first.
 
-        Args:
-            before_seq: None for the end of the recording.
-            rank: only this rank's; -1 is the launcher.
-            text: only lines that contain it (ASCII case-insensitive).
-            limit: maximum number of lines.
+        Only those of ``rank`` (-1: the launcher) and with ``text`` in them (ASCII case-insensitive), if given.
         """
-        before, of = None if before_seq is None else _whole(before_seq), None if rank is None else _whole(rank)
-        words, most = str(text), _whole(limit)
-        return self._ask("logs", lambda: self._logs(before, of, words, most))
+        query = "SELECT * FROM logs WHERE seq < ?"
+        values: list[Any] = [_END if before_seq is None else before_seq]
+        if rank is not None:
+            query += " AND rank = ?"
+            values.append(rank)
+        if text:
+            query += " AND text LIKE ? ESCAPE '\\'"
+            escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+            values.append(f"%{escaped}%")
+        rows = self._all(f"{query} ORDER BY seq DESC LIMIT ?", (*values, limit))
+        return self._decoded(("logs", row) for row in reversed(rows))
 
+    @_query
     def marks(self) -> list[PeakMark]:
         """Return the steps in which a phase reached a new highest peak, by rank and step; none in older recordings.
 
         With several jobs, only those of the last one in the stream.
         """
-        return self._ask("marks", lambda: read_marks(self._connection, shown_since(self._connection, 1 << 62)))
+        return read_marks(self._connection, shown_since(self._connection, _END))
 
+    @_query
     def jobs(self) -> list[Frame]:
         """Return the last ``job`` message of each job, by number; none in older recordings."""
-        return self._ask("jobs", self._jobs)
+        seqs = [seq for (seq,) in self._all("SELECT max(seq) FROM jobs GROUP BY number ORDER BY number")]
+        frames = self._decoded(self._rows_of("jobs", seqs))
+        return sorted(frames, key=lambda frame: frame.message.number if isinstance(frame.message, Job) else 0)
 
+    @_query
     def sampled(self, kind: str, rank: int, limit: int = 240) -> list[Frame]:
         """Return at most ``limit`` messages of one type (its tag) of a rank, spread evenly over the recording.
 
         Only types without a table of their own: ``events``, ``composition``, ``cause``, ``oom`` ... The last message
         is always included.
         """
-        words, of, most = str(kind), _whole(rank), max(1, _whole(limit))
-        return self._ask("sampled", lambda: self._sampled(words, of, most))
+        query = "SELECT seq FROM events WHERE type = ? AND rank = ? ORDER BY seq DESC"
+        seqs = [seq for (seq,) in self._all(query, (kind, rank))]
+        stride = -(-len(seqs) // max(1, limit)) or 1
+        return sorted(self._decoded(self._rows_of("events", seqs[::stride])), key=lambda frame: frame.seq)
 
+    @_query
     def step_time(self, step: int) -> float | None:
         """Return when the last rank reported this step; None if none did."""
-        number = _whole(step)
-        return self._ask("step_time", lambda: self._step_time(number))
+        times = [self._rank_step_time(rank, step) for rank in self._ranks()]
+        return max((t for t in times if t is not None), default=None)
 
+    @_query
     def seq_at(self, t: float) -> int:
         """Return the number of the last message at ``t``; 0 before the first."""
-        at = float(t)
-        return self._ask("seq_at", lambda: self._seq_at(at))
+        return self._seq_at(t)
 
     @property
     def _connection(self) -> sqlite3.Connection:
         return self._opened.connection
 
     def _ask(self, name: str, question: Callable[[], T]) -> T:
-        """Answer a query under the lock; if the file proves damaged, salvage it and answer from the rest.
-
-        Raises:
-            RecordingError: there is no answer, or it costs more than the file's size justifies.
-        """
+        """Answer a query under the lock; if the file proves damaged, salvage it and answer from the rest."""
         with self._lock:
             try:
                 return self._answer(name, question)
@@ -385,7 +426,7 @@ class Reader:
         if first is None:
             return 0
         query = "SELECT seq FROM clock WHERE second > ? ORDER BY second LIMIT 1"
-        beyond = self._one(query, (math.floor(t),)) or 1 << 62
+        beyond = self._one(query, (math.floor(t),)) or _END
         found = first - 1
         for table in STREAM_TABLES:
             query = f"SELECT seq FROM {table} WHERE seq >= ? AND seq < ? AND t <= ? ORDER BY seq DESC LIMIT 1"
@@ -395,19 +436,13 @@ class Reader:
     def _span(self, t0: float, t1: float) -> tuple[int, int]:
         return self._seq_at(math.nextafter(t0, -math.inf)) + 1, self._seq_at(t1)
 
-    def _frames(self, after_seq: int, limit: int, until_t: float | None) -> list[Frame]:
-        last = (1 << 62) if until_t is None else self._seq_at(until_t)
-        found: list[tuple[int, str, Row]] = []
-        for table in STREAM_TABLES:
-            query = f"SELECT * FROM {table} WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?"
-            rows = self._all(query, (after_seq, last, limit))
-            found += ((row[0], table, row) for row in rows)
-            if len(rows) == limit:
-                last = rows[-1][0]
-        found.sort(key=lambda entry: entry[0])
-        # A page that is in the file twice gives its rows twice.
-        frames = {frame.seq: frame for _, table, row in found[:limit] if (frame := self._decoder.frame(table, row))}
-        return list(frames.values())
+    def _decoded(self, rows: Iterable[tuple[str, Row]]) -> list[Frame]:
+        return [frame for table, row in rows if (frame := self._decoder.frame(table, row))]
+
+    def _outer_rows(self, order: str) -> list[Row]:
+        """Return number and time of each table's first (``ASC``) or last message; zeros if there are none."""
+        queries = (f"SELECT seq, t FROM {table} ORDER BY seq {order} LIMIT 1" for table in STREAM_TABLES)
+        return [row for query in queries for row in self._all(query)] or [(0, 0.0)]
 
     def _rows_of(self, table: str, seqs: Sequence[int]) -> list[tuple[str, Row]]:
         rows: list[tuple[str, Row]] = []
@@ -422,49 +457,13 @@ class Reader:
         query = _LAST_OF_EACH.format(table=table, key=key, where=where, also=also)
         return [found for (found,) in self._all(query, {"seq": seq, "type": kind}) if found is not None]
 
-    def _state_at(self, t: float) -> list[Frame]:
-        seq = self._seq_at(t)
-        since = shown_since(self._connection, seq)
-        rows: list[tuple[str, Row]] = []
-        for table, key in (("ranks", "rank"), ("steps", "rank"), ("device_samples", "device")):
-            seqs = self._last_of_each(table, key, seq)
-            if table == "steps":
-                seqs = sorted({*seqs, *self._peak_steps(seq, since)})
-            rows += self._rows_of(table, seqs)
-        rows += self._rows_of("jobs", job_seqs(self._connection, seq))
-        events = set(explained_seqs(self._connection, seq, since))
-        for kind in self._values("events", "type", str):
-            events.update(self._last_of_each("events", "rank", seq, kind))
-        rows += self._rows_of("events", sorted(events))
-        frames = [frame for table, row in rows if (frame := self._decoder.frame(table, row))]
-        return sorted(frames + self._alerts_at(seq), key=lambda frame: frame.seq)
-
-    def _jobs(self) -> list[Frame]:
-        seqs = [seq for (seq,) in self._all("SELECT max(seq) FROM jobs GROUP BY number ORDER BY number")]
-        frames = [frame for table, row in self._rows_of("jobs", seqs) if (frame := self._decoder.frame(table, row))]
-        return sorted(frames, key=lambda frame: frame.message.number if isinstance(frame.message, Job) else 0)
-
-    def _sampled(self, kind: str, rank: int, limit: int) -> list[Frame]:
-        query = "SELECT seq FROM events WHERE type = ? AND rank = ? ORDER BY seq DESC"
-        seqs = [seq for (seq,) in self._all(query, (kind, rank))]
-        stride = -(-len(seqs) // limit) if seqs else 1
-        rows = self._rows_of("events", seqs[::stride])
-        frames = [frame for table, row in rows if (frame := self._decoder.frame(table, row))]
-        return sorted(frames, key=lambda frame: frame.seq)
-
     def _alerts_at(self, seq: int) -> list[Frame]:
         """Return the last message of each alert up to ``seq``; cached, as a long run has thousands of alerts."""
         query = "SELECT max(seq) FROM alerts WHERE seq <= ? GROUP BY id"
         seqs = [found for (found,) in self._all(query, (seq,))]
-        for table, row in self._rows_of("alerts", [found for found in seqs if found not in self._alert_frames]):
-            frame = self._decoder.frame(table, row)
-            if frame is not None:
-                self._alert_frames[frame.seq] = frame
+        rows = self._rows_of("alerts", [found for found in seqs if found not in self._alert_frames])
+        self._alert_frames |= {frame.seq: frame for frame in self._decoded(rows)}
         return [self._alert_frames[found] for found in seqs if found in self._alert_frames]
-
-    def _peak_steps(self, seq: int, since: int) -> list[int]:
-        found = [peak_seq(self._connection, rank, seq, since) for rank in self._ranks()]
-        return [number for number in found if number is not None]
 
     def _ranks(self) -> list[int]:
         found: set[int] = set()
@@ -473,11 +472,7 @@ class Reader:
         return sorted(found)
 
     def _values(self, table: str, column: str, kind: type) -> list[Any]:
-        """Return the distinct values of an indexed column, by a loose index scan.
-
-        Raises:
-            ValueError: the index is out of order, or has too many values.
-        """
+        """Return the distinct values of an indexed column, by a loose index scan."""
         found: list[Any] = []
         value = self._one(f"SELECT min({column}) FROM {table}")
         while value is not None:
@@ -487,79 +482,29 @@ class Reader:
             value = self._one(f"SELECT min({column}) FROM {table} WHERE {column} > ?", (value,))
         return found
 
-    def _memory(self, t0: float, t1: float, columns: int) -> list[MemoryColumn]:
-        if columns < 1 or not t1 > t0:
-            return []
-        width = (t1 - t0) / columns
-        first, last = self._span(t0, t1)
-        found = Window(self._connection, first, last).memory(self._ranks(), t0, width, columns)
-        spikes = "SELECT rank, t FROM alerts WHERE kind = 'spike' AND seq BETWEEN ? AND ?"
-        for rank, t in self._all(spikes, (first, last)):
-            key = (rank, min(max(int((t - t0) / width), 0), columns - 1))
-            if key in found:
-                found[key] = msgspec.structs.replace(found[key], spike=True)
-        return [found[key] for key in sorted(found)]
-
     def _alerts(self, t0: float | None, t1: float | None) -> list[Alert]:
-        seq = (1 << 62) if t1 is None else self._seq_at(t1)
+        seq = _END if t1 is None else self._seq_at(t1)
         alerts = [frame.message for frame in self._alerts_at(seq) if isinstance(frame.message, Alert)]
         return sorted((alert for alert in alerts if t0 is None or alert.time >= t0), key=lambda alert: alert.time)
 
-    def _logs(self, before_seq: int | None, rank: int | None, text: str, limit: int) -> list[Frame]:
-        query, bind = "SELECT * FROM logs WHERE seq < ?", [(1 << 62) if before_seq is None else before_seq]
-        values: list[Any] = list(bind)
-        if rank is not None:
-            query += " AND rank = ?"
-            values.append(rank)
-        if text:
-            query += " AND text LIKE ? ESCAPE '\\'"
-            escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
-            values.append(f"%{escaped}%")
-        rows = self._all(f"{query} ORDER BY seq DESC LIMIT ?", (*values, limit))
-        return [frame for row in reversed(rows) if (frame := self._decoder.frame("logs", row))]
-
-    def _step_time(self, step: int) -> float | None:
-        times = [self._rank_step_time(rank, step) for rank in self._ranks()]
-        return max((t for t in times if t is not None), default=None)
-
     def _rank_step_time(self, rank: int, step: int) -> float | None:
-        first, last = 0, 1 << 62
+        first, last = 0, _END
         for level in reversed(range(len(ROLLUP_SIZES))):
             query = """SELECT first_seq, last_seq FROM rollups WHERE level = ? AND rank = ? AND last_seq BETWEEN ? AND ?
                 AND min_step <= ? AND max_step >= ? ORDER BY last_seq DESC LIMIT 1"""
             found = self._all(query, (level, rank, first, last, step, step))
             if found:
                 first, last = found[0]
-        if last == 1 << 62:
+        if last == _END:
             # Not in any pooled row: only the newest steps, which are not pooled yet, remain.
             first = self._one("SELECT max(last_seq) FROM rollups WHERE level = 0 AND rank = ?", (rank,)) or 0
         query = "SELECT t FROM steps WHERE rank = ? AND seq BETWEEN ? AND ? AND step = ? ORDER BY seq DESC LIMIT 1"
         return self._one(query, (rank, first, last, step))
 
-    def _info(self) -> RecordingInfo:
-        info = read_info(
-            self.path, self._opened, self._all, self._one, self._ranks(), self._run_state(), lambda: self.left_out
-        )
-        alerts = self._alerts(None, None)
-        errors = {each.kind for each in alerts if each.severity == "error" and each.resolved is None}
-        failure = first_failure(alerts)
-        return msgspec.structs.replace(
-            info, open_errors=sorted(errors), failure="" if failure is None else failure.title
-        )
-
     def _run_state(self) -> RunState | None:
         rows = self._all("SELECT * FROM events WHERE type = 'run_state' ORDER BY seq DESC LIMIT 1")
         frame = self._decoder.frame("events", rows[0]) if rows else None
         return frame.message if frame is not None and isinstance(frame.message, RunState) else None
-
-
-def _whole(value: Any) -> int:
-    """Return an argument as an integer that fits SQLite's 64 bits.
-
-    Raises:
-        TypeError, ValueError: it is not a number.
-    """
-    return int(min(max(value, -(1 << 62)), 1 << 62))
 
 
 def _one_line(error: Exception) -> str:

@@ -1,7 +1,9 @@
 """Results of history queries, as structs: the same from a file and, by ``Query``, from the hub of a run."""
 
+import contextlib
 import json
 import sqlite3
+from collections import defaultdict
 from collections.abc import Callable
 from math import log2, prod
 from typing import Any
@@ -16,22 +18,18 @@ from ..messages.telemetry import MAX_RANKS, Step
 from ..messages.wire import UNREADABLE, Frame, Message, decode_body
 from .rows import shown_since
 
-# Marks: the steps in which a phase of a rank reached a new highest peak for its batch size.
-#
-# A rise within the noise sets no mark, so a run of a million steps has some dozens of marks.
-# ``ftmon.tui.model.peaks`` derives from them which phase makes the peak, at which lengths, since when.
-
-
 RISE_SHARE = 0.002
 RISE_BYTES = 2**20
-"""A mark is set by a peak higher than the last mark by both of these."""
-
+"""A mark is set by a peak higher than the last mark by both of these: a run of a million steps has some dozens."""
 BUCKETS_AN_OCTAVE = 16
 """Batches whose sizes differ by less than a sixteenth of an octave (4 %) count as one size."""
 
 
 class PeakMark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A phase reached a new highest peak with batches of this size."""
+    """A phase reached a new highest peak with batches of this size.
+
+    ``ftmon.tui.model.peaks`` derives from the marks which phase makes the peak, at which lengths, since when.
+    """
 
     rank: int
     step: int
@@ -75,12 +73,11 @@ class PhasePeaks:
         """Add a step; return the marks it sets, usually none."""
         if step.batch_shape != self._shape:
             self._shape, self._of_shape = step.batch_shape, self._highest_of(step.batch_shape)
-        highest = self._of_shape
-        found: list[PeakMark] = []
-        for record in step.phases:
-            peak = (record.resident or record.allocated).peak
-            if peak > highest.get(record.name, 0):
-                found.append(PeakMark(step.rank, step.step, record.name, peak, step.batch_shape))
+        found = [
+            PeakMark(step.rank, step.step, record.name, record.peak_span.peak, step.batch_shape)
+            for record in step.phases
+            if record.peak_span.peak > self._of_shape.get(record.name, 0)
+        ]
         for mark in found:
             self.put(mark)
         return found
@@ -235,27 +232,19 @@ class _RawFrame(msgspec.Struct):
 _raw_frames = msgspec.msgpack.Decoder(list[_RawFrame])
 _decoders = {name: msgspec.msgpack.Decoder(kind) for name, kind in RESULTS.items()}
 _encoder = msgspec.msgpack.Encoder()
-
-
 _CHECKED = ("info", "memory", "series", "training", "marks")
 """Queries whose results are read from columns; frames and alerts were checked message by message."""
 
 
 def held_to_type(name: str, result: Any) -> Any:
-    """Return the result of a history query, checked against its type: a column of the file may hold anything.
-
-    Raises:
-        msgspec.ValidationError: it is not of that type.
-    """
+    """Return the result of a query, or raise ``msgspec.ValidationError``: a column of the file may hold anything."""
     return _decoders[name].decode(_encoder.encode(result)) if name in _CHECKED else result
 
 
 def answer_query(source: Any, name: str, args: dict[str, Any]) -> bytes:
     """Run a ``Query`` on ``source`` (a ``Reader``); return the result encoded for an ``Answer``.
 
-    Raises:
-        ProtocolError: unknown query, or invalid arguments.
-        RecordingError: the recording cannot answer.
+    Raises ``ProtocolError`` for an unknown query or invalid arguments, ``RecordingError`` if there is no answer.
     """
     if name not in RESULTS:
         raise ProtocolError(f"no history query is called {name!r}; there are {', '.join(RESULTS)}")
@@ -266,22 +255,16 @@ def answer_query(source: Any, name: str, args: dict[str, Any]) -> bytes:
 
 
 def decode_answer(name: str, data: bytes) -> Any:
-    """Decode the ``data`` of an ``Answer`` to the query ``name`` into its type in ``RESULTS``.
+    """Decode the ``data`` of an ``Answer`` to the query ``name`` by ``RESULTS``, or raise ``ProtocolError``.
 
     Messages of a type that this version does not know are left out, as in the live stream.
-
-    Raises:
-        ProtocolError: the query is unknown, or the data is not of its type.
     """
     decoder = _decoders.get(name)
     if decoder is None:
         raise ProtocolError(f"no history query is called {name!r}")
     try:
-        return decoder.decode(data)
-    except UNREADABLE as error:
-        if RESULTS[name] != list[Frame]:
-            raise ProtocolError(f"not an answer to the history query {name!r}: {error}") from None
-    try:
+        with contextlib.suppress(*UNREADABLE if RESULTS[name] == list[Frame] else ()):
+            return decoder.decode(data)
         raw = _raw_frames.decode(data)
     except UNREADABLE as error:
         raise ProtocolError(f"not an answer to the history query {name!r}: {error}") from None
@@ -289,25 +272,21 @@ def decode_answer(name: str, data: bytes) -> Any:
     return [Frame(frame.seq, frame.t, message) for frame, message in decoded if message is not None]
 
 
-# Two small tables that index the messages which explain memory: marks of the phases' peaks, and explanations.
-#
-# ``marks`` has the steps in which a phase reached a new highest peak with batches of that size. ``explained`` has the
-# stream numbers of the compositions with a rank's highest peak so far, and of the causes of transients. Both are
-# derived from the stream, and made again if they were lost.
-
-
 Row = tuple[Any, ...]
-
-
 MARK_LIMIT = 100_000
 
 
 class Marks:
-    """Derives the rows of both tables from the stream; ``emit(table, row)`` is called for each row."""
+    """Derives the rows of two tables from the stream; ``emit(table, row)`` is called for each row.
+
+    ``marks`` has the steps in which a phase reached a new highest peak with batches of that size. ``explained`` has the
+    stream numbers of the compositions with a rank's highest peak so far, and of the causes of transients. Both are made
+    again if they were lost.
+    """
 
     def __init__(self, emit: Callable[[str, Row], None]) -> None:
         self._emit = emit
-        self._peaks: dict[int, PhasePeaks] = {}
+        self._peaks: defaultdict[int, PhasePeaks] = defaultdict(PhasePeaks)
         self._composed: dict[int, int] = {}
         """Highest analysed peak of each rank, bytes."""
         self._job = 0
@@ -316,7 +295,7 @@ class Marks:
         """Continue where an earlier writer of this file ended."""
         since = shown_since(connection, 1 << 62)
         for mark in read_marks(connection, since):
-            self._of(mark.rank).put(mark)
+            self._peaks[mark.rank].put(mark)
         highest = "SELECT rank, max(bytes) FROM explained WHERE kind = 'composition' AND seq >= ? GROUP BY rank"
         self._composed = dict(connection.execute(highest, (since,)).fetchall())
         last = "SELECT number FROM jobs WHERE shown ORDER BY seq DESC LIMIT 1"
@@ -324,15 +303,15 @@ class Marks:
 
     def step(self, seq: int, step: Step) -> None:
         """Add a step."""
-        for mark in self._of(step.rank).see(step):
+        for mark in self._peaks[step.rank].see(step):
             shape = json.dumps(mark.shape) if mark.shape else None
             self._emit("marks", (mark.rank, seq, mark.step, mark.phase, mark.bytes, shape))
 
     def message(self, seq: int, message: Message) -> None:
         """Add any other message; most are ignored."""
         if isinstance(message, Cause):
-            row = (seq, "cause", message.rank, message.step, message.phase, message.transient_bytes)
-            self._emit("explained", row)
+            found = (seq, "cause", message.rank, message.step, message.phase, message.transient_bytes)
+            self._emit("explained", found)
         elif isinstance(message, Composition):
             top = message.peak_phase
             if top is not None and top.peak_bytes > self._composed.get(message.rank, 0):
@@ -346,12 +325,6 @@ class Marks:
             self._job = job.number
             self._peaks.clear()
             self._composed.clear()
-
-    def _of(self, rank: int) -> PhasePeaks:
-        found = self._peaks.get(rank)
-        if found is None:
-            found = self._peaks[rank] = PhasePeaks()
-        return found
 
 
 def read_marks(connection: sqlite3.Connection, first: int = 0, last: int = 1 << 62) -> list[PeakMark]:

@@ -1,4 +1,8 @@
-"""Converts every message except steps to a row of its table, and back."""
+"""Converts every message to a row of its table, and back, without loss.
+
+Columns hold what is queried and drawn, in plain units. ``steps.rest`` is one msgpack array of a step's other figures
+(``_Rest``); ``steprow_v1`` reads the steps of schema 1.
+"""
 
 import json
 import sqlite3
@@ -20,6 +24,7 @@ from ..messages.telemetry import (
     LogLine,
     PhaseRecord,
     ProcessMemory,
+    Signs,
     Span,
     Step,
     Update,
@@ -30,22 +35,12 @@ from .guard import Guard
 from .schema import PHASE_COLUMNS, STEP_COLUMNS
 
 Row = tuple[Any, ...]
-
-
-# Converts a ``Step`` to one row of ``steps`` and back, without loss.
-#
-# Columns hold what is queried and drawn, in plain units. ``rest`` is one msgpack array of the other figures
-# (``_Rest``). ``steprow_v1`` reads the rows of schema 1.
-
-
 FIRST_PHASE_COLUMN = len(STEP_COLUMNS)
 PHASE_WIDTH = len(PHASE_COLUMNS)
 REST_COLUMN = FIRST_PHASE_COLUMN + len(STEP_PHASES) * PHASE_WIDTH
-
 _NO_PHASE = (None,) * PHASE_WIDTH
 _POSITIONS = {name: position for position, name in enumerate(STEP_PHASES)}
-
-
+_NUMBERS = ("loss", "lr", "grad_norm")
 _Margin = list[int]
 """How far a span is below another: at the start, and how much more at the end and at the peak; empty: equal."""
 
@@ -81,6 +76,7 @@ class _Rare(msgspec.Struct, omit_defaults=True, gc=False):
     """The columns that are NaN, which SQLite stores as NULL."""
     others: list[PhaseRecord] = []
     """Phases without columns: of another name, or of a name that the step has twice."""
+    signs: Signs | None = None
 
 
 class _Rest(msgspec.Struct, array_like=True, gc=False):
@@ -100,6 +96,7 @@ class _Rest(msgspec.Struct, array_like=True, gc=False):
     phases: list[_PhaseRest | None]
     """All phases in the order they ran; None stands for the next of ``rare.others``."""
     rare: _Rare
+    batch_id: int = 0
 
 
 _decode = msgspec.msgpack.Decoder(_Rest).decode
@@ -108,8 +105,7 @@ _decode = msgspec.msgpack.Decoder(_Rest).decode
 def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
     """Return a row of ``steps``, and rows of ``extra_phases`` for the phases that have no columns there.
 
-    Raises:
-        OverflowError: an invalid figure does not fit its column.
+    Raises ``OverflowError`` if an invalid figure does not fit its column.
     """
     if step.started != step.started:
         raise OverflowError("a step that started at no time")
@@ -132,17 +128,16 @@ def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
         )
         phases.append(_phase_rest(position, phase, ended))
         ended = phase.start_us + phase.host_us
-    loss, lr, grad_norm, spans = step.loss, step.lr, step.grad_norm, step.phases
-    rare = _Rare(step.retries, step.ooms, step.dropped, step.overflow, step.updates, others=others)
-    for name, value in (("loss", loss), ("lr", lr), ("grad_norm", grad_norm)):
-        if value != value:
-            rare.not_numbers = [*rare.not_numbers, name]
+    numbers, spans = (step.loss, step.lr, step.grad_norm), step.phases
+    nan = [name for name, value in zip(_NUMBERS, numbers, strict=True) if value != value]
+    rare = _Rare(step.retries, step.ooms, step.dropped, step.overflow, step.updates, nan, others, step.signs)
     rest = _Rest(
         *(step.micro_steps, step.samples, step.padded_tokens - step.tokens, step.probe_us, step.loss_scale),
         *(step.batch_shape, step.label_tokens, step.cpu_us, step.flops or None, step.fetch_us, phases, rare),
+        batch_id=step.batch_id,
     )
     row = (
-        *(seq, t, step.rank, step.step, step.started, step.host_us, step.device_us, loss, lr, grad_norm, step.tokens),
+        *(seq, t, step.rank, step.step, step.started, step.host_us, step.device_us, *numbers, step.tokens),
         max([phase.allocated.peak for phase in spans], default=0),
         max([phase.reserved.peak for phase in spans], default=0),
         max([phase.resident.peak for phase in spans if phase.resident is not None], default=None),
@@ -192,20 +187,17 @@ def closing_rows(seq: int, t: float, closing: Closing) -> list[Row]:
 
 def update_rows(seq: int, t: float, step: Step) -> list[Row]:
     """Return the rows of ``updates``: one for each of several engines or optimizers; usually none."""
+    who = (t, step.rank, step.step)
     return [
-        (
-            *(seq, position, t, step.rank, step.step, update.name, update.count, update.micro_steps),
-            *(update.loss, update.lr, update.grad_norm),
-        )
-        for position, update in enumerate(step.updates)
+        (seq, position, *who, one.name, one.count, one.micro_steps, one.loss, one.lr, one.grad_norm)
+        for position, one in enumerate(step.updates)
     ]
 
 
 def step_from_row(row: Sequence[Any]) -> Step:
     """Return the step of a row made by ``step_rows``.
 
-    Raises:
-        msgspec.MsgspecError, LookupError, TypeError: no writer wrote the row.
+    Raises ``msgspec.MsgspecError``, ``LookupError`` or ``TypeError`` for a row that no writer wrote.
     """
     _, _, rank, number, started, host_us, device_us, loss, lr, grad_norm, tokens = row[:11]
     rest = _decode(row[REST_COLUMN])
@@ -218,31 +210,14 @@ def step_from_row(row: Sequence[Any]) -> Step:
             continue
         phases.append(_phase_from(row, more, ended))
         ended = phases[-1].start_us + phases[-1].host_us
-    figures = {"loss": loss, "lr": lr, "grad_norm": grad_norm} | dict.fromkeys(rare.not_numbers, float("nan"))
+    if rare.not_numbers:
+        numbers = zip(_NUMBERS, (loss, lr, grad_norm), strict=True)
+        loss, lr, grad_norm = (float("nan") if name in rare.not_numbers else value for name, value in numbers)
     return Step(
-        rank=rank,
-        step=number,
-        started=started,
-        host_us=host_us,
-        phases=phases,
-        device_us=device_us,
-        micro_steps=rest.micro_steps,
-        **figures,
-        loss_scale=rest.loss_scale,
-        overflow=rare.overflow,
-        batch_shape=rest.batch_shape,
-        samples=rest.samples,
-        tokens=tokens,
-        padded_tokens=tokens + rest.padding,
-        retries=rare.retries,
-        ooms=rare.ooms,
-        probe_us=rest.probe_us,
-        dropped=rare.dropped,
-        label_tokens=rest.label_tokens,
-        updates=rare.updates,
-        cpu_us=rest.cpu_us,
-        flops=rest.flops or 0.0,
-        fetch_us=rest.fetch_us,
+        *(rank, number, started, host_us, phases, device_us, rest.micro_steps, loss, lr, grad_norm, rest.loss_scale),
+        *(rare.overflow, rest.batch_shape, rest.samples, tokens, tokens + rest.padding, rare.retries, rare.ooms),
+        *(rest.probe_us, rare.dropped, rest.label_tokens, rare.updates, rest.cpu_us, rest.flops or 0.0, rest.fetch_us),
+        *(rest.batch_id, rare.signs),
     )
 
 
@@ -251,42 +226,25 @@ def _phase_from(row: Sequence[Any], rest: _PhaseRest, ended: int) -> PhaseRecord
     host_us, device_us, start, end, peak, *reserved = row[at : at + PHASE_WIDTH]
     allocated = Span(start, end, peak)
     return PhaseRecord(
-        name=STEP_PHASES[rest.position],
-        start_us=ended + rest.gap_us,
-        host_us=host_us,
-        allocated=allocated,
-        reserved=Span(*reserved),
-        device_us=device_us,
-        active=_lower(allocated, rest.active),
-        requested=_lower(allocated, rest.requested),
-        resident=rest.resident,
-        count=rest.count,
-        allocations=rest.allocations,
-        frees=rest.frees,
-        allocated_bytes=rest.allocated_bytes,
-        collective_us=rest.collective_us,
-        collectives=rest.collectives,
-        waited_us=rest.waited_us,
+        *(STEP_PHASES[rest.position], ended + rest.gap_us, host_us, allocated, Span(*reserved), device_us),
+        *(_lower(allocated, rest.active), _lower(allocated, rest.requested), rest.resident, rest.count),
+        *(rest.allocations, rest.frees, rest.allocated_bytes, rest.collective_us, rest.collectives, rest.waited_us),
     )
 
 
 BODY_COLUMN = {"alerts": 13, "ranks": 11, "events": 4, "jobs": 18}
 """Index of the column with the whole message, by table. It is not always the last: later versions may add columns."""
-
 NO_RANK = -1
 """``events.rank`` of a message without a rank."""
-
 _COMPRESS_ABOVE = 512
 _ZLIB_MAGIC = 0x78
 _LARGEST = 8 * 2**20
 """Limit of an unpacked message in bytes. Its objects may need ten times as much memory."""
-
 _MOST_LISTS = 200_000
 """Limit on the lists and maps of a message: an empty one is 1 byte, and its object takes about 100."""
 _LISTS = bytes((*range(0x80, 0xA0), 0xC7, 0xC8, 0xC9, 0xD4, 0xD5, 0xDC, 0xDD, 0xDE, 0xDF))
 """First bytes of maps, lists and short extensions in msgpack; other values may contain these bytes too."""
 _COUNTED_ABOVE = 64 * 2**10
-
 _encode = msgspec.msgpack.Encoder().encode
 _decode_processes = msgspec.msgpack.Decoder(list[int]).decode
 
@@ -308,22 +266,14 @@ UNBELIEVABLE = (
 
 
 def believed(message: Message) -> Message | None:
-    """Return a message decoded from columns, after the checks of a message on the wire.
-
-    Raises:
-        ProtocolError: no sender could have sent it.
-    """
+    """Return a message decoded from columns, or raise ``ProtocolError`` if no sender could have sent it."""
     return decode_body(encode_body(message))
 
 
 def unpack_body(body: bytes, charge: Callable[[int], None] | None = None) -> Message | None:
     """Decode the result of ``pack_body``; None for a type that a newer version added.
 
-    Args:
-        charge: called with the unpacked size; it may raise to refuse it.
-
-    Raises:
-        RecordingError: it is damaged.
+    ``charge`` is called with the unpacked size and may raise to refuse it; a damaged body raises ``RecordingError``.
     """
     try:
         if body[:1] == bytes([_ZLIB_MAGIC]):
@@ -337,10 +287,9 @@ def unpack_body(body: bytes, charge: Callable[[int], None] | None = None) -> Mes
             raise RecordingError("a message in the recording has more lists than any that is sent")
         if charge is not None:
             charge(len(body))
-        found = decode_body(body)
+        return decode_body(body)
     except (zlib.error, TypeError, ProtocolError) as error:
         raise RecordingError(f"a damaged message in the recording: {error}") from None
-    return found
 
 
 def alert_row(seq: int, t: float, alert: Alert) -> Row:
@@ -349,16 +298,6 @@ def alert_row(seq: int, t: float, alert: Alert) -> Row:
         *(seq, t, alert.id, alert.kind, alert.severity, alert.time, alert.rank, alert.step, alert.phase),
         *(alert.title, alert.text, alert.resolved, alert.count, pack_body(alert)),
     )
-
-
-def log_row(seq: int, t: float, line: LogLine) -> Row:
-    """Return a row of ``logs``."""
-    return (seq, t, line.rank, line.time, line.stream, line.text)
-
-
-def log_from_row(row: Sequence[Any]) -> LogLine:
-    """Return the log line of a row."""
-    return LogLine(rank=row[2], time=row[3], stream=row[4], text=row[5])
 
 
 def hello_row(seq: int, t: float, hello: Hello) -> Row:
@@ -376,11 +315,7 @@ def event_row(seq: int, t: float, message: Message) -> Row:
 
 
 class NameNumbers:
-    """Numbers the devices and processes that device samples repeat, so that each is stored once.
-
-    Args:
-        first: the lowest number to assign.
-    """
+    """Numbers, from ``first`` on, the devices and processes that device samples repeat, so that each is stored once."""
 
     def __init__(self, first: int = 1) -> None:
         self._next = first
@@ -420,44 +355,25 @@ class NameNumbers:
 
 
 def sample_from_row(row: Sequence[Any], device: Row, processes: dict[int, Row]) -> DeviceSample:
-    """Return the device sample of a row, its device's row of ``device_names`` (without the number) and all processes.
-
-    Raises:
-        KeyError: a process is not among ``processes``.
-    """
+    """Return the device sample of a row, its device's row of ``device_names`` (less its number) and all processes."""
     host, kind, index, name, uuid, total_bytes, power_limit_w = device
-    flat = _decode_processes(row[11]) if row[11] else []
+    time, used_bytes, utilization, power_w, temperature_c, sm_clock, memory_clock, reasons, packed = row[3:12]
+    flat = _decode_processes(packed) if packed else []
+    holders = [
+        ProcessMemory(pid, used, rank, process)
+        for number, used in zip(flat[::2], flat[1::2], strict=True)
+        for pid, rank, process in [processes[number]]
+    ]
     return DeviceSample(
-        host=host,
-        kind=kind,
-        index=index,
-        name=name,
-        uuid=uuid,
-        total_bytes=total_bytes,
-        power_limit_w=power_limit_w,
-        time=row[3],
-        used_bytes=row[4],
-        utilization_percent=row[5],
-        power_w=row[6],
-        temperature_c=row[7],
-        sm_clock_mhz=row[8],
-        memory_clock_mhz=row[9],
-        throttle_reasons=row[10].split("\n") if row[10] else [],
-        processes=[
-            ProcessMemory(pid=pid, used_bytes=used, rank=rank, name=process)
-            for number, used in zip(flat[::2], flat[1::2], strict=True)
-            for pid, rank, process in [processes[number]]
-        ],
+        *(host, kind, index, name, time, used_bytes, total_bytes, uuid, utilization, power_w, power_limit_w),
+        *(temperature_c, sm_clock, memory_clock, reasons.split("\n") if reasons else [], holders),
     )
 
 
 class RowDecoder:
     """Decodes rows of the stream's tables.
 
-    Args:
-        schema: the recording's schema.
-        names: returns all rows of ``device_names`` or ``process_names``.
-        guard: bounds the cost of unpacking.
+    ``names`` returns all rows of ``device_names`` or ``process_names``; ``guard`` bounds the cost of unpacking.
     """
 
     def __init__(self, schema: int, names: Callable[[str], list[Row]], guard: Guard) -> None:
@@ -484,7 +400,7 @@ class RowDecoder:
         if table == "device_samples":
             return believed(self._sample(row))
         if table == "logs":
-            return believed(log_from_row(row))
+            return believed(LogLine(*row[2:6]))
         return self._guard.unpack(lambda: unpack_body(row[BODY_COLUMN[table]], self._guard.charge))
 
     def _sample(self, row: Row) -> DeviceSample:

@@ -11,35 +11,15 @@ from ..messages.telemetry import STEP_PHASES
 
 SCHEMA_VERSION = 2
 """``PRAGMA user_version``. A newer schema is refused; schema 1 is read as it is (``steprow_v1``)."""
-
 APPLICATION_ID = 0x66746D6E
 """``PRAGMA application_id``: ``ftmn``. It identifies a recording among SQLite files."""
-
 STEP_COLUMNS = (
-    "seq",
-    "t",
-    "rank",
-    "step",
-    "started",
-    "host_us",
-    "device_us",
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens",
-    "allocated_peak",
-    "reserved_peak",
-    "resident_peak",
+    *("seq", "t", "rank", "step", "started", "host_us", "device_us", "loss", "lr", "grad_norm", "tokens"),
+    *("allocated_peak", "reserved_peak", "resident_peak"),
 )
 PHASE_COLUMNS = (
-    "host_us",
-    "device_us",
-    "allocated_start",
-    "allocated_end",
-    "allocated_peak",
-    "reserved_start",
-    "reserved_end",
-    "reserved_peak",
+    *("host_us", "device_us", "allocated_start", "allocated_end", "allocated_peak"),
+    *("reserved_start", "reserved_end", "reserved_peak"),
 )
 _PHASE_COLUMNS_V1 = (
     *("host_us", "device_us", "allocated_from_previous", "allocated_growth", "allocated_below_peak"),
@@ -47,24 +27,9 @@ _PHASE_COLUMNS_V1 = (
 )
 ROLLUP_SIZES = (16, 128, 1024, 8192)
 """Steps of one rank that one row of ``rollups`` pools, by level; each is a multiple of the one before."""
-
 ROLLUP_COLUMNS = (
-    "level",
-    "rank",
-    "last_seq",
-    "first_seq",
-    "t",
-    "peak_t",
-    "count",
-    "min_step",
-    "max_step",
-    "host_us",
-    "max_host_us",
-    "device_us",
-    "loss",
-    "allocated_peak",
-    "reserved_peak",
-    "resident_peak",
+    *("level", "rank", "last_seq", "first_seq", "t", "peak_t", "count", "min_step", "max_step", "host_us"),
+    *("max_host_us", "device_us", "loss", "allocated_peak", "reserved_peak", "resident_peak"),
     *(f"{phase}_host_us" for phase in STEP_PHASES),
     *(f"{phase}_device_us" for phase in STEP_PHASES),
 )
@@ -166,25 +131,14 @@ STATEMENTS = (
         FROM device_samples JOIN device_names USING(device)""",
 )
 """The statements that create an empty recording, in order."""
-
 STREAM_TABLES = ("steps", "device_samples", "alerts", "logs", "ranks", "events", "jobs")
 """The tables whose rows are messages of the stream; their ``seq`` never repeats across them."""
-
 STATEMENTS_V1 = tuple(
     _steps_table(_PHASE_COLUMNS_V1, "detail") if statement.startswith("CREATE TABLE steps(") else statement
     for statement in STATEMENTS
     if not statement.startswith("CREATE VIEW")
 )
 """Those of schema 1, without its views; early recordings of that schema lack the tables after ``rollups``."""
-
-
-# Checks that a file's tables are those of its schema: real tables with its columns, none of them generated.
-#
-# A view, a virtual table or a generated column of the same name would run its author's code whenever it is read. Other
-# views, triggers and virtual tables do not run: the file is never changed, and only these tables are read. The expected
-# tables are those that SQLite makes from the schema's statements, so there is no second list.
-
-
 Columns = list[tuple[str, str, int, int]]
 """Name, type, place in the primary key, and whether it is generated or of a virtual table, of each column."""
 
@@ -196,7 +150,7 @@ def _columns_of(connection: sqlite3.Connection, table: str) -> Columns:
 
 @cache
 def expected_tables(schema: int) -> dict[str, Columns]:
-    """Return the tables of a schema by name."""
+    """Return the tables of a schema by name, as SQLite makes them from its statements."""
     connection = sqlite3.connect(":memory:")
     for statement in STATEMENTS_V1 if schema == 1 else STATEMENTS:
         connection.execute(statement)
@@ -217,7 +171,11 @@ def kinds_of(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def table_problems(connection: sqlite3.Connection, schema: int) -> dict[str, str]:
-    """Return why tables are not those of the schema, by name; ``""`` for missing ones: the file may be damaged."""
+    """Return why tables are not those of the schema, by name; ``""`` for missing ones: the file may be damaged.
+
+    A view, a virtual table or a generated column of the same name would run its author's code whenever it is read.
+    Other views, triggers and virtual tables do not run: the file is never changed, and only these tables are read.
+    """
     kinds = kinds_of(connection)
     found: dict[str, str] = {}
     for table, expected in expected_tables(schema).items():

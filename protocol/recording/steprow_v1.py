@@ -13,16 +13,9 @@ _BLOCK = 512
 """``allocated_bytes`` is in blocks of 512 bytes; -1 less the bytes if it is no multiple."""
 
 # Bits of detail[0].
-_OVERFLOW = 1
-_LOSS_NAN = 2
-_LR_NAN = 4
-_NORM_NAN = 8
-_ACTIVE = 16
-_REQUESTED = 32
-_RESIDENT = 64
+_OVERFLOW, _LOSS_NAN, _LR_NAN, _NORM_NAN, _ACTIVE, _REQUESTED, _RESIDENT = (1 << bit for bit in range(7))
 _HEAD = 11
 """Entries of ``detail`` before those of the phases, which a map of the rarer figures follows, if there are any."""
-
 _decode = msgspec.msgpack.Decoder().decode
 
 
@@ -40,26 +33,10 @@ def step_from_row(row: Sequence[Any]) -> Step:
             by_position[place] if isinstance(place, int) else msgspec.convert(place, PhaseRecord) for place in order
         ]
     return Step(
-        rank=rank,
-        step=number,
-        started=started,
-        host_us=host_us,
-        phases=phases,
-        device_us=device_us,
-        micro_steps=micro_steps,
-        loss=nan if bits & _LOSS_NAN else loss,
-        lr=nan if bits & _LR_NAN else lr,
-        grad_norm=nan if bits & _NORM_NAN else grad_norm,
-        loss_scale=loss_scale,
-        overflow=bool(bits & _OVERFLOW),
-        batch_shape=shape or [],
-        samples=samples,
-        tokens=tokens,
-        padded_tokens=tokens + padding,
-        retries=retries,
-        ooms=ooms,
-        probe_us=probe_us,
-        dropped=dropped,
+        *(rank, number, started, host_us, phases, device_us, micro_steps),
+        *(nan if bits & _LOSS_NAN else loss, nan if bits & _LR_NAN else lr, nan if bits & _NORM_NAN else grad_norm),
+        *(loss_scale, bool(bits & _OVERFLOW), shape or [], samples, tokens, tokens + padding, retries, ooms),
+        *(probe_us, dropped),
         label_tokens=rest.get("labels", 0),
         updates=msgspec.convert(rest.get("updates", []), list[Update]),
         cpu_us=rest.get("cpu", 0),
@@ -106,15 +83,7 @@ def _phases_from_row(
             at += 3
         phases.append(
             PhaseRecord(
-                name=name,
-                start_us=start_us,
-                host_us=host_us,
-                allocated=Span(start, end, peak),
-                reserved=reserved,
-                device_us=device_us,
-                active=active,
-                requested=requested,
-                resident=resident,
+                *(name, start_us, host_us, Span(start, end, peak), reserved, device_us, active, requested, resident),
                 count=count + micro_steps,
                 allocations=allocations,
                 frees=allocations - kept,

@@ -38,7 +38,6 @@ from .rows import (
     event_row,
     hello_row,
     job_row,
-    log_row,
     step_rows,
     update_rows,
 )
@@ -46,19 +45,15 @@ from .schema import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES, e
 
 PENDING_LIMIT = 20_000
 """Messages kept while the disk cannot be written (some 40 MB); beyond, steps, samples and log lines are dropped."""
-
 _EVENTS_KEPT = 5_000
 """Limit on the states and other events that are kept beyond ``PENDING_LIMIT``."""
-
 _ROWS_A_STATEMENT = 200
-
 _BULKY = ("steps", "device_samples", "logs")
 _NAMES = ("device_names", "process_names")
 INSERTS = {
     table: f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(columns))})"
     for table, columns in expected_tables(SCHEMA_VERSION).items()
 } | {"clock": "INSERT OR IGNORE INTO clock VALUES (?, ?)"}
-
 _BATCH_UNFIT = (OverflowError, ValueError, sqlite3.ProgrammingError, sqlite3.InterfaceError)
 """SQLite's errors for a value that no column can hold."""
 
@@ -103,14 +98,7 @@ class Batch:
             self.lose(count, first_t, last_t, reason)
 
     def lose(self, count: int, first_t: float, last_t: float, reason: str) -> None:
-        """Record that messages were lost.
-
-        Args:
-            count: their number.
-            first_t: when the hub received the first of them, seconds since the epoch.
-            last_t: when it received the last.
-            reason: the reason, as text.
-        """
+        """Record the loss of ``count`` messages that the hub received from ``first_t`` to ``last_t``."""
         if self.gap is not None:
             first_t, count = self.gap[0], count + self.gap[2]
         self.gap = (first_t, last_t, count, reason)
@@ -123,9 +111,8 @@ class Batch:
         for table in _BULKY:
             times += (row[1] for row in self.rows[table])
             self.rows[table].clear()
-        self.rows["extra_phases"].clear()
-        self.rows["updates"].clear()
-        self.rows["training_steps"].clear()
+        for table in ("extra_phases", "updates", "training_steps"):
+            self.rows[table].clear()
         events = self.rows["events"]
         times += (row[1] for row in events[:-_EVENTS_KEPT])
         del events[:-_EVENTS_KEPT]
@@ -141,30 +128,23 @@ class Batch:
         return found
 
     def insert(self, connection: sqlite3.Connection) -> int:
-        """Insert all rows; return the number of messages skipped because no column can hold their (invalid) values.
-
-        Raises:
-            sqlite3.Error: they could not be written.
-        """
+        """Insert all rows; return the number of messages skipped because no column can hold their (invalid) values."""
         return sum(_insert(connection, table, rows) for table, rows in self.rows.items() if rows)
 
 
 def _insert(connection: sqlite3.Connection, table: str, rows: list[Row]) -> int:
+    lost = 0
     connection.execute("SAVEPOINT rows")
     try:
         _insert_many(connection, INSERTS[table], rows)
     except _BATCH_UNFIT:
         connection.execute("ROLLBACK TO rows")
-    else:
-        connection.execute("RELEASE rows")
-        return 0
+        for row in rows:
+            try:
+                connection.execute(INSERTS[table], row)
+            except _BATCH_UNFIT:
+                lost += table in STREAM_TABLES
     connection.execute("RELEASE rows")
-    lost = 0
-    for row in rows:
-        try:
-            connection.execute(INSERTS[table], row)
-        except _BATCH_UNFIT:
-            lost += table in STREAM_TABLES
     return lost
 
 
@@ -179,17 +159,15 @@ def _insert_many(connection: sqlite3.Connection, statement: str, rows: list[Row]
     connection.executemany(statement, rows[whole:])
 
 
-# Moves committed pages from the write-ahead log into the recording, in a thread of its own.
-#
-# A commit only appends to the log, and waits for the disk only when it restarts the log. This thread makes the log
-# durable and moves it into the file about once a second: a crash of the machine loses at most that second.
-
-
 PERIOD_S = 1.0
 
 
 class Checkpointer(threading.Thread):
-    """Moves the log of ``path`` into the file after each ``poke``, at most once in ``PERIOD_S``, until ``stop``."""
+    """Moves the log of ``path`` into the file after each ``poke``, at most once in ``PERIOD_S``, until ``stop``.
+
+    A commit only appends to the log, and waits for the disk only when it restarts the log. This thread makes the log
+    durable: a crash of the machine loses at most a second.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(name="checkpointer", daemon=True)
@@ -226,13 +204,6 @@ class Checkpointer(threading.Thread):
             connection.close()
 
 
-# Handles a recording that is removed while it is written: the messages that explain the run are copied to a new one.
-#
-# The removed file stays readable for the writer that has it open. Steps, samples and log lines, which are most of it,
-# are left out and counted; ranks, alerts, names and the latest event of each kind and rank are copied, so that the
-# new file alone gives the run's current state.
-
-
 SETTLE_S = 1.0
 """A file must be missing for this long before a new one is made: a run's directory may be removed file by file."""
 _WHOLE = ("ranks", "alerts", "device_names", "process_names")
@@ -261,7 +232,11 @@ class RemovalWatch:
 
 @dataclass
 class CarriedOver:
-    """Rows copied out of a removed recording."""
+    """Rows copied out of a removed recording, which stays readable for the writer that has it open.
+
+    Steps, samples and log lines, which are most of it, are left out and counted; ranks, alerts, names and the latest
+    event of each kind and rank are copied, so that the new file alone gives the run's current state.
+    """
 
     rows: dict[str, list[Row]] = field(default_factory=dict[str, list[Row]])
     meta: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
@@ -316,19 +291,14 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 RETRY_S = 2.0
 """Seconds between a failed write and the next attempt."""
-
 _RECEIVED = "heard"
 """Key of ``meta`` with the numbers of ``note_received``, as a JSON object."""
-
 _AGENT = "taken:"
 """Prefix of the keys of ``meta`` with the numbers of ``note_agent_numbers``."""
-
 _BATCH = 64
 """Maximum number of steps in a batch; more exceed the processor's cache."""
-
 _UNFIT = (OverflowError, TypeError, ValueError, msgspec.MsgspecError)
 _WHY_UNFIT = "figures that fit no column"
-
 _NOT_RECORDED = frozenset((Heartbeat, Query, Answer))
 
 
@@ -353,12 +323,8 @@ def _check_continuable(path: Path) -> None:
 class Writer:
     """Appends the hub's stream to a recording file, which is created, or continued if it exists.
 
-    Args:
-        path: the file.
-        run: the run; kept in ``meta`` so that the file is self-contained.
-
-    Raises:
-        RecordingError: the file exists and is damaged, or is not a recording this version can continue.
+    The run's description is kept in ``meta``, so that the file is self-contained. Raises ``RecordingError`` if the file
+    exists and is damaged, or is not a recording this version can continue.
     """
 
     def __init__(self, path: str | os.PathLike[str], run: RunFile | None = None) -> None:
@@ -414,12 +380,9 @@ class Writer:
                 self._names = NameNumbers(first=int(time.time()))
 
     def append(self, seq: int, t: float, message: Message) -> None:
-        """Add one message of the stream; it is on disk after the next ``commit``.
+        """Add one message of the stream, received by the hub at ``t``; it is on disk after the next ``commit``.
 
-        Args:
-            seq: its number in the hub's stream, higher than all before.
-            t: when the hub received it, seconds since the epoch.
-            message: heartbeats, queries and answers are numbered but not recorded.
+        Its number is higher than all before. Heartbeats, queries and answers are numbered but not recorded.
         """
         self.last_seq = seq
         if type(message) in _NOT_RECORDED:
@@ -520,10 +483,8 @@ class Writer:
         """Size of the recording on disk, its write-ahead log included."""
         total = 0
         for suffix in ("", "-wal"):
-            try:
+            with contextlib.suppress(OSError):
                 total += os.stat(f"{self.path}{suffix}").st_size
-            except OSError:
-                continue
         return total
 
     def _try_open(self) -> bool:
@@ -621,7 +582,7 @@ class Writer:
         processor's cache.
         """
         steps, self._steps = self._steps, []
-        for add in (self._add_columns, self._add_figures, self._add_marks):
+        for add in (self._add_columns, self._add_figures, lambda seq, _, step: self._marks.step(seq, step)):
             fit: list[tuple[int, float, Step]] = []
             for one in steps:
                 try:
@@ -650,15 +611,12 @@ class Writer:
             self._put_row("training_steps", training)
         self._curves.add(seq, step.rank, figures)
 
-    def _add_marks(self, seq: int, _t: float, step: Step) -> None:
-        self._marks.step(seq, step)
-
     def _add(self, seq: int, t: float, message: Message) -> None:
         rows = self._pending.rows
         if isinstance(message, DeviceSample):
             rows["device_samples"].append(self._names.sample_row(seq, t, message, self._put_row))
         elif isinstance(message, LogLine):
-            rows["logs"].append(log_row(seq, t, message))
+            rows["logs"].append((seq, t, message.rank, message.time, message.stream, message.text))
         elif isinstance(message, Alert):
             rows["alerts"].append(alert_row(seq, t, message))
         elif isinstance(message, Hello):

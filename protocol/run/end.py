@@ -13,12 +13,6 @@ from ..messages.hosts import KernelKill
 from ..text import all_ranks
 from .rundir import RunDir
 
-# A request to end a run, kept in ``intent.json``: a job that ended on request has not failed.
-#
-# The hub writes it before it signals the job, and the launcher when it receives a signal itself. The process that
-# records the job's end reads the reason from it, even if the others died in between.
-
-
 _RANK_KILL_REACH_SECONDS = 180.0
 """A job that fails within this time after one of its ranks was killed on request ended because of it."""
 LAUNCHER = "launcher"
@@ -26,7 +20,11 @@ LAUNCHER = "launcher"
 
 
 class EndRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A request to end the run, or some ranks of it."""
+    """A request to end the run, or some ranks of it, kept in ``intent.json``: such a job has not failed.
+
+    The hub writes it before it signals the job, and the launcher when it receives a signal itself. The process that
+    records the job's end reads the reason from it, even if the others died in between.
+    """
 
     verb: str
     """``kill``, ``stop``, the name of a signal the launcher received, or the option by which ftmon itself ended the
@@ -158,12 +156,9 @@ def print_own(text: str) -> None:
 
 
 def last_lines(log: Path, limit: int, *, own: bool = False) -> list[str]:
-    """Return the last lines that are not blank, at most ``limit``; none if the file cannot be read.
+    """Return at most ``limit`` lines from the last 32 KiB of a log that are not blank; none if it cannot be read.
 
-    Args:
-        log: the file, of which the last 32 KiB are read.
-        limit: maximum number of lines.
-        own: include ftmon's own lines.
+    ftmon's own lines are included with ``own``.
     """
     try:
         with log.open("rb") as file:

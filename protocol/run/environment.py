@@ -14,7 +14,6 @@ JOIN_ENV = "FTMON_JOIN"
 """Path of ``join.json``, for ranks on other hosts."""
 PLACE_ENV = "FTMON_PLACE"
 """Set by a rank on another host than the hub's: the directory that replaces the run directory there."""
-
 _MARKS = (RUN_ENV, RANK_PID_ENV, JOIN_ENV, PLACE_ENV)
 
 

@@ -16,7 +16,6 @@ WRONG_USAGE = 2
 """Wrong usage or configuration, of commands whose status cannot be mistaken for a training's."""
 INTERRUPTED = 130
 """ctrl-c ended a command; not of ``run``, where ctrl-c goes to the training."""
-
 HANG = 193
 HANG_AT_EXIT = 194
 RUN_USAGE = 195
@@ -24,7 +23,6 @@ NOT_STARTED = 196
 LOST = 197
 STOPPED = 198
 LEFT = 199
-
 OWN: dict[int, str] = {
     HANG: "the run hung, and --on-hang ended it",
     HANG_AT_EXIT: "its work was done, but it did not end, and --exit-timeout ended it",
@@ -35,7 +33,6 @@ OWN: dict[int, str] = {
     LEFT: "ctrl-c left a run that did not end; it keeps running",
 }
 """Meaning of each code; ``ftmon run --help`` and docs/guide.md print these texts."""
-
 CAUSES = {
     "hang": HANG,
     "hang-at-exit": HANG_AT_EXIT,
@@ -57,12 +54,7 @@ def of_run(end: "ExitFile") -> int:
 
 
 def of_error(error: FtmonError, usage: int = RUN_USAGE) -> int:
-    """Return the status of a command that starts a run where ftmon itself could not go on.
-
-    Args:
-        error: the reason.
-        usage: the command's status for wrong usage.
-    """
+    """Return the status of a command that starts a run if ftmon itself could not go on; ``usage`` for wrong usage."""
     if isinstance(error, HubError):
         return LOST
     wrong = isinstance(error, UsageError) and not isinstance(error, StartError)

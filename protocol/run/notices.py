@@ -20,13 +20,10 @@ from .rundir import RunDir
 
 Event = Literal["finish", "failure", "hang", "oom", "nan"]
 EVENTS: tuple[Event, ...] = get_args(Event)
-
 TERMINAL = "terminal"
 """Target: a terminal escape sequence (OSC 9) and the bell, from the app or command that shows the run."""
-
 DESKTOP = "desktop"
 """Target: a notification on this host's desktop."""
-
 _FILE = "notify.json"
 _OF_ALERTS: Mapping[AlertKind, Event] = {"hang": "hang", "oom": "oom"}
 _OF_FINDINGS: Mapping[str, Event] = {"nan_loss": "nan", "nan_gradient": "nan"}
@@ -57,30 +54,22 @@ class Notice(msgspec.Struct, frozen=True):
 def make_notify(targets: Sequence[str], events: str) -> Notify | None:
     """Return the targets and events of notifications; None: there are no targets.
 
-    Args:
-        targets: as ``Notify`` has them.
-        events: some of ``EVENTS``, separated by commas; empty: all.
-
-    Raises:
-        UsageError: an event is unknown, or there are events and no target.
+    ``events`` has some of ``EVENTS``, separated by commas; empty: all. Raises ``UsageError`` for an unknown event, and
+    for events without a target.
     """
     names = [name.strip() for name in events.split(",") if name.strip()]
+    if not targets and names:
+        raise UsageError("--notify-on needs --notify TARGET")
+    for name in names:
+        if name not in EVENTS:
+            raise UsageError(f"--notify-on {name}: must be of {', '.join(EVENTS)}")
     if not targets:
-        if names:
-            raise UsageError("--notify-on needs --notify TARGET")
         return None
-    unknown = [name for name in names if name not in EVENTS]
-    if unknown:
-        raise UsageError(f"--notify-on {unknown[0]}: must be of {', '.join(EVENTS)}")
     return Notify(list(dict.fromkeys(targets)), [event for event in EVENTS if not names or event in names])
 
 
 def check_target(target: str) -> None:
-    """Refuse a target that cannot work here.
-
-    Raises:
-        UsageError: it is empty, no valid address, one with a password, or ``desktop`` without ``notify-send``.
-    """
+    """Raise ``UsageError`` for a target that cannot work here."""
     if not target.strip():
         raise UsageError("--notify needs a command, a webhook's address, 'desktop' or 'terminal'")
     if is_webhook(target):
@@ -127,11 +116,7 @@ def write_notify(run: RunDir, notify: Notify) -> None:
 
 
 class Notices:
-    """Derives notices from a run's messages, each once.
-
-    Args:
-        since: alerts raised before this time are not notified again (seconds since the epoch).
-    """
+    """Derives notices from a run's messages, each once; not for alerts raised before ``since`` (Unix time)."""
 
     def __init__(self, run: str, host: str, events: list[Event], since: float) -> None:
         self._run, self._host, self._events, self._since = run, host, frozenset(events), since

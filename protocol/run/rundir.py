@@ -1,6 +1,6 @@
-"""The run directory: all files of one run.
+"""The run directory: all files of one run, and the lookup of runs by name.
 
-``runs/RUN-ID/`` in the user's directory (``run_store.home``), mode 0700, holds::
+``runs/RUN-ID/`` in ``$FTMON_HOME`` (default: the user's state directory, ``~/.local/state/ftmon``), mode 0700, holds::
 
     run.json        the run's command and options; the launcher adds its own process
     hub.json        the connection file: the living hub's process and addresses, 0600, written after binding
@@ -43,12 +43,6 @@ import platformdirs
 from ..errors import HubError, RunDirError, RunNotFoundError, SeveralRunsError, UsageError
 from ..host.process import ProcessId, is_alive, make_private, write_private
 
-# The options of a run: set once, when it is started, and then the same for its launcher, hub and probes.
-#
-# A ``StartRequest`` passes them to the process that creates the run, which writes them to ``run.json`` (and
-# ``join.json`` for other hosts). Every other process of the run reads them there.
-
-
 OnHang = Literal["warn", "stacks", "stop", "kill"]
 OnOom = Literal["raise", "hold"]
 
@@ -66,7 +60,11 @@ class MultiHost(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a run is monitored, and what ftmon may do to it."""
+    """How a run is monitored, and what ftmon may do to it; set once, when it is started.
+
+    A ``StartRequest`` passes them to the process that creates the run, which writes them to ``run.json`` (and
+    ``join.json`` for other hosts). Every other process of the run reads them there.
+    """
 
     listen: str = ""
     """``HOST:PORT``: the hub also serves other hosts, encrypted; empty: only this host."""
@@ -97,11 +95,7 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """The run's hosts, if it has several; detected when the run is created."""
 
     def check(self) -> None:
-        """Check the values and their combinations.
-
-        Raises:
-            UsageError: one is invalid; the text names the option of the command line.
-        """
+        """Raise ``UsageError`` for an invalid value or combination; the text names the option of the command line."""
         if self.on_oom != "hold" and (self.allow_console or self.hold_timeout):
             raise UsageError("--allow-console and --hold-timeout need --on-oom hold")
         for option in ("hold_timeout", "hang_grace", "exit_timeout", "stop_grace"):
@@ -116,15 +110,12 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
 
 HOSTS = "hosts"
 """Name of the directory with a directory for each other host, which that host uses."""
-
 _ROOM_BYTES = 4096
 _ROOMS = ("exit.json", "intent.json", "hub.json", "left.json", "run.json")
 """Files with reserved disk space, so that the run's command, its hub's address and its exit status can be written on a
 full disk."""
-
 _IPC_PATH_LIMIT = 100
 """Limit on the length of a socket's path: sockaddr_un holds 108 bytes."""
-
 T = TypeVar("T")
 
 
@@ -205,64 +196,32 @@ class RunDir:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-
-    @property
-    def id(self) -> str:
-        """The run's identifier: the directory's name."""
-        return self.path.name
-
-    @property
-    def recording(self) -> Path:
-        """Path of the recording."""
-        return self.path / "recording.sqlite"
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the log files."""
-        return self.path / "logs"
-
-    @property
-    def snapshots(self) -> Path:
-        """Folder of memory snapshots."""
-        return self.path / "snapshots"
-
-    @property
-    def config(self) -> Path:
-        """Path of the trainer's own configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def prediction(self) -> Path:
-        """Path of the prediction for the trainer's own configuration: the message ``prediction`` as JSON."""
-        return self.path / "prediction.json"
+        self.id = self.path.name
+        self.recording = self.path / "recording.sqlite"
+        self.logs = self.path / "logs"
+        self.snapshots = self.path / "snapshots"
+        self.config = self.path / "config.yaml"
+        self.prediction = self.path / "prediction.json"
+        """The message ``prediction`` as JSON."""
 
     def rank_log(self, rank: int, stream: str) -> Path:
         """Return the path of a rank's log file; ``stream`` is ``out`` or ``err``."""
         return self.logs / f"rank-{rank}.{stream}"
 
     def check(self) -> None:
-        """Refuse a directory that other users could have made or can read.
-
-        Raises:
-            RunDirError: it is missing, a symbolic link, another user's, or open to others.
-        """
+        """Raise ``RunDirError`` for a directory that other users could have made or can read."""
         try:
             info = self.path.lstat()
         except FileNotFoundError:
             raise RunDirError(f"{self.path}: no such run directory") from None
         if stat.S_ISLNK(info.st_mode) or not stat.S_ISDIR(info.st_mode):
             raise RunDirError(f"{self.path}: is not a directory of its own; remove it")
-        if hasattr(os, "getuid") and info.st_uid != os.getuid():
-            raise RunDirError(f"{self.path}: belongs to another user; set FTMON_HOME to a directory of yours")
+        _check_owner(self.path, info)
         if info.st_mode & 0o077:
             raise RunDirError(f"{self.path}: is open to other users; run: chmod 700 {shlex.quote(str(self.path))}")
 
     def read_run(self) -> RunFile:
-        """Read ``run.json``.
-
-        Raises:
-            RunDirError: it is missing or damaged.
-        """
+        """Read ``run.json``; raise ``RunDirError`` if it is missing or damaged."""
         found = self._read("run.json", RunFile)
         if found is None:
             raise RunDirError(f"{self.path}: is not an ftmon run (no run.json)")
@@ -302,7 +261,7 @@ class RunDir:
         self.write_certain("exit.json", encode_file(content))
         for name in _ROOMS:
             with contextlib.suppress(OSError):
-                self._room(name).unlink()
+                self.room(name).unlink()
 
     def write_certain(self, name: str, data: bytes) -> None:
         """Write a file atomically, mode 0600; on a full disk, into the space reserved for it.
@@ -315,20 +274,16 @@ class RunDir:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            room = self._room(name)
+            room = self.room(name)
             if room.exists():
                 _overwrite(room, data, error)
                 room.replace(path)
             else:
                 _overwrite(path, data, error)
 
-    def _room(self, name: str) -> Path:
+    def room(self, name: str) -> Path:
+        """Return the file that reserves disk space for another one."""
         return self.path / f".{name}.room"
-
-    def keep_rooms(self) -> None:
-        """Reserve disk space for the run's small files."""
-        for name in _ROOMS:
-            write_private(self._room(name), b" " * _ROOM_BYTES)
 
     def ipc_address(self, channel: str) -> str:
         """Return a channel's ``ipc://`` address."""
@@ -360,8 +315,7 @@ class RunDir:
     def lock_hub(self) -> int:
         """Acquire the hub's lock; return the descriptor that holds it until it is closed or the process ends.
 
-        Raises:
-            HubError: another hub of this run is alive.
+        Raises ``HubError`` if another hub of this run is alive.
         """
         import fcntl  # absent on Windows, where no hub runs
 
@@ -411,11 +365,6 @@ def _overwrite(path: Path, data: bytes, error: OSError) -> None:
         os.fsync(file.fileno())
 
 
-# All runs of a user: their location, creation, and lookup by name.
-#
-# Each run is in ``runs/RUN-ID/`` in ``$FTMON_HOME`` (default: the user's state directory, ``~/.local/state/ftmon``).
-
-
 _STAMP = re.compile(r"-\d{8}-\d{6}(-[0-9a-f]{4})?$")
 """The suffix that ``create`` appends to a run's name to form its identifier."""
 
@@ -427,11 +376,7 @@ def home() -> Path:
 
 
 def checked_home() -> Path:
-    """Return ``home()`` after checking that no other user can write to it; it need not exist.
-
-    Raises:
-        RunDirError: it, or the target of the symbolic link, is another user's, not a directory, or open to others.
-    """
+    """Return ``home()``, which need not exist; raise ``RunDirError`` if other users can write to it or its target."""
     path = home()
     if not hasattr(os, "getuid"):
         return path
@@ -446,13 +391,17 @@ def checked_home() -> Path:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RunDirError(f"{path}: cannot be used: {reason}; set FTMON_HOME to a directory of yours") from None
     where = f"{path} -> {os.path.realpath(path)}" if stat.S_ISLNK(link.st_mode) else str(path)
-    if {link.st_uid, info.st_uid} != {os.getuid()}:
-        raise RunDirError(f"{where}: belongs to another user; set FTMON_HOME to a directory of yours")
+    _check_owner(where, link, info)
     if not stat.S_ISDIR(info.st_mode):
         raise RunDirError(f"{where}: is not a directory; set FTMON_HOME to a directory of yours")
     if info.st_mode & 0o002 or (info.st_mode & 0o020 and not _is_private_group(info.st_gid)):
         raise RunDirError(f"{where}: others may write there; run: chmod go-w {shlex.quote(str(path))}")
     return path
+
+
+def _check_owner(where: str | Path, *found: os.stat_result) -> None:
+    if hasattr(os, "getuid") and any(info.st_uid != os.getuid() for info in found):
+        raise RunDirError(f"{where}: belongs to another user; set FTMON_HOME to a directory of yours")
 
 
 def _is_private_group(group: int) -> bool:
@@ -472,8 +421,7 @@ def create(
 ) -> RunDir:
     """Create a run directory with its ``run.json``.
 
-    Raises:
-        RunDirError: it cannot be created, or the working directory no longer exists or its path is not UTF-8.
+    Raises ``RunDirError`` if that fails, or the working directory no longer exists or its path is not UTF-8.
     """
     cwd = _working_directory()
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
@@ -484,20 +432,19 @@ def create(
         make_private(runs.parent)
         make_private(runs)
         _check_ours(runs)
-        identifier = f"{slug}-{stamp}"
+        run = RunDir(runs / f"{slug}-{stamp}")
         while True:
             try:
-                (runs / identifier).mkdir(mode=0o700)
+                run.path.mkdir(mode=0o700)
                 break
             except FileExistsError:
-                identifier = f"{slug}-{stamp}-{secrets.token_hex(2)}"
-        run = RunDir(runs / identifier)
+                run = RunDir(runs / f"{slug}-{stamp}-{secrets.token_hex(2)}")
         run.logs.mkdir(mode=0o700)
         run.snapshots.mkdir(mode=0o700)
-        host = socket.gethostname()
-        content = RunFile(identifier, slug, now, command, cwd, host, kind, None, options or RunOptions(), recipe)
-        run.write_run(content)
-        run.keep_rooms()
+        host, chosen = socket.gethostname(), options or RunOptions()
+        run.write_run(RunFile(run.id, slug, now, command, cwd, host, kind, None, chosen, recipe))
+        for name in _ROOMS:
+            write_private(run.room(name), b" " * _ROOM_BYTES)
     except OSError as error:
         raise RunDirError(f"{runs}: cannot make a run directory there: {error.strerror}; set FTMON_HOME") from None
     return run
@@ -516,14 +463,9 @@ def _working_directory() -> str:
 
 
 def _check_ours(runs: Path) -> None:
-    """Refuse a directory of runs that other users can write to.
-
-    Raises:
-        RunDirError: it belongs to another user, or others may write into it.
-    """
+    """Refuse a directory of runs that other users can write to."""
     info = runs.stat()
-    if hasattr(os, "getuid") and info.st_uid != os.getuid():
-        raise RunDirError(f"{runs}: belongs to another user; set FTMON_HOME to a directory of yours")
+    _check_owner(runs, info)
     if os.name == "posix" and info.st_mode & 0o022:
         raise RunDirError(f"{runs}: others may write there; run: chmod 700 {shlex.quote(str(runs))}")
 
@@ -531,21 +473,14 @@ def _check_ours(runs: Path) -> None:
 def all_runs() -> list[RunDir]:
     """Return the run directories of this user on this host, newest first; everything else is skipped.
 
-    Raises:
-        RunDirError: other users can write to the directory that holds them.
+    Raises ``RunDirError`` if other users can write to the directory that holds them.
     """
     found: list[tuple[float, str, RunDir]] = []
     runs = checked_home() / "runs"
-    try:
-        paths = list(runs.iterdir())
-    except OSError:
-        return []
-    for path in paths:
-        try:
-            found.append(((path / "run.json").stat().st_mtime, path.name, RunDir(path)))
-        except OSError:
-            # Not a run, not yet complete, or just removed.
-            continue
+    with contextlib.suppress(OSError):
+        for path in list(runs.iterdir()):
+            with contextlib.suppress(OSError):  # not a run, not yet complete, or just removed
+                found.append(((path / "run.json").stat().st_mtime, path.name, RunDir(path)))
     return [run for _, _, run in sorted(found, key=lambda entry: entry[:2], reverse=True)]
 
 
@@ -553,12 +488,8 @@ def find(name: str | None) -> RunDir:
     """Return a run by identifier, name, or prefix of an identifier; None: the newest with a living hub, or the newest.
 
     A whole name takes precedence over a prefix: ``demo`` does not mean ``demo-large``. If several runs match, the one
-    with a living hub is returned, if there is exactly one.
-
-    Raises:
-        RunNotFoundError: no run matches.
-        SeveralRunsError: several runs match.
-        RunDirError: other users can write to the directory that holds them.
+    with a living hub is returned, if there is exactly one. Raises ``RunNotFoundError``, ``SeveralRunsError``, or
+    ``RunDirError`` if other users can write to the directory that holds them.
     """
     runs = all_runs()
     if not runs:
@@ -567,12 +498,8 @@ def find(name: str | None) -> RunDir:
         return next((run for run in runs if _has_living_hub(run)), runs[0])
     if not name:
         raise RunNotFoundError("the name of the run is empty; 'ftmon ls' lists the runs there are")
-    for run in runs:
-        if run.id == name:
-            return run
-    matches = [run for run in runs if _STAMP.sub("", run.id) == name] or [
-        run for run in runs if run.id.startswith(name)
-    ]
+    matches = [run for run in runs if run.id == name] or [run for run in runs if _STAMP.sub("", run.id) == name]
+    matches = matches or [run for run in runs if run.id.startswith(name)]
     if len(matches) > 1:
         alive = [run for run in matches if _has_living_hub(run)]
         matches = alive if len(alive) == 1 else matches

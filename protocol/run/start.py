@@ -1,8 +1,9 @@
-"""Request to start a run: one JSON object on the standard input of the process that creates the run and its launcher.
+"""Starts ftmon's other processes: hubs, and the process that creates a run and its launcher.
 
-That process is ``python -m ftmon.trainer.launch.start`` for a script, and ``python -m ftmon.trainer.recipe.start`` for
-a configuration. It prints one JSON line, ``{"run": "<run directory>"}``, and exits with status 0; for a refusal it
-prints text to standard error and exits with another status.
+The latter is ``python -m ftmon.trainer.launch.start`` for a script, and ``python -m ftmon.trainer.recipe.start`` for a
+configuration. It reads a request to start a run, one JSON object, from its standard input, prints one JSON line,
+``{"run": "<run directory>"}``, and exits with status 0; for a refusal it prints text to standard error and exits with
+another status.
 """
 
 import contextlib
@@ -11,7 +12,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, BinaryIO, Literal
 
 import msgspec
@@ -22,28 +22,24 @@ from .environment import monitor_environment
 from .notices import Notify
 from .rundir import ExitFile, RunDir, RunOptions
 
-# The line between the command that started a run and the run's launcher: a socket pair that only these two hold.
-#
-# It needs no disk, so the command receives the job's end even if the run directory is full, read-only or removed; and
-# either end detects at once that the other process is gone, also after SIGKILL.
-#
-# - launcher to command: JSON lines, one ``LauncherMessage`` each.
-# - command to launcher: ``UNTIE``, once, when the run may outlive the command. Until then, the loss of the connection
-# counts as a request to end the run.
-
-
 UNTIE = b"u"
+"""Sent once by the command to the launcher, when the run may outlive the command."""
 
 
 class LauncherMessage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A message of a launcher to the command that started it."""
+    """A message of a launcher to the command that started it, a line of JSON."""
 
     launcher: ProcessId | None = None
     end: ExitFile | None = None
 
 
 class CommandEnd:
-    """The command's end of the line. No method raises or blocks."""
+    """The command's end of the line to the run's launcher: a socket pair that only these two hold.
+
+    It needs no disk, so the command receives the job's end even if the run directory is full, read-only or removed; and
+    either end detects at once that the other process is gone, also after SIGKILL. Until ``UNTIE`` is sent, the loss of
+    the connection counts as a request to end the run. No method raises or blocks.
+    """
 
     def __init__(self) -> None:
         self._socket, self._other = socket.socketpair()
@@ -125,9 +121,6 @@ class LauncherEnd:
         return not self.open and not self._untied
 
 
-_HUB = "ftmon.trainer.hub"
-
-
 def module_command(module: str, words: Sequence[str] = ()) -> list[str]:
     """Return the command that runs one of ftmon's modules with this Python."""
     # -P: modules in the user's working directory must not shadow the standard library's.
@@ -146,12 +139,7 @@ def spawn_module(
 ) -> "subprocess.Popen[bytes]":
     """Start one of ftmon's modules in a session of its own, which does not receive the terminal's signals.
 
-    Args:
-        stdin: as for ``subprocess.Popen``, as are ``stdout``, ``stderr`` and ``pass_fds``.
-        environ: its environment; variables of a run are removed.
-
-    Raises:
-        OSError: the process cannot be created.
+    Variables of a run are removed from ``environ``. Raises ``OSError`` if the process cannot be created.
     """
     return subprocess.Popen(
         module_command(module, words),
@@ -168,16 +156,9 @@ def spawn_hub(run: RunDir, log: BinaryIO) -> "subprocess.Popen[bytes]":
     """Start a hub; if several are started, the hub's lock lets only one run.
 
     Its only argument is the run directory, where it reads the run's options: launcher, rank and command line may each
-    have to restart it.
-
-    Raises:
-        OSError: the process cannot be created.
+    have to restart it. Raises ``OSError`` if the process cannot be created.
     """
-    return spawn_module(_HUB, [str(run.path)], stdout=log, stderr=log)
-
-
-_SCRIPT = "ftmon.trainer.launch.start"
-_RECIPE = "ftmon.trainer.recipe.start"
+    return spawn_module("ftmon.trainer.hub", [str(run.path)], stdout=log, stderr=log)
 
 
 class StartRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -209,23 +190,14 @@ class StartRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Inherited descriptor that becomes the job's standard input; None: no standard input."""
 
 
-class _Started(msgspec.Struct):
-    run: str
-
-
 def spawn_start(
     request: StartRequest, line: CommandEnd | None = None, *, stdin: int | None = None, environ: Mapping[str, str]
 ) -> tuple["subprocess.Popen[bytes]", bytes]:
     """Start the process that starts a run; return it, and the input to pass to its ``communicate``.
 
-    Args:
-        line: the requesting process's end of the socket pair to the run's launcher; None: no process waits for the run.
-        stdin: descriptor that becomes the job's standard input.
-        environ: the environment of the job; variables of a run are removed.
-
-    Raises:
-        UsageError: the request cannot be encoded: an argument is not UTF-8.
-        OSError: the process cannot be created.
+    ``line`` is the requesting process's end of the socket pair to the run's launcher; None: no process waits for the
+    run. The descriptor ``stdin`` becomes the job's standard input; ``environ``, without the variables of a run, its
+    environment. Raises ``UsageError`` if an argument is not UTF-8, ``OSError`` if the process cannot be created.
     """
     # A copy: the process's own descriptor 0 is the pipe with the request.
     input_copy = os.dup(stdin) if stdin is not None else None
@@ -237,7 +209,7 @@ def spawn_start(
         except UnicodeEncodeError:
             raise UsageError("the command has a word that is not UTF-8; rename that file") from None
         process = spawn_module(
-            _SCRIPT if request.kind == "run" else _RECIPE,
+            f"ftmon.trainer.{'launch' if request.kind == 'run' else 'recipe'}.start",
             [],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -257,23 +229,19 @@ def started_run(output: bytes) -> RunDir | None:
     """Return the run in the output of the process that starts runs; None if it printed none."""
     for line in reversed(output.splitlines()):
         try:
-            return RunDir(Path(msgspec.json.decode(line, type=_Started).run))
-        except msgspec.MsgspecError:
+            return RunDir(msgspec.json.decode(line, type=dict[str, str])["run"])
+        except (msgspec.MsgspecError, KeyError):
             continue  # a line that an imported library printed
     return None
 
 
 def print_started(run: RunDir) -> None:
     """Print the line that ``started_run`` reads."""
-    print(msgspec.json.encode(_Started(str(run.path))).decode(), flush=True)
+    print(msgspec.json.encode({"run": str(run.path)}).decode(), flush=True)
 
 
 def read_request(file: IO[bytes]) -> StartRequest:
-    """Read a request from a file, up to its end.
-
-    Raises:
-        UsageError: it is not a valid request.
-    """
+    """Read a request from a file, up to its end; raise ``UsageError`` if it is invalid."""
     try:
         request = msgspec.json.decode(file.read(), type=StartRequest)
     except (msgspec.MsgspecError, ValueError) as error:

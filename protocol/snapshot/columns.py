@@ -1,4 +1,8 @@
-"""Converts the plain data of a snapshot's pickle to columns, and checks its structure.
+"""A snapshot as compact columns: about 40 MB for a million trace entries, without an object for each.
+
+Columns are bytes in this machine's order, read through ``memoryview.cast``, and sent unchanged by the reading process,
+which makes them from the plain data of the pickle and checks its structure. Addresses are unsigned 64-bit, sizes in
+bytes, times in microseconds since 1970, stacks are indices into ``stacks``.
 
 Formats differ by PyTorch version: before 2.2 entries have no time, without ``stacks`` no frames, and before 2.1 blocks
 have a ``history`` instead of ``requested_size`` and ``frames``. A missing key is not an error; a wrong type is.
@@ -16,13 +20,6 @@ import msgspec
 from ..errors import FtmonError
 from ..text import sanitize
 
-# A snapshot as compact columns: about 40 MB for a million trace entries, without an object for each.
-#
-# Columns are bytes in this machine's order, read through ``memoryview.cast``, and sent unchanged by the reading
-# process. Addresses are unsigned 64-bit, sizes in bytes, times in microseconds since 1970, stacks are indices into
-# ``stacks``.
-
-
 ACTIONS = (
     "other", "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map",
     "segment_unmap", "oom", "snapshot", "user_defined",
@@ -30,12 +27,9 @@ ACTIONS = (
 """Actions of trace entries; a column holds the index. Unknown actions are ``other``."""
 ALLOC, FREE_REQUESTED, FREE_COMPLETED = 1, 2, 3
 SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM = 4, 5, 6, 7, 8
-
 STATES = ("inactive", "active_allocated", "active_pending_free")
 """States of a block: free, allocated, or freed by the program while a stream still uses it."""
 FREE, ALLOCATED, PENDING = 0, 1, 2
-
-
 OWN_SPAN = "ftmon "
 """Prefix of the names of steps and phases that ftmon's probe records as annotations."""
 
@@ -167,9 +161,6 @@ class Snapshot(msgspec.Struct, frozen=True):
         return [self.frames[index] for index in self.stacks[stack]]
 
 
-# Numbers stacks: a million lists of frames become a column of numbers, and each distinct stack is kept once.
-
-
 _PIECE = 8192
 """Entries processed at once: the identities of a million stacks would need hundreds of megabytes."""
 _HEAD = 6
@@ -178,7 +169,7 @@ _LARGEST_LINE = 2**47
 
 
 class Stacks:
-    """All frames and stacks of a snapshot; ``stacks[0]`` is the empty one."""
+    """All frames and stacks of a snapshot, each distinct one once; ``stacks[0]`` is the empty one."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -198,14 +189,9 @@ class Stacks:
 
         Entries share their frames' dictionaries, so a stack is identified by the frames' identities. A long stack is
         looked up by its innermost frames, and the candidate compared with it: list comparison checks identities first.
-
-        Raises:
-            TypeError, ValueError, AttributeError, KeyError: a stack is invalid.
         """
-        column: array[int] = array("I")
-        for begin in range(0, len(stacks), _PIECE):
-            column.extend(self._piece(stacks[begin : begin + _PIECE]))
-        return column
+        pieces = (self._piece(stacks[begin : begin + _PIECE]) for begin in range(0, len(stacks), _PIECE))
+        return array("I", chain.from_iterable(pieces))
 
     def number(self, frames: Any) -> int:
         """Return the number of one stack."""
@@ -215,10 +201,8 @@ class Stacks:
 
     def _piece(self, stacks: Sequence[Any]) -> list[int]:
         long = [len(frames) > 2 * _HEAD for frames in stacks]
-        if not any(long):
-            return self._by_frames(stacks)
-        if all(long):
-            return self._by_heads(stacks)
+        if len(set(long)) == 1:
+            return self._by_heads(stacks) if long[0] else self._by_frames(stacks)
         short = iter(self._by_frames([frames for frames, is_long in zip(stacks, long, strict=True) if not is_long]))
         rest = iter(self._by_heads([frames for frames, is_long in zip(stacks, long, strict=True) if is_long]))
         return [next(rest) if is_long else next(short) for is_long in long]
@@ -283,11 +267,7 @@ _ACTIONS = {name: index for index, name in enumerate(ACTIONS)}
 
 
 def compact(raw: Any, path: str) -> Snapshot:
-    """Return the result of ``torch.cuda.memory._snapshot()`` as columns; the data is consumed.
-
-    Raises:
-        SnapshotError: it does not have the structure of a snapshot.
-    """
+    """Return ``torch.cuda.memory._snapshot()`` as columns; the data is consumed. May raise ``SnapshotError``."""
     made = Compactor(path)
     return made.snapshot(raw).with_stacks(made.stack_columns())
 
@@ -308,24 +288,15 @@ class Compactor:
         self._trace_frames: list[list[Any]] = []
         self._block_frames: list[Any] = []
         self._segment_frames: list[Any] = []
-        self.notes: list[str] = [""]
         self._note_of: dict[str, int] = {"": 0}
 
     def snapshot(self, raw: Any) -> Snapshot:
-        """Return the snapshot without the stacks.
-
-        Raises:
-            SnapshotError: the data does not have the structure of a snapshot.
-        """
+        """Return the snapshot without the stacks; raise ``SnapshotError`` for data without the structure of one."""
         with _checked(self.path):
             return self._snapshot(raw)
 
     def stack_columns(self) -> StackColumns:
-        """Return the stacks of the snapshot that ``snapshot`` returned.
-
-        Raises:
-            SnapshotError: a stack is invalid.
-        """
+        """Return the stacks of the snapshot that ``snapshot`` returned; raise ``SnapshotError`` for an invalid one."""
         with _checked(self.path):
             stacks = Stacks()
             traces = [stacks.column(frames).tobytes() for frames in self._trace_frames]
@@ -347,7 +318,7 @@ class Compactor:
         divisions = settings.get("roundup_power2_divisions") or {}
         return Snapshot(
             self.path, segments, blocks.addresses.tobytes(), blocks.sizes.tobytes(), blocks.requested.tobytes(),
-            blocks.states, b"", traces, [], [], self.notes,
+            blocks.states, b"", traces, [], [], list(self._note_of),
             _annotations(raw.get("external_annotations") or []),
             [_size(divisions.get(str(2**power), 0)) for power in range(_DIVISIONS)],
             int(settings.get("max_split_size", -1)),
@@ -396,16 +367,9 @@ class Compactor:
         states = bytes([_STATES.get(str(block.get("state")), PENDING) for block in raw])
         addresses: list[Any] = [block.get("address") for block in raw]
         if None in addresses:
-            addresses = [
-                at
-                for segment in segments
-                for at in accumulate(
-                    sizes[segment.first_block : segment.first_block + segment.blocks], initial=segment.address
-                )
-            ]
-            # ``accumulate`` also yields each segment's end, which is not an address of a block.
-            for number, segment in reversed(list(enumerate(segments))):
-                del addresses[segment.first_block + segment.blocks + number]
+            of_segment = [(each.address, sizes[each.first_block : each.first_block + each.blocks]) for each in segments]
+            # The last is a segment's end, which is not an address of a block.
+            addresses = [at for begin, own in of_segment for at in list(accumulate(own, initial=begin))[:-1]]
         asked = [block.get("requested_size") for block in raw]
         frames = [block.get("frames") for block in raw]
         if None in asked or None in frames:
@@ -420,15 +384,11 @@ class Compactor:
         return _Blocks(array("Q", addresses), sizes, _sizes(wanted), states)
 
     def _note_column(self, notes: list[Any]) -> "array[int]":
-        number = {note: self._note(note) for note in set(notes)}
+        text_of = {note: sanitize(note, 200) if isinstance(note, str) else "" for note in set(notes)}
+        for text in text_of.values():
+            self._note_of.setdefault(text, len(self._note_of))
+        number = {note: self._note_of[text] for note, text in text_of.items()}
         return array("I", map(number.__getitem__, notes))
-
-    def _note(self, note: Any) -> int:
-        text = sanitize(note, 200) if isinstance(note, str) else ""
-        found = self._note_of.setdefault(text, len(self.notes))
-        if found == len(self.notes):
-            self.notes.append(text)
-        return found
 
 
 class _Blocks(NamedTuple):

@@ -1,4 +1,11 @@
-"""Opens a snapshot file: a separate process unpickles it and returns columns."""
+"""Opens a snapshot file: a separate process unpickles it and returns columns.
+
+PyTorch's snapshots are pickles, and a pickle is a program. Only plain containers, strings and numbers are accepted:
+every opcode that names a class or function calls ``find_class``, which raises. Restricting the names does not bound the
+cost: one opcode can allocate gigabytes, and a tuple nested a million times overflows the C stack when it is hashed.
+Either ends only the separate process, whose end also returns the memory of a million dictionaries to the system:
+``python -m ftmon.protocol.snapshot.reader FILE`` writes a snapshot's columns to stdout.
+"""
 
 import contextlib
 import gc
@@ -20,12 +27,6 @@ from ..host.machine import available_memory
 from ..text import sanitize
 from .columns import Compactor, Snapshot, SnapshotError, StackColumns
 
-# Unpickles plain containers, strings and numbers only, within size limits.
-#
-# PyTorch's snapshots are pickles, and a pickle is a program. Only the literal opcodes are accepted: every opcode that
-# names a class or function calls ``find_class``, which raises.
-
-
 MOST_BYTES = 4 * 2**30
 """Limit of a decompressed pickle: forty times the size of a million trace entries."""
 _BASE_COST = 8
@@ -41,16 +42,14 @@ _COSTS = {
 """Maximum memory of an opcode's object in CPython, beyond ``_BASE_COST``. Such bytes within strings count as well, so
 the estimate is an upper bound: for real snapshots, three to four times their memory."""
 _ABOVE = 3
-
 _MEMORY_PER_BYTE, _MEMORY_PER_PACKED_BYTE, _SPARE_MEMORY = 100, 400, 2**28
 """Real snapshots take 6 to 11 bytes of objects per byte, and gzip compresses them by a factor of 10 to 40."""
-
 _MOST_EXPANSION, _SPARE_BYTES = 60, 2**25
 """Limit on a decompressed gzip file: bytes per byte, plus a constant."""
-
 _GZIP = b"\x1f\x8b"
 _CHUNK = 2**20
 _DUMP = "write one with torch.cuda.memory._dump_snapshot(path)"
+_TOO_MUCH = "refused: it asks for far more memory than its size justifies"
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -91,14 +90,8 @@ def estimate(part: bytes) -> int:
 def check_cost(path: Path, most_bytes: int = 0, most_memory: int = 0) -> None:
     """Read a whole pickle and estimate the memory of its objects before any is made.
 
-    Args:
-        path: the file, gzip-compressed or not.
-        most_bytes: limit on its decompressed size; 0: that of ``granted_bytes``.
-        most_memory: limit on the memory of its objects, bytes; 0: that of ``granted_memory``.
-
-    Raises:
-        SnapshotError: it exceeds a limit.
-        EOFError, gzip.BadGzipFile, zlib.error: its gzip data is damaged.
+    Limits are in bytes; 0: those of ``granted_bytes`` and ``granted_memory``. Raises ``SnapshotError`` above one,
+    ``EOFError``, ``gzip.BadGzipFile`` or ``zlib.error`` for damaged gzip data.
     """
     most_memory = most_memory or granted_memory(path)
     cost = 0
@@ -106,19 +99,15 @@ def check_cost(path: Path, most_bytes: int = 0, most_memory: int = 0) -> None:
         while part := file.read(_CHUNK):
             cost += estimate(part)
             if cost > _ABOVE * most_memory:
-                raise SnapshotError(
-                    f"{path}: refused: it asks for far more memory than its size justifies, or than half of what is "
-                    f"available here: more than {most_memory / 2**30:.3g} GiB"
-                )
+                above = f"or than half of what is available here: more than {most_memory / 2**30:.3g} GiB"
+                raise SnapshotError(f"{path}: {_TOO_MUCH}, {above}")
 
 
 def read_pickle(path: Path, most_bytes: int = 0, most_memory: int = 0) -> Any:
     """Return the content of a pickle of plain data, gzip-compressed or not; the caller checks its structure.
 
-    A hostile file may still allocate much memory or exhaust the C stack, so this belongs in a separate process.
-
-    Raises:
-        SnapshotError: it cannot be read, would run code, is truncated, too large, or not a pickle.
+    A hostile file may still allocate much memory or exhaust the C stack, so this belongs in a separate process. Raises
+    ``SnapshotError`` if it cannot be read, would run code, is truncated, too large, or not a pickle.
     """
     collecting = gc.isenabled()
     # A million dictionaries without a cycle: the collector would traverse them again and again.
@@ -140,7 +129,7 @@ def read_pickle(path: Path, most_bytes: int = 0, most_memory: int = 0) -> Any:
     except EOFError:
         raise SnapshotError(f"{path}: cut short: copy the file again") from None
     except MemoryError:
-        raise SnapshotError(f"{path}: refused: it asks for far more memory than its size justifies") from None
+        raise SnapshotError(f"{path}: {_TOO_MUCH}") from None
     except SnapshotError:
         raise
     except Exception as error:
@@ -186,13 +175,6 @@ class _Bounded(io.RawIOBase):
         super().close()
 
 
-# The process that unpickles: ``python -m ftmon.protocol.snapshot.reader FILE`` writes a snapshot's columns to stdout.
-#
-# Restricting the names in a pickle does not bound its cost: one opcode can allocate gigabytes, and a tuple nested a
-# million times overflows the C stack when it is hashed. Here either ends only this process, whose end also returns the
-# memory of a million dictionaries to the system.
-
-
 REFUSED = 3
 _SPARE = 2**29
 _MOST_MEMORY = 64 * 2**30
@@ -213,7 +195,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return REFUSED
     except (MemoryError, RecursionError):
-        print(f"{path}: refused: it asks for far more memory than its size justifies", file=sys.stderr)
+        print(f"{path}: {_TOO_MUCH}", file=sys.stderr)
         return REFUSED
     # A normal exit would first free a million dictionaries.
     os._exit(0)
@@ -244,26 +226,17 @@ def _limit_memory(path: Path) -> None:
 
 _PATIENCE_SECONDS = 600
 _LARGEST_PART = 2**36
-
 T = TypeVar("T")
 
 
 def open_snapshot(path: str | Path) -> Snapshot:
-    """Return a PyTorch memory snapshot, gzip-compressed or not, of PyTorch 2.1 and later.
-
-    Raises:
-        SnapshotError: the file cannot be read; the text is one line.
-    """
+    """Return a PyTorch memory snapshot, packed by gzip or not, of PyTorch 2.1 and later, or raise ``SnapshotError``."""
     with SnapshotReading(Path(path)) as reading:
         return reading.snapshot().with_stacks(reading.stacks())
 
 
 class SnapshotReading:
-    """A snapshot file that a separate process reads: its columns first, then its stacks.
-
-    Raises:
-        SnapshotError: the file cannot be read; the text is one line.
-    """
+    """A snapshot file that a separate process reads: columns first, then stacks; may raise ``SnapshotError``."""
 
     def __init__(self, path: Path) -> None:
         _check(path)
@@ -334,7 +307,7 @@ def _check(path: Path) -> None:
             raise SnapshotError(f"{path}: not a regular file")
         with path.open("rb") as file:
             if not file.read(1):
-                raise SnapshotError(f"{path}: empty: write a snapshot with torch.cuda.memory._dump_snapshot(path)")
+                raise SnapshotError(f"{path}: empty: {_DUMP}")
     except FileNotFoundError:
         raise SnapshotError(f"{path}: no such file") from None
     except PermissionError:

@@ -9,12 +9,10 @@ from ..messages.telemetry import Whole
 
 FORMAT = 1
 """Version of the file; other versions are refused."""
-
 Value = str | Whole | float | bool | None
 """Of one axis."""
 Settings = dict[str, Value]
 """One configuration of the sweep: a value for each axis."""
-
 Verdict = Literal["done", "out-of-memory", "hang", "crash", "timeout", "refused", "no-steps", "unfinished"]
 """``refused``: the configuration is invalid, and the run was not started; ``no-steps``: it exited with status 0 without
 an optimizer step; ``unfinished``: the sweep ended first (budget, interrupt), so the row is no result.

@@ -1,6 +1,7 @@
 """The results file: JSON lines, each on disk before the next run begins. A torn last line is ignored."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -74,25 +75,18 @@ class Results(NamedTuple):
 
 
 class Writer:
-    """Appends to a results file, with an exclusive lock on it.
+    """Appends to a results file, with an exclusive lock on it; a new file gets ``header``, which others must match.
 
-    Args:
-        path: the file; created if it is missing.
-        header: written to a new file, else compared with the existing header.
-
-    Raises:
-        ResultsError: the file cannot be used, has results of another sweep, or another process writes it.
+    Raises ``ResultsError`` if it cannot be used, has results of another sweep, or another process writes it.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path = path
+        file: BinaryIO | None = None
         try:
             # Not truncated: until it is locked, the file may belong to another sweep that has just begun.
-            self._file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-        except OSError as error:
-            raise ResultsError(f"{path}: cannot be written: {error.strerror}") from None
-        try:
-            _lock(self._file, path)
+            self._file = file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+            _lock(file, path)
             found = read(path) if path.stat().st_size else None
             if found is not None and found.header.fingerprint != header.fingerprint:
                 raise ResultsError(
@@ -104,19 +98,15 @@ class Writer:
                 self._file.seek(0, os.SEEK_END)
             else:
                 self.append(header)
-        except FtmonError:
-            self._file.close()
-            raise
-        except OSError as error:
-            self._file.close()
+        except (FtmonError, OSError) as error:
+            if file is not None:
+                file.close()
+            if isinstance(error, FtmonError):
+                raise
             raise ResultsError(f"{path}: cannot be written: {error.strerror}") from None
 
     def append(self, entry: Entry) -> None:
-        """Write one entry; it is on disk when this returns.
-
-        Raises:
-            FtmonError: it cannot be written.
-        """
+        """Write one entry, which is on disk when this returns; raise ``FtmonError`` if that fails."""
         try:
             self._file.write(msgspec.json.encode(entry) + b"\n")
             self._file.flush()
@@ -132,8 +122,7 @@ class Writer:
 def read(path: Path) -> Results:
     """Return the contents of a results file, which may be in use by a writer.
 
-    Raises:
-        ResultsError: it is missing, not a results file, or of another version.
+    Raises ``ResultsError`` if it is missing, not a results file, or of another version.
     """
     try:
         if path.stat().st_size > _MOST_BYTES:
@@ -164,10 +153,7 @@ def is_results(path: Path) -> bool:
 
 def verdicts(rows: list[Row]) -> dict[Verdict, int]:
     """Return the number of rows by verdict."""
-    found: dict[Verdict, int] = {}
-    for row in rows:
-        found[row.verdict] = found.get(row.verdict, 0) + 1
-    return found
+    return Counter(row.verdict for row in rows)
 
 
 class _Version(msgspec.Struct):

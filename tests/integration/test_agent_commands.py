@@ -1,6 +1,7 @@
 """What an agent does with the hub's commands: real sockets with CURVE, a real process to kill."""
 
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from ftmon.protocol.messages.control import Accepted, Command, Result
 from ftmon.protocol.run import rundir
 from ftmon.trainer.agent import agent
 from ftmon.trainer.agent.agent import Commands
-from ftmon.trainer.host.end.kill import Kill, Target
+from ftmon.trainer.host.end.kill import Target
 from ftmon.trainer.host.loop import Mailbox
 
 AGENT = "agent-nodeb-7-70"
@@ -105,7 +106,7 @@ def test_a_command_is_answered_twice_done_once_and_refused_where_it_makes_no_sen
                     assert (refused.id, refused.ok) == (identifier, False), refused
 
             with monkeypatch.context() as patch:
-                patch.setattr(Kill, "start", no_thread)
+                patch.setattr(threading.Thread, "start", no_thread)
                 bench.send("no thread", "kill", ranks=[3])
                 assert bench.answer() == Accepted("no thread", True)
                 failed = bench.answer()
@@ -119,9 +120,9 @@ def test_a_command_is_answered_twice_done_once_and_refused_where_it_makes_no_sen
             assert isinstance(failed, Result)
             assert (failed.id, failed.ok) == ("fails", False)
 
-            begun: list[Kill] = []
+            begun: list[threading.Thread] = []
             with monkeypatch.context() as patch:
-                patch.setattr(Kill, "start", lambda kill: begun.append(kill))
+                patch.setattr(threading.Thread, "start", lambda thread: begun.append(thread))
                 bench.send("5", "kill", ranks=[3], signal="SIGTERM")
                 assert bench.answer() == Accepted("5", True)
                 assert bench.commands.kills_under_way == 1

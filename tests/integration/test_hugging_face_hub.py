@@ -16,7 +16,7 @@ PUSH_LAST = """
 import sys
 from pathlib import Path
 import torch.distributed as dist
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.export import export
 world = World()
 assert dist.is_initialized()
@@ -28,13 +28,12 @@ UNREACHABLE = """
 import sys, time
 time.sleep = lambda seconds: None  # the pauses between the hub library's 24 attempts add up to 92 s
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.recipe.config.schema import Config
-from ftmon.trainer.recipe.data import records
-from ftmon.trainer.recipe.config.schema import Data
+from ftmon.trainer.recipe.config.schema import Config, Data
+from ftmon.trainer.recipe.data.records import read_records
 from ftmon.trainer.recipe.config import schema as model
 from ftmon.trainer.recipe.model import tokenizer
 for attempt in (
-    lambda: records.read(Config(data=Data(name="me/words"))),
+    lambda: read_records(Config(data=Data(name="me/words"))),
     lambda: tokenizer.load(Config(model=model.Model(name="me/model")), None),
 ):
     try:

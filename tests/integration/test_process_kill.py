@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -31,17 +30,7 @@ def rank_code(before: str = "", body: str = "") -> str:
 
 
 def kill(run, targets, whole_run=False, number=None, others=()) -> Outcome:
-    outcomes: list[Outcome] = []
-    finished = threading.Event()
-
-    def done(outcome: Outcome) -> None:
-        outcomes.append(outcome)
-        finished.set()
-
-    scope = KillScope(run.path, targets, [os.getpid()], whole_run, others=others)
-    Kill(scope, number, False, done).start()
-    assert finished.wait(200)
-    return outcomes[0]
+    return Kill(KillScope(run.path, targets, [os.getpid()], whole_run, others=others), number, False).run()
 
 
 def target(process, rank=0) -> Target:

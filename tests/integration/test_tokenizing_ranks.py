@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from ftmon.trainer.recipe.config.schema import Config, Data, Tokenizer, Training
 from ftmon.trainer.recipe.data import pipeline
-from ftmon.trainer.recipe.data import records as sources
 from ftmon.trainer.recipe.data.encode import Encoder
+from ftmon.trainer.recipe.data.records import read_records
 from small_tokenizer import family_tokenizer
 
 
@@ -74,7 +74,7 @@ def test_several_processes_write_what_one_writes(tmp_path: Path, cache: Path) ->
 
     results: list[Any] = []
     for processes in (1, 2):
-        records = sources.read(config(processes))
+        records = read_records(config(processes))
         loaded = pipeline.load_tokenizer(config(processes), records, ["instruction"])
         encoder = Encoder(loaded, config(processes), ["instruction"])
         made_at = pipeline.encode(records, encoder, loaded, config(processes))

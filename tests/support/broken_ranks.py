@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from ftmon.protocol.errors import FtmonError
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.train import setup
 from ftmon.trainer.recipe.trainer import Trainer
 

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from ftmon.protocol.errors import FtmonError
 from ftmon.trainer.recipe import trainer
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.train import setup
 
 

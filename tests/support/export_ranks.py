@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.export.export import is_adapter, save_model
 from ftmon.trainer.recipe.train import setup
 from ftmon.trainer.recipe.trainer import Trainer

@@ -31,6 +31,7 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     telemetry.DeviceInfo,
     telemetry.SelfDump,
     telemetry.Update,
+    telemetry.Signs,
     throughput.ModelFlops,
     telemetry.PhaseRecord,
     telemetry.AllocatorPhase,

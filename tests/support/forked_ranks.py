@@ -27,7 +27,7 @@ import torch
 import torch._dynamo
 import transformers.models.llama  # noqa: F401
 from ftmon.trainer.recipe import train  # noqa: F401
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.hardware import free_port
 
 sys.path.insert(0, str(Path(__file__).parent))

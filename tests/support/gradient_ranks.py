@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.comm import comm
 from deepspeed.utils import safe_get_full_grad
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.train import setup
 
 LARGE = 1000

@@ -12,7 +12,7 @@ import torch
 from deepspeed.runtime.zero.muon import original_muon
 from ftmon.protocol.errors import FtmonError
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.train import setup
 
 # On a CPU that has bf16 Muon orthogonalizes in it, whose rounding would hide what stages do differently.

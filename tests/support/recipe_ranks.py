@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ftmon.protocol.errors import FtmonError
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.monitor import Unwatched
 from ftmon.trainer.recipe.train import train
 

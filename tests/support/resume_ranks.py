@@ -20,7 +20,7 @@ from ftmon.protocol.errors import FtmonError
 from ftmon.trainer.recipe import step as progress
 from ftmon.trainer.recipe import trainer
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.monitor import Unwatched
 from ftmon.trainer.recipe.train import train
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.data.batches import Collate
-from ftmon.trainer.recipe.engine.distributed import World
+from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.model.attention import on_device
 from ftmon.trainer.recipe.model.loss import use_summed_loss
 from ftmon.trainer.recipe.step import make_collate

@@ -34,7 +34,7 @@ from ...protocol.messages.wire import Message
 from ...protocol.run.rundir import RunDir
 from ...protocol.text import all_ranks
 from ..host import loop, processes
-from ..host.end.kill import KillScope, Outcome, Target, interrupt_job, interrupt_ranks, kill, sweep
+from ..host.end.kill import NO_THREAD, KillScope, Outcome, Target, interrupt_job, interrupt_ranks, kill, sweep
 from ..host.hardware.watch import DeviceSampler, HostWatch
 from ..host.inspection.inspect import answer_look
 from ..host.log_tail import LogTail
@@ -150,8 +150,7 @@ class Commands:
         return Outcome(True, text, {"signalled": len(told) or len(groups)})
 
     async def _inspect(self, verb: control.Look) -> Outcome:
-        no_thread = Outcome(False, "no thread can be started on this host", {})
-        return await loop.in_thread(lambda: _inspected(verb), self._post, "inspect", no_thread)
+        return await loop.in_thread(lambda: _inspected(verb), self._post, "inspect", NO_THREAD)
 
     async def _ping(self) -> Outcome:
         return Outcome(True, "alive", {"pid": os.getpid()})

@@ -31,7 +31,6 @@ PARTIAL_S = 2.0
 BAR_S = 5.0
 SCAN_S = 1.0
 _SEARCHED = 1 << 20
-
 _UP = b"\x1b[A"
 _ROW_BELOW = re.compile(rb"(\n+)\r([^\n]*?)((?:\x1b\[A)+)")
 """One of several progress bars below each other (tqdm's ``position``): line feeds, its state, and cursor up."""
@@ -76,8 +75,7 @@ class _File:
             return self._waiting(now)
         data = self._read()
         self.grew_at = now
-        lines = [skipped] if skipped else []
-        return lines + _thinned(self._split(data, now), quota)
+        return ([skipped] if skipped else []) + _thinned(self._split(data, now), quota)
 
     def take_unfinished(self) -> list[str]:
         """Return the unfinished line, if any."""
@@ -88,12 +86,10 @@ class _File:
         self.offset, self.partial, self.bar, self.skipping = 0, b"", False, False
 
     def _read(self) -> bytes:
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                data = file.read(READ_LIMIT)
-        except OSError:
-            return b""
+        data = b""
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            file.seek(self.offset)
+            data = file.read(READ_LIMIT)
         self.offset += len(data)
         return data
 
@@ -126,9 +122,7 @@ class _File:
             return []
         if self.bar:
             return self._bar_state(now)
-        if now - self.grew_at < PARTIAL_S:
-            return []
-        return self.take_unfinished()
+        return [] if now - self.grew_at < PARTIAL_S else self.take_unfinished()
 
     def _bar_state(self, now: float) -> list[str]:
         if not self.bar or self.skipping or now - self.bar_at < BAR_S:
@@ -181,8 +175,7 @@ class LogTail:
                 for _ in range(BACKLOG_LIMIT // READ_LIMIT):
                     texts += file.grow(clock, quota)
                 texts += file.take_unfinished()
-            for text in texts:
-                lines.append(LogLine(file.rank, now, file.stream, text))
+            lines += [LogLine(file.rank, now, file.stream, text) for text in texts]
         return lines
 
     def _scan(self) -> None:
@@ -220,15 +213,13 @@ def _behind(path: Path, text: str) -> int:
     with path.open("rb") as file:
         file.seek(start)
         data = file.read(_SEARCHED)
-    end = len(data)
-    while True:
+    end = data.rfind(b"\n")
+    while end >= 0:
         newline = data.rfind(b"\n", 0, end)
-        if newline < 0:
-            return size
-        begin = data.rfind(b"\n", 0, newline) + 1
-        if _File._text(data[begin:newline]) == text:
-            return start + newline + 1
+        if _File._text(data[newline + 1 : end]) == text:
+            return start + end + 1
         end = newline
+    return size
 
 
 def _on_one_line(found: "re.Match[bytes]") -> bytes:
@@ -241,9 +232,7 @@ def _rank_and_stream(name: str) -> tuple[int, Stream] | None:
     if name == "launcher.log":
         return -1, "launcher"
     found = _RANK_LOG.match(name)
-    if found is None:
-        return None
-    return int(found.group(1)), "out" if found.group(2) == "out" else "err"
+    return (int(found[1]), "out" if found[2] == "out" else "err") if found else None
 
 
 def _thinned(lines: list[str], quota: int) -> list[str]:

@@ -1,17 +1,10 @@
-"""Limits the failures of a main loop, after which its process ends so that another one replaces it."""
+"""Parts of a main loop (the hub's, an agent's): coroutines that wait for replies, calls by other threads, failures."""
 
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
-
-# Coroutines of a main loop (the hub's, an agent's) that wait for replies, without a second loop.
-#
-# A coroutine runs until it awaits a ``Reply``, and resumes in the call that sets the reply: an answer of a rank
-# (``RankLink``) or the end of a thread's work (``in_thread``). The main loop makes these calls, so no lock is needed,
-# and telemetry is received in between.
-
 
 T = TypeVar("T")
 Flow = Coroutine["Reply[Any]", None, T]
@@ -21,7 +14,12 @@ Post = Callable[[Callable[[], object]], None]
 
 
 class Reply(Generic[T]):
-    """A value that is set once. Main loop only. Either one coroutine awaits it, or one function is called with it."""
+    """A value that is set once. Main loop only. Either one coroutine awaits it, or one function is called with it.
+
+    A coroutine runs until it awaits a reply, and resumes in the call that sets it: an answer of a rank (``RankLink``)
+    or the end of a thread's work (``in_thread``). The main loop makes these calls, so no lock is needed, and telemetry
+    is received in between.
+    """
 
     def __init__(self) -> None:
         self._arrived = False
@@ -49,8 +47,7 @@ class Reply(Generic[T]):
 def start(flow: Flow[object]) -> None:
     """Run a coroutine until it first waits; the rest runs as its replies arrive.
 
-    Raises:
-        Exception: raised by the coroutine before it first waits; later ones are raised in the call that sets the reply.
+    Raises what the coroutine raises before it first waits; later exceptions are raised where the reply is set.
     """
     try:
         reply = flow.send(None)
@@ -80,11 +77,8 @@ def in_thread(work: Callable[[], T], post: Post, name: str, otherwise: T) -> Rep
     return reply
 
 
-# Passes calls from helper threads to the main loop, because only the main loop uses the stream and the sockets.
-
-
 class Mailbox:
-    """A queue of calls with a descriptor that becomes readable when one is waiting."""
+    """Calls by other threads, with a descriptor that becomes readable when one waits; only the loop uses sockets."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], object]] = deque()
@@ -119,7 +113,7 @@ _SECONDS = 30.0
 
 
 class Failures:
-    """Counts the failures of a main loop per time window."""
+    """Counts the failures of a main loop, which ends beyond a limit so that another process replaces it."""
 
     def __init__(self) -> None:
         self._count = 0

@@ -13,11 +13,12 @@ import os
 import platform
 import signal
 import struct
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from ...protocol.analysis.hub_facts import UnhookedFacts
+from ...protocol.host.process import proc_bytes, proc_text
 from ...protocol.run.environment import RANK_PID_ENV, RUN_ENV
 
 _GET_INFO = 0xC040FF0B
@@ -48,6 +49,11 @@ class Process(NamedTuple):
     name: str
 
     @property
+    def key(self) -> tuple[int, int]:
+        """Pid and start time, which no other process has."""
+        return self.pid, self.start_ticks
+
+    @property
     def alive(self) -> bool:
         """False for a zombie, which only keeps its exit status."""
         return self.state not in "ZX"
@@ -55,18 +61,8 @@ class Process(NamedTuple):
 
 def stat_fields(path: str) -> tuple[str, list[str]] | None:
     """Return the name in a ``stat`` file of proc(5), and the fields after it; None if it cannot be read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        text = os.read(descriptor, 4096).decode("utf-8", "replace")
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    end = text.rindex(")")
-    return text[text.index("(") + 1 : end], text[end + 2 :].split()
+    begin, _, fields = proc_text(path).rpartition(")")
+    return (begin.partition("(")[2], fields.split()) if fields else None
 
 
 def read(pid: int) -> Process | None:
@@ -82,11 +78,15 @@ def read(pid: int) -> Process | None:
 def status(pid: int, thread: int | None = None) -> dict[str, str]:
     """Return the fields of ``/proc/PID/status`` (proc(5)) or of one thread's; empty if they are not readable."""
     path = f"/proc/{pid}/status" if thread is None else f"/proc/{pid}/task/{thread}/status"
-    try:
-        text = Path(path).read_bytes().decode("utf-8", "replace")
-    except OSError:
-        return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in text.split("\n"))}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in proc_text(path).splitlines())}
+
+
+def open_files(pid: int, root: Path = Path("/")) -> Iterator[tuple[str, str]]:
+    """Yield the path in /proc of each descriptor of a process, and its target; none if they are not readable."""
+    with contextlib.suppress(OSError), os.scandir(root / f"proc/{pid}/fd") as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                yield entry.path, os.readlink(entry.path)
 
 
 def tracer(pid: int) -> str:
@@ -104,13 +104,8 @@ def same(process: Process) -> Process | None:
 
 def table() -> dict[int, Process]:
     """Return the whole process table, by pid, including zombies."""
-    found: dict[int, Process] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            process = read(int(entry))
-            if process is not None:
-                found[process.pid] = process
-    return found
+    found = (read(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
+    return {process.pid: process for process in found if process is not None}
 
 
 def descendants(roots: Iterable[int], processes: dict[int, Process], apart: Iterable[int] = ()) -> list[Process]:
@@ -135,10 +130,7 @@ def descendants(roots: Iterable[int], processes: dict[int, Process], apart: Iter
 
 def environment_of(pid: int) -> list[bytes]:
     """Return the ``NAME=value`` strings with which a process was started; empty if not readable."""
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
+    return proc_bytes(f"/proc/{pid}/environ").split(b"\0")
 
 
 def variable_of(pid: int, name: str) -> str | None:
@@ -152,14 +144,8 @@ def marked(run: Path, processes: Iterable[Process], rank_pids: Iterable[int] | N
     """Return the processes whose environment names ``run`` (and, if given, one of the ranks ``rank_pids``)."""
     wanted = os.fsencode(f"{RUN_ENV}={run}")
     ranks = None if rank_pids is None else {os.fsencode(f"{RANK_PID_ENV}={pid}") for pid in rank_pids}
-    found: list[Process] = []
-    for process in processes:
-        if not process.alive:
-            continue
-        variables = environment_of(process.pid)
-        if wanted in variables and (ranks is None or not ranks.isdisjoint(variables)):
-            found.append(process)
-    return found
+    living = [(process, environment_of(process.pid)) for process in processes if process.alive]
+    return [one for one, found in living if wanted in found and (ranks is None or not ranks.isdisjoint(found))]
 
 
 def of_run(run: Path, roots: Iterable[int], spared: Collection[int]) -> list[Process]:
@@ -179,43 +165,32 @@ def of_run(run: Path, roots: Iterable[int], spared: Collection[int]) -> list[Pro
 
 def runs_module(pid: int, module: str) -> bool:
     """Return whether a process was started as ``python -m MODULE``; False if it is gone."""
-    try:
-        return module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
+    return module.encode() in proc_bytes(f"/proc/{pid}/cmdline").split(b"\0")
 
 
 def send_signal(process: Process, number: signal.Signals) -> bool:
     """Signal exactly this process; return False if it is gone (or its pid was reused).
 
-    Uses a pidfd, so that the pid cannot be reused between check and signal.
-
-    Raises:
-        PermissionError: the process belongs to another user.
+    Uses a pidfd, so that the pid cannot be reused between check and signal. Raises ``PermissionError`` if the process
+    belongs to another user.
     """
+    descriptor = -1
     try:
-        descriptor = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return False
-    except OSError:  # a kernel before 5.3: check, then signal
+        with contextlib.suppress(OSError):  # a kernel before 5.3 has no pidfd: check, then signal
+            descriptor = os.pidfd_open(process.pid)
         if same(process) is None:
             return False
-        try:
+        if descriptor < 0:
             os.kill(process.pid, number)
-        except ProcessLookupError:
-            return False
-        _note(process, number)
-        return True
-    try:
-        if same(process) is None:
-            return False
-        signal.pidfd_send_signal(descriptor, number)
+        else:
+            signal.pidfd_send_signal(descriptor, number)
         _note(process, number)  # before another thread may run and find its end
         return True
     except ProcessLookupError:
         return False
     finally:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def was_killed(pid: int, start_ticks: int) -> bool:
@@ -225,22 +200,17 @@ def was_killed(pid: int, start_ticks: int) -> bool:
 
 def _note(process: Process, number: signal.Signals) -> None:
     if number == signal.SIGKILL:
-        _killed[process.pid, process.start_ticks] = None
+        _killed[process.key] = None
         while len(_killed) > _KILLS_KEPT:
             _killed.pop(next(iter(_killed)), None)
 
 
 def status_of_reaped(pidfd: int) -> int | None:
-    """Ask the kernel for the wait(2) status of a process that its parent has reaped.
+    """Return the wait(2) status of a process that its parent has reaped; None if it has not, or on Linux before 6.15.
 
     ``pidfd`` was opened while the process existed (pidfd_open(2)).
-
-    Returns:
-        None if it has not been reaped, or if the kernel is older than 6.15.
     """
-    info = bytearray(
-        _INFO_BYTES
-    )  # starts with the mask of requested fields; the kernel returns the provided ones there
+    info = bytearray(_INFO_BYTES)  # starts with the mask of requested fields; the kernel returns the provided ones
     struct.pack_into("=Q", info, 0, _INFO_EXIT)
     with contextlib.suppress(OSError):
         fcntl.ioctl(pidfd, _GET_INFO, info)
@@ -256,13 +226,9 @@ def exit_of(wait_status: int) -> tuple[int | None, int | None]:
     return os.WEXITSTATUS(wait_status), None
 
 
-# Finds a rank's processes that no longer descend from it: daemons that forked twice, workers of a dead parent.
-#
-# They are attributed to the rank by one of: its pid in their environment (``RANK_PID_ENV``, after an exec); the run's
-# environment with the same stack address (kept by a fork without exec; the kernel randomizes it for each exec); descent
-# from such a process.
-
-
+# Processes that no longer descend from their rank: daemons that forked twice, workers of a dead parent. They are
+# attributed to it by its pid in their environment (``RANK_PID_ENV``, after an exec), by the run's environment with the
+# same stack address (kept by a fork without exec; the kernel randomizes it for each exec), or by descent from such one.
 _START_STACK = 25
 """Index of field 28 of /proc/PID/stat in the fields after the name."""
 
@@ -306,7 +272,7 @@ def escaped(
     for process in table.values():
         if process.pid in below or process.pid in by_pid or not process.alive or process.start_ticks < oldest:
             continue
-        rank = (known or {}).get((process.pid, process.start_ticks))
+        rank = (known or {}).get(process.key)
         if rank is None:
             owner = _owner(process, by_pid, by_image)
             rank = owner.rank if owner is not None else None
@@ -328,12 +294,8 @@ def _image(pid: int) -> int:
     return int(read[1][_START_STACK]) if read is not None else 0
 
 
-# The directory of ftmon's import hook, and a search for processes without it (whose command set ``PYTHONPATH``).
-
-
 INJECT_DIR = Path(__file__).resolve().parent.parent / "probe" / "inject"
 """Put first on ``PYTHONPATH``: its ``sitecustomize`` installs the import hook in every Python process of the job."""
-
 _PYTORCH = b"/libtorch"
 
 
@@ -342,19 +304,9 @@ def find_unhooked(run: Path, launcher: int) -> UnhookedFacts | None:
     for process in marked(run, descendants([launcher], table())):
         given = variable_of(process.pid, "PYTHONPATH")
         hooked = str(INJECT_DIR) in (given or "").split(os.pathsep)
-        if not hooked and _has_pytorch(process.pid):
+        if not hooked and _PYTORCH in proc_bytes(f"/proc/{process.pid}/maps"):
             return UnhookedFacts(process.pid, given)
     return None
-
-
-def _has_pytorch(pid: int) -> bool:
-    try:
-        return _PYTORCH in Path(f"/proc/{pid}/maps").read_bytes()
-    except OSError:
-        return False
-
-
-# Makes this process a background process: low CPU and disk priority, first to be OOM-killed, ends with its parent.
 
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -377,19 +329,11 @@ def lower_priority(idle: bool = True) -> None:
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
+    with contextlib.suppress(OSError):  # the niceness is raised also if the parent has set one, and never lowered
+        os.setpriority(os.PRIO_PROCESS, 0, max(19 if idle else 10, os.getpriority(os.PRIO_PROCESS, 0)))
     if not idle:
-        _lower_priority(10)
         return
-    _lower_priority(19)
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is not None:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).syscall(number, 1, 0, _IOPRIO_IDLE)
-
-
-def _lower_priority(niceness: int) -> None:
-    """Raise the niceness, also if the parent has set one; never lower it."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
+    with contextlib.suppress(OSError, AttributeError, KeyError):
+        ctypes.CDLL(None).syscall(_IOPRIO_SET[platform.machine()], 1, 0, _IOPRIO_IDLE)

@@ -1,4 +1,4 @@
-"""Finds the process listening on a TCP port of this host, from /proc/net (proc(5)) and readable descriptors."""
+"""``--listen HOST:PORT``: a TCP port for each of the hub's channels but ``LOCAL_CHANNEL``; and who holds a port."""
 
 import ipaddress
 import os
@@ -7,15 +7,13 @@ import socket
 from typing import NamedTuple
 
 from ...protocol.errors import UsageError
+from ...protocol.host.process import proc_text
 from ...protocol.link.sockets import CHANNELS, LOCAL_CHANNEL
-
-# The ``--listen HOST:PORT`` option: a TCP port for each of the hub's channels but ``LOCAL_CHANNEL``.
-#
-# PORT and those after it, in the order of ``CHANNELS``; that of ``LOCAL_CHANNEL`` stays free.
+from .processes import open_files
 
 
 class Listen(NamedTuple):
-    """Address to listen on. ``port`` is the first of ``len(CHANNELS)`` consecutive ports."""
+    """Address to listen on. ``port`` is the first of ``len(CHANNELS)`` consecutive ports, in their order."""
 
     host: str
     port: int
@@ -28,11 +26,7 @@ class Listen(NamedTuple):
 
 
 def parse_listen(text: str) -> Listen:
-    """Parse ``HOST:PORT``; HOST is an address or name of this host, or empty for every interface.
-
-    Raises:
-        UsageError: ``text`` does not have that form.
-    """
+    """Parse ``HOST:PORT``, or raise ``UsageError``; HOST is an address or name of this host; empty: all interfaces."""
     host, separator, port_text = text.rpartition(":")
     host = host.strip("[]") or "0.0.0.0"
     last = 65535 - len(CHANNELS) + 1
@@ -49,11 +43,7 @@ def parse_listen(text: str) -> Listen:
 
 
 def check_free(listen: Listen) -> None:
-    """Raise if a port is in use.
-
-    Raises:
-        UsageError: one of the ports is in use, or the address is not this host's.
-    """
+    """Raise ``UsageError`` if one of the ports is in use, or the address is not this host's."""
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     for port in range(listen.port, listen.port + len(CHANNELS)):
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -84,54 +74,27 @@ class PortHolder(NamedTuple):
 
 
 def holder_of(port: int) -> PortHolder | None:
-    """Return the process that listens on ``port``; None if there is none, or if it cannot be read."""
+    """Return the process that listens on ``port``; None if there is none, or if it cannot be read.
+
+    From /proc/net (proc(5)) and readable descriptors.
+    """
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for uid, inode in _listening(table, port):
-            pid, command = _process_with(inode)
-            return PortHolder(_user(uid), pid, command)
+        for line in proc_text(table).splitlines()[1:]:
+            row = line.split()
+            if len(row) > 9 and row[3] == _LISTEN and row[1].endswith(f":{port:04X}"):
+                pid, command = _process_with(row[9])
+                return PortHolder(_user(int(row[7])), pid, command)
     return None
-
-
-def _listening(table: str, port: int) -> list[tuple[int, str]]:
-    try:
-        with open(table) as file:
-            rows = [line.split() for line in file.readlines()[1:]]
-    except OSError:
-        return []
-    return [
-        (int(row[7]), row[9]) for row in rows if len(row) > 9 and row[3] == _LISTEN and row[1].endswith(f":{port:04X}")
-    ]
 
 
 def _process_with(inode: str) -> tuple[int, str]:
     wanted = f"socket:[{inode}]"
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with os.scandir(f"/proc/{name}/fd") as entries:
-                if any(_link(entry.path) == wanted for entry in entries):
-                    return int(name), _command(name)
-        except OSError:
-            continue
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        if any(target == wanted for _, target in open_files(pid)):
+            words = proc_text(f"/proc/{pid}/cmdline").split("\0")
+            text = " ".join(word for word in words if word)
+            return pid, text if len(text) <= _COMMAND_LIMIT else f"{text[:_COMMAND_LIMIT]}..."
     return 0, ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
-
-
-def _command(pid: str) -> str:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read().decode("utf-8", "replace").split("\0")
-    except OSError:
-        return ""
-    text = " ".join(word for word in words if word)
-    return text if len(text) <= _COMMAND_LIMIT else f"{text[:_COMMAND_LIMIT]}..."
 
 
 def _user(uid: int) -> str:

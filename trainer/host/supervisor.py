@@ -26,7 +26,6 @@ _PROFILERS = ("py-spy",)
 """Names of programs that stop a process to read its stack, then continue it."""
 _PROFILER_SECONDS = 20.0
 """Maximum time for which a profiler stops a process, during which it reads the symbols of all libraries."""
-
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)\)?.*\(pid:\s*(\d+)\)")
 _PID_EXITS = re.compile(r"[Pp]rocess (\d+) exits successfully")
 
@@ -78,14 +77,12 @@ class Supervisor(threading.Thread):
 
     def read_words(self, text: str) -> None:
         """Read an exit status from a launcher's log line, for processes reaped before it could be read."""
-        found = _TORCHRUN_EXIT.search(text)
-        if found:
-            code, pid = int(found.group(1)), int(found.group(2))
+        if found := _TORCHRUN_EXIT.search(text):
+            code, pid = int(found[1]), int(found[2])
+        elif found := _PID_EXITS.search(text):
+            code, pid = 0, int(found[1])
         else:
-            found = _PID_EXITS.search(text)
-            if found is None:
-                return
-            code, pid = 0, int(found.group(1))
+            return
         with self._lock:
             for watched in self._watched.values():
                 fact = watched.fact

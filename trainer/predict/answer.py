@@ -12,7 +12,7 @@ from ...protocol.analysis.words import describe_curve
 from ...protocol.host.machine import FIT_TABLE, Gpu
 from ...protocol.messages.throughput import causal_pairs, mfu
 from ...protocol.text import duration, gib, sanitize
-from ..recipe.optim import support
+from ..recipe import support
 from . import ranks
 from .jobs import Prepared
 from .result import Point, Prediction, Rank, RiskyStep

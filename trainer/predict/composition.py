@@ -6,8 +6,8 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
+from ...protocol.analysis.allocator.allocations import BEFORE
 from ...protocol.analysis.allocator.composition import Attribution, Span, Timeline
-from ...protocol.analysis.allocator.snapshot_replay import BEFORE
 from ...protocol.messages.memory import PARTS
 from ..probe.memory.composition import Roots, Storages, walk, walk_buckets, walk_gradients
 from .record import ALLOCATE, END, FREE, MARK, Recorder, Trace

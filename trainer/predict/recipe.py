@@ -15,12 +15,13 @@ from ...protocol.host.machine import Gpu
 from ...protocol.messages.throughput import causal_pairs
 from ..recipe.config.load import Loaded, load
 from ..recipe.config.schema import Config
-from ..recipe.data.batches import Batch, Collate
-from ..recipe.engine.distributed import World
-from ..recipe.engine.engine import make_engine
+from ..recipe.data.batches import Collate
+from ..recipe.distributed import World
+from ..recipe.engine import make_engine
 from ..recipe.model import loss as fused
 from ..recipe.model import tokenizer
 from ..recipe.model.load import count_parameters
+from ..recipe.model.loss import Batch
 from ..recipe.model.shape import beyond
 from ..recipe.optim.adamw import SmallStateAdamW
 from ..recipe.preflight import resolve

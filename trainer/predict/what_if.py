@@ -15,11 +15,10 @@ from ...protocol.host.machine import FIT_TABLE
 from ...protocol.text import counted
 from ..recipe.config.schema import Config
 from ..recipe.data import pipeline
-from ..recipe.data import records as sources
 from ..recipe.data.batches import Order, padded_length
 from ..recipe.data.encode import Encoder
 from ..recipe.data.pipeline import Examples
-from ..recipe.data.records import Records
+from ..recipe.data.records import Records, read_records
 from . import answer, jobs, ranks
 from .jobs import Prepared
 from .result import DataRisk, Holds, Point, Prediction, RiskyStep, WhatIf
@@ -386,7 +385,7 @@ def read(config: Config) -> tuple[Records, Examples]:
     Raises:
         ConfigError: the data or the tokenizer do not fit the configuration.
     """
-    records = sources.read(config)
+    records = read_records(config)
     forms = pipeline.record_formats(records, config)
     tokenizer = pipeline.load_tokenizer(config, records, forms)
     folder = pipeline.encode(records, Encoder(tokenizer, config, forms), tokenizer, config)

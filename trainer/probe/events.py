@@ -18,7 +18,9 @@ from .phases.tracker import DRIVEN
 from .rank.context import BatchShare, plain
 from .rank.model import describe_model, dtype_name, dtype_of, own_class, own_model
 from .values.batch import OnHost
+from .values.edits import Edits
 from .values.model_flops import model_flops
+from .values.signs import EVERY, FIRST, attended
 
 __all__ = ["Events", "OnHost", "TorchEvents", "dtype_name"]
 
@@ -247,6 +249,11 @@ class Events:
 class TorchEvents(Events):
     """Further events, of PyTorch itself and of the frameworks whose loops need more than the ten above."""
 
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._edits = Edits()
+        self._attended = 0
+
     # Optimizers --------------------------------------------------------------------------------------------------
 
     @guarded
@@ -262,6 +269,7 @@ class TorchEvents(Events):
         if training.tracker.step:
             training.optimized.forget()
         facts, found = training.introduction.facts, training.optimized.add(optimizer, frame)
+        training.trained.found = training.optimized.sole()
         if facts != facts | found:  # a script may make an optimizer for each of its tasks
             facts.update(found)
             training.outbox.send_hello()
@@ -401,6 +409,29 @@ class TorchEvents(Events):
         """The loss that it returned; an engine updates before that, so there the backpropagated losses count."""
         if not self._state.engine_steps:
             self._micro_steps.trained_micro_step(loss)
+
+    @guarded
+    def gathered(self, owner: Any, frame: FrameType) -> None:
+        """A frame of the script has gathered partitioned parameters (``GatheredParameters``)."""
+        self._edits.entered(owner, frame)
+
+    @guarded
+    def gathering_ends(self, owner: Any, *, kept: bool) -> None:
+        """They are about to be released; ``kept``: one rank's values are written back to all."""
+        training = self._training
+        edit = self._edits.leaving(owner, kept, training.trained, training.rank.rank, training.tracker.step)
+        if edit is not None:
+            training.outbox.hand_over(edit)
+
+    @guarded
+    def attending(self, config: Any, mask: Any, positions: Any, *, cached: bool) -> None:
+        """A model of transformers makes its attention mask, of a mask and ``position_ids`` that may be None."""
+        tracker = self._training.tracker
+        if self._attended < FIRST or tracker.step % EVERY == 0:
+            self._attended += 1
+            found = attended(config, mask, positions, cached)
+            if found is not None and len(tracker.notes.attended) < FIRST:
+                tracker.notes.attended.append(found)
 
     # Parallel training -------------------------------------------------------------------------------------------
 

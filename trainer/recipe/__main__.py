@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
         from .config.load import load
 
         config = load(path).config
-        from .engine.distributed import World
+        from .distributed import World
         from .train import train
 
         _keep_imported()

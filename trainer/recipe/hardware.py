@@ -7,8 +7,8 @@ import socket
 from importlib import metadata, util
 from pathlib import Path
 
+from ...protocol.checks import TRAINING_PACKAGES
 from ...protocol.host.machine import ROOT, cpu_quota
-from ...protocol.training_packages import TRAINING_PACKAGES
 
 
 def visible_gpus() -> list[str]:
@@ -74,10 +74,9 @@ def cores(root: Path = ROOT) -> int:
 
 def compiler(device: str) -> str | None:
     """Return the compiler that torch.compile calls (C++ for ``cpu``, C for ``cuda`` by Triton), or None."""
-    names = (
-        [os.environ.get("CXX", ""), "g++", "clang++"] if device == "cpu" else [os.environ.get("CC", ""), "gcc", "clang"]
-    )
-    return next((found for found in (shutil.which(name) for name in names if name) if found), None)
+    variable, *names = ("CXX", "g++", "clang++") if device == "cpu" else ("CC", "gcc", "clang")
+    tried = (shutil.which(name) for name in (os.environ.get(variable, ""), *names) if name)
+    return next((found for found in tried if found), None)
 
 
 _claims: list[socket.socket] = []

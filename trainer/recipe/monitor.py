@@ -8,8 +8,7 @@ from typing import cast
 from ..probe import active
 from ..probe.probe import Probe
 
-SEND_SECONDS = 0.5
-"""Minimum interval of an activity's progress reports."""
+SEND_SECONDS = 0.5  # minimum interval of an activity's progress reports
 
 
 class Unwatched:
@@ -17,13 +16,11 @@ class Unwatched:
 
     rank = -1
 
-    def phase(self, _name: str) -> AbstractContextManager[None]:
+    def phase(self, _name: str = "") -> AbstractContextManager[None]:
         """Do nothing."""
         return nullcontext()
 
-    def rehearsal(self) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return nullcontext()
+    rehearsal = phase
 
     def stop_requested(self) -> bool:
         """Return False."""

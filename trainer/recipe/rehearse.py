@@ -9,8 +9,9 @@ resumes is rehearsed before its checkpoint is loaded. Errors that would occur ho
 import gc
 import random
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -20,13 +21,13 @@ import torch.distributed as dist
 from ...protocol.errors import ConfigError, FtmonError
 from ...protocol.text import duration
 from .checkpoint.save import Checkpoints, rehearse_checkpoint
-from .data.batches import Batch, Collate, WithCounts
+from .data.batches import Collate, WithCounts
 from .data.pipeline import Examples
-from .engine.distributed import World
-from .engine.engine import forget_module_order
+from .distributed import World
+from .engine import forget_module_order
 from .evaluation.evaluate import Evaluator
 from .model.activations import compile_ahead, decoder_layers
-from .model.loss import IGNORED
+from .model.loss import IGNORED, Batch
 from .monitor import activity, probe
 from .state import TrainState
 from .step import ProgressLines, Stepper
@@ -34,7 +35,6 @@ from .step import ProgressLines, Stepper
 _TRIES = 24
 """Limit of updates with overflowing fp16 gradients, each of which halves the loss scale."""
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_is_gradient_accumulation_boundary")
-"""Attributes of DeepSpeed's engine that an update changes."""
 
 
 class Sampled(NamedTuple):
@@ -58,9 +58,8 @@ def rehearse(
 ) -> None:
     """Rehearse a run that has done no step in this process. All ranks call this.
 
-    Raises:
-        FtmonError: the loss of the longest micro-batch is not a number, or a checkpoint cannot be written.
-        torch.OutOfMemoryError: with a note that names the rows.
+    A loss that is not a number, or a checkpoint that cannot be written, is an ``FtmonError``; an out-of-memory error
+    gets a note that names the rows.
     """
     config, world = stepper.config, stepper.world
     began = time.perf_counter()
@@ -71,11 +70,7 @@ def rehearse(
     parts += ["the largest evaluation batch"] if evaluator is not None else []
     parts += ["a checkpoint written and read back"] if config.checkpoint.rehearse else []
     world.log(f"rehearsal: {'; '.join(parts)}")
-    with (
-        probe().rehearsal(),
-        activity("rehearsal", parts[0], total=len(parts)) as progress,
-        _restored(stepper),
-    ):
+    with probe().rehearsal(), activity("rehearsal", parts[0], total=len(parts)) as progress, _restored(stepper):
         with _named(f"the longest micro-batch, {what}", "training.micro_batch or training.sequence_length"):
             _step(stepper, data, rows)
         if evaluator is not None:
@@ -87,18 +82,12 @@ def rehearse(
             progress.send(len(parts) - 1, parts[-1])
             with _named("a checkpoint", "nothing: set checkpoint.rehearse=false"):
                 written = rehearse_checkpoint(checkpoints, state, config, world)
-    peak = ""
-    if world.on_gpu:
-        peak = f", peak {torch.cuda.max_memory_allocated(world.device) / 2**30:.1f} GiB allocated"
+    peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB allocated" if world.on_gpu else ""
     world.log(f"rehearsal: {what} fits: {duration(time.perf_counter() - began)}{peak}{written}")
 
 
 def compile_first(stepper: Stepper, data: Sampled, model: Any) -> None:
-    """Compile the layers for ``model.compile`` before the first step, also of a resumed run. All ranks call this.
-
-    Raises:
-        ConfigError: this model cannot be compiled.
-    """
+    """Compile the layers for ``model.compile`` before the first step, also of a resumed run. All ranks call this."""
     rows = data.longest(stepper.config.training.micro_batch)
     stepper.engine.train()
     with probe().rehearsal(), _same_random_numbers(stepper.world):
@@ -117,14 +106,11 @@ def _step(stepper: Stepper, data: Sampled, rows: list[int]) -> None:
     # With accumulation, memory is highest in the second micro-step, with the gradients of the first.
     micro_steps = min(2, config.training.grad_accumulation)
 
-    def fetch(last: bool) -> Callable[[], Batch]:
-        def fetched() -> Batch:
-            engine.set_gradient_accumulation_boundary(last)
-            return batch
+    def fetch(last: bool) -> Batch:
+        engine.set_gradient_accumulation_boundary(last)
+        return batch
 
-        return fetched
-
-    fetches = [fetch(number == micro_steps - 1) for number in range(micro_steps)]
+    fetches = [partial(fetch, number == micro_steps - 1) for number in range(micro_steps)]
     with torch.no_grad():
         losses: torch.Tensor = engine(**stepper.prepare(batch), use_cache=False).loss.double()
     # All ranks or none: a slice of the rows may be the only one with such a loss.
@@ -178,7 +164,6 @@ def _restored(stepper: Stepper) -> Generator[None]:
 
 @contextmanager
 def _same_random_numbers(world: World) -> Generator[None]:
-    """Restore the state of all random generators at the end."""
     generators = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
     on_device = torch.cuda.get_rng_state(world.device) if world.on_gpu else None
     try:
@@ -193,13 +178,11 @@ def _same_random_numbers(world: World) -> Generator[None]:
 
 def _kept(state: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the non-zero part of one parameter's optimizer state, small before the first step."""
-    kept: dict[str, Any] = {}
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            kept[name] = value
-        elif bool(value.any()):
-            kept[name] = value.clone()
-    return kept
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+        if not isinstance(value, torch.Tensor) or bool(value.any())
+    }
 
 
 def _put_back(state: dict[str, Any], kept: dict[str, Any]) -> None:
@@ -213,7 +196,6 @@ def _put_back(state: dict[str, Any], kept: dict[str, Any]) -> None:
 
 @contextmanager
 def _named(what: str, setting: str) -> Generator[None]:
-    """Name ``what`` did not fit in a note of an out-of-memory error."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -231,13 +213,6 @@ def _listed(rows: list[int], most: int = 8) -> str:
     return ", ".join(map(str, rows[:most])) + (", ..." if len(rows) > most else "")
 
 
-# Measures several sequence lengths in one process, one after the other, for a sweep with ``one_process``.
-#
-# Every step at a length uses the same rows: the ends of the data's longest rows, which carry loss (answers). Before
-# each length the allocator's cache is emptied, so that its peaks are those of a separate process; docs/sweep.md lists
-# the figures that are not.
-
-
 Row = dict[str, Any]
 """A row of ``data.pipeline.Rows``: ``input_ids``, ``labels`` and, if packed, ``lengths``."""
 
@@ -252,11 +227,7 @@ def cut(row: Row, length: int) -> Row:
 
 
 def long_rows(data: Sampled, count: int, length: int) -> list[Row]:
-    """Return ``count`` rows of at least ``length`` tokens; shorter packed rows are joined.
-
-    Raises:
-        ConfigError: the data have no such rows.
-    """
+    """Return ``count`` rows of at least ``length`` tokens (else ``ConfigError``); shorter packed rows are joined."""
     found: list[Row] = []
     for number in data.longest(len(data.examples.rows)):
         row: Row = data.examples.rows[number]
@@ -287,11 +258,12 @@ def label_tokens(row: Row) -> int:
 
 
 def measure_lengths(stepper: Stepper, data: Sampled, total_steps: int) -> None:
-    """Run ``training.max_steps`` steps at each of ``debug.lengths``. All ranks call this.
+    """Run ``training.max_steps`` steps at each of ``debug.lengths``, for a sweep. All ranks call this.
 
-    Raises:
-        ConfigError: the data have no rows of the longest length.
-        torch.OutOfMemoryError: a length does not fit; earlier ones have been measured.
+    Every step at a length uses the same rows: the ends of the data's longest rows, which carry loss (answers). Before
+    each length the allocator's cache is emptied, so that its peaks are those of a separate process; docs/sweep.md lists
+    the figures that are not. Data without rows of the longest length are a ``ConfigError``; if a length does not fit,
+    earlier ones have been measured.
     """
     config, world = stepper.config, stepper.world
     micro_batch, accumulation = config.training.micro_batch, config.training.grad_accumulation
@@ -302,14 +274,10 @@ def measure_lengths(stepper: Stepper, data: Sampled, total_steps: int) -> None:
     probe().normalise_over_ranks()
     stepper.engine.train()
     step = 0
-
-    def fetch(own: list[Row]) -> Callable[[], Batch]:
-        return lambda: collate(own)
-
     for length in config.debug.lengths:
         cut_rows = [cut(row, length) for row in rows]
         starts = [(micro * world.data_ranks + world.data_rank) * micro_batch for micro in range(accumulation)]
-        fetches = [fetch(cut_rows[start : start + micro_batch]) for start in starts]
+        fetches = [partial(collate, cut_rows[start : start + micro_batch]) for start in starts]
         labels = sum(label_tokens(row) for row in cut_rows)
         stepper.engine.zero_grad()
         gc.collect()

@@ -28,8 +28,6 @@ from .faults import spec
 from .hardware import free_port, usable_gpus
 from .preflight.resolve import Resolved, check_hub, resolve
 
-# The command that starts the ranks: DeepSpeed's launcher of one host, and the environment it needs.
-
 
 def launch_command(resolved: Resolved) -> list[str]:
     """Return the command for all ranks of this host.
@@ -73,9 +71,6 @@ def launch_environment(resolved: Resolved, base: Mapping[str, str] = os.environ)
     return result
 
 
-# The demo: trains a small model with random weights on a small instruction data set of the package.
-
-
 DATA = Path(__file__).parent / "data" / "instructions.jsonl"
 
 _BOTH = """
@@ -107,23 +102,15 @@ run: {name: demo, device: cuda}
 
 
 def demo_config(overrides: list[str]) -> Loaded:
-    """Return the demo's configuration: all GPUs if there are any, else two CPU ranks.
-
-    Raises:
-        ConfigError: an override is wrong.
-    """
+    """Return the demo's configuration: all GPUs if there are any, else two CPU ranks."""
     on_cpu = "run.device=cpu" in overrides or not usable_gpus()
     return load(None, [f"data.path={DATA}", *overrides], _BOTH + (_CPU if on_cpu else _GPU))
 
 
 def start_trainer(request: StartRequest, loaded: Loaded) -> RunDir:
-    """Check a configuration and start its run.
+    """Check a configuration and start its run, called after the request, ``run.name``, or the file.
 
-    Where the request has no name, the run is called ``run.name``, or after the file.
-
-    Raises:
-        UsageError: the configuration or the request does not hold, or packages are missing.
-        FtmonError: the run cannot be started.
+    What does not hold, or is missing, is a ``UsageError``; a run that cannot be started an ``FtmonError``.
     """
     start.check_request(request)
     missing = hardware.missing_packages()
@@ -157,7 +144,6 @@ def _file(request: StartRequest) -> str:
 
 
 def _overrides(request: StartRequest) -> list[str]:
-    """Return the request's assignments; without a file the first one is in its place."""
     return request.overrides if _file(request) == request.config else [request.config, *request.overrides]
 
 
@@ -201,9 +187,6 @@ def _resumed(run: RunDir, overrides: Sequence[str]) -> Loaded:
     """Return the configuration of a run, with the place of its newest complete checkpoint; without an injected fault.
 
     A run that ended before its first checkpoint continues from where it was itself resumed.
-
-    Raises:
-        UsageError: there is no complete checkpoint.
     """
     config = load(str(run.config)).config
     output = config.output.dir or str(run.path / "output")

@@ -14,36 +14,24 @@ class TrainState(msgspec.Struct):
     batches: int = 0
     """Global batches used, those of skipped updates included: the position in the order of examples."""
     samples: int = 0
-    """Examples trained on, over all ranks."""
     tokens: int = 0
     """Tokens without padding, over all ranks."""
     label_tokens: int = 0
     """Tokens that carried loss, over all ranks."""
     seed: int = 0
-    """``training.seed``: of weights, data order and dropout."""
     data_key: str = ""
-    """Identifier of the encoded examples' content."""
     examples: int = 0
     """Number of rows of the encoded examples, which make an epoch."""
     order: str = ""
-    """Their order in an epoch, in words."""
     sequence_length: int = 0
-    """``training.sequence_length``."""
     micro_batch: int = 0
-    """``training.micro_batch``."""
     grad_accumulation: int = 0
-    """``training.grad_accumulation``."""
     ranks: int = 0
-    """Number of ranks."""
     sequence_parallel_size: int = 1
-    """``training.sequence_parallel_size``."""
 
     best_evaluation: float = math.inf
-    """Lowest evaluation loss so far."""
     best_evaluation_step: int = 0
-    """Step of the best evaluation; 0: none."""
     evaluations_without_best: int = 0
-    """Number of evaluations since then."""
 
     @property
     def global_batch(self) -> int:
@@ -59,6 +47,4 @@ class StepResult(msgspec.Struct, frozen=True):
     label_tokens: int
     """Tokens that carried loss, over all ranks; the step's loss is the sum over ranks divided by it."""
     lr: float
-    """Learning rate of the step."""
     skipped: bool
-    """Whether the update was skipped because fp16 gradients overflowed."""

@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from ...protocol.text import duration
 from .config.schema import Config
-from .data.batches import Batch, Collate, Then, cut, with_positions
-from .engine.distributed import World
+from .data.batches import Collate, Then, with_positions
+from .distributed import World
 from .model import attention
 from .model.activations import mark_varying
-from .model.attention import on_device
+from .model.attention import cut, on_device
+from .model.loss import Batch
 from .monitor import probe
 from .state import StepResult
 
@@ -75,9 +76,6 @@ class Stepper:
         return moved
 
 
-# Prints progress lines on rank 0's standard output without making the training thread wait for the GPU.
-
-
 _Pending = tuple[int, torch.Tensor, Any, float, float, int]
 
 
@@ -93,9 +91,7 @@ class ProgressLines:
         self._since_step = -1
         self._tokens = 0
         self.last_loss: float | None = None
-        """The last loss printed, over all ranks."""
         self.not_a_number = 0
-        """Number of latest printed losses in a row that are not finite."""
 
     def step(self, step: int, result: StepResult, tokens: int) -> None:
         """Process one step; all ranks call this, as the loss is summed over them."""

@@ -6,21 +6,21 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
 from ...protocol.errors import ConfigError
 from ...protocol.run.environment import RUN_ENV
-from .checkpoint import identity
 from .checkpoint.restore import find, planned
-from .checkpoint.save import Checkpoints
+from .checkpoint.save import Checkpoints, base_of
 from .config.schema import Config
 from .data import pipeline
 from .data.batches import Collate, Order
 from .data.pipeline import Examples
-from .engine.distributed import World
-from .engine.engine import make_engine
-from .evaluation import evaluate as evaluation_examples
+from .distributed import World
+from .engine import make_engine
+from .evaluation import evaluate
 from .evaluation.evaluate import Evaluator
 from .model import loss, shape
 from .model.load import quiet_bitsandbytes
@@ -60,14 +60,14 @@ def setup(config: Config, world: World) -> Trainer:
         _prepare_output(config, output, keep=bool(found))
     with probe().phase("init"):
         tokens, documents, examples = pipeline.prepare(config, world, output, found[0] if found else None)
-        held_out = evaluation_examples.held_out(config, world, tokens, documents)
+        held_out = evaluate.held_out(config, world, tokens, documents)
         order = Order(examples, config, world.data_rank, world.data_ranks)
         total = config.training.max_steps or math.ceil(config.training.epochs * order.steps_per_epoch)
         total *= len(config.debug.lengths) or 1
         engine, model = make_engine(config, world, tokens, total)
         fused_loss = loss.set_up(model, config, world)
         state = _fresh_state(config, examples, order, world)
-        base = identity.base_of(engine.module, config, world)
+        base = base_of(engine.module, config, world)
         step = planned(engine, found, state, base, config, world).step if found else 0
         checkpoints = Checkpoints(engine, tokens, config, world, output / "checkpoints", base)
     # Rows cut to one of several lengths are not padded to the longest.
@@ -82,19 +82,10 @@ def setup(config: Config, world: World) -> Trainer:
 
 
 def _fresh_state(config: Config, examples: Examples, order: Order, world: World) -> TrainState:
-    """Return the state of a new run."""
-    training = config.training
-    return TrainState(
-        seed=training.seed,
-        data_key=examples.key,
-        examples=len(examples.rows),
-        order=order.kind,
-        sequence_length=training.sequence_length,
-        micro_batch=training.micro_batch,
-        grad_accumulation=training.grad_accumulation,
-        ranks=world.size,
-        sequence_parallel_size=training.sequence_parallel_size,
-    )
+    names = ("seed", "sequence_length", "micro_batch", "grad_accumulation", "sequence_parallel_size")
+    settings: dict[str, Any] = {name: getattr(config.training, name) for name in names}
+    data: dict[str, Any] = {"data_key": examples.key, "examples": len(examples.rows), "order": order.kind}
+    return TrainState(**settings, **data, ranks=world.size)
 
 
 def _prepare_output(config: Config, output: Path, keep: bool) -> None:

@@ -9,13 +9,14 @@ from .checkpoint.manifest import Base
 from .checkpoint.restore import restore
 from .checkpoint.save import Checkpoints
 from .config.schema import Config
-from .data.batches import Ahead, Batch, Order, WithCounts, loader
-from .engine.distributed import StopFlag, World
+from .data.batches import Ahead, Order, WithCounts, loader
+from .distributed import StopFlag, World
 from .evaluation.evaluate import Evaluated, Evaluator
 from .export.export import Results, push_last, save_model
 from .faults import spec
 from .faults.make import FaultMaker
 from .model import load, tokenizer
+from .model.loss import Batch
 from .monitor import activity, probe
 from .optim import optimizer
 from .rehearse import Sampled, compile_first, rehearse
@@ -23,15 +24,9 @@ from .state import TrainState
 from .step import ProgressLines, Stepper
 from .termination import Termination
 
-# Ends a broken run before it replaces good checkpoints.
-
 
 def check_skipped(skipped: int, config: Config, step: int) -> None:
-    """Raise if too many updates in a row were skipped.
-
-    Raises:
-        FtmonError: there are ``training.max_skipped`` of them.
-    """
+    """Raise if ``training.max_skipped`` updates in a row were skipped."""
     if skipped >= config.training.max_skipped:
         raise FtmonError(
             f"after step {step} the gradients of {skipped} updates in a row overflowed (training.max_skipped); lower "
@@ -40,11 +35,7 @@ def check_skipped(skipped: int, config: Config, step: int) -> None:
 
 
 def refuse_nan(step: int, checkpoints: Path) -> None:
-    """Raise an error about losses that are not numbers.
-
-    Raises:
-        FtmonError: always; it names the checkpoint to resume from.
-    """
+    """Raise an error about losses that are not numbers, with the checkpoint to resume from."""
     latest = checkpoints / "latest"
     kept = f"go on from {checkpoints / latest.read_text().strip()}" if latest.is_file() else "there is no checkpoint"
     raise FtmonError(
@@ -57,22 +48,16 @@ class Resuming(NamedTuple):
     """Position from which a run resumes."""
 
     paths: list[Path]
-    """Checkpoints in the order to be tried; empty: the run starts anew."""
     skipped: list[str]
-    """Reasons why the others cannot be resumed from."""
     base: Base | None
-    """The frozen weights under adapters."""
     step: int
-    """Number of steps before."""
 
 
 class Trained(NamedTuple):
     """What is trained."""
 
     engine: Any
-    """DeepSpeed's engine."""
     model: Any
-    """The model inside it."""
     tokenizer: Any
 
 
@@ -105,7 +90,6 @@ class Trainer(Stepper):
         self.state, self.order, self.total_steps, self._resuming = course
         self.evaluator = evaluator
         self.evaluated: Evaluated | None = None
-        """The latest evaluation's result."""
         self.stopped_early = False
         self.checkpoints = checkpoints
         self.output = checkpoints.folder.parent
@@ -222,7 +206,6 @@ class Trainer(Stepper):
         return lines.not_a_number > 0
 
     def _evaluate(self, lines: ProgressLines) -> Evaluated | None:
-        """Evaluate if that is due after the latest step; return the result, or None."""
         evaluator, state = self.evaluator, self.state
         if evaluator is None or not evaluator.due(state.step, last=state.step == self.total_steps):
             return None
@@ -247,10 +230,7 @@ class Trainer(Stepper):
             folder = self.output / "model"
             parameters = sum(1 for _ in self.model.parameters())
             what = f"the model of step {state.step:,}{self._better()}"
-            with (
-                probe().phase("checkpoint"),
-                activity("export", what, total=parameters) as progress,
-            ):
+            with probe().phase("checkpoint"), activity("export", what, total=parameters) as progress:
                 equal = save_model(
                     self.engine, self.model, self.tokenizer, self.config, folder, self.world, self._results(), progress
                 )
@@ -274,7 +254,6 @@ class Trainer(Stepper):
         return words + (f": {kept}" if kept is not None else ", and no checkpoint")
 
     def _results(self) -> Results:
-        """Return the run's results for the model card."""
         parameters = [
             (int(getattr(parameter, "ds_numel", parameter.numel())), parameter.requires_grad)
             for parameter in self.model.parameters()
@@ -290,7 +269,6 @@ class Trainer(Stepper):
         )
 
     def _resume(self) -> None:
-        """Load the checkpoint that the run resumes from."""
         state, world = self.state, self.world
         with probe().phase("init"):
             path = restore(self.engine, self._resuming.paths, state, self._resuming.base, self.config, world)
@@ -311,11 +289,7 @@ class Trainer(Stepper):
     def introduce(self) -> None:
         """Print a summary of the training."""
         config, world, order = self.config, self.world, self.order
-        where = (
-            f"{world.size} GPU{'s' * (world.size > 1)}"
-            if world.on_gpu
-            else f"{world.size} CPU rank{'s' * (world.size > 1)}"
-        )
+        where = f"{world.size} {'GPU' if world.on_gpu else 'CPU rank'}{'s' * (world.size > 1)}"
         if world.sequence.size > 1:
             where += f", {world.sequence.size} share each sequence"
         parameters = load.count_parameters(self.model)

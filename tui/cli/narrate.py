@@ -269,6 +269,7 @@ def _at(t: float, text: str) -> str:
 
 
 _LOG_LINES = 15
+_UNRESOLVED = 3
 _LINE_LENGTH = 400
 
 
@@ -290,6 +291,8 @@ def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_printed
         if case is not None:
             yield from (f"try first:  {sanitize(remedy_words(remedy), _LINE_LENGTH)}" for remedy in case.remedies[:1])
             yield f"details:    ftmon oom {shlex.quote(run.id)}"
+    if end.state == "finished":
+        yield from _unresolved(model)
     if model.has_jobs:
         bad = failed(model.jobs)
         yield f"jobs:       {len(model.jobs)}" + (f", {len(bad)} failed" if bad else "")
@@ -303,6 +306,14 @@ def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_printed
         yield f"replay it:  ftmon replay {shlex.quote(run.id)}"
     if end.state == "failed":
         yield f"logs:       {run.logs}"
+
+
+def _unresolved(model: RunModel) -> Iterator[str]:
+    """Yield a line for each of the first warnings about the training that were never resolved."""
+    left = [alert for alert in model.alerts.unresolved() if alert.kind == "health" and alert.severity != "info"]
+    yield from (f"unresolved: {sanitize(alert.title, _LINE_LENGTH)}" for alert in left[:_UNRESOLVED])
+    if len(left) > _UNRESOLVED:
+        yield f"            and {len(left) - _UNRESOLVED} more: ftmon report"
 
 
 def attach_line(run_id: str, words: Sequence[str] = ()) -> str:

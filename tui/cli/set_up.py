@@ -17,11 +17,10 @@ import msgspec
 import shtab
 
 from ... import __version__
-from ...protocol.checks import Check, State
+from ...protocol.checks import TRAINING_PACKAGES, Check, State
 from ...protocol.errors import RunDirError
 from ...protocol.run.rundir import checked_home
 from ...protocol.text import gib
-from ...protocol.training_packages import TRAINING_PACKAGES
 from . import output
 from .arguments import build_parser
 from .output import print_json

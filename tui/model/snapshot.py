@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 from ...protocol.analysis.allocator import snapshot_layout, snapshot_views
-from ...protocol.analysis.allocator.snapshot_replay import Replay, columns
+from ...protocol.analysis.allocator.allocations import columns
+from ...protocol.analysis.allocator.snapshot_replay import Replay
 from ...protocol.code_owner import library_of
 from ...protocol.messages.telemetry import PHASES
 from ...protocol.snapshot.columns import ACTIONS, OWN_SPAN, Annotation

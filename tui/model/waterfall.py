@@ -143,7 +143,7 @@ def _on_device(made: Waterfall, rank: RankModel, reserved: int, sample: DeviceSa
         return made
     made = replace(made, used=sample.used_bytes, total=sample.total_bytes)
     # The sample is current, not from the peak: memory outside PyTorch is used minus currently reserved memory.
-    now = footprint(peak, rank.reserved_bytes, sample, rank.rank)
+    now = footprint(rank.reserved_bytes, sample, rank.rank)
     if now is None:
         return made
     unexplained, since = now.unexplained + min(0, now.context), rank.reserved_bytes - max(reserved, peak)

@@ -107,8 +107,23 @@ def load_both(before: str, after: str, warm_up: int) -> tuple[Loaded, Loaded]:
     for _, run in (one, other):
         run.drop_before(first)
     evaluated = _common_evaluation(one[1], other[1])
-    steps = StepRange(first, min(lasts), lasts[0], lasts[1], evaluated[1] if evaluated is not None else None)
+    compared, differ_from = _compare_data(one[1], other[1])
+    last_evaluation = evaluated[1] if evaluated is not None else None
+    steps = StepRange(first, min(lasts), lasts[0], lasts[1], last_evaluation, compared, differ_from)
     return _of_run(*one, steps, evaluated), _of_run(*other, steps, evaluated)
+
+
+def _compare_data(before: RecordedRun, after: RecordedRun) -> tuple[int, int | None]:
+    """Return how many steps have known data in both runs, and the first step whose data differ."""
+    compared, differ_from = 0, None
+    for rank in set(before.ranks) & set(after.ranks):
+        known = {step.step: step.batch_id for step in before.steps(rank) if step.batch_id}
+        for step in after.steps(rank):
+            if step.batch_id and step.step in known:
+                compared += 1
+                if step.batch_id != known[step.step]:
+                    differ_from = min(step.step, differ_from or step.step)
+    return compared, differ_from
 
 
 def _last_step(target: str) -> int:

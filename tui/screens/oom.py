@@ -10,12 +10,12 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
+from ...protocol.checks import TRAINING_PACKAGES
 from ...protocol.errors import FtmonError
 from ...protocol.messages.control import Console, Release
 from ...protocol.messages.telemetry import Oom
 from ...protocol.run.rundir import RunDir
 from ...protocol.text import sanitize
-from ...protocol.training_packages import TRAINING_PACKAGES
 from ..model.oom import CaseKey, ConsoleSession, OomCase
 from ..model.peaks import capacity_of, length_of
 from ..model.run import RunModel, first_to_show, held_cases, held_since

@@ -1,4 +1,13 @@
-"""Makes the two messages of one captured step from a single replay of its trace."""
+"""Makes the two messages of one captured step from a single replay of its trace.
+
+Positions on the trace count entries: position ``p`` is the state after the first ``p`` of them. Phase boundaries are
+known by time, to some microseconds. The counters that the probe read there are exact, so a boundary is moved to the
+nearest position at which the trace has the same figure.
+
+A block that is allocated at the moment of a phase's peak belongs to the part of the storage found in it by walking.
+Without a storage its lifetime decides: from a forward into the backward it is an activation, within one phase a
+temporary. The remainder of the peak is ``unattributed``.
+"""
 
 from array import array
 from bisect import bisect_left, bisect_right
@@ -19,32 +28,24 @@ from ...snapshot.columns import (
     SEGMENT_UNMAP,
     Snapshot,
 )
-from .snapshot_replay import BEFORE, Allocations, columns
+from .allocations import BEFORE, Allocations, columns, reserved_curve
 
-# Unused memory of the allocator at the time of one reading.
-
-
-class Fragmentation(NamedTuple):
-    """Bytes of one device's allocator."""
-
-    allocated: int
-    reserved: int
-    free: int
-    """Free bytes in reserved memory: reserved minus allocated and pending."""
-    largest_free: int
-    rounding: int
-    """Bytes of allocated blocks beyond the requested size."""
-    pending: int
-    """Bytes freed by the program that a stream still uses."""
-    segments: int
+SLACK_US = 300
+"""Maximum shift of a boundary to a position at which the figures agree."""
+UNCOMPOSED = frozenset(("init", "idle"))
+"""Phases without a composition: the time between the other phases."""
+LARGEST = 5
 
 
-def fragmentation(snapshot: Snapshot) -> Fragmentation:
-    """Return the sums over the blocks of a reading."""
-    states = snapshot.block_states
-    sizes, asked = columns(snapshot.block_sizes, "q"), columns(snapshot.block_requested, "q")
+def block_figures(snapshot: Snapshot) -> dict[str, int]:
+    """Return the sums over the blocks of a reading, bytes, as fields of ``AllocatorEvents``.
+
+    ``free_bytes`` is reserved memory that is neither allocated nor pending (freed by the program, but in use by a
+    stream); ``rounding_bytes`` is what allocated blocks have beyond the requested size.
+    """
     allocated = free = largest = rounding = pending = 0
-    for state, size, requested in zip(states, sizes, asked, strict=True):
+    sizes, asked = columns(snapshot.block_sizes, "q"), columns(snapshot.block_requested, "q")
+    for state, size, requested in zip(snapshot.block_states, sizes, asked, strict=True):
         if state == ALLOCATED:
             allocated += size
             rounding += size - requested
@@ -53,20 +54,15 @@ def fragmentation(snapshot: Snapshot) -> Fragmentation:
             largest = max(largest, size)
         else:
             pending += size
-    reserved = sum(segment.size for segment in snapshot.segments)
-    return Fragmentation(allocated, reserved, free, largest, rounding, pending, len(snapshot.segments))
-
-
-# A step on the allocator's own trace: the positions of its phases, and the bytes allocated after every entry.
-#
-# Positions count entries: position ``p`` is the state after the first ``p`` of them. Phase boundaries are known by
-# time, to some microseconds. The counters that the probe read there are exact, so a boundary is moved to the nearest
-# position at which the trace has the same figure.
-
-
-SLACK_US = 300
-"""Maximum shift of a boundary to a position at which the figures agree."""
-_RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
+    return {
+        "allocated_bytes": allocated,
+        "reserved_bytes": sum(segment.size for segment in snapshot.segments),
+        "free_bytes": free,
+        "largest_free_block_bytes": largest,
+        "rounding_bytes": rounding,
+        "pending_bytes": pending,
+        "segments": len(snapshot.segments),
+    }
 
 
 class Occurrence(NamedTuple):
@@ -74,12 +70,9 @@ class Occurrence(NamedTuple):
 
     name: str
     first: int
-    """Index of its first mark."""
     last: int
-    """Index of its last mark."""
     peak_bytes: int
     us: int
-    """Its duration."""
 
 
 class Span(NamedTuple):
@@ -92,7 +85,7 @@ class Span(NamedTuple):
     covered: bool
     """Whether the trace reaches back to its start."""
     begin_us: int
-    """Its start, since the epoch."""
+    us: int = 0
 
 
 def occurrences(marks: list[StepMark]) -> list[Occurrence]:
@@ -125,23 +118,10 @@ class Timeline:
                 deltas[freed + 1] -= size
         self.allocated = array("q", list(accumulate(deltas))[:-1])
         """One value more than entries."""
-        actions, sizes = allocations.trace.actions, columns(allocations.trace.sizes, "q")
-        changes = [0] * (count + 1)
-        for action, sign in _RESERVES.items():
-            at = actions.find(action)
-            while at >= 0:
-                changes[at + 1] = sign * sizes[at]
-                at = actions.find(action, at + 1)
-        now = sum(segment.size for segment in snapshot.segments)
-        changes[0] = max(0, now - sum(changes))
-        self.reserved = array("q", accumulate(changes))
+        self.reserved = reserved_curve(allocations.trace, sum(segment.size for segment in snapshot.segments))
 
     def position(self, us: int, allocated: int | None) -> int:
-        """Return the position of a boundary.
-
-        Args:
-            allocated: the counter's value there; None: not read.
-        """
+        """Return the position of a boundary; ``allocated`` is the counter's value there, None: not read."""
         times, curve = self.times, self.allocated
         at = bisect_right(times, us)
         if allocated is None or curve[at] == allocated:
@@ -164,27 +144,16 @@ class Timeline:
     def spans(self, marks: list[StepMark], whole: bool) -> list[Span]:
         """Return a step's phases with their positions on the trace.
 
-        Args:
-            whole: whether the ring has lost no entries since before the step started.
+        With ``whole`` the ring has lost no entries since before the step started.
         """
         places = self.positions(marks)
         oldest = self.times[0] if len(self.times) else 0
         found: list[Span] = []
-        for name, first, last, peak, _ in occurrences(marks):
+        for name, first, last, peak, us in occurrences(marks):
             begin_us = marks[first].us
-            found.append(Span(name, places[first], places[last], peak, whole or 0 < oldest <= begin_us, begin_us))
+            covered = whole or 0 < oldest <= begin_us
+            found.append(Span(name, places[first], places[last], peak, covered, begin_us, us))
         return found
-
-
-# Attributes the peak of each phase to parts, from a trace, its phases, and the storages found by walking.
-#
-# A block that is allocated at the moment of the peak belongs to the part of the storage found in it. Without a
-# storage its lifetime decides: from a forward into the backward it is an activation, within one phase a temporary.
-# The remainder of the peak is ``unattributed``.
-
-
-UNCOMPOSED = frozenset(("init", "idle"))
-"""Phases without a composition: the time between the other phases."""
 
 
 class Seen(NamedTuple):
@@ -198,15 +167,14 @@ class Seen(NamedTuple):
 def parts_of(allocations: Allocations, seen: Iterable[Seen]) -> dict[int, str]:
     """Return the part of each allocation in which a storage was found, by the allocation's number."""
     sightings = list(dict.fromkeys(seen))
-    wanted = {sighting.address for sighting in sightings}
-    of_address: dict[int, list[int]] = {}
+    of_address: dict[int, list[int]] = {sighting.address: [] for sighting in sightings}
     for number, address in enumerate(allocations.addresses):
-        if address in wanted:
-            of_address.setdefault(address, []).append(number)
+        if address in of_address:
+            of_address[address].append(number)
     begins, freed = allocations.begins, allocations.freed
     parts: dict[int, str] = {}
     for position, address, part in sightings:
-        for number in of_address.get(address, ()):
+        for number in of_address[address]:
             if begins[number] < position <= freed[number]:
                 # A gradient may be part of a reduction bucket that was found as a gradient only.
                 if part == "buckets" or number not in parts:
@@ -218,9 +186,8 @@ def parts_of(allocations: Allocations, seen: Iterable[Seen]) -> dict[int, str]:
 class Attribution:
     """The compositions of one step.
 
-    Args:
-        parts: parts of the allocations with known storages, by allocation.
-        recomputed: intervals of positions in which layers were recomputed inside a backward.
+    ``parts`` are those of the allocations with known storages, by allocation; ``recomputed`` the intervals of positions
+    in which layers were recomputed inside a backward.
     """
 
     def __init__(
@@ -231,12 +198,8 @@ class Attribution:
         recomputed: list[tuple[int, int]],
         origin_us: int,
     ) -> None:
-        self._timeline = timeline
-        self._of = timeline.allocations
-        self._spans = spans
-        self._parts = parts
-        self._recomputed = recomputed
-        self._origin_us = origin_us
+        self._timeline, self._of, self._spans, self._parts = timeline, timeline.allocations, spans, parts
+        self._recomputed, self._origin_us = recomputed, origin_us
         self._begins = [span.begin for span in spans]
         self.notes: list[str] = []
 
@@ -315,70 +278,33 @@ class Attribution:
         return place >= 0 and begin < self._recomputed[place][1] <= freed
 
 
-# The allocator's events of one step, counted by phase from its trace, without stacks.
+def count(timeline: Timeline, spans: list[Span]) -> list[AllocatorPhase]:
+    """Count a step's entries by phase, in order of first occurrence.
 
-
-LARGEST = 5
-
-
-def count(timeline: Timeline, spans: list[Span], found: list[Occurrence]) -> list[AllocatorPhase]:
-    """Count a step's entries by phase.
-
-    Returns:
-        The phases with entries, in order of first occurrence. Empty if the ring does not reach back to the start of
-        the step's first phase.
+    Empty if the ring does not reach back to the start of the step's first phase.
     """
     if not spans or not spans[0].covered:
         return []
-    sums: dict[str, _Sums] = {}
-    for span, occurrence in zip(spans, found, strict=True):
+    phases: dict[str, tuple[list[tuple[int, int]], int]] = {}
+    trace = timeline.allocations.trace
+    actions, sizes = trace.actions, columns(trace.sizes, "q")
+    for span in spans:
         if span.name == "init":
             continue  # the recorder was started during it
-        one = sums.setdefault(span.name, _Sums())
-        one.host_us += occurrence.us
-        one.add(timeline, span.begin, span.end)
-    return [one.phase(name) for name, one in sums.items() if one.entries]
+        entries, host_us = phases.get(span.name, ([], 0))
+        entries += zip(actions[span.begin : span.end], sizes[span.begin : span.end], strict=True)
+        phases[span.name] = entries, host_us + span.us
+    return [_counted(name, entries, host_us) for name, (entries, host_us) in phases.items() if entries]
 
 
-class _Sums:
-    def __init__(self) -> None:
-        self.host_us = 0
-        self.entries = 0
-        self.allocations = self.frees = self.allocated = self.freed = 0
-        self.segment_allocations = self.segment_frees = self.segment_bytes = 0
-        self.sizes: list[int] = []
-
-    def add(self, timeline: Timeline, begin: int, end: int) -> None:
-        trace = timeline.allocations.trace
-        actions, sizes = bytes(trace.actions[begin:end]), columns(trace.sizes, "q")[begin:end]
-        self.entries += end - begin
-        asked = [size for action, size in zip(actions, sizes, strict=True) if action == ALLOC]
-        self.allocations += len(asked)
-        self.allocated += sum(asked)
-        self.sizes += asked
-        self.frees += actions.count(FREE_COMPLETED)
-        self.freed += sum(size for action, size in zip(actions, sizes, strict=True) if action == FREE_COMPLETED)
-        for action, size in zip(actions, sizes, strict=True):
-            if action in (SEGMENT_ALLOC, SEGMENT_MAP):
-                self.segment_allocations += 1
-                self.segment_bytes += size
-            elif action in (SEGMENT_FREE, SEGMENT_UNMAP):
-                self.segment_frees += 1
-                self.segment_bytes -= size
-
-    def phase(self, name: str) -> AllocatorPhase:
-        return AllocatorPhase(
-            name,
-            self.allocations,
-            self.frees,
-            self.allocated,
-            self.freed,
-            sorted(self.sizes, reverse=True)[:LARGEST],
-            self.segment_allocations,
-            self.segment_frees,
-            self.segment_bytes,
-            self.host_us,
-        )
+def _counted(name: str, entries: list[tuple[int, int]], host_us: int) -> AllocatorPhase:
+    asked, freed, taken, given = (
+        [size for action, size in entries if action in actions]
+        for actions in ((ALLOC,), (FREE_COMPLETED,), (SEGMENT_ALLOC, SEGMENT_MAP), (SEGMENT_FREE, SEGMENT_UNMAP))
+    )
+    largest = sorted(asked, reverse=True)[:LARGEST]
+    counts = len(asked), len(freed), sum(asked), sum(freed)
+    return AllocatorPhase(name, *counts, largest, len(taken), len(given), sum(taken) - sum(given), host_us)
 
 
 def messages_of(trace: StepTrace) -> list[AllocatorEvents | Composition]:
@@ -393,31 +319,25 @@ def messages_of(trace: StepTrace) -> list[AllocatorEvents | Composition]:
     allocations = Allocations(snapshot, trace.device)
     timeline = Timeline(snapshot, allocations)
     spans = timeline.spans(marks, whole=allocations.entries < trace.room)
-    attribution = Attribution(
-        timeline, spans, parts_of(allocations, _seen(trace, timeline)), _recomputed(trace, timeline), begun.us
-    )
+    recomputed = [(timeline.position(begin, None), timeline.position(end, None)) for begin, end in trace.recomputed]
+    attribution = Attribution(timeline, spans, parts_of(allocations, _seen(trace, timeline)), recomputed, begun.us)
     phases = attribution.phases()
-    notes = list(attribution.notes)
     if not trace.hooked:
-        notes.append("compiled code runs here: what is recomputed or gathered within a phase was not watched")
-    kept = fragmentation(snapshot)
+        attribution.notes.append(
+            "compiled code runs here: what is recomputed or gathered within a phase was not watched"
+        )
+    kept = block_figures(snapshot)
     counted = AllocatorEvents(
         rank=trace.rank,
         step=trace.step,
         time=trace.time,
-        phases=count(timeline, spans, occurrences(marks)),
+        phases=count(timeline, spans),
         entries=allocations.entries,
         read_us=trace.read_us,
         host_us=marks[-1].us - begun.us,
         retries=max(0, marks[-1].retries - marks[0].retries),
-        allocated_bytes=kept.allocated,
-        reserved_bytes=kept.reserved,
-        reserved_growth_bytes=kept.reserved - trace.reserved_before if trace.reserved_before else 0,
-        free_bytes=kept.free,
-        largest_free_block_bytes=kept.largest_free,
-        rounding_bytes=kept.rounding,
-        pending_bytes=kept.pending,
-        segments=kept.segments,
+        reserved_growth_bytes=kept["reserved_bytes"] - trace.reserved_before if trace.reserved_before else 0,
+        **kept,
     )
     composition = Composition(
         rank=trace.rank,
@@ -427,11 +347,11 @@ def messages_of(trace: StepTrace) -> list[AllocatorEvents | Composition]:
         phases=phases,
         reason=trace.reason,
         known=trace.known,
-        allocated_bytes=kept.allocated,
-        reserved_bytes=kept.reserved,
+        allocated_bytes=kept["allocated_bytes"],
+        reserved_bytes=kept["reserved_bytes"],
         entries=allocations.entries,
         walk_us=trace.walk_us,
-        note="; ".join(notes),
+        note="; ".join(attribution.notes),
         read_us=trace.read_us,
     )
     return [message for message in (counted, composition) if message.phases]
@@ -456,7 +376,3 @@ def _seen(trace: StepTrace, timeline: Timeline) -> list[Seen]:
         pairs = zip(columns(one.addresses, "Q"), one.parts, strict=True)
         found += [Seen(position, address, PARTS[part]) for address, part in pairs]
     return found
-
-
-def _recomputed(trace: StepTrace, timeline: Timeline) -> list[tuple[int, int]]:
-    return [(timeline.position(begin, None), timeline.position(end, None)) for begin, end in trace.recomputed]

@@ -7,52 +7,51 @@ Source of the rules: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.6 to 2.11. N
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
-from .settings import SMALL_MOST_BYTES, SMALL_SEGMENT_BYTES, Settings
+from .settings import MIB, SMALL_MOST_BYTES, SMALL_SEGMENT_BYTES, Settings
 
-# Blocks of memory and the ordered sets in which the allocator keeps its free ones.
+CHUNK_BYTES = 32 * MIB
+"""``cudaMalloc`` reserves addresses in multiples of this: observed with CUDA 13 on an H200, as are the rules below."""
+_TOP = 0x7FD2_68000000
+_ADDRESS_SPACE_BYTES = 2**42
+"""Address space of an expandable segment if the device's memory is unknown."""
+UNLIMITED = 2**62
 
 
-class Expandable:
+class Expandable(NamedTuple):
     """A range of virtual addresses onto which one stream's pool maps pages as it grows."""
 
-    __slots__ = ("address", "page_bytes", "size")
-
-    def __init__(self, address: int, size: int, page_bytes: int) -> None:
-        self.address = address
-        self.size = size
-        self.page_bytes = page_bytes
+    address: int
+    size: int
+    page_bytes: int
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """A range of one segment: allocated, free, or freed and waiting for other streams (``events``)."""
 
-    __slots__ = (
-        "address", "events", "expandable", "free", "gc_base", "handle", "mapped", "next", "pool", "previous",
-        "requested", "size", "stream", "streams",
-    )  # fmt: skip
-
-    def __init__(self, pool: "Pool", stream: int, address: int, size: int, expandable: Expandable | None) -> None:
-        self.pool = pool
-        self.stream = stream
-        self.address = address
-        self.size = size
-        self.expandable = expandable
-        self.requested = 0
-        self.handle = 0
-        self.free = False
-        """Whether it is in one of its pool's sets, and can be merged with a neighbour."""
-        self.mapped = True
-        """Whether it has physical memory; False for parts of an expandable segment that are address space only."""
-        self.events = 0
-        """Number of events of other streams that it waits for since it was freed."""
-        self.streams: set[int] | None = None
-        """Other streams that use it (``record_stream``)."""
-        self.previous: Block | None = None
-        self.next: Block | None = None
-        self.gc_base = 0
+    pool: "Pool"
+    stream: int
+    address: int
+    size: int
+    expandable: Expandable | None
+    requested: int = 0
+    handle: int = 0
+    free: bool = False
+    """Whether it is in one of its pool's sets, and can be merged with a neighbour."""
+    mapped: bool = True
+    """Whether it has physical memory; False for parts of an expandable segment that are address space only."""
+    events: int = 0
+    """Number of events of other streams that it waits for since it was freed."""
+    streams: set[int] | None = None
+    """Other streams that use it (``record_stream``)."""
+    previous: "Block | None" = None
+    next: "Block | None" = None
+    gc_base: int = 0
 
     def insert_after(self, before: "Block | None", after: "Block | None") -> None:
         """Link this block between two neighbours."""
@@ -79,45 +78,29 @@ class Pool:
         """Number of searches for a free block: the clock of garbage collection."""
 
     def add(self, block: Block) -> None:
-        """Add a block to the free ones."""
+        """Add a block to the free ones, or to the unmapped ones."""
         block.free = True
+        if not block.mapped:
+            insort(self.unmapped.setdefault(block.stream, []), (block.address, block))
+            return
         block.gc_base = self.searches
-        entries = self.free.get(block.stream)
-        if entries is None:
-            entries = self.free[block.stream] = []
-        insort(entries, (block.size, block.address, block))
+        insort(self.free.setdefault(block.stream, []), (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
-        """Remove a block from the free ones."""
+        """Remove a block from the free ones, or from the unmapped ones."""
         block.free = False
+        if not block.mapped:
+            addresses = self.unmapped[block.stream]
+            del addresses[bisect_left(addresses, (block.address,))]  # type: ignore[arg-type]
+            return
         entries = self.free[block.stream]
         del entries[bisect_left(entries, (block.size, block.address))]  # type: ignore[arg-type]
-
-    def add_unmapped(self, block: Block) -> None:
-        """Add a block to the unmapped ones."""
-        block.free = True
-        insort(self.unmapped.setdefault(block.stream, []), (block.address, block))
-
-    def remove_unmapped(self, block: Block) -> None:
-        """Remove a block from the unmapped ones."""
-        block.free = False
-        entries = self.unmapped[block.stream]
-        del entries[bisect_left(entries, (block.address,))]  # type: ignore[arg-type]
 
     def blocks(self) -> Iterator[Block]:
         """Iterate over the current free blocks, by stream, size and address."""
         for stream in sorted(self.free):
             for _, _, block in list(self.free[stream]):
                 yield block
-
-
-# A model of the CUDA driver for the allocator: limited memory, and addresses.
-
-
-MIB = 2**20
-CHUNK_BYTES = 32 * MIB
-"""``cudaMalloc`` reserves addresses in multiples of this: observed with CUDA 13 on an H200, as are the rules below."""
-_TOP = 0x7FD2_68000000
 
 
 class Driver:
@@ -188,9 +171,6 @@ class Driver:
         return self._lowest
 
 
-# Views of the allocator: its peaks, its segments, and why a request failed.
-
-
 class DeviceOutOfMemory(Exception):  # noqa: N818  (the field's word)
     """A request that neither cached nor new memory could serve, with the figures of PyTorch's own message."""
 
@@ -198,12 +178,8 @@ class DeviceOutOfMemory(Exception):  # noqa: N818  (the field's word)
         super().__init__(f"{sought} bytes sought with {allocated} allocated and {reserved} reserved")
         self.sought_bytes = sought
         """Size of the requested segment: PyTorch's "Tried to allocate"."""
-        self.requested_bytes = requested
-        """Bytes of the request itself."""
-        self.allocated_bytes = allocated
-        self.reserved_bytes = reserved
+        self.requested_bytes, self.allocated_bytes, self.reserved_bytes = requested, allocated, reserved
         self.free_bytes = free
-        """Free memory of the driver; None without a capacity."""
 
 
 class Peaks(msgspec.Struct, frozen=True):
@@ -215,59 +191,8 @@ class Peaks(msgspec.Struct, frozen=True):
     reserved_bytes: int
 
 
-class BlockView(msgspec.Struct, frozen=True):
-    """A block of a segment, as in a memory snapshot."""
-
-    address: int
-    size_bytes: int
-    requested_bytes: int
-    state: str
-    """``active_allocated``, ``active_pending_free`` or ``inactive``."""
-    handle: int
-    """0 for a free block."""
-
-
-class SegmentView(msgspec.Struct, frozen=True):
-    """A segment, or a mapped range of an expandable one, as in a memory snapshot."""
-
-    address: int
-    size_bytes: int
-    stream: int
-    small: bool
-    expandable: bool
-    blocks: tuple[BlockView, ...]
-
-
-def view_segment(blocks: list[Block]) -> SegmentView:
-    """Return the view of a segment from its blocks, ordered by address."""
-    first = blocks[0]
-    return SegmentView(
-        first.address,
-        sum(block.size for block in blocks),
-        first.stream,
-        first.pool.small,
-        first.expandable is not None,
-        tuple(
-            BlockView(
-                block.address,
-                block.size,
-                block.requested,
-                "inactive" if block.free else "active_pending_free" if block.events else "active_allocated",
-                block.handle,
-            )
-            for block in blocks
-        ),
-    )
-
-
-# State of a device's allocator: pools of free blocks, reserved memory, and its limits.
-
-
-UNLIMITED = 2**62
-
-
 class DeviceMemory:
-    """State shared by all parts of the allocator; see ``CachingAllocator`` for the arguments."""
+    """State of an allocator, and its expandable segments; see ``CachingAllocator`` for the arguments."""
 
     def __init__(
         self,
@@ -284,9 +209,7 @@ class DeviceMemory:
         self.active = 0
         """``allocated`` plus freed blocks that still wait for another stream."""
         self.requested = 0
-        """Requested bytes of the active blocks."""
         self.reserved = 0
-        """Bytes of all segments."""
         self.retries = 0
         """Requests for which all cached memory was released (``num_alloc_retries``)."""
         self._peak_allocated = self._peak_active = self._peak_requested = self._peak_reserved = 0
@@ -310,11 +233,7 @@ class DeviceMemory:
         """
         if self.device_bytes is None:
             raise ValueError("set_per_process_memory_fraction needs the device's memory: give device_bytes")
-        self.limit_reserved(int(fraction * self.device_bytes))
-
-    def limit_reserved(self, allowed_bytes: int) -> None:
-        """Limit reserved memory to a number of bytes, like ``set_per_process_memory_fraction``."""
-        self._allowed = allowed_bytes
+        self._allowed = int(fraction * self.device_bytes)
 
     def peaks(self) -> Peaks:
         """Return the highest values since the last reset."""
@@ -327,23 +246,22 @@ class DeviceMemory:
 
     def _free_bytes(self) -> int | None:
         """Return the bytes that could still be reserved; None: unlimited."""
-        limits = [self.driver.free_bytes] + ([] if self._allowed is None else [self._allowed - self.reserved])
-        known = [limit for limit in limits if limit is not None]
-        return min(known) if known else None
+        limits = self.driver.free_bytes, None if self._allowed is None else self._allowed - self.reserved
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _reserve(self, size: int) -> None:
         self.reserved += size
-        if self.reserved > self._peak_reserved:
-            self._peak_reserved = self.reserved
+        self._peak_reserved = max(self._peak_reserved, self.reserved)
+
+    def _merge_both(self, block: Block) -> None:
+        self._merge(block, block.previous)
+        self._merge(block, block.next)
 
     def _merge(self, block: Block, other: Block | None) -> None:
         """Merge a block with a neighbour if that is free."""
         if other is None or not other.free or other.mapped != block.mapped:
             return
-        if other.mapped:
-            other.pool.remove(other)
-        else:
-            other.pool.remove_unmapped(other)
+        other.pool.remove(other)
         if other is block.previous:
             block.address = other.address
             block.previous = before = other.previous
@@ -354,17 +272,6 @@ class DeviceMemory:
             if after is not None:
                 after.previous = block
         block.size += other.size
-
-
-# Expandable segments: ranges of addresses onto which pages are mapped as a pool grows.
-
-
-_ADDRESS_SPACE_BYTES = 2**42
-"""Address space of an expandable segment if the device's memory is unknown."""
-
-
-class ExpandableMemory(DeviceMemory):
-    """Maps and unmaps pages."""
 
     @property
     def space_bytes(self) -> int:
@@ -387,9 +294,7 @@ class ExpandableMemory(DeviceMemory):
     def _room(self, pool: Pool, rounded: int, stream: int) -> Block:
         """Return the first of consecutive free and unmapped blocks that have room for a request."""
         for _, block in pool.unmapped.get(stream, ()):
-            first = block
-            if block.previous is not None and block.previous.free:
-                first = block.previous
+            first = block.previous if block.previous is not None and block.previous.free else block
             room, one = 0, first
             while one is not None and one.free and room < rounded:
                 room += one.size
@@ -397,9 +302,8 @@ class ExpandableMemory(DeviceMemory):
             if room >= rounded:
                 return first
         space = self._space(pool)
-        block = Block(pool, stream, space.address, space.size, space)
-        block.mapped = False
-        pool.add_unmapped(block)
+        block = Block(pool, stream, space.address, space.size, space, mapped=False)
+        pool.add(block)
         return block
 
     def _space(self, pool: Pool, address: int | None = None) -> Expandable:
@@ -414,16 +318,14 @@ class ExpandableMemory(DeviceMemory):
         mapped = -(-size // space.page_bytes) * space.page_bytes
         if not self.driver.take(mapped):
             return False
-        block.pool.remove_unmapped(block)
+        block.pool.remove(block)
         block.mapped = True
         if mapped < block.size:
-            rest = Block(block.pool, block.stream, block.address + mapped, block.size - mapped, space)
-            rest.mapped = False
+            rest = Block(block.pool, block.stream, block.address + mapped, block.size - mapped, space, mapped=False)
             rest.insert_after(block, block.next)
-            block.pool.add_unmapped(rest)
+            block.pool.add(rest)
             block.size = mapped
-        self._merge(block, block.previous)
-        self._merge(block, block.next)
+        self._merge_both(block)
         block.pool.add(block)
         self._reserve(mapped)
         return True
@@ -448,17 +350,13 @@ class ExpandableMemory(DeviceMemory):
                 part.insert_after(*((block.previous, block) if before else (block, block.next)))
                 pool.add(part)
         block.address, block.size, block.mapped = begin, end - begin, False
-        self._merge(block, block.previous)
-        self._merge(block, block.next)
-        pool.add_unmapped(block)
+        self._merge_both(block)
+        pool.add(block)
         self.reserved -= end - begin
         self.driver.give(end - begin)
 
 
-# Cached memory: free blocks that serve requests, segments from the driver, and segments released to it.
-
-
-class CachedMemory(ExpandableMemory):
+class CachedMemory(DeviceMemory):
     """Finds blocks for requests and releases free memory."""
 
     def _splits(self, pool: Pool, rounded: int, rest: int) -> bool:
@@ -511,7 +409,7 @@ class CachedMemory(ExpandableMemory):
         for block in to_unmap:
             self._unmap(block)
             if block.previous is None and block.next is None and not block.mapped:
-                pool.remove_unmapped(block)
+                pool.remove(block)
 
     def _release(self, block: Block) -> None:
         block.pool.remove(block)
@@ -570,12 +468,9 @@ def _can_grow_to(block: Block) -> int:
 class CachingAllocator(CachedMemory):
     """One device's allocator.
 
-    Args:
-        settings: settings of ``PYTORCH_CUDA_ALLOC_CONF``.
-        capacity_bytes: memory available to PyTorch: the device's memory without the CUDA context, NCCL's buffers and
-            other processes. None: unlimited.
-        device_bytes: the device's total memory, for ``set_per_process_memory_fraction``; default: the capacity.
-        driver: provides memory and addresses; replaceable in tests.
+    ``capacity_bytes`` is the memory available to PyTorch: the device's without CUDA's context, NCCL's buffers and other
+    processes; None: unlimited. ``device_bytes``, by default the same, is the device's total memory, for
+    ``set_per_process_memory_fraction``. Another ``driver`` may provide memory and addresses.
     """
 
     def allocate(self, size_bytes: int, stream: int = 0) -> int:
@@ -631,11 +526,8 @@ class CachingAllocator(CachedMemory):
     def record_stream(self, handle: int, stream: int) -> None:
         """Record that a stream other than the allocating one uses an allocation (``Tensor.record_stream``)."""
         block = self._live.get(handle)
-        if block is None or block.stream == stream:
-            return
-        if block.streams is None:
-            block.streams = set()
-        block.streams.add(stream)
+        if block is not None and block.stream != stream:
+            block.streams = {*(block.streams or ()), stream}
 
     def complete_events(self, stream: int | None = None) -> None:
         """Complete the events of a stream, or of all streams: blocks that wait for them become free.
@@ -648,19 +540,6 @@ class CachingAllocator(CachedMemory):
                 if not block.events:
                     self._free_block(block)
 
-    def complete_free(self, handle: int) -> None:
-        """Complete all events that one freed allocation waits for."""
-        for stream, blocks in list(self._waiting.items()):
-            block = next((one for one in blocks if one.handle == handle), None)
-            if block is None:
-                continue
-            blocks.remove(block)
-            if not blocks:
-                del self._waiting[stream]
-            block.events -= 1
-            if not block.events:
-                self._free_block(block)
-
     def empty_cache(self) -> None:
         """Release free segments to the driver (``torch.cuda.empty_cache``)."""
         self.complete_events()
@@ -671,20 +550,6 @@ class CachingAllocator(CachedMemory):
         """Return the address of a live allocation; 0 for an empty one."""
         block = self._live.get(handle)
         return 0 if block is None else block.address
-
-    def segments(self) -> list[SegmentView]:
-        """Return the segments by address, each with its blocks."""
-        blocks = [*self._live.values(), *{id(block): block for one in self._waiting.values() for block in one}.values()]
-        for pool in (self._small, self._large):
-            blocks.extend(pool.blocks())
-        found: list[SegmentView] = []
-        run: list[Block] = []
-        for block in sorted(blocks, key=lambda one: one.address):
-            if run and block.previous is not run[-1]:
-                found.append(view_segment(run))
-                run = []
-            run.append(block)
-        return [*found, view_segment(run)] if run else found
 
     def _new(self, pool: Pool, rounded: int, stream: int, requested: int) -> Block:
         """Allocate memory from the driver, if necessary after releasing cached memory."""
@@ -706,6 +571,5 @@ class CachingAllocator(CachedMemory):
         self.active -= block.size
         self.requested -= block.requested
         block.requested = block.handle = 0
-        self._merge(block, block.previous)
-        self._merge(block, block.next)
+        self._merge_both(block)
         block.pool.add(block)

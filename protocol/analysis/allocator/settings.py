@@ -1,4 +1,9 @@
-"""Settings of PyTorch's caching allocator, from PYTORCH_CUDA_ALLOC_CONF."""
+"""Settings of PyTorch's caching allocator, from PYTORCH_CUDA_ALLOC_CONF, and its sizes of blocks and segments.
+
+A trace has requested sizes and the segments have block sizes. The size of a block that is gone by the end is therefore
+derived from the rules of c10/cuda/CUDACachingAllocator.cpp and, in the pool of large blocks, from the free room after
+its address.
+"""
 
 import re
 from array import array
@@ -6,65 +11,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-# Size of the block for a request: the rules of PyTorch's caching allocator, from c10/cuda/CUDACachingAllocator.cpp.
-#
-# The trace has requested sizes and the segments have block sizes. The size of a block that is gone by the end is
-# therefore derived from these rules and, in the pool of large blocks, from the free room after its address.
-
-
+MIB = 2**20
 SMALLEST = 512
 """Sizes are multiples of this (kMinBlockSize)."""
-SMALL_MOST = 2**20
-"""Requests up to this use segments of small blocks, and a remainder up to it is not split off (kSmallSize)."""
-_FIRST_DIVISION = 2**20
-
-
-def round_size(requested: int, divisions: Sequence[int] = ()) -> int:
-    """Return the rounded size of a request, like ``DeviceCachingAllocator::round_size``, in bytes.
-
-    Args:
-        divisions: ``roundup_power2_divisions`` by power of two from 1 MiB on.
-    """
-    if requested < SMALLEST:
-        return SMALLEST
-    if divisions:
-        index = min(len(divisions) - 1, max(0, (requested // _FIRST_DIVISION).bit_length() - 1))
-        parts = divisions[index]
-        if parts > 1 and requested > SMALLEST * parts:
-            return _next_division(requested, parts)
-    return -(-requested // SMALLEST) * SMALLEST
-
-
-def round_sizes(requested: Sequence[int], divisions: Sequence[int] = ()) -> "array[int]":
-    """Return the rounded sizes of many requests; without divisions (PyTorch's default) no call per request is made."""
-    if any(part > 1 for part in divisions):
-        return array("q", [round_size(size, divisions) for size in requested])
-    return array("q", [-(-size // SMALLEST) * SMALLEST or SMALLEST for size in requested])
-
-
-def _next_division(size: int, parts: int) -> int:
-    floor = 1 << (size.bit_length() - 1)
-    if size == floor:
-        return size
-    step = floor >> (parts.bit_length() - 1)
-    if step == 0:
-        return floor * 2
-    return -(-size // step) * step
-
-
-def block_size(rounded: int, room: int, max_split_size: int) -> int:
-    """Return a large block's size: the whole free room if the allocator would not split it (``should_split``).
-
-    Args:
-        room: free bytes from the block's address on, in a segment that is not expandable.
-    """
-    unsplit = room - rounded <= SMALL_MOST or 0 <= max_split_size <= rounded
-    return room if unsplit and room >= rounded else rounded
-
-
-MIB = 2**20
 SMALL_MOST_BYTES = MIB
-"""Largest request of the small pool (kSmallSize)."""
+"""Largest request of the small pool; a remainder up to it is not split off (kSmallSize)."""
 SMALL_SEGMENT_BYTES = 2 * MIB
 """Size of a segment of the small pool, and of a page of its expandable segment (kSmallBuffer)."""
 LARGE_SEGMENT_BYTES = 20 * MIB
@@ -84,6 +35,39 @@ _IGNORED = (
     "expandable_segments_handle_type",
 )  # fmt: skip
 """Options that do not change which device memory is reserved."""
+
+
+def round_size(requested: int, divisions: Sequence[int] = ()) -> int:
+    """Return the rounded size of a request, like ``DeviceCachingAllocator::round_size``, in bytes.
+
+    ``divisions`` are ``roundup_power2_divisions`` by power of two from 1 MiB on.
+    """
+    if requested < SMALLEST:
+        return SMALLEST
+    if divisions:
+        index = min(len(divisions) - 1, max(0, (requested // MIB).bit_length() - 1))
+        parts = divisions[index]
+        if parts > 1 and requested > SMALLEST * parts:
+            # At least 512 bytes, so never 0: the next multiple of a power of two's part.
+            step = 1 << (requested.bit_length() - parts.bit_length())
+            return -(-requested // step) * step
+    return -(-requested // SMALLEST) * SMALLEST
+
+
+def round_sizes(requested: Sequence[int], divisions: Sequence[int] = ()) -> "array[int]":
+    """Return the rounded sizes of many requests; without divisions (PyTorch's default) no call per request is made."""
+    if any(part > 1 for part in divisions):
+        return array("q", [round_size(size, divisions) for size in requested])
+    return array("q", [-(-size // SMALLEST) * SMALLEST or SMALLEST for size in requested])
+
+
+def block_size(rounded: int, room: int, max_split_size: int) -> int:
+    """Return a large block's size: the whole free room if the allocator would not split it (``should_split``).
+
+    ``room`` are the free bytes from the block's address on, in a segment that is not expandable.
+    """
+    unsplit = room - rounded <= SMALL_MOST_BYTES or 0 <= max_split_size <= rounded
+    return room if unsplit and room >= rounded else rounded
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -113,9 +97,8 @@ class Settings(msgspec.Struct, frozen=True):
         Raises:
             ValueError: PyTorch would refuse the text; one line with the option and its valid values.
         """
-        options = _options(text)
         found: dict[str, object] = {}
-        for key, value in options:
+        for key, value in _options(text):
             if key in _READERS:
                 field, read = _READERS[key]
                 found[field] = read(key, value)
@@ -140,40 +123,41 @@ class Settings(msgspec.Struct, frozen=True):
 
 def _options(text: str) -> list[tuple[str, str]]:
     """Split ``key:value,key:[a:b,c:d]`` at the commas outside brackets; white space is ignored."""
-    text = re.sub(r"\s", "", text)
     found: list[tuple[str, str]] = []
-    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", text):
-        key, colon, value = part.partition(":")
-        if not colon or not value:
+    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[\]])+", re.sub(r"\s", "", text)):
+        key, _, value = part.partition(":")
+        if not value:
             raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {part} must be OPTION:VALUE")
         found.append((key, value))
     return found
 
 
+def _refused(key: str, must: str, value: str) -> ValueError:
+    return ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {key} must be {must}, not {value}")
+
+
 def _truth(key: str, value: str) -> bool:
     if value not in ("True", "False"):
-        raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {key} must be True or False, not {value}")
+        raise _refused(key, "True or False", value)
     return value == "True"
 
 
 def _number(key: str, value: str) -> int:
     if not value.isdigit():
-        raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {key} must be a whole number, not {value}")
+        raise _refused(key, "a whole number", value)
     return int(value)
 
 
 def _above_segment(key: str, value: str) -> int:
-    size = _number(key, value) * MIB
-    if size < LARGE_SEGMENT_BYTES:
-        raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {key} must be 20 or more, not {value}")
-    return size
+    if _number(key, value) * MIB < LARGE_SEGMENT_BYTES:
+        raise _refused(key, "20 or more", value)
+    return int(value) * MIB
 
 
 def _large_segment(key: str, value: str) -> int:
-    size = _number(key, value) * MIB
-    if size <= SMALL_SEGMENT_BYTES:
-        raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {key} must be more than 2, not {value}")
-    return size
+    if _number(key, value) * MIB <= SMALL_SEGMENT_BYTES:
+        raise _refused(key, "more than 2", value)
+    return int(value) * MIB
 
 
 def _share(key: str, value: str) -> float:
@@ -182,7 +166,7 @@ def _share(key: str, value: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 < share <= 1 or (share == 1 and key == "garbage_collection_threshold"):
-        raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {key} must be above 0 and below 1, not {value}")
+        raise _refused(key, "above 0 and below 1", value)
     return share
 
 
@@ -190,8 +174,7 @@ def _divisions(key: str, value: str) -> tuple[int, ...]:
     """Parse one number for all sizes, or ``[256:1,512:2,>:4]``: sizes in MiB with the divisions from there on."""
     if not value.startswith("["):
         return (_power(key, value),) * INTERVALS
-    found = [0] * INTERVALS
-    last, first = 0, True
+    found, last, first = [0] * INTERVALS, 0, True
     for part in value.strip("[]").split(","):
         boundary, _, number = part.partition(":")
         divisions = 0 if number == "0" else _power(key, number)
@@ -199,17 +182,15 @@ def _divisions(key: str, value: str) -> tuple[int, ...]:
             found[last + 1 :] = [divisions] * (INTERVALS - last - 1)
             continue
         last = min(_power(key, boundary).bit_length() - 1, INTERVALS - 1)
-        if first:
-            found[:last] = [divisions] * last
-            first = False
-        found[last] = divisions
+        found[0 if first else last : last + 1] = [divisions] * (last + 1 if first else 1)
+        first = False
     return tuple(found)
 
 
 def _power(key: str, value: str) -> int:
     number = _number(key, value)
     if number < 1 or number & (number - 1):
-        raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF: {key} must be powers of two, not {value}")
+        raise _refused(key, "powers of two", value)
     return number
 
 

@@ -1,21 +1,21 @@
-"""Text about fragmentation: the meaning of the figures, and remedies if there are any."""
+"""Layout of memory at any moment of the window: segments, blocks, fragmentation in figures and in words, stacks.
+
+There may be hundreds of thousands of blocks, and the cursor moves between moments. Therefore a segment's blocks are
+computed on request, and sums are computed over whole columns. The tree of stacks is built once; only its sums are
+computed again.
+"""
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, compress
 from operator import add, sub
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from ...code_owner import library_of
-from ...snapshot.columns import FREE, Frame, Snapshot
+from ...snapshot.columns import ALLOCATED, FREE, PENDING, Frame, Snapshot
 from ...text import counted, gib
 from .snapshot_replay import Range, Replay
-
-# Layout of memory: segments and the blocks in them, at any moment of the window.
-#
-# There may be hundreds of thousands of blocks, and the cursor moves between moments. Therefore a segment's blocks are
-# computed on request, and sums are computed over whole columns.
 
 
 class Block(NamedTuple):
@@ -82,7 +82,7 @@ class Piece:
             address, size, number = of.addresses[place], of.sizes[place], of.numbers[place]
             if address > at:
                 found.append(Block(at, address - at, 0, FREE, -1))
-            state = of.replay.state_at(number, of.moment)
+            state = ALLOCATED if of.replay.allocations.freed[number] > of.moment else PENDING
             found.append(Block(address, size, of.replay.allocations.requested[number], state, number))
             at = address + size
         if at < self.end:
@@ -90,7 +90,7 @@ class Piece:
         return found
 
 
-class Layout(Sequence[Piece]):
+class Layout(list[Piece]):
     """A device's memory right after an entry, as pieces ordered by address."""
 
     def __init__(self, replay: Replay, index: int) -> None:
@@ -111,7 +111,7 @@ class Layout(Sequence[Piece]):
         spans = self._lay_out(replay.segments.at(index))
         if sum(last - first for _, first, last in spans) != len(self.numbers):
             spans = self._only(spans)
-        self._pieces = [Piece(self, *span) for span in spans]
+        super().__init__(Piece(self, *span) for span in spans)
 
     def _lay_out(self, ranges: list[Range]) -> list[tuple[Range, int, int]]:
         """Return the allocations in each range: index of the first, and of the one after the last."""
@@ -137,18 +137,6 @@ class Layout(Sequence[Piece]):
         )
         begins = accumulate((last - first for _, first, last in spans), initial=0)
         return [(one, begin, begin + last - first) for (one, first, last), begin in zip(spans, begins, strict=False)]
-
-    @overload
-    def __getitem__(self, index: int) -> Piece: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Piece]: ...
-    def __getitem__(self, index: int | slice) -> Piece | list[Piece]:
-        """Return a piece, or several."""
-        return self._pieces[index]
-
-    def __len__(self) -> int:
-        """Count the pieces."""
-        return len(self._pieces)
 
 
 def layout_at(replay: Replay, index: int) -> Layout:
@@ -183,9 +171,7 @@ class Fragmentation(NamedTuple):
     free_private: int
     """Free in private pools, not usable outside them."""
     expandable: int
-    """Reserved in expandable segments."""
     segments: int
-    blocks: int
     streams: int
     pools: int
 
@@ -216,13 +202,9 @@ def fragmentation(layout: Layout) -> Fragmentation:
         free_private=sum(piece.free_bytes for piece in layout if piece.pool),
         expandable=sum(piece.size for piece in layout if piece.expandable),
         segments=len(layout),
-        blocks=len(edges) + len(sizes) + len(layout.gaps) - layout.gaps.count(0),
         streams=len({piece.stream for piece in layout}),
         pools=len({piece.pool for piece in layout if piece.pool}),
     )
-
-
-# Text of stacks.
 
 
 class Tally(NamedTuple):
@@ -245,9 +227,6 @@ def matches(snapshot: Snapshot, stack: int, text: str) -> bool:
     return any(text in frame.name.lower() or text in frame.filename.lower() for frame in snapshot.frames_of(stack))
 
 
-# The tree of stacks, built once; when the cursor moves, only its sums are computed again.
-
-
 Key = tuple[int, ...]
 """Frame indices of a node, outermost first; more than one where library frames are folded."""
 
@@ -259,22 +238,18 @@ class StackTree:
         self.snapshot, self.fold = snapshot, fold
         self.keys: list[Key] = [()]
         # Arrays of integers, because the garbage collector would repeatedly walk a hundred thousand lists.
-        self._first_child, self._next_sibling = array("I", [0]), array("I", [0])
-        self._parents = array("I", [0])
+        self._first_child, self._next_sibling, self._parents = (array("I", [0]) for _ in range(3))
         self._node_of: dict[tuple[int, Key], int] = {}
         self._leaf_of: dict[int, int] = {0: 0}
         self._library = [bool(library_of(frame.filename)) for frame in snapshot.frames] if fold else []
         self._found: tuple[str, frozenset[int]] = "", frozenset()
 
     def weigh(self, tallies: Mapping[int, Tally], find: str = "") -> "Node":
-        """Return the root of the tree with the sums of a moment.
-
-        Args:
-            find: keep only stacks with a frame whose function or file contains this, ignoring case.
-        """
+        """Return the root of the tree with the sums of a moment, of the stacks that match ``find``."""
         if find:
             wanted = self._matching(find)
-            tallies = {stack: tally for stack, tally in tallies.items() if not wanted.isdisjoint(self._stack(stack))}
+            stacks = self.snapshot.stacks
+            tallies = {stack: tally for stack, tally in tallies.items() if not wanted.isdisjoint(stacks[stack])}
         leaves = [self._leaf(stack) for stack in tallies]
         sizes, blocks = [0] * len(self.keys), [0] * len(self.keys)
         for leaf, (size, count) in zip(leaves, tallies.values(), strict=True):
@@ -295,9 +270,6 @@ class StackTree:
             yield child
             child = self._next_sibling[child]
 
-    def _stack(self, stack: int) -> list[int]:
-        return self.snapshot.stacks[stack]
-
     def _matching(self, find: str) -> frozenset[int]:
         text = find.lower()
         if self._found[0] != text:
@@ -310,7 +282,7 @@ class StackTree:
         found = self._leaf_of.get(stack)
         if found is None:
             found = 0
-            for key in self._path(self._stack(stack)):
+            for key in self._path(self.snapshot.stacks[stack]):
                 found = self._below(found, key)
             self._leaf_of[stack] = found
         return found
@@ -381,12 +353,7 @@ class Node(NamedTuple):
 
     def ordered(self) -> list["Node"]:
         """Return the children with blocks, most bytes first (for a difference: by absolute value)."""
-        sizes, blocks = self.of.bytes, self.of.blocks
-        of = self.of
-        live = [child for child in of.tree.children(self.number) if blocks[child]]
-        return [
-            Node(of, child) for child in sorted(live, key=lambda child: (-abs(sizes[child]), -blocks[child], child))
-        ]
+        return sorted(self.children, key=lambda child: (-abs(child.bytes), -child.blocks, child.number))
 
 
 def stack_tree(snapshot: Snapshot, tallies: Mapping[int, Tally], fold: bool = True, find: str = "") -> Node:
@@ -418,7 +385,7 @@ def fragmentation_words(found: Fragmentation) -> list[str]:
         return ["nothing is reserved"]
     lines = [
         f"{gib(found.allocated)} of {gib(found.reserved)} reserved is allocated "
-        f"({_percent(found.allocated, found.reserved)}) in {found.segments:,} segments",
+        f"({_percent(found.allocated, found.reserved)}) in {found.segments:,} segments"
     ]
     if found.free:
         lines.append(

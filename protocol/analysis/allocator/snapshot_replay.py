@@ -1,8 +1,9 @@
-"""Estimates how much an optimizer's first step still had to allocate when it ran out of memory, from a snapshot.
+"""State of the allocator at every entry of a trace: curves of figures, live allocations, and segments.
 
-An optimizer creates its states parameter by parameter; a state's size is its parameter's, times the ratio of the data
-types' widths. The states created so far are recognised by their stacks. The parameters are a group of earlier
-allocations from one line of code, whose sizes include those of the states.
+Like PyTorch's own viewer, the replay is anchored at the window's end: the segments are known then, and walking the
+trace from there gives every earlier moment. The moment of entry ``k`` is the state right after it; ``-1`` is the state
+before the first. The live allocations at any entry are found without walking the whole trace, from checkpoints at
+regular intervals; addresses are numbered in ascending order, so they need no sorting when the cursor moves.
 """
 
 from array import array
@@ -10,33 +11,48 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import accumulate, compress
-from typing import NamedTuple, Protocol
+from itertools import compress
+from typing import NamedTuple
 
-from ...snapshot.columns import (
-    ALLOC,
-    ALLOCATED,
-    FREE,
-    FREE_COMPLETED,
-    FREE_REQUESTED,
-    OOM,
-    PENDING,
-    SEGMENT_ALLOC,
-    SEGMENT_FREE,
-    SEGMENT_MAP,
-    SEGMENT_UNMAP,
-    Frame,
-    Snapshot,
-    Trace,
+from ...snapshot.columns import OOM, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, Frame, Snapshot, Trace
+from .allocations import (
+    BEFORE,
+    BEGINS,
+    ENDS,
+    FREED,
+    FREED_AND_ENDS,
+    NOTHING,
+    RESERVES,
+    Allocations,
+    columns,
+    reserved_curve,
 )
-from .settings import SMALL_MOST, block_size, round_sizes
-
-# The segments of a device at any moment of the window, computed backwards from their state at the end.
-
+from .settings import SMALL_MOST_BYTES
 
 _STRIDE = 512
 _MOST_KEPT = 4_000_000
 """Maximum number of ranges stored in all states together, one reference each."""
+_LEAST_STRIDE = 2048
+_MOST_LIVE = 8_000_000
+"""Maximum number of owners in all checkpoints together, 4 bytes each."""
+_MOST_CHECKPOINTS = 256
+
+_MOST_SUMS = 32
+
+Totals = dict[int, tuple[int, int]]
+"""Bytes and blocks by stack."""
+
+STATE_FRAMES = ("_init_group", "initialize_optimizer_states", "init_state", "_init_state")
+"""Functions (names in lower case) in which optimizers create their states."""
+
+_FEWEST = 3
+"""Minimum number of states created so far; fewer would match any group."""
+_SCALAR = 64
+"""Bytes; a state of at most this size is a step counter, not a parameter's state."""
+_A_PARAMETER = (1, 2, 3)
+"""Number of states per parameter: momentum; Adam's two; AMSGrad's three."""
+_WIDTHS = (1.0, 2.0, 0.5, 0.25)
+"""Ratio of a state's bytes to its parameter's: fp32/fp32, fp32/bf16, bf16/fp32, 8 bits/fp32."""
 
 
 class Range(NamedTuple):
@@ -61,10 +77,8 @@ class SegmentHistory:
 
     def __init__(self, snapshot: Snapshot, device: int, trace: Trace, entries: list[int]) -> None:
         self._trace, self._entries = trace, entries
-        self._addresses, self._sizes, self._streams = (
-            memoryview(column).cast(code)  # type: ignore[call-overload]  # typeshed wants a literal
-            for column, code in ((trace.addresses, "Q"), (trace.sizes, "q"), (trace.streams, "q"))
-        )
+        self._addresses, self._sizes = columns(trace.addresses, "Q"), columns(trace.sizes, "q")
+        self._streams = columns(trace.streams, "q")
         last = [
             Range(one.address, one.size, one.stream, one.small, one.expandable, one.pool)
             for one in snapshot.segments
@@ -97,7 +111,7 @@ class SegmentHistory:
         if action == SEGMENT_ALLOC:
             state.remove(address)
         elif action == SEGMENT_FREE:
-            state.put(Range(address, size, stream, size <= 2 * SMALL_MOST, False, ""))
+            state.put(Range(address, size, stream, size <= 2 * SMALL_MOST_BYTES, False, ""))
         elif action == SEGMENT_MAP:
             state.cut(address, address + size)
         else:
@@ -152,300 +166,6 @@ class _State:
             self.remove(after.address)
         like = before or after
         self.put(Range(address, size, stream, like is not None and like.small, True, like.pool if like else ""))
-
-
-# Sizes of large blocks: a block takes the whole free range at its address if only little would remain.
-
-
-class Odd(NamedTuple):
-    """A change without a trace entry of its own, in effect right after entry ``at``."""
-
-    at: int
-    number: int
-    frees: bool
-    ends: bool
-
-
-class Window(Protocol):
-    """The allocations of a window, as columns indexed by number; see ``allocations.Allocations``."""
-
-    device: int
-    trace: Trace
-    entries: int
-    begins: "array[int]"
-    addresses: "array[int]"
-    sizes: "array[int]"
-    numbers: "array[int]"
-    odd: list[Odd]
-    known: dict[int, int]
-
-
-def size_large(of: Window, snapshot: Snapshot, large: set[int]) -> None:
-    """Set the sizes of the allocations ``large`` of a window; those with blocks at the end keep their size."""
-    _Rooms(of, snapshot, large).replay()
-
-
-class _Rooms:
-    """Replays the positions of large blocks and plain segments, to find the room of each large allocation."""
-
-    def __init__(self, of: Window, snapshot: Snapshot, large: set[int]) -> None:
-        self.of, self.large, self.max_split_size = of, large, snapshot.max_split_size
-        trace = of.trace
-        self.addresses, self.bytes = (memoryview(column).cast("Q") for column in (trace.addresses, trace.sizes))
-        self.segments: dict[int, int] = {
-            segment.address: segment.size
-            for segment in snapshot.segments
-            if segment.device == of.device and not segment.expandable
-        }
-        # Walk the window backwards to find the segments before its first entry.
-        for index in range(of.entries - 1, -1, -1):
-            action = trace.actions[index]
-            if action == SEGMENT_ALLOC:
-                self.segments.pop(self.addresses[index], None)
-            elif action == SEGMENT_FREE:
-                self.segments[self.addresses[index]] = self.bytes[index]
-        self.starts = sorted(self.segments)
-        self.live = sorted(of.addresses[number] for number in large if of.begins[number] < 0)
-        self.gone: dict[int, list[int]] = {}
-        for odd in of.odd:
-            if odd.ends and odd.number in large:
-                self.gone.setdefault(odd.at, []).append(odd.number)
-
-    def replay(self) -> None:
-        """Walk the window and set the size of each large allocation."""
-        of, numbers = self.of, self.of.numbers
-        if not self.segments and SEGMENT_ALLOC not in of.trace.actions:
-            return  # all segments are expandable: blocks are always split to size
-        is_large = bytearray(len(of.begins) + 1)  # and one for the -1 of entries without an allocation
-        for number in self.large:
-            is_large[number] = 1
-        for index, action in enumerate(of.trace.actions):
-            if action == ALLOC:
-                for lost in self.gone.get(index, ()) if self.gone else ():
-                    self._remove(lost)
-                if is_large[numbers[index]]:
-                    self._place(numbers[index])
-            elif action == FREE_COMPLETED:
-                if is_large[numbers[index]]:
-                    self._remove(numbers[index])
-            elif action == SEGMENT_ALLOC:
-                if self.addresses[index] not in self.segments:
-                    insort(self.starts, self.addresses[index])
-                self.segments[self.addresses[index]] = self.bytes[index]
-            elif action == SEGMENT_FREE and self.segments.pop(self.addresses[index], None) is not None:
-                self.starts.remove(self.addresses[index])
-
-    def _remove(self, number: int) -> None:
-        position = bisect_right(self.live, self.of.addresses[number]) - 1
-        if position >= 0 and self.live[position] == self.of.addresses[number]:
-            del self.live[position]
-
-    def _place(self, number: int) -> None:
-        address = self.of.addresses[number]
-        at = bisect_right(self.live, address)
-        self.live.insert(at, address)
-        if number in self.of.known:
-            return
-        segment = bisect_right(self.starts, address) - 1
-        if segment < 0:
-            return
-        end = self.starts[segment] + self.segments[self.starts[segment]]
-        if address >= end:
-            return
-        if at + 1 < len(self.live):
-            end = min(end, self.live[at + 1])
-        self.of.sizes[number] = block_size(self.of.sizes[number], end - address, self.max_split_size)
-
-
-# Finds every allocation of the window, with its lifetime and size, from a trace and the blocks at its end.
-
-
-BEFORE = -1
-"""Start index of allocations from before the first entry."""
-
-_IS_ALLOC = bytes(action == ALLOC for action in range(256))
-NOTHING, BEGINS, FREED, ENDS, FREED_AND_ENDS = range(5)
-"""Effect of an entry on its allocation."""
-
-_EVENT_OF = bytes({ALLOC: BEGINS, FREE_REQUESTED: FREED, FREE_COMPLETED: ENDS}.get(action, 0) for action in range(256))
-
-
-class Allocations:
-    """All allocations that were live at some time of the window, as columns indexed by their number.
-
-    An allocation counts as *allocated* from ``begins`` to ``freed`` (the program freed it) and as *active* to
-    ``ends`` (its block could be reused). These columns have the index of the entry: ``BEFORE`` means before the first
-    entry, the number of entries means never.
-    """
-
-    def __init__(self, snapshot: Snapshot, device: int) -> None:
-        self.device = device
-        trace = snapshot.trace(device)
-        self.trace = trace if trace is not None else Trace(device, b"", b"", b"", b"", b"", b"", b"")
-        self.entries = len(self.trace)
-        is_alloc = self.trace.actions.translate(_IS_ALLOC)
-        self.begins = array("i", compress(range(self.entries), is_alloc))
-        self.in_window = len(self.begins)
-        """Number of allocations that began within the window; they have the first numbers, in order."""
-        self.freed = array("i", [self.entries]) * len(self.begins)
-        self.ends = self.freed[:]
-        self.addresses = array("Q", compress(columns(self.trace.addresses, "Q"), is_alloc))
-        self.requested = array("q", compress(columns(self.trace.sizes, "q"), is_alloc))
-        self.sizes = array("q")
-        self.stacks = array("I")
-        """Empty until ``add_stacks``; a snapshot may be replayed before its stacks are loaded."""
-        self.different_stacks = 0
-        self._block_of: dict[int, int] = {}
-        self.numbers = array("i", [-1]) * self.entries
-        """By entry: the allocation that it begins, frees or ends; -1 for other entries."""
-        self.events = bytearray(self.trace.actions.translate(_EVENT_OF))
-        """By entry: its effect on that allocation: ``BEGINS``, ``FREED`` ..."""
-        self.odd: list[Odd] = []
-        """Changes without an entry of their own, by index."""
-        self.known: dict[int, int] = {}
-        """Sizes of the blocks that are allocated at the end, by allocation."""
-        self.lost = 0
-        """Allocations whose end was not recorded."""
-        self.unsure = 0
-        """Number of allocations from before the window that ended in it: their size is at least the rounded request."""
-        self.unsure_bytes = 0
-        """Total by which their sizes may be too low, bytes."""
-        self._walk()
-        self._meet_the_end(snapshot)
-        self.odd.sort()
-        self._size(snapshot)
-        if snapshot.stacks:
-            self.add_stacks(snapshot)
-
-    def add_stacks(self, snapshot: Snapshot) -> None:
-        """Add the stacks of the whole snapshot."""
-        self.trace = snapshot.trace(self.device) or self.trace
-        self.different_stacks = len(snapshot.stacks)
-        is_alloc = self.trace.actions.translate(_IS_ALLOC)
-        stacks = array("I", compress(columns(self.trace.stacks, "I"), is_alloc))
-        stacks += array("I", bytes(4 * (len(self.begins) - len(stacks))))
-        of_block = columns(snapshot.block_stacks, "I")
-        for number, block in self._block_of.items():
-            stacks[number] = of_block[block] or stacks[number]
-        self.stacks = stacks
-
-    def _walk(self) -> None:
-        """Pair allocations with frees by address, oldest first."""
-        trace, numbers, freed, ends, events = self.trace, self.numbers, self.freed, self.ends, self.events
-        live = self._open = dict[int, int]()
-        get, pop = live.get, live.pop
-        never, following = self.entries, 0
-        for index, (action, address) in enumerate(zip(trace.actions, columns(trace.addresses, "Q"), strict=True)):
-            if action == ALLOC:
-                if address in live:
-                    self._lose(live[address], index)
-                live[address] = numbers[index] = following
-                following += 1
-            elif action == FREE_REQUESTED:
-                number = get(address)
-                if number is None or freed[number] < never:
-                    if number is not None:
-                        self._lose(number, index)
-                    number = live[address] = self._from_before(address, index)
-                freed[number] = index
-                numbers[index] = number
-            elif action == FREE_COMPLETED:
-                number = pop(address, None)
-                if number is None:
-                    # It was freed before the window began, and waited for a stream.
-                    number = self._from_before(address, index)
-                    freed[number] = BEFORE
-                elif freed[number] == never:
-                    freed[number] = index
-                    events[index] = FREED_AND_ENDS
-                ends[number] = index
-                numbers[index] = number
-
-    def _from_before(self, address: int, index: int) -> int:
-        """Add an allocation that entry ``index`` frees but that no entry of the window allocated."""
-        return self._add(address, columns(self.trace.sizes, "q")[index])
-
-    def _add(self, address: int, requested: int) -> int:
-        self.begins.append(BEFORE)
-        self.freed.append(self.entries)
-        self.ends.append(self.entries)
-        self.addresses.append(address)
-        self.requested.append(requested)
-        return len(self.begins) - 1
-
-    def _lose(self, number: int, index: int) -> None:
-        self.odd.append(Odd(index, number, self.freed[number] > index, True))
-        self.freed[number] = min(self.freed[number], index)
-        self.ends[number] = index
-        self.lost += 1
-
-    def _meet_the_end(self, snapshot: Snapshot) -> None:
-        """Set the sizes of blocks that are allocated at the end, and add those that the trace never mentions."""
-        block_sizes, requested = columns(snapshot.block_sizes, "q"), columns(snapshot.block_requested, "q")
-        block_addresses = columns(snapshot.block_addresses, "Q")
-        segments = [segment for segment in snapshot.segments if segment.device == self.device]
-        taken = [
-            block
-            for segment in segments
-            for block in range(segment.first_block, segment.first_block + segment.blocks)
-            if snapshot.block_states[block] != FREE
-        ]
-        for block in taken:
-            state, address = snapshot.block_states[block], block_addresses[block]
-            number = self._open.pop(address, None)
-            if number is None:
-                number = self._add(address, requested[block])
-                if state == PENDING:
-                    self.freed[number] = BEFORE
-            elif state == ALLOCATED and self.freed[number] < self.entries:
-                self.events[self.freed[number]] = NOTHING
-                self.freed[number] = self.entries
-            elif state == PENDING and self.freed[number] == self.entries:
-                self.freed[number] = self.entries - 1
-                self.odd.append(Odd(self.entries - 1, number, True, False))
-            self.requested[number] = requested[block]
-            self._block_of[number] = block
-            self.known[number] = block_sizes[block]
-        if segments and self.entries:
-            # Trace and segments are read one after the other: allocations without a block were freed in between.
-            for number in self._open.values():
-                self._lose(number, self.entries - 1)
-        self._open.clear()
-
-    def _size(self, snapshot: Snapshot) -> None:
-        """Set the size of every allocation to that of its block."""
-        self.sizes = round_sizes(self.requested, snapshot.divisions)
-        large = set(compress(range(len(self.sizes)), map(SMALL_MOST.__lt__, self.sizes)))
-        for number, size in self.known.items():
-            self.sizes[number] = size
-        if large:
-            size_large(self, snapshot, large)
-        before = [n for n, begin in enumerate(self.begins) if begin == BEFORE and n not in self.known]
-        self.unsure = len(before)
-        self.unsure_bytes = SMALL_MOST * sum(number in large for number in before)
-
-
-def columns(data: bytes, code: str) -> "memoryview[int]":
-    """Return a column's bytes as a view of integers."""
-    return memoryview(data).cast(code)  # type: ignore[call-overload]  # typeshed wants a literal
-
-
-# Finds the live allocations at any entry without walking the whole trace, from checkpoints at regular intervals.
-#
-# Addresses are numbered in ascending order, so live allocations are returned in order of address without sorting when
-# the cursor moves.
-
-
-_LEAST_STRIDE = 2048
-_MOST_LIVE = 8_000_000
-"""Maximum number of owners in all checkpoints together, 4 bytes each."""
-_MOST_CHECKPOINTS = 256
-
-_MOST_SUMS = 32
-"""Number of stored sums of ``Begun``."""
-
-Totals = dict[int, tuple[int, int]]
-"""Bytes and blocks by stack."""
 
 
 class ActiveBlocks(NamedTuple):
@@ -599,17 +319,6 @@ def _slots(of: Allocations) -> tuple[list[int], list[int]]:
     return slots, addresses
 
 
-# State of the allocator at every entry of a trace: curves of figures, and the live allocations.
-#
-# Like PyTorch's own viewer, the replay is anchored at the window's end: the segments are known then, and walking the
-# trace from there gives every earlier moment. The moment of entry ``k`` is the state right after it; ``-1`` is the
-# state before the first.
-
-
-RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
-"""Actions that change reserved memory, with the sign of the change."""
-
-
 class Replay:
     """States of one device of a snapshot at every moment.
 
@@ -618,13 +327,11 @@ class Replay:
     """
 
     def __init__(self, snapshot: Snapshot, device: int) -> None:
-        self.snapshot = snapshot
-        self.device = device
+        self.snapshot, self.device = snapshot, device
         self.allocations = Allocations(snapshot, device)
         self.trace = self.allocations.trace
         self.entries = len(self.trace)
         self.segment_entries = [index for index, action in enumerate(self.trace.actions) if action in RESERVES]
-        """The entries that change segments."""
         self._curves()
         self.peak_bytes = max(self.allocated)
         self.peak_index = self.allocated.index(self.peak_bytes) - 1
@@ -632,7 +339,6 @@ class Replay:
         self.ooms = [index for index, action in enumerate(self.trace.actions) if action == OOM]
         self._live = LiveSets(self.allocations)
         self._taken: dict[int, ActiveBlocks] = {}
-        self._begun: Begun | None = None
 
     def complete(self, snapshot: Snapshot) -> None:
         """Add the stacks of the complete snapshot, if this was made without them."""
@@ -691,23 +397,16 @@ class Replay:
                 at += 1
             self.allocated[-1], self.active[-1], self.requested[-1] = held, taken, wanted
             begin = end
-        sizes, actions = columns(self.trace.sizes, "q"), self.trace.actions
-        changes = [0] * (self.entries + 1)
-        for index in self.segment_entries:
-            changes[index + 1] = RESERVES[actions[index]] * sizes[index]
         end = sum(segment.size for segment in self.snapshot.segments if segment.device == self.device)
-        changes[0] = max(0, end - sum(changes))
-        self.reserved = array("q", accumulate(changes))
+        self.reserved = reserved_curve(self.trace, end)
 
     def active_blocks_at(self, index: int) -> ActiveBlocks:
         """Return the allocations active (allocated or pending) right after entry ``index``, by address."""
         index = max(BEFORE, min(index, self.last))
-        if index not in self._taken:
-            # Keep two results, for the mark and the cursor: one of them stays while the other moves.
-            self._taken = {**dict(list(self._taken.items())[-1:]), index: self._live.active_blocks_at(index)}
-        else:
-            self._taken[index] = self._taken.pop(index)
-        return self._taken[index]
+        # Two results are kept, for the mark and the cursor: one of them stays while the other moves.
+        found = self._taken.pop(index, None) or self._live.active_blocks_at(index)
+        self._taken = {**dict(list(self._taken.items())[-1:]), index: found}
+        return found
 
     def active_at(self, index: int) -> list[int]:
         """Return the allocations whose blocks are in use (allocated or pending) right after entry ``index``."""
@@ -717,11 +416,10 @@ class Replay:
         """Return the bytes and blocks held by the program right after entry ``index``, by stack."""
         return self._live.totals_at(max(BEFORE, min(index, self.last)))
 
-    def begun_sums(self, low: int, high: int) -> Totals:
-        """Return the sums by stack of the window's allocations numbered from ``low`` up to but not ``high``."""
-        if self._begun is None:
-            self._begun = Begun(self.allocations)
-        return self._begun.sums(low, high)
+    @cached_property
+    def begun(self) -> Begun:
+        """The sums of the window's allocations."""
+        return Begun(self.allocations)
 
     def live_at(self, index: int) -> list[int]:
         """Return the allocations that the program holds right after entry ``index``."""
@@ -730,10 +428,6 @@ class Replay:
         if self.at(self.active, index) == self.at(self.allocated, index):
             return active  # no block waits for a stream
         return [number for number in active if freed[number] > index]
-
-    def state_at(self, number: int, index: int) -> int:
-        """Return whether an active allocation is ``ALLOCATED`` or ``PENDING`` right after entry ``index``."""
-        return ALLOCATED if self.allocations.freed[number] > index else PENDING
 
     def time_of(self, index: int) -> int:
         """Return an entry's time, microseconds since the epoch; 0 if none was recorded."""
@@ -744,25 +438,13 @@ class Replay:
         return self.ooms[-1] if self.ooms else None
 
 
-STATE_FRAMES = ("_init_group", "initialize_optimizer_states", "init_state", "_init_state")
-"""Functions (names in lower case) in which optimizers create their states."""
-
-_FEWEST = 3
-"""Minimum number of states created so far; fewer would match any group."""
-_SCALAR = 64
-"""Bytes; a state of at most this size is a step counter, not a parameter's state."""
-_A_PARAMETER = (1, 2, 3)
-"""Number of states per parameter: momentum; Adam's two; AMSGrad's three."""
-_WIDTHS = (1.0, 2.0, 0.5, 0.25)
-"""Ratio of a state's bytes to its parameter's: fp32/fp32, fp32/bf16, bf16/fp32, 8 bits/fp32."""
-
-
 def pending_states(replay: Replay, index: int) -> int:
     """Return an estimate of the bytes that optimizer states still needed, including the failed request.
 
-    Returns:
-        The smallest estimate consistent with the states created so far; 0 if the request was not for states, or if no
-        estimate is consistent.
+    An optimizer creates its states parameter by parameter; a state's size is its parameter's, times the ratio of the
+    data types' widths. The states created so far are recognised by their stacks; the parameters are a group of earlier
+    allocations from one line of code. The smallest consistent estimate counts; 0 if the request was not for states, or
+    if no estimate is consistent.
     """
     of = replay.allocations
     failing = columns(replay.trace.stacks, "I")[index]

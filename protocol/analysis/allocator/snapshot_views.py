@@ -1,4 +1,4 @@
-"""A snapshot as plain data, printed by ``ftmon snapshot --json``. ``docs/snapshot.md`` documents every field."""
+"""Queries of a snapshot, and its description for ``ftmon snapshot --json``; ``docs/snapshot.md`` has every field."""
 
 from bisect import bisect_right
 from heapq import nlargest
@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 from ...code_owner import library_of
 from ...snapshot.columns import Frame, Snapshot
 from ...text import gib
-from .settings import SMALL_MOST
+from .allocations import BEFORE, columns
+from .settings import SMALL_MOST_BYTES
 from .snapshot_layout import Piece, Tally, fragmentation, fragmentation_words, frame_words, layout_at, matters
-from .snapshot_replay import BEFORE, Replay, Totals, columns, pending_states, sums
-
-# Queries of a snapshot: memory by stack, allocations between two moments, changes, the out-of-memory error.
-
+from .snapshot_replay import Replay, Totals, pending_states, sums
 
 NO_STACK = "no Python stack recorded"
 """For memory allocated before the window, by C++ threads (as in the backward pass), or without stacks."""
@@ -65,7 +63,7 @@ def between(replay: Replay, one: int, other: int) -> Between:
     # Far fewer allocations are live at a moment than are made in between, and even fewer are live at both moments.
     kept = sums(of, [number for number in replay.live_at(first) if of.freed[number] > last])
     stayed, gone = _less(replay.totals_at(last), kept), _less(replay.totals_at(first), kept)
-    return Between(first, last, stayed, gone, _less(replay.begun_sums(low, high), stayed))
+    return Between(first, last, stayed, gone, _less(replay.begun.sums(low, high), stayed))
 
 
 def _less(whole: Totals, part: Totals) -> Totals:
@@ -117,11 +115,11 @@ class Oom(NamedTuple):
     allocated_bytes: int
     reserved_bytes: int
     free_bytes: int
-    largest_free_block_bytes: int
     usable_free_bytes: int
     """Free bytes in blocks of the request's pool and stream."""
     largest_usable_bytes: int
     """The largest of those blocks."""
+    largest_free_block_bytes: int
     kind: str
     """``fragmentation``, ``limit`` or ``too_large``."""
     verdict: str
@@ -137,22 +135,19 @@ def find_oom(replay: Replay) -> Oom | None:
     stream = columns(replay.trace.streams, "q")[index]
     device_free = replay.trace.device_free.get(index, 0)
     pieces = layout_at(replay, index)
-    usable = [piece for piece in pieces if _serves(piece, asked, stream)]
-    reserved = replay.at(replay.reserved, index)
-    allocated = replay.at(replay.allocated, index)
-    free = sum(piece.free_bytes for piece in pieces)
+    small = asked <= SMALL_MOST_BYTES
+    usable = [piece for piece in pieces if (piece.stream, piece.small, piece.pool) == (stream, small, "")]
+    reserved, allocated = replay.at(replay.reserved, index), replay.at(replay.allocated, index)
     kind, verdict = _verdict(asked, device_free, usable, reserved, pending_states(replay, index))
     verdict += f". {_holder(replay, index, allocated)}" if allocated else ""
+    (free, largest), (usable_free, largest_usable) = (
+        (sum(piece.free_bytes for piece in some), max((piece.largest_free_bytes for piece in some), default=0))
+        for some in (pieces, usable)
+    )
     return Oom(
-        replay.device, index, asked, device_free, allocated, reserved, free,
-        max((piece.largest_free_bytes for piece in pieces), default=0), sum(piece.free_bytes for piece in usable),
-        max((piece.largest_free_bytes for piece in usable), default=0),
+        replay.device, index, asked, device_free, allocated, reserved, free, usable_free, largest_usable, largest,
         kind, verdict, columns(replay.trace.stacks, "I")[index],
     )  # fmt: skip
-
-
-def _serves(piece: Piece, asked: int, stream: int) -> bool:
-    return piece.stream == stream and not piece.pool and piece.small == (asked <= SMALL_MOST)
 
 
 def _verdict(asked: int, device_free: int, usable: list[Piece], reserved: int, to_come: int) -> tuple[str, str]:
@@ -212,10 +207,9 @@ def place(snapshot: Snapshot, stack: int) -> str:
     frames = snapshot.frames_of(stack)
     if not frames:
         return NO_STACK
-    inner = frames[0]
-    own = next((frame for frame in frames if not library_of(frame.filename)), None)
-    text = frame_words(inner).replace("  ", " ")
-    return text if own is None or own == inner else f"{text} (from {frame_words(own).replace('  ', ' ')})"
+    own = next((frame for frame in frames if not library_of(frame.filename)), frames[0])
+    text = frame_words(frames[0]).replace("  ", " ")
+    return text if own == frames[0] else f"{text} (from {frame_words(own).replace('  ', ' ')})"
 
 
 def report(snapshot: Snapshot, replays: list[Replay], top: int = 20) -> dict[str, Any]:
@@ -251,7 +245,7 @@ def _device(replay: Replay) -> dict[str, Any]:
         "requested_bytes": replay.requested[-1],
         "reserved_bytes": replay.reserved[-1],
         "segments": found.segments,
-        "blocks": _blocks(replay),
+        "blocks": sum(one.blocks for one in replay.snapshot.segments if one.device == replay.device),
         "free_bytes": found.free,
         "free_blocks": found.free_blocks,
         "largest_free_block_bytes": found.largest_free,
@@ -271,10 +265,6 @@ def _device(replay: Replay) -> dict[str, Any]:
         "ooms": len(replay.ooms),
         "fragmentation": fragmentation_words(found),
     }
-
-
-def _blocks(replay: Replay) -> int:
-    return sum(segment.blocks for segment in replay.snapshot.segments if segment.device == replay.device)
 
 
 def _top_stacks(replays: list[Replay], top: int) -> list[dict[str, Any]]:
@@ -308,20 +298,9 @@ def _largest_blocks(replays: list[Replay], top: int) -> list[dict[str, Any]]:
 
 
 def _oom(snapshot: Snapshot, oom: Oom) -> dict[str, Any]:
-    return {
-        "device": oom.device,
-        "index": oom.entry,
-        "requested_bytes": oom.requested_bytes,
-        "device_free_bytes": oom.device_free_bytes,
-        "allocated_bytes": oom.allocated_bytes,
-        "reserved_bytes": oom.reserved_bytes,
-        "free_bytes": oom.free_bytes,
-        "usable_free_bytes": oom.usable_free_bytes,
-        "largest_free_block_bytes": oom.largest_free_block_bytes,
-        "kind": oom.kind,
-        "verdict": oom.verdict,
-        "stack": frames_json(snapshot.frames_of(oom.stack)),
-    }
+    found = oom._asdict() | {"stack": frames_json(snapshot.frames_of(oom.stack))}
+    del found["largest_usable_bytes"]
+    return {"index" if name == "entry" else name: value for name, value in found.items()}
 
 
 def difference_report(before: list[Replay], after: list[Replay], top: int = 20) -> dict[str, Any]:

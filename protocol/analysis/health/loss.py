@@ -33,7 +33,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -55,7 +55,9 @@ WAIT_SECONDS = 5.0
 UPDATE_STEPS = 50
 """An active finding is sent again after this many further steps with such a value."""
 KEPT_STEPS = 64
-"""Number of finite steps kept per rank, to compare with another rank's non-finite step."""
+"""Number of finite steps kept per rank, to compare with another rank's non-finite step and find the last good one."""
+OUT_OF_RANGE = 10.0
+"""A finite loss this many times above the median of the steps kept has left its range."""
 
 
 class NonFiniteFacts(msgspec.Struct, frozen=True):
@@ -79,16 +81,27 @@ class NonFiniteFacts(msgspec.Struct, frozen=True):
     finite_elsewhere: bool
     """Whether other ranks had a finite value in that step: then that rank's batch or device is the origin."""
     precision: str = ""
+    last_good_lr: float | None = None
+    all_ranks: bool = False
+    """Whether every rank had such a value in the first step: then the update before it is the suspect."""
+
+
+class _Good(NamedTuple):
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    lr: float | None
+
+
+_NO_GOOD = None, None, None, None
 
 
 @dataclass(slots=True)
 class _Rank:
     step: int = -1
     """Its latest step."""
-    good: "deque[int]" = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    good: "deque[_Good]" = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     """Its latest steps with a finite value."""
-    loss: float | None = None
-    grad_norm: float | None = None
     clean: int = 0
     bad: bool = False
 
@@ -98,7 +111,7 @@ class _Case:
     first_rank: int
     first_step: int
     value: str
-    good: tuple[int | None, float | None, float | None]
+    good: _Good | tuple[None, None, None, None]
     lr: float | None
     since: float
     """End of its first step."""
@@ -119,6 +132,8 @@ class NonFinite:
         self._kind: Literal["nan_loss", "nan_gradient"] = "nan_loss" if what == "loss" else "nan_gradient"
         self._ranks: dict[int, _Rank] = {}
         self._case: _Case | None = None
+        self._explained = False
+        """Whether weights were not finite before any loss was: another finding tells that."""
 
     def step(self, step: Step, precision: str = "", ranks: Collection[int] = ()) -> list[Finding]:
         """Process one rank's step.
@@ -134,14 +149,18 @@ class NonFinite:
         if step.updates:
             value = self._of_updates(step, value)
         found: list[Finding] = []
+        signs = step.signs
+        if signs is not None and self._what == "loss":
+            self._explained |= signs.weights == "nan" and value is not None and isfinite(value)
+            if signs.unlabelled:
+                value = None  # a mean over no labels, which another finding tells
         if value is None:
             pass
         elif isfinite(value):
-            rank.good.append(step.step)
-            rank.loss, rank.grad_norm = step.loss, step.grad_norm
+            rank.good.append(_Good(step.step, step.loss, step.grad_norm, step.lr))
             if rank.bad:
                 found = self._clean(rank, precision)
-        elif not step.overflow:
+        elif not step.overflow and not self._explained:
             found = self._bad(step, rank, value, precision)
         return found if self._case is None else found + self.raise_complete(ranks)
 
@@ -172,7 +191,7 @@ class NonFinite:
 
     def reset(self) -> list[Finding]:
         """Reset for another job; return the resolved finding, if any."""
-        case, self._case = self._case, None
+        case, self._case, self._explained = self._case, None, False
         self._ranks.clear()
         return [self._finding(case, "resolved", "")] if case is not None and case.raised else []
 
@@ -207,24 +226,37 @@ class NonFinite:
         return [self._finding(case, "resolved", precision)] if case.raised else []
 
     def _finding(self, case: _Case, state: Literal["raised", "updated", "resolved"], precision: str) -> Finding:
-        case.finite_elsewhere |= any(case.first_step in rank.good for rank in self._ranks.values())
+        finite = [rank for rank in self._ranks.values() if any(good.step == case.first_step for good in rank.good)]
+        case.finite_elsewhere |= bool(finite)
+        ranks_total = sum(rank.bad or bool(rank.good) for rank in self._ranks.values())
+        step, loss, grad_norm, lr = case.good
         facts = NonFiniteFacts(
             case.value,
             case.first_rank,
             tuple(sorted(case.first_ranks)),
             case.first_step,
-            *case.good,
+            *(step, loss, grad_norm),
             case.lr,
             case.steps,
-            sum(rank.bad or bool(rank.good) for rank in self._ranks.values()),
+            ranks_total,
             case.finite_elsewhere,
             precision,
+            lr,
+            ranks_total == len(case.first_ranks) > 1,
         )
         return Finding(self._kind, facts, state, "error", tuple(sorted(case.ranks)), step=case.first_step)
 
 
-def _good(rank: _Rank) -> tuple[int | None, float | None, float | None]:
-    return rank.good[-1] if rank.good else None, rank.loss, rank.grad_norm
+def _good(rank: _Rank) -> _Good | tuple[None, None, None, None]:
+    """Return the last step of a rank before its loss left its range."""
+    if not rank.good:
+        return _NO_GOOD
+    losses = sorted(good.loss for good in rank.good if good.loss is not None)
+    if not losses:
+        return rank.good[-1]
+    highest = OUT_OF_RANGE * abs(losses[len(losses) // 2])
+    within = [good for good in rank.good if good.loss is None or good.loss <= highest]
+    return within[-1] if within else rank.good[-1]
 
 
 def _nan(finding: Finding) -> Words:
@@ -238,14 +270,25 @@ def _nan(finding: Finding) -> Words:
         norm = f", gradient norm {number(facts.last_good_grad_norm)}" if facts.last_good_grad_norm is not None else ""
         loss = number(facts.last_good_loss)
         good = f"The last good step of rank {facts.first_rank} was {facts.last_good_step}: loss {loss}{norm}"
-    others = ""
+    others = left = ""
+    if facts.last_good_step is not None and facts.last_good_step < facts.first_step - 1:
+        left = "; after it the loss left its range"
+    rate = f"learning rate {number(facts.lr)}"
+    if facts.last_good_lr and facts.lr and facts.lr > 2 * facts.last_good_lr:
+        rate += f", {number(facts.lr / facts.last_good_lr)} times that of the good step"
     if facts.ranks_total > 1 and facts.finite_elsewhere:
         others = f" Other ranks were finite in that step, so it came from the batch or device of {who}."
+    elif facts.all_ranks:
+        suspect = facts.first_step - 1 if facts.last_good_step is None else facts.last_good_step
+        others = f" All ranks in the same step: the update of step {suspect} is the suspect, not a batch."
     elif set(finding.ranks) > set(facts.first_ranks):
         others = f" Since then: {all_ranks(finding.ranks)}."
     if finding.kind == "nan_loss":
+        # A checkpoint of a step has its update: of a suspect one, the checkpoint before it is the last good one.
+        good_until = (facts.last_good_step or 0) - (facts.all_ranks or bool(left))
+        until = f"of step {good_until:,} or earlier" if good_until > 0 else "before that step"
         remedy = (
-            "Stop, and resume from a checkpoint before that step: parameters that are NaN stay NaN. Check that "
+            f"Stop, and resume from a checkpoint {until}: parameters that are NaN stay NaN. Check that "
             "batch (labels all masked, empty rows, values out of range), lower the learning rate or lengthen its "
             "warm-up, clip gradients; torch.autograd.set_detect_anomaly(True) names the operation."
         )
@@ -258,7 +301,7 @@ def _nan(finding: Finding) -> Words:
         remedy += " bf16 has a larger range than fp16."
     return Words(
         f"{value} {what} on {who} since step {facts.first_step}",
-        f"{good}, learning rate {number(facts.lr)}.{others}",
+        f"{good}, {rate}{left}.{others}",
         remedy,
         "It has been finite on every rank since.",
     )
@@ -273,6 +316,8 @@ _SHOWN: dict[str, Shown] = {
     "first_ranks": Shown("first on ranks"),
     "ranks_total": Shown("of ranks"),
     "finite_elsewhere": Shown("finite on other ranks"),
+    "last_good_lr": Shown("learning rate of the last good step"),
+    "all_ranks": Shown("on all ranks"),
 }
 
 _LIMITS = {"finite steps on every rank that resolve it": str(CLEAN_STEPS)}

@@ -95,7 +95,8 @@ class HealthMonitor(Detector):
                 found += self._divergence.step(row)
                 found += self._plateau.step(row)
             found += self._gradients.step(row)
-            found += self._scaler.step(row)
+            if row.loss_scale is not None or self._precision not in ("bf16", "fp32"):
+                found += self._scaler.step(row)  # else there is no scaler, and ``learning.updates`` judges
             if row.step % 10 == 0:
                 found += self._compiles.step(row.step)
         return found

@@ -1,13 +1,19 @@
-"""Finds the code that allocated a phase's transient, or memory left by steps, in the allocator's trace with stacks.
+"""Causes of a phase's transient: from its step's own figures at once, and from stacks once a rank has sent them.
 
-Pure functions over the entries of ``torch.cuda.memory._snapshot()["device_traces"]``: plain dictionaries with
-``action``, ``addr``, ``size``, ``time_us`` and ``frames``.
+The figures identify a batch longer than any before, an update skipped by the loss scaler, and a checkpoint being saved.
+Stacks identify the others, by known patterns: a file and a function of PyTorch, DeepSpeed or transformers (from PyTorch
+2.11 and 2.13, DeepSpeed 0.19, transformers 4 and 5). The innermost frame that matches a pattern decides. Blocks
+allocated by native code have no stack; logits are recognised by their size. Otherwise no cause is reported.
+
+Traces are the entries of ``torch.cuda.memory._snapshot()["device_traces"]``: plain dictionaries with ``action``,
+``addr``, ``size``, ``time_us`` and ``frames``. A frame of a message is ``file:line function``.
 """
 
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,7 +37,6 @@ class Span(NamedTuple):
     begin_us: int
     end_us: int
     start_bytes: int
-    """Allocated bytes at its start."""
 
 
 class Blocks(NamedTuple):
@@ -46,12 +51,11 @@ class Blocks(NamedTuple):
 
 def blocks_at_peak(trace: Sequence[Entry], spans: Sequence[Span]) -> Blocks:
     """Return the blocks allocated in a phase and live at its peak, for the occurrence with the highest peak."""
-    best: tuple[int, Span] | None = None
-    best_place = -1
+    best: tuple[int, int, Span] | None = None
     for span in spans:
         freed = _free_action(trace, span.begin_us, span.end_us)
-        now = span.start_bytes
-        top, place = now, -1
+        now = top = span.start_bytes
+        place = -1
         for index, entry in _within(trace, span.begin_us, span.end_us):
             if entry["action"] == "alloc":
                 now += round_size(entry["size"])
@@ -60,10 +64,10 @@ def blocks_at_peak(trace: Sequence[Entry], spans: Sequence[Span]) -> Blocks:
             elif entry["action"] == freed:
                 now -= round_size(entry["size"])
         if best is None or top > best[0]:
-            best, best_place = (top, span), place
+            best = top, place, span
     if best is None:
         return Blocks(0, [], frozenset())
-    top, span = best
+    top, place, span = best
     freed = _free_action(trace, span.begin_us, span.end_us)
     live: dict[int, int] = {}
     at_peak: list[int] = []
@@ -72,7 +76,7 @@ def blocks_at_peak(trace: Sequence[Entry], spans: Sequence[Span]) -> Blocks:
             live[entry["addr"]] = index
         elif entry["action"] == freed:
             live.pop(entry["addr"], None)
-        if index == best_place:
+        if index == place:
             at_peak = list(live.values())
     return Blocks(top, at_peak, frozenset(live.values()).intersection(at_peak))
 
@@ -93,13 +97,10 @@ def blocks_left(trace: Sequence[Entry], begin_us: int, border_us: int, end_us: i
 
 
 def grouped(trace: Sequence[Entry], blocks: Blocks, *, kept_counts: bool = False) -> tuple[list[StackGroup], int]:
-    """Group blocks by their allocating stack.
-
-    Args:
-        kept_counts: order by all bytes, as for a leak, not by transient bytes.
+    """Group blocks by their allocating stack; those with most transient bytes first, with ``kept_counts`` most bytes.
 
     Returns:
-        The first ``MOST_GROUPS`` groups, and the (transient, unless ``kept_counts``) bytes of all blocks with a stack.
+        The first ``MOST_GROUPS`` groups, and the bytes of all blocks with a stack that count.
     """
     found: dict[tuple[tuple[str, int, str], ...], list[int]] = {}
     for index in blocks.found:
@@ -111,14 +112,16 @@ def grouped(trace: Sequence[Entry], blocks: Blocks, *, kept_counts: bool = False
         sums[1] += 1
         sums[2] = max(sums[2], size)
         sums[3] += size if index in blocks.kept else 0
+
+    def weight(group: StackGroup) -> int:
+        return group.bytes - (0 if kept_counts else group.kept_bytes)
+
     groups = [
-        StackGroup(total, count, _words(key), largest, kept)
-        for key, (total, count, largest, kept) in sorted(
-            found.items(), key=lambda item: (item[1][0] - (0 if kept_counts else item[1][3]), item[1][0]), reverse=True
-        )
+        StackGroup(total, count, [f"{file}:{line} {name}" for file, line, name in reversed(key)], largest, kept)
+        for key, (total, count, largest, kept) in found.items()
     ]
-    attributed = sum(group.bytes - (0 if kept_counts else group.kept_bytes) for group in groups if group.frames)
-    return groups[:MOST_GROUPS], attributed
+    groups.sort(key=lambda group: (weight(group), group.bytes), reverse=True)
+    return groups[:MOST_GROUPS], sum(weight(group) for group in groups if group.frames)
 
 
 def reaches_back(trace: Sequence[Entry], begin_us: int, ring: int) -> bool:
@@ -127,8 +130,9 @@ def reaches_back(trace: Sequence[Entry], begin_us: int, ring: int) -> bool:
 
 
 def _within(trace: Sequence[Entry], begin_us: int, end_us: int) -> Iterable[tuple[int, Entry]]:
-    first = bisect_left(trace, begin_us, key=_time)
-    last = bisect_right(trace, end_us, lo=first, key=_time)
+    time = itemgetter("time_us")
+    first = bisect_left(trace, begin_us, key=time)
+    last = bisect_right(trace, end_us, lo=first, key=time)
     return ((index, trace[index]) for index in range(first, last))
 
 
@@ -142,24 +146,11 @@ def _free_action(trace: Sequence[Entry], begin_us: int, end_us: int) -> str:
     return "free_requested" if asked else "free_completed"
 
 
-def _time(entry: Entry) -> int:
-    return entry["time_us"]
-
-
-def _words(frames: tuple[tuple[str, int, str], ...]) -> list[str]:
-    """Format frames of the trace (innermost first) as ``file:line function``, innermost last."""
-    return [f"{file}:{line} {name}" for file, line, name in reversed(frames)]
-
-
-# Known patterns of transients in training, recognised in stacks of Python frames.
-#
-# A frame is ``file:line function``. Each pattern is a file and a function of PyTorch, DeepSpeed or transformers (from
-# PyTorch 2.11 and 2.13, DeepSpeed 0.19, transformers 4 and 5). The innermost frame that matches a pattern decides.
-# Blocks allocated by native code have no stack; logits are recognised by their size.
-
-
 _ZERO12, _ZERO3 = r"zero/stage_1_and_2\.py$", r"zero/stage3\.py$"
 _REDUCE = r"_*(avg_scatter|add_grad_to_ipg|reduce|allreduce|average_tensor|buffered|gradient_reduction)\w*|\w*ipg\w*"
+_UPDATE = r"step|unscale_and_clip_grads|get_grad_norm_direct"
+_FLATTEN = r"flatten_dense_tensors_aligned|_get_preflattened_grad_partition|get_flat_partition"
+_HP = r"_?update_hp_grads?|get_grads_for_norm|accumulate_hp_grads_and_remove_lp"
 _FRAMES = (
     ("foreach_temporaries", r"torch/optim/\w+\.py$", r"_multi_tensor_\w+"),
     ("optimizer_temporaries", r"torch/optim/\w+\.py$", r"_single_tensor_\w+"),
@@ -173,27 +164,14 @@ _FRAMES = (
     ("reduce_bucket", rf"{_ZERO12}|{_ZERO3}|deepspeed/runtime/engine\.py$", _REDUCE),
     ("reduce_bucket", _ZERO12, r"setup_buckets|copy_grads_in_partition|_build_compact_grad_partition_buffer"),
     ("reduce_bucket", r"torch/distributed/(fsdp|_composable)/", r"\w*reduce_scatter\w*"),
-    (
-        "gradient_upcast",
-        _ZERO3,
-        r"_prepare_\w*sub_group|_get_norm_groups|get_grad_norm_direct|unscale_and_clip_grads|step",
-    ),
-    (
-        "gradient_upcast",
-        _ZERO12,
-        r"step|unscale_and_clip_grads|scaled_global_norm|get_grad_norm_direct|flatten_dense_tensors_aligned|"
-        r"_get_preflattened_grad_partition|get_flat_partition",
-    ),
-    (
-        "gradient_upcast",
-        r"deepspeed/runtime/(bf16_optimizer|fp16/(un)?fused_optimizer)\.py$",
-        r"step|unscale_and_clip_grads|_?update_hp_grads?|get_grads_for_norm|accumulate_hp_grads_and_remove_lp",
-    ),
+    ("gradient_upcast", _ZERO3, rf"_prepare_\w*sub_group|_get_norm_groups|{_UPDATE}"),
+    ("gradient_upcast", _ZERO12, rf"scaled_global_norm|{_FLATTEN}|{_UPDATE}"),
+    ("gradient_upcast", r"deepspeed/runtime/(bf16_optimizer|fp16/(un)?fused_optimizer)\.py$", rf"{_HP}|{_UPDATE}"),
     ("fp32_logits", r"torch/nn/functional\.py$", r"cross_entropy|nll_loss|log_softmax"),
     ("fp32_logits", r"transformers/loss/\w+\.py$", r"\w+"),
     (
         "checkpoint_saving",
-        r"torch/serialization\.py$|torch/distributed/checkpoint/|checkpoint_engine/|/safetensors/",
+        r"torch/(serialization\.py$|distributed/checkpoint/)|checkpoint_engine/|/safetensors/",
         r".+",
     ),
     ("checkpoint_saving", r"deepspeed/runtime/engine\.py$", r"_?save_\w+|_zero3_consolidated_16bit_state_dict"),
@@ -218,7 +196,6 @@ WORDS = {
     "loss_scale_overflow": "an update that the loss scaler skipped",
     "longer_batch": "a longer batch than any before",
 }
-"""Every pattern, in words."""
 
 
 class Frame(NamedTuple):
@@ -288,11 +265,7 @@ class Named(NamedTuple):
 
 
 def name_cause(cause: Cause, tokens: int) -> Named:
-    """Return the patterns that explain a transient.
-
-    Args:
-        tokens: positions of the largest micro-batch; 0: unknown.
-    """
+    """Return the patterns that explain a transient; ``tokens``: positions of the largest micro-batch, 0: unknown."""
     sums: dict[str, int] = {}
     heaviest: dict[str, tuple[int, str]] = {}
     for group, weight in _weigh(cause):
@@ -300,9 +273,8 @@ def name_cause(cause: Cause, tokens: int) -> Named:
         if not name and _is_logits(group, cause, tokens):
             name = "fp32_logits"
         sums[name] = sums.get(name, 0) + weight
-        where = frame.short if frame is not None else place_of(group.frames)
         if weight > heaviest.get(name, (-1, ""))[0]:
-            heaviest[name] = weight, where
+            heaviest[name] = weight, frame.short if frame is not None else place_of(group.frames)
     total = max(sum(sums.values()), cause.transient_bytes)
     large = {name for name, size in sums.items() if name and size >= LEAST_SHARE * total > 0}
     parts = [Part(name, sums[name], heaviest[name][1]) for name in sorted(large, key=lambda name: -sums[name])]
@@ -324,9 +296,6 @@ def _is_logits(group: StackGroup, cause: Cause, tokens: int) -> bool:
     if not whole or not group.count or group.largest_bytes * group.count > 1.1 * group.bytes:
         return False
     return any(abs(group.largest_bytes - whole * width) <= _LOGITS_SLACK * whole * width for width in (4, 2))
-
-
-# Facts of the memory detectors. Alerts carry them as evidence; ``memory.words`` turns them into text.
 
 
 class NumbersCause(msgspec.Struct, frozen=True):
@@ -361,7 +330,6 @@ class SpikeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     transient_bytes: int
     usual_bytes: int
     limit_bytes: int
-    """Threshold above which a transient counts as a spike."""
     peak_bytes: int
     capacity_bytes: int
     share_of_capacity: float
@@ -395,7 +363,6 @@ class SteadyFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     sets_step_peak: bool
     measure: str
     first_steps: int
-    """Steps that were checked."""
     repeats: bool = msgspec.field(default_factory=lambda: True)
     zero_stage: int | None = None
     causes: Any = ()
@@ -423,7 +390,6 @@ class LeakFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     window_steps: int
     block_steps: int
     rise_bytes: int
-    """Increase over the window."""
     level_bytes: int
     peak_bytes: int
     capacity_bytes: int
@@ -436,12 +402,6 @@ class LeakFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """The line that allocated most of the kept memory."""
     cause: Any = None
     """A ``Cause`` of reason ``leak``: memory left allocated by whole steps, by stack."""
-
-
-# Causes of a phase's transient: from its step's figures at once, and from stacks once a rank has sent them.
-#
-# The figures identify a batch longer than any before, an update skipped by the loss scaler, and a checkpoint being
-# saved. Stacks identify the others (``stack_patterns``). Otherwise no cause is reported.
 
 
 REPEATED_SHARE = 0.5
@@ -507,16 +467,13 @@ class KnownCauses:
         """Process stacks that a rank has sent for a transient of ``transient`` bytes."""
         rank = self._ranks[cause.rank]
         if cause.transient_bytes < REPEATED_SHARE * transient:
-            known = self._stacks.get(condition)
-            if known is None or known.named is None:
+            if condition not in self._stacks or self._stacks[condition].named is None:
                 self._stacks[condition] = StackCause(cause)
             return
         self._with_stacks.add(Condition("spike", cause.rank, cause.phase))
         named = name_cause(cause, rank.elements_of(cause.step))
-        found = StackCause(cause, named)
-        if named.pattern:
-            found = StackCause(cause, named, remedy_of(named.pattern, named.parts[0].bytes, rank.hello))
-        self._stacks[condition] = found
+        remedy = remedy_of(named.pattern, named.parts[0].bytes, rank.hello) if named.pattern else Remedy("", "")
+        self._stacks[condition] = StackCause(cause, named, remedy)
 
     def has_stacks(self, condition: Condition) -> bool:
         """Return whether stacks of a step with this transient are already known."""
@@ -524,17 +481,13 @@ class KnownCauses:
 
     def of(self, condition: Condition) -> tuple[NumbersCause | StackCause, ...]:
         """Return the known causes of a transient, those from its own step first."""
-        return tuple(
-            found for found in (self._numbers.get(condition), self._stacks.get(condition)) if found is not None
-        )
+        found = self._numbers.get(condition), self._stacks.get(condition)
+        return tuple(cause for cause in found if cause is not None)
 
 
 def conditions_of(cause: Cause) -> list[Condition]:
     """Return the conditions that the stacks of a rank's phase may explain."""
     if cause.reason == "leak":
         return []
-    return [
-        Condition("spike", cause.rank, cause.phase),
-        Condition("spike", None, cause.phase),
-        Condition("steady_transient", None, cause.phase),
-    ]
+    which = (("spike", cause.rank), ("spike", None), ("steady_transient", None))
+    return [Condition(kind, rank, cause.phase) for kind, rank in which]

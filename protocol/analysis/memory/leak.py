@@ -4,10 +4,12 @@
 forward is known; on the CPU the resident set. Excluded are the first ``FIRST`` steps of a rank, steps with a
 checkpoint, and steps with an evaluation unless ``REGULAR`` in a row have one (a policy that acts in evaluation mode).
 
-**The test**, on three windows: 64, 256 and 1,024 steps, each as 16 blocks represented by their minimum (``levels``). A
-window shows a leak if, twice in a row,
+**The test**, on three windows: 64, 256 and 1,024 steps, each as 16 blocks represented by their minimum, because memory
+that a script keeps from a longer batch, such as an output, is temporary. A window shows a leak if, twice in a row,
 
-- Mann-Kendall's S is at least 96 of 120: without a trend its probability is 6e-7 per test;
+- Mann-Kendall's S (the pairs of values in which the later one is larger, minus those in which it is smaller) is at
+  least 96 of 120: without a trend, of values of any distribution, its probability is 6e-7 per test (exact, by counting
+  permutations);
 - no single rise is more than 0.3 of the whole, and the median rises by at least 0.1 of it from each quarter of the
   window to the next: a level that changed once or twice is not a leak;
 - the rise is at least 16 MiB and 0.02 % of the device; on the CPU 64 MiB and 0.5 % of the host's memory (512 MiB always
@@ -28,7 +30,10 @@ before. A leak has stopped if, twice in a row, the last eight blocks grow at les
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from statistics import median, median_high
+from typing import NamedTuple
 
 import msgspec
 
@@ -38,15 +43,7 @@ from ..findings.alerts import RANKS_LISTED, DiagnosticRequests
 from ..findings.finding import Finding, Resolution
 from .causes import LeakFacts, place_of
 
-# Tests a short series for a trend: Mann-Kendall's test, Theil-Sen's slope, and a test for single jumps.
-#
-# Mann-Kendall's S is the number of pairs of values in which the later one is larger, minus those in which it is
-# smaller. For 16 values without a trend, of any distribution, S reaches ``SURE`` with a probability of 6e-7 (exact,
-# by counting permutations).
-
-
 LENGTH = 16
-"""Length of the series."""
 SURE = 96
 """S of a trend; 120 if every pair rises."""
 LIKELY = 56
@@ -55,25 +52,32 @@ JUMP = 0.3
 """Maximum share of a trend's rise between two consecutive values."""
 QUARTER = 0.1
 """Minimum share of a trend's rise between the medians of consecutive quarters."""
+SIZES = (4, 16, 64)
+"""Steps per block of each series."""
+_JOINED = 4
+RECENT = 8
+STOPPED_SHARE = 0.2
+NEW_SHARE = 0.5
+"""Minimum share of a leak's rise that lies above all levels before the window, unlike that of a wandering level."""
+MIB = 2**20
+FIRST = 5
+REGULAR = 32
+FLOORS, CPU_FLOORS = (16 * MIB, 0.0002), (64 * MIB, 0.005)
+"""Least rise of a leak: bytes, and share of the device's memory."""
+MOST_FLOOR = 512 * MIB
+ORDINARY = len(STEP_PHASES)
+_RETOLD_BLOCKS = 8
 
 
 def mann_kendall(values: Sequence[float]) -> int:
     """Return S of a series; pairs of equal values count as 0."""
-    total = 0
-    for place, early in enumerate(values):
-        for late in values[place + 1 :]:
-            total += (late > early) - (late < early)
-    return total
+    return sum((late > early) - (late < early) for early, late in combinations(values, 2))
 
 
 def theil_sen(values: Sequence[float]) -> float:
     """Return the median slope of all pairs, in units of the values per position."""
-    count = len(values)
-    slopes = sorted(
-        (values[late] - values[early]) / (late - early) for early in range(count) for late in range(early + 1, count)
-    )
-    middle = len(slopes) // 2
-    return slopes[middle] if len(slopes) % 2 else (slopes[middle - 1] + slopes[middle]) / 2
+    pairs = combinations(enumerate(values), 2)
+    return median([(late - early) / (place - first) for (first, early), (place, late) in pairs])
 
 
 def climbs(values: Sequence[float]) -> bool:
@@ -82,24 +86,8 @@ def climbs(values: Sequence[float]) -> bool:
     if whole <= 0 or max(late - early for early, late in pairwise(values)) > JUMP * whole:
         return False
     size = len(values) // 4
-    middles = [sorted(values[place : place + size])[size // 2] for place in range(0, 4 * size, size)]
+    middles = [median_high(values[place : place + size]) for place in range(0, 4 * size, size)]
     return all(late - early >= QUARTER * whole for early, late in pairwise(middles))
-
-
-# Memory of a rank at the same point of every step, reduced to short series of minima at little cost per step.
-#
-# A block's value is the minimum of its steps, because memory that a script keeps from a longer batch, such as an
-# output, is temporary. Blocks of 4 steps are joined to blocks of 16, and these to blocks of 64, so that slow growth
-# is visible too. Each series has the last ``trend.LENGTH`` blocks.
-
-
-SIZES = (4, 16, 64)
-"""Steps per block of each series."""
-_JOINED = 4
-RECENT = 8
-STOPPED_SHARE = 0.2
-NEW_SHARE = 0.5
-"""Minimum share of a leak's rise that lies above all levels before the window, unlike that of a wandering level."""
 
 
 class Series:
@@ -117,23 +105,20 @@ class Series:
 
     def add(self, level: int, second: int, batch: int) -> None:
         """Add a block."""
-        levels = self.levels
-        if len(levels) == LENGTH and levels[0] > self.highest:
-            self.highest = levels[0]
-        levels.append(level)
+        if len(self.levels) == LENGTH:
+            self.highest = max(self.highest, self.levels[0])
+        self.levels.append(level)
         self.seconds.append(second)
         self.batches.append(batch)
 
     def grows(self, floor: int) -> bool:
-        """Return whether the series is a trend for the second consecutive time (rules: ``leak``)."""
+        """Return whether the series is a trend for the second consecutive time."""
         levels = self.levels
         rise = levels[-1] - levels[0]
         # The cheap test first: it usually fails.
         new_high = levels[-1] - self.highest >= NEW_SHARE * rise
-        if len(levels) < LENGTH or rise < floor or not new_high or not self._is_trend(rise):
-            self.sure = 0
-            return False
-        self.sure += 1
+        trend = len(levels) == LENGTH and rise >= floor and new_high and self._is_trend(rise)
+        self.sure = self.sure + 1 if trend else 0
         return self.sure > 1
 
     def _is_trend(self, rise: int) -> bool:
@@ -169,9 +154,8 @@ class Levels:
     def add(self, level: int, second: int, batch: int) -> int:
         """Add one step; return the number of series with a new block.
 
-        Args:
-            second: another figure that a leak raises too; negative: none.
-            batch: positions of the previous batch, whose outputs may still be referenced.
+        ``second`` is another figure that a leak raises too (negative: none), ``batch`` the positions of the previous
+        batch, whose outputs may still be referenced.
         """
         steps = self._steps
         if steps & 3 == 0 or level < self._level:
@@ -183,33 +167,21 @@ class Levels:
         count = 1
         while count < len(SIZES) and steps % SIZES[count] == 0:
             finer = self.series[count - 1]
-            last = range(-_JOINED, 0)
-            lowest = min(last, key=finer.levels.__getitem__)
+            lowest = min(range(-_JOINED, 0), key=finer.levels.__getitem__)
             self.series[count].add(finer.levels[lowest], finer.seconds[lowest], finer.batches[lowest])
             count += 1
         return count
 
 
-MIB = 2**20
-FIRST = 5
-REGULAR = 32
-FLOORS, CPU_FLOORS = (16 * MIB, 0.0002), (64 * MIB, 0.005)
-"""Least rise of a leak: bytes, and share of the device's memory."""
-MOST_FLOOR = 512 * MIB
-ORDINARY = len(STEP_PHASES)
-_RETOLD_BLOCKS = 8
-_NONE: list[Finding] = []
-
-
+@dataclass
 class _Open:
     """A leak of one rank."""
 
-    def __init__(self, series: Series, rate: float) -> None:
-        self.series = series
-        self.rate = rate
-        self.blocks = 0
-        self.slow = 0
-        """Number of consecutive checks at which it had stopped."""
+    series: Series
+    rate: float
+    blocks: int = 0
+    slow: int = 0
+    """Number of consecutive checks at which it had stopped."""
 
 
 class _Rank:
@@ -238,7 +210,6 @@ class LeakDetector:
         self._total_steps = 0
         self._place = ""
         self._cause: Cause | None = None
-        """Cause from the stacks of whole steps."""
         self._latest: Finding | None = None
 
     def hello(self, hello: Hello) -> None:
@@ -262,7 +233,7 @@ class LeakDetector:
         shape = step.batch_shape
         rank.batch = shape[0] * shape[1] if len(shape) > 1 else 0
         if rank.seen <= FIRST or not step.phases:
-            return _NONE
+            return []
         phases = step.phases
         # Steps of four phases or fewer are usually alike, so the previous step's index is tried first.
         if len(phases) != rank.phases or phases[rank.place].name != rank.name:
@@ -272,7 +243,7 @@ class LeakDetector:
             rank.evaluated = rank.evaluated + 1 if evaluates and not saves else 0
             if saves or (evaluates and rank.evaluated <= REGULAR):
                 rank.phases = 0
-                return _NONE
+                return []
             rank.place = names.index("forward") if "forward" in names else len(names) - 1
             rank.name = names[rank.place]
         record = phases[rank.place]
@@ -283,7 +254,7 @@ class LeakDetector:
             span = record.resident
             level, second = (span.start if at_start else span.end), level
         new = rank.levels.add(level, second, batch)
-        return self._check(step, rank, new) if new else _NONE
+        return self._check(step, rank, new) if new else []
 
     def cause(self, cause: Cause) -> list[Finding]:
         """Process a cause: stacks of the blocks that whole steps left allocated."""
@@ -376,57 +347,26 @@ class LeakDetector:
         return self._latest
 
 
-# Composition of a device's used memory, from NVML's figures and those of a rank's allocator.
-#
-# NVML reports processes, not tensors; PyTorch's allocator reports tensors, not the memory of CUDA and NCCL. Combined,
-# in bytes:
-#
-# * ``allocated``: sum of the parts of a composition;
-# * ``unused`` = reserved - allocated: cached by PyTorch, free or lost to rounding and fragmentation;
-# * ``context`` = the process's used (NVML) - reserved: the CUDA context, its modules, buffers of NCCL and cuBLAS;
-# * ``others``: memory of other processes on the device (NVML);
-# * ``unexplained`` = used (NVML, of the device) - all processes: the driver's own.
-#
-# The two sources are read at different moments, so ``context`` or ``unexplained`` may be negative; they are not
-# clipped, so that the figures always add up to ``used``.
+class Footprint(NamedTuple):
+    """Parts of a device's used memory outside of what PyTorch reserved for a rank, in bytes; with that they add up.
 
+    NVML reports processes, PyTorch's allocator reports tensors. They are read at different moments, so ``context`` or
+    ``unexplained`` may be negative; they are not clipped, so that the figures always add up.
+    """
 
-class Footprint(msgspec.Struct, frozen=True):
-    """A device's used memory, in bytes; ``allocated`` to ``unexplained`` add up to ``used``."""
-
-    allocated: int
-    unused: int
     context: int
+    """The process's used (NVML) minus reserved: the CUDA context, its modules, buffers of NCCL and cuBLAS."""
     others: int
+    """Memory of other processes on the device (NVML)."""
     unexplained: int
-    used: int
-    total: int
-
-    @property
-    def free(self) -> int:
-        """Free bytes."""
-        return self.total - self.used
+    """Used (NVML, of the device) minus all processes: the driver's own."""
 
 
-def footprint(allocated: int, reserved: int, sample: DeviceSample, rank: int) -> Footprint | None:
-    """Combine the figures of a rank's allocator with NVML's sample of its device.
+def footprint(reserved: int, sample: DeviceSample, rank: int) -> Footprint | None:
+    """Combine the reserved bytes of a rank's allocator with NVML's sample of its device.
 
-    Args:
-        allocated: bytes PyTorch had allocated, ``Composition.allocated_bytes`` or a phase's peak.
-
-    Returns:
-        None if NVML lists no process of that rank (in a container it may not see any).
+    None if NVML lists no process of that rank (in a container it may not see any).
     """
     own = sum(process.used_bytes for process in sample.processes if process.rank == rank)
-    if not own:
-        return None
     others = sum(process.used_bytes for process in sample.processes if process.rank != rank)
-    return Footprint(
-        allocated=allocated,
-        unused=reserved - allocated,
-        context=own - reserved,
-        others=others,
-        unexplained=sample.used_bytes - own - others,
-        used=sample.used_bytes,
-        total=sample.total_bytes,
-    )
+    return Footprint(own - reserved, others, sample.used_bytes - own - others) if own else None

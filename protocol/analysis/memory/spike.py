@@ -24,6 +24,7 @@ Both request the stacks of that phase from a rank (``requests``); the cause is a
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from statistics import median_high
 from typing import NamedTuple
 
 import msgspec
@@ -32,15 +33,31 @@ from ...messages.control import Severity
 from ...messages.memory import Cause, Composition
 from ...messages.telemetry import AllocatorEvents, Hello, PhaseRecord, Step
 from ..findings.alerts import RANKS_LISTED, DiagnosticRequests
-from ..findings.finding import Condition, Finding, Resolution
+from ..findings.finding import Condition, Finding, Resolution, resolved
 from ..health.loss import MAD_TO_SIGMA
 from .causes import GrowthFacts, KnownCauses, SpikeFacts, SteadyFacts, conditions_of
 
-# Robust statistics of a few recent values.
-
-
 FEW = 8
 """With fewer values than this the maximum counts as typical, because they show too little of the usual variation."""
+MIB = 2**20
+WINDOW = 32
+EARLIEST = 2
+CALM_STEPS = 20
+STEADY_STEPS = 5
+RANKS_APART = 8
+"""Number of ranks with their own spike alert for a phase; further ranks share one."""
+SEVERE_SHARE = 0.05
+OPTIMIZER, OTHER_PHASES = (6.0, 0.25), (8.0, 1.0)
+"""Limit above the usual transient: multiple of its spread, and share of it."""
+FLOORS = (32 * MIB, 0.001)
+CPU_FLOORS = (48 * MIB, 0.002)
+"""Least limit above the usual transient: bytes, and share of the device's memory."""
+STEADY_BYTES = 256 * MIB
+STEADY_SHARE, STEADY_SHARE_CPU, STEADY_SHARE_OTHERS = 0.005, 0.02, 0.10
+_NEVER = 1 << 62
+GROWTH_FLOOR = 16 * 2**20
+FIRST_STEPS = 3
+_NESTED = ("forward", "backward")
 
 
 class Usual(NamedTuple):
@@ -58,28 +75,8 @@ def usual_of(values: Sequence[int]) -> Usual:
     if not count:
         return Usual(0, 0, 0.0)
     middle = ordered[count // 2]
-    deviations = sorted([abs(value - middle) for value in ordered])
-    typical = ordered[-1] if count < FEW else middle
-    return Usual(typical, middle, MAD_TO_SIGMA * deviations[count // 2])
-
-
-MIB = 2**20
-WINDOW = 32
-EARLIEST = 2
-CALM_STEPS = 20
-STEADY_STEPS = 5
-RANKS_APART = 8
-"""Number of ranks with their own spike alert for a phase; further ranks share one."""
-SEVERE_SHARE = 0.05
-OPTIMIZER, OTHER_PHASES = (6.0, 0.25), (8.0, 1.0)
-"""Limit above the usual transient: multiple of its spread, and share of it."""
-FLOORS = (32 * MIB, 0.001)
-CPU_FLOORS = (48 * MIB, 0.002)
-"""Least limit above the usual transient: bytes, and share of the device's memory."""
-STEADY_BYTES = 256 * MIB
-STEADY_SHARE, STEADY_SHARE_CPU, STEADY_SHARE_OTHERS = 0.005, 0.02, 0.10
-
-_NEVER = 1 << 62
+    deviation = median_high([abs(value - middle) for value in ordered])
+    return Usual(ordered[-1] if count < FEW else middle, middle, MAD_TO_SIGMA * deviation)
 
 
 class _PhaseHistory:
@@ -113,7 +110,6 @@ class SpikeDetector:
         self._asks = asks
         self._ranks = defaultdict[int, _Rank](_Rank)
         self._latest_findings: dict[Condition, Finding] = {}
-        """The latest finding of each condition."""
         self._apart: dict[str, set[int]] = {}
         self._recorded: list[Cause] = []
 
@@ -130,8 +126,8 @@ class SpikeDetector:
         """Check one step's phases."""
         rank = self._ranks[step.rank]
         rank.steps += 1
-        suspects: list[tuple[PhaseRecord, int, _PhaseHistory]] | None = None
-        steady: list[tuple[str, _PhaseHistory]] | None = None
+        suspects: list[tuple[PhaseRecord, int, _PhaseHistory]] = []
+        steady: list[tuple[PhaseRecord, _PhaseHistory]] = []
         top = 0
         histories = rank.phases
         for record in step.phases:
@@ -148,19 +144,17 @@ class SpikeDetector:
             if rank.steps == 1:
                 continue
             if transient > history.limit:
-                suspects = [*(suspects or ()), (record, transient, history)]
+                suspects.append((record, transient, history))
             history.recent.append(transient)
             history.seen += 1
             if history.seen >= history.next_update:
                 self._update_limit(rank, record.name, history)
-                steady = [*(steady or ()), (record.name, history)]
+                steady.append((record, history))
         findings: list[Finding] = []
-        if suspects is not None:
-            for record, transient, history in suspects:
-                findings += self._spike(t, step, rank, record, transient, history, top)
-        if steady is not None:
-            for name, history in steady:
-                findings += self._steady(step, rank, name, history, top)
+        for record, transient, history in suspects:
+            findings += self._spike(t, step, rank, record, transient, history, top)
+        for record, history in steady:
+            findings += self._steady(step, rank, record, history, top)
         if rank.open:
             findings += self._calm(step, rank)
         if top > rank.run_peak:
@@ -261,28 +255,14 @@ class SpikeDetector:
             causes=self._causes.of(condition),
         )
         ranks = (number,) if own else tuple(sorted({*(before.ranks if before is not None else ()), number}))
-        return [
-            self._keep(
-                Finding(
-                    "spike",
-                    facts,
-                    severity=severity,
-                    ranks=ranks,
-                    step=step.step,
-                    rank=number if own else None,
-                    phase=name,
-                )
-            )
-        ]
+        found = Finding("spike", facts, "raised", severity, ranks, "", step.step, condition.rank, name)
+        return [self._keep(found)]
 
-    def _steady(self, step: Step, rank: _Rank, name: str, history: _PhaseHistory, top: int) -> list[Finding]:
+    def _steady(self, step: Step, rank: _Rank, record: PhaseRecord, history: _PhaseHistory, top: int) -> list[Finding]:
         if history.steady_found or history.seen < STEADY_STEPS or not rank.capacity:
             return []
-        typical = usual_of(history.recent).middle
+        name, typical = record.name, usual_of(history.recent).middle
         share = typical / rank.capacity
-        record = step.phase(name)
-        if record is None:
-            return []
         sets_step = record.peak_span.peak >= top
         if name == "optimizer":
             large = typical >= STEADY_BYTES and share >= (STEADY_SHARE_CPU if rank.cpu else STEADY_SHARE)
@@ -308,30 +288,18 @@ class SpikeDetector:
             zero_stage=rank.zero_stage,
             causes=self._causes.of(condition),
         )
-        return [
-            self._keep(
-                Finding(
-                    "steady_transient",
-                    facts,
-                    severity="warning" if name == "optimizer" and share >= SEVERE_SHARE else "info",
-                    ranks=tuple(sorted({*(known.ranks if known is not None else ()), step.rank})),
-                    step=step.step,
-                    phase=name,
-                )
-            )
-        ]
+        severity: Severity = "warning" if name == "optimizer" and share >= SEVERE_SHARE else "info"
+        ranks = tuple(sorted({*(known.ranks if known is not None else ()), step.rank}))
+        found = Finding("steady_transient", facts, "raised", severity, ranks, step=step.step, phase=name)
+        return [self._keep(found)]
 
     def _calm(self, step: Step, rank: _Rank) -> list[Finding]:
         over = [name for name, last in rank.open.items() if step.step - last >= CALM_STEPS]
         for name in over:
             del rank.open[name]
-        return [
-            Finding("spike", Resolution("calm", CALM_STEPS), "resolved", rank=step.rank, ranks=(step.rank,), phase=name)
-            for name in over
-        ]
+        return [resolved(Condition("spike", step.rank, name), Resolution("calm", CALM_STEPS)) for name in over]
 
     def _use_recorded(self) -> None:
-        """Apply recorded causes to recorded alerts."""
         while self._recorded:
             cause = self._recorded.pop(0)
             for condition in conditions_of(cause):
@@ -358,23 +326,16 @@ def _limit(usual: Usual, phase: str, floor: int) -> int:
     return int(usual.typical + max(factor * usual.spread, share * usual.typical, floor))
 
 
-# Growth: memory that the first optimizer step allocated and keeps; reported as information, not as a spike.
-#
-# Rule: in the first three optimizer steps of a rank that the loss scaler did not skip, the phase's ``end - start`` is
-# at least 16 MiB. One alert for all ranks, once a run; its size is the largest rank's.
-#
-# Gradients do not count: memory left by a forward and backward inside the update (its closure) is subtracted. Once
-# the step's composition is received, the size is that of the optimizer's states, so that gradients freed by the
-# update do not reduce it.
-
-
-GROWTH_FLOOR = 16 * 2**20
-FIRST_STEPS = 3
-_NESTED = ("forward", "backward")
-
-
 class GrowthDetector:
-    """Finds the growth of the first optimizer steps (rule: this module's docstring)."""
+    """Finds the growth of the first optimizer steps: memory that they allocate and keep, reported as information.
+
+    Rule: in the first three optimizer steps of a rank that the loss scaler did not skip, the phase's ``end - start`` is
+    at least 16 MiB. One alert for all ranks, once a run; its size is the largest rank's.
+
+    Gradients do not count: memory left by a forward and backward inside the update (its closure) is subtracted. Once
+    the step's composition is received, the size is that of the optimizer's states, so that gradients freed by the
+    update do not reduce it.
+    """
 
     def __init__(self) -> None:
         self._left: dict[int, int] = {}
@@ -383,7 +344,6 @@ class GrowthDetector:
         self._capacity = 0
         self._sizes: dict[str, int] = {}
         self._found: set[int] = set()
-        """Ranks with growth."""
 
     def hello(self, hello: Hello) -> None:
         """Record the device's size, for the growth's share of it."""

@@ -141,7 +141,6 @@ def _with_cause(title: str, causes: tuple[NumbersCause | StackCause, ...]) -> st
 
 
 def _common_causes(name: str, zero_stage: int | None, measure: str) -> str:
-    """Return common causes, for findings without a known cause."""
     common = ""
     if name == "optimizer":
         zero = "the copy of the gradients that ZeRO makes for the update, or " if zero_stage else ""
@@ -199,7 +198,6 @@ def _parts(named: Named, cause: Cause) -> str:
 
 
 def _left_behind(cause: Cause) -> str:
-    """Return the memory that steps left allocated, by stack, as text."""
     cost = _recording_cost(cause)
     if not cause.groups:
         return f"The steps up to {cause.step}, whose stacks were recorded, left nothing behind. {cost}"
@@ -256,7 +254,6 @@ def _costs(cause: Cause) -> dict[str, int]:
 
 
 def _stacks(cause: Cause) -> list[dict[str, Any]]:
-    """Return the largest groups: bytes, blocks, the innermost frames, the pattern."""
     return [
         {
             "bytes": group.bytes,

@@ -1,4 +1,10 @@
-"""Where a rank is, in words, for the texts of rank states and of alerts."""
+"""The judge's view of a rank, the comparison of the ranks' collectives, and where a rank is, in words.
+
+A rank in a collective of a group waits for every member that has entered fewer collectives of that group. These edges
+form a graph; followed from the waiting ranks, they lead to ranks that do not wait, which block the others. If they only
+form a cycle, no rank can continue: a deadlock of groups. Members that entered the collective of the same sequence
+number under another name, or with a tensor of another size, are a mismatch.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,9 +12,6 @@ from typing import Literal
 
 from ...text import ranks_in_words
 from .evidence import Call, Collective, Evidence, all_members
-
-# The judge's view of one rank, and the ranks' positions in the sequence of their collectives.
-
 
 Absence = Literal["", "stopped", "held", "gone", "silent", "cut off"]
 
@@ -58,6 +61,11 @@ class RankView:
     """Evidence of an inspection since its last progress; None: not inspected."""
 
     @property
+    def is_unable(self) -> bool:
+        """Whether it cannot run."""
+        return self.absent in ("stopped", "held", "gone")
+
+    @property
     def works(self) -> bool:
         """Whether its process tree reads, writes, sends, receives or compiles, or its device computes."""
         found = self.evidence
@@ -91,12 +99,10 @@ class RankView:
         """Whether it exceeds its own limit, which is shorter for a rank found asleep."""
         if self.finished:
             return False
-        found = self.evidence
-        asleep = found is not None and found.is_asleep
-        limit = self.asleep_limit
+        found, limit = self.evidence, self.asleep_limit
         if found is not None and found.lock is not None and not found.work:
             limit = min(limit, LOCK_ASLEEP_S)
-        return self.overdue or (asleep and self.age > limit)
+        return self.overdue or (found is not None and found.is_asleep and self.age > limit)
 
     @property
     def place_in_step(self) -> tuple[int, bool]:
@@ -105,7 +111,7 @@ class RankView:
 
     @property
     def newest(self) -> str:
-        """Return the name of the collective that it entered last; ``collective`` if unknown."""
+        """The name of the collective that it entered last; ``collective`` if unknown."""
         return self.inside or self.last_collective or "collective"
 
     @property
@@ -131,26 +137,9 @@ class Counts:
         return (view.step, view.step_collectives) if self._within_step else (0, view.collectives)
 
 
-# Compares the ranks' collectives: which rank waits for which, and how the calls differ.
-#
-# A rank in a collective of a group waits for every member that has entered fewer collectives of that group. These
-# edges form a graph; followed from the waiting ranks, they lead to ranks that do not wait, which block the others. If
-# they only form a cycle, no rank can continue: a deadlock of groups. Members that entered the collective of the same
-# sequence number under another name, or with a tensor of another size, are a mismatch.
-
-
 SAME_SIZE = frozenset(
-    (
-        "all_reduce",
-        "allreduce",
-        "broadcast",
-        "reduce",
-        "all_gather_into_tensor",
-        "all_gather_base",
-        "reduce_scatter_tensor",
-        "reduce_scatter_base",
-    )
-)
+    ("all_reduce", "allreduce", "broadcast", "reduce", "all_gather_into_tensor", "all_gather_base")
+) | {"reduce_scatter_tensor", "reduce_scatter_base"}
 """Collectives that require a tensor of the same size from every rank."""
 
 
@@ -222,18 +211,14 @@ def difference(views: Sequence[RankView]) -> Difference | None:
 
 
 def waits(views: Sequence[RankView]) -> Waits | None:
-    """Return the wait graph; None if the members of the groups are unknown.
-
-    Args:
-        views: the ranks that have not finished, including stopped, gone and silent ones.
-    """
+    """Return the wait graph of the ranks that have not finished; None if the members of the groups are unknown."""
     members = all_members(view.evidence for view in views)
     if not members:
         return None
     by_rank = {view.rank: view for view in views}
     of: dict[int, list[Wait]] = {}
     for view in views:
-        if view.absent in ("stopped", "held", "gone"):
+        if view.is_unable:
             continue
         awaited = [(call, _blockers(call, view, members, by_rank)) for call in open_calls(view)]
         found = [Wait(call, blockers) for call, blockers in awaited if blockers]
@@ -244,10 +229,9 @@ def waits(views: Sequence[RankView]) -> Waits | None:
 
 
 def skipped(waiting: RankView, others: Sequence[RankView], steps: int) -> tuple[Call, tuple[int, ...]] | None:
-    """Find ranks that finished ``steps`` steps while ``waiting`` waited in a collective that they never entered.
+    """Return a collective of ``waiting``, and the ranks that finished ``steps`` steps since without entering it.
 
-    Returns:
-        The collective and those ranks; None if every awaited rank may still enter it.
+    None if every awaited rank may still enter it.
     """
     mine = waiting.evidence
     if mine is None:
@@ -301,14 +285,8 @@ def _number(view: RankView) -> int:
 def _blockers(
     call: Call, view: RankView, members: Mapping[str, tuple[int, ...]], by_rank: Mapping[int, RankView]
 ) -> frozenset[int]:
-    found: set[int] = set()
-    for rank in members.get(call.group, ()):
-        other = by_rank.get(rank)
-        if other is None or rank == view.rank:
-            continue
-        if other.absent in ("stopped", "held", "gone") or _behind(other, view, call):
-            found.add(rank)
-    return frozenset(found)
+    others = [by_rank[rank] for rank in members.get(call.group, ()) if rank in by_rank and rank != view.rank]
+    return frozenset(each.rank for each in others if each.is_unable or _behind(each, view, call))
 
 
 def _behind(other: RankView, view: RankView, call: Call) -> bool:

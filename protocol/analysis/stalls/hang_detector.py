@@ -14,9 +14,9 @@ import msgspec
 from ...messages.control import RankState
 from ..findings.alerts import RANKS_LISTED
 from ..findings.finding import Condition, Finding, Resolution, ResolvedWhy, added, resolved
-from .collectives import RankView
-from .evidence import Evidence
-from .judge import DifferentCalls, Left, Verdict
+from .collectives import Difference, RankView
+from .evidence import NOWHERE, Evidence
+from .judge import Left, Verdict
 
 REFRESH_S = 15.0
 
@@ -37,7 +37,6 @@ class HangFacts(Since):
     found: Mapping[int, Evidence]
     """Evidence from the inspection of the ranks, by rank."""
     launcher: str
-    """State of the run's launcher, one word."""
 
 
 class StoppedFacts(msgspec.Struct, frozen=True):
@@ -45,7 +44,6 @@ class StoppedFacts(msgspec.Struct, frozen=True):
 
     pid: int
     traced: bool
-    """Whether a debugger stopped it."""
 
 
 class UnreachableFacts(msgspec.Struct, frozen=True):
@@ -87,22 +85,15 @@ class HangDetector:
         found: Mapping[int, Evidence] | None = None,
         launcher: str = "",
     ) -> list[Finding]:
-        """Compare the current verdict with the raised one; return new findings.
-
-        Args:
-            run_over: whether the run has ended, or is about to.
-        """
+        """Compare the current verdict with the raised one; return new findings."""
         self._found = found or {}
         self._launcher = launcher
         known = self._stopped | self._held
         why: ResolvedWhy = "run_ended" if run_over else "resumed"
-        if verdict is not None and verdict.hung and set(verdict.hung) <= known.keys():
+        if verdict is None or (verdict.hung and set(verdict.hung) <= known.keys()):
             self._seen = None
-            waited_for = [added(known[rank], WaitingRanks(verdict.waiting)) for rank in verdict.hung]
-            return self._end(now, why) + waited_for
-        if verdict is None:
-            self._seen = None
-            return self._end(now, why)
+            hung, waiting = (verdict.hung, verdict.waiting) if verdict is not None else ((), ())
+            return self._end(now, why) + [added(known[rank], WaitingRanks(waiting)) for rank in hung]
         stands = self._seen is not None and self._seen.signature == verdict.signature
         self._seen = verdict
         if not stands:
@@ -115,9 +106,8 @@ class HangDetector:
 
     def held(self, rank: int, condition: Condition | None) -> None:
         """Record that a rank is held at that out-of-memory error; None: it was released."""
-        if condition is None:
-            self._held.pop(rank, None)
-        else:
+        self._held.pop(rank, None)
+        if condition is not None:
             self._held[rank] = condition
 
     def state(self, state: RankState, traced: bool = False) -> list[Finding]:
@@ -184,9 +174,6 @@ class HangDetector:
         return Finding("unreachable", UnreachableFacts(state), ranks=tuple(sorted(self._unreachable)))
 
 
-# Finds what the script did wrong, for verdicts on ranks that wait for each other: facts for a sentence, no text.
-
-
 CauseKind = Literal["not_on_all_ranks", "unequal_gathers", "left_loop", "sizes", "branch"]
 GATHERED = "GatheredParameters"
 
@@ -207,9 +194,7 @@ class Spot:
     elements: int = 0
     """Elements of its tensor, for ``sizes``; 0: unknown."""
     gathers: int = 0
-    """Number of times that it has entered ``GatheredParameters``."""
     ended: bool = False
-    """Whether its script has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,19 +221,17 @@ def cause_of(verdict: Verdict) -> Cause | None:
     spots = {view.rank: _spot(view, verdict) for view in views}
     if len(views) < 2 or not all(spot.line for spot in spots.values()):
         return None
-    sizes = isinstance(verdict.facts, DifferentCalls) and len({c.name for c in verdict.facts.calls.values()}) == 1
     left = {view.rank for view in views if any(_has_left(view, other) for other in views)}
     gathers = [spot.gathers for spot in spots.values()]
-    single = _apart(views)
     # A loop around the gather itself is not the training's.
     if len(set(gathers)) > 1 and any(spot.call == GATHERED for rank, spot in spots.items() if rank not in left):
         return _cause("unequal_gathers", spots, [rank for rank, one in spots.items() if one.gathers == max(gathers)])
     if left:
         spots |= {rank: replace(spots[rank], step=verdict.views[rank].step - 1, in_step=False) for rank in left}
         return _cause("left_loop", spots, left)
-    if single:
+    if single := _apart(views):
         return _cause("not_on_all_ranks", spots, single)
-    if sizes:
+    if isinstance(verdict.facts, Difference) and verdict.facts.shapes:
         return _cause("sizes", spots, verdict.differs)
     return _cause("branch", spots, [view.rank for view in views if not view.place_in_step[1]] or verdict.differs)
 
@@ -270,23 +253,17 @@ def _after_the_end(facts: Left, views: list[RankView]) -> Cause | None:
 
 def _spot(view: RankView, verdict: Verdict | None = None) -> Spot:
     found, step = view.evidence, view.place_in_step
-    place = found.place if found is not None else None
-    call = place.call if place is not None else ""
-    if place is not None and not place.for_all:
-        unfinished = [each.name for each in found.calls.recent if each.done is False] if found is not None else []
-        waits_in = "" if step[1] else view.inside or next(iter(unfinished), "")
+    place = found.place if found is not None else NOWHERE
+    call = place.call
+    if found is not None and not place.for_all:
+        unfinished = (each.name for each in found.calls.recent if each.done is False)
+        waits_in = "" if step[1] else view.inside or next(unfinished, "")
         call = waits_in or (f"{call}()" if call else "")
     facts = verdict.facts if verdict is not None else None
-    calls = facts.calls if isinstance(facts, DifferentCalls) else {}
-    return Spot(
-        rank=view.rank,
-        line=place.line if place is not None else "",
-        call=call,
-        step=view.step if step[1] else view.step - 1,
-        in_step=step[1],
-        elements=calls[view.rank].size if view.rank in calls else 0,
-        gathers=found.gathers if found is not None else 0,
-    )
+    calls = facts.calls if isinstance(facts, Difference) else {}
+    elements = calls[view.rank].size if view.rank in calls else 0
+    gathers = found.gathers if found is not None else 0
+    return Spot(view.rank, place.line, call, view.step if step[1] else view.step - 1, step[1], elements, gathers)
 
 
 def _apart(views: list[RankView]) -> list[int]:

@@ -47,13 +47,36 @@ from typing import Literal, NamedTuple
 
 from ...messages.telemetry import STEP_PHASES
 from .collectives import Counts, Difference, RankView, Waits, behind, difference, open_calls, skipped, waits
-from .evidence import LONG_PHASES, Call, Collective, LockWait, action_patience, all_members
+from .evidence import Call, Collective, LockWait, all_members
+from .progress import LONG_PHASES, action_patience
 
-# The verdicts on a stall: which ranks block which, in which collective, with the evidence; texts are elsewhere.
-
-
+EXIT_LIMIT_S = 30.0
+"""After other ranks have finished, a rank may live on for this many seconds without progress."""
+EXIT_SURE_S = 9.0
+"""The same if its process sleeps after its goodbye."""
+LEFT_S = 4.0
+"""The same if it waits in a collective that a finished rank has not entered."""
+ENTERED_S = 60.0
+"""Seconds without progress after which a verdict follows although every rank has entered the same collectives: a device
+may compute for that long before it reaches them."""
+EXIT_WORKING_S = 300.0
+"""The same if its process tree still works, as in an upload or a last evaluation."""
+AHEAD_STEPS = 3
+"""A rank that finished this many steps while another waited for it in a collective will not enter that collective."""
+LOCK_IDLE_S = 10.0
+"""A build whose files have not been written for this many seconds, without a running compiler, is over."""
+POINT_TO_POINT = frozenset(("send", "recv", "batch_isend_irecv"))
+"""Calls that wait for one other rank; which one is unknown."""
+WAITED_S = 10.0
+"""Minimum wait for a silent rank, in seconds, regardless of the limit of the waiting ranks' phase."""
+STOOD_S = 2.0
+"""Ranks without progress for this many seconds at their last report had stopped training before they became silent."""
+MOVING_S = 3.0
+"""A rank with progress within this many seconds is not stuck."""
 ALONE_DATA_S = 30.0
 """Seconds that data loading may take before it counts as a stall, if no other rank is blocked by it."""
+_STRUCTURAL = ("mismatch", "deadlock", "ahead", "lock", "left")
+"""Verdicts that prove by themselves that the collectives concerned cannot complete."""
 
 VerdictKind = Literal[
     "missing", "ahead", "lock", "alone", "mismatch", "deadlock", "left", "unreachable", "unclear", "exit"
@@ -61,31 +84,17 @@ VerdictKind = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class DifferentCalls:
-    """A collective that ranks entered differently."""
+class OtherRanks:
+    """Ranks in a send or a receive (``mismatch``), of a host that is cut off (``unreachable``), or ended (``exit``)."""
 
-    calls: Mapping[int, Call]
-
-
-@dataclass(frozen=True, slots=True)
-class InPointToPoint:
-    """Ranks that wait in a send or a receive while the others wait for them in a collective."""
-
-    apart: tuple[int, ...]
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CircularWait:
-    """Ranks that wait for each other in different groups."""
+    """Collectives of ranks that wait for each other in different groups."""
 
     calls: Mapping[int, Collective]
-
-
-@dataclass(frozen=True, slots=True)
-class CutOff:
-    """Ranks whose host is cut off."""
-
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +103,6 @@ class RanAhead:
 
     step: int
     behind: int
-    """Step of the ranks that wait for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +110,6 @@ class StaleLocks:
     """Locks that a build left behind."""
 
     paths: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Ranks that have ended while others live on."""
-
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class Unclear:
     entered: tuple[int, ...] = ()
 
 
-Facts = DifferentCalls | InPointToPoint | CircularWait | CutOff | RanAhead | StaleLocks | Finished | Left | Unclear
+Facts = Difference | OtherRanks | CircularWait | RanAhead | StaleLocks | Left | Unclear
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,6 @@ class Verdict:
     age: float
     """Seconds since the last progress of those concerned."""
     collective: Collective | None = None
-    """The collective concerned."""
     views: Mapping[int, RankView] = field(default_factory=dict[int, RankView])
     """The judge's view of each rank concerned, named ranks first."""
     differs: tuple[int, ...] = ()
@@ -161,162 +161,6 @@ class Verdict:
         return self.kind, self.waiting, self.hung
 
 
-def mismatch(found: Difference, present: list[RankView], age: float) -> Verdict:
-    """Return the verdict that ranks entered one collective differently."""
-    return Verdict(
-        kind="mismatch",
-        waiting=tuple(sorted(found.calls)),
-        hung=(),
-        sure=not _have_threads(present),
-        age=age,
-        collective=of_group("", found.number, found.group, present),
-        views=by_rank(present),
-        differs=found.odd_ones(),
-        facts=DifferentCalls(found.calls),
-    )
-
-
-def crossed(apart: list[RankView], waiting: list[RankView], graph: Waits, age: float) -> Verdict:
-    """Return the verdict that ranks wait in a collective for ranks in a send or a receive."""
-    call = graph.of[waiting[0].rank][0].call
-    return Verdict(
-        kind="mismatch",
-        waiting=ranks_of([*apart, *waiting]),
-        hung=(),
-        sure=True,
-        age=age,
-        collective=Collective(call.name, call.number),
-        views=by_rank([*apart, *waiting]),
-        differs=ranks_of(apart),
-        facts=InPointToPoint(ranks_of(apart)),
-    )
-
-
-def deadlock(graph: Waits, waiting: list[RankView], age: float) -> Verdict:
-    """Return the verdict that ranks wait for each other in different groups."""
-    members = all_members(view.evidence for view in waiting)
-    calls: dict[int, Collective] = {}
-    for view in waiting:
-        call = graph.of[view.rank][0].call
-        calls[view.rank] = Collective(call.name, call.number, members.get(call.group, ()), call.group)
-    return Verdict(
-        kind="deadlock",
-        waiting=ranks_of(waiting),
-        hung=(),
-        sure=not _have_threads(waiting),
-        age=age,
-        collective=next(iter(calls.values())),
-        views=by_rank(waiting),
-        facts=CircularWait(calls),
-    )
-
-
-def left_behind(waiting: list[RankView], finished: list[RankView]) -> Verdict:
-    """Return the verdict that ranks wait in a collective for ranks whose script has ended."""
-    view = max(waiting, key=lambda each: each.age)
-    call = view.call if view.inside else next(iter(open_calls(view)), None)
-    return Verdict(
-        kind="left",
-        waiting=ranks_of(waiting),
-        hung=(),
-        sure=True,
-        age=view.age,
-        collective=call if isinstance(call, Collective) or call is None else Collective(call.name, call.number),
-        views=by_rank(waiting),
-        facts=Left({each.rank: each.step - 1 for each in finished}, max(each.step for each in waiting)),
-    )
-
-
-def of_group(name: str, number: int | None, group: str, views: list[RankView]) -> Collective:
-    """Return a collective with the ranks of its group, or without if the group has all ranks."""
-    members = all_members(view.evidence for view in views).get(group, ())
-    return Collective(name, number, () if {view.rank for view in views} <= set(members) else members)
-
-
-def unreachable(waiting: list[RankView], cut: list[RankView]) -> Verdict | None:
-    """Return the verdict that ranks wait for a host that is cut off; no rank is named."""
-    if not waiting:
-        return None
-    return Verdict(
-        kind="unreachable",
-        waiting=ranks_of(waiting),
-        hung=(),
-        sure=False,
-        age=max(view.age for view in waiting),
-        collective=next((view.call for view in waiting if view.inside), None),
-        views=by_rank([*cut, *waiting]),
-        facts=CutOff(ranks_of(cut)),
-    )
-
-
-def missing(
-    waiting: list[RankView], late: list[RankView], collective: Collective | None, age: float, *, sure: bool = True
-) -> Verdict | None:
-    """Return the verdict on ranks that others wait for; if none waits, on ranks stuck by themselves."""
-    if not waiting:
-        return alone(late, age)
-    return Verdict(
-        kind="missing",
-        waiting=ranks_of(waiting),
-        hung=ranks_of(late),
-        sure=sure and not any(view.absent == "silent" and not has_stacks(view) for view in late),
-        age=age,
-        collective=collective,
-        views=by_rank([*late, *waiting]),
-    )
-
-
-def ahead(ranks: list[RankView], waiting: list[RankView], collective: Collective, age: float) -> Verdict:
-    """Return the verdict on ranks that skip collectives and run ahead of the waiting ones."""
-    return Verdict(
-        kind="ahead",
-        waiting=ranks_of(waiting),
-        hung=ranks_of(ranks),
-        sure=True,
-        age=age,
-        collective=collective,
-        views=by_rank(waiting),
-        facts=RanAhead(max(view.step for view in ranks), min(view.step for view in waiting)),
-    )
-
-
-def stale_lock(waiting: list[RankView], present: list[RankView], age: float) -> Verdict | None:
-    """Return the verdict that ranks wait for a stale build lock."""
-    locks = sorted({view.evidence.lock.path for view in waiting if view.evidence and view.evidence.lock})
-    if not locks:
-        return None
-    return Verdict(
-        kind="lock",
-        waiting=ranks_of(waiting),
-        hung=(),
-        sure=True,
-        age=age,
-        views=by_rank(present),
-        facts=StaleLocks(tuple(locks)),
-    )
-
-
-def alone(stuck: list[RankView], age: float) -> Verdict | None:
-    """Return the verdict on ranks that are stuck without blocking others; None if data loading may take longer."""
-    # Fetching a shard, or a slow disk, blocks no other rank: then data loading may take longer.
-    stuck = [view for view in stuck if view.overdue or view.absent]
-    stuck = [view for view in stuck if view.phase != "data" or view.age > ALONE_DATA_S or view.absent]
-    if not stuck:
-        return None
-    return Verdict(kind="alone", waiting=(), hung=ranks_of(stuck), sure=True, age=age, views=by_rank(stuck))
-
-
-def unclear(present: list[RankView], age: float, facts: Unclear) -> Verdict:
-    """Return the verdict that no rank makes progress and the evidence does not identify one."""
-    waiting = tuple(view.rank for view in present if view.inside)
-    return Verdict(kind="unclear", waiting=waiting, hung=(), sure=False, age=age, views=by_rank(present), facts=facts)
-
-
-def _have_threads(views: Iterable[RankView]) -> bool:
-    """Return whether a script's other threads may still enter the collectives that its training thread does not."""
-    return any(view.evidence is not None and view.evidence.threads for view in views)
-
-
 def by_rank(views: Iterable[RankView]) -> dict[int, RankView]:
     """Return views by rank, in the given order."""
     return {view.rank: view for view in views}
@@ -327,44 +171,92 @@ def ranks_of(views: Iterable[RankView]) -> tuple[int, ...]:
     return tuple(sorted(view.rank for view in views))
 
 
-def has_stacks(view: RankView) -> bool:
-    """Return whether a rank's current line is known."""
+def _verdict(
+    kind: VerdictKind,
+    waiting: list[RankView],
+    hung: list[RankView],
+    collective: Collective | None = None,
+    *,
+    sure: bool = True,
+    age: float | None = None,
+    views: list[RankView] | None = None,
+    facts: Facts | None = None,
+) -> Verdict:
+    """Return a verdict; the default of ``age`` is the longest of ``waiting``, that of ``views`` all ranks named."""
+    age = max(view.age for view in waiting) if age is None else age
+    concerned = by_rank([*hung, *waiting] if views is None else views)
+    return Verdict(kind, ranks_of(waiting), ranks_of(hung), sure, age, collective, concerned, facts=facts)
+
+
+def _mismatch(found: Difference, present: list[RankView], age: float) -> Verdict:
+    call = _of_group("", found.number, found.group, present)
+    concerned = [view for view in present if view.rank in found.calls]
+    sure = not _have_threads(present)
+    verdict = _verdict("mismatch", concerned, [], call, sure=sure, age=age, views=present, facts=found)
+    return replace(verdict, differs=found.odd_ones())
+
+
+def _crossed(apart: list[RankView], waiting: list[RankView], graph: Waits) -> Verdict:
+    """Return the verdict that ranks wait in a collective for ranks in a send or a receive."""
+    call, ranks = graph.of[waiting[0].rank][0].call, ranks_of(apart)
+    named = Collective(call.name, call.number)
+    return replace(_verdict("mismatch", [*apart, *waiting], [], named, facts=OtherRanks(ranks)), differs=ranks)
+
+
+def _deadlock(graph: Waits, waiting: list[RankView]) -> Verdict:
+    members = all_members(view.evidence for view in waiting)
+    calls: dict[int, Collective] = {}
+    for view in waiting:
+        call = graph.of[view.rank][0].call
+        calls[view.rank] = Collective(call.name, call.number, members.get(call.group, ()), call.group)
+    first, sure = next(iter(calls.values())), not _have_threads(waiting)
+    return _verdict("deadlock", waiting, [], first, sure=sure, facts=CircularWait(calls))
+
+
+def _left_behind(waiting: list[RankView], finished: list[RankView]) -> Verdict:
+    view = max(waiting, key=lambda each: each.age)
+    call = next(iter(open_calls(view)), None)
+    named = view.call if view.inside else Collective(call.name, call.number) if call is not None else None
+    facts = Left({each.rank: each.step - 1 for each in finished}, max(each.step for each in waiting))
+    return _verdict("left", waiting, [], named, facts=facts)
+
+
+def _of_group(name: str, number: int | None, group: str, views: list[RankView]) -> Collective:
+    """Return a collective with the ranks of its group, or without if the group has all ranks."""
+    members = all_members(view.evidence for view in views).get(group, ())
+    return Collective(name, number, () if {view.rank for view in views} <= set(members) else members)
+
+
+def _missing(
+    waiting: list[RankView], late: list[RankView], collective: Collective | None, age: float, *, sure: bool = True
+) -> Verdict | None:
+    """Return the verdict on ranks that others wait for; if none waits, on ranks stuck by themselves."""
+    if not waiting:
+        return _alone(late, age)
+    sure = sure and not any(view.absent == "silent" and not _has_stacks(view) for view in late)
+    return _verdict("missing", waiting, late, collective, sure=sure, age=age)
+
+
+def _alone(stuck: list[RankView], age: float) -> Verdict | None:
+    """Return the verdict on ranks that are stuck without blocking others; None if data loading may take longer."""
+    # Fetching a shard, or a slow disk, blocks no other rank: then data loading may take longer.
+    stuck = [view for view in stuck if view.overdue or view.absent]
+    stuck = [view for view in stuck if view.phase != "data" or view.age > ALONE_DATA_S or view.absent]
+    return _verdict("alone", [], stuck, age=age) if stuck else None
+
+
+def _unclear(present: list[RankView], age: float, facts: Unclear) -> Verdict:
+    waiting = [view for view in present if view.inside]
+    return _verdict("unclear", waiting, [], sure=False, age=age, views=present, facts=facts)
+
+
+def _have_threads(views: Iterable[RankView]) -> bool:
+    """Return whether a script's other threads may still enter the collectives that its training thread does not."""
+    return any(view.evidence is not None and view.evidence.threads for view in views)
+
+
+def _has_stacks(view: RankView) -> bool:
     return view.evidence is not None and bool(view.evidence.frames)
-
-
-EXIT_LIMIT_S = 30.0
-"""After other ranks have finished, a rank may live on for this many seconds without progress."""
-
-EXIT_SURE_S = 9.0
-"""The same if its process sleeps after its goodbye."""
-
-LEFT_S = 4.0
-"""The same if it waits in a collective that a finished rank has not entered."""
-
-ENTERED_S = 60.0
-"""Seconds without progress after which a verdict follows although every rank has entered the same collectives: a device
-may compute for that long before it reaches them."""
-
-EXIT_WORKING_S = 300.0
-"""The same if its process tree still works, as in an upload or a last evaluation."""
-
-AHEAD_STEPS = 3
-"""A rank that finished this many steps while another waited for it in a collective will not enter that collective."""
-
-LOCK_IDLE_S = 10.0
-"""A build whose files have not been written for this many seconds, without a running compiler, is over."""
-
-POINT_TO_POINT = frozenset(("send", "recv", "batch_isend_irecv"))
-"""Calls that wait for one other rank; which one is unknown."""
-
-WAITED_S = 10.0
-"""Minimum wait for a silent rank, in seconds, regardless of the limit of the waiting ranks' phase."""
-
-STOOD_S = 2.0
-"""Ranks without progress for this many seconds at their last report had stopped training before they became silent."""
-
-MOVING_S = 3.0
-"""A rank with progress within this many seconds is not stuck."""
 
 
 def judge(views: list[RankView]) -> Verdict | None:
@@ -405,9 +297,9 @@ def _checked(verdict: Verdict, by_nccl: list[RankView]) -> Verdict:
 def _judge(views: list[RankView]) -> Verdict | None:
     living = [view for view in views if not view.finished and view.absent != "gone"]
     finished = [view for view in views if view.finished]
-    stuck = [view for view in living if view.stuck and (view.absent != "silent" or has_stacks(view))]
+    stuck = [view for view in living if view.stuck and (view.absent != "silent" or _has_stacks(view))]
     if finished and (waiting := _wait_for_finished(living, finished)):
-        return left_behind(waiting, finished)
+        return _left_behind(waiting, finished)
     ending = finished or any(view.phase == "exit" for view in living)
     if ending and living and (at_exit := _hang_at_exit(living, finished)) is not None:
         return at_exit
@@ -444,10 +336,9 @@ def _tangle(present: list[RankView]) -> Verdict | None:
         concerned = [views[rank] for rank in sorted(graph.of)]
     if not concerned or any(not view.blocked or view.age <= MOVING_S for view in concerned):
         return None
-    age = max(view.age for view in concerned)
     if found is not None:
-        return mismatch(found, present, age)
-    return deadlock(graph, concerned, age) if graph is not None else None
+        return _mismatch(found, present, max(view.age for view in concerned))
+    return _deadlock(graph, concerned) if graph is not None else None
 
 
 def _all_entered(present: list[RankView]) -> bool:
@@ -491,7 +382,8 @@ def _build_lock(present: list[RankView]) -> Verdict | None:
         elsewhere = not view.inside and (found is None or found.place.doing not in ("collective", "backward"))
         if lock is None and (view.absent or elsewhere or view.age <= MOVING_S):
             return None
-    return stale_lock(waiting, present, max(view.age for view in waiting))
+    paths = {lock.path for view in waiting if (lock := _at_build_lock(view)) is not None}
+    return _verdict("lock", waiting, [], views=present, facts=StaleLocks(tuple(sorted(paths))))
 
 
 def _at_build_lock(view: RankView) -> LockWait | None:
@@ -509,9 +401,10 @@ def _run_ahead(present: list[RankView]) -> Verdict | None:
         if found is not None:
             call, skippers = found
             waiting = [each for each in standing if each.rank not in skippers]
-            collective = of_group(call.name, call.number, call.group, present)
-            ranks = [each for each in present if each.rank in skippers]
-            return ahead(ranks, waiting, collective, max(each.age for each in waiting))
+            collective = _of_group(call.name, call.number, call.group, present)
+            ahead = [each for each in present if each.rank in skippers]
+            steps = RanAhead(max(each.step for each in ahead), min(each.step for each in waiting))
+            return _verdict("ahead", waiting, ahead, collective, views=waiting, facts=steps)
     return None
 
 
@@ -532,7 +425,7 @@ def _held_up_by_silence(present: list[RankView]) -> Verdict | None:
         return None
     call = _held_up_in(graph)
     age = max(view.age for view in waiting)
-    return missing(waiting, roots, of_group(call.name, call.number, call.group, present), age)
+    return _missing(waiting, roots, _of_group(call.name, call.number, call.group, present), age)
 
 
 def _silent_together(present: list[RankView]) -> Verdict | None:
@@ -547,7 +440,7 @@ def _silent_together(present: list[RankView]) -> Verdict | None:
         return None
     waiting = [view for view in present if view not in late]
     call = Collective(furthest.newest, furthest.group_sequence)
-    return missing(waiting, late, call, max(view.age for view in present))
+    return _missing(waiting, late, call, max(view.age for view in present))
 
 
 def _held_up_in(graph: Waits) -> Call:
@@ -559,7 +452,10 @@ def _held_up_in(graph: Waits) -> Call:
 def _stall(stuck: list[RankView], present: list[RankView]) -> Verdict | None:
     cut = [view for view in present if view.absent == "cut off"]
     if cut:
-        return unreachable([view for view in stuck if not view.absent], cut)
+        waiting = [view for view in stuck if not view.absent]
+        call = next((view.call for view in waiting if view.inside), None)
+        facts, views = OtherRanks(ranks_of(cut)), [*cut, *waiting]
+        return _verdict("unreachable", waiting, [], call, sure=False, views=views, facts=facts) if waiting else None
     side_by_side = _by_calls(stuck, present)
     if side_by_side != "cannot say":
         return side_by_side
@@ -571,16 +467,9 @@ def _hang_at_exit(living: list[RankView], finished: list[RankView]) -> Verdict |
     still = [view for view in living if view.absent not in ("silent", "cut off") and view.age > _exit_limit(view)]
     if len(still) < len(living):
         return None
-    return Verdict(
-        kind="exit",
-        waiting=tuple(view.rank for view in still if view.inside),
-        hung=tuple(view.rank for view in still if not view.inside),
-        sure=True,
-        age=max(view.age for view in still),
-        collective=next((view.call for view in still if view.inside), None),
-        views=by_rank(still),
-        facts=Finished(tuple(view.rank for view in finished)),
-    )
+    waiting, hung = [view for view in still if view.inside], [view for view in still if not view.inside]
+    call, age = waiting[0].call if waiting else None, max(view.age for view in still)
+    return _verdict("exit", waiting, hung, call, age=age, views=still, facts=OtherRanks(ranks_of(finished)))
 
 
 def _exit_limit(view: RankView) -> float:
@@ -594,7 +483,6 @@ def _exit_limit(view: RankView) -> float:
 
 
 def _by_calls(stuck: list[RankView], present: list[RankView]) -> "Verdict | Literal['cannot say'] | None":
-    """Judge by comparing the collectives of inspected ranks."""
     age = max(view.age for view in stuck)
     if any(view.absent == "cut off" for view in present):
         return "cannot say"
@@ -602,7 +490,7 @@ def _by_calls(stuck: list[RankView], present: list[RankView]) -> "Verdict | Lite
     if found is not None:
         concerned = [view for view in present if view.rank in found.calls]
         moving = any(view.age <= MOVING_S and not view.absent for view in concerned)
-        return None if moving else mismatch(found, present, age)
+        return None if moving else _mismatch(found, present, age)
     graph = waits(present)
     if graph is None or not graph.of:
         return "cannot say"
@@ -611,7 +499,7 @@ def _by_calls(stuck: list[RankView], present: list[RankView]) -> "Verdict | Lite
     if any(view.age <= MOVING_S for view in waiting):
         return None
     if graph.circle:
-        return deadlock(graph, waiting, age) if all(view.stuck or view.blocked for view in waiting) else None
+        return _deadlock(graph, waiting) if all(view.stuck or view.blocked for view in waiting) else None
     awaited = [views[rank] for rank in graph.roots]
     roots = [view for view in awaited if not view.inside or view.absent] or awaited
     late = [view for view in roots if view.absent or view.stuck]
@@ -621,11 +509,11 @@ def _by_calls(stuck: list[RankView], present: list[RankView]) -> "Verdict | Lite
         # It is in a recv without a sender, which is not a collective; or in a collective that the others have left,
         # so that the cause is the network or the collective itself.
         apart = all(view.inside in POINT_TO_POINT for view in late)
-        return crossed(late, waiting, graph, age) if apart else "cannot say"
+        return _crossed(late, waiting, graph) if apart else "cannot say"
     call = _held_up_in(graph)
     example = next(view for view in waiting if any(wait.call is call for wait in graph.of[view.rank]))
     name, number = example.call[:2] if example.inside else (call.name, call.number)
-    return missing(waiting, late, of_group(name, number, call.group, present), age)
+    return _missing(waiting, late, _of_group(name, number, call.group, present), age)
 
 
 def _by_place(present: list[RankView], age: float) -> Verdict | None:
@@ -639,7 +527,7 @@ def _by_place(present: list[RankView], age: float) -> Verdict | None:
             elsewhere.append(view)
         else:
             return None
-    return missing(others, elsewhere, None, age, sure=False) if elsewhere and others else None
+    return _missing(others, elsewhere, None, age, sure=False) if elsewhere and others else None
 
 
 def _some_inside(inside: list[RankView], present: list[RankView]) -> Verdict | None:
@@ -656,31 +544,23 @@ def _some_inside(inside: list[RankView], present: list[RankView]) -> Verdict | N
         if entered:
             if placed := _by_place(present, age):
                 return placed
-            return unclear(present, age, Unclear("entered", top.call, ranks_of(waiting), ranks_of(entered)))
-        return missing(waiting, late, top.call, age)
+            return _unclear(present, age, Unclear("entered", top.call, ranks_of(waiting), ranks_of(entered)))
+        return _missing(waiting, late, top.call, age)
     if any(view.age <= MOVING_S for view in present):
         return None
     if len({view.inside for view in present}) > 1 and len({counts.place(view) for view in present}) == 1:
-        return Verdict(
-            kind="mismatch",
-            waiting=ranks_of(present),
-            hung=(),
-            sure=True,
-            age=age,
-            collective=Collective("", top.collectives),
-            views=by_rank(present),
-        )
+        return _verdict("mismatch", present, [], Collective("", top.collectives))
     alike = len({(view.inside, view.collectives) for view in present}) == 1
-    return unclear(present, age, Unclear("same_collective", top.call) if alike else Unclear("other_counts"))
+    return _unclear(present, age, Unclear("same_collective", top.call) if alike else Unclear("other_counts"))
 
 
 def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | None:
     age = max(view.age for view in stuck)
     if len(present) == 1:
-        return alone(stuck, age)
-    unable = [view for view in present if view.absent in ("stopped", "held", "gone")]
+        return _alone(stuck, age)
+    unable = [view for view in present if view.is_unable]
     if unable:
-        return missing([view for view in stuck if not view.absent], unable, None, age)
+        return _missing([view for view in stuck if not view.absent], unable, None, age)
     still = [view for view in present if view.absent or view.age > MOVING_S]
     counts = Counts(present)
     lowest = min(counts.place(view) for view in present)
@@ -690,14 +570,14 @@ def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | 
         late = [view for view in behind if view.absent or view.stuck]
         if not late or len(late) < len(behind) or any(view.age <= MOVING_S and not view.absent for view in ahead):
             # Ranks behind still make progress or are within their limit, or ranks ahead do not wait.
-            return alone(late, age) if late and len(still) == len(late) else None
+            return _alone(late, age) if late and len(still) == len(late) else None
         top = max(ahead, key=counts.place)
-        return missing(ahead, late, Collective(top.newest, top.collectives), age)
+        return _missing(ahead, late, Collective(top.newest, top.collectives), age)
     silent = [view for view in present if view.absent]
     if silent:
-        return missing([view for view in stuck if not view.absent], silent, None, age)
+        return _missing([view for view in stuck if not view.absent], silent, None, age)
     if len(stuck) < len(present):
-        return alone(stuck, age) if len(still) == len(stuck) else None
+        return _alone(stuck, age) if len(still) == len(stuck) else None
     early = [view for view in present if view.phase in ("data", "forward")]
     others = [view for view in present if view.phase in ("backward", "optimizer")]
     if (
@@ -706,15 +586,15 @@ def _nobody_inside(stuck: list[RankView], present: list[RankView]) -> Verdict | 
         and len(early) + len(others) == len(present)
         and max(_place(view) for view in early) < min(_place(view) for view in others)
     ):
-        return missing(others, early, None, age, sure=False)
-    return _by_place(present, age) or unclear(present, age, Unclear("nobody_waits"))
+        return _missing(others, early, None, age, sure=False)
+    return _by_place(present, age) or _unclear(present, age, Unclear("nobody_waits"))
 
 
 def _has_entered(view: RankView, top: RankView, counts: Counts) -> bool:
     """Return whether a rank last reported having entered the collective in which ``top`` waits."""
-    if view.absent in ("stopped", "held", "gone"):
+    if view.is_unable:
         return False
-    if view.absent == "silent" and view.evidence is not None and has_stacks(view):
+    if view.absent == "silent" and view.evidence is not None and _has_stacks(view):
         return view.evidence.place.doing == "collective"
     if view.absent == "silent" and view.inside:
         return True
@@ -726,16 +606,6 @@ def _place(view: RankView) -> tuple[int, int, int]:
     return view.step, view.micro_step, STEP_PHASES.index(view.phase)
 
 
-# Decides whether a verdict on a stall is sufficient proof to end the run: that no progress is possible.
-#
-# An alert needs only suspicion. Ending a run needs both: other ranks are blocked in a collective that the named ranks
-# must enter (or that cannot match), and the named ranks' process trees have been idle for their phase's time limit.
-
-
-_STRUCTURAL = ("mismatch", "deadlock", "ahead", "lock", "left")
-"""Verdicts that prove by themselves that the collectives concerned cannot complete."""
-
-
 class RankFacts(NamedTuple):
     """Facts of one rank."""
 
@@ -744,7 +614,6 @@ class RankFacts(NamedTuple):
     quiet: float | None = None
     """Seconds for which its process tree is known to have been idle; None: unknown."""
     gone: bool = False
-    """Whether its process is gone."""
     may_resume: bool = False
     """Whether it waits for an answer from the network, or sleeps for a set time, as until a server's Retry-After."""
     blocked: bool = False
@@ -752,24 +621,23 @@ class RankFacts(NamedTuple):
 
 
 def unproven(kind: str, sure: bool, waiting: Sequence[int], hung: Sequence[int], ranks: Mapping[int, RankFacts]) -> str:
-    """Return what proof is missing to end the run for a verdict that has stood for ``--hang-grace``; empty: none."""
+    """Return what proof is missing to end the run for a verdict that has stood for ``--hang-grace``; empty: none.
+
+    An alert needs only suspicion. Ending a run needs both: other ranks are blocked in a collective that the named ranks
+    must enter (or that cannot match), and the named ranks' process trees have been idle for their phase's time limit.
+    """
     if kind in _STRUCTURAL:
         return "" if sure else "other threads of the script, or NCCL's own counters, may say otherwise"
     if kind == "unreachable":
         return "the host is cut off"
     if kind == "missing" and not sure:
         return "it is not certain that the others wait for it"
-    if kind == "missing":
-        return _first(_still(rank, ranks, awaited=bool(waiting)) for rank in hung)
-    if kind == "exit":
-        return _first(_still(rank, ranks, awaited=True) for rank in (*hung, *waiting))
     if kind == "unclear" and not all(facts.blocked for facts in ranks.values()):
         return "some rank is in no collective"
-    return _first(_still(rank, ranks, awaited=False) for rank in (hung or tuple(ranks)))
-
-
-def _first(reasons: Iterable[str]) -> str:
-    return next((reason for reason in reasons if reason), "")
+    named, awaited = hung or tuple(ranks), False
+    if kind in ("missing", "exit"):
+        named, awaited = (hung, bool(waiting)) if kind == "missing" else ((*hung, *waiting), True)
+    return next(filter(None, (_still(rank, ranks, awaited=awaited) for rank in named)), "")
 
 
 def _still(rank: int, ranks: Mapping[int, RankFacts], *, awaited: bool) -> str:

@@ -1,4 +1,4 @@
-"""Finds stragglers, ranks that work while the others wait for them, from each rank's own work (``work``).
+"""Finds stragglers, ranks that work while the others wait for them, from each rank's own work.
 
 Steps are grouped into blocks of at least ``BLOCK_US``; a longer step is a block by itself. A rank's excess in a block
 is the median over its steps of its own work minus the median of the other ranks' work. A block counts against a rank if
@@ -24,123 +24,27 @@ ranks that are slow by turns raise only a few alerts in a long run.
 
 Ranks with different numbers of micro-steps are also compared by the work of one micro-step, and the smaller excess
 counts, because more micro-steps are not slowness.
+
+**Own work.** Collectives make the wall time of a step equal on all ranks; a slow rank works while the others wait. On
+the CPU a phase's own work is its host time without the time inside collectives. Time between phases (``idle``: logging,
+Python code of the loop, a batch read without a DataLoader) is work too.
+
+On a GPU, waiting happens on the device, and the host waits for the device wherever the script reads a value. Therefore
+device time is used: the time between CUDA events at a phase's ends, including gaps without kernels, minus the time for
+which the stream waited for other ranks. If that wait was measured (DDP's reducer: ``PhaseRecord.waited_us``), all
+phases count. Otherwise (DeepSpeed, FSDP, a script's own collectives) only the phases before the first collective of the
+step count, because they include no waiting; the duration of phases with collectives is an upper bound of the waiting.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median_high
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from ...messages import control
-from ...messages.control import Alert, Result
-from ...messages.telemetry import DeviceSample, Hello, Step
-from ...text import duration
-from ..findings.alerts import Action, DiagnosticRequests
-from ..findings.finding import Finding, Kind, Resolution, ResolvedWhy, Shown
-from ..words import Words
-from . import evidence
-from .evidence import Place
-
-# Finds reasons in NVML's samples why a rank's device computes slowly: throttling, lower clocks, other processes.
-
-
-CLOCK_SHARE = 0.92
-"""An SM clock below this share of the other ranks' clocks is a reason."""
-_NO_REASON = ("application clocks", "sync boost", "display clocks")
-"""Limits set by a user on purpose."""
-
-
-class DeviceFacts(msgspec.Struct, frozen=True):
-    """Possible reasons why a rank's device is slow."""
-
-    host: str
-    index: int
-    throttle_reasons: list[str]
-    own_reasons: list[str]
-    """Those that do not apply to all other ranks' devices too."""
-    temperature_c: float | None = None
-    sm_clock_mhz: int | None = None
-    """None: not compared."""
-    others_sm_clock_mhz: int | None = None
-    """Median of the other ranks' devices."""
-    strangers: list[int] = []
-    """Pids of processes on it that are of no rank."""
-
-    @property
-    def is_clocked_lower(self) -> bool:
-        """Whether its clock is clearly lower than the others'."""
-        own, others = self.sm_clock_mhz, self.others_sm_clock_mhz
-        return own is not None and others is not None and own < CLOCK_SHARE * others
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether any reason was found."""
-        return bool(self.own_reasons or self.strangers) or self.is_clocked_lower
-
-
-class SlowDevices:
-    """Keeps the latest sample of every rank's device."""
-
-    def __init__(self) -> None:
-        self._devices: dict[int, tuple[str, str, int]] = {}
-        self._samples: dict[tuple[str, str], DeviceSample] = {}
-        self._by_index: dict[tuple[str, int], DeviceSample] = {}
-
-    def hello(self, hello: Hello) -> None:
-        """Record the device of a rank."""
-        if hello.device.kind == "cuda":
-            self._devices[hello.rank] = hello.host, hello.device.uuid, hello.device.index
-
-    def sample(self, sample: DeviceSample) -> None:
-        """Keep a sample of a GPU."""
-        if sample.kind == "gpu":
-            self._samples[sample.host, sample.uuid] = sample
-            self._by_index[sample.host, sample.index] = sample
-
-    def why(self, rank: int) -> DeviceFacts | None:
-        """Return why a rank's device may be slower than the other ranks'; None without a sample of it."""
-        mine = self._of(rank)
-        if mine is None:
-            return None
-        others = [one for other in self._devices if other != rank and (one := self._of(other)) is not None]
-        reasons = [reason for reason in mine.throttle_reasons if reason not in _NO_REASON]
-        # A limit that applies to all devices does not explain why this one is slower.
-        own = [reason for reason in reasons if not all(reason in one.throttle_reasons for one in others) or not others]
-        clocks = sorted(one.sm_clock_mhz for one in others if one.sm_clock_mhz)
-        compared = bool(mine.sm_clock_mhz and clocks)
-        return DeviceFacts(
-            mine.host,
-            mine.index,
-            reasons,
-            own,
-            mine.temperature_c,
-            mine.sm_clock_mhz if compared else None,
-            clocks[len(clocks) // 2] if compared else None,
-            [process.pid for process in mine.processes if process.rank is None],
-        )
-
-    def _of(self, rank: int) -> DeviceSample | None:
-        host, uuid, index = self._devices.get(rank, ("", "", -1))
-        return self._samples.get((host, uuid)) if uuid else self._by_index.get((host, index))
-
-
-# Splits a rank's step into own work and waiting for others, the figures by which stragglers are found.
-#
-# Collectives make the wall time of a step equal on all ranks; a slow rank works while the others wait.
-#
-# On the CPU a phase's own work is its host time without the time inside collectives. Time between phases (``idle``:
-# logging, Python code of the loop, a batch read without a DataLoader) is work too.
-#
-# On a GPU, waiting happens on the device, and the host waits for the device wherever the script reads a value.
-# Therefore device time is used: the time between CUDA events at a phase's ends, including gaps without kernels, minus
-# the time for which the stream waited for other ranks. If that wait was measured (DDP's reducer:
-# ``PhaseRecord.waited_us``), all phases count. Otherwise (DeepSpeed, FSDP, a script's own collectives) only the
-# phases before the first collective of the step count, because they include no waiting; the duration of phases with
-# collectives is an upper bound of the waiting.
-
+from ...messages.telemetry import Step
 
 NOT_WORK = ("init",)
 """Phases outside steps."""
@@ -159,7 +63,6 @@ class Work(msgspec.Struct, frozen=True):
     own: dict[str, int] = {}
     """Its own work, by phase; that of ``data`` is the time in the dataloader, the rest is ``BATCH``."""
     waited: int = 0
-    """Time for which it waited for others."""
     measured: bool = True
     """False: ``own`` covers only the phases before the first collective, and ``waited`` is the duration of the phases
     with collectives."""
@@ -187,9 +90,8 @@ def work_of(step: Step, device: bool) -> Work:
             if name in NOT_WORK:
                 continue
             comparable = False
-        host, inside = record.host_us, record.collective_us
-        if inside > host:
-            inside = host
+        host = record.host_us
+        inside = min(host, record.collective_us)
         within += host
         waited += inside
         own[name] = own.get(name, 0) + host - inside
@@ -266,9 +168,6 @@ def _subtract_waiting(step: Step, own: dict[str, int]) -> int:
     return waited
 
 
-# Compares each rank's own work with the other ranks' over a block of steps.
-
-
 PART_STEPS = 8
 """Steps of a block that are compared by phase."""
 EXCESS_US = 2000
@@ -285,7 +184,6 @@ class Block:
     own: float
     others: float
     wall: float
-    """Duration of the step."""
     waited: float
     others_waited: float
     least: float
@@ -296,8 +194,8 @@ class Block:
     others_off_cpu: float = 0.0
     tokens: float = 0.0
     others_tokens: float = 0.0
-    parts: dict[str, float] | None = None
-    others_parts: dict[str, float] | None = None
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    others_parts: dict[str, float] = field(default_factory=dict[str, float])
     uneven: bool = False
     """Its steps last longer or shorter than the others', so their steps do not run in parallel."""
 
@@ -345,8 +243,7 @@ def compare(steps: Sequence[Mapping[int, Work]], count: int) -> dict[int, Block]
     least = min(waits.values())
     found: dict[int, Block] = {}
     for rank, excess in excesses.items():
-        middle = median_high(excess)
-        wall = walls[rank]
+        middle, wall = median_high(excess), walls[rank]
         found[rank] = Block(
             excess=middle,
             own=owns[rank] / length,
@@ -365,23 +262,18 @@ def compare(steps: Sequence[Mapping[int, Work]], count: int) -> dict[int, Block]
 def add_parts(block: Block, number: int, steps: Sequence[Mapping[int, Work]]) -> None:
     """Add where and why a rank is slow; only for candidates, because it costs more."""
     recent = steps[-PART_STEPS:]
-    names = {name for works in recent for work in works.values() for name in work.own}
-    sums = {
-        rank: {name: sum(works[rank].own.get(name, 0) for works in recent) / len(recent) for name in names}
-        for rank in recent[0]
-    }
-    block.parts = sums.pop(number)
-    block.others_parts = {name: median_high([parts[name] for parts in sums.values()]) for name in names}
-    tokens = {rank: sum(works[rank].tokens for works in recent) / len(recent) for rank in recent[0]}
-    block.tokens = tokens.pop(number)
-    block.others_tokens = median_high(list(tokens.values()))
+
+    def compared(figure: Callable[[Work], int]) -> tuple[float, float]:
+        means = {rank: sum(figure(works[rank]) for works in recent) / len(recent) for rank in recent[0]}
+        return means.pop(number), median_high(means.values())
+
+    for name in {name for works in recent for work in works.values() for name in work.own}:
+        mine, theirs = compared(lambda work, name=name: work.own.get(name, 0))
+        block.parts[name], block.others_parts[name] = mine, theirs
+    block.tokens, block.others_tokens = compared(lambda work: work.tokens)
     if all(work.cpu for work in recent[-1].values()):
-        off = {
-            rank: sum(max(0, sum(works[rank].own.values()) - works[rank].cpu) for works in recent) / len(recent)
-            for rank in recent[0]
-        }
-        block.off_cpu = off.pop(number)
-        block.others_off_cpu = median_high(list(off.values()))
+        off = compared(lambda work: max(0, sum(work.own.values()) - work.cpu))
+        block.off_cpu, block.others_off_cpu = off
 
 
 class _Others:
@@ -422,7 +314,6 @@ GROSS_ALIKE = 1.5
 LONG_BLOCKS = 24
 LONGEST_BLOCKS = 384
 HISTORY = 128
-"""Number of blocks whose excesses are kept."""
 ALIKE = 2.0
 """Excesses within this factor of their median are similar."""
 LIGHTER_SHARE = 0.05
@@ -438,9 +329,7 @@ class StragglerFacts(msgspec.Struct, frozen=True):
 
     rank: int
     step: int
-    """The last step of the window."""
     steps: int
-    """Number of steps of the window."""
     own_us: int
     others_us: int
     """The median rank's own work among the others."""
@@ -479,16 +368,9 @@ class _Rank:
         self.reported_at = 0.0
 
     def add(self, block: Block, ratio: float) -> None:
-        """Add a block."""
         self.blocks.append(block)
         self.counted.append(block.counts(ratio))
         self.excesses.append(block.excess)
-
-    def clear(self) -> None:
-        """Forget all blocks."""
-        self.blocks.clear()
-        self.counted.clear()
-        self.excesses.clear()
 
 
 class Stragglers:
@@ -519,9 +401,10 @@ class Stragglers:
 
     def remove(self, rank: int) -> StragglerFinding | None:
         """Remove a rank from the comparison; return its resolved findings."""
-        gone = self._ranks.pop(rank, None)
+        facts = self.standing.get(rank)
+        self._ranks.pop(rank, None)
         self._restart()
-        return StragglerFinding(gone.facts, "resolved") if gone is not None and gone.facts is not None else None
+        return StragglerFinding(facts, "resolved") if facts is not None else None
 
     def reset(self) -> list[StragglerFinding]:
         """Forget all ranks because other processes train from now on; return the resolved findings."""
@@ -539,9 +422,7 @@ class Stragglers:
         if rank not in self._ranks:
             self.add(rank)
         pending = self._pending
-        works = pending.get(number)
-        if works is None:
-            works = pending[number] = {}
+        works = pending.setdefault(number, {})
         works[rank] = work
         if len(works) < len(self._ranks):
             if len(pending) > PENDING_STEPS:
@@ -567,11 +448,11 @@ class Stragglers:
         return self._close(t) if self._block_us >= BLOCK_US else []
 
     def _restart(self) -> None:
-        """Discard collected steps because the set of compared ranks has changed."""
         self._pending.clear()
         self._block, self._block_us, self._block_count = [], 0.0, 0
         for rank in self._ranks.values():
-            rank.clear()
+            for kept in (rank.blocks, rank.counted, rank.excesses):
+                kept.clear()
 
     def _close(self, t: float) -> list[StragglerFinding]:
         steps, count = self._block, self._block_count
@@ -612,27 +493,21 @@ class Stragglers:
         return []
 
     def _facts(self, number: int, step: int, window: Sequence[Block], measured: bool) -> StragglerFacts:
-        mine, theirs = _mean_parts(window)
-        excess = sum(block.excess for block in window) / len(window)
-        own = _mean([block.own for block in window])
+        mine, theirs = _mean_parts([block.parts for block in window]), _mean_parts([b.others_parts for b in window])
+        compared = ("own", "others", "waited", "others_waited", "off_cpu", "others_off_cpu")
         return StragglerFacts(
             rank=number,
             step=step,
             steps=sum(block.steps for block in window),
-            own_us=own,
-            others_us=_mean([block.others for block in window]),
-            waited_us=_mean([block.waited for block in window]),
-            others_waited_us=_mean([block.others_waited for block in window]),
-            step_us=_mean([block.wall for block in window]),
-            slow_at=_slow_at(mine, theirs, excess),
+            step_us=_mean(window, "wall"),
+            slow_at=_slow_at(mine, theirs, sum(block.excess for block in window) / len(window)),
             phases_us={name: round(us) for name, us in mine.items()},
             others_phases_us={name: round(us) for name, us in theirs.items()},
             device=self.device,
             measured=measured,
-            tokens=_mean([block.tokens for block in window]),
-            others_tokens=_mean([block.others_tokens for block in window]),
-            off_cpu_us=_mean([block.off_cpu for block in window]),
-            others_off_cpu_us=_mean([block.others_off_cpu for block in window]),
+            tokens=_mean(window, "tokens"),
+            others_tokens=_mean(window, "others_tokens"),
+            **{f"{name}_us": _mean(window, name) for name in compared},
         )
 
 
@@ -713,358 +588,11 @@ def _slow_at(mine: Mapping[str, float], theirs: Mapping[str, float], excess: flo
     return EVERYWHERE if more[worst] < 0.6 * excess and len(slow) >= 3 else worst
 
 
-def _mean_parts(window: Sequence[Block]) -> tuple[dict[str, float], dict[str, float]]:
-    mine: dict[str, float] = {}
-    theirs: dict[str, float] = {}
-    filled = [block for block in window if block.parts is not None and block.others_parts is not None]
-    for block in filled:
-        for target, parts in ((mine, block.parts), (theirs, block.others_parts)):
-            for name, us in (parts or {}).items():
-                target[name] = target.get(name, 0.0) + us / len(filled)
-    return mine, theirs
+def _mean_parts(blocks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    filled = [parts for parts in blocks if parts]
+    names = dict.fromkeys(name for parts in filled for name in parts)
+    return {name: sum(parts.get(name, 0.0) for parts in filled) / len(filled) for name in names}
 
 
-def _mean(values: Sequence[float]) -> int:
-    return round(sum(values) / len(values)) if values else 0
-
-
-# Finds the line at which a straggler spends its excess time, from samples of its training thread's stack.
-
-
-SAMPLES = 10
-FEWEST = 3
-_WAITING = ("collective", "exiting")
-_IN_BACKWARD = ("backward",)
-
-
-def usual_place(places: Sequence[Place], slow_at: str, share: float) -> str:
-    """Return the most frequent line of the samples outside collectives; empty if none stands out.
-
-    Args:
-        places: positions of the samples, which are taken independently of the steps.
-        slow_at: the slow phase: a sample inside ``backward`` is not evidence for another phase.
-        share: the excess as a share of a step: the responsible line is in about that share of the samples.
-    """
-    other = () if slow_at in ("backward", "everywhere") else _IN_BACKWARD
-    seen = Counter(place.text for place in places if place.text and place.doing not in (*_WAITING, *other))
-    if not seen:
-        return ""
-    text, count = seen.most_common(1)[0]
-    return text if count >= max(FEWEST, 0.5 * share * len(places)) else ""
-
-
-# Finds stragglers (``stragglers``), reasons for slow devices, and the line of code at which a rank is slow.
-#
-# After a straggler was found, its stack is sampled for some time to name the line.
-
-
-_NOT_THE_DEVICE = ("data", BATCH, "idle")
-"""Phases that a slow device does not explain."""
-
-
-class SlowRankFacts(msgspec.Struct, frozen=True):
-    """A straggler with its reasons."""
-
-    straggler: StragglerFacts
-    device: DeviceFacts | None = None
-    """State of its device; None: unknown, or its device does not explain it."""
-    line: str = ""
-    """The most frequent line of its training thread; empty: unknown yet."""
-    samples: int = 0
-
-
-class SlowDetector:
-    """Passes steps to ``Stragglers``, and adds reasons and lines to its findings."""
-
-    def __init__(self, asks: DiagnosticRequests) -> None:
-        self._asks = asks
-        self._found: dict[int, Finding] = {}
-        """The latest finding of each straggler."""
-        self._samples: dict[int, list[evidence.Place]] = {}
-        """Sampled lines of each straggler that is being located."""
-        self._awaited: set[int] = set()
-        """Ranks whose samples have been requested and have not arrived."""
-        self._judge = Stragglers()
-        self._processes: dict[int, tuple[str, int, int, int]] = {}
-        self._hindered = SlowDevices()
-
-    def sample(self, sample: DeviceSample) -> None:
-        """Record a sample of a device, as a possible reason for slowness."""
-        self._hindered.sample(sample)
-
-    def hello(self, hello: Hello) -> list[Finding]:
-        """Register a rank; a new process of a known rank, or a new world size, resets all comparisons."""
-        self._hindered.hello(hello)
-        process = (hello.host, hello.pid, hello.start_ticks, hello.world_size)
-        known = self._processes.get(hello.rank)
-        findings: list[Finding] = []
-        if (known is not None and known != process) or any(
-            other[3] != hello.world_size for other in self._processes.values()
-        ):
-            self._processes.clear()
-            findings = self._findings(self._judge.reset(), "restarted")
-        self._processes[hello.rank] = process
-        self._judge.device = hello.device.kind == "cuda"
-        self._judge.add(hello.rank)
-        return findings
-
-    def drop(self, rank: int) -> list[Finding]:
-        """Stop comparing with a rank that ended; return its resolved findings."""
-        self._processes.pop(rank, None)
-        ended = self._judge.remove(rank)
-        return self._findings([ended] if ended is not None else [], "rank_ended")
-
-    def forget(self, rank: int) -> None:
-        """Stop comparing with a rank, without a finding."""
-        self._processes.pop(rank, None)
-        self._judge.remove(rank)
-
-    def step(self, t: float, step: Step) -> list[Finding]:
-        """Process one step; the ranks are judged once the last of them has sent it."""
-        found = self._judge.step(t, step.rank, step.step, work_of(step, self._judge.device))
-        return self._findings(found) if found else []
-
-    def tick(self) -> None:
-        """Request samples from the stragglers that are being located."""
-        for rank in self._samples:
-            if rank not in self._awaited:
-                self._awaited.add(rank)
-                self._asks.add(Action(control.Stacks(quiet=True), (rank,), "the line at which a rank is slow"))
-
-    def stacks(self, asked: Iterable[int], answers: Mapping[int, Result]) -> list[Finding]:
-        """Process sampled stacks of stragglers; names the line once there are enough samples."""
-        findings: list[Finding] = []
-        self._awaited.difference_update(asked)
-        for rank, answer in answers.items():
-            places = self._samples.get(rank)
-            if places is None or not answer.ok:
-                continue
-            threads = evidence.parse(str(answer.data.get("text", "")))
-            thread = evidence.training_thread(threads, str(answer.data.get("thread", "")))
-            places.append(evidence.where(thread.frames if thread is not None else ()))
-            if len(places) >= SAMPLES:
-                findings += self._place(rank, places)
-        return findings
-
-    def _place(self, rank: int, places: list[evidence.Place]) -> list[Finding]:
-        del self._samples[rank]
-        facts, known = self._judge.standing.get(rank), self._found.get(rank)
-        if facts is None or known is None:
-            return []
-        line = usual_place(places, facts.slow_at, (facts.own_us - facts.others_us) / max(1, facts.step_us))
-        if not line:
-            return []
-        found = msgspec.structs.replace(known.facts, line=line, samples=len(places))
-        self._found[rank] = msgspec.structs.replace(known, facts=found)
-        return [msgspec.structs.replace(known, facts=found, state="explained")]
-
-    def restore(self, finding: Finding) -> None:
-        """Restore a standing finding from the recording, so that it can end."""
-        if finding.state != "resolved":
-            self._judge.restore(finding.facts.straggler)
-
-    def _findings(self, judged: list[StragglerFinding], why: ResolvedWhy = "calm") -> list[Finding]:
-        findings: list[Finding] = []
-        for one in judged:
-            rank = one.facts.rank
-            if one.state == "resolved":
-                self._samples.pop(rank, None)
-                self._found.pop(rank, None)
-                findings.append(
-                    Finding("straggler", Resolution(why, one.facts.step), "resolved", rank=rank, ranks=(rank,))
-                )
-            else:
-                self._found[rank] = found = self._finding(one.facts)
-                self._samples[rank] = []
-                findings.append(found)
-        return findings
-
-    def _finding(self, facts: StragglerFacts) -> Finding:
-        device = self._hindered.why(facts.rank) if facts.slow_at not in _NOT_THE_DEVICE else None
-        return Finding("straggler", SlowRankFacts(facts, device), ranks=(facts.rank,), step=facts.step, rank=facts.rank)
-
-
-_AT = {"idle": "between phases", BATCH: "between a batch and its forward", EVERYWHERE: "everywhere"}
-_CAUSES = {
-    "data": "Its data loading is slow: check its disk, its dataloader workers, and the size of its samples.",
-    BATCH: "That is the loop's own work on a batch that the dataloader has delivered: collating, tokenizing, or moving "
-    "it to the device.",
-    "forward": "Its forward is slow: check clocks and throttle reasons, other processes on its device or cores, and "
-    "whether its batches are longer than the others'.",
-    "backward": "Its backward is slow: check clocks and throttle reasons, and other processes on its device or cores.",
-    "optimizer": "Its optimizer step is slow: check offload (memory bandwidth, cores) and other processes there.",
-    "idle": "That is code of the loop outside data, forward, backward and optimizer: logging, Python work, or batches "
-    "that are read without a DataLoader.",
-    EVERYWHERE: "All its phases are slow alike: check what else runs on its cores or device, a CPU quota, and clocks.",
-}
-_LONGER_BATCHES = 1.15
-_MOST = 0.7
-
-
-def _words(finding: Finding) -> Words:
-    facts: SlowRankFacts = finding.facts
-    why = _hindrance(facts.device)
-    parts = [_title(facts.straggler), why, f"in {facts.line}" if facts.line else ""]
-    line = f" It was seen most at {facts.line}." if facts.line else ""
-    return Words("; ".join(filter(None, parts)), _text(facts.straggler, why) + line)
-
-
-def _evidence(finding: Finding) -> dict[str, Any]:
-    """Return the figures as plain values."""
-    facts: SlowRankFacts = finding.facts
-    device = {"device": _device(facts.device)} if facts.device is not None else {}
-    line = {"at": facts.line, "samples": facts.samples} if facts.line else {}
-    return {**_figures(facts.straggler), **device, **line}
-
-
-def _hindrance(device: DeviceFacts | None) -> str:
-    """Return the reason why a device is slow, as a clause; empty: none found."""
-    if device is None or not device.is_slow:
-        return ""
-    reasons: list[str] = []
-    if device.own_reasons:
-        reasons.append(f"throttled: {', '.join(device.own_reasons)}")
-    if device.is_clocked_lower:
-        reasons.append(f"clocked at {device.sm_clock_mhz} MHz, others {device.others_sm_clock_mhz}")
-    if device.strangers:
-        count = len(device.strangers)
-        reasons.append(f"shared with {count} process{'es' if count > 1 else ''} of others")
-    return f"its GPU is {'; '.join(reasons)}"
-
-
-def _device(device: DeviceFacts) -> dict[str, Any]:
-    """Return the figures of a device as plain values."""
-    found: dict[str, Any] = {
-        "device": f"{device.host} GPU {device.index}",
-        "throttle_reasons": device.throttle_reasons,
-    }
-    if device.sm_clock_mhz is not None:
-        found |= {"sm_clock_mhz": device.sm_clock_mhz, "others_sm_clock_mhz": device.others_sm_clock_mhz}
-    if device.strangers:
-        found["other_processes"] = device.strangers[:8]
-    if device.temperature_c is not None:
-        found["temperature_c"] = device.temperature_c
-    return found
-
-
-def _facts(alert: Alert) -> SlowRankFacts:
-    """Return facts from an alert's evidence, sufficient to detect that it is resolved."""
-    own, others, step = (round(1e3 * float(alert.evidence.get(name, 0))) for name in ("own_ms", "others_ms", "step_ms"))
-    at = str(alert.evidence.get("slow_at", EVERYWHERE))
-    return SlowRankFacts(StragglerFacts(alert.rank or 0, alert.step or 0, 0, own, others, 0, 0, step, at, {}, {}))
-
-
-def _title(facts: StragglerFacts) -> str:
-    """Return the title for lists: rank, phase and the two figures that differ."""
-    at = _AT.get(facts.slow_at, f"at {facts.slow_at}")
-    mine, theirs = _compared(facts)
-    return f"rank {facts.rank} is slow {at}: {duration(mine * 1e-6)} a step, others {duration(theirs * 1e-6)}"
-
-
-def _text(facts: StragglerFacts, why: str = "") -> str:
-    """Return the meaning and what to check; ``why`` is a clause with a known cause."""
-    step = duration(facts.step_us * 1e-6)
-    own, others = duration(facts.own_us * 1e-6), duration(facts.others_us * 1e-6)
-    clock = " of device time" if facts.device else ""
-    if facts.measured:
-        sentence = (
-            f"Of a step of {step} rank {facts.rank} works {own}{clock} and waits {duration(facts.waited_us * 1e-6)} "
-            f"for other ranks; the others work {others} and wait {duration(facts.others_waited_us * 1e-6)} "
-            f"(over {facts.steps} steps)."
-        )
-    else:
-        sentence = (
-            f"Of a step of {step} rank {facts.rank} takes {own}{clock} up to its first collective, the others "
-            f"{others}; their phases with collectives last {duration(facts.others_waited_us * 1e-6)}, its own "
-            f"{duration(facts.waited_us * 1e-6)} (over {facts.steps} steps)."
-        )
-    return " ".join([sentence, *_causes(facts, why)])
-
-
-def _figures(facts: StragglerFacts) -> dict[str, Any]:
-    """Return the figures, milliseconds."""
-    found: dict[str, Any] = {
-        "own_ms": _ms(facts.own_us),
-        "others_ms": _ms(facts.others_us),
-        "ratio": round(facts.own_us / max(1, facts.others_us), 3),
-        "waited_ms": _ms(facts.waited_us),
-        "others_waited_ms": _ms(facts.others_waited_us),
-        "step_ms": _ms(facts.step_us),
-        "slow_at": facts.slow_at,
-        "own_ms_by_phase": {name: _ms(us) for name, us in facts.phases_us.items()},
-        "others_ms_by_phase": {name: _ms(us) for name, us in facts.others_phases_us.items()},
-        "window_steps": facts.steps,
-        "clock": "device" if facts.device else "host",
-        "waiting": "measured" if facts.measured else "bounded",
-    }
-    if facts.tokens and facts.others_tokens:
-        found |= {"tokens": facts.tokens, "others_tokens": facts.others_tokens}
-    if facts.off_cpu_us or facts.others_off_cpu_us:
-        found |= {"off_cpu_ms": _ms(facts.off_cpu_us), "others_off_cpu_ms": _ms(facts.others_off_cpu_us)}
-    return found
-
-
-def _compared(facts: StragglerFacts) -> tuple[int, int]:
-    if facts.slow_at == EVERYWHERE:
-        return facts.own_us, facts.others_us
-    return facts.phases_us.get(facts.slow_at, 0), facts.others_phases_us.get(facts.slow_at, 0)
-
-
-def _causes(facts: StragglerFacts, why: str) -> list[str]:
-    found = [f"{why[0].upper()}{why[1:]}."] if why else []
-    if facts.tokens and facts.tokens > _LONGER_BATCHES * facts.others_tokens > 0:
-        found.append(f"Its batches hold {facts.tokens} tokens, the others' {facts.others_tokens}.")
-    if facts.off_cpu_us - facts.others_off_cpu_us > _MOST * (facts.own_us - facts.others_us):
-        found.append(
-            f"Its training thread used no CPU for {duration(facts.off_cpu_us * 1e-6)} of that: it slept, or waited for "
-            "a disk, the network, a lock or a CPU."
-        )
-    return found if why else [*found, _CAUSES.get(facts.slow_at, "")]
-
-
-def _ms(us: int) -> float:
-    return round(us / 1e3, 3)
-
-
-_SHOWN: dict[str, Shown] = {
-    "own_ms": Shown("own time per step", "ms"),
-    "others_ms": Shown("the others' (median)", "ms"),
-    "ratio": Shown("relative to usual", "times"),
-    "waited_ms": Shown("waited for others", "ms"),
-    "others_waited_ms": Shown("the others waited", "ms"),
-    "slow_at": Shown("slow in"),
-    "own_ms_by_phase": Shown("own time by phase", "ms"),
-    "others_ms_by_phase": Shown("the others' by phase", "ms"),
-    "clock": Shown("clock of"),
-    "tokens": Shown("tokens per step"),
-    "others_tokens": Shown("the others' tokens"),
-    "off_cpu_ms": Shown("not on a processor", "ms"),
-    "others_off_cpu_ms": Shown("the others not on one", "ms"),
-    "samples": Shown("stacks seen there"),
-    "other_processes": Shown("other processes on it"),
-    "throttle_reasons": Shown("slowed by"),
-}
-
-KINDS = (
-    Kind(
-        "straggler",
-        SlowRankFacts,
-        _words,
-        "slow",
-        "own-work",
-        evidence=_evidence,
-        shown=_SHOWN,
-        resolved={
-            "calm": "As fast as the others again at step {0}.",
-            "rank_ended": "The rank ended.",
-            "restarted": "The ranks started anew.",
-        },
-        limits={
-            "own work, of the others'": f"{RATIO:g} times",
-            "excess": f"{EXCESS_SHARE:.0%} of the step, and {EXCESS_US / 1000:g} ms",
-            "blocks in a row": f"{FAST_BLOCKS} of {BLOCK_US / 1e6:g} s at {FAST_RATIO:g} times",
-            "or in all": f"{LONG_BLOCKS} but one",
-        },
-        restore=_facts,
-    ),
-)
+def _mean(window: Sequence[Block], name: str) -> int:
+    return round(sum(getattr(block, name) for block in window) / len(window))

@@ -22,7 +22,7 @@ own heartbeats of that time report no progress.
 from collections import deque
 from collections.abc import Callable, Iterable
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -35,11 +35,9 @@ from ...run.end import ending_in_words, exhausted_memory
 from ...text import first_line, kernel_sleep
 from ..deaths.logs import SlurmWords
 from .collectives import STOPPED, TRACED, Absence, RankView, collective, where
-from .evidence import NOWHERE, SILENT_S, SUSPECT_S, Evidence, RankProgress
-from .judge import EXIT_LIMIT_S, EXIT_SURE_S, EXIT_WORKING_S, MOVING_S, Verdict, judge
-
-# The tracker's state of one rank: its progress, its process, and how it ended.
-
+from .evidence import NOWHERE, Evidence
+from .judge import EXIT_LIMIT_S, EXIT_SURE_S, EXIT_WORKING_S, MOVING_S, Verdict, by_rank, judge
+from .progress import SILENT_S, SUSPECT_S, RankProgress
 
 ASKING_SIGNALS = (2, 15)
 ASKED_LATER_S = 1.0
@@ -59,9 +57,7 @@ class ProcessFact(msgspec.Struct, frozen=True):
     proc_state: str = ""
     """State letter of /proc/PID/stat (proc(5)): R S D T t Z X; empty if not readable."""
     exit_code: int | None = None
-    """Exit code, if the process has ended and it is known."""
     signal: int | None = None
-    """The signal that ended it, if known."""
     kernel_kill: KernelKill | None = None
     """For a process ended by SIGKILL: evidence for or against the kernel's OOM killer; None: none."""
     time: float = 0.0
@@ -87,7 +83,6 @@ class TrackedRank:
         self.goodbye_at = 0.0
         self.failure = ""
         self.evidence: Evidence | None = None
-        """Evidence of the last inspection."""
         self.cut_off = ""
         """Its host, while the host is cut off; else empty."""
         self.stopped_since: float | None = None
@@ -99,21 +94,36 @@ class TrackedRank:
         """``progress.moved_at`` when ``steps_then`` was recorded."""
 
     @property
+    def name(self) -> RankStateName | Literal[""]:
+        """The name of its state; empty before the first."""
+        return self.state.state if self.state is not None else ""
+
+    @property
+    def exit_status(self) -> tuple[int | None, int | None]:
+        """The exit code and the signal of its process, if known."""
+        return (self.fact.exit_code, self.fact.signal) if self.fact is not None else (None, None)
+
+    @property
     def ended(self) -> bool:
         """Whether no further messages of it are expected."""
-        return self.state is not None and self.state.state in ("gone", "finished")
+        return self.name in ("gone", "finished")
 
     @property
     def succeeded(self) -> bool:
         """Whether its script ended without an error, even if a launcher ended its process after that."""
-        if self.failure or self.state is None:
+        if self.failure or not self.name:
             return False
-        return self.state.state == "finished" or (self.goodbye is not None and self.goodbye.reason == "finished")
+        return self.name == "finished" or (self.goodbye is not None and self.goodbye.reason == "finished")
 
     @property
-    def may_end(self) -> bool:
-        """Whether its process is dead, or it reported a failure."""
-        return self.died_at is not None or self.goodbye is not None
+    def running(self) -> RankStateName:
+        """Its state while it makes progress."""
+        return "training" if self.progress.has_stepped else "starting"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process is known to live."""
+        return self.fact is not None and self.fact.alive
 
     def death_order(self, now: float) -> tuple[float, bool]:
         """Return a sort key for the order of deaths: time (seconds since the epoch), and whether the cause is unknown.
@@ -122,19 +132,20 @@ class TrackedRank:
         poll may find all of them dead. If two deaths are found in one poll, the one with a known cause counts as first.
         """
         died = now if self.died_at is None else self.died_at
-        code, signal = (self.fact.exit_code, self.fact.signal) if self.fact is not None else (None, None)
+        code, signal = self.exit_status
         return died + (ASKED_LATER_S if signal in ASKING_SIGNALS else 0.0), code is None and signal is None
 
     def ending(self) -> tuple[RankStateName, str]:
         """Return the final state of a rank whose process is gone, and its text."""
         fact, goodbye = self.fact, self.goodbye
-        code, signal = (fact.exit_code, fact.signal) if fact is not None else (None, None)
+        code, signal = self.exit_status
         if self.failure:
             words = "" if code is None and signal is None else f" ({ending_in_words(code, signal)})"
             return "gone", f"failed: {first_line(self.failure)}{words}"
-        as_asked = goodbye is not None and goodbye.reason == "stopped" and (signal in (2, 15) or code in (130, 143))
-        if goodbye is not None and goodbye.reason != "failed" and (as_asked or (not signal and not code)):
-            return "finished", goodbye.text
+        if goodbye is not None and goodbye.reason != "failed":
+            asked = goodbye.reason == "stopped" and (signal in ASKING_SIGNALS or code in (130, 143))
+            if asked or (not signal and not code):
+                return "finished", goodbye.text
         if goodbye is None and code == 0 and not signal:
             return "finished", "exit code 0, without a goodbye"
         kill = fact.kernel_kill if fact is not None else None
@@ -143,15 +154,11 @@ class TrackedRank:
 
     def view(self, now: float) -> RankView:
         """Return the judge's view of this rank at ``now``."""
-        progress = self.progress
-        state = self.state.state if self.state is not None else "starting"
+        progress, beat = self.progress, self.progress.latest
+        state = self.name
         absent: Absence = ""
-        if state == "stopped":
-            absent = "stopped"
-        elif state == "held":
-            absent = "held"
-        elif state == "gone":
-            absent = "gone"
+        if state in ("stopped", "held", "gone"):
+            absent = state
         elif self.cut_off:
             absent = "cut off"
         elif progress.silence(now) > SILENT_S:
@@ -163,40 +170,37 @@ class TrackedRank:
             phase="exit" if lingers else progress.phase,
             age=now - self.goodbye_at if lingers or (self.goodbye is not None and self.ended) else progress.age(now),
             limit=EXIT_LIMIT_S if lingers else progress.limit(),
-            inside="" if lingers else progress.collective,
-            last_collective=progress.last_collective,
-            collectives=progress.collectives,
-            step_collectives=progress.step_collectives,
-            micro_step=progress.micro_step,
+            inside="" if lingers else beat.collective,
+            last_collective=beat.last_collective,
+            collectives=beat.collectives,
+            step_collectives=beat.step_collectives,
+            micro_step=beat.micro_step,
             per_step=progress.per_step_collectives,
             absent="" if lingers else absent,
             finished=state == "finished" and not lingers,
-            group=progress.group,
-            group_sequence=progress.group_sequence,
-            size=progress.size,
+            group=beat.group,
+            group_sequence=beat.group_sequence,
+            size=beat.size,
             stood_s=max(0.0, progress.last_message_at - progress.moved_at),
             asleep_limit=EXIT_SURE_S if lingers else progress.asleep_limit(),
             working_limit=EXIT_WORKING_S if lingers else progress.working_limit(),
             latest=self.evidence,
             steps_then=self.steps_then,
-            evidence=self._fresh(self.goodbye_at if lingers else progress.moved_at),
+            evidence=self.fresh(self.goodbye_at if lingers else progress.moved_at),
         )
 
-    def _fresh(self, since: float) -> Evidence | None:
+    def fresh(self, since: float) -> Evidence | None:
+        """Return the evidence of its last inspection if that was not before ``since``."""
         evidence = self.evidence
         return evidence if evidence is not None and evidence.taken >= since else None
 
     def lingers(self, now: float) -> bool:
         """Return whether its process outlived its ``Goodbye`` by ``EXIT_LIMIT_S`` (longer at work, shorter asleep)."""
-        alive = self.fact is not None and self.fact.alive
-        if not alive or self.goodbye is None:
+        if not self.is_alive or self.goodbye is None:
             return False
-        found = self._fresh(self.goodbye_at)
-        limit = EXIT_LIMIT_S
-        if found is not None and found.work:
-            limit = EXIT_WORKING_S
-        elif found is not None and found.is_asleep:
-            limit = EXIT_SURE_S
+        found, limit = self.fresh(self.goodbye_at), EXIT_LIMIT_S
+        if found is not None:
+            limit = EXIT_WORKING_S if found.work else EXIT_SURE_S if found.is_asleep else limit
         return now - self.goodbye_at > limit
 
     def note_standstill(self, steps: dict[int, int]) -> None:
@@ -206,11 +210,10 @@ class TrackedRank:
 
     def suspect(self, now: float) -> bool:
         """Return whether to inspect it: no progress for suspiciously long, or still alive after its ``Goodbye``."""
-        if self.cut_off or (self.state is not None and self.state.state == "gone"):
+        if self.cut_off or self.name == "gone":
             return False
         if self.goodbye is not None or self.ended:
-            alive = self.fact is not None and self.fact.alive
-            return alive and self.goodbye is not None and now - self.goodbye_at > SUSPECT_S
+            return self.is_alive and self.goodbye is not None and now - self.goodbye_at > SUSPECT_S
         return self.progress.age(now) > self.progress.suspect_after()
 
 
@@ -255,14 +258,14 @@ class RankTracker:
     def __init__(self, *, has_launcher: bool = True) -> None:
         self.ranks: dict[int, TrackedRank] = {}
         self.verdict: Verdict | None = None
-        """The judge's current verdict; None if there is no stall."""
+        self.views: list[RankView] = []
+        """The views of all ranks while some rank makes no progress."""
         self.suspected = False
         """Whether a rank has made no progress for long enough to inspect all ranks (``stalls.progress``)."""
         self.run_state: RunState | None = None
         self.launcher = ""
         """State of the run's launcher at the last check: ``alive``, ``stopped``, ``gone``; empty: there is none."""
         self.stepped = False
-        """Whether some rank has finished an optimizer step."""
         self.kill_asked: set[int] = set()
         """Ranks whose end was requested, by a user or a job scheduler; ``-1`` means the whole run."""
         self.now = 0.0
@@ -314,9 +317,9 @@ class RankTracker:
             if fact.proc_state in ("T", "t"):
                 return self._stops(tracked)
             tracked.stopped_since = None
-            if tracked.state is not None and tracked.state.state == "stopped":
+            if tracked.name == "stopped":
                 tracked.progress.moved(self.now)
-                return self._set(tracked, "training" if tracked.progress.has_stepped else "starting")
+                return self._set(tracked, tracked.running)
             return []
         tracked.stopped_since = None
         if tracked.died_at is None:
@@ -340,12 +343,11 @@ class RankTracker:
         for tracked in self.ranks.values():
             if tracked.stopped_since is not None:
                 messages += self._stops(tracked)
-        ending = [tracked for tracked in self.ranks.values() if not tracked.ended and tracked.may_end]
-        for tracked in by_death(ending, now):
-            ended = self._end_if_dead(tracked, now)
-            if not ended and tracked.died_at is not None:
+        for tracked in by_death([one for one in self.ranks.values() if not one.ended], now):
+            if self._has_ended(tracked, now):
+                messages += self._set(tracked, *tracked.ending())
+            elif tracked.died_at is not None:
                 break
-            messages += ended
         still = [
             tracked
             for tracked in self.ranks.values()
@@ -357,26 +359,24 @@ class RankTracker:
                 tracked.note_standstill(steps)
             self._credit_silent(still, now)
         views = [tracked.view(now) for tracked in self.ranks.values()] if still else []
+        self.views = views
         self.verdict = judge(views) if still and not self._job_ended else None
         self.suspected = any(tracked.suspect(now) for tracked in self.ranks.values())
         if self.verdict is not None and self.verdict.kind in ("exit", "left") and now - self._asked_at < EXIT_LIMIT_S:
             self.verdict = None  # their end was requested; they may still be ending
-        by_rank = {view.rank: view for view in views}
+        views_of = by_rank(views)
         for tracked in still:
-            messages += self._still_state(tracked, by_rank[tracked.rank], now)
+            messages += self._still_state(tracked, views_of[tracked.rank], now)
         if not self._has_launcher:
             messages += self._end_without_launcher(now)
         return messages
 
     def ended(self, now: float, state: RunStateName, exit_code: int | None, text: str = "") -> list[Message]:
         """Record how the whole job ended (``exit.json``): ``finished``, ``failed`` or ``stopped``."""
-        self.now = now
-        self._job_ended = True
-        self.verdict = None
-        self.suspected = False
+        self.now, self._job_ended, self.verdict, self.suspected = now, True, None, False
         messages: list[Message] = []
         for tracked in by_death(self.ranks.values(), now):
-            if not tracked.ended and (tracked.fact is None or not tracked.fact.alive):
+            if not tracked.ended and not tracked.is_alive:
                 messages += self._set(tracked, *tracked.ending())
         return messages + self._set_run(state, text, exit_code)
 
@@ -416,50 +416,36 @@ class RankTracker:
 
     def found(self) -> dict[int, Evidence]:
         """Return the evidence of the last inspection, for ranks without progress since then."""
-        return {
-            rank: tracked.evidence
-            for rank, tracked in self.ranks.items()
-            if tracked.evidence is not None and tracked.evidence.taken >= tracked.progress.moved_at
-        }
+        found = ((rank, tracked.fresh(tracked.progress.moved_at)) for rank, tracked in self.ranks.items())
+        return {rank: evidence for rank, evidence in found if evidence is not None}
 
     def drain_changes(self) -> list[RankState | RunState]:
         """Return, once, the state messages produced since the last call (the detectors turn them into alerts)."""
-        if not self._changes:
-            return []
         changes = list(self._changes)
         self._changes.clear()
         return changes
 
-    # Messages.
-
     def _step(self, t: float, step: Step) -> list[Message]:
-        tracked = self.ranks.get(step.rank)
-        if tracked is None:
-            tracked = self._tracked(step.rank, t)
+        tracked = self._tracked(step.rank, t)
         tracked.progress.step_done(t, step)
         self.stepped = True
-        state = tracked.state
-        return [] if state is not None and state.state == "training" else self._moves(tracked)
+        return [] if tracked.name == "training" else self._moves(tracked)
 
     def _beat(self, t: float, beat: Heartbeat) -> list[Message]:
         tracked = self._tracked(beat.rank, t)
         self.stepped |= beat.step > 1  # a run that resumes may have no step left to take
         progress = tracked.progress
-        before = progress.progress
+        before = progress.latest.progress
         progress.beat(t, beat)
-        state = tracked.state
-        held = state is not None and state.state == "held"
-        if held != bool(beat.held_since) and not tracked.ended:
+        if (tracked.name == "held") != bool(beat.held_since) and not tracked.ended:
             # A rank held at an out-of-memory error makes no progress, but does not hang, as at a breakpoint.
             words = f"at an out-of-memory error in {beat.phase}: waits to be released"
-            return self._set(tracked, "held", words) if beat.held_since else self._let_go(tracked)
-        if state is not None and (state.state == "training" or progress.progress == before):
-            return self._moves(tracked) if state.state == "unreachable" else []
-        return self._moves(tracked)
-
-    def _let_go(self, tracked: TrackedRank) -> list[Message]:
-        tracked.progress.moved(self.now)
-        return self._set(tracked, "training" if tracked.progress.has_stepped else "starting")
+            if beat.held_since:
+                return self._set(tracked, "held", words)
+            progress.moved(self.now)
+            return self._set(tracked, tracked.running)
+        unchanged = tracked.name == "training" or (tracked.name and beat.progress == before)
+        return [] if unchanged and tracked.name != "unreachable" else self._moves(tracked)
 
     def _hello(self, t: float, hello: Hello) -> list[Message]:
         tracked = self._tracked(hello.rank, t)
@@ -470,9 +456,9 @@ class RankTracker:
             tracked = self.ranks[hello.rank] = TrackedRank(hello.rank, t)
         tracked.hello = hello
         tracked.progress.last_message_at = t
-        if same and tracked.state is not None and tracked.state.state != "unreachable":
+        if same and tracked.name not in ("", "unreachable"):
             return []
-        return self._set(tracked, "training" if tracked.progress.has_stepped else "starting")
+        return self._set(tracked, tracked.running)
 
     def _goodbye(self, t: float, goodbye: Goodbye) -> list[Message]:
         tracked = self._tracked(goodbye.rank, t)
@@ -524,11 +510,11 @@ class RankTracker:
                 continue
             if tracked.cut_off:
                 messages += self._set(tracked, "unreachable", f"its host {host.host} is cut off")
-            else:
-                # Time without a connection does not count against it; messages sent meanwhile arrive now.
-                tracked.progress.moved(t)
-                if tracked.state is not None and tracked.state.state == "unreachable":
-                    messages += self._set(tracked, "training" if tracked.progress.has_stepped else "starting")
+                continue
+            # Time without a connection does not count against it; messages sent meanwhile arrive now.
+            tracked.progress.moved(t)
+            if tracked.name == "unreachable":
+                messages += self._set(tracked, tracked.running)
         return messages
 
     def step_in(self, seconds: float) -> int:
@@ -537,8 +523,6 @@ class RankTracker:
         fastest = min((progress.step_seconds for progress in living if progress.step_seconds > 0), default=1.0)
         return max((progress.step for progress in living), default=1) + 3 + ceil(seconds / fastest)
 
-    # States.
-
     def _tracked(self, rank: int, now: float) -> TrackedRank:
         tracked = self.ranks.get(rank)
         if tracked is None:
@@ -546,7 +530,7 @@ class RankTracker:
         return tracked
 
     def _moves(self, tracked: TrackedRank) -> list[Message]:
-        if tracked.state is not None and tracked.state.state in ("gone", "finished", "stopped", "held", "training"):
+        if tracked.name in ("gone", "finished", "stopped", "held", "training"):
             return []
         if tracked.progress.phase == "init" and not tracked.progress.has_stepped:
             return self._set(tracked, "starting")
@@ -560,7 +544,7 @@ class RankTracker:
         if tracked.stopped_since is None:
             tracked.stopped_since = self.now
         since = max(tracked.stopped_since, tracked.progress.moved_at)
-        known = tracked.state is not None and tracked.state.state in ("stopped", "gone")
+        known = tracked.name in ("stopped", "gone")
         if known or tracked.fact is None or self.now - since < STOPPED_S:
             return []
         traced = tracked.fact.is_traced  # such a process ignores signal CONT
@@ -575,14 +559,12 @@ class RankTracker:
             return []
         return self._set(tracked, "hung", UNKILLABLE)
 
-    def _end_if_dead(self, tracked: TrackedRank, now: float) -> list[Message]:
-        died = tracked.died_at
-        if died is not None and now - died >= (0.0 if tracked.goodbye is not None else GOODBYE_GRACE_S):
-            return self._set(tracked, *tracked.ending())
-        failed_unseen = tracked.goodbye is not None and tracked.goodbye.reason == "failed" and tracked.fact is None
-        if failed_unseen and now - tracked.goodbye_at >= GOODBYE_GRACE_S:
-            return self._set(tracked, *tracked.ending())
-        return []
+    def _has_ended(self, tracked: TrackedRank, now: float) -> bool:
+        goodbye, died = tracked.goodbye, tracked.died_at
+        if died is not None:
+            return now - died >= (0.0 if goodbye is not None else GOODBYE_GRACE_S)
+        failed_unseen = goodbye is not None and goodbye.reason == "failed" and tracked.fact is None
+        return failed_unseen and now - tracked.goodbye_at >= GOODBYE_GRACE_S
 
     def _credit_silent(self, still: list[TrackedRank], now: float) -> None:
         """Credit silent ranks with the steps of the ranks that wait for them.
@@ -592,7 +574,7 @@ class RankTracker:
         waiting = [
             each.progress
             for each in still
-            if each.progress.collective and each.progress.per_step_collectives > 0 and not each.ended
+            if each.progress.latest.collective and each.progress.per_step_collectives > 0 and not each.ended
         ]
         reached = min((progress.steps_seen for progress in waiting), default=0) - 1
         for tracked in still:
@@ -601,8 +583,7 @@ class RankTracker:
                 progress.peer_steps = max(progress.peer_steps, reached)
 
     def _still_state(self, tracked: TrackedRank, view: RankView, now: float) -> list[Message]:
-        """Return the state of a rank without current progress."""
-        state = tracked.state.state if tracked.state is not None else "starting"
+        state = tracked.name
         if state in ("stopped", "held") or tracked.cut_off or tracked.stuck_since is not None:
             return []
         verdict = self.verdict
@@ -612,11 +593,9 @@ class RankTracker:
             missed = f"not in {collective(verdict.collective)}, " if inside else ""
             return self._set(tracked, "hung", missed + (where(named) if named is not None else ""))
         silence = tracked.progress.silence(now)
-        alive = tracked.fact is not None and tracked.fact.alive
-        if silence > (UNREACHABLE_ALIVE_S if alive else UNREACHABLE_S):
-            return self._set(
-                tracked, "unreachable", "its process lives but sends nothing" if alive else "nothing heard of it"
-            )
+        if silence > (UNREACHABLE_ALIVE_S if tracked.is_alive else UNREACHABLE_S):
+            words = "its process lives but sends nothing" if tracked.is_alive else "nothing heard of it"
+            return self._set(tracked, "unreachable", words)
         if verdict is not None and tracked.rank in verdict.views:
             hung = f" for rank {verdict.hung[0]}" if len(verdict.hung) == 1 else ""
             place = view.evidence.place if view.evidence is not None else NOWHERE
@@ -627,9 +606,7 @@ class RankTracker:
         usual = tracked.progress.usual_max.get(tracked.progress.phase, 0.0)
         if view.inside and view.age > max(WAIT_SHOWN_S, WAIT_FACTOR * usual):
             return self._set(tracked, "waiting", f"in {collective(view.call)}")
-        if state in ("waiting", "hung"):
-            return self._moves(tracked)
-        return []
+        return self._moves(tracked) if state in ("waiting", "hung") else []
 
     def _end_without_launcher(self, now: float) -> list[Message]:
         if not self.ranks or not all(tracked.ended for tracked in self.ranks.values()):
@@ -639,20 +616,15 @@ class RankTracker:
             self._all_ended_at = now
         if (self.run_state is not None and self.run_state.is_over) or now - self._all_ended_at < 2 * GOODBYE_GRACE_S:
             return []
-        if all(tracked.state is not None and tracked.state.state == "finished" for tracked in self.ranks.values()):
+        if all(tracked.name == "finished" for tracked in self.ranks.values()):
             return self._set_run("finished")
         return self._set_run("stopped" if -1 in self.kill_asked else "failed")
 
     def _set(self, tracked: TrackedRank, state: RankStateName, text: str = "") -> list[Message]:
         known, fact, hello = tracked.state, tracked.fact, tracked.hello
-        over = fact is not None and not fact.alive
-        code, signal = (fact.exit_code, fact.signal) if fact is not None and over else (None, None)
-        if known is not None and (known.state, known.text, known.exit_code, known.signal) == (
-            state,
-            text,
-            code,
-            signal,
-        ):
+        code, signal = (None, None) if tracked.is_alive else tracked.exit_status
+        new = (state, text, code, signal)
+        if known is not None and (known.state, known.text, known.exit_code, known.signal) == new:
             return []
         since = known.since if known is not None and known.state == state else self.now
         if state in ("waiting", "hung", "unreachable") and since == self.now:

@@ -1,16 +1,15 @@
 """Text of stalls: hangs, stopped ranks, unreachable ranks."""
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...messages.control import Alert
 from ...text import duration, ranks_in_words, sanitize
 from ..findings.alerts import RANKS_LISTED
 from ..findings.finding import HIDDEN, Finding, Kind, Shown
 from ..words import Added, Words
-from .collectives import STOPPED, TRACED, collective, where
-from .evidence import Call, Evidence
+from .collectives import STOPPED, TRACED, Difference, collective, where
+from .evidence import Evidence
 from .hang_detector import (
     GATHERED,
     Cause,
@@ -22,18 +21,7 @@ from .hang_detector import (
     WaitingRanks,
     cause_of,
 )
-from .judge import (
-    CircularWait,
-    CutOff,
-    DifferentCalls,
-    Finished,
-    InPointToPoint,
-    RanAhead,
-    StaleLocks,
-    Unclear,
-    Verdict,
-    ranks_of,
-)
+from .judge import CircularWait, OtherRanks, RanAhead, StaleLocks, Unclear, Verdict, ranks_of
 
 STACK_LINES = 8
 
@@ -56,46 +44,32 @@ def _is_unreachable(finding: Finding) -> Words:
     )
 
 
-def awaited(facts: WaitingRanks) -> Added:
-    """Return the addition with the ranks that wait for a stopped or held one."""
-    return Added("awaited", {"waiting": list(facts.waiting[:RANKS_LISTED])})
-
-
-def _since(alert: Alert) -> Since:
-    return Since(float(alert.evidence.get("since", alert.time)))
-
-
 def of_verdict(verdict: Verdict) -> Words:
     """Return the text of a verdict."""
-    words = _of_verdict(verdict)
-    if not verdict.contradicted:
-        return words
-    doubt = " NCCL's own counters (RAS) show that other ranks are behind, so this is not certain."
-    return words._replace(text=words.text + doubt)
-
-
-def _of_verdict(verdict: Verdict) -> Words:
     if (cause := cause_of(verdict)) is not None:
-        return _what_the_script_does(cause, verdict)
-    if isinstance(verdict.facts, InPointToPoint):
-        return _elsewhere(verdict, verdict.facts)
-    return {
-        "missing": _missing,
-        "ahead": _ahead,
-        "lock": _lock,
-        "alone": _alone,
-        "mismatch": _mismatch,
-        "deadlock": _deadlock,
-        "unreachable": _unreachable,
-        "unclear": _unclear,
-        "exit": _exit,
-    }[verdict.kind](verdict)
+        words = _what_the_script_does(cause, verdict)
+    elif verdict.kind == "mismatch" and isinstance(verdict.facts, OtherRanks):
+        words = _elsewhere(verdict, verdict.facts)
+    else:
+        words = {
+            "missing": _missing,
+            "ahead": _ahead,
+            "lock": _lock,
+            "alone": _alone,
+            "mismatch": _mismatch,
+            "deadlock": _deadlock,
+            "unreachable": _unreachable,
+            "unclear": _unclear,
+            "exit": _exit,
+        }[verdict.kind](verdict)
+    doubt = " NCCL's own counters (RAS) show that other ranks are behind, so this is not certain."
+    return words._replace(text=words.text + doubt) if verdict.contradicted else words
 
 
 def _what_the_script_does(cause: Cause, verdict: Verdict) -> Words:
-    """Return the text for ranks that wait for each other because of what the script does."""
     apart, others = cause.apart, cause.others
-    first = apart[0] if apart else others[0]
+    spots = (*apart, *others)
+    first = spots[0]
     where_others = _together(others)
     match cause.kind:
         case "left_loop":
@@ -105,17 +79,17 @@ def _what_the_script_does(cause: Cause, verdict: Verdict) -> Words:
             title += f"; {where_others}: unequal data, or an early stop"
             remedy = "Give every rank the same number of batches (drop_last=True), or stop all ranks together."
         case "not_on_all_ranks":
-            title = f"{_ranks(apart)} {_is(apart)} in {_at(first)}, which all ranks must call; {where_others}"
+            title = f"{_ranks(apart)} {'is' if len(apart) == 1 else 'are'} in {_at(first)}"
+            title += f", which all ranks must call; {where_others}"
             remedy = f"Call {first.call} on all ranks, outside of a condition on the rank."
         case "unequal_gathers":
-            counts = _ways({spot.rank: _times(spot.gathers) for spot in (*apart, *others)})
+            counts = _ways({spot.rank: _times(spot.gathers) for spot in spots})
             times = ", ".join(f"{count} on {ranks_in_words(ranks)}" for count, ranks in counts.items())
-            at = next((spot for spot in (*apart, *others) if spot.call == GATHERED), first)
-            rest = tuple(spot for spot in (*apart, *others) if spot.rank != at.rank)
+            at = next((spot for spot in spots if spot.call == GATHERED), first)
+            rest = [spot for spot in spots if spot.rank != at.rank]
             title = f"{GATHERED} entered {times}: {_together((at,))}; {_together(rest)}"
             remedy = f"Enter {GATHERED} on all ranks, and equally often: it gathers with a collective."
         case "sizes":
-            spots = (*apart, *others)
             sizes = "; ".join(f"{_ranks((s,))}: {s.elements:,} elements, {s.line}" for s in spots[:4])
             name = verdict.collective.name if verdict.collective is not None else ""
             title = f"{name or first.call or 'collective'} of different sizes: {sizes}"
@@ -129,20 +103,18 @@ def _what_the_script_does(cause: Cause, verdict: Verdict) -> Words:
     detail = "" if cause.kind == "left_loop" and first.ended else f" {_detail(verdict)}"
     return Words(
         title,
-        f"{ranks_in_words(verdict.waiting)} {_wait(verdict.waiting)} {duration(verdict.age)} for each other or for a "
+        f"{_waiting(verdict.waiting)} {duration(verdict.age)} for each other or for a "
         f"rank that will not come; none can continue.{detail}",
         remedy,
     )
 
 
 def _detail(verdict: Verdict) -> str:
-    """Return the collectives concerned, in a sentence."""
     if isinstance(verdict.facts, CircularWait):
         ways = _ways({rank: collective(call) for rank, call in verdict.facts.calls.items()})
         return f"{'; '.join(f'{ranks_in_words(ranks)} in {words}' for words, ranks in ways.items())}."
-    if isinstance(verdict.facts, DifferentCalls):
-        calls = _by_words({rank: f"{call.name}{_size(call)}" for rank, call in verdict.facts.calls.items()})
-        return f"Collective {collective(verdict.collective)}: {calls}."
+    if isinstance(verdict.facts, Difference):
+        return f"Collective {collective(verdict.collective)}: {_different(verdict.facts)}."
     return f"In {collective(verdict.collective)}." if verdict.collective is not None else ""
 
 
@@ -153,13 +125,11 @@ def _together(spots: Sequence[Spot]) -> str:
         step = f"in step {spot.step}" if spot.in_step else f"after step {spot.step}"
         ways.setdefault((spot.ended, step if spot.ended else f"{step}, in {_at(spot)}"), []).append(spot.rank)
     return "; ".join(
-        f"{ranks_in_words(ranks)} {_ended(ranks) if ended else _wait(ranks)} {where}"
+        f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} ended {where}"
+        if ended
+        else f"{_waiting(ranks)} {where}"
         for (ended, where), ranks in list(ways.items())[:4]
     )
-
-
-def _ended(ranks: Sequence[int]) -> str:
-    return "has ended" if len(ranks) == 1 else "have ended"
 
 
 def _at(spot: Spot) -> str:
@@ -174,22 +144,15 @@ def _ranks(spots: Sequence[Spot]) -> str:
     return ranks_in_words([spot.rank for spot in spots])
 
 
-def _is(spots: Sequence[Spot]) -> str:
-    return "is" if len(spots) == 1 else "are"
-
-
 def _mismatch(verdict: Verdict) -> Words:
-    """Ranks entered one collective differently."""
-    if not isinstance(verdict.facts, DifferentCalls):
+    if not isinstance(verdict.facts, Difference):
         calls = _by_words({rank: view.inside for rank, view in verdict.views.items()})
         return Words(
             f"mismatched collectives for {duration(verdict.age)}: {calls}",
             f"Every rank is inside its collective {collective(verdict.collective)}, but not the same one ({calls}). "
             "They wait for each other forever. Check for code that takes another branch on some ranks.",
         )
-    found, odd = verdict.facts.calls, verdict.differs
-    shapes = len({call.name for call in found.values()}) == 1
-    calls = _by_words({rank: f"{call.name}{_size(call)}" for rank, call in found.items()})
+    odd, shapes, calls = verdict.differs, verdict.facts.shapes, _different(verdict.facts)
     differs = f" {ranks_in_words(odd)} {'differs' if len(odd) == 1 else 'differ'} from the others." if odd else ""
     return Words(
         f"{'mismatched shapes' if shapes else 'mismatched collectives'} for {duration(verdict.age)}: {calls}",
@@ -199,25 +162,23 @@ def _mismatch(verdict: Verdict) -> Words:
     )
 
 
-def _elsewhere(verdict: Verdict, facts: InPointToPoint) -> Words:
+def _elsewhere(verdict: Verdict, facts: OtherRanks) -> Words:
     """Ranks wait in a collective for ranks that wait in a send or a receive."""
-    apart = [verdict.views[rank] for rank in facts.apart]
-    who = ranks_in_words(facts.apart)
-    others = ranks_in_words([rank for rank in verdict.waiting if rank not in facts.apart])
-    inside = " and ".join(sorted({view.inside for view in apart}))
+    who = ranks_in_words(facts.ranks)
+    others = ranks_in_words([rank for rank in verdict.waiting if rank not in facts.ranks])
+    inside = " and ".join(sorted({verdict.views[rank].inside for rank in facts.ranks}))
     name = verdict.collective.name if verdict.collective is not None else ""
     return Words(
         f"mismatched calls for {duration(verdict.age)}: {who}: {inside}; {others}: {collective(verdict.collective)}",
-        f"{who} {_wait(apart)} in {inside} for another rank, and {others} in {name} for {who}. Check for a send "
+        f"{_waiting(facts.ranks)} in {inside} for another rank, and {others} in {name} for {who}. Check for a send "
         "without a matching receive, or a branch that only some ranks take.",
     )
 
 
 def _deadlock(verdict: Verdict) -> Words:
-    """Ranks wait for each other in different groups."""
     found = verdict.facts.calls if isinstance(verdict.facts, CircularWait) else {}
     ways = _ways({rank: collective(call) for rank, call in found.items()})
-    calls = "; ".join(f"{ranks_in_words(ranks)} {_wait(ranks)} in {words}" for words, ranks in ways.items())
+    calls = "; ".join(f"{_waiting(ranks)} in {words}" for words, ranks in ways.items())
     return Words(
         f"deadlock of process groups for {duration(verdict.age)}: {calls}",
         f"{calls}. Each waits for a rank that waits in another group, so none can continue. "
@@ -226,10 +187,9 @@ def _deadlock(verdict: Verdict) -> Words:
 
 
 def _unreachable(verdict: Verdict) -> Words:
-    """Ranks wait while the host of others is cut off."""
-    who = ranks_in_words(verdict.facts.ranks) if isinstance(verdict.facts, CutOff) else ""
+    who = ranks_in_words(verdict.facts.ranks) if isinstance(verdict.facts, OtherRanks) else ""
     within = f" in {collective(verdict.collective)}" if verdict.collective is not None else ""
-    waits = f"{ranks_in_words(verdict.waiting)} {_wait(verdict.waiting)} {duration(verdict.age)}{within}"
+    waits = f"{_waiting(verdict.waiting)} {duration(verdict.age)}{within}"
     return Words(
         f"{waits}: the host of {who} is cut off",
         f"{waits}. No message arrives from the host of {who}, so the state of its ranks is unknown. Once the link is "
@@ -238,16 +198,15 @@ def _unreachable(verdict: Verdict) -> Words:
 
 
 def _missing(verdict: Verdict) -> Words:
-    """Ranks have not entered the collective in which others wait for them."""
     who, name = ranks_in_words(verdict.hung), collective(verdict.collective)
     late = [view for rank, view in verdict.views.items() if rank in verdict.hung]
     age = max(view.age for rank, view in verdict.views.items() if rank in verdict.waiting)
-    waits = f"{ranks_in_words(verdict.waiting)} {_wait(verdict.waiting)} {duration(age)}"
+    waits = f"{_waiting(verdict.waiting)} {duration(age)}"
     places = sorted({where(view) for view in late})
     at = places[0] if len(places) == 1 else "; ".join(f"rank {view.rank}: {where(view)}" for view in late[:4])
     go_on = "continues" if len(late) == 1 else "continue"
     # A rank that is stopped or gone may have entered the collective; it blocks the others nonetheless.
-    if name and not all(view.absent in ("stopped", "held", "gone") for view in late):
+    if name and not all(view.is_unable for view in late):
         asleep = all(view.evidence is not None and view.evidence.is_asleep for view in late)
         verb = ("sleeps" if asleep else "is") if len(late) == 1 else ("sleep" if asleep else "are")
         place = f"{who} {verb} {at}, and" if len(places) == 1 else f"{at};"
@@ -262,33 +221,30 @@ def _missing(verdict: Verdict) -> Words:
 
 
 def _ahead(verdict: Verdict) -> Words:
-    """Ranks skip collectives and run ahead of those that wait in one."""
-    who, others, name = ranks_in_words(verdict.hung), ranks_in_words(verdict.waiting), collective(verdict.collective)
-    wait, skips = _wait(verdict.waiting), "skips" if len(verdict.hung) == 1 else "skip"
+    who, others, name = ranks_in_words(verdict.hung), _waiting(verdict.waiting), collective(verdict.collective)
+    skips = "skips" if len(verdict.hung) == 1 else "skip"
     steps = verdict.facts if isinstance(verdict.facts, RanAhead) else RanAhead(0, 0)
     return Words(
-        f"{who} {skips} collectives and ran ahead; {others} {wait} {duration(verdict.age)} in {name}",
-        f"{who} reached step {steps.step} without entering {name}, in which {others} {wait} in step {steps.behind}. "
+        f"{who} {skips} collectives and ran ahead; {others} {duration(verdict.age)} in {name}",
+        f"{who} reached step {steps.step} without entering {name}, in which {others} in step {steps.behind}. "
         "That collective can never complete, and the ranks' parameters differ from then on. Check for a condition "
         "that differs between ranks: no_sync(), an accumulation boundary, a skipped backward.",
     )
 
 
 def _lock(verdict: Verdict) -> Words:
-    """Ranks wait for a stale lock of a build."""
-    who, wait = ranks_in_words(verdict.waiting), _wait(verdict.waiting)
+    waits = _waiting(verdict.waiting)
     paths = [sanitize(path, 400) for path in (verdict.facts.paths if isinstance(verdict.facts, StaleLocks) else ())]
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
     return Words(
-        f"{who} {wait} for the build lock {paths[0]}{more}, and no compiler runs",
-        f"{who} {wait} {duration(verdict.age)} for the lock of a PyTorch extension's build. No compiler runs and "
+        f"{waits} for the build lock {paths[0]}{more}, and no compiler runs",
+        f"{waits} {duration(verdict.age)} for the lock of a PyTorch extension's build. No compiler runs and "
         "no file beside the lock has changed lately: a build that was killed left it behind. "
         f"Remove it: rm {' '.join(map(shlex.quote, paths[:4]))}; the ranks then continue by themselves.",
     )
 
 
 def _alone(verdict: Verdict) -> Words:
-    """Ranks are stuck without holding up others."""
     views = sorted(verdict.views.values(), key=lambda view: -view.age)
     who = f"{ranks_in_words(verdict.hung)} made no progress"
     if len({where(view) for view in views}) == 1:
@@ -305,16 +261,17 @@ def _alone(verdict: Verdict) -> Words:
 
 
 def _unclear(verdict: Verdict) -> Words:
-    """No rank makes progress, and the evidence does not identify one as the cause."""
     facts, age = verdict.facts, duration(verdict.age)
-    reason = "no rank is seen to wait for another one"
-    if isinstance(facts, Unclear) and facts.why == "entered":
-        inside, entered = ranks_in_words(facts.inside), ranks_in_words(facts.entered)
-        reason = f"{inside} in {collective(facts.collective)}, which {entered} entered too"
-    elif isinstance(facts, Unclear) and facts.why == "same_collective":
-        reason = f"every rank is inside {collective(facts.collective)}: the network, or the collective itself"
-    elif isinstance(facts, Unclear) and facts.why == "other_counts":
-        reason = "every rank is inside a collective, but not at the same count"
+    facts = facts if isinstance(facts, Unclear) else Unclear("nobody_waits")
+    name = collective(facts.collective)
+    if facts.why == "entered":
+        reason = f"{ranks_in_words(facts.inside)} in {name}, which {ranks_in_words(facts.entered)} entered too"
+    else:
+        reason = {
+            "same_collective": f"every rank is inside {name}: the network, or the collective itself",
+            "other_counts": "every rank is inside a collective, but not at the same count",
+            "nobody_waits": "no rank is seen to wait for another one",
+        }[facts.why]
     return Words(
         f"no progress for {age}, cannot tell which rank: {reason}",
         f"{ranks_in_words(ranks_of(verdict.views.values()))} made no progress for {age}. Cannot tell which rank is "
@@ -323,8 +280,7 @@ def _unclear(verdict: Verdict) -> Words:
 
 
 def _exit(verdict: Verdict) -> Words:
-    """Ranks live on after others have finished."""
-    done = verdict.facts.ranks if isinstance(verdict.facts, Finished) else ()
+    done = verdict.facts.ranks if isinstance(verdict.facts, OtherRanks) else ()
     example = next((view for view in verdict.views.values() if view.inside), next(iter(verdict.views.values())))
     cannot = ", which a finished rank cannot enter" if example.inside else ""
     others = f"{ranks_in_words(done)} finished, " if done else ""
@@ -336,16 +292,20 @@ def _exit(verdict: Verdict) -> Words:
     )
 
 
-def _wait(ranks: Iterable[Any]) -> str:
-    return "waits" if len(list(ranks)) == 1 else "wait"
+def _wait(ranks: Sequence[Any]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
 
 
-def _size(call: Call) -> str:
-    return f" of {call.size:,} elements" if call.size else ""
+def _waiting(ranks: Sequence[int]) -> str:
+    return f"{ranks_in_words(ranks)} {_wait(ranks)}"
+
+
+def _different(found: Difference) -> str:
+    sizes = {rank: f" of {call.size:,} elements" if call.size else "" for rank, call in found.calls.items()}
+    return _by_words({rank: f"{call.name}{sizes[rank]}" for rank, call in found.calls.items()})
 
 
 def _ways(words: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return the ranks grouped by text."""
     ways: dict[str, list[int]] = {}
     for rank, each in words.items():
         ways.setdefault(each, []).append(rank)
@@ -390,42 +350,28 @@ def _groups(found: Mapping[int, Evidence]) -> list[str]:
 
 
 def _plain(evidence: Evidence) -> dict[str, Any]:
-    """Return the evidence about one rank as plain values for an alert."""
-    found: dict[str, Any] = {"taken": evidence.taken, "stacks_by": evidence.by or "none"}
-    if evidence.frames:
-        found["at"] = evidence.place.text
-        found["stack"] = [f"{frame.place} in {frame.function}" for frame in evidence.frames[:STACK_LINES]]
-    if evidence.process:
-        found["process_state"] = evidence.process
-    if evidence.wchan:
-        found["kernel_function"] = evidence.wchan
-    if evidence.asleep:
-        found["asleep_s"] = round(evidence.asleep, 1)
-    if evidence.stands:
-        found["stands_s"] = round(evidence.stands, 1)
-    if evidence.wakes is not None:
-        found["wakes_in_s"] = round(evidence.wakes, 1)
-    if evidence.work:
-        found["process_tree"] = evidence.work
-    if evidence.quiet:
-        found["nothing_done_s"] = round(evidence.quiet, 1)
-    if evidence.lock is not None:
-        found["waits_for_lock"] = evidence.lock.path
-        if evidence.lock.holder:
-            found["lock_held_by"] = evidence.lock.holder
-    if evidence.utilization is not None:
-        found["device_utilization_percent"] = evidence.utilization
-    if evidence.calls.recent:
-        last = evidence.calls.recent[-1]
-        found["last_collective"] = f"{last.name} #{last.number} of group {last.group}"
-        waiting = [call for call in evidence.calls.recent if call.done is False]
-        if waiting:
-            found["unfinished"] = [f"{call.name} #{call.number} of group {call.group}" for call in waiting[:4]]
-    return found
-
-
-def _stopped_evidence(finding: Finding) -> dict[str, Any]:
-    return {"pid": finding.facts.pid, "process_state": "t" if finding.facts.traced else "T"}
+    calls = evidence.calls.recent
+    names = [f"{call.name} #{call.number} of group {call.group}" for call in calls]
+    frames = evidence.frames[:STACK_LINES]
+    found = {
+        "taken": evidence.taken,
+        "stacks_by": evidence.by or "none",
+        "at": evidence.place.text if frames else None,
+        "stack": [f"{frame.place} in {frame.function}" for frame in frames] or None,
+        "process_state": evidence.process or None,
+        "kernel_function": evidence.wchan or None,
+        "asleep_s": round(evidence.asleep, 1) if evidence.asleep else None,
+        "stands_s": round(evidence.stands, 1) if evidence.stands else None,
+        "wakes_in_s": round(evidence.wakes, 1) if evidence.wakes is not None else None,
+        "process_tree": evidence.work or None,
+        "nothing_done_s": round(evidence.quiet, 1) if evidence.quiet else None,
+        "waits_for_lock": evidence.lock.path if evidence.lock is not None else None,
+        "lock_held_by": (evidence.lock.holder or None) if evidence.lock is not None else None,
+        "device_utilization_percent": evidence.utilization,
+        "last_collective": names[-1] if names else None,
+        "unfinished": [name for name, call in zip(names, calls, strict=True) if call.done is False][:4] or None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 _SHOWN: dict[str, Shown] = {
@@ -466,7 +412,7 @@ KINDS = (
             "run_ended": "It ended with the run, after {1}.",
             "superseded": "The evidence has changed: see the next alert.",
         },
-        restore=_since,
+        restore=lambda alert: Since(float(alert.evidence.get("since", alert.time))),
         counted=True,
     ),
     Kind(
@@ -475,9 +421,9 @@ KINDS = (
         _stopped,
         "hang",
         "stopped",
-        evidence=_stopped_evidence,
+        evidence=lambda finding: {"pid": finding.facts.pid, "process_state": "t" if finding.facts.traced else "T"},
         resolved={"resumed": "It runs again.", "rank_ended": "Its process is gone."},
-        added={WaitingRanks: awaited},
+        added={WaitingRanks: lambda facts: Added("awaited", {"waiting": list(facts.waiting[:RANKS_LISTED])})},
         counted=True,
     ),
     Kind(

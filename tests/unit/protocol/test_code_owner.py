@@ -14,17 +14,10 @@ from ftmon.protocol.code_owner import editable_packages, is_probe, library_of, o
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "/home/me/datasets/train.py",
-        "/home/me/transformers/examples/pytorch/run_clm.py",
-        "/home/me/deepspeed/train.py",
-        "/home/me/ftmon/train.py",
-        "/home/me/torch/model.py",
-        "/home/me/trainer/probe/model.py",
-        "C:\\work\\lightning\\train.py",
-        "<stdin>",
-    ],
-)
+    ["/home/me/datasets/train.py", "/home/me/transformers/examples/pytorch/run_clm.py", "/home/me/deepspeed/train.py",
+     "/home/me/ftmon/train.py", "/home/me/torch/model.py", "/home/me/trainer/probe/model.py",
+     "C:\\work\\lightning\\train.py", "<stdin>"],
+)  # fmt: skip
 def test_a_script_in_a_directory_named_like_a_library_is_ones_own(path: str):
     assert owner_of(path) == ""
     assert not is_probe(path)
@@ -32,25 +25,17 @@ def test_a_script_in_a_directory_named_like_a_library_is_ones_own(path: str):
 
 @pytest.mark.parametrize(
     ("path", "owner"),
-    [
-        ("/env/lib/python3.11/site-packages/torch/nn/modules/module.py", "torch"),
-        ("/usr/lib/python3/dist-packages/numpy/core.py", "numpy"),
-        ("/env/lib/python3.11/site-packages/six.py", "six"),
-        ("C:\\env\\Lib\\site-packages\\deepspeed\\runtime\\engine.py", "deepspeed"),
-        ("/usr/lib/python3.11/threading.py", "python"),
-        ("<frozen importlib._bootstrap>", "python"),
-        ("<eval_with_key>.3", "python"),
-        ("/pytorch/aten/src/ATen/native/Linear.cpp", "native"),
-        ("??", "native"),
-        ("", "native"),
-        (code_owner.__file__, "ftmon"),
-        ("/tmp/site/ftmon/trainer/recipe/train.py", "ftmon"),
-        ("/tmp/site/deepspeed/runtime/zero/stage3.py", "deepspeed"),
-        ("/home/me/transformers/src/transformers/models/llama/modeling_llama.py", "transformers"),
-        ("/opt/pytorch/torch/optim/adamw.py", "torch"),
-        ("/opt/lightning/src/lightning/pytorch/loops/fit_loop.py", "lightning"),
-    ],
-)
+    [("/env/lib/python3.11/site-packages/torch/nn/modules/module.py", "torch"),
+     ("/usr/lib/python3/dist-packages/numpy/core.py", "numpy"), ("/env/lib/python3.11/site-packages/six.py", "six"),
+     ("C:\\env\\Lib\\site-packages\\deepspeed\\runtime\\engine.py", "deepspeed"),
+     ("/usr/lib/python3.11/threading.py", "python"), ("<frozen importlib._bootstrap>", "python"),
+     ("<eval_with_key>.3", "python"), ("/pytorch/aten/src/ATen/native/Linear.cpp", "native"), ("??", "native"),
+     ("", "native"), (code_owner.__file__, "ftmon"), ("/tmp/site/ftmon/trainer/recipe/train.py", "ftmon"),
+     ("/tmp/site/deepspeed/runtime/zero/stage3.py", "deepspeed"),
+     ("/home/me/transformers/src/transformers/models/llama/modeling_llama.py", "transformers"),
+     ("/opt/pytorch/torch/optim/adamw.py", "torch"),
+     ("/opt/lightning/src/lightning/pytorch/loops/fit_loop.py", "lightning")],
+)  # fmt: skip
 def test_what_is_installed_is_named_by_its_package(path: str, owner: str):
     assert owner_of(path) == owner
 

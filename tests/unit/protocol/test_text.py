@@ -8,22 +8,13 @@ from hypothesis import strategies as st
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [
-        ("\x1b[31mred\x1b[0m", "red"),
-        ("\x1b]0;title\x07after", "after"),
-        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
-        ("a\tb", "a    b"),
-        ("progress\rdone", "progress�done"),
-        ("\x9b31mred", "�31mred"),
-        ("\u202egnp.exe", "�gnp.exe"),
-        ("one\u2028two", "one�two"),
-        ("bytes \udcff that were no text", "bytes � that were no text"),
-        ("äö 漢字 🙂", "äö 漢字 🙂"),
-        ("ad\u200bmin\ufeff", "ad�min�"),
-        ("\U000e0041tag\u2060", "�tag�"),
-        ("\u0646\u200c\u0647 👩\u200d💻", "\u0646\u0647 👩💻"),
-    ],
-)
+    [("\x1b[31mred\x1b[0m", "red"), ("\x1b]0;title\x07after", "after"),
+     ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"), ("a\tb", "a    b"), ("progress\rdone", "progress�done"),
+     ("\x9b31mred", "�31mred"), ("\u202egnp.exe", "�gnp.exe"), ("one\u2028two", "one�two"),
+     ("bytes \udcff that were no text", "bytes � that were no text"), ("äö 漢字 🙂", "äö 漢字 🙂"),
+     ("ad\u200bmin\ufeff", "ad�min�"), ("\U000e0041tag\u2060", "�tag�"),
+     ("\u0646\u200c\u0647 👩\u200d💻", "\u0646\u0647 👩💻")],
+)  # fmt: skip
 def test_what_a_terminal_would_obey_is_taken_out(text: str, shown: str) -> None:
     assert sanitize(text) == shown
 
@@ -57,22 +48,10 @@ def test_bytes_are_told_in_the_unit_that_fits(count: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (4e-6, "4 us"),
-        (0.00099951, "1 ms"),
-        (0.004, "4 ms"),
-        (0.9996, "1.0 s"),
-        (3.14159, "3.1 s"),
-        (9.96, "10 s"),
-        (34.2, "34 s"),
-        (134, "2 m 14 s"),
-        (8040, "2 h 14 m"),
-        (277_200, "3 d 5 h"),
-        (-34, "-34 s"),
-        (float("inf"), "? s"),
-        (float("nan"), "? s"),
-    ],
-)
+    [(4e-6, "4 us"), (0.00099951, "1 ms"), (0.004, "4 ms"), (0.9996, "1.0 s"), (3.14159, "3.1 s"), (9.96, "10 s"),
+     (34.2, "34 s"), (134, "2 m 14 s"), (8040, "2 h 14 m"), (277_200, "3 d 5 h"), (-34, "-34 s"),
+     (float("inf"), "? s"), (float("nan"), "? s")],
+)  # fmt: skip
 def test_durations_are_told_in_their_two_largest_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
@@ -85,25 +64,17 @@ def test_every_rank_is_named(ranks: list[int], words: str) -> None:
     assert all_ranks(ranks) == words
 
 
-def test_ranks_are_counted_and_named_in_ranges() -> None:
+def test_things_are_counted_and_named() -> None:
     assert ranks_counted([4]) == "rank 4"
     assert ranks_counted([0, 1, 2, 5, 7, 8]) == "6 ranks (0-2, 5, 7-8)"
-
-
-def test_one_thing_is_singular() -> None:
     assert [counted(number, "step") for number in (0, 1, 1204)] == ["0 steps", "1 step", "1,204 steps"]
 
 
 @pytest.mark.parametrize(
     ("environ", "expected"),
-    [
-        ({"LC_ALL": "C", "LANG": "de_DE.UTF-8"}, True),
-        ({"LANG": "POSIX"}, True),
-        ({"LC_CTYPE": "C", "LANG": "C.UTF-8"}, True),
-        ({"LC_ALL": "C.UTF-8", "LANG": "C"}, False),
-        ({"LC_CTYPE": "en_US.UTF-8", "LANG": "C"}, False),
-        ({}, False),
-    ],
-)
+    [({"LC_ALL": "C", "LANG": "de_DE.UTF-8"}, True), ({"LANG": "POSIX"}, True),
+     ({"LC_CTYPE": "C", "LANG": "C.UTF-8"}, True), ({"LC_ALL": "C.UTF-8", "LANG": "C"}, False),
+     ({"LC_CTYPE": "en_US.UTF-8", "LANG": "C"}, False), ({}, False)],
+)  # fmt: skip
 def test_the_c_locale_is_drawn_in_ascii_although_python_writes_utf_8(environ: dict[str, str], expected: bool) -> None:
     assert names_c_locale(environ) is expected

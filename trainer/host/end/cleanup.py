@@ -26,13 +26,9 @@ from ....protocol.run.environment import JOIN_ENV, RUN_ENV
 from ....protocol.run.rundir import RunDir
 from ....protocol.text import duration, gib, kernel_sleep, sanitize
 from .. import processes
-from ..inspection import inspect
 from ..processes import Process
-from .kill import sweep
+from .kill import sweep, why_stays
 
-_MARK = f"{RUN_ENV}=".encode()
-_JOINED = f"{JOIN_ENV}=".encode()
-"""A process that joined another host's run has the path of a directory on that host in its environment."""
 _SETTLED_SECONDS = 60.0
 """Seconds after a run's end in which its other hosts end their leftover processes."""
 _ANSWER_SECONDS = 2.0
@@ -73,35 +69,25 @@ def find() -> list[Orphan]:
     for process in table.values():
         if process.pid in mine or not process.alive:
             continue
-        variables = processes.environment_of(process.pid)
-        mark = next((os.fsdecode(one[len(_MARK) :]) for one in variables if one.startswith(_MARK)), "")
+        mark = processes.variable_of(process.pid, RUN_ENV)
         if not mark:
             continue
         if mark not in runs:
-            join = next((os.fsdecode(one[len(_JOINED) :]) for one in variables if one.startswith(_JOINED)), "")
-            runs[mark] = orphan_reason(RunDir(mark), join)
+            # A process that joined another host's run has the path of a directory on that host in its environment.
+            runs[mark] = orphan_reason(RunDir(mark), processes.variable_of(process.pid, JOIN_ENV) or "")
         if runs[mark].why:
             found[process.pid] = (process, mark)
     # Descendants of an orphan may have been started with another environment.
     for process in processes.descendants(found, table):
-        if process.alive and process.pid not in mine:
-            parent = found.get(process.parent)
-            if process.pid not in found and parent is not None:
-                found[process.pid] = (process, parent[1])
+        if process.alive and process.pid not in mine and process.parent in found:
+            found.setdefault(process.pid, (process, found[process.parent][1]))
     held = _gpu_memory(set(found))
     boot = time.time() - float(Path("/proc/uptime").read_text().split()[0])
     ticks = os.sysconf("SC_CLK_TCK")
     orphans = [
         Orphan(
-            process.pid,
-            process.start_ticks,
-            process.name,
-            process.state,
-            max(0.0, time.time() - boot - process.start_ticks / ticks),
-            mark,
-            runs[mark].why,
-            held.get(process.pid, 0),
-            runs[mark].sure,
+            *(*process.key, process.name, process.state, max(0.0, time.time() - boot - process.start_ticks / ticks)),
+            *(mark, runs[mark].why, held.get(process.pid, 0), runs[mark].sure),
         )
         for process, mark in found.values()
     ]
@@ -157,16 +143,9 @@ def end(orphans: Sequence[Orphan]) -> list[str]:
 
     def living() -> list[Process]:
         found = [processes.read(pid) for pid, _ in wanted]
-        return [one for one in found if one is not None and one.alive and (one.pid, one.start_ticks) in wanted]
+        return [one for one in found if one is not None and one.alive and one.key in wanted]
 
-    return [_why_left(process) for process in sweep(living)]
-
-
-def _why_left(process: Process) -> str:
-    if process.state == "D":
-        sleeps = kernel_sleep(inspect.wchan(process.pid, process.pid))
-        return f"pid {process.pid} ({process.name}) is {sleeps}: it ends when the kernel returns"
-    return f"pid {process.pid} ({process.name}) is still alive in state {process.state}: another user's, perhaps"
+    return [why_stays(process, ": another user's, perhaps") for process in sweep(living)]
 
 
 def _ancestors(pid: int, table: dict[int, Process]) -> set[int]:
@@ -209,23 +188,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     unsure = [] if arguments.elsewhere else [orphan for orphan in orphans if not orphan.sure]
     orphans = [orphan for orphan in orphans if orphan not in unsure]
     if unsure:
-        for orphan in unsure:
-            print(orphan.line)
+        print(*(orphan.line for orphan in unsure), sep="\n")
         print(f"{len(unsure)} left alone, as that host may only be cut off; --elsewhere ends these too")
     if not orphans:
-        print(
-            "nothing else of an earlier run is running here" if unsure else "nothing of an earlier run is running here"
-        )
+        print(f"nothing {'else ' if unsure else ''}of an earlier run is running here")
         return 0
-    for orphan in orphans:
-        print(orphan.line)
-    sys.stdout.flush()
+    print(*(orphan.line for orphan in orphans), sep="\n", flush=True)
     if not arguments.yes and not _confirmed():
         return 1
     left = end(orphans)
-    print(f"ended {len(orphans) - len(left)} of {len(orphans)}")
-    for line in left:
-        print(line)
+    print(f"ended {len(orphans) - len(left)} of {len(orphans)}", *left, sep="\n")
     return 1 if left else 0
 
 

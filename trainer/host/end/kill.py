@@ -1,13 +1,8 @@
-"""Kills ranks, or a whole run, and verifies it: signals in steps, to processes known by pid and start time.
-
-Runs in a separate thread. It reads the process table again before each step, because a dying rank may leave new
-workers, and ends only when no process is left or its time limit is reached.
-"""
+"""Kills ranks, or a whole run, and verifies it: signals in steps, to processes known by pid and start time."""
 
 import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -19,25 +14,31 @@ from ....protocol.text import counted, duration, kernel_sleep, sanitize
 from .. import processes
 from ..hardware.gpus import GpuUse, gpu_use, verdict, wait_until_free
 from ..inspection import inspect
-from ..loop import Post, Reply
+from ..loop import Post, Reply, in_thread
 from ..processes import Origin, Process, escaped, origin
 
-_TERM_SECONDS = 2.0
-_KILL_SECONDS = 8.0
+INT_SECONDS = 2.0
+TERM_SECONDS = 3.0
+KILL_SECONDS = 8.0
+"""Time limits of the steps of an escalation; the last one is for the whole kill."""
+ONE_SIGNAL_SECONDS = 8.0
+"""Time to wait after a single signal that the user chose."""
+_GPU_SECONDS = 5.0
+_RANK_PID = f"{RANK_PID_ENV}=".encode()
+_LAUNCHER = "ftmon.trainer.launch"
+_POLL_SECONDS = 0.05
 
 
 def sweep(
     find: Callable[[], list[Process]],
     on_wait: Callable[[], None] = lambda: None,
-    term_seconds: float = _TERM_SECONDS,
-    kill_seconds: float = _KILL_SECONDS,
+    term_seconds: float = 2.0,
+    kill_seconds: float = 8.0,
 ) -> list[Process]:
     """End all processes that ``find`` returns, calling it repeatedly, because a process may start others until it dies.
 
     KILL follows TERM after ``term_seconds`` and is repeated for ``kill_seconds``; ``on_wait`` is called between polls.
-
-    Returns:
-        Processes still alive, usually in uninterruptible sleep (state D).
+    Returns the processes still alive, usually in uninterruptible sleep (state D).
     """
     begun = time.monotonic()
     killed_at: float | None = None
@@ -53,24 +54,21 @@ def sweep(
             with contextlib.suppress(PermissionError):
                 if killed_at is not None:
                     processes.send_signal(process, signal.SIGKILL)
-                elif (process.pid, process.start_ticks) not in reported:
-                    reported.add((process.pid, process.start_ticks))
+                elif process.key not in reported:
+                    reported.add(process.key)
                     processes.send_signal(process, signal.SIGTERM)
                     processes.send_signal(process, signal.SIGCONT)
         on_wait()
         time.sleep(_POLL_SECONDS)
 
 
-INT_SECONDS = 2.0
-TERM_SECONDS = 3.0
-KILL_SECONDS = 8.0
-"""Time limits of the steps of an escalation; the last one is for the whole kill."""
-ONE_SIGNAL_SECONDS = 8.0
-"""Time to wait after a single signal that the user chose."""
-_GPU_SECONDS = 5.0
-_RANK_PID = f"{RANK_PID_ENV}=".encode()
-_LAUNCHER = "ftmon.trainer.launch"
-_POLL_SECONDS = 0.05
+def why_stays(process: Process, otherwise: str = "") -> str:
+    """Return why a process is still alive after a kill, as a sentence."""
+    subject = f"pid {process.pid} ({process.name}) is"
+    if process.state == "D":
+        sleeps = kernel_sleep(inspect.wchan(process.pid, process.pid))
+        return f"{subject} {sleeps}: it ends when the kernel returns"
+    return f"{subject} still alive in state {process.state}{otherwise}"
 
 
 class Target(NamedTuple):
@@ -87,6 +85,9 @@ class Outcome(NamedTuple):
     ok: bool
     text: str
     data: dict[str, Any]
+
+
+NO_THREAD = Outcome(False, "no thread can be started on this host", {})
 
 
 @dataclass(frozen=True)
@@ -107,21 +108,18 @@ class KillScope:
     """The ranks of this host to spare, with their children, even if a target started them."""
 
 
-class Kill(threading.Thread):
-    """One kill.
+class Kill:
+    """One kill; ``number`` is the signal to send, None to escalate INT, TERM, KILL.
 
-    ``number`` is the signal to send, None to escalate INT, TERM, KILL; ``done`` is called once, in this thread.
+    It reads the process table again before each step, because a dying rank may leave new workers, and ends only when no
+    process is left or its time limit is reached.
     """
 
-    def __init__(
-        self, scope: KillScope, number: signal.Signals | None, on_gpu: bool, done: Callable[[Outcome], None]
-    ) -> None:
-        super().__init__(name="kill", daemon=True)
+    def __init__(self, scope: KillScope, number: signal.Signals | None, on_gpu: bool) -> None:
         self._scope = scope
         self._targets = scope.targets
         self._number = number
         self._on_gpu = on_gpu
-        self._done = done
         self._known: dict[tuple[int, int], Process] = {}
         self._origins: list[Origin] = []
         """Properties that identify processes started by the ranks, read before the first signal."""
@@ -129,13 +127,12 @@ class Kill(threading.Thread):
         self._refused: set[int] = set()
         self._gpus_before: GpuUse | None = None
 
-    def run(self) -> None:
+    def run(self) -> Outcome:
         """Kill, verify, report."""
         try:
-            outcome = self._kill()
+            return self._kill()
         except Exception as error:  # the user must get an answer after any error
-            outcome = Outcome(False, f"the kill itself failed: {type(error).__name__}: {error}", {})
-        self._done(outcome)
+            return Outcome(False, f"the kill itself failed: {type(error).__name__}: {error}", {})
 
     def _kill(self) -> Outcome:
         begun = time.monotonic()
@@ -151,29 +148,22 @@ class Kill(threading.Thread):
     def _find(self) -> list[Process]:
         """Return the targets' living processes, also those found earlier: workers of a dead rank lose their parent."""
         table = processes.table()
-        mains = {target.pid for target in self._alive(self._targets, table)}
+        spared, roots = self._scope.spared, self._scope.roots
+        mains = {process.pid for process in self._mains(table.values())}
         if self._scope.whole_run:
-            roots = {
-                p.pid
-                for p in processes.descendants(
-                    self._scope.roots, _without(table, self._scope.spared, self._scope.roots)
-                )
-            }
-            found = processes.of_run(self._scope.run, mains | roots, self._scope.spared)
+            # Without the spared processes (except the roots), so that their descendants are not found.
+            others = {pid: process for pid, process in table.items() if pid in roots or pid not in spared}
+            below = {process.pid for process in processes.descendants(roots, others)}
+            found = processes.of_run(self._scope.run, mains | below, spared)
         else:
             found = self._of_ranks(mains, table)
-        for process in found:
-            self._known[process.pid, process.start_ticks] = process
-        living = {}
-        for key in self._known:
-            now = table.get(key[0])
-            if now is not None and now.start_ticks == key[1] and now.alive and now.pid not in self._scope.spared:
-                living[key] = now
-        return list(living.values())
+        self._known |= {process.key: process for process in found}
+        now = [table[pid] for pid, _ in self._known if pid in table and pid not in spared]
+        return [process for process in now if process.key in self._known and process.alive]
 
     def _of_ranks(self, mains: set[int], table: dict[int, Process]) -> list[Process]:
         """Return the ranks' own processes (``mains``) and their children, except for other ranks and their children."""
-        others = {process.pid for process in self._alive(self._scope.others, table)}
+        others = {process.pid for process in _alive(self._scope.others, table.values())}
         others.update(process.pid for process in processes.descendants(others, table, apart=mains))
         found = [table[pid] for pid in mains] + processes.descendants(mains, table, apart=others)
         found += processes.marked(self._scope.run, table.values(), [target.pid for target in self._targets])
@@ -181,19 +171,12 @@ class Kill(threading.Thread):
         found += [*away, *processes.descendants([daemon.pid for daemon in away], table)]
         return [process for process in found if process.pid not in others]
 
-    @staticmethod
-    def _alive(targets: Collection[Target], table: dict[int, Process]) -> list[Process]:
-        found = [table.get(target.pid) for target in targets]
-        return [
-            process
-            for process, target in zip(found, targets, strict=True)
-            if process is not None and process.start_ticks == target.start_ticks and process.alive
-        ]
+    def _mains(self, among: Iterable[Process]) -> list[Process]:
+        return _alive(self._targets, among)
 
     def _escalate(self, first: list[Process]) -> list[Process]:
         # INT goes to the ranks only: they can clean up, and their launcher sees them end.
-        mains = self._alive(self._targets, {process.pid: process for process in first})
-        self._signal(mains or first, signal.SIGINT)
+        self._signal(self._mains(first) or first, signal.SIGINT)
         left = self._wait(first, INT_SECONDS, stop_early=not self._scope.whole_run)
         if left:
             self._signal(left, signal.SIGTERM)
@@ -204,13 +187,11 @@ class Kill(threading.Thread):
         return left
 
     def _one_signal(self, first: list[Process], number: signal.Signals) -> list[Process]:
-        mains = self._alive(self._targets, {process.pid: process for process in first})
+        mains = self._mains(first)
         everything = number is signal.SIGKILL or self._scope.whole_run or not mains
         self._signal(first if everything else mains, number)
         left = self._wait(first, ONE_SIGNAL_SECONDS, stop_early=not everything)
-        if left and (
-            number is signal.SIGKILL or not self._alive(self._targets, {process.pid: process for process in left})
-        ):
+        if left and (number is signal.SIGKILL or not self._mains(left)):
             left = sweep(self._find)  # the ranks are gone, so no parent ends their children
         return left
 
@@ -222,7 +203,7 @@ class Kill(threading.Thread):
             time.sleep(_POLL_SECONDS)
             is_over = time.monotonic() >= deadline  # before the last look: this thread may not run for a while
             left = self._find()
-            if stop_early and not self._alive(self._targets, {process.pid: process for process in left}):
+            if stop_early and not self._mains(left):
                 break
         return left
 
@@ -237,7 +218,7 @@ class Kill(threading.Thread):
                 self._refused.add(process.pid)
 
     def _report(self, left: list[Process], seconds: float) -> Outcome:
-        alive = {(process.pid, process.start_ticks) for process in left}
+        alive = {process.key for process in left}
         ended = [process for key, process in self._known.items() if key not in alive]
         ranks = [target.rank for target in self._targets if (target.pid, target.start_ticks) not in alive]
         data: dict[str, Any] = {
@@ -287,32 +268,19 @@ class Kill(threading.Thread):
 
     def _why_left(self, process: Process) -> str:
         now = processes.same(process) or process
-        if now.state == "D":
-            sleeps = kernel_sleep(inspect.wchan(now.pid, now.pid))
-            return f"pid {now.pid} ({now.name}) is {sleeps}: it ends when the kernel returns"
-        if now.pid in self._refused:
+        if now.state != "D" and now.pid in self._refused:
             return f"pid {now.pid} ({now.name}) belongs to another user"
-        again = "" if self._number is None else "; kill without a signal goes on to KILL"
-        return f"pid {now.pid} ({now.name}) is still alive in state {now.state}{again}"
+        return why_stays(now, "" if self._number is None else "; kill without a signal goes on to KILL")
+
+
+def _alive(targets: Iterable[Target], among: Iterable[Process]) -> list[Process]:
+    keys = {(target.pid, target.start_ticks) for target in targets}
+    return [process for process in among if process.key in keys and process.alive]
 
 
 def kill(scope: KillScope, number: signal.Signals | None, on_gpu: bool, post: Post) -> Reply[Outcome]:
-    """Start a ``Kill``; return the reply for its outcome, which is set in the main loop through ``post``."""
-    reply: Reply[Outcome] = Reply()
-
-    def done(outcome: Outcome) -> None:
-        post(lambda: reply.arrive(outcome))
-
-    try:
-        Kill(scope, number, on_gpu, done).start()
-    except RuntimeError:
-        done(Outcome(False, "no thread can be started on this host", {}))
-    return reply
-
-
-def _without(table: dict[int, Process], spared: Collection[int], roots: Collection[int]) -> dict[int, Process]:
-    """Return the table without the spared processes (except the roots), so that their descendants are not found."""
-    return {pid: process for pid, process in table.items() if pid in roots or pid not in spared}
+    """Start a ``Kill`` in a thread; return the reply for its outcome, set through ``post``."""
+    return in_thread(Kill(scope, number, on_gpu).run, post, "kill", NO_THREAD)
 
 
 def interrupt_ranks(targets: Iterable[Target]) -> list[Target]:
@@ -325,10 +293,8 @@ def interrupt_job(run: Path, roots: list[int], spared: Collection[int]) -> list[
 
     ``roots`` are pids whose descendants all belong to the run; their own groups and ``spared`` pids are not touched.
     """
-    groups: list[int] = []
-    for process in processes.of_run(run, roots, spared):
-        if process.group not in groups and process.group not in (os.getpgid(0), *roots):
-            groups.append(process.group)
+    found = dict.fromkeys(process.group for process in processes.of_run(run, roots, spared))
+    groups = [group for group in found if group not in (os.getpgid(0), *roots)]
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGINT)
@@ -337,9 +303,7 @@ def interrupt_job(run: Path, roots: list[int], spared: Collection[int]) -> list[
 
 def _interrupt(target: Target) -> bool:
     process = processes.read(target.pid)
-    if process is None or process.start_ticks != target.start_ticks or not process.alive:
-        return False
-    try:
-        return processes.send_signal(process, signal.SIGINT)
-    except PermissionError:
-        return False
+    with contextlib.suppress(PermissionError):
+        if process is not None and _alive([target], [process]):
+            return processes.send_signal(process, signal.SIGINT)
+    return False

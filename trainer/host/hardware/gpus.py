@@ -1,8 +1,4 @@
-"""Reads errors of NVIDIA's driver (XIDs) from the kernel log if permitted, else from NVML's events.
-
-The log's lines are ``NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off the bus.`` Records
-already in the log at the start are older than the run and are ignored.
-"""
+"""This host's GPUs: samples and memory faults from NVML, memory after a kill, and the driver's errors (XIDs)."""
 
 import contextlib
 import os
@@ -34,11 +30,7 @@ _REASONS = (
 
 
 class Nvml:
-    """NVML, opened. Not thread-safe; use it from one thread.
-
-    Raises:
-        pynvml.NVMLError: no driver is installed, or it does not answer.
-    """
+    """NVML, opened. Not thread-safe; use it from one thread. Raises ``pynvml.NVMLError`` without a working driver."""
 
     def __init__(self) -> None:
         pynvml.nvmlInit()
@@ -48,8 +40,8 @@ class Nvml:
             # A GPU that fell off the bus has no handle; the others are still watched.
             handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
             self._handles.append(handle)
-            name = _text(_ask(pynvml.nvmlDeviceGetName, handle)) if handle is not None else ""
-            uuid = _text(_ask(pynvml.nvmlDeviceGetUUID, handle)) if handle is not None else ""
+            queries = (pynvml.nvmlDeviceGetName, pynvml.nvmlDeviceGetUUID)
+            name, uuid = ("" if handle is None else _text(_ask(query, handle)) for query in queries)
             self._names.append((name or f"GPU {index}", uuid))
 
     def close(self) -> None:
@@ -58,12 +50,9 @@ class Nvml:
             pynvml.nvmlShutdown()
 
     def samples(self, host: str, now: float, rank_of: dict[int, int]) -> list[DeviceSample]:
-        """Sample every GPU that answers.
+        """Sample every GPU that answers; raise ``pynvml.NVMLError`` if none does any more.
 
         If NVML reports pids of another namespace (in some containers), no process has a rank.
-
-        Raises:
-            pynvml.NVMLError: no device answers any more.
         """
         samples: list[DeviceSample] = []
         failed: pynvml.NVMLError | None = None
@@ -94,14 +83,7 @@ class Nvml:
         limit = _ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         temperature = _ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
         return DeviceSample(
-            host=host,
-            kind="gpu",
-            index=index,
-            name=name,
-            time=now,
-            used_bytes=used,
-            total_bytes=total,
-            uuid=uuid,
+            *(host, "gpu", index, name, now, used, total, uuid),
             utilization_percent=float(rates.gpu) if rates is not None else None,
             power_w=power / 1000 if power is not None else None,
             power_limit_w=limit / 1000 if limit is not None else None,
@@ -116,10 +98,7 @@ class Nvml:
 def _health(index: int, handle: Any, uuid: str, host: str, now: float) -> DeviceHealth:
     rows: Any = _ask(pynvml.nvmlDeviceGetRemappedRows, handle)  # corrected, uncorrected, pending, failed
     return DeviceHealth(
-        host=host,
-        index=index,
-        time=now,
-        uuid=uuid,
+        *(host, index, now, uuid),
         ecc_corrected=_errors(handle, pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
         ecc_uncorrected=_errors(handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
         remap_pending=bool(rows[2]) if rows is not None else False,
@@ -160,8 +139,7 @@ def _memory(handle: Any) -> tuple[int, int]:
 
 
 def _reasons(handle: Any) -> list[str]:
-    ask = getattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
-    mask = _ask(ask, handle) if ask is not None else None
+    mask = _ask(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))  # absent in older versions
     if mask is None:
         mask = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
     return reasons_in_words(int(mask)) if mask else []
@@ -175,12 +153,6 @@ def _processes(handle: Any, rank_of: dict[int, int]) -> list[ProcessMemory]:
         name = _text(_ask(pynvml.nvmlSystemGetProcessName, pid)).split(" ")[0].rsplit("/", 1)[-1]
         processes.append(ProcessMemory(pid, int(process.usedGpuMemory or 0), rank_of.get(pid), name))
     return processes
-
-
-# Checks that GPU memory is free after a kill, from NVML's list of processes and from the devices' totals.
-#
-# In a container NVML may list the pids of another namespace, or none. The processes are therefore also searched before
-# the kill: if they were not found then, their absence afterwards proves nothing, and the devices' totals decide.
 
 
 _POLL_SECONDS = 0.2
@@ -233,7 +205,11 @@ def wait_until_free(pids: Collection[int], seconds: float) -> GpuUse | None:
 
 
 def verdict(before: GpuUse | None, after: GpuUse | None) -> tuple[bool, str]:
-    """Return whether memory is known to be still held after a kill, from samples before and after, and the text."""
+    """Return whether memory is known to be still held after a kill, from samples before and after, and the text.
+
+    In a container NVML may list the pids of another namespace, or none: if the processes were not found before the
+    kill, their absence afterwards proves nothing, and the devices' totals decide.
+    """
     if before is None or after is None:
         return False, "NVML cannot tell whether GPU memory is free"
     if after.held:
@@ -249,6 +225,7 @@ def verdict(before: GpuUse | None, after: GpuUse | None) -> tuple[bool, str]:
 
 
 _LINE = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)[^)]*\): (?P<code>\d+)")
+"""As in ``NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off the bus.``"""
 _MOST = 256
 """Maximum number of records read per call."""
 
@@ -263,7 +240,10 @@ def read_xid(record: str, host: str, now: float) -> Xid | None:
 
 
 class Xids:
-    """Watches for XIDs. Use it from one thread, and ``close`` it. ``log`` differs only in tests."""
+    """Watches for XIDs in the kernel log, if permitted, else in NVML's events; those logged before are ignored.
+
+    Use it from one thread, and ``close`` it. ``log`` differs only in tests.
+    """
 
     def __init__(self, host: str, log: str = "/dev/kmsg") -> None:
         self._host = host
@@ -300,13 +280,10 @@ class Xids:
     def _register(self) -> None:
         try:
             pynvml.nvmlInit()
-        except pynvml.NVMLError:
-            return
-        try:
             events = pynvml.nvmlEventSetCreate()
         except pynvml.NVMLError:
             return
-        for index in range(_count()):
+        for index in range(_ask(pynvml.nvmlDeviceGetCount) or 0):
             # A consumer card may not support the event; the others are still watched.
             with contextlib.suppress(pynvml.NVMLError):
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -326,10 +303,3 @@ class Xids:
                 break
             found.append(Xid(self._host, time.time(), int(event.eventData), index))
         return found
-
-
-def _count() -> int:
-    try:
-        return int(pynvml.nvmlDeviceGetCount())
-    except pynvml.NVMLError:
-        return 0

@@ -1,32 +1,24 @@
-"""Determines whether the kernel's OOM killer killed a process, from its cgroup's counter and the kernel log.
+"""Watches this host: free disk space, memory and CPU as a device sample, and kills by the kernel's OOM killer."""
 
-A SIGKILL alone proves nothing. Evidence is a kernel log line that names the pid, or a control group's count of
-out-of-memory kills that rose just before the process died. Formats: Linux's mm/oom_kill.c (``Killed process``), cgroup
-version 2's ``memory.events`` and version 1's ``memory.oom_control`` (Documentation/admin-guide/cgroup-v1/memory.rst).
-"""
-
+import contextlib
 import os
 import re
 import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
 from ....protocol.host.machine import cpu_model, group_limit, group_memory, hierarchies, memory_group
+from ....protocol.host.process import proc_bytes, proc_text
 from ....protocol.messages.hosts import KernelKill
 from ....protocol.messages.telemetry import DeviceSample, DiskSpace, ProcessMemory, Volume
 from ....protocol.text import sanitize
-
-# Measures free space on the file systems that a run uses on this host, found from its ranks' open files.
-#
-# Directories: the run's own, each rank's working directory, ``TMPDIR``, ``/dev/shm``, the output directory that a
-# rank announced, and those of files that a rank has open for writing (a checkpoint being saved). One directory is
-# reported per file system.
-
+from ..processes import open_files
 
 SEARCH_SECONDS = 10.0
 """Seconds between searches for directories; free space is read at every call of ``measure``."""
@@ -38,14 +30,16 @@ MOST_VOLUMES = 16
 MOST_FILES = 512
 _NO_DISKS = ("/proc/", "/sys/", "/dev/")
 SHM = "/dev/shm"
-
 Place = tuple[str, str]
 """A directory, and its use by the run."""
 
 
 class Disks:
-    """Measures free space on this host's disks. Not thread-safe.
+    """Measures free space on the file systems that a run uses on this host. Not thread-safe.
 
+    Directories: the run's own, each rank's working directory, ``TMPDIR``, ``/dev/shm``, the output directory that a
+    rank announced, and those of files that a rank has open for writing (a checkpoint being saved). One directory is
+    reported per file system.
     ``root`` is the parent directory of ``proc``; it and ``statvfs`` differ only in tests.
     """
 
@@ -137,29 +131,16 @@ class Disks:
             return ""
 
     def _temporary(self, pid: int) -> str:
-        try:
-            environment = (self._root / f"proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            environment = []
-        for entry in environment:
-            if entry.startswith(b"TMPDIR=") and len(entry) > 7:
-                return os.fsdecode(entry[7:])
-        return "/tmp"
+        environment = proc_bytes(self._root / f"proc/{pid}/environ").split(b"\0")
+        found = (entry[7:] for entry in environment if entry.startswith(b"TMPDIR=") and len(entry) > 7)
+        return os.fsdecode(next(found, b"/tmp"))
 
     def _written(self, pid: int) -> Iterator[str]:
-        folder = self._root / f"proc/{pid}/fd"
-        try:
-            names = os.listdir(folder)[:MOST_FILES]
-        except OSError:
-            return
-        for name in names:
-            try:
-                mode = os.lstat(folder / name).st_mode
-                target = os.readlink(folder / name)
-            except OSError:
-                continue
-            if mode & stat.S_IWUSR and target.startswith("/") and not target.startswith(_NO_DISKS):
-                yield os.path.dirname(target)
+        for path, target in islice(open_files(pid, self._root), MOST_FILES):
+            with contextlib.suppress(OSError):
+                mode = os.lstat(path).st_mode
+                if mode & stat.S_IWUSR and target.startswith("/") and not target.startswith(_NO_DISKS):
+                    yield os.path.dirname(target)
 
 
 def _existing(path: str) -> str:
@@ -169,14 +150,13 @@ def _existing(path: str) -> str:
     return path
 
 
-# Samples the host itself as a device: memory under its cgroup's limit, busy CPU, and the ranks' resident memory.
-
-
 class HostLoad:
-    """Samples this host. Not thread-safe; use it from one thread. ``root`` differs only in tests."""
+    """Samples this host as a device: memory under its cgroup's limit, busy CPU, the ranks' resident memory.
+
+    Not thread-safe; use it from one thread. ``root`` differs only in tests.
+    """
 
     def __init__(self, root: Path = Path("/")) -> None:
-        self._root = root
         self._name = f"{cpu_model(root)}, {os.cpu_count() or 1} CPUs"
         self._group = memory_group(root)
         psutil.cpu_percent(None)  # the first call only starts the measurement
@@ -189,25 +169,14 @@ class HostLoad:
         if limited is not None and limited[1] < total:
             used, total = limited
         return DeviceSample(
-            host=host,
-            kind="host",
-            index=0,
-            name=self._name,
-            time=now,
-            used_bytes=used,
-            total_bytes=total,
+            *(host, "host", 0, self._name, now, used, total),
             utilization_percent=psutil.cpu_percent(None),
-            processes=[found for pid, rank in rank_of.items() if (found := _resident(pid, rank)) is not None],
+            processes=[
+                ProcessMemory(pid, size, rank, sanitize(proc_text(f"/proc/{pid}/comm").strip(), 32))
+                for pid, rank in rank_of.items()
+                if (size := _resident_of(pid))
+            ],
         )
-
-
-def _resident(pid: int, rank: int) -> ProcessMemory | None:
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
-    except (OSError, IndexError, ValueError):
-        return None
-    return ProcessMemory(pid, pages * os.sysconf("SC_PAGE_SIZE"), rank, sanitize(name, 32))
 
 
 RECENT_SECONDS = 30.0
@@ -215,7 +184,7 @@ RECENT_SECONDS = 30.0
 _COUNTS_KEPT = 16
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """PROC_PID_INIT_INO: pids in the kernel log match those of /proc only in this namespace."""
-
+_KILL_COUNT = re.compile(r"oom_kill \d+\s*")
 _KILLED = re.compile(
     r"(?P<scope>Memory cgroup out of memory|Out of memory)[^:]*: Killed process (?P<pid>\d+)(?:, UID \d+,)? "
     r"\((?P<name>[^)]*)\).*?anon-rss:(?P<anon>\d+)kB"
@@ -249,30 +218,24 @@ def read_kill(record: str) -> LogKill | None:
 
 def kill_count(group: Path) -> int | None:
     """Return the number of a cgroup's processes killed by the OOM killer; None: unknown."""
-    for name in ("memory.events", "memory.oom_control"):
-        try:
-            lines = (group / name).read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            key, _, value = line.partition(" ")
-            if key == "oom_kill" and value.strip().isdigit():
-                return int(value)
-    return None
+    lines = (line for name in ("memory.events", "memory.oom_control") for line in proc_text(group / name).splitlines())
+    return next((int(line.split()[1]) for line in lines if _KILL_COUNT.fullmatch(line)), None)
 
 
 def memory_groups(pid: int, root: Path = Path("/")) -> list[Path]:
     """Return the cgroups that account for the memory of a process, of version 2 and 1."""
-    found: list[Path] = []
-    for own, mount in hierarchies("memory", pid, root):
-        found += [group for group in (own, mount) if kill_count(group) is not None][:1]
-    return found
+    places = hierarchies("memory", pid, root)
+    found = [next((group for group in place if kill_count(group) is not None), None) for place in places]
+    return [group for group in found if group is not None]
 
 
 class KernelKills:
     """Records kill counters while processes live, and finds evidence once one has died. Use it from one thread.
 
-    ``root`` differs only in tests.
+    A SIGKILL alone proves nothing. Evidence is a kernel log line that names the pid, or a control group's count of
+    out-of-memory kills that rose just before the process died. Formats: Linux's mm/oom_kill.c (``Killed process``),
+    cgroup version 2's ``memory.events`` and version 1's ``memory.oom_control``
+    (Documentation/admin-guide/cgroup-v1/memory.rst). ``root`` differs only in tests.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -308,14 +271,8 @@ class KernelKills:
         for group in groups:
             before, after = self._note(group, now)
             if after > before:
-                return KernelKill(
-                    False,
-                    "group",
-                    limits_bytes=[limits[group]] if group in limits else [],
-                    kills=after,
-                    recent_kills=after - before,
-                    resident_bytes=resident,
-                )
+                limit = [limits[group]] if group in limits else []
+                return KernelKill(False, "group", "", 0, limit, after, after - before, resident)
         return KernelKill(False) if readable else None
 
     def forget(self, pid: int) -> None:
@@ -335,19 +292,16 @@ class KernelKills:
 
     def _from_log(self, pid: int) -> tuple[bool, LogKill | None]:
         """Return whether the kernel log could be read with this host's pids, and the kill of that pid in it."""
-        records = _log_records(self._root) if _pids_are_the_kernels(self._root) else []
+        try:
+            are_kernels = os.readlink(self._root / "proc/self/ns/pid") == _INITIAL_PID_NAMESPACE
+        except OSError:
+            are_kernels = False
+        records = _log_records(self._root) if are_kernels else []
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         kills = [kill for record in records if (kill := read_kill(record)) is not None]
         # The log's clock stops during suspend and may drift; a pid is not reused that soon.
         near = [kill for kill in kills if kill.pid == pid and (not kill.at or abs(now - kill.at) < 600)]
         return bool(records), near[-1] if near else None
-
-
-def _pids_are_the_kernels(root: Path) -> bool:
-    try:
-        return os.readlink(root / "proc/self/ns/pid") == _INITIAL_PID_NAMESPACE
-    except OSError:
-        return False
 
 
 def _log_records(root: Path) -> list[str]:
@@ -376,8 +330,6 @@ def read_records(log: int) -> Iterator[str]:
         yield from data.decode("utf-8", "replace").splitlines()
 
 
-def _resident_of(pid: int, root: Path) -> int:
-    try:
-        return int((root / f"proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
-        return 0
+def _resident_of(pid: int, root: Path = Path("/")) -> int:
+    pages = [*proc_text(root / f"proc/{pid}/statm").split(), "0", "0"][1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")

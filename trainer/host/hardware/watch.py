@@ -1,4 +1,7 @@
-"""Runs checks that may block in a thread: statvfs of a dead network disk must not delay the hub or GPU samples."""
+"""Runs in threads what may block: statvfs of a dead network disk must not delay the hub or GPU samples.
+
+NVML calls take milliseconds, and tens of milliseconds while the driver is busy, too long for the hub's main loop.
+"""
 
 import contextlib
 import sys
@@ -8,6 +11,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 import pynvml
@@ -17,31 +21,38 @@ from .gpus import Nvml, Xids
 from .host import Disks, HostLoad
 
 INTERVAL_S = 2.0
-_KEPT = 1024
+_KEPT = 4096
+"""Maximum number of messages kept between polls; the oldest are dropped first."""
+M = TypeVar("M")
 
 
-class HostWatch(threading.Thread):
-    """Watches this host's disks and the GPU driver's errors; ``start`` it, ``poll`` it, ``close`` it.
+class _Watch(threading.Thread, Generic[M]):
+    """A thread that collects messages; ``start`` it, ``poll`` it, ``close`` it."""
 
-    ``rank_pids`` is called from this thread.
-    """
-
-    def __init__(self, host: str, run: Path, rank_pids: Callable[[], dict[int, int]]) -> None:
-        super().__init__(name="host-watch", daemon=True)
+    def __init__(self, name: str, host: str, close_seconds: float) -> None:
+        super().__init__(name=name, daemon=True)
         self._host = host
-        self.disks = Disks(host, run, rank_pids)
-        self._found: deque[DiskSpace | Xid] = deque(maxlen=_KEPT)
+        self._close_seconds = close_seconds
+        self._found: deque[M] = deque(maxlen=_KEPT)
         self._ending = threading.Event()
 
-    def poll(self) -> list[DiskSpace | Xid]:
+    def poll(self) -> list[M]:
         """Return the messages since the last call, oldest first; never waits."""
         return [self._found.popleft() for _ in range(len(self._found))]
 
     def close(self) -> None:
-        """End the thread; waits half a second at most (it is a daemon)."""
+        """End the thread; waits 2 s at most (a call may hang, and the thread is a daemon)."""
         self._ending.set()
         if self.is_alive():
-            self.join(timeout=0.5)
+            self.join(timeout=self._close_seconds)
+
+
+class HostWatch(_Watch[DiskSpace | Xid]):
+    """Watches this host's disks and the GPU driver's errors. ``rank_pids`` is called from this thread."""
+
+    def __init__(self, host: str, run: Path, rank_pids: Callable[[], dict[int, int]]) -> None:
+        super().__init__("host-watch", host, 0.5)
+        self.disks = Disks(host, run, rank_pids)
 
     def run(self) -> None:
         """Watch until closed."""
@@ -61,56 +72,36 @@ class HostWatch(threading.Thread):
         xids.close()
 
 
-# Samples this host's devices in a thread: its GPUs through NVML, if any, and the host itself.
-#
-# NVML calls take milliseconds, and tens of milliseconds while the driver is busy, too long for the hub's main loop.
-
-
 RETRY_SECONDS = 30.0
 """Seconds between attempts to open NVML after it failed, since the driver may recover."""
 HEALTH_SECONDS = 10.0
 """Seconds between queries of memory faults, which change slowly."""
 HEALTH_SENT_SECONDS = 60.0
 """Seconds after which unchanged faults are sent again."""
-_DEVICES_KEPT = 4096
-"""Maximum number of samples kept between polls; the oldest are dropped first."""
 
 
-class DeviceSampler(threading.Thread):
-    """A thread that samples devices; ``start`` it, ``poll`` it, ``close`` it.
+class DeviceSampler(_Watch[DeviceSample | DeviceHealth]):
+    """Samples this host's GPUs through NVML, if any, and the host itself.
 
     ``rank_pids`` is called from this thread before each sample.
     """
 
     def __init__(self, host: str, rank_pids: Callable[[], dict[int, int]], interval_s: float = 1.0) -> None:
-        super().__init__(name="devices", daemon=True)
-        self._host = host
+        super().__init__("devices", host, 2.0)
         self._rank_pids = rank_pids
         self._interval_s = interval_s
-        self._samples: deque[DeviceSample | DeviceHealth] = deque(maxlen=_DEVICES_KEPT)
         self._health_due = 0.0
         self._health: dict[int, DeviceHealth] = {}
-        self._ending = threading.Event()
         self._nvml: Nvml | None = None
         self._retry_at = 0.0
-
-    def poll(self) -> list[DeviceSample | DeviceHealth]:
-        """Return the samples since the last call, oldest first; never waits."""
-        return [self._samples.popleft() for _ in range(len(self._samples))]
-
-    def close(self) -> None:
-        """End the thread; waits 2 s at most (a driver call may hang, and the thread is a daemon)."""
-        self._ending.set()
-        if self.is_alive():
-            self.join(timeout=2.0)
 
     def run(self) -> None:
         """Sample until closed."""
         load = HostLoad()
         due = time.monotonic()
         while not self._ending.is_set():
-            self._samples.extend(self._sample(load))
-            self._samples.extend(self._sample_health())
+            self._found.extend(self._sample(load))
+            self._found.extend(self._sample_health())
             # Fixed schedule: a sample longer than the interval skips turns instead of delaying later ones.
             due = max(due + self._interval_s, time.monotonic())
             self._ending.wait(due - time.monotonic())
@@ -146,18 +137,14 @@ class DeviceSampler(threading.Thread):
         return found
 
     def _sample_gpus(self, now: float, rank_of: dict[int, int]) -> list[DeviceSample]:
-        if self._nvml is None:
-            if time.monotonic() < self._retry_at:
-                return []
-            try:
-                self._nvml = Nvml()
-            except pynvml.NVMLError:
-                self._retry_at = time.monotonic() + RETRY_SECONDS
-                return []
+        if self._nvml is None and time.monotonic() < self._retry_at:
+            return []
         try:
+            self._nvml = self._nvml or Nvml()
             return self._nvml.samples(self._host, now, rank_of)
         except pynvml.NVMLError:
-            self._nvml.close()
-            self._nvml = None
+            if self._nvml is not None:
+                self._nvml.close()
+                self._nvml = None
             self._retry_at = time.monotonic() + RETRY_SECONDS
             return []

@@ -10,20 +10,18 @@ import struct
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....protocol.analysis.stalls.evidence import Activity, Calls, LockWait
+from ....protocol.host.process import proc_text
 from ....protocol.messages import control
 from ....protocol.messages.telemetry import SelfDump
 from ....protocol.text import kernel_sleep, sanitize
 from .. import processes
 from ..processes import Process, escaped, origin
-
-# Finds processes blocked on a file lock, and the lock's holder: /proc/locks of proc(5).
-
 
 _LINE = re.compile(r"(\d+): (->)?\s*\S+\s+\S+\s+\S+\s+(-?\d+)\s+([0-9a-f]+):([0-9a-f]+):(\d+)\s")
 
@@ -39,15 +37,10 @@ class LockWaiter(NamedTuple):
 
 
 def lock_waiters(table: Mapping[int, Process], locks: str | None = None) -> dict[int, LockWaiter]:
-    """Return, by pid, the processes that wait for a lock held by another process."""
-    if locks is None:
-        try:
-            locks = Path("/proc/locks").read_text()
-        except OSError:
-            return {}
+    """Return, by pid, the processes that wait for a lock held by another process, from /proc/locks of proc(5)."""
     holders: dict[str, int] = {}
     found: dict[int, LockWaiter] = {}
-    for line in locks.splitlines():
+    for line in (proc_text("/proc/locks") if locks is None else locks).splitlines():
         read = _LINE.match(line)
         if read is None:
             continue
@@ -61,26 +54,16 @@ def lock_waiters(table: Mapping[int, Process], locks: str | None = None) -> dict
 
 
 def _path(pid: int, device: int, inode: int) -> str:
-    try:
-        with os.scandir(f"/proc/{pid}/fd") as entries:
-            for entry in entries:
-                try:
-                    status = os.stat(entry.path)
-                except OSError:
-                    continue
-                if (status.st_dev, status.st_ino) == (device, inode):
-                    return os.readlink(entry.path)
-    except OSError:
-        pass
+    for path, target in processes.open_files(pid):
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) == (device, inode):
+                return target
     return ""
 
 
-# Reads the bytes sent and received per TCP connection from the kernel's sock_diag(7) interface.
-#
-# ``/proc/PID/io`` counts read(2) and write(2) only; bytes of send(2) and recv(2), as Python's sockets use, are
-# counted by the connection itself (``struct tcp_info`` of linux/tcp.h). No privileges are needed.
-
-
+# Bytes per TCP connection are read through sock_diag(7): ``/proc/PID/io`` counts read(2) and write(2) only, and those
+# of send(2) and recv(2), as Python's sockets use, are counted by the connection (``tcp_info`` of linux/tcp.h).
 _SOCK_DIAG = 4
 _BY_FAMILY = 20
 _REQUEST_DUMP = 0x301
@@ -109,16 +92,8 @@ def by_socket() -> dict[int, int]:
 
 def of_process(pid: int, sockets: Mapping[int, int]) -> int:
     """Return the bytes of all TCP connections that a process has open; 0 if its descriptors are not readable."""
-    if not sockets:
-        return 0
-    total = 0
-    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError, ValueError):
-                target = os.readlink(entry.path)
-                if target.startswith("socket:["):
-                    total += sockets.get(int(target[8:-1]), 0)
-    return total
+    targets = (target for _, target in processes.open_files(pid)) if sockets else ()
+    return sum(sockets.get(int(target[8:-1]), 0) for target in targets if target.startswith("socket:["))
 
 
 def _of_family(family: int) -> dict[int, int]:
@@ -128,26 +103,24 @@ def _of_family(family: int) -> dict[int, int]:
         body = struct.pack("=BBBBI48x", family, socket.IPPROTO_TCP, 1 << (_INFO - 1), 0, 0xFFFFFFFF)
         link.send(struct.pack("=IHHII", 16 + len(body), _BY_FAMILY, _REQUEST_DUMP, 1, 0) + body)
         while True:
-            reply = link.recv(_LARGEST_REPLY)
-            at = 0
-            while at + 16 <= len(reply):
-                length, kind = struct.unpack_from("=IH", reply, at)
-                if kind in (_DONE, _ERROR) or length < 16:
+            for kind, message in _parts(link.recv(_LARGEST_REPLY), "=IH", 16):
+                if kind in (_DONE, _ERROR):
                     return found
-                _add(reply, at + 16, at + length, found)
-                at += (length + 3) & ~3
+                (inode,) = struct.unpack_from("=I", message, _INODE_AT)
+                for attribute, value in _parts(message[_MESSAGE_BYTES:], "=HH", 4):
+                    if attribute == _INFO and len(value) >= _ACKED_AT + 16 and inode:
+                        found[inode] = sum(struct.unpack_from("=QQ", value, _ACKED_AT))
 
 
-def _add(reply: bytes, at: int, end: int, found: dict[int, int]) -> None:
-    (inode,) = struct.unpack_from("=I", reply, at + _INODE_AT)
-    at += _MESSAGE_BYTES
-    while at + 4 <= end:
-        length, kind = struct.unpack_from("=HH", reply, at)
-        if length < 4:
+def _parts(data: bytes, head: str, head_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yield kind and content of each message, or each attribute of one; ``_ERROR`` for one that is damaged."""
+    while len(data) >= head_bytes:
+        length, kind = struct.unpack_from(head, data)
+        if length < head_bytes:
+            yield _ERROR, b""
             return
-        if kind == _INFO and length >= 4 + _ACKED_AT + 16 and inode:
-            found[inode] = sum(struct.unpack_from("=QQ", reply, at + 4 + _ACKED_AT))
-        at += (length + 3) & ~3
+        yield kind, data[head_bytes:length]
+        data = data[(length + 3) & ~3 :]
 
 
 _OWN_THREADS = ("ZMQbg", "ftmon", "pt_", "gloo_", "NCCL")
@@ -169,30 +142,20 @@ def measure(
 ) -> Activity:
     """Return the totals of the process ``pid`` and its descendants.
 
-    Args:
-        dump: ids of its training thread and of the probe's thread; None: unknown, the main thread is used.
-        sockets: ``traffic.by_socket``; None: read here.
-        others: other processes whose work counts as this rank's: daemons it started, holders of a lock it waits for.
-        ranks: processes of ranks, whose work does not count for the rank that started them.
+    ``dump`` has the ids of its training thread and of the probe's thread; None: unknown, the main thread is used.
+    The work of ``others`` counts as this rank's: daemons it started, holders of a lock it waits for. That of ``ranks``
+    that it started does not. ``sockets`` is ``by_socket()``; None: read here.
     """
     sockets = by_socket() if sockets is None else sockets
     training = dump.training if dump is not None else pid
     found = _threads(pid, training, dump.receiver if dump is not None else -1)
-    moved, waits, chars, sent = found.io_bytes, found.on_disk, found.chars, of_process(pid, sockets)
-    seconds, naps = 0.0, 0
     further = [table[other] for other in others if other in table and other != pid]
     tree = processes.descendants([pid, *others], dict(table), ranks)
     below = {p.pid: p for p in (*further, *tree) if p.pid != pid}
-    for child in below.values():
-        read = _threads(child.pid, child.pid, -1)
-        seconds += read.seconds
-        moved += read.io_bytes
-        chars += read.chars
-        waits = waits or read.on_disk
-        sent += of_process(child.pid, sockets)
-        # A data set sleeps between two attempts; an idle worker waits in poll(2), where it wakes up too.
-        if child.name == _LOADER_WORKER and "nanosleep" in wchan(child.pid, child.pid):
-            naps += switches(child.pid, child.pid)
+    reads = [_threads(child, child, -1) for child in below]
+    # A data set sleeps between two attempts; an idle worker waits in poll(2), where it wakes up too.
+    workers = [child.pid for child in below.values() if child.name == _LOADER_WORKER]
+    napping = [worker for worker in workers if "nanosleep" in wchan(worker, worker)]
     living = [child for child in below.values() if child.alive]
     newest = max((child.start_ticks for child in living), default=0)
     return Activity(
@@ -200,25 +163,22 @@ def measure(
         state=found.state,
         wchan=wchan(pid, training),
         cpu_seconds=found.seconds,
-        io_bytes=moved,
-        on_disk=waits,
+        io_bytes=sum(read.io_bytes for read in (found, *reads)),
+        on_disk=any(read.on_disk for read in (found, *reads)),
         switches=switches(pid, training),
-        below_seconds=seconds,
-        chars=chars,
-        traffic=sent,
+        below_seconds=sum(read.seconds for read in reads),
+        chars=sum(read.chars for read in (found, *reads)),
+        traffic=sum(of_process(each, sockets) for each in (pid, *below)),
         processes=1 + len(living),
         newest=newest,
-        worker_naps=naps,
+        worker_naps=sum(switches(worker, worker) for worker in napping),
         training_seconds=found.training_seconds,
     )
 
 
 def wchan(pid: int, thread: int) -> str:
     """Return the kernel function in which a thread waits; empty if it waits in none, or if it is not readable."""
-    try:
-        return Path(f"/proc/{pid}/task/{thread}/wchan").read_text().strip().strip("0")
-    except OSError:
-        return ""
+    return proc_text(f"/proc/{pid}/task/{thread}/wchan").strip().strip("0")
 
 
 def switches(pid: int, thread: int) -> int:
@@ -256,31 +216,23 @@ def _threads(pid: int, training: int, own: int) -> _Threads:
             continue
         waits = waits or fields[0] == "D"
         ticks += int(fields[11]) + int(fields[12])
-        disk, passed = _io(Path(folder, "io"))
+        disk, passed = _io(f"{folder}/io")
         moved += disk
         chars += passed
     return _Threads(state, ticks / _TICKS, moved, chars, waits, own_ticks / _TICKS)
 
 
-def _io(path: Path) -> tuple[int, int]:
+def _io(path: str) -> tuple[int, int]:
     """Return a thread's bytes read from and written to disks, and through read(2) and write(2); 0 if not readable."""
-    try:
-        text = path.read_text()
-    except OSError:
-        return 0, 0
-    found = dict(line.split(": ") for line in text.splitlines() if ": " in line)
+    found = dict(line.split(": ") for line in proc_text(path).splitlines() if ": " in line)
     disk = int(found.get("read_bytes", 0)) + int(found.get("write_bytes", 0))
     return disk, int(found.get("rchar", 0)) + int(found.get("wchar", 0))
 
 
-# Dumps stacks of a rank that cannot answer: by a signal to faulthandler, and native frames by py-spy.
+# The default action of the signal to faulthandler ends a process. It is therefore sent only if the process has the
+# known pid and start time, currently catches the signal, and still has the announced file open (``SelfDump``).
 #
-# The signal's default action ends a process. It is therefore sent only if the process has the known pid and start time,
-# currently catches the signal, and still has the announced file open (``SelfDump``).
-#
-# faulthandler reads the frames of all threads without the GIL: signal only ranks that ``gil_wait`` has found.
-
-
+# faulthandler reads the frames of all threads without the GIL: signal only ranks that ``waiting_for_gil`` has found.
 WRITE_SECONDS = 1.0
 """Time limit for the handler, from the signal to the last line written."""
 PY_SPY_SECONDS = 20.0
@@ -350,22 +302,16 @@ def py_spy() -> str:
 
 
 def native(process: Process) -> tuple[str, str]:
-    """Read a process's stacks with py-spy, including native frames, if permitted. The process is paused meanwhile.
+    """Return a process's stacks by py-spy, including native frames; or an empty string, and the reason.
 
-    Returns:
-        The stacks, or an empty string and the reason.
+    The process is paused meanwhile.
     """
     program = py_spy()
     if not program:
         return "", "py-spy is not installed"
     try:
-        done = subprocess.run(
-            [program, "dump", "--native", "--pid", str(process.pid)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=PY_SPY_SECONDS,
-            check=False,
-        )
+        command = [program, "dump", "--native", "--pid", str(process.pid)]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PY_SPY_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"py-spy: {error}"
     if done.returncode:
@@ -382,24 +328,18 @@ def _tgkill(pid: int, thread: int, number: int) -> bool:
 
 
 def _added(path: Path, size: int) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(size)
-            return file.read(_LARGEST).decode(errors="replace")
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(size)
+        return file.read(_LARGEST).decode(errors="replace")
+    return ""
 
 
-# Finds ranks whose native code holds the GIL: faulthandler may read their frames from within a signal handler.
-#
-# faulthandler reads the frames of all threads without the GIL. If a thread runs Python meanwhile, it may follow a frame
-# that no longer exists, and the process dies of SIGSEGV. No thread is assumed to run Python if the probe's thread waits
+# If a thread runs Python while faulthandler reads its frames, it may follow a frame that no longer exists, and the
+# process dies of SIGSEGV. No thread is assumed to run Python if the probe's thread waits
 # for the GIL without getting it, and each other thread sleeps or has used enough processor time that it would have
 # released the GIL if it ran Python; a garbage collection is native code. A thread in state D, for example on a page
 # fault, counts as runnable. The threads are sampled, not stopped, so this is not a proof: ``bench/RESULTS.md`` has the
 # error rates on an overloaded host.
-
-
 _SAMPLES, _SAMPLE_SECONDS = 8, 0.03
 _LEAST_WAKEUPS = 2
 _LONGEST_SECONDS = 0.045
@@ -501,10 +441,9 @@ def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspect
     blocked = lock_waiters(table)
     origins = [origin(target.rank, target.pid, table) for target in targets]
     daemons = escaped([one for one in origins if one is not None], table)
-    now = time.monotonic()
+    now, ranks = time.monotonic(), {target.pid for target in targets}
     activities: dict[int, Activity] = {}
     locks: dict[int, LockWait] = {}
-    ranks = {target.pid for target in targets}
     for target in targets:
         process = table.get(target.pid)
         if process is None or process.start_ticks != target.start_ticks or not process.alive:
@@ -523,11 +462,9 @@ def inspect_ranks(targets: list[DumpTarget], silent: Collection[int]) -> Inspect
 def answer_look(look: control.Look) -> dict[str, Any]:
     """Inspect ranks of this host; return the data of the answer."""
     seen = inspect_ranks([DumpTarget(*target) for target in look.targets], look.silent)
-    return {
-        "stacks": {str(rank): text for rank, text in seen.stacks.items()},
-        "why": {str(rank): text for rank, text in seen.why.items()},
-        "activities": {str(rank): list(found) for rank, found in seen.activities.items()},
-    }
+    texts = {"stacks": seen.stacks, "why": seen.why}
+    data: dict[str, Any] = {name: {str(rank): text for rank, text in by.items()} for name, by in texts.items()}
+    return data | {"activities": {str(rank): list(found) for rank, found in seen.activities.items()}}
 
 
 def why_silent(target: DumpTarget, is_locked: bool) -> str:

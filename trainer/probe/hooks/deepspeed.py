@@ -3,6 +3,7 @@
 The methods are replaced on the class, so engines of subclasses and engines made earlier are covered too.
 """
 
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -34,6 +35,7 @@ def install(_module: ModuleType) -> None:
     replace(engine, "_take_model_step", _take_model_step)
     replace(engine, "step", _step)
     replace(GatheredParameters, "__enter__", _gathering)
+    replace(GatheredParameters, "__exit__", _gathered)
     for name in ("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model"):
         if hasattr(engine, name):
             replace(engine, name, scoped("checkpoint"))
@@ -159,11 +161,25 @@ def _take_model_step(original: Any) -> Callable[..., Any]:
 
 def _gathering(original: Any) -> Callable[..., Any]:
     def __enter__(self: Any) -> Any:  # noqa: N807
-        if mine() is not None:
-            active.counts.gathers += 1
-        return original(self)
+        events = mine()
+        if events is None:
+            return original(self)
+        active.counts.gathers += 1
+        found = original(self)
+        events.gathered(self, sys._getframe(1))
+        return found
 
     return __enter__
+
+
+def _gathered(original: Any) -> Callable[..., Any]:
+    def __exit__(self: Any, *exception: Any) -> Any:  # noqa: N807
+        events = mine()
+        if events is not None and getattr(self, "enabled", True):
+            events.gathering_ends(self, kept=getattr(self, "src_rank", None) is not None)
+        return original(self, *exception)
+
+    return __exit__
 
 
 def _is_boundary(engine: Any) -> bool:

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator, Sized
 from types import ModuleType
 from typing import Any
 
+from torch import is_grad_enabled
+from torch.compiler import is_compiling
+
 from .. import guard
 from ..active import current, mine, switched_on
 from ..events import OnHost
@@ -41,6 +44,29 @@ def install_modeling(module: ModuleType) -> None:
 def install_generation(module: ModuleType) -> None:
     """Hook into ``GenerationMixin.generate``: outside an evaluation it is the rollout of a step."""
     replace(module.GenerationMixin, "generate", scoped("generate"))
+
+
+def install_masking(module: ModuleType) -> None:
+    """Hook into the function in which all models of transformers begin to make their attention masks."""
+    if hasattr(module, "_preprocess_mask_arguments"):
+        replace(module, "_preprocess_mask_arguments", _attending)
+
+
+def _attending(original: Any) -> Callable[..., Any]:
+    names = list(inspect.signature(original).parameters)
+    mask, positions = names.index("attention_mask"), names.index("position_ids")
+    cache = next((place for place, name in enumerate(names) if name in ("cache", "past_key_values")), -1)
+
+    def _preprocess_mask_arguments(*args: Any, **kwargs: Any) -> Any:
+        if not is_compiling() and is_grad_enabled():
+            events = mine()
+            if events is not None:
+                given = [*args, *(kwargs.get(name) for name in names[len(args) :])]
+                cached = cache >= 0 and given[cache] is not None
+                events.attending(given[0], given[mask], given[positions], cached=cached)
+        return original(*args, **kwargs)
+
+    return _preprocess_mask_arguments
 
 
 def _making(original: Any) -> Callable[..., Any]:

@@ -53,6 +53,7 @@ from ..phases.tracker import (
 )
 from ..rank.context import COUNTED_ELSEWHERE, WHOLE, BatchShare, Introduction
 from ..values import batch, losses
+from ..values.signs import SignReader
 from . import output
 from .commands import Captures, Commands
 from .stacks import Dumper
@@ -143,6 +144,7 @@ def step_message(
     dropped: int,
     flops: ModelFlops | None = None,
     share: BatchShare = WHOLE,
+    signs: SignReader | None = None,
 ) -> Step:
     """Return a step's message. Its device events must have passed.
 
@@ -155,6 +157,7 @@ def step_message(
         read: the memory back end's ``read``.
         dropped: messages this probe has dropped so far.
         flops: of the model; None where they are not known.
+        signs: examines its batches and weights; None: they are not examined.
         share: this rank's part of the batches; what the loop counts itself (``notes.counts``) is the rank's own.
     """
     times = _phase_records(raw, read)
@@ -196,6 +199,8 @@ def step_message(
         cpu_us=raw.cpu_ns // 1000,
         flops=_flops(notes, tokens, flops, share),
         fetch_us=notes.fetch_ns // 1000 if notes.fetches else None,
+        batch_id=signs.batch_id(notes.seen) if signs is not None else 0,
+        signs=signs.read(raw.number, notes) if signs is not None else None,
     )
 
 
@@ -280,7 +285,7 @@ def without_device(raw: StepRaw) -> StepRaw:
 def _notes_without_device(notes: Notes) -> Notes:
     for name in ("losses", "reported", "trainer_losses"):
         setattr(notes, name, list(filter(_is_here, getattr(notes, name))))
-    notes.labels = []
+    notes.labels, notes.weights = [], None
     notes.tokens = [count for count in notes.tokens if not isinstance(count, cuda.Fetched)]
     for part in (notes, *notes.parts.values()):
         for name in ("lr", "grad_norm", "loss_scale"):
@@ -446,6 +451,7 @@ class Publisher(threading.Thread):
         self._rank = rank = training.rank
         self._introduction = training.introduction
         self._trained = trained = training.trained
+        self._signs = SignReader(trained)
         self._tracker = tracker = training.tracker
         self._outbox = outbox = training.outbox
         self._steps = outbox.pending
@@ -638,7 +644,7 @@ class Publisher(threading.Thread):
         facts = self._introduction.facts
         share = COUNTED_ELSEWHERE if facts.get("pipeline_stage") else self._trained.tensor_parallel
         try:
-            step = step_message(raw, rank, device.memory.read, dropped, facts.get("flops"), share)
+            step = step_message(raw, rank, device.memory.read, dropped, facts.get("flops"), share, self._signs)
         except Exception as error:
             self._drop(error)
             return

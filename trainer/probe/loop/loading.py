@@ -177,6 +177,8 @@ class Loading:
         """The ``id`` of the data set that the latest backward's batch is of."""
         self._eval_end: tuple[list[Mark], int] = [], 0
         """The mark at which an evaluation's loader was exhausted."""
+        self._pass_ended = False
+        """Whether the training's dataloader was exhausted since the latest request for its first batch."""
         self._prefetched: deque[batch.OnHost] | None = None
         """Set while a loader prefetches: a fetched batch is not the one that the script receives next."""
 
@@ -196,6 +198,9 @@ class Loading:
         again = self._last_iterator() is iterator
         trains_on = id(getattr(iterator, "_dataset", None)) == self._trained_data
         self._pass.fetching(again, iterator, trains_on)
+        if trains_on and not again and self._pass_ended:
+            self._pass_ended = False
+            tracker.notes.pending = tracker.notes.micro_steps
         is_eval = self._forwards.fetching(again) and again
         if self._eval_mode:
             if getattr(iterator, "_ftmon_trained", False):
@@ -274,6 +279,7 @@ class Loading:
         """Handle the end of a dataloader: the ``data`` phase is over."""
         if self._last_iterator() is iterator and self._prefetched is None:
             self._pass.exhausted()
+        self._pass_ended |= getattr(iterator, "_ftmon_trained", False)
         tracker = self._tracker
         if tracker.phase == "data":
             self._phases.enter("idle")

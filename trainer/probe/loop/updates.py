@@ -11,6 +11,7 @@ from ..guard import guarded
 from ..phases.tracker import Notes
 from ..phases.updaters import Updaters
 from ..rank.context import of_optimizer
+from ..values.signs import WeightSampler
 from .state import Loop
 
 
@@ -27,6 +28,7 @@ class Updates:
         self._forwards = loop.forwards
         self._state = loop.state
         self._updaters = updaters
+        self._weights = WeightSampler(loop.trained)
         self._since = 0
         self._depth = 0
 
@@ -141,6 +143,7 @@ class Updates:
         notes = self._tracker.notes
         notes.overflow = True
         notes.loss_scale = cuda.fetch_values(loss_scale)
+        self._note_weights(optimizer)
         self._forwards.end_step()
         self._updaters.end(optimizer, None)
 
@@ -186,8 +189,16 @@ class Updates:
         self._end()
         self._forwards.end_step()
         if not self._state.rehearsing:
+            self._note_weights(updater)
             # An optimizer may step inside the backward, which continues.
             self._updaters.end(updater, number, "backward" if self._state.in_backward else "idle")
+
+    def _note_weights(self, updater: Any) -> None:
+        start = perf_counter_ns()
+        notes = self._tracker.notes
+        notes.weights = self._weights.take(updater)
+        notes.evaluating = self._weights.in_evaluation()
+        self._tracker.cost_ns += perf_counter_ns() - start
 
     def _end(self) -> None:
         state = self._state

@@ -62,12 +62,13 @@ class BatchCounts(NamedTuple):
 
 
 class BatchesNoted(NamedTuple):
-    """State of the notes on batches: samples and tokens, lengths of ``Notes.tokens`` and ``labels``, the shape."""
+    """State of the notes on batches: samples, tokens, lengths of ``tokens``, ``labels`` and ``seen``, the shape."""
 
     samples: int = 0
     padded_tokens: int = 0
     tokens: int = 0
     labels: int = 0
+    seen: int = 0
     shape: list[int] = []  # noqa: RUF012
 
 
@@ -134,6 +135,16 @@ class Notes:
     """Token count of each micro-batch, or its mask, which the publisher counts."""
     waits: list[tuple[str, Any, Any]] = field(default_factory=list)
     """Waits of the stream for other ranks: the phase, and the CUDA events at both ends."""
+    seen: list[Any] = field(default_factory=list)
+    """The tensors of each micro-batch (``values.signs.Seen``), which the publisher examines."""
+    attended: list[Any] = field(default_factory=list)
+    """What models made their attention masks from (``values.signs.Attended``)."""
+    weights: Any = None
+    """Sampled weights after the update (``values.signs.WeightSampler``)."""
+    evaluating: bool = False
+    """The trained model was in evaluation mode at the update, which changes its layers."""
+    pending: int = 0
+    """Micro-batches of this update that are of an earlier pass over the data."""
 
     def end_part(self, key: int, name: str) -> None:
         """Move the figures since the last update to the part of the engine or optimizer that has now updated."""
@@ -149,12 +160,13 @@ class Notes:
 
     def batches(self) -> BatchesNoted:
         """Return the state of the notes on batches, for ``restore_batches``."""
-        return BatchesNoted(self.samples, self.padded_tokens, len(self.tokens), len(self.labels), self.shape)
+        lengths = len(self.tokens), len(self.labels), len(self.seen)
+        return BatchesNoted(self.samples, self.padded_tokens, *lengths, self.shape)
 
     def restore_batches(self, before: BatchesNoted) -> None:
         """Remove the batches noted since ``before``: they are not trained on."""
-        self.samples, self.padded_tokens, tokens, labels, self.shape = before
-        del self.tokens[tokens:], self.labels[labels:]
+        self.samples, self.padded_tokens, tokens, labels, seen, self.shape = before
+        del self.tokens[tokens:], self.labels[labels:], self.seen[seen:]
 
     def drop_batch(self) -> None:
         """Remove a batch whose gradients were set to zero after its backward: the script left it out."""
@@ -262,6 +274,8 @@ class Tracker:
         self._ended_in_scope = False
         self.light = FETCHING
         """Phases whose beginning is marked by its time alone."""
+        self.micro_steps = 0
+        """Micro-steps of the last finished step."""
         self.crowded = False
         """Whether many optimizers update in a row; marks of their updates reuse the previous memory sample."""
         self.cost_ns = 0
@@ -371,6 +385,7 @@ class Tracker:
         if self.depth and before not in STEP_PHASES:
             after = before
         self._ended_in_scope = self.depth > 0
+        self.micro_steps = notes.micro_steps
         mark = self._mark(after, start)
         marks.append(mark)
         self.marks = [mark]

@@ -167,6 +167,10 @@ class Optimized:
             "trainable_parameters": sum(size for size, is_trained in sizes if is_trained),
         }
 
+    def sole(self) -> Callable[[], Any]:
+        """Return a weak reference to the model if there is one alone."""
+        return self._models[0] if len(self._models) == 1 else nothing
+
     def _forget(self, key: int, reference: weakref.ref[Any]) -> None:
         """Forget a parameter that was freed: another one may get its id."""
         if self._alive.get(key) is reference:
@@ -230,13 +234,15 @@ def _variables(frame: FrameType, module_class: Any) -> Iterator[Any]:
 class Trained:
     """Objects that this rank trains. Hooks set them on the training thread; any thread may read them."""
 
-    __slots__ = ("engine", "model", "partitions", "primary", "shifts_labels", "tensor_parallel")
+    __slots__ = ("engine", "found", "model", "partitions", "primary", "shifts_labels", "tensor_parallel")
 
     def __init__(self) -> None:
         self.engine: Callable[[], Any] = nothing
         """Returns the DeepSpeed engine; None before there is one, and after it was freed."""
         self.model: Callable[[], Any] = nothing
         """Returns the model; None while unknown, and after it was freed."""
+        self.found: Callable[[], Any] = nothing
+        """Returns the model that a bare optimizer updates, as found among the script's variables."""
         self.primary: Callable[[], Any] = nothing
         """Returns the optimizer whose updates are the steps, if there is no engine; None once it was freed."""
         self.partitions = 1
@@ -245,3 +251,8 @@ class Trained:
         """This rank's part of the batches that the ranks of its tensor-parallel group train on together."""
         self.shifts_labels = False
         """The model predicts the next token from labels that are passed unshifted."""
+
+    def any_model(self) -> Any:
+        """Return the model, or the one that was found for a bare optimizer; None: unknown."""
+        model = self.model()
+        return self.found() if model is None else model

@@ -58,6 +58,7 @@ HOOKS = (
     ("accelerate.data_loader", "frameworks.install"),
     ("transformers.trainer", "frameworks.install_trainer"),
     ("transformers.modeling_utils", "frameworks.install_modeling"),
+    ("transformers.masking_utils", "frameworks.install_masking"),
     ("transformers.generation.utils", "frameworks.install_generation"),
 )
 """The function in ``hooks`` to call with a module once it was imported; ``docs/frameworks.md`` shows how to add one."""

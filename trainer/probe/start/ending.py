@@ -145,4 +145,8 @@ class _Ending:
         else:
             reason, text = "finished", ""
         dropped = self._publisher.dropped + self._training.outbox.overflowed
-        return Goodbye(self._rank.rank, time.time(), self._training.tracker.step, reason, text, dropped)
+        tracker = self._training.tracker
+        pending = 0 if tracker.notes.discarded else tracker.notes.micro_steps
+        if pending >= tracker.micro_steps:
+            pending = 0  # gradients for something else than an accumulation
+        return Goodbye(self._rank.rank, time.time(), tracker.step, reason, text, dropped, pending)

@@ -20,7 +20,7 @@ _DEEPEST = 2
 """Levels of lists, tuples and mappings inside a batch that are searched for a tensor."""
 
 
-_IGNORED = -100
+IGNORED = -100
 """The label of positions that a loss leaves out (``ignore_index`` of PyTorch's cross entropy)."""
 
 
@@ -31,6 +31,16 @@ class OnHost(NamedTuple):
     labels: Any
     rows: int | None = None
     """Samples, if the batch states their number."""
+    ids: Any = None
+
+
+class Seen(NamedTuple):
+    """The tensors of one micro-batch by which silent faults are found; each may be None, or on the device."""
+
+    ids: Any
+    """Input ids, or the first tensor."""
+    mask: Any
+    labels: Any
 
 
 class _Found(NamedTuple):
@@ -50,13 +60,23 @@ class _Found(NamedTuple):
 
 def on_host(found: Any) -> OnHost:
     """Return what is counted of a dataloader's batch before it goes to the device."""
-    _, mask, _, rows = _find(found)
-    labels = _labels(found, False)
-    return OnHost(
-        mask if mask is not None and not mask.is_cuda else None,
-        labels if labels is not None and not labels.is_cuda else None,
-        rows,
+    ids, mask, _, rows = _find(found)
+    mask, labels, ids = (
+        tensor if _is_dense(tensor) and not tensor.is_cuda else None for tensor in (mask, _labels(found, False), ids)
     )
+    return OnHost(mask, labels, rows, ids)
+
+
+def _seen(ids: Any, mask: Any, labels: Any, fetched: OnHost | None) -> Seen:
+    """Return what is examined of a micro-batch: of tensors on the device, the ones that the dataloader returned."""
+
+    def on_host(own: Any, before: Any) -> Any:
+        if not _is_dense(own):
+            return None
+        return (before if own.is_cuda and before is not None and before.shape == own.shape else own).detach()
+
+    before = fetched or OnHost(None, None)
+    return Seen(on_host(ids, before.ids), on_host(mask, before.mask), on_host(labels, before.labels))
 
 
 def note(
@@ -89,6 +109,7 @@ def note(
     if not notes.shape or math.prod(shape) >= math.prod(notes.shape):
         notes.shape = shape
     labels = _labels(found, is_forward)
+    notes.seen.append(_seen(ids, mask, labels, fetched))
     if labels is not None and labels.is_cuda:
         before = fetched.labels if fetched is not None else None
         labels = before if before is not None and before.shape == labels.shape else None
@@ -113,7 +134,7 @@ def note(
 
 def count_labels(labels: Any) -> int:
     """Return the number of labels that a loss averages over; ``labels`` may already be that number."""
-    return labels if isinstance(labels, int) else int(numpy.count_nonzero(labels.numpy() != _IGNORED))
+    return labels if isinstance(labels, int) else int(numpy.count_nonzero(labels.numpy() != IGNORED))
 
 
 def _labels(found: Any, is_forward: bool) -> Any:

@@ -58,7 +58,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_ranges(options: argparse.Namespace) -> None:
-    """Refuse options out of their range, before a model is loaded."""
     if options.temperature is not None and not 0 <= options.temperature <= 100:
         raise UsageError(
             f"--temperature must be between 0 (always the likeliest token) and 100, not {options.temperature:g}"

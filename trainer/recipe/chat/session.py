@@ -29,16 +29,12 @@ from ..model.load import DTYPES
 from ..model.tokenizer import end_tokens
 from ..preflight.resolve import hub_refusal
 
-# Generates an answer token by token.
-
 
 class Sampling(NamedTuple):
-    """How the next token is chosen."""
+    """How the next token is chosen: by ``temperature`` (0: the likeliest), of the likeliest with ``top_p`` together."""
 
     temperature: float
-    """0: always the likeliest."""
     top_p: float
-    """Draw only from the likeliest tokens with this total probability."""
     generator: torch.Generator
 
 
@@ -47,8 +43,7 @@ def tokens(
 ) -> Generator[int, None, str]:
     """Yield an answer's tokens as they are generated, the stop token included; return why generation ended.
 
-    Raises:
-        UsageError: the prompt alone is as long as the model's longest sequence, or longer.
+    A prompt as long as the model's longest sequence is a ``UsageError``.
     """
     room = shape.room(model.config, len(prompt), limit)
     if room < 1:
@@ -109,21 +104,15 @@ class Words:
         return text[self._shown :]
 
 
-# Finds the model of a chat: a model's folder, an output folder, a checkpoint, a run, or a name on the hub.
-
-
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class Source(NamedTuple):
-    """Place of a model's weights."""
+    """Place of a model's weights: a folder or a name on the hub; or a checkpoint of ftmon's trainer."""
 
     path: str
-    """A folder, or a name on the hub."""
     is_checkpoint: bool
-    """Whether it is a checkpoint of ftmon's trainer, not a model in Hugging Face's format."""
     text: str
-    """Description for display."""
 
 
 def find(target: str) -> Source:
@@ -134,7 +123,9 @@ def find(target: str) -> Source:
         if found is None:
             raise UsageError(f"{target}: holds neither a model (config.json) nor a complete checkpoint")
         return found
-    if path.exists() or target.startswith(("/", "./", "../", "~")) or _below_a_folder(path):
+    # A name with a slash is a local folder if its first part is one: ``output/model``.
+    is_local = target.startswith(("/", "./", "../", "~")) or (len(path.parts) > 1 and Path(path.parts[0]).is_dir())
+    if path.exists() or is_local:
         raise UsageError(f"{target}: no such folder; give a model's folder, a run, or a name on the Hugging Face hub")
     try:
         run = rundir.find(target)
@@ -156,11 +147,6 @@ def find(target: str) -> Source:
     return found._replace(text=f"{run.id}: {found.text}")
 
 
-def _below_a_folder(path: Path) -> bool:
-    """Return whether a name with a slash is a local folder: ``output/model`` if ``output`` exists."""
-    return len(path.parts) > 1 and Path(path.parts[0]).is_dir()
-
-
 def _in_folder(path: Path) -> Source | None:
     for name in ("adapter_config.json", "config.json"):
         if (path / name).is_file():
@@ -178,7 +164,6 @@ def _in_folder(path: Path) -> Source | None:
 
 
 def _of_run(run: RunDir) -> Source | None:
-    """Return the model or newest checkpoint of a run of ftmon's trainer."""
     if not run.config.is_file():
         return None
     from ..config.load import load
@@ -194,9 +179,6 @@ def _of_run(run: RunDir) -> Source | None:
 def _checkpoint(found: manifest.Found) -> Source:
     state = found.manifest.state
     return Source(str(found.path), True, f"{found.path}, after step {state.step:,}")
-
-
-# Renders messages to a model's input tokens by its own template; finds the tokens that end its answers.
 
 
 Message = dict[str, str]
@@ -222,25 +204,18 @@ class Prompts:
         return list(found["input_ids"] if hasattr(found, "keys") else found)
 
 
-# Loads a model for a chat, from Hugging Face's format or from the shards of a checkpoint.
-
-
 class Loaded(NamedTuple):
     """A loaded model and its tokenizer."""
 
     model: Any
     tokenizer: Any
     text: str
-    """Description of the model and its device, for display."""
 
 
 def load(source: Source, device: str) -> Loaded:
-    """Load a model and its tokenizer.
+    """Load a model and its tokenizer; raise ``UsageError`` if they cannot be loaded.
 
     ``device`` auto is a GPU if there is one, but the CPU for a checkpoint, whose run may be training on the GPUs.
-
-    Raises:
-        UsageError: it cannot be loaded.
     """
     disable_progress_bar()
     where = _device(device, source.is_checkpoint)
@@ -285,13 +260,7 @@ def _from_checkpoint(path: Path, device: torch.device) -> Any:
     with torch.device("meta"):
         kind: Any = type(AutoModelForCausalLM.from_config(config))
     # The auto class requires a path.
-    model, report = kind.from_pretrained(
-        None,
-        config=config,
-        state_dict=weights,
-        dtype=dtype,
-        output_loading_info=True,
-    )
+    model, report = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True)
     wrong = [*report["missing_keys"], *report["unexpected_keys"]]
     if wrong:
         raise UsageError(f"{path}: does not hold the whole model: {sorted(wrong)[0]}")
@@ -301,7 +270,6 @@ def _from_checkpoint(path: Path, device: torch.device) -> Any:
 
 
 def _adapted(path: Path, base: Base, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:
-    """Return the base model with a checkpoint's adapters."""
     from peft import LoraConfig, get_peft_model
 
     if not base.name:
@@ -319,7 +287,6 @@ def _adapted(path: Path, base: Base, weights: dict[str, torch.Tensor], dtype: to
 
 
 def _weights(path: Path, content: Manifest) -> dict[str, torch.Tensor]:
-    """Return the whole weights of a checkpoint by name, on the CPU."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     if content.zero_stage == 0:
@@ -343,25 +310,13 @@ def _fitting(model: Any, device: torch.device) -> Any:
 
 _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters that a terminal would execute; tabs and line ends are kept."""
+_NOT_UTF8 = re.compile("[\ud800-\udfff]")
+"""What ``surrogateescape`` makes of bytes that are not UTF-8."""
 _HELP = "/new begins a new conversation, /system TEXT sets the system prompt; Ctrl-C stops an answer, Ctrl-D ends"
 
 
-class Answer(NamedTuple):
-    """A model's answer."""
-
-    text: str
-    tokens: int
-    seconds: float
-    why: str
-    """Reason of its end: ``end``, the name of a limit, or ``Ctrl-C``."""
-
-
 class Session:
-    """A conversation with a model, and its history.
-
-    Raises:
-        UsageError: the model's template refuses the system prompt.
-    """
+    """A conversation with a model, and its history; a system prompt that the template refuses is a ``UsageError``."""
 
     def __init__(self, loaded: Loaded, options: argparse.Namespace) -> None:
         self._loaded = loaded
@@ -390,7 +345,7 @@ class Session:
                 continue
             finally:
                 self._interruptible = False
-            if not _is_text(line):
+            if _NOT_UTF8.search(line):
                 self._note("not UTF-8")
             elif line:
                 self._turn(line)
@@ -411,12 +366,11 @@ class Session:
             if not line.strip():
                 print(flush=True)  # so that answers and questions have the same line numbers
                 continue
-            if not _is_text(line):
+            if _NOT_UTF8.search(line):
                 raise UsageError(f"standard input, line {number}: not UTF-8")
             self._begin_anew()
-            answer = self._ask(line.strip(), show=False)
-            text = answer.text if whole else answer.text.replace("\\", "\\\\").replace("\n", "\\n")
-            print(text, flush=True)
+            answer, _ = self._ask(line.strip(), show=False)
+            print(answer if whole else answer.replace("\\", "\\\\").replace("\n", "\\n"), flush=True)
         return 0
 
     def _turn(self, line: str) -> None:
@@ -433,16 +387,13 @@ class Session:
             self._note(_HELP)
         else:
             try:
-                answer = self._ask(line, show=True)
+                self._note(self._ask(line, show=True)[1])
             except UsageError as error:
                 self._history.pop()
                 self._note(str(error))
-                return
-            ended = "" if answer.why == "end" else f", ended by {answer.why}"
-            self._note(f"{answer.tokens} tokens, {answer.tokens / max(answer.seconds, 1e-9):.1f} tokens/s{ended}")
 
-    def _ask(self, text: str, show: bool) -> Answer:
-        """Generate the answer to a message, and add both to the conversation."""
+    def _ask(self, text: str, show: bool) -> tuple[str, str]:
+        """Return the answer, and a note on its length, its speed and what ended it."""
         self._history.append({"role": "user", "content": text})
         words, received, parts, why = Words(self._loaded.tokenizer), [], [], "Ctrl-C"
         began = time.perf_counter()
@@ -475,7 +426,8 @@ class Session:
             self._debug("received", received)
         answer = "".join(parts)
         self._history.append({"role": "assistant", "content": answer})
-        return Answer(_UNSAFE.sub("", answer), len(received), seconds, why)
+        note = f"{len(received)} tokens, {len(received) / max(seconds, 1e-9):.1f} tokens/s"
+        return _UNSAFE.sub("", answer), note if why == "end" else f"{note}, ended by {why}"
 
     def _show(self, text: str, parts: list[str], show: bool) -> None:
         parts.append(text)
@@ -496,18 +448,8 @@ class Session:
         self._note(f"{what} {len(ids)} tokens: {each}")
 
     def _note(self, text: str) -> None:
-        """Write a text that is not part of the conversation to standard error."""
         dim = sys.stderr.isatty()
         print(f"\x1b[2m{_UNSAFE.sub('', text)}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
-
-
-def _is_text(line: str) -> bool:
-    """Return whether all bytes of a line were UTF-8."""
-    try:
-        line.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _sampling(options: argparse.Namespace, loaded: Loaded) -> Sampling:

@@ -53,12 +53,10 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     trained: list[str]
     """Names of the trained parameters. With a ``base`` no others are saved."""
     files: Mapping[str, File]
-    """Files by path within the folder."""
     base: Base | None = None
     optimizer: str = "adamw"
-    """Kind of the optimizer's states (``optim.support.states``)."""
+    """Kind of the optimizer's states (``support.states``)."""
     evaluation_loss: float | None = None
-    """Loss of the evaluation at this step, if there was one."""
 
 
 def read(folder: Path) -> Manifest | None:
@@ -135,9 +133,6 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-# The folder ``checkpoints/`` of an output folder: finds the newest and the best one, removes old ones.
-
-
 _TAG = re.compile(r"step-(\d+)")
 _UNFINISHED = re.compile(r"step-(\d+)\.(part|old)")
 LATEST = "latest"
@@ -188,10 +183,8 @@ def examine(path: Path) -> tuple[Found | None, str]:
 def candidates(resume: str, output: Path) -> tuple[list[Found], list[str]]:
     """Return the checkpoints that a run may resume from, in the order to be tried, and notes on incomplete ones.
 
-    ``resume`` is ``never``, ``auto``, or the path of a checkpoint (``step-N``), its parent, or an output folder.
-
-    Raises:
-        ConfigError: a path was given and no complete checkpoint is there.
+    ``resume`` is ``never``, ``auto``, or the path of a checkpoint (``step-N``), its parent, or an output folder; a path
+    without a complete checkpoint is a ``ConfigError``.
     """
     if resume == "never":
         return [], []

@@ -15,18 +15,13 @@ import torch
 
 from ....protocol.errors import ConfigError
 from ....protocol.run.environment import RUN_ENV
+from .. import support
 from ..config.schema import Config
-from ..engine.distributed import World
-from ..optim import support
+from ..distributed import World
 from ..state import TrainState
-from . import identity, manifest
+from . import manifest, save
 from .manifest import Base, Found, Manifest
 from .save import RANDOM
-
-# Checks whether a run may resume from a checkpoint: the changes in between, and their consequences.
-#
-# A change that is not accepted raises ``ConfigError``.
-
 
 _IDENTITY = (
     *("seed", "data_key", "examples", "order", "sequence_length", "micro_batch", "grad_accumulation", "ranks"),
@@ -36,8 +31,10 @@ _CONSEQUENCES = {
     "seed": "the rest of this epoch is drawn in another order, so some examples repeat and some are left out",
     "data": "the position in the epoch is kept, so some examples repeat and some are left out",
     "sequence_length": "examples are cut and packed differently, so some repeat and some are left out",
-    "micro_batch": "losses differ from the uninterrupted run's in their last digits, and in dropout",
-    "grad_accumulation": "losses differ from the uninterrupted run's in their last digits, and in dropout",
+    **dict.fromkeys(
+        ("micro_batch", "grad_accumulation"),
+        "losses differ from the uninterrupted run's in their last digits, and in dropout",
+    ),
     "ranks": "global batches have another size, so steps and the learning rate's schedule mean something else",
 }
 
@@ -62,17 +59,14 @@ def position(saved: TrainState, now: TrainState, allow: Sequence[str], path: Pat
     return msgspec.structs.replace(saved, **identity, batches=_batches(saved, now)), notes
 
 
-def model(manifest: Manifest, parameters: dict[str, list[int]], path: Path) -> None:
-    """Refuse a checkpoint of another model."""
-    here, there = parameters, manifest.parameters
+def check_parameters(there: dict[str, list[int]], here: dict[str, list[int]], path: Path) -> None:
+    """Refuse a checkpoint of another model, by the shapes of its parameters and of this run's."""
     for name in [*there, *here]:
         if here.get(name) != there.get(name):
-            what = (
-                f"{name} is {_shape(there.get(name))} there and {_shape(here.get(name))} here"
-                if name in here and name in there
-                else f"{name} is {'not here' if name in there else 'not there'}"
-            )
-            raise ConfigError(f"checkpoint.resume: {path} is of another model: {what}")
+            what = "is not there" if name not in there else "is not here"
+            if name in here and name in there:
+                what = f"is {_shape(there[name])} there and {_shape(here[name])} here"
+            raise ConfigError(f"checkpoint.resume: {path} is of another model: {name} {what}")
 
 
 def _changes(saved: TrainState, now: TrainState) -> dict[str, str]:
@@ -81,9 +75,8 @@ def _changes(saved: TrainState, now: TrainState) -> dict[str, str]:
     if saved.seed != now.seed:
         changes["seed"] = f"training.seed was {saved.seed} and is {now.seed}"
     if saved.sequence_length != now.sequence_length:
-        changes["sequence_length"] = (
-            f"training.sequence_length was {saved.sequence_length} and is {now.sequence_length}"
-        )
+        text = f"training.sequence_length was {saved.sequence_length} and is {now.sequence_length}"
+        changes["sequence_length"] = text
     elif saved.data_key != now.data_key:
         changes["data"] = f"data: the {now.examples:,} examples differ from the {saved.examples:,} before"
     if saved.order != now.order:
@@ -130,28 +123,18 @@ def _batches(saved: TrainState, now: TrainState) -> int:
     return epoch * per_epoch_now + min(taken, per_epoch_now - 1)
 
 
-def _shape(shape: list[int] | None) -> str:
-    return "x".join(map(str, shape or [])) or "a scalar"
-
-
-# Converts checkpoints of another number of ranks through DeepSpeed's universal format.
-#
-# https://www.deepspeed.ai/tutorials/universal-checkpointing/
-
-
-_MODULE = "deepspeed.checkpoint.ds_to_universal"
+def _shape(shape: list[int]) -> str:
+    return "x".join(map(str, shape)) or "a scalar"
 
 
 @contextlib.contextmanager
 def converted(path: Path, world: World) -> Generator[Path]:
     """Yield a universal copy of a checkpoint beside it, removed at the end. All ranks call this.
 
-    Raises:
-        ConfigError: DeepSpeed cannot convert it.
+    A failed conversion (https://www.deepspeed.ai/tutorials/universal-checkpointing/) is a ``ConfigError``.
     """
     copy = path.with_name(path.name + "-universal.part")
-    problem = _convert(path, copy) if world.is_first else ""
-    problem = world.share_text(problem)
+    problem = world.share_text(_convert(path, copy) if world.is_first else "")
     try:
         if problem:
             raise ConfigError(
@@ -199,8 +182,9 @@ def _convert(path: Path, copy: Path) -> str:
         environment.pop(name, None)
     environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     words = [f"--input_folder={path}", f"--output_folder={copy}", "--inject_missing_state"]
+    words += ["--num_extract_workers=2", "--num_merge_workers=2"]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", _MODULE, *words, "--num_extract_workers=2", "--num_merge_workers=2"],
+        [sys.executable, "-P", "-m", "deepspeed.checkpoint.ds_to_universal", *words],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -216,13 +200,8 @@ def _convert(path: Path, copy: Path) -> str:
 def find(config: Config, output: Path, world: World) -> tuple[list[Path], list[str]]:
     """Return the intact checkpoints to resume from, in the order to be tried; none: start anew. All ranks call this.
 
-    Incomplete and damaged ones are left out with a printed note.
-
-    Returns:
-        The checkpoints, and a note on each that was left out.
-
-    Raises:
-        ConfigError: a path was given, and no complete checkpoint is there.
+    Incomplete and damaged ones are left out, with a note on each that is printed and returned. A path without a
+    complete checkpoint is a ``ConfigError``.
     """
     resume = config.checkpoint.resume
     # Rank 0 searches for all: another rank might see the folder before or after a change.
@@ -255,11 +234,7 @@ def find(config: Config, output: Path, world: World) -> tuple[list[Path], list[s
 def planned(
     engine: Any, paths: list[Path], now: TrainState, base: Base | None, config: Config, world: World
 ) -> TrainState:
-    """Return the position that ``restore`` will resume from; nothing is loaded.
-
-    Raises:
-        ConfigError: as ``restore``.
-    """
+    """Return the position that ``restore`` will resume from, with its errors; nothing is loaded."""
     for path in paths:
         content = manifest.read(path)
         if content is not None:
@@ -269,13 +244,9 @@ def planned(
 
 
 def restore(engine: Any, paths: list[Path], now: TrainState, base: Base | None, config: Config, world: World) -> Path:
-    """Load weights, optimizer, schedule and random state; ``now`` becomes the position of the checkpoint.
+    """Load weights, optimizer, schedule and random state; return the checkpoint, whose position ``now`` becomes.
 
-    Returns:
-        The checkpoint that was loaded.
-
-    Raises:
-        ConfigError: it is of another model, or of a run that differs in what ``checkpoint.allow`` does not name.
+    Another model, or a difference that ``checkpoint.allow`` does not name, is a ``ConfigError``.
     """
     problem = ""
     for path in paths:
@@ -297,7 +268,6 @@ def restore(engine: Any, paths: list[Path], now: TrainState, base: Base | None, 
 
 
 def _is_intact(path: Path, world: World) -> bool:
-    """Compare every file's checksum, each rank a share of them."""
     found: Found | None = manifest.examine(path)[0]
     problem = "it is gone" if found is None else manifest.damaged(path, found.manifest, world.rank, world.size)
     if world.all_agree(not problem):
@@ -308,33 +278,34 @@ def _is_intact(path: Path, world: World) -> bool:
 
 
 def _check_model(engine: Any, content: Manifest, base: Base | None, config: Config, world: World, path: Path) -> None:
-    model(content, identity.shapes(engine.module), path)
-    if set(content.trained) != set(identity.trained(engine.module)):
-        raise ConfigError(f"checkpoint.resume: {path} was trained with other parameters frozen; see lora.targets")
-    if content.zero_stage != config.zero.stage:
-        raise ConfigError(
-            f"checkpoint.resume: {path} was written with ZeRO-{content.zero_stage}; set zero.stage={content.zero_stage}"
-        )
-    if content.precision != config.training.precision:
-        raise ConfigError(
-            f"checkpoint.resume: {path} was written in {content.precision}; set training.precision={content.precision}"
-        )
-    if content.optimizer != (mine := support.states(config)):
-        raise ConfigError(
-            f"checkpoint.resume: {path} holds the optimizer states of {content.optimizer}, and this run has {mine}; "
-            "set optimizer.kind and optimizer.master_weights back"
-        )
-    if content.state.ranks != world.size and config.zero.stage and not support.converts(content.optimizer):
-        raise ConfigError(
-            f"checkpoint.resume: {path} was written by {content.state.ranks} ranks, and the states of "
-            f"{content.optimizer} cannot be divided anew; set run.ranks={content.state.ranks}"
-        )
-    if content.base is not None and base is not None and content.base.fingerprint != base.fingerprint:
-        was = f"model.name={content.base.name}" if content.base.name else "random weights"
-        raise ConfigError(
-            f"checkpoint.resume: {path} holds adapters of a base model with other weights ({was} then); give the same "
-            "model, and for random weights the same training.seed and kind of device"
-        )
+    check_parameters(content.parameters, save.shapes(engine.module), path)
+    stage, precision, ranks, held = content.zero_stage, content.precision, content.state.ranks, content.optimizer
+    was = f"model.name={content.base.name}" if content.base is not None and content.base.name else "random weights"
+    own = support.states(config)
+    for differs, text in (
+        (
+            set(content.trained) != set(save.trained(engine.module)),
+            "was trained with other parameters frozen; see lora.targets",
+        ),
+        (stage != config.zero.stage, f"was written with ZeRO-{stage}; set zero.stage={stage}"),
+        (precision != config.training.precision, f"was written in {precision}; set training.precision={precision}"),
+        (
+            held != own,
+            f"holds the optimizer states of {held}, and this run has {own}; set optimizer.kind and "
+            "optimizer.master_weights back",
+        ),
+        (
+            ranks != world.size and config.zero.stage and not support.converts(held),
+            f"was written by {ranks} ranks, and the states of {held} cannot be divided anew; set run.ranks={ranks}",
+        ),
+        (
+            content.base is not None and base is not None and content.base.fingerprint != base.fingerprint,
+            f"holds adapters of a base model with other weights ({was} then); give the same model, and for random "
+            "weights the same training.seed and kind of device",
+        ),
+    ):
+        if differs:
+            raise ConfigError(f"checkpoint.resume: {path} {text}")
 
 
 def _load(engine: Any, path: Path, content: Manifest, config: Config, world: World) -> str:

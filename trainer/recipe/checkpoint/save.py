@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import hashlib
 import json
 import os
 import shutil
@@ -22,29 +23,23 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from ....protocol.errors import FtmonError
 from ....protocol.host.machine import available_memory
 from ....protocol.text import duration
+from .. import support
 from ..config.schema import Config
-from ..engine.distributed import World
+from ..distributed import World
 from ..monitor import activity, probe
-from ..optim import support
 from ..state import TrainState
-from . import identity, manifest
+from . import manifest
 from .manifest import Base, File, Manifest
-
-# Writes a checkpoint's files, at once or later from a copy in host memory; errors are recorded, not raised.
-#
-# It replaces DeepSpeed's checkpoint engine, through which DeepSpeed writes its files. An exception there would leave
-# the other ranks in a collective.
-
 
 _MARGIN = 1.25
 """Free host memory that a copy needs, as a multiple of its size."""
 
 
 class Writer(TorchCheckpointEngine):
-    """Collects or writes the files that DeepSpeed saves.
+    """Collects or writes the files that DeepSpeed saves, in place of its checkpoint engine; errors are recorded.
 
-    Args:
-        local_ranks: ranks on this host, which copy at the same time.
+    An exception in DeepSpeed's engine would leave the other ranks in a collective. ``local_ranks`` are those on this
+    host, which copy at the same time.
     """
 
     def __init__(self, local_ranks: int) -> None:
@@ -171,10 +166,9 @@ def tensor_bytes(value: Any) -> int:
 
 
 def difference(found: Any, wanted: Any, name: str) -> tuple[str, int]:
-    """Compare nested containers, tensors bit by bit.
+    """Return the place of the first difference of nested containers, tensors bit by bit, and the equal tensors' number.
 
-    Returns:
-        The place of the first difference, or an empty text; and the number of equal tensors.
+    The place is empty without a difference.
     """
     leaves, shape = tree_flatten_with_path(wanted)
     others, other_shape = tree_flatten(found)
@@ -235,18 +229,12 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        engine: Any,
-        tokenizer: Any,
-        config: Config,
-        world: World,
-        folder: Path,
-        base: Base | None,
+        self, engine: Any, tokenizer: Any, config: Config, world: World, folder: Path, base: Base | None
     ) -> None:
         self._engine = engine
         self._config = config
         self._world = world
-        self._folder = folder
+        self.folder = folder
         self._base = base
         self._writer = Writer(world.local_size)
         engine.checkpoint_engine = self._writer
@@ -269,7 +257,7 @@ class Checkpoints:
         self.wait()
         began = time.time()
         self._serial += 1
-        part = self._folder / (manifest.tag(state.step) + ".part")
+        part = self.folder / (manifest.tag(state.step) + ".part")
         writer = self._writer
         with probe().phase("checkpoint"), activity("checkpoint", manifest.tag(state.step)):
             writer.begin(part, self._config.checkpoint.background)
@@ -282,8 +270,8 @@ class Checkpoints:
             state=msgspec.structs.replace(state),
             zero_stage=self._config.zero.stage,
             precision=self._config.training.precision,
-            parameters=identity.shapes(self._engine.module),
-            trained=identity.trained(self._engine.module),
+            parameters=shapes(self._engine.module),
+            trained=trained(self._engine.module),
             files={},
             base=self._base,
             optimizer=support.states(self._config),
@@ -300,7 +288,7 @@ class Checkpoints:
     def measure(self, state: TrainState) -> int:
         """Return the size of a checkpoint on disk in bytes, over all ranks; nothing is written."""
         self._writer.measure()
-        self._save(self._folder / manifest.TRIAL, state)
+        self._save(self.folder / manifest.TRIAL, state)
         total = torch.tensor([self._writer.bytes + sum(map(len, self._description.values()))])
         dist.all_reduce(total, group=self._world.host_group)
         return int(total)
@@ -308,12 +296,11 @@ class Checkpoints:
     def try_out(self, state: TrainState) -> tuple[str, int]:
         """Write a checkpoint as ``save`` does, read it back, compare it and delete it.
 
-        Returns:
-            The error of some rank, or an empty text; and the number of compared tensors of all ranks.
+        Return the error of some rank, or an empty text, and the number of compared tensors of all ranks.
         """
         self.wait()
-        part, writer = self._folder / manifest.TRIAL, self._writer
-        existed = self._folder.exists()
+        part, writer = self.folder / manifest.TRIAL, self._writer
+        existed = self.folder.exists()
         try:
             with probe().phase("checkpoint"):
                 writer.begin(part, self._config.checkpoint.background, read_back=True)
@@ -325,10 +312,9 @@ class Checkpoints:
         finally:
             if self._world.is_first:
                 # DeepSpeed leaves a script beside it.
-                shutil.rmtree(part if existed else self._folder, ignore_errors=True)
+                shutil.rmtree(part if existed else self.folder, ignore_errors=True)
 
     def _save(self, part: Path, state: TrainState) -> None:
-        """Pass the contents of a checkpoint to the writer."""
         writer = self._writer
         if self._world.is_first:
             writer.attempt(lambda: shutil.rmtree(part, ignore_errors=True))
@@ -338,21 +324,16 @@ class Checkpoints:
         for name, data in self._description.items():
             writer.write_bytes(data, part / DESCRIPTION / name)
         self._engine.save_checkpoint(
-            str(self._folder),
+            str(self.folder),
             tag=part.name,
             client_state={"ftmon": msgspec.to_builtins(state)},
             save_latest=False,
             exclude_frozen_parameters=self._base is not None,
         )
 
-    @property
-    def folder(self) -> Path:
-        """The folder that checkpoints are written to."""
-        return self._folder
-
     def of(self, step: int) -> Path | None:
         """Return the complete checkpoint of a step, or None."""
-        path = self._folder / manifest.tag(step)
+        path = self.folder / manifest.tag(step)
         return path if manifest.examine(path)[0] is not None else None
 
     def wait(self) -> None:
@@ -366,10 +347,7 @@ class Checkpoints:
         """Write this rank's files; rank 0 completes the checkpoint once all ranks have written theirs."""
         writer = self._writer
         writer.write_waiting()
-        report = {
-            "error": writer.error,
-            "files": {name: msgspec.to_builtins(one) for name, one in writer.files.items()},
-        }
+        report = {"error": writer.error, "files": msgspec.to_builtins(writer.files)}
         self._store.set(f"{serial}/{self._world.rank}", json.dumps(report))
         if not self._world.is_first:
             return
@@ -406,15 +384,15 @@ class Checkpoints:
         if path.exists():  # a run that resumed from an earlier step passes this one again
             path.rename(old)
         part.rename(path)
-        manifest.sync_folder(self._folder)
-        manifest.write_durably(self._folder / manifest.LATEST, path.name.encode())
+        manifest.sync_folder(self.folder)
+        manifest.write_durably(self.folder / manifest.LATEST, path.name.encode())
         shutil.rmtree(old, ignore_errors=True)
         with contextlib.suppress(OSError):
-            manifest.prune(self._folder, self._config.checkpoint.keep, self._config.checkpoint.keep_best)
+            manifest.prune(self.folder, self._config.checkpoint.keep, self._config.checkpoint.keep_best)
         return path
 
     def _report(self, path: Path, content: Manifest, began: float) -> None:
-        best = manifest.lowest(manifest.complete(self._folder)[0])
+        best = manifest.lowest(manifest.complete(self.folder)[0])
         size = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
         is_best = content.evaluation_loss is not None and best is not None and best.path == path
         self._world.log(f"checkpoint: {path}")
@@ -423,7 +401,7 @@ class Checkpoints:
 
     def report_failure(self, path: Path, why: str, step: int) -> manifest.Found | None:
         """Report a checkpoint that could not be written (rank 0); return the newest complete one."""
-        kept = next(iter(manifest.complete(self._folder)[0]), None)
+        kept = next(iter(manifest.complete(self.folder)[0]), None)
         probe().checkpoint_failed(str(path), why, kept=str(kept.path) if kept is not None else "", step=step)
         return kept
 
@@ -446,15 +424,60 @@ def describe(model: Any, tokenizer: Any, config: Config) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
 
 
+def shapes(model: Any) -> dict[str, list[int]]:
+    """Return the full shape of every parameter by name, partitioned or not."""
+    return {name: list(getattr(one, "ds_shape", one.shape)) for name, one in model.named_parameters()}
+
+
+def trained(model: Any) -> list[str]:
+    """List the names of the parameters that are trained."""
+    return [name for name, one in model.named_parameters() if one.requires_grad]
+
+
+_PIECE = 1 << 24
+"""Elements summed at once: 128 MiB as 64-bit integers."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def base_of(model: Any, config: Config, world: World) -> Base | None:
+    """Return the identity of the frozen weights under adapters; None if all weights are trained. All ranks call this.
+
+    Contents are summed as integers, whose sum does not depend on the order: partitions of ZeRO-3 add up to the sum of
+    an unpartitioned parameter.
+    """
+    frozen = [(name, one) for name, one in model.named_parameters() if not one.requires_grad]
+    if not config.lora.rank or not frozen:
+        return None
+    sums = torch.stack([_sum(one, world.rank).cpu() for _, one in frozen])
+    if hasattr(frozen[0][1], "ds_tensor"):
+        dist.all_reduce(sums, group=world.host_group)
+    digest = hashlib.sha256()
+    for (name, one), total in zip(frozen, sums.tolist(), strict=True):
+        shape = list(getattr(one, "ds_shape", one.shape))
+        digest.update(f"{name} {shape} {one.dtype} {total}\n".encode())
+    return Base(config.model.name, digest.hexdigest()[:32])
+
+
+def _sum(parameter: Any, rank: int) -> torch.Tensor:
+    """Return the sum of a parameter's (or of this rank's part of it) elements, read as integers."""
+    tensor: torch.Tensor = parameter.detach()
+    if hasattr(parameter, "ds_tensor"):
+        part: torch.Tensor = parameter.ds_tensor.detach().flatten()
+        # The padding of the last partition is uninitialized.
+        tensor = part[: max(0, min(part.numel(), int(parameter.ds_numel) - rank * part.numel()))]
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.int64)
+    whole = tensor.contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
+    # Summing integers first converts all of them to 8 bytes.
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in whole.split(_PIECE)]).sum()
+
+
 def random_state(world: World) -> dict[str, torch.Tensor]:
     """Return the state of this rank's generators, on the CPU and on its GPU."""
     state = {"cpu": torch.get_rng_state()}
     if world.on_gpu:
         state["cuda"] = torch.cuda.get_rng_state(world.device)
     return state
-
-
-# The rehearsal's checkpoint: checks the disk space, and that it is read back as it was written.
 
 
 _GIB = 2**30
@@ -465,10 +488,8 @@ _TRIAL_MARGIN = 1.02
 def rehearse_checkpoint(checkpoints: Checkpoints, state: TrainState, config: Config, world: World) -> str:
     """Write a checkpoint, read it back, compare and delete it; return a note for the log. All ranks call this.
 
-    If no checkpoint is planned (a stop or a best evaluation still writes one), a failure is a printed note.
-
-    Raises:
-        FtmonError: the disk lacks the space, or what is read back is not what was written; in all ranks.
+    If the disk lacks the space, or other bytes are read back, all ranks raise ``FtmonError``; if no checkpoint is
+    planned (a stop or a best evaluation still writes one), it is a printed note.
     """
     began = time.perf_counter()
     folder = checkpoints.folder
@@ -476,15 +497,14 @@ def rehearse_checkpoint(checkpoints: Checkpoints, state: TrainState, config: Con
     problem, compared = world.share_text(_lacking(folder, needed) if world.is_first else ""), 0
     if not problem:
         problem, compared = checkpoints.try_out(state)
-        problem = f"a checkpoint could not be written to {folder}: {problem}" if problem else ""
+        problem = problem and f"a checkpoint could not be written to {folder}: {problem}"
     if not problem:
         seconds = duration(time.perf_counter() - began)
         return (
             f"; a checkpoint of {_size(needed)} was written, read back and compared ({compared} tensors) in {seconds}"
         )
-    planned = config.checkpoint.every > 0 or config.checkpoint.at_end
     fix = "free space, set output.dir to another disk, or leave this check out with checkpoint.rehearse=false"
-    if planned:
+    if config.checkpoint.every > 0 or config.checkpoint.at_end:
         raise FtmonError(f"rehearsal: {problem}; {fix}")
     if world.is_first:
         checkpoints.report_failure(folder, problem, state.step)
@@ -494,7 +514,6 @@ def rehearse_checkpoint(checkpoints: Checkpoints, state: TrainState, config: Con
 
 
 def _lacking(folder: Path, needed: int) -> str:
-    """Return the lack of space for ``needed`` bytes, or an empty text."""
     place = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(place).free
     if free >= needed * _TRIAL_MARGIN:

@@ -19,16 +19,10 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ....protocol.errors import ConfigError, UsageError
 from .schema import MOST_WHOLE, Config
 
-# YAML as nodes with their lines, and overrides of the command line applied to them.
-#
-# PyYAML's ``compose`` keeps positions and builds no Python objects. A scalar is interpreted later, by the type of its
-# field (YAML 1.1 would read ``1e-5`` as text and ``no`` as a boolean).
-#
-# What is not YAML, or not of the expected form, raises ``ConfigError``.
+# YAML as nodes with their lines: PyYAML's ``compose`` keeps positions and builds no Python objects. A scalar is
+# interpreted later, by the type of its field (YAML 1.1 would read ``1e-5`` as text and ``no`` as a boolean).
 
-
-_SHOWN = 80
-"""Characters of a wrong value or key in an error."""
+_SHOWN = 80  # characters of a wrong value or key in an error
 
 COMMAND_LINE = "command line"
 """Place of a value given as ``key.sub=value``, for errors."""
@@ -49,26 +43,19 @@ def read(path: str) -> Node | None:
 
 
 def parse(text: str, source: str, fix: str = "") -> Node | None:
-    """Parse YAML text.
-
-    ``source`` is its name in errors, ``fix`` advice in them.
-    """
+    """Parse YAML text; ``source`` is its name in errors, ``fix`` advice in them."""
     try:
         loader = yaml.SafeLoader(text)
         loader.name = source
         return loader.get_single_node()
-    except yaml.YAMLError as error:
-        mark = error.problem_mark or error.context_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
         at = _line(source, mark.line) if mark is not None else source
-        raise ConfigError(f"{at}: not valid YAML: {_problem(error)}{fix}") from None
+        raise ConfigError(f"{at}: not valid YAML: {error.problem or error.context}{fix}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {str(error).splitlines()[0]}{fix}") from None
     except RecursionError:
         raise ConfigError(f"{source}: is nested too deeply{fix}") from None
-
-
-def _problem(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError):
-        return str(error.problem or error.context)
-    return str(error).splitlines()[0]
 
 
 def shown(text: str) -> str:
@@ -89,12 +76,7 @@ def scalar(text: str, source: str, line: int) -> ScalarNode:
 
 
 def override(tree: Node | None, assignment: str) -> Node:
-    """Apply ``key.sub=value`` to a tree, and return the tree.
-
-    Raises:
-        UsageError: it is not an assignment.
-        ConfigError: its value is not YAML.
-    """
+    """Apply ``key.sub=value`` to a tree, and return the tree; another text is a ``UsageError``."""
     key, equals, value = assignment.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -180,7 +162,6 @@ class Loaded:
 
     config: Config
     source: str
-    """The file's name as given, or ``command line``."""
     places: dict[str, str] = field(default_factory=dict[str, str])
     """Place of each given dotted path: ``train.yaml:12`` or ``command line``."""
 
@@ -193,13 +174,9 @@ class Loaded:
 
 
 def load(path: str | None, overrides: Sequence[str] = (), base: str = "") -> Loaded:
-    """Read a configuration file and apply overrides.
+    """Read a configuration file and apply overrides, each ``key.sub=value`` (else a ``UsageError``).
 
     ``base`` is YAML text to start from without a file (the demo's own configuration).
-
-    Raises:
-        ConfigError: a key, a type or a value is wrong.
-        UsageError: an override is not an assignment.
     """
     tree = read(path) if path is not None else parse(base, "the demo's configuration")
     for assignment in overrides:
@@ -352,8 +329,7 @@ def _free(node: Node, path: str, places: dict[str, str], depth: int) -> Any:
         return result
     if isinstance(node, SequenceNode):
         return [_free(below, path, places, depth - 1) for below in node.value]
-    if not isinstance(node, ScalarNode):
-        raise _wrong(node, path, "must be a value")
+    assert isinstance(node, ScalarNode)
     return plain_scalar(node, path)
 
 

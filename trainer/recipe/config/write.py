@@ -77,13 +77,10 @@ def field_docs() -> dict[tuple[str, str], str]:
     for node in ast.parse(source.getsource(schema)).body:
         if not isinstance(node, ast.ClassDef):
             continue
-        for found, behind in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(found, ast.AnnAssign)
-                and isinstance(found.target, ast.Name)
-                and isinstance(behind, ast.Expr)
-                and isinstance(behind.value, ast.Constant)
-                and isinstance(behind.value.value, str)
-            ):
-                docs[node.name, found.target.id] = " ".join(behind.value.value.split())
+        for pair in zip(node.body, node.body[1:], strict=False):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[node.name, name] = " ".join(text.split())
+                case _:
+                    pass
     return docs

@@ -1,6 +1,5 @@
-"""Loads the next micro-batch while the device computes."""
+"""One rank's micro-batches: their order, their tensors, and loading the next one while the device computes."""
 
-import zlib
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from threading import Thread
@@ -9,18 +8,14 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import pad
 from torch.utils.data import DataLoader
 
 from ....protocol.errors import ConfigError
 from ....protocol.messages.throughput import causal_pairs
 from ..config.schema import Config
-from ..engine.distributed import SequenceGroup
-from ..model.loss import IGNORED, label_positions, next_labels
+from ..distributed import SequenceGroup
+from ..model.loss import IGNORED, Batch, label_positions, next_labels
 from .pipeline import Examples
-
-# The order in which ranks visit the examples; a resume continues it at any step.
-
 
 _WINDOW = 64
 """Number of global batches sorted by length together; beyond that, order and content stay random."""
@@ -111,13 +106,8 @@ class Order:
         return numpy.concatenate([shuffled.reshape(-1), rows[len(used) :]])
 
 
-# Collates examples into tensors, and makes the loader of a rank's micro-batches.
-
-
 _PAD_TO = 8
 """Sequences are padded to a multiple of this: tensor cores are faster, and the allocator gets fewer sizes."""
-
-Batch = dict[str, torch.Tensor]
 
 
 def padded_length(longest: int, limit: int) -> int:
@@ -126,12 +116,11 @@ def padded_length(longest: int, limit: int) -> int:
 
 
 class Collate:
-    """Pads examples to one length."""
+    """Pads examples to one length; packed ones up to ``limit`` (``training.sequence_length``)."""
 
     def __init__(self, pad_id: int, limit: int) -> None:
         self._pad_id = pad_id
         self.limit = limit
-        """``training.sequence_length``: packed examples are padded up to it."""
 
     def __call__(self, examples: list[dict[str, Any]]) -> Batch:
         """Make tensors of shape [examples, length].
@@ -192,11 +181,8 @@ def loader(examples: Any, order: Order, collate: Collate, config: Config, pin: b
     )
 
 
-# Adds label positions and counts to batches on the host; on a GPU they would need a synchronization.
-
-
 def with_positions(batch: Batch) -> Batch:
-    """Return a collated batch and its ``label_positions`` (see ``model.loss``)."""
+    """Return a batch and its ``label_positions`` (``model.loss``), which on a GPU would need a synchronization."""
     return {**batch, "label_positions": label_positions(shift_labels(batch))}
 
 
@@ -232,51 +218,11 @@ class WithCounts(Collate):
         return {**batch, "counts": torch.tensor([tokens, labels, pairs, max(lengths), rows])}
 
 
-# Batches of ranks that share sequences: each rank's slice of every row.
-
-
-ROWS_KEY = "rows_key"
-"""Name of a checksum of the whole rows and the slice's number: equal slices elsewhere do not give equal losses."""
-
-
-def cut(batch: Batch, size: int, rank: int) -> Batch:
-    """Return slice ``rank`` of ``size`` of a batch of whole rows, which are padded to a multiple of ``size``.
-
-    Returns:
-        ``input_ids``, ``labels``, ``position_ids`` within the whole row, and ``shift_labels``: for each position the
-        label that follows it in the whole row, possibly in the next slice. ``sequence_ids`` stay whole. There is no
-        ``attention_mask``: padding is on the right, where causal attention does not reach.
-    """
-    ids, labels = batch["input_ids"], batch["labels"]
-    length = ids.shape[1]
-    missing = -length % size
-    width = (length + missing) // size
-    positions = batch["position_ids"] if "position_ids" in batch else torch.arange(length).expand_as(ids)
-
-    def part(tensor: torch.Tensor, filler: int) -> torch.Tensor:
-        return pad(tensor, (0, missing), value=filler)[:, rank * width : (rank + 1) * width].contiguous()
-
-    result = {
-        "input_ids": part(ids, 0),
-        "labels": part(labels, IGNORED),
-        "shift_labels": part(next_labels(labels), IGNORED),
-        # The model may have no positions beyond the longest row.
-        "position_ids": part(positions, 0),
-        ROWS_KEY: torch.tensor(zlib.crc32(labels.numpy().tobytes(), zlib.crc32(ids.numpy().tobytes(), rank))),
-    }
-    if "sequence_ids" in batch:
-        result["sequence_ids"] = pad(batch["sequence_ids"], (0, missing), value=0)
-    return result
-
-
 class Ahead:
     """Loads one batch ahead, in a thread: a forked process would copy the rank's offloaded memory."""
 
     def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
-        """Begin to load the first batch.
-
-        ``batches`` are endless; from now on only the thread may use them.
-        """
+        """Begin to load the first batch; from now on only the thread may use the endless ``batches``."""
         self._batches = batches
         self._device = device
         self._asked: SimpleQueue[bool] = SimpleQueue()
@@ -286,11 +232,7 @@ class Ahead:
         self._asked.put(True)
 
     def next_batch(self) -> Batch:
-        """Return the next batch, and begin to load the one after it.
-
-        Raises:
-            BaseException: whatever the loader raised.
-        """
+        """Return the next batch, or raise what the loader raised, and begin to load the one after it."""
         found = self._loaded.get()
         if isinstance(found, BaseException):
             raise found

@@ -32,15 +32,12 @@ class Encoded(msgspec.Struct):
 
     ids: list[int]
     learned: list[bool]
-    """Whether each token carries loss."""
     cut: int = 0
-    """Number of tokens cut away."""
     turns: int = 0
     """Number of turns to learn (1 for a text)."""
     ends: list[int] = msgspec.field(default_factory=list[int])
     """Indices of the tokens that end those turns, as far as they were not cut away."""
     reasoning_lost: int = 0
-    """Number of turns whose reasoning the template omits."""
     merged: int = 0
     """Number of turns whose first token includes the end of their header, so that it carries no loss."""
     split: int = 1
@@ -58,37 +55,30 @@ class Encoded(msgspec.Struct):
 
 
 class _Piece(NamedTuple):
-    """A text before tokenization, and the characters to learn."""
-
     text: str
     spans: list[Span]
     turns: int
     add_end: bool
-    """Whether to add the end-of-sequence token."""
     is_text: bool = False
     reasoning_lost: int = 0
 
 
 class Encoder:
-    """Turns records into documents.
-
-    Raises:
-        ConfigError: the tokenizer or its chat template cannot be used for these formats.
-    """
+    """Turns records into documents; a tokenizer or chat template that does not fit them is a ``ConfigError``."""
 
     def __init__(self, tokenizer: Any, config: Config, forms: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._data = data = config.data
         self._forms = forms
         self._limit = config.training.sequence_length
+        self._train_on = data.train_on
         if not tokenizer.is_fast:
             raise ConfigError("tokenizer: has no fast (Rust) form, which tells where in a text each token stands")
         if tokenizer.eos_token_id is None:
             raise ConfigError("tokenizer: has no end-of-sequence token")
-        chats = [form for form in forms if form != "text"]
-        self._train_on = data.train_on
+        chats = {form for form in forms if form != "text"}
         self.template: ChatTemplate | None = choose(tokenizer, data) if chats else None
-        if chats and self.template is None and set(chats) - {"instruction", "alpaca"}:
+        if self.template is None and chats - {"instruction", "alpaca"}:
             raise ConfigError(
                 "data.chat_template: none joins a prompt and a response; the data's chats need a template"
             )
@@ -106,13 +96,9 @@ class Encoder:
         return repr((chosen, columns, template))
 
     def encode(self, records: Sequence[tuple[Any, int]]) -> list["list[Encoded] | RefusedError"]:
-        """Encode records.
+        """Return each record's documents (one, several of a split text, none if it is dropped), or its refusal.
 
-        Args:
-            records: each with the number of its source; a ``RefusedError`` may stand for one.
-
-        Returns:
-            For each record its documents (one, several of a split text, none if it is dropped), or its refusal.
+        ``records``: each with the number of its source; a ``RefusedError`` may stand for one.
         """
         pieces: list[_Piece | RefusedError] = []
         for record, source in records:
@@ -125,18 +111,11 @@ class Encoder:
             except RecursionError:
                 pieces.append(RefusedError("is nested too deeply"))
         texts = [piece.text for piece in pieces if not isinstance(piece, RefusedError)]
-        encoding = (
-            self._tokenizer(
-                texts,
-                add_special_tokens=False,
-                return_offsets_mapping=True,
-                return_attention_mask=False,
-                verbose=False,
-            )
-            if texts
-            else {"input_ids": [], "offset_mapping": []}
-        )
-        tokens = iter(zip(encoding["input_ids"], encoding["offset_mapping"], strict=True))
+        tokens: Iterator[Any] = iter(())
+        if texts:
+            options = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
+            encoding = self._tokenizer(texts, **options, verbose=False)
+            tokens = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
         return [piece if isinstance(piece, RefusedError) else self._documents(piece, *next(tokens)) for piece in pieces]
 
     def _piece(self, content: Conversation | Text) -> _Piece:
@@ -153,9 +132,7 @@ class Encoder:
         turns = [turn for turn in chat.turns if self._learns(content, turn.message)]
         if not turns:
             raise RefusedError("has no assistant message to learn")
-        spans = turns
-        if self._train_on == "all":
-            spans = [Span(0, len(chat.text), 0, False), *turns]
+        spans = [Span(0, len(chat.text), 0, False), *turns] if self._train_on == "all" else turns
         return _Piece(chat.text, spans, len(turns), False, False, chat.reasoning_lost)
 
     def _learns(self, chat: Conversation, index: int) -> bool:
@@ -166,7 +143,6 @@ class Encoder:
         return self._train_on != "completion" or index >= chat.prompt
 
     def _joined(self, chat: Conversation) -> _Piece:
-        """Join the prompt and the response of a base model's record, as they stand."""
         prompt = "".join(message.content or "" for message in chat.messages[:-1])
         text = prompt + (chat.messages[-1].content or "")
         start = 0 if self._train_on == "all" else len(prompt)
@@ -209,13 +185,12 @@ class Encoder:
         if policy == "split":
             return _split(whole, limit)
         if policy == "keep_start":
-            kept = slice(0, limit)
             whole.ends = [end for end in whole.ends if end < limit]
-            whole.ids, whole.learned = whole.ids[kept], whole.learned[kept]
+            whole.ids, whole.learned = whole.ids[:limit], whole.learned[:limit]
         else:
             start = int(self._start is not None)
-            whole.ids = whole.ids[:start] + whole.ids[excess + start :]
-            whole.learned = whole.learned[:start] + whole.learned[excess + start :]
+            whole.ids[start : excess + start] = []
+            whole.learned[start : excess + start] = []
             whole.ends = [end - excess for end in whole.ends if end - excess >= start]
         whole.cut = excess
         return [whole]
@@ -246,11 +221,7 @@ def texts(record: Any, form: str, config: Config) -> list[str]:
     return [text for message in content.messages for text in (message.content, message.reasoning) if text]
 
 
-# Counts of encoded records: refused, dropped, cut, without labels.
-
-
 SHOWN = 20
-"""Records listed of each kind; all are counted."""
 
 
 class Listed(msgspec.Struct):
@@ -258,7 +229,6 @@ class Listed(msgspec.Struct):
 
     count: int = 0
     first: list[tuple[str, str]] = msgspec.field(default_factory=list[tuple[str, str]])
-    """Place and reason of the first records."""
 
     def add(self, place: str, reason: str) -> None:
         """Count a record."""
@@ -286,7 +256,6 @@ class Report(msgspec.Struct):
     unlabelled: Listed = msgspec.field(default_factory=Listed)
     """Records without a token that carries loss: it was cut away, or there is none."""
     unended: Listed = msgspec.field(default_factory=Listed)
-    """Records with a turn that is learned without its end."""
     reasoning_lost: Listed = msgspec.field(default_factory=Listed)
     merged: Listed = msgspec.field(default_factory=Listed)
     """Records with a turn whose first token includes the end of its header."""
@@ -310,11 +279,7 @@ class Report(msgspec.Struct):
         return self.refused.count > most_refused * self.read
 
     def check(self, most_refused: float) -> None:
-        """Refuse a data set with too many refused records.
-
-        Raises:
-            ConfigError: a larger share than ``most_refused`` of the records was refused.
-        """
+        """Refuse a data set of which a larger share than ``most_refused`` was refused, by a ``ConfigError``."""
         if self.exceeds(most_refused):
             shown = "; ".join(f"{place}: {reason}" for place, reason in self.refused.first[:3])
             raise ConfigError(
@@ -338,9 +303,6 @@ class Report(msgspec.Struct):
         return found
 
 
-# Stores documents on disk: token ids and labels in flat files, which every rank maps into memory.
-
-
 BATCH = 256
 """Records encoded in one call of the tokenizer."""
 
@@ -355,7 +317,6 @@ class Documents:
         """Hash of the documents' token ids and labels, in order."""
         self.lengths: NDArray[numpy.int64] = numpy.load(folder / "lengths.npy")
         self.records: NDArray[numpy.int64] = numpy.load(folder / "records.npy")
-        """Record of each document."""
         self._starts = numpy.concatenate([numpy.zeros(1, numpy.int64), numpy.cumsum(self.lengths)])
         total = int(self._starts[-1])
         self.ids: Any = _mapped(folder / "ids.bin", numpy.int32, total)
@@ -391,18 +352,10 @@ def _mapped(path: Path, dtype: Any, count: int) -> Any:
     return numpy.memmap(path, dtype, "r", shape=(count,)) if count else numpy.empty(0, dtype)
 
 
-def write(
-    encoder: Encoder,
-    records: Records,
-    start: int,
-    stop: int,
-    folder: Path,
-    progress: Callable[[int], object] | None = None,
+def write_part(
+    encoder: Encoder, records: Records, start: int, stop: int, folder: Path, progress: Callable[[int], object] | None
 ) -> None:
-    """Encode the records from ``start`` to ``stop`` into a new folder.
-
-    ``progress`` is called with the number of finished records.
-    """
+    """Encode the records from ``start`` to ``stop`` into a new folder; ``progress`` gets the number of finished."""
     folder.mkdir(parents=True, exist_ok=True)
     report = Report()
     lengths: list[int] = []
@@ -467,7 +420,7 @@ def note(report: Report, records: Records, number: int, made: "list[Encoded] | R
     return kept
 
 
-def join(parts: list[Path], folder: Path) -> None:
+def join_parts(parts: list[Path], folder: Path) -> None:
     """Join the folders of consecutive parts of the records into one, and remove them."""
     report = Report()
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,29 +26,24 @@ def follow_parent(parent: int) -> None:
 def main(job: dict[str, Any]) -> int:
     """Write the documents of the job's records to its folder; return the exit status."""
     from ..model import tokenizer
-    from . import encode, pipeline
-    from . import records as sources
-    from .encode import Encoder
+    from . import pipeline
+    from .encode import Encoder, write_part
+    from .records import read_records
 
     folder = Path(job["folder"])
     config = load(str(folder / "config.yaml")).config
     own = not (config.tokenizer.name or config.model.name)
     made: Any = tokenizer.load(config, folder / "tokenizer" if own else None)
-    records = sources.read(config)
+    records = read_records(config)
     encoder = Encoder(made, config, pipeline.record_formats(records, config))
     if pipeline.tokens_key(records, encoder, made) != job["key"]:
         print("the data or the tokenizer changed while they were read")
         return 1
     follow_parent(int(job["parent"]))
     part = Path(job["part"])
-    encode.write(
-        encoder,
-        records,
-        int(job["start"]),
-        int(job["stop"]),
-        part,
-        lambda done: part.with_suffix(".done").write_text(str(done)),
-    )
+    done = part.with_suffix(".done")
+    start, stop = int(job["start"]), int(job["stop"])
+    write_part(encoder, records, start, stop, part, lambda count: done.write_text(str(count)))
     return 0
 
 

@@ -18,12 +18,15 @@ import msgspec
 from ....protocol.errors import UsageError
 from ..config.schema import Data
 
-# Decodes bytes of a data file as text and as JSON. Imports nothing of the training packages.
-#
-# Functions raise ``ValueError``, whose text has the reason.
-
-
 BOM = b"\xef\xbb\xbf"
+TEMPLATES = Path(__file__).parent / "templates"
+NONE = "none"
+"""Value of ``data.chat_template`` that joins prompt and response without a template."""
+
+
+def shipped() -> list[str]:
+    """Return the names of the chat templates that ship with ftmon."""
+    return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
 
 def utf8(content: bytes) -> str:
@@ -78,9 +81,7 @@ class Conversation(msgspec.Struct, frozen=True):
 
     messages: list[Message]
     prompt: int
-    """Messages before the completion."""
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list[dict[str, Any]])
-    """JSON schemas of the tools that may be called."""
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -90,10 +91,7 @@ class Text(msgspec.Struct, frozen=True):
 
 
 def conversation(messages: list[Message], prompt: int | None = None, tools: Any = None) -> Conversation:
-    """Return a conversation of checked messages.
-
-    Without ``prompt`` all messages up to the last user message are the prompt.
-    """
+    """Return a conversation of checked messages; without ``prompt``, all up to the last user message are the prompt."""
     if not messages:
         raise RefusedError("has no messages")
     for number, message in enumerate(messages, 1):
@@ -111,10 +109,7 @@ def conversation(messages: list[Message], prompt: int | None = None, tools: Any 
 
 
 def message_of(entry: Any, number: int, role: str | None = None) -> Message:
-    """Convert one message in OpenAI's form.
-
-    ``number`` is its place in the record, from 1; without a ``role`` it has its own.
-    """
+    """Convert message ``number`` (from 1) in OpenAI's form; without ``role`` it has its own."""
     if not isinstance(entry, dict):
         raise RefusedError(f"message {number} is {kind(entry)}, not an object with role and content")
     found = role if role is not None else entry.get("role")
@@ -165,14 +160,8 @@ def text_of(record: dict[str, Any], column: str) -> str:
 
 def kind(value: Any) -> str:
     """Return the name of a JSON value's kind."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, int | float):
-        return "a number"
-    names = {dict: "an object", list: "a list", str: "text"}
-    return names.get(type(value), type(value).__name__)
+    names = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
 def refuse_surrogates(content: Conversation | Text) -> None:
@@ -200,9 +189,9 @@ def _json(value: Any) -> str:
 def _is_learned(entry: dict[str, Any], number: int) -> bool:
     """Return whether a message is trained on, by its ``weight`` (OpenAI's) and ``train``."""
     weight, train = entry.get("weight"), entry.get("train")
-    if weight is not None and weight not in (0, 1):
+    if weight not in (None, 0, 1):
         raise RefusedError(f"message {number}: weight is {_json(weight)[:40]}, not 0 or 1")
-    if train is not None and not isinstance(train, bool):
+    if not isinstance(train, bool | None):
         raise RefusedError(f"message {number}: train is {_json(train)[:40]}, not true or false")
     return weight != 0 and train is not False
 
@@ -244,11 +233,6 @@ def _schemas(tools: Any) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RefusedError("tools is not a list of objects")
     return tools
-
-
-# Chats written as one text with markers: ``### Human:``, ``Human:``, Llama 2's ``[INST]``, ``<|im_start|>``.
-#
-# ``parse`` raises ``RefusedError`` for a text without markers.
 
 
 _HASHES = re.compile(r"### ?(Human|User|Instruction|System|Assistant|Response|Bot) ?: ?", re.IGNORECASE)
@@ -321,11 +305,6 @@ def _llama2(text: str) -> list[Message]:
     return messages
 
 
-# Converters of the record formats, and the detection of a record's format. Imports no training packages.
-#
-# Converters raise ``RefusedError`` for a record that does not match.
-
-
 Record = dict[str, Any]
 Converted = Conversation | Text
 
@@ -351,26 +330,22 @@ def convert(record: Any, form: str, data: Data) -> Converted:
 def detect(record: Record, data: Data) -> str:
     """Return the format of a data set whose first record is this one.
 
-    Raises:
-        UsageError: a column is missing; the text starts with the dotted path of the key that names it.
+    A missing column is a ``UsageError``, whose text starts with the dotted path of the key that names it.
     """
     columns = list(record)
     needed = {
         "chat": {"messages_column": messages_column(columns, data)},
-        "instruction": {
-            "prompt_column": data.prompt_column,
-            "response_column": response_column(columns, data),
-        },
+        "instruction": {"prompt_column": data.prompt_column, "response_column": response_column(columns, data)},
         "alpaca": {"": "instruction", " ": "output"},
         "text": {"text_column": data.text_column},
     }
-    form = data.format
+    form, listed = data.format, ", ".join(map(str, columns))
     if form != "auto":
         for key, column in needed.get({"sharegpt": "chat", "markers": "text"}.get(form, form), {}).items():
             if column not in columns:
                 if not key.strip():
-                    raise UsageError(f"data.format is {form}, but the data's columns are {_listed(columns)}")
-                raise UsageError(f"data.{key} is {column}, but the data's columns are {_listed(columns)}")
+                    raise UsageError(f"data.format is {form}, but the data's columns are {listed}")
+                raise UsageError(f"data.{key} is {column}, but the data's columns are {listed}")
         return form
     for name, keys in needed.items():
         if all(column in columns for column in keys.values()):
@@ -381,7 +356,7 @@ def detect(record: Record, data: Data) -> str:
                 return "markers" if isinstance(text, str) and recognise(text) else "text"
             return name
     raise UsageError(
-        f"data.format cannot be determined from the columns ({_listed(columns)}): name them in data.text_column, or "
+        f"data.format cannot be determined from the columns ({listed}): name them in data.text_column, or "
         "data.prompt_column and data.response_column, or data.messages_column"
     )
 
@@ -453,9 +428,7 @@ def _instruction(record: Record, data: Data) -> Conversation:
 
 
 def _message_lists(record: Record, data: Data) -> Conversation:
-    """Convert a prompt and a completion that are lists of messages."""
-    before = _entries(record, data.prompt_column)
-    after = _entries(record, response_column(record, data))
+    before, after = (_entries(record, one) for one in (data.prompt_column, response_column(record, data)))
     messages = [message_of(entry, number) for number, entry in enumerate([*before, *after], 1)]
     messages = _with_system(record, messages)
     return conversation(messages, len(messages) - len(after), record.get(data.tools_column))
@@ -476,14 +449,6 @@ def _alpaca(record: Record, data: Data) -> Conversation:
     return conversation(_with_system(record, messages))
 
 
-def _text(record: Record, data: Data) -> Text:
-    return Text(text_of(record, data.text_column))
-
-
-def _markers(record: Record, data: Data) -> Conversation:
-    return conversation(parse_markers(text_of(record, data.text_column)))
-
-
 def _entries(record: Record, column: str) -> list[Any]:
     entries = record.get(column)
     if isinstance(entries, str) and entries.lstrip().startswith("["):  # a CSV's cell
@@ -500,23 +465,14 @@ def _entries(record: Record, column: str) -> list[Any]:
     return entries
 
 
-def _listed(columns: list[str]) -> str:
-    return ", ".join(map(str, columns))
-
-
 _CONVERTERS: dict[str, Callable[[Record, Data], Converted]] = {
     "chat": _chat,
     "sharegpt": partial(_chat, read=_shared),
     "instruction": _instruction,
     "alpaca": _alpaca,
-    "text": _text,
-    "markers": _markers,
+    "text": lambda record, data: Text(text_of(record, data.text_column)),
+    "markers": lambda record, data: conversation(parse_markers(text_of(record, data.text_column))),
 }
-
-
-# Reads whole files: comma- or tab-separated values, and JSON lists. Imports nothing of the training packages.
-#
-# A file that cannot be read so raises ``ValueError``.
 
 
 class Source:
@@ -525,14 +481,12 @@ class Source:
     weight = 1.0
     """Number of uses of each record in an epoch."""
     blank: Sequence[str] = ()
-    """Places of blank lines."""
 
     def __init__(self, rows: Any, name: str, digest: str, places: Sequence[object] = ()) -> None:
         self._rows = rows
         """Sequence of records; a ``RefusedError`` in it stands for one."""
         self._name = name
         self.digest = digest
-        """Hash of the content."""
         self._places = places
 
     def __len__(self) -> int:
@@ -609,16 +563,8 @@ def json_list(path: Path) -> Source:
     return Source(records, path.name, hashlib.blake2b(content).hexdigest(), numbers)
 
 
-# Reads the first record of a file before anything starts, without the training packages.
-
-
 def first_record(path: Path, text_column: str) -> dict[str, Any]:
-    """Return the first record of a file that is not Parquet.
-
-    Raises:
-        ValueError: it is not a record; the text has the reason.
-        OSError: the file cannot be read.
-    """
+    """Return the first record of a file that is not Parquet; ``ValueError`` and ``OSError`` have the reason if not."""
     if path.suffix in (".csv", ".tsv"):
         rows = delimited(path, most=1)
         if not len(rows):

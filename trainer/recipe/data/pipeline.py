@@ -25,29 +25,22 @@ from numpy.typing import NDArray
 from ....protocol.errors import ConfigError, FtmonError, UsageError
 from ....protocol.host.process import start_ticks
 from .. import hardware
-from ..config import write as configuration
 from ..config.schema import Config
-from ..engine.distributed import World
-from ..model import tokenizer
+from ..config.write import dump
+from ..distributed import World
 from ..model import tokenizer as tokenizers
 from ..model.loss import IGNORED
 from ..monitor import activity
-from . import encode as store
 from . import messages
-from . import records as sources
-from .encode import Encoder, Report, texts
-from .records import Records
-
-# Packs documents into sequences of fixed length without cutting any: best-fit decreasing over the whole data set.
+from .encode import Documents, Encoder, Report, join_parts, opened, publish, scratch, texts, write_part
+from .records import Records, read_records
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Distribute documents over bins, longest first, each into the fullest bin with room for it.
 
-    Best-fit decreasing uses at most 11/9 of the fewest bins possible, plus 4 (Johnson, 1973).
-
-    Returns:
-        The numbers of the documents in each bin.
+    Best-fit decreasing uses at most 11/9 of the fewest bins possible, plus 4 (Johnson, 1973). Return the numbers of the
+    documents in each bin.
     """
     bins: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
@@ -86,21 +79,18 @@ class Examples:
     rows: Any
     """A sequence of rows: mappings with ``input_ids``, ``labels`` and, if packed, the ``lengths`` of its documents."""
     tokens: NDArray[numpy.int64]
-    """Tokens of each row."""
     label_tokens: NDArray[numpy.int64]
     """Tokens of each row that carry loss: labels after a document's first position, which nothing predicts."""
     read: int
-    """Number of records read."""
     key: str = ""
     """Identifier of the content: equal for equal token ids and labels in equal order, from any files."""
     report: Report = field(default_factory=Report)
-    """Report on the encoded and refused records."""
 
 
 class Rows:
     """Rows of one document each, or of several packed ones."""
 
-    def __init__(self, documents: store.Documents, rows: list[list[int]], packed: bool) -> None:
+    def __init__(self, documents: Documents, rows: list[list[int]], packed: bool) -> None:
         self._documents = documents
         self._rows = rows
         self._packed = packed
@@ -174,9 +164,9 @@ def encode(
     ``progress`` is called often, with the number of finished records.
     """
     folder = cache_folder() / tokens_key(records, encoder, tokenizer)
-    documents = store.opened(folder)
+    documents = opened(folder)
     if documents is None:
-        made = store.scratch(folder)
+        made = scratch(folder)
         try:
             processes = _processes(records, config)
             if processes > 1:
@@ -184,11 +174,11 @@ def encode(
                     log(f"tokenizing {len(records):,} records with {processes} processes")
                 _encode_parts(records, encoder, config, tokenizer, made, processes, progress)
             else:
-                store.write(encoder, records, 0, len(records), made, progress)
-            store.publish(made, folder)
+                write_part(encoder, records, 0, len(records), made, progress)
+            publish(made, folder)
         finally:
             shutil.rmtree(made, ignore_errors=True)  # gigabytes, if it was not renamed to the folder
-        documents = store.Documents(folder)
+        documents = Documents(folder)
     documents.report.check(config.data.max_refused)
     return folder
 
@@ -198,18 +188,18 @@ def examples(folder: Path, records: Records | None, config: Config) -> Examples:
 
     ``records`` give the files' weights; None: all are 1.
     """
-    documents = store.Documents(folder)
+    documents = Documents(folder)
     trained = _weighted(documents, numpy.flatnonzero(~_set_aside(documents, config)), records, config)
     return _examples(documents, trained, config, config.data.packing)
 
 
 def held_out(folder: Path, config: Config) -> Examples:
     """Return the rows that ``evaluation.share`` sets aside: each document once, regardless of weights, not packed."""
-    documents = store.Documents(folder)
+    documents = Documents(folder)
     return _examples(documents, numpy.flatnonzero(_set_aside(documents, config)), config, packing=False)
 
 
-def _set_aside(documents: store.Documents, config: Config) -> NDArray[numpy.bool_]:
+def _set_aside(documents: Documents, config: Config) -> NDArray[numpy.bool_]:
     """Return a mask of the documents to evaluate on: whole records, drawn before weights repeat them."""
     share = config.evaluation.share
     if not share:
@@ -222,7 +212,7 @@ def _set_aside(documents: store.Documents, config: Config) -> NDArray[numpy.bool
     return numpy.isin(documents.records, records[order[:count]])
 
 
-def _examples(documents: store.Documents, used: NDArray[numpy.int64], config: Config, packing: bool) -> Examples:
+def _examples(documents: Documents, used: NDArray[numpy.int64], config: Config, packing: bool) -> Examples:
     if not len(used):
         raise ConfigError(
             "data: no record holds a token to learn within training.sequence_length; 'ftmon data check' shows why"
@@ -267,7 +257,7 @@ def cache_folder() -> Path:
 
 
 def _weighted(
-    documents: store.Documents, trained: NDArray[numpy.int64], records: Records | None, config: Config
+    documents: Documents, trained: NDArray[numpy.int64], records: Records | None, config: Config
 ) -> NDArray[numpy.int64]:
     """Return the documents of an epoch, each as often as its file's weight; a fraction is drawn with the seed."""
     if records is None or all(source.weight == 1 for source in records.sources):
@@ -305,7 +295,7 @@ def _encode_parts(
 
     Processes are spawned: a fork would copy the locks of this one's threads (CUDA, gloo, the probe).
     """
-    (folder / "config.yaml").write_text(configuration.dump(config))
+    (folder / "config.yaml").write_text(dump(config))
     tokenizer.save_pretrained(str(folder / "tokenizer"))
     bounds = [len(records) * part // processes for part in range(processes + 1)]
     parts = [folder / f"part-{part}" for part in range(processes)]
@@ -342,24 +332,17 @@ def _encode_parts(
             if process.poll() is None:
                 process.kill()
             process.wait()
-    store.join(parts, folder)
+    join_parts(parts, folder)
     for part in parts:
         part.with_suffix(".log").unlink()
         part.with_suffix(".done").unlink(missing_ok=True)
 
 
 def _done(part: Path) -> int:
-    """Return the number of records that the process of a part has encoded."""
     try:
         return int(part.with_suffix(".done").read_text() or 0)
     except OSError:
         return 0
-
-
-# Passes rank 0's result of preparing the data, a folder or an error, to the ranks that wait for it.
-
-
-_HANDOVER_POLL_SECONDS = 0.1
 
 
 class Status(msgspec.Struct):
@@ -371,9 +354,9 @@ class Status(msgspec.Struct):
 
 def leave(path: Path, status: Status) -> None:
     """Write the result of rank 0 atomically."""
-    scratch = path.with_suffix(".tmp")
-    scratch.write_bytes(msgspec.json.encode(status))
-    os.replace(scratch, path)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_bytes(msgspec.json.encode(status))
+    os.replace(unfinished, path)
 
 
 def wait(path: Path, first: int) -> Status:
@@ -385,10 +368,7 @@ def wait(path: Path, first: int) -> Status:
         except FileNotFoundError:
             if not alive:
                 return Status(error="rank 0 ended while it prepared the data")
-        time.sleep(_HANDOVER_POLL_SECONDS)
-
-
-# The tokenizer and the encoded examples of a run.
+        time.sleep(2 * _POLL_SECONDS)
 
 
 def prepare(config: Config, world: World, output: Path, resumed: Path | None) -> tuple[Any, Path, Examples]:
@@ -404,13 +384,13 @@ def prepare(config: Config, world: World, output: Path, resumed: Path | None) ->
 
     folder = first_encodes(world, encode)
     if made is None:
-        made = tokenizer.load(config, kept)
+        made = tokenizers.load(config, kept)
     # Rank 0 has chosen the template, if there are chats.
     made.chat_template = json.loads(world.share_text(json.dumps(made.chat_template)))
     with activity("data", "packing" if config.data.packing else "reading the tokens"):
         # Every rank reads and hashes whole files, so only if their weights differ.
         weighted = any(file.weight != 1 for file in config.data.files)
-        result = examples(folder, sources.read(config) if weighted else None, config)
+        result = examples(folder, read_records(config) if weighted else None, config)
     for line in result.report.notes():
         world.log(line)
     return made, folder, result
@@ -446,7 +426,7 @@ def first_encodes(world: World, encode: Callable[[], Path]) -> Path:
 
 
 def _encode(config: Config, trained: Path | None, keep: Path, say: Any) -> tuple[Any, Path]:
-    records = sources.read(config)
+    records = read_records(config)
     forms = record_formats(records, config)
     with activity("data", "the tokenizer"):
         made = load_tokenizer(config, records, forms, trained)

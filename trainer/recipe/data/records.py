@@ -15,9 +15,6 @@ from ....protocol.errors import ConfigError
 from ..config.schema import Config, File
 from .messages import BOM, RefusedError, Source, delimited, is_json_list, json_list, parse, utf8
 
-# Files with one record per line, read by position: only the positions are held in memory.
-
-
 _CHUNK = 16 << 20
 
 
@@ -106,10 +103,6 @@ class Records:
         number, inside = self.source_of(index)
         return self.sources[number].place(inside)
 
-    def weight(self, index: int) -> float:
-        """Return the number of uses of a record in an epoch."""
-        return self.sources[self.source_of(index)[0]].weight
-
     def first(self, source: int) -> dict[str, Any] | None:
         """Return the first JSON object among the first hundred records of a source, or None."""
         start = self._ends[source - 1] if source else 0
@@ -131,12 +124,8 @@ class Records:
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
-def read(config: Config) -> Records:
-    """Open the records.
-
-    Raises:
-        ConfigError: a file or data set cannot be read, or has no record.
-    """
+def read_records(config: Config) -> Records:
+    """Open the records; a file or data set that cannot be read, or has no record, is a ``ConfigError``."""
     data = config.data
     if data.name:
         records = Records([_from_hub(config)], data.limit)

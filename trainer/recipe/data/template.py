@@ -20,19 +20,11 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from ....protocol.errors import ConfigError
 from ..config.schema import Data
 from ..model.tokenizer import special_tokens, start_token
-from .messages import ASSISTANT, USER, Conversation, Message, RefusedError
-from .shipped import NONE, TEMPLATES, shipped
+from .messages import ASSISTANT, NONE, TEMPLATES, USER, Conversation, Message, RefusedError, shipped
 
-# Instruments chat templates to report the message that each part of their text comes from.
-#
-# Whether a token carries loss depends on its turn. Comparing texts does not show the turn if a template renders a
-# message differently when more messages follow (Qwen3 drops the reasoning of earlier turns). So marks are inserted
-# into the template's own syntax tree: at the beginning and end of every loop's body, if the loop variable is a
-# message, and around ``{% generation %}`` blocks. Without its marks the text must equal that of the unchanged
-# template.
-#
-# Methods raise ``RenderError`` if the template refuses the messages, or is not valid Jinja.
-
+# Marks in a template's syntax tree report the message that each part of the text comes from: at the beginning and end
+# of every loop's body, if the loop variable is a message, and around ``{% generation %}`` blocks. Comparing texts would
+# not show the turn where a message renders differently when more follow (Qwen3 drops the reasoning of earlier turns).
 
 # Unicode noncharacters: no text contains them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -40,7 +32,7 @@ _MARK = re.compile(f"{_OPEN}([a-z]?)([0-9]+),([0-9]+){_CLOSE}")
 
 
 class Piece(NamedTuple):
-    """A part of a rendered text: characters ``start`` to ``end``."""
+    """Characters ``start`` to ``end`` of a rendered text; they cover it in order."""
 
     start: int
     end: int
@@ -48,13 +40,6 @@ class Piece(NamedTuple):
     """Number of its message; -1: none."""
     generated: bool
     """Whether it is in a ``{% generation %}`` block."""
-
-
-class Rendered(NamedTuple):
-    """A rendered chat and its parts, which cover it in order."""
-
-    text: str
-    pieces: list[Piece]
 
 
 class RenderError(Exception):
@@ -85,16 +70,15 @@ class Template:
         except Exception as error:  # a template is a program: whatever it raises
             raise RenderError(_line(error)) from None
 
-    def marked(self, messages: list[dict[str, Any]], ask: bool = False, **variables: Any) -> Rendered:
+    def marked(self, messages: list[dict[str, Any]], ask: bool = False, **variables: Any) -> tuple[str, list[Piece]]:
         """Render a chat, and return its text and parts."""
         self._messages = {id(message): index for index, message in enumerate(messages)}
         self._opened = set()
         try:
-            text = str(self._marked.render(messages=messages, add_generation_prompt=ask, **variables))
+            result = _parse(str(self._marked.render(messages=messages, add_generation_prompt=ask, **variables)))
         except Exception as error:  # as above
             raise RenderError(_line(error)) from None
-        result = _parse(text)
-        if result.text != self.plain(messages, ask, **variables):
+        if result[0] != self.plain(messages, ask, **variables):
             raise RenderError("renders another text when it is traced")
         return result
 
@@ -112,7 +96,7 @@ class Template:
         return f"{_OPEN}c{loop},0{_CLOSE}" if loop in self._opened else ""
 
 
-def _parse(text: str) -> Rendered:
+def _parse(text: str) -> tuple[str, list[Piece]]:
     result: list[str] = []
     pieces: list[Piece] = []
     stack: list[tuple[int, int]] = []
@@ -143,7 +127,7 @@ def _parse(text: str) -> Rendered:
             del stack[depth:]
         if what == "o":
             stack.append((number, index))
-    return Rendered("".join(result), pieces)
+    return "".join(result), pieces
 
 
 def _insert_marks(tree: Any) -> bool:
@@ -236,7 +220,6 @@ class Chat(NamedTuple):
 
     text: str
     turns: list[Span]
-    """Span of every assistant's message."""
     reasoning_lost: int
     """Number of assistant's messages whose reasoning the template omits."""
 
@@ -246,9 +229,6 @@ def choose(tokenizer: Any, data: Data) -> "ChatTemplate | None":
 
     It becomes the tokenizer's, so that it is saved with the model. If the tokenizer begins texts with BOS and the
     template does not write it, ``{{ bos_token }}`` is prepended: rendered chats are tokenized without special tokens.
-
-    Raises:
-        ConfigError: there is none, or it cannot be used for training.
     """
     name = data.chat_template
     if name == NONE:
@@ -306,7 +286,7 @@ class ChatTemplate:
         has_calls = any(message.tool_calls for message in chat.messages)
         for offset in range(len(_VARIANTS) if has_calls else 1):
             variant = (self._variant + offset) % len(_VARIANTS)
-            messages = [_for_template(message, _VARIANTS[variant]) for message in chat.messages]
+            messages = [_for_template(message, *_VARIANTS[variant]) for message in chat.messages]
             try:
                 result = self._render(template, messages, chat)
             except RefusedError as error:
@@ -328,11 +308,7 @@ class ChatTemplate:
             raise ConfigError(f"data.chat_template: {self.name} template: {str(error).splitlines()[0]}") from None
 
     def _prove(self, tokenizer: Any) -> None:
-        """Find the header, the generation prompt and the end of a turn in a probe conversation.
-
-        Raises:
-            ConfigError: turns cannot be separated, or nothing ends them.
-        """
+        """Find header, generation prompt and end of a turn in a probe conversation; else raise ``ConfigError``."""
         template = self._templates[False]
         where = f"data.chat_template: {self.name} template"
         fix = "give another one, or a path to one with {% generation %} marks around what the assistant generates"
@@ -477,24 +453,18 @@ class ChatTemplate:
         return Span(start, end + len(following or ""), index, following is not None)
 
 
-class _Variant(NamedTuple):
-    """Form of tool calls in a template's input; templates expect different ones."""
-
-    null_content: bool
-    text_arguments: bool
+_VARIANTS = ((True, False), (False, False), (True, True), (False, True))
+"""Forms of tool calls, of which templates expect different ones: with a null content, with arguments as text."""
 
 
-_VARIANTS = [_Variant(*flags) for flags in ((True, False), (False, False), (True, True), (False, True))]
-
-
-def _for_template(message: Message, variant: _Variant) -> dict[str, Any]:
+def _for_template(message: Message, null_content: bool, text_arguments: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.content is None and not (message.tool_calls and variant.null_content):
+    if message.content is None and not (message.tool_calls and null_content):
         result["content"] = ""
     if message.reasoning:
         result["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        result["tool_calls"] = [_call_for_template(call, variant) for call in message.tool_calls]
+        result["tool_calls"] = [_call_for_template(call) if text_arguments else call for call in message.tool_calls]
     if message.name:
         result["name"] = message.name
     if message.tool_call_id:
@@ -502,9 +472,9 @@ def _for_template(message: Message, variant: _Variant) -> dict[str, Any]:
     return result
 
 
-def _call_for_template(call: dict[str, Any], variant: _Variant) -> dict[str, Any]:
+def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    if not variant.text_arguments or isinstance(function["arguments"], str):
+    if isinstance(function["arguments"], str):
         return call
     arguments = json.dumps(function["arguments"], ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}

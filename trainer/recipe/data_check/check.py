@@ -12,16 +12,12 @@ import numpy
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from ..data import encode, messages, pipeline
-from ..data import records as sources
 from ..data.encode import Encoded, Encoder, Listed, Report
 from ..data.messages import Conversation, RefusedError
 from ..data.pipeline import best_fit
-from ..data.records import Records
+from ..data.records import Records, read_records
 from ..model.shape import check
 from ..model.tokenizer import special_tokens
-
-# Counts of a data set, and the findings from them.
-
 
 _REPEATED_SHARE, _REPEATED_LEAST = 0.05, 4
 
@@ -32,11 +28,8 @@ class Finding(msgspec.Struct, frozen=True):
     kind: str
     count: int
     text: str
-    """The problem, in one sentence."""
     fix: str
-    """The fix."""
     first: list[tuple[str, str]] = msgspec.field(default_factory=list[tuple[str, str]])
-    """Place and details of the first records."""
 
 
 class Lengths(msgspec.Struct, frozen=True):
@@ -56,31 +49,23 @@ class Facts(msgspec.Struct):
     max_refused: float = 1.0
     """Share of refused records above which a training does not start."""
     formats: list[str] = msgspec.field(default_factory=list[str])
-    """Format of each file."""
     template: str = ""
-    """The chat template in use; empty for texts."""
     evaluation: Report = msgspec.field(default_factory=Report)
-    """Report on the evaluation's own file or split."""
     blank_lines: Listed = msgspec.field(default_factory=Listed)
     documents: int = 0
     rows: int = 0
-    """Sequences of an epoch."""
     rows_a_step: int = 0
     """Sequences of one optimizer step, over all ranks if their number is known, else of one rank."""
     tokens: int = 0
-    """Tokens of an epoch, without padding."""
     label_tokens: int = 0
     padding: int = 0
-    """Padding tokens of an epoch."""
     turns: int = 0
     ends_learned: int = 0
     bos: str = ""
-    """The token that begins a text, if the tokenizer has one."""
     bos_counts: dict[int, int] = msgspec.field(default_factory=dict[int, int])
     """Number of documents, by the number of such tokens at their beginning."""
     lengths: Lengths | None = None
     vocabulary: int = 0
-    """Tokens of the tokenizer."""
     model_vocabulary: int = 0
     """Size of the model's vocabulary; 0: the tokenizer's."""
     duplicates: Listed = msgspec.field(default_factory=Listed)
@@ -171,13 +156,11 @@ def judge(facts: Facts) -> list[Finding]:
             found.append(Finding(kind, listed.count, text, fix, listed.first))
     if facts.model_vocabulary and facts.vocabulary > facts.model_vocabulary:
         text = f"tokens exceed the model's vocabulary of {facts.model_vocabulary:,}"
-        found.append(
-            Finding("vocabulary", facts.vocabulary - facts.model_vocabulary, text, "use the model's tokenizer")
-        )
+        beyond = facts.vocabulary - facts.model_vocabulary
+        found.append(Finding("vocabulary", beyond, text, "use the model's tokenizer"))
     if not facts.problem and facts.rows < facts.rows_a_step:
         text = f"sequences are fewer than one step takes ({facts.rows_a_step:,})"
-        fix = "lower training.micro_batch or grad_accumulation"
-        found.append(Finding("too_few", facts.rows, text, fix))
+        found.append(Finding("too_few", facts.rows, text, "lower training.micro_batch or grad_accumulation"))
     return found
 
 
@@ -211,15 +194,12 @@ class Collected(msgspec.Struct):
 
 
 def collect(config: Config, shown: int) -> Collected:
-    """Encode all records of a configuration.
+    """Encode all records of a configuration, and keep the first ``shown`` documents for display.
 
-    The first ``shown`` documents are kept for display.
-
-    Raises:
-        ConfigError: the records or the tokenizer cannot be read, or the model cannot be made for them.
+    Records, a tokenizer or a model that cannot be used are a ``ConfigError``.
     """
     shape, _ = check(config)
-    records = sources.read(config)
+    records = read_records(config)
     facts = Facts(max_refused=config.data.max_refused, formats=pipeline.record_formats(records, config))
     for source in records.sources:
         for place in source.blank:
@@ -249,8 +229,6 @@ def collect(config: Config, shown: int) -> Collected:
 
 
 class _Counting:
-    """Counts records one by one."""
-
     def __init__(self, records: Records, config: Config, tokenizer: Any, facts: Facts) -> None:
         self.lengths: list[int] = []
         self._records = records
@@ -282,8 +260,8 @@ class _Counting:
         if self._unknown is not None and self._unknown in ids and self._unknown != self._bos:
             facts.unknown.add(place, f"{ids.count(self._unknown)} unknown tokens")
         self._repeats(number, place, ids, made)
+        weight = self._records.sources[self._records.source_of(number)[0]].weight
         for document in kept:
-            weight = self._records.weight(number)
             self._documents.append(len(document.ids))
             self._weights.append(weight)
             facts.label_tokens += round(document.label_tokens * weight)
@@ -372,14 +350,10 @@ def _records_alone(records: Records, config: Config, facts: Facts) -> None:
 
 
 def _evaluation(config: Config, tokenizer: Any, report: Report) -> None:
-    """Count the results of encoding the evaluation's own records.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
+    """Count the results of encoding the evaluation's own records."""
     wanted = msgspec.structs.replace(config, data=config.evaluation.data(config.data))
     try:
-        records = sources.read(wanted)
+        records = read_records(wanted)
         encoder = Encoder(tokenizer, wanted, pipeline.record_formats(records, wanted))
     except ConfigError as error:
         raise ConfigError(f"evaluation: {error}") from None

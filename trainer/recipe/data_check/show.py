@@ -7,20 +7,10 @@ import plotext
 
 from .check import Collected, Facts, Finding, Sample
 
-_SHOWN = 3
-"""Records listed with each finding."""
-_TICKS = 5
-"""Spaces between the numbers of the histogram's axis."""
-_MOST_TOKENS = 400
-"""Tokens shown of a document."""
-_TRAINED, _CONTEXT, _DIM, _WRONG, _GOOD, _END = (
-    "\033[30;42m",
-    "\033[36m",
-    "\033[2m",
-    "\033[1;31m",
-    "\033[1;32m",
-    "\033[0m",
-)
+_SHOWN = 3  # records listed with each finding
+_TICKS = 5  # spaces between the numbers of the histogram's axis
+_MOST_TOKENS = 400  # tokens shown of a document
+_TRAINED, _CONTEXT, _DIM, _WRONG, _GOOD, _END = (f"\033[{code}m" for code in ("30;42", "36", "2", "1;31", "1;32", "0"))
 
 
 class Painter:

@@ -15,19 +15,17 @@ import torch.distributed as dist
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from ..data import pipeline
-from ..data import records as sources
-from ..data.batches import Batch, shift_labels
+from ..data.batches import shift_labels
 from ..data.encode import Encoder
 from ..data.pipeline import Examples
-from ..engine.distributed import World
+from ..data.records import read_records
+from ..distributed import World
 from ..model.attention import on_device
-from ..model.loss import IGNORED
+from ..model.loss import IGNORED, Batch
 from ..model.shape import room
 from ..model.tokenizer import end_tokens
 from ..monitor import Progress, activity, probe
 from ..state import TrainState
-
-# The examples that a run is evaluated on.
 
 
 def held_out(config: Config, world: World, tokens: Any, trained: Path) -> Examples | None:
@@ -53,7 +51,7 @@ def _encoded(config: Config, world: World, tokens: Any) -> Examples:
     wanted = msgspec.structs.replace(config, data=config.evaluation.data(config.data))
 
     def encode() -> Path:
-        records = sources.read(wanted)
+        records = read_records(wanted)
         encoder = Encoder(tokens, wanted, pipeline.record_formats(records, wanted))
         with activity("data", "tokenizing evaluation data", total=len(records)) as progress:
             return pipeline.encode(records, encoder, tokens, wanted, progress=progress.report)
@@ -62,9 +60,6 @@ def _encoded(config: Config, world: World, tokens: Any) -> Examples:
         return pipeline.examples(pipeline.first_encodes(world, encode), None, wanted)
     except ConfigError as error:
         raise ConfigError(f"evaluation: {error}") from None
-
-
-# Generates answers of the model to prompts of the evaluation examples during training.
 
 
 def prompt_of(row: dict[str, list[int]]) -> list[int]:
@@ -118,9 +113,7 @@ class Evaluated(msgspec.Struct, frozen=True):
     loss: float
     """Mean cross entropy over the label tokens, in nats."""
     label_tokens: int
-    """Number of label tokens."""
     seconds: float
-    """Duration."""
     best: bool
     """Whether no earlier evaluation of this run had a lower loss."""
 
@@ -236,16 +229,8 @@ class Evaluator:
             yield on_device(batch, self._world), int((shift_labels(batch) != IGNORED).sum())
 
     def _samples(self) -> list[tuple[str, str]]:
-        wanted = min(self._settings.samples, len(self.examples.rows))
-        rows = [self.examples.rows[row] for row in range(wanted)]
+        rows = [self.examples.rows[row] for row in range(min(self._settings.samples, len(self.examples.rows)))]
         if not rows:
             return []
-        return generate(
-            self._engine,
-            self._tokens,
-            rows,
-            self._settings.sample_tokens,
-            self._sequence_length,
-            self._world,
-            together=self._stage == 3,
-        )
+        longest, trained = self._settings.sample_tokens, self._sequence_length
+        return generate(self._engine, self._tokens, rows, longest, trained, self._world, together=self._stage == 3)

@@ -1,11 +1,11 @@
 """Writes the final model into a temporary folder, compares it, then renames the folder."""
 
+import contextlib
 import copy
 import os
 import shutil
 import sqlite3
 from collections.abc import Generator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,11 @@ from ....protocol.run.rundir import RunDir
 from ....protocol.text import duration
 from ..config import write
 from ..config.schema import Config
-from ..engine.distributed import World
+from ..distributed import World
 from ..model.load import add_lora
 from ..model.tokenizer import end_tokens
 from ..monitor import Progress, activity, probe
 from ..state import TrainState
-
-# Gathers the weights of a training from every ZeRO stage, merges adapters, and compares them with files.
-
-
-_PREFIX = "base_model.model."
-_LAYER = ".base_layer"
-"""Parts that peft adds to the names of a model and of its adapted layers."""
 
 
 class ExportError(FtmonError):
@@ -59,14 +52,11 @@ def gathered_weights(engine: Any, model: Any, config: Config, world: World) -> d
 
 
 def live(model: Any, config: Config) -> Generator[tuple[str, Any]]:
-    """Yield every parameter of the training, whole, one by one. All ranks iterate over it together.
-
-    It is independent of ``gathered``: a comparison with a file must not use the file's own source.
-    """
+    """Yield every parameter of the training, whole, one by one, not from what a file was written from. All ranks."""
     import deepspeed
 
     for name, parameter in model.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]) if config.zero.stage == 3 else nullcontext():
+        with deepspeed.zero.GatheredParameters([parameter]) if config.zero.stage == 3 else contextlib.nullcontext():
             yield name, dequantized(parameter) if is_quantized(parameter) else parameter.detach()
 
 
@@ -84,17 +74,12 @@ def dequantized(parameter: Any) -> torch.Tensor:
 
 def plain_name(name: str) -> str:
     """Return the name of a parameter of an adapted model in the model without adapters."""
-    return name.removeprefix(_PREFIX).replace(_LAYER, "")
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
 def is_adapter(name: str) -> bool:
     """Return whether a parameter is part of an adapter."""
     return ".lora_" in name or ".modules_to_save." in name
-
-
-def base_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights under the adapters, by their names in the model without adapters."""
-    return {plain_name(name): tensor for name, tensor in weights.items() if not is_adapter(name)}
 
 
 def empty_model(model: Any) -> Any:
@@ -111,11 +96,7 @@ def empty_model(model: Any) -> Any:
 
 
 def merged(model: Any, weights: dict[str, torch.Tensor], config: Config) -> Any:
-    """Return the model with its adapters merged, on the CPU: the same for every ZeRO stage.
-
-    Raises:
-        ExportError: weights are missing or unknown.
-    """
+    """Return the model with its adapters merged, on the CPU: the same for every ZeRO stage; else ``ExportError``."""
     fresh = add_lora(empty_model(model.get_base_model()), config)
     missing, unexpected = fresh.load_state_dict(weights, strict=False, assign=True)
     if missing or unexpected:
@@ -125,18 +106,14 @@ def merged(model: Any, weights: dict[str, torch.Tensor], config: Config) -> Any:
 
 
 def compare(model: Any, folder: Path, config: Config, world: World, progress: Progress | None = None) -> int:
-    """Compare a written model with the training's weights, tensor by tensor. All ranks call this.
+    """Compare a written model with the training's weights; return the number of equal tensors. All ranks call this.
 
-    Returns:
-        The number of equal tensors.
-
-    Raises:
-        ExportError: one differs; in every rank.
+    A difference is an ``ExportError`` in every rank.
     """
     problem, count = "", 0
-    written = _Written(folder, bool(config.lora.rank) and not config.lora.merge) if world.is_first else None
+    adapts, merge = config.lora.rank > 0, config.lora.rank > 0 and config.lora.merge
+    written = _Written(folder, adapts and not merge) if world.is_first else None
     pending: dict[str, dict[str, torch.Tensor]] = {}
-    merge = bool(config.lora.rank) and config.lora.merge
     scaling = _scalings(model) if merge else {}
     for done, (name, tensor) in enumerate(live(model, config)):
         if progress is not None:
@@ -164,25 +141,20 @@ def compare(model: Any, folder: Path, config: Config, world: World, progress: Pr
 
 
 class _Written:
-    """The tensors of a written model."""
-
     def __init__(self, folder: Path, adapters: bool) -> None:
         from safetensors.torch import load_file
 
         self._adapters = adapters
-        self._tensors: dict[str, torch.Tensor] = {}
-        if adapters:
-            self._tensors = load_file(folder / "adapter_model.safetensors")
-            base = folder / "base"
-            self._base: dict[str, torch.Tensor] | None = _reload(base) if base.is_dir() else None
-        else:
-            self._tensors = _reload(folder)
+        self._tensors: dict[str, torch.Tensor] = (
+            load_file(folder / "adapter_model.safetensors") if adapters else _reload(folder)
+        )
+        # The base was loaded by its name, unless it has none.
+        self._base = _reload(folder / "base") if adapters and (folder / "base").is_dir() else None
         self._seen: set[str] = set()
 
     def differs(self, name: str, tensor: torch.Tensor) -> str:
         """Return the difference from the written tensor in words, or an empty text."""
         if self._adapters and not is_adapter(name):
-            # The base was loaded by its name, unless it has none.
             return "" if self._base is None else _difference(name, tensor, self._base.get(plain_name(name)))
         key = name.replace(".default", "") if self._adapters else plain_name(name)
         if key.endswith(".lora_magnitude_vector.weight"):
@@ -247,9 +219,6 @@ def _scalings(model: Any) -> dict[str, float]:
     return found
 
 
-# The model card: the trained model, its data and its results.
-
-
 _GIB = 1 << 30
 
 
@@ -260,27 +229,20 @@ class Results:
     state: TrainState
     model_type: str
     parameters: int
-    """Parameters of the whole model."""
     trained: int
-    """Parameters that were trained."""
     loss: float | None = None
     """Loss of the last printed step, over all ranks."""
     evaluation_loss: float | None = None
-    """Loss of the latest evaluation."""
     best_evaluation_loss: float | None = None
-    """Loss of the best evaluation."""
 
 
 def text(config: Config, results: Results) -> str:
     """Return the card in Markdown, with the hub's metadata on top."""
-    state = results.state
+    state, lora = results.state, config.lora
     source = config.model.name or f"random weights ({results.model_type})"
-    lora = config.lora
-    how = (
-        "all weights"
-        if not lora.rank
-        else f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}" + (", merged" if lora.merge else ", adapters only")
-    )
+    how = "all weights"
+    if lora.rank:
+        how = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, {'merged' if lora.merge else 'adapters only'}"
     rows: list[tuple[str, str]] = [
         ("base model", source),
         ("parameters", f"{results.parameters:,}, of which {results.trained:,} were trained ({how})"),
@@ -324,38 +286,28 @@ def _recorded() -> list[tuple[str, str]]:
     run = os.environ.get(RUN_ENV)
     if not run:
         return []
-    path = RunDir(run).recording
+    place = f"{RunDir(run).recording.absolute().as_uri()}?mode=ro"
     try:
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=2.0)
-        try:
+        with contextlib.closing(sqlite3.connect(place, uri=True, timeout=2.0)) as connection:
             return _figures(connection)
-        finally:
-            connection.close()
     except sqlite3.Error:
         return []
 
 
 def _figures(connection: sqlite3.Connection) -> list[tuple[str, str]]:
-    (ranks,) = connection.execute("SELECT count(DISTINCT rank) FROM throughput").fetchone()
-    steps, tokens, training_us, mfu = connection.execute(
-        "SELECT count(*), sum(tokens), sum(training_us), avg(mfu) FROM throughput"
+    ranks, tokens, training_us, mfu = connection.execute(
+        "SELECT count(DISTINCT rank), sum(tokens), sum(training_us), avg(mfu) FROM throughput"
     ).fetchone()
-    if not steps or not training_us:
+    if not training_us:
         return []
     seconds = training_us / 1e6 / ranks
-    found = [
-        ("time in steps", duration(seconds)),
-        ("tokens a second", f"{tokens / seconds:,.0f} over all ranks"),
-    ]
+    found = [("time in steps", duration(seconds)), ("tokens a second", f"{tokens / seconds:,.0f} over all ranks")]
     if mfu:
         found.append(("MFU", f"{100 * mfu:.1f} %"))
     (peak,) = connection.execute("SELECT max(allocated_peak) FROM steps").fetchone()
     if peak:
         found.append(("peak memory of a rank", f"{peak / _GIB:.2f} GiB"))
     return found
-
-
-# Uploads the final model to the Hugging Face hub.
 
 
 def push(folder: Path, repository: str) -> str:
@@ -390,13 +342,8 @@ def save_model(
 ) -> int:
     """Write the final model, its tokenizer and its card, for ``AutoModelForCausalLM.from_pretrained``.
 
-    All ranks call this.
-
-    Returns:
-        The number of tensors that were compared with the training's and are equal.
-
-    Raises:
-        ExportError: the files cannot be written, or contain other weights; in every rank.
+    All ranks call this. It returns the number of tensors that were compared with the training's and are equal. Files
+    that cannot be written, or contain other weights, are an ``ExportError`` in every rank.
     """
     part = folder.with_name(folder.name + ".part")
     gathered = gathered_weights(engine, model, config, world)
@@ -446,7 +393,8 @@ def _write(model: Any, gathered: dict[str, Any], tokenizer: Any, config: Config,
     else:
         if not config.model.name:
             # Random weights have no name to load them by, and adapters are useless without them.
-            plain.save_pretrained(str(part / "base"), state_dict=base_weights(gathered))
+            base = {plain_name(name): tensor for name, tensor in gathered.items() if not is_adapter(name)}
+            plain.save_pretrained(str(part / "base"), state_dict=base)
             model.peft_config["default"].base_model_name_or_path = str(final.absolute() / "base")
         adapters = {name: tensor for name, tensor in gathered.items() if is_adapter(name)}
         model.save_pretrained(str(part), state_dict=adapters)
@@ -470,7 +418,6 @@ def _settle_config(plain: Any, tokenizer: Any, config: Config) -> None:
 
 
 def _replace(folder: Path, part: Path) -> None:
-    """Replace ``folder`` by ``part``."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from ..engine.distributed import World
+from ..distributed import World
 from .spec import Fault
 
 _GIB = 1 << 30
@@ -33,13 +33,12 @@ class FaultMaker:
         self._began = 0.0
         self._durations_s: deque[float] = deque(maxlen=_USUAL_STEPS)
         self._worked_s = 0.0
-        """Time that the fault has added to the current step."""
         self._done = False
         if self._fault is None:
             return
         if self._fault.kind == "spike":
             basic: torch.optim.Optimizer = engine.basic_optimizer
-            basic.register_step_pre_hook(lambda *_: self._in_optimizer())
+            basic.register_step_pre_hook(lambda *_: _spike(self._world) if self._now("spike") else None)
         elif self._fault.kind in ("oom", "crash"):
             engine.module.register_forward_pre_hook(lambda *_: self._in_forward())
 
@@ -66,10 +65,6 @@ class FaultMaker:
         elif fault.kind == "hang" and self._now("hang"):
             _announce("goes no further: it will enter no more collectives")
             select.select([], [], [])  # blocks forever
-
-    def _in_optimizer(self) -> None:
-        if self._now("spike"):
-            _spike(self._world)
 
     def _in_forward(self) -> None:
         if self._now("oom"):
@@ -111,7 +106,6 @@ def _spike(world: World) -> None:
 
 
 def _out_of_memory(world: World) -> None:
-    """Request more memory than there is."""
     if world.on_gpu:
         _, total = torch.cuda.mem_get_info(world.device)
         _announce(f"asks for {2 * total / _GIB:.0f} GiB of the GPU's {total / _GIB:.0f} GiB")

@@ -21,11 +21,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 def parse(text: str, ranks: int) -> Fault:
-    """Read ``KIND[:rank=R,step=S]``; the default is the last rank at step 20.
-
-    Raises:
-        UsageError: it cannot be parsed, or names a rank that does not exist.
-    """
+    """Read ``KIND[:rank=R,step=S]``, else raise ``UsageError``; the default is the last rank at step 20."""
     name, _, rest = text.partition(":")
     kind: Kind | None = next((known for known in KINDS if known == name), None)
     if kind is None:

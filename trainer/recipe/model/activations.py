@@ -8,6 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, ref
@@ -23,46 +24,37 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ....protocol.errors import ConfigError
 from ....protocol.text import duration
 from ..config.schema import Config
-from ..engine.distributed import World
+from ..distributed import World
 from ..monitor import activity
 
-# Keeps saved activations in host memory between forward and backward.
-#
-# On a GPU copies run on a separate stream, from and to page-locked memory: out while the next layer computes, back
-# before the backward pass needs them. The training thread never waits for the device. On the CPU the same code copies
-# from host memory to host memory.
-
+# Activation offload. On a GPU copies run on a separate stream, from and to page-locked memory: out while the next layer
+# computes, back before the backward pass needs them. On the CPU the same code copies from host memory to host memory.
 
 _AHEAD = 2
 """Number of tensors copied back ahead of their use, and of copies out that may be under way."""
 
 
+@dataclass(eq=False)
 class Saved:
     """One activation in host memory; autograd holds one reference for each time it was saved."""
 
-    def __init__(self, tensor: torch.Tensor, host: torch.Tensor, before: "Saved | None") -> None:
-        self.host = host
-        # While this reference exists, no other storage gets the address that identifies this one.
-        self.storage = StorageWeakRef(tensor.untyped_storage())
-        self.device = tensor.device
-        self.before = ref(before) if before is not None else None
-        """The activation saved before it, which the backward pass needs after it."""
-        self.uses = 1
-        """Number of times it was saved and not yet unpacked."""
-        self.out: Any = None
-        """CUDA event after the copy to the host."""
-        self.back: torch.Tensor | None = None
-        """The copy on the device."""
-        self.returned: Any = None
-        """CUDA event after the copy to the device."""
+    host: torch.Tensor
+    storage: StorageWeakRef
+    """While it exists, no other storage gets the address that identifies this one."""
+    device: torch.device
+    before: "ref[Saved] | None"
+    """The activation saved before it, which the backward pass needs after it."""
+    uses: int = 1
+    """Number of times it was saved and not yet unpacked."""
+    back: torch.Tensor | None = None
+    returned: Any = None
+    """CUDA event after the copy to the device."""
 
 
 class HostOffload:
     """Moves tensors that autograd saves to host memory, within the contexts that ``hooks`` returns.
 
-    Args:
-        model: its parameters are never moved, as they stay on the device in any case.
-        least_bytes: smaller tensors stay on the device.
+    The ``model``'s parameters, which stay on the device in any case, and tensors below ``least_bytes`` are not moved.
     """
 
     def __init__(self, model: torch.nn.Module, least_bytes: int) -> None:
@@ -76,7 +68,6 @@ class HostOffload:
         self._known: WeakValueDictionary[Any, Saved] = WeakValueDictionary()
         self._last: ref[Saved] | None = None
         self.moved_bytes = 0
-        """Bytes copied to the host so far."""
 
     def hooks(self, *, all_sizes: bool) -> saved_tensors_hooks:
         """Return a context in which saved tensors are moved; with ``all_sizes``, small ones too."""
@@ -86,18 +77,14 @@ class HostOffload:
     def _pack(self, tensor: torch.Tensor, least_bytes: int) -> Any:
         if tensor.nbytes < least_bytes or not _movable(tensor) or self._is_parameter(tensor):
             return tensor
-        key = (
-            tensor.untyped_storage()._cdata,
-            tensor.storage_offset(),
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.dtype,
-        )
+        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         known = self._known.get(key)
         if known is not None and not known.storage.expired():
             known.uses += 1
             return known
-        saved = Saved(tensor, self._host_tensor(tensor), self._last() if self._last is not None else None)
+        place: dict[str, Any] = {"device": "cpu", "pin_memory": tensor.is_cuda}
+        host = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, **place)
+        saved = Saved(host, StorageWeakRef(tensor.untyped_storage()), tensor.device, self._last)
         self._copy_out(tensor, saved)
         self._known[key] = saved
         self._last = ref(saved)
@@ -115,13 +102,10 @@ class HostOffload:
         saved.uses -= 1
         if saved.uses <= 0:
             saved.back = saved.returned = None
-        before = saved
+        before: Saved | None = saved
         for _ in range(_AHEAD):
-            found = before.before() if before.before is not None else None
-            if found is None:
-                break
-            before = found
-            if before.uses > 0:
+            before = before.before() if before is not None and before.before is not None else None
+            if before is not None and before.uses > 0:
                 self._fetch(before)
         return back
 
@@ -133,14 +117,8 @@ class HostOffload:
         place = tensor.data_ptr()
         return any(parameter.data_ptr() == place for parameter in self._parameters.get(tensor.numel(), ()))
 
-    def _host_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(
-            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
-        )
-
     def _side_stream(self, device: torch.device) -> Any:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+        self._stream = self._stream or torch.cuda.Stream(device)
         return self._stream
 
     def _copy_out(self, tensor: torch.Tensor, saved: Saved) -> None:
@@ -151,9 +129,9 @@ class HostOffload:
         side.wait_stream(compute)
         with torch.cuda.stream(side):
             saved.host.copy_(tensor, non_blocking=True)
-            saved.out = side.record_event()
+            copied = side.record_event()
         # The tensor's memory may be used again once the compute stream has waited for the copy.
-        self._leaving.append((tensor, saved.out))
+        self._leaving.append((tensor, copied))
         while len(self._leaving) > _AHEAD:
             _, event = self._leaving.popleft()
             compute.wait_event(event)
@@ -170,9 +148,7 @@ class HostOffload:
             _, event = self._leaving.popleft()
             compute.wait_event(event)
         # Allocated on the compute stream, which may still be using this memory.
-        saved.back = torch.empty_strided(
-            saved.host.size(), saved.host.stride(), dtype=saved.host.dtype, device=saved.device
-        )
+        saved.back = torch.empty_like(saved.host, device=saved.device)
         side.wait_stream(compute)
         with torch.cuda.stream(side):
             saved.back.copy_(saved.host, non_blocking=True)
@@ -191,35 +167,22 @@ def _movable(tensor: torch.Tensor) -> bool:
     return tensor.permute(order).is_contiguous()
 
 
-# Gradient checkpointing: the parts of a decoder layer that the backward pass recomputes, and those kept.
-#
-# ``layers`` keeps a layer's inputs. ``selective`` also keeps the outputs of matrix products and attention, which take
-# most of the time to compute, and recomputes the rest: norms, activations, rotations, residuals.
+# Gradient checkpointing: ``layers`` keeps a layer's inputs. ``selective`` also keeps the outputs of matrix products and
+# attention, which take most of the time to compute, and recomputes norms, activations, rotations and residuals.
 
-
+_SDPA = (
+    *("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"),
+    "fused_attention_overrideable",
+)
 _KEPT = frozenset(
-    (
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "aten::baddbmm",
-        "aten::_scaled_mm",
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_fused_attention_overrideable",
-        "torch_attn::_varlen_attn",
-        "flash_attn::_flash_attn_forward",
-        "flash_attn::_flash_attn_varlen_forward",
-    )
+    [f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")]
+    + [f"aten::_scaled_dot_product_{name}" for name in _SDPA]
+    + ["torch_attn::_varlen_attn", "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"]
 )
 """Operators whose outputs the selective mode keeps."""
 
 Recompute = Callable[..., Any]
 """Calls a function with arguments, and recomputes it in the backward pass."""
-
-
 _Outputs = dict[Any, deque[Any]]
 
 
@@ -305,11 +268,9 @@ MODES: dict[str, Recompute] = {
 """Values of ``model.gradient_checkpointing``, besides ``none``: both keep a function's tensor inputs."""
 
 
-# torch.compile of the decoder layers, before the first step.
-#
-# Each kind of layer is compiled once and used for all layers of the model: the layer is an argument of the compiled
-# function. Nothing is wrapped, so names in checkpoints and exports do not change. Only training with gradients runs
-# compiled code: its batches have one shape.
+# torch.compile: each kind of layer is compiled once, with the layer as an argument of the compiled function. Nothing is
+# wrapped, so names in checkpoints and exports do not change. Only training with gradients runs compiled code: its
+# batches have one shape.
 
 
 def compile_layers(layers: list[Any], partitioned: bool, budget: float) -> None:
@@ -344,10 +305,9 @@ def mark_varying(batch: dict[str, Any]) -> None:
 
 
 def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: World) -> None:
-    """Compile forward and backward of each layer with its inputs in one micro-batch. All ranks call this.
+    """Compile forward and backward of each layer with its inputs in one micro-batch, else raise ``ConfigError``.
 
-    Raises:
-        ConfigError: the layers of this model cannot be compiled.
+    All ranks call this.
     """
     began = time.perf_counter()
     world.log("compiling decoder layers (model.compile)")

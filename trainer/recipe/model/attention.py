@@ -6,22 +6,21 @@ position ids.
 """
 
 import inspect
-from collections.abc import Generator
-from contextlib import contextmanager
+import zlib
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
-from ..data.batches import ROWS_KEY, Batch, cut
-from ..engine.distributed import SequenceGroup, World
-from ..engine.division import SEQUENCES, heads_refusal
-from .loss import IGNORED, causal_model
+from ..distributed import SequenceGroup, World
+from ..support import SEQUENCES, heads_refusal
+from .loss import IGNORED, Batch, causal_model, evaluating, next_labels
 
 try:
     from torch.nn.attention.varlen import varlen_attn as _varlen_attn
@@ -31,8 +30,7 @@ except ImportError:  # PyTorch before 2.10
 _ASKS_FOR_GROUPS = _varlen_attn is not None and "enable_gqa" in inspect.signature(_varlen_attn).parameters
 
 VARLEN = "ftmon_varlen"
-_LENGTHS = (11, 13)
-"""Lengths of the check's two documents in tokens."""
+_LENGTHS = (11, 13)  # of the check's two documents, in tokens
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Relative difference of a document's logits, packed and alone, that the rounding of other kernels explains."""
 
@@ -66,38 +64,28 @@ def attention_arguments(batch: dict[str, Any]) -> dict[str, Any]:
 
 def with_borders(batch: dict[str, Any], longest: int) -> dict[str, Any]:
     """Return a batch with ``cu_seq_lens`` under transformers' names; ``longest`` bounds the tokens of a document."""
-    result = {name: value for name, value in batch.items() if name != "cu_seq_lens"}
+    result = dict(batch)
     # The row's length bounds that of a document; the exact one would have to be read from the device.
-    cumulated = batch["cu_seq_lens"]
-    return {
-        **result,
-        "cu_seq_lens_q": cumulated,
-        "cu_seq_lens_k": cumulated,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    result["cu_seq_lens_q"] = result["cu_seq_lens_k"] = result.pop("cu_seq_lens")
+    result["max_length_q"] = result["max_length_k"] = longest
+    return result
 
 
 def set_up(model: Any, config: Config, world: World) -> bool:
     """Select the attention of packed rows and check it; return whether it uses ``cu_seq_lens``. All ranks call this.
 
-    Raises:
-        ConfigError: documents of one row see each other in this model.
+    A model in which documents of one row see each other is a ``ConfigError``.
     """
     inner = causal_model(model)
-    if config.model.attention == "flash_attention_2":
-        problem = crossing(inner, world, varlen=True)
-    elif config.model.attention == "auto" and world.on_gpu and can_varlen(inner):
+    is_flash = config.model.attention == "flash_attention_2"
+    if config.model.attention == "auto" and world.on_gpu and can_varlen(inner):
         problem = _try_varlen(inner, world)
         if not problem:
             return True
         world.log(f"note: variable-length attention is not used, a block mask is: {problem}")
-        problem = crossing(inner, world, varlen=False)
-    else:
-        problem = crossing(inner, world, varlen=False)
-    if problem:
+    if problem := crossing(inner, world, varlen=is_flash):
         raise ConfigError(f"data.packing: {problem}; use data.packing=false")
-    return config.model.attention == "flash_attention_2"
+    return is_flash
 
 
 def can_varlen(inner: Any) -> bool:
@@ -142,11 +130,10 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend causally within documents (transformers' interface of attention functions); without borders, as ``sdpa``.
 
-    A batch without borders and without a mask is padded on the right or not at all.
-
-    ``query`` has the shape [rows, heads, length, head size]; ``key`` and ``value`` have as many heads or a divisor of
-    them. ``cu_seq_lens_q`` are the borders of the documents in the flattened batch (None: none), ``max_length_q``
-    bounds a document's length, and ``sliding_window`` are the tokens that a token sees, itself included.
+    A batch without borders and without a mask is padded on the right or not at all. ``query`` has the shape [rows,
+    heads, length, head size]; ``key`` and ``value`` have as many heads or a divisor of them. ``cu_seq_lens_q`` are the
+    borders of the documents in the flattened batch (None: none), ``max_length_q`` bounds a document's length, and
+    ``sliding_window`` are the tokens that a token sees, itself included.
     """
     if cu_seq_lens_q is None:
         if attention_mask is None and sliding_window and key.shape[2] > sliding_window:
@@ -182,24 +169,16 @@ def crossing(inner: Any, world: World, *, varlen: bool) -> str:
     if not world.has_values:
         return ""
     generator = torch.Generator().manual_seed(0)
-    vocabulary = inner.config.get_text_config().vocab_size
-    first, second = (torch.randint(0, vocabulary, (1, length), generator=generator) for length in _LENGTHS)
-    other = (first + 1) % vocabulary
+    first, second = (torch.randint(0, _vocabulary(inner), (1, length), generator=generator) for length in _LENGTHS)
+    other = (first + 1) % _vocabulary(inner)
 
     def logits(documents: list[torch.Tensor]) -> torch.Tensor:
         batch = attention_arguments(isolate(_packed(documents), varlen))
-        moved = {
-            name: value.to(world.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
-        }
+        moved = {name: one.to(world.device) if isinstance(one, torch.Tensor) else one for name, one in batch.items()}
         return inner(**moved, use_cache=False).logits[0, -second.shape[1] :]
 
-    training = inner.training
-    inner.eval()
-    try:
-        with torch.no_grad():
-            one, changed, alone = logits([first, second]), logits([other, second]), logits([second])
-    finally:
-        inner.train(training)
+    with evaluating(inner):
+        one, changed, alone = logits([first, second]), logits([other, second]), logits([second])
     kind = inner.config.model_type
     if not world.all_agree(torch.equal(one, changed)):
         return f"documents of one row see each other in {kind}"
@@ -220,22 +199,48 @@ def _packed(documents: list[torch.Tensor]) -> Batch:
     }
 
 
-# Attention of ranks that share sequences (Ulysses): each rank computes some heads over the whole sequence.
+# Ranks that share sequences (Ulysses): between layers a rank holds a slice of every row. In an attention layer the
+# ranks exchange their slices of all heads for all slices of some heads, compute attention as without slices, and
+# exchange back.
 #
-# Between layers a rank holds a slice of every row. In an attention layer the ranks of a group exchange their slices of
-# all heads for all slices of some heads, compute attention as without slices, and exchange back.
-#
-# DeepSpeed has the same exchange for transformers (``runtime/sequence_parallel/ulysses_sp.py``). It is not used for
-# three reasons. It discards masks, so that the documents of a packed row see each other under SDPA. It replaces
-# ``sdpa`` for the whole process, where evaluation generates with whole sequences. It supports one batch size only.
-
+# DeepSpeed has the same exchange for transformers (``runtime/sequence_parallel/ulysses_sp.py``). It is not used, as it
+# discards masks, so that the documents of a packed row see each other under SDPA; replaces ``sdpa`` for the whole
+# process, where evaluation generates with whole sequences; and supports one batch size only.
 
 NAME = "ftmon_sequence_parallel"
-_TOKENS = 12
-"""Tokens of each rank's slice of the check's row."""
-_SEQUENCE_PARALLEL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
-"""Relative difference of logits, of slices and of the whole row, that the rounding of other kernels explains."""
+ROWS_KEY = "rows_key"
+"""Name of a checksum of the whole rows and the slice's number: equal slices elsewhere do not give equal losses."""
+_TOKENS = 12  # of each rank's slice of the check's row
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+def cut(batch: Batch, size: int, rank: int) -> Batch:
+    """Return slice ``rank`` of ``size`` of a batch of whole rows, which are padded to a multiple of ``size``.
+
+    It has ``input_ids``, ``labels``, ``position_ids`` within the whole row, and ``shift_labels``: for each position the
+    label that follows it in the whole row, possibly in the next slice. ``sequence_ids`` stay whole. There is no
+    ``attention_mask``: padding is on the right, where causal attention does not reach.
+    """
+    ids, labels = batch["input_ids"], batch["labels"]
+    length = ids.shape[1]
+    missing = -length % size
+    width = (length + missing) // size
+    positions = batch["position_ids"] if "position_ids" in batch else torch.arange(length).expand_as(ids)
+
+    def part(tensor: torch.Tensor, filler: int) -> torch.Tensor:
+        return pad(tensor, (0, missing), value=filler)[:, rank * width : (rank + 1) * width].contiguous()
+
+    result = {
+        "input_ids": part(ids, 0),
+        "labels": part(labels, IGNORED),
+        "shift_labels": part(next_labels(labels), IGNORED),
+        # The model may have no positions beyond the longest row.
+        "position_ids": part(positions, 0),
+        ROWS_KEY: torch.tensor(zlib.crc32(labels.numpy().tobytes(), zlib.crc32(ids.numpy().tobytes(), rank))),
+    }
+    if "sequence_ids" in batch:
+        result["sequence_ids"] = pad(batch["sequence_ids"], (0, missing), value=0)
+    return result
 
 
 def attend(
@@ -251,11 +256,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attend causally over whole rows, of which each rank of the group holds a slice (transformers' interface).
 
-    Shapes are those of ``attention.varlen_attention``, of a slice; ``document_mask`` is that of the keys of each query
-    of a whole row, of shape [rows, 1, length, length].
-
-    Raises:
-        NotImplementedError: the layer passes an argument that is not supported here.
+    Shapes are those of ``varlen_attention``, of a slice; ``document_mask`` is that of the keys of each query of a whole
+    row, of shape [rows, 1, length, length]. An argument of the layer that has no support is a ``NotImplementedError``.
     """
     if sequence_group is None:
         return varlen_attention(module, query, key, value, attention_mask, **others)
@@ -300,10 +302,7 @@ def arguments(batch: dict[str, Any], group: SequenceGroup) -> dict[str, Any]:
 def set_up_sequence_parallel(model: Any, config: Config, world: World) -> bool:
     """Switch a model to sliced rows and check it; return whether packed rows use ``cu_seq_lens``.
 
-    All ranks call this, after the engine and the fused loss are made.
-
-    Raises:
-        ConfigError: the model computes other results on slices.
+    All ranks call this, after the engine and the fused loss are made. Other results on slices are a ``ConfigError``.
     """
     inner, length = causal_model(model), config.training.sequence_length
     if problem := refusal(inner.config, length, world.sequence.size):
@@ -386,10 +385,9 @@ def _rope_types(settings: Any) -> list[str]:
 
 
 class _Reference:
-    """A model's results for one row on each rank alone, for comparison with those of the ranks together."""
+    """A model's logits and loss for one row on each rank alone, by its own attention, for comparison with slices."""
 
     def __init__(self, inner: Any, world: World, packed: bool) -> None:
-        """Compute logits and loss with the model's own attention."""
         self._inner = inner
         self._world = world
         length = world.sequence.size * _TOKENS
@@ -397,7 +395,7 @@ class _Reference:
         row = torch.randint(0, _vocabulary(inner), (1, length), generator=generator)
         # The border is within a slice, and a document spans slices.
         self._documents = list(row.split([_TOKENS + 5, length - _TOKENS - 5], 1)) if packed else [row]
-        with torch.no_grad(), _evaluating(inner):
+        with evaluating(inner):
             moved = [one.to(world.device) for one in self._documents]
             self._logits = torch.cat([inner(input_ids=one, use_cache=False).logits for one in moved], 1)
             losses = [inner(input_ids=one, labels=one, use_cache=False).loss for one in moved]
@@ -409,7 +407,7 @@ class _Reference:
         problem = ""
         logits = other = loss = torch.zeros(())
         try:
-            with torch.no_grad(), _evaluating(self._inner):
+            with evaluating(self._inner):
                 logits = self._forward(self._documents, varlen).logits
                 loss = self._forward(self._documents, varlen, labels=True).loss.double()
                 if len(self._documents) > 1:
@@ -425,7 +423,7 @@ class _Reference:
         largest = ((logits.float() - expected).norm() / expected.norm().clamp(min=1e-9)).double()
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         apart = float(largest)
-        if not apart <= _SEQUENCE_PARALLEL_TOLERANCE[logits.dtype]:
+        if not apart <= _TOLERANCE[logits.dtype]:
             return f"slices of a row give other logits than the whole row (relative difference {apart:.1e})"
         second = max(0, self._documents[0].shape[1] - start)
         alike = len(self._documents) == 1 or torch.equal(logits[:, second:], other[:, second:])
@@ -438,12 +436,12 @@ class _Reference:
         return ""
 
     def _forward(self, documents: list[torch.Tensor], varlen: bool, labels: bool = False) -> Any:
-        ids = torch.cat(documents, 1)
-        batch: Batch = {"input_ids": ids, "labels": ids.clone()}
+        batch = _packed(documents)
+        batch["labels"] = batch["input_ids"].clone()
         if len(documents) > 1:
             batch["labels"][:, documents[0].shape[1]] = IGNORED
-            batch["position_ids"] = torch.cat([torch.arange(one.shape[1])[None] for one in documents], 1)
-            batch["sequence_ids"] = torch.cat([torch.full_like(one, number) for number, one in enumerate(documents)], 1)
+        else:
+            del batch["position_ids"], batch["sequence_ids"]
         group = self._world.sequence
         batch = cut(batch, group.size, group.rank)
         left_out = {ROWS_KEY} if labels else {ROWS_KEY, "labels", "shift_labels"}
@@ -454,19 +452,6 @@ class _Reference:
 
 def _vocabulary(inner: Any) -> int:
     return int(inner.config.get_text_config().vocab_size)
-
-
-@contextmanager
-def _evaluating(inner: Any) -> Generator[None]:
-    training = inner.training
-    inner.eval()
-    try:
-        yield
-    finally:
-        inner.train(training)
-
-
-# Converts collated batches to the model's arguments.
 
 
 def on_device(batch: Batch, world: World) -> dict[str, Any]:

@@ -22,11 +22,7 @@ _SIZES = (
 
 
 def bare_config(config: Config, vocabulary: int) -> Any:
-    """Make the transformers configuration of a model with random weights.
-
-    Raises:
-        ConfigError: the model type or one of its sizes is wrong.
-    """
+    """Make the transformers configuration of a model with random weights; a wrong type or size is a ``ConfigError``."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     values = dict(config.model.config)

@@ -10,13 +10,11 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
-from ..engine.distributed import World
+from ..distributed import World
 from . import activations
 from .bare import bare_config, first_line
 from .loss import use_summed_loss
 from .shape import named_config
-
-# Low-rank adapters on a frozen model (peft).
 
 
 def quiet_bitsandbytes() -> None:
@@ -28,11 +26,7 @@ def quiet_bitsandbytes() -> None:
 
 
 def add_lora(model: Any, config: Config) -> Any:
-    """Put adapters on a model and freeze the rest.
-
-    Raises:
-        ConfigError: ``lora.targets`` names no layer of the model.
-    """
+    """Put adapters on a model and freeze the rest; ``lora.targets`` that name no layer of it are a ``ConfigError``."""
     from peft import LoraConfig, TaskType, get_peft_model
 
     lora = config.lora
@@ -51,9 +45,6 @@ def add_lora(model: Any, config: Config) -> Any:
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""Data types by the names of ``training.precision``."""
-
-
 Quantize = Callable[[Any, Any], None]
 """Converts a model's linear layers to 4 bits, by a ``BitsAndBytesConfig``."""
 
@@ -61,21 +52,18 @@ Quantize = Callable[[Any, Any], None]
 def make(
     config: Config, settings: dict[str, Any], tokenizer: Any, world: World, without_weights: Quantize | None = None
 ) -> Any:
-    """Make the model, partitioned from the start under ZeRO-3.
+    """Make the model, partitioned from the start under ZeRO-3; one that cannot be made is a ``ConfigError``.
 
     ``without_weights`` makes a dry run's model: of the shape of ``model.name``, without weights; it converts them to 4
     bits.
-
-    Raises:
-        ConfigError: there is no such model, or its configuration is inconsistent.
     """
     # transformers finds this object while it lives, and partitions parameters as they are made.
     partitioning = HfDeepSpeedConfig(settings) if config.zero.stage == 3 else None
     torch.manual_seed(config.training.seed)
-    if not config.model.name:
-        model = _from_config(config, tokenizer, world)
-    else:
+    if config.model.name:
         model = _from_shape(config, world, without_weights) if without_weights else _from_weights(config, world)
+    else:
+        model = _from_config(config, tokenizer, world)
     del partitioning
     if world.on_gpu and config.model.quantization != "none":
         # Several weights at a time were whole on the GPU before their conversion to 4 bits.
@@ -107,9 +95,8 @@ def count_parameters(model: Any) -> int:
 
 def _from_config(config: Config, tokenizer: Any, world: World) -> Any:
     bare = bare_config(config, len(tokenizer))
-    bare.pad_token_id = tokenizer.pad_token_id
-    bare.eos_token_id = tokenizer.eos_token_id
-    bare.bos_token_id = tokenizer.bos_token_id
+    for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
+        setattr(bare, name, getattr(tokenizer, name))
     try:
         # Random numbers are drawn on the weights' device: seconds on a GPU, minutes on a CPU for large models.
         with world.device if config.zero.stage < 3 else torch.device("cpu"):

@@ -4,7 +4,8 @@ A mean per micro-batch, averaged over micro-batches and ranks, would weigh token
 trainer sums, and divides once by the label tokens of the whole global step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import MethodType
@@ -15,10 +16,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
-from ..engine.distributed import World
+from ..distributed import World
 
 IGNORED = -100
 """Label of a token without loss (``ignore_index`` of PyTorch's cross entropy)."""
+Batch = dict[str, torch.Tensor]
+"""A collated micro-batch, its tensors by name."""
 
 
 def summed_loss(
@@ -50,20 +53,26 @@ def next_labels(labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def label_positions(shift_labels: torch.Tensor) -> torch.Tensor:
-    """Return the flat indices into [rows * length] of the positions whose outputs predict a label.
+@contextmanager
+def evaluating(module: torch.nn.Module) -> Generator[None]:
+    """Switch a module to evaluation, without gradients, within a ``with`` block."""
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train(training)
 
-    On a GPU this synchronizes with the device.
-    """
+
+def label_positions(shift_labels: torch.Tensor) -> torch.Tensor:
+    """Return the flat indices into [rows * length] of positions that predict a label; waits for the device."""
     return (shift_labels != IGNORED).flatten().nonzero().squeeze(1)
 
 
-# Cross entropy of a linear layer's outputs in chunks of tokens, without logits at full size.
-#
-# The gradients are computed in the forward pass, while a chunk's logits exist, so nothing is recomputed: three matrix
-# products, as without chunks. PyTorch 2.13 has ``torch.nn.functional.linear_cross_entropy``, which works the same
-# way. It is not used because it can neither scale nor cap logits, and older versions lack it.
-
+# Cross entropy in chunks of tokens, without logits at full size. The gradients are computed in the forward pass, while
+# a chunk's logits exist, so nothing is recomputed. PyTorch 2.13's ``torch.nn.functional.linear_cross_entropy`` works
+# the same way, but can neither scale nor cap logits, and older versions lack it.
 
 CHUNK_BYTES = 1 << 28
 """Size of a chunk's logits in fp32. Twice as much is allocated for a moment."""
@@ -103,16 +112,11 @@ def linear_cross_entropy(
     chunk: int = 0,
     compiled: bool = False,
 ) -> torch.Tensor:
-    """Return the sum of the cross entropies of ``targets`` in fp32, a scalar.
+    """Return the sum of the cross entropies of ``targets`` [tokens], each of which is counted, in fp32, a scalar.
 
-    Args:
-        hidden: inputs of the linear layer, of shape [tokens, features].
-        weight: of shape [vocabulary, features].
-        bias: of shape [vocabulary], or None.
-        targets: of shape [tokens]; each is counted.
-        transform: applied to the layer's outputs.
-        chunk: tokens at a time; 0: ``chunk_tokens``.
-        compiled: compile the operations after the linear layer into one kernel; the first call is slow.
+    ``hidden`` are the inputs of the linear layer, of shape [tokens, features]; ``weight`` is [vocabulary, features],
+    ``bias`` [vocabulary] or None. ``chunk``: tokens at a time; 0: ``chunk_tokens``. ``compiled``: compile the
+    operations after the linear layer into one kernel; the first call is slow.
 
     The gradients can be computed once: they are scaled in place. Under ``no_grad`` none are computed.
     """
@@ -215,12 +219,9 @@ def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     return torch.compile(_after_linear, dynamic=True)
 
 
-# Makes a transformers model compute its loss without logits at full size, if that gives the same loss.
-#
 # The last linear layer is still called as a module, with the hidden states and the labels, so that ZeRO-3's hooks
 # gather its weight. The computation between that layer and the loss is read from the model's configuration, and then
 # checked against the model's own forward; a model with another one keeps its own loss.
-
 
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Relative difference of the two losses that rounding explains."""
@@ -230,8 +231,7 @@ _SAMPLE_TOKENS = 24
 def set_up(model: Any, config: Config, world: World) -> bool:
     """Switch a model to the fused loss; return whether it is in use. All ranks call this, after the engine is made.
 
-    Raises:
-        ConfigError: ``model.fused_loss`` is on and the model's loss is not of that form.
+    If ``model.fused_loss`` is on, a model whose loss is not of that form is a ``ConfigError``.
     """
     if config.model.fused_loss == "off":
         return False
@@ -328,14 +328,8 @@ def _difference(inner: Any, world: World) -> str:
     """Return in words how the model's own loss differs from the fused one, or empty. All ranks call this."""
     if not world.has_values:
         return ""
-    training = inner.training
-    inner.eval()
-    try:
-        with torch.no_grad():
-            problem = _other_transform(inner, world) or _other_loss(inner, world)
-    finally:
-        inner.train(training)
-    return problem
+    with evaluating(inner):
+        return _other_transform(inner, world) or _other_loss(inner, world)
 
 
 def _other_transform(inner: Any, world: World) -> str:

@@ -18,11 +18,10 @@ _OFFSET = 2
 
 
 class Positions(NamedTuple):
-    """Maximum sequence length of a model, in tokens."""
+    """Maximum sequence length of a model, in tokens, and its name in the model's configuration (n_positions ...)."""
 
     most: int
     setting: str
-    """Its name in the model's configuration, such as n_positions."""
 
 
 def positions(shape: Any) -> Positions | None:
@@ -76,11 +75,7 @@ def has_table(shape: Any) -> bool:
 
 
 def named_config(name: str) -> Any:
-    """Return the configuration of a model on the hub or in a folder.
-
-    Raises:
-        ConfigError: it cannot be loaded.
-    """
+    """Return the configuration of a model on the hub or in a folder; a failure is a ``ConfigError``."""
     from transformers import AutoConfig
 
     try:
@@ -92,11 +87,7 @@ def named_config(name: str) -> Any:
 def check(config: Config) -> tuple[Any, str]:
     """Refuse a model that cannot be made, or that has too few positions for the training's sequences.
 
-    Returns:
-        The model's configuration, and a note if sequences exceed its positions (else empty).
-
-    Raises:
-        ConfigError: it is refused.
+    Return the model's configuration, and a note if sequences exceed its positions (else empty).
     """
     shape = named_config(config.model.name) if config.model.name else bare_config(config, config.tokenizer.vocab_size)
     # Of several lengths in one process, those within the model's positions are measured.

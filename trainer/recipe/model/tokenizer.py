@@ -29,13 +29,9 @@ CHAT_TEMPLATE = (
 
 
 def load(config: Config, trained: Path | None) -> Any | None:
-    """Load the configured tokenizer, or the one that was trained into the folder ``trained``.
+    """Load the configured tokenizer, with a pad token, or the one that was trained into the folder ``trained``.
 
-    Returns:
-        A transformers tokenizer with a pad token, or None if one has to be trained.
-
-    Raises:
-        ConfigError: the configured tokenizer cannot be loaded.
+    Return None if one has to be trained. A configured one that cannot be loaded is a ``ConfigError``.
     """
     name = config.tokenizer.name or config.model.name
     if not name:
@@ -62,10 +58,7 @@ def load(config: Config, trained: Path | None) -> Any | None:
 
 
 def train(texts: Callable[[], Iterable[str]], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer.
-
-    It has fewer than ``vocab_size`` tokens if the texts do not yield that many.
-    """
+    """Train a byte-level BPE tokenizer, of fewer than ``vocab_size`` tokens if the texts do not yield that many."""
     core = Tokenizer(models.BPE())
     core.normalizer = normalizers.NFC()
     core.pre_tokenizer = pre_tokenizers.Sequence(

@@ -11,16 +11,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-# Block-wise 8-bit quantization of optimizer states.
-#
-# Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861): 256 elements share a scale, their
-# largest magnitude, and each is one of 256 values of a dynamic tree code, whose spacing is relative over seven decades.
-#
-# There are two differences. Codes are rounded stochastically between the two neighbours: to nearest, a running average
-# would not change if its change in a step is below half a spacing (with beta2 = 0.999 it falls by 0.1 % a step at most,
-# and codes are 1 % and more apart). And the root of the running square is stored, which doubles its range; a positive
-# one never becomes 0, which would make the step huge.
-
+# 8-bit states: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861): 256 elements share a
+# scale, their largest magnitude, and each is one of 256 values of a dynamic tree code, whose spacing is relative over
+# seven decades. There are two differences. Codes are rounded stochastically: to nearest, a running average would not
+# change if its change in a step is below half a spacing (with beta2 = 0.999 it falls by 0.1 % a step at most, and codes
+# are 1 % and more apart). And the root of the running square is stored, which doubles its range; a positive one never
+# becomes 0, which would make the step huge.
 
 BLOCK = 256
 _DECADES = 7
@@ -47,24 +43,15 @@ def code(signed: bool, device: torch.device) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Return fp32 values.
-
-    Args:
-        codes: uint8 ``[n]``.
-        scales: fp32 ``[ceil(n / BLOCK)]``.
-        table: 256 values (``code``).
-    """
+    """Return fp32 values of ``codes``, uint8 ``[n]``, with ``scales``, fp32 ``[ceil(n / BLOCK)]``, and a ``code``."""
     values = torch.index_select(table, 0, codes.to(torch.int32))
     return (_blocks(values) * scales[:, None]).flatten()[: codes.numel()]
 
 
 def encode(values: torch.Tensor, bits: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of fp32 values, rounded stochastically between neighbouring codes.
+    """Return codes and scales of fp32 values ``[n]``, rounded stochastically between neighbouring codes.
 
-    Args:
-        values: fp32 ``[n]``.
-        bits: int32 ``[n]``, random; the lower 16 of each are used.
-        table: 256 values (``code``).
+    ``bits`` are int32 ``[n]``, random; the lower 16 of each are used. ``table``: a ``code``.
     """
     blocks = _blocks(values)
     scales = blocks.abs().amax(dim=1)
@@ -84,15 +71,9 @@ def _blocks(values: torch.Tensor) -> torch.Tensor:
     return (pad(values, (0, rest)) if rest else values).view(-1, BLOCK)
 
 
-# Stochastic rounding from fp32 to bf16, with random bits that are computed and not drawn.
-#
-# A value between two neighbours in bf16 becomes the upper one with a probability equal to its relative distance from
-# the lower one, so its mean is the value. Updates below half a bf16 step are lost with rounding to nearest, and kept
-# on average here.
-#
+# Stochastic rounding from fp32 to bf16: the mean is the value, and updates below half a bf16 step are kept on average.
 # The random bits are a hash of seed, step, tensor and position: they are the same on every device, compiled or not,
 # need no state for a resume, and run under fake tensors like any other arithmetic.
-
 
 _MASK = 0xFFFFFFFF
 _FIRST = 0x7FEB352D
@@ -116,12 +97,7 @@ def salt(*numbers: int) -> int:
 
 
 def random_bits(positions: torch.Tensor, salted: torch.Tensor) -> torch.Tensor:
-    """Return 32 random bits for each position.
-
-    Args:
-        positions: int32; 0, 1, 2, ...
-        salted: int32 scalar on the same device (see ``salt``).
-    """
+    """Return 32 random bits for each position (int32); ``salted``: an int32 scalar on the same device (``salt``)."""
     bits = positions ^ salted
     # Shifts of signed integers copy the sign: the mask makes them logical. Products wrap around.
     bits = (bits ^ ((bits >> 16) & 0xFFFF)) * _FIRST
@@ -130,12 +106,7 @@ def random_bits(positions: torch.Tensor, salted: torch.Tensor) -> torch.Tensor:
 
 
 def to_bfloat16(value: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """Round fp32 to bf16 stochastically.
-
-    Args:
-        value: fp32.
-        bits: int32 of the same shape; the lower 16 of each are used.
-    """
+    """Round fp32 to bf16 stochastically; of ``bits``, int32 of the same shape, the lower 16 are used."""
     rounded = ((value.view(torch.int32) + (bits & 0xFFFF)) & _UPPER).view(torch.float32)
     # A carry would turn some NaN into a number.
     return torch.where(value.isnan(), value, rounded).to(torch.bfloat16)
@@ -154,12 +125,9 @@ _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 
 
 class _Part(NamedTuple):
-    """A parameter to be updated."""
-
     parameter: torch.Tensor
     state: dict[str, Any]
     place: int
-    """Its number in the group."""
 
     def tensors(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return the flat states of these names."""
@@ -169,14 +137,8 @@ class _Part(NamedTuple):
 class SmallStateAdamW(torch.optim.Optimizer):
     """AdamW with running averages in bf16 or in 8 bits, rounded stochastically.
 
-    Args:
-        groups: parameter groups; parameters in fp32 or bf16. Those in bf16 are rounded stochastically too.
-        states: ``bf16``, or ``8bit``: blocks of 256 elements with a scale (see ``blocks``).
-        lr: learning rate.
-        betas: decay of the running mean and of the running square.
-        eps: added to the root of the running square.
-        seed: seed of the rounding. Ranks that update the same parameters need the same.
-        compiled: update each piece with one kernel made by torch.compile.
+    Parameters are in fp32, or in bf16 and then rounded stochastically too. ``seed`` is that of the rounding: ranks that
+    update the same parameters need the same. ``compiled``: update each piece with one kernel made by torch.compile.
     """
 
     def __init__(
@@ -202,10 +164,8 @@ class SmallStateAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run one step; parameters without a gradient are not changed."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         self.update()
         return loss
 
@@ -368,11 +328,7 @@ def _store(parameter: torch.Tensor, value: torch.Tensor, bits: torch.Tensor) -> 
 
 
 def _update_bf16(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    scalars: Any,
-    salted: torch.Tensor,
-    averages: Any,
+    parameter: torch.Tensor, gradient: torch.Tensor, scalars: Any, salted: torch.Tensor, averages: Any
 ) -> None:
     updated, mean, square = _adamw(parameter, gradient, averages[0].float(), averages[1].float(), scalars)
     bits = _bits(parameter, salted)

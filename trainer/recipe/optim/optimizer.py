@@ -9,19 +9,14 @@ import torch
 
 from ....protocol.errors import ConfigError
 from ..config.schema import Config, Optimizer, Schedule
-from ..engine.distributed import World
+from ..distributed import World
 from ..monitor import activity
+from ..support import SMALL_STATES
 from .adamw import SmallStateAdamW, compiles, salt
-from .support import SMALL_STATES
-
-# The learning rate over time, as a share of its peak.
 
 
 def factor(schedule: Schedule, step: int, total_steps: int) -> float:
-    """Return the learning rate of a step as a share of the peak rate.
-
-    ``step`` counts from 0.
-    """
+    """Return the learning rate of a step (from 0) as a share of the peak rate."""
     warmup = schedule.warmup_steps
     if step < warmup:
         return (step + 1) / warmup
@@ -32,17 +27,11 @@ def factor(schedule: Schedule, step: int, total_steps: int) -> float:
     return schedule.final_ratio + (1.0 - schedule.final_ratio) * falling
 
 
-# Muon for the hidden matrices of a model, AdamW for the rest.
-#
-# DeepSpeed's Muon (https://kellerjordan.github.io/posts/muon/) works at every ZeRO stage: at stages 1 to 3 DeepSpeed
-# orthogonalizes whole gradients before partitioning them. ``torch.optim.Muon`` does not: it would receive flat
-# partitions.
-
-
 def make_muon(model: Any, settings: Optimizer, on_gpu: bool) -> torch.optim.Optimizer:
-    """Return the optimizer of a model's trainable parameters.
+    """Return Muon for the hidden matrices of a model and AdamW for the rest, compiled if ``on_gpu``.
 
-    ``on_gpu``: compile; on CPU ranks that would take minutes.
+    DeepSpeed's Muon (https://kellerjordan.github.io/posts/muon/) works at every ZeRO stage: at stages 1 to 3 DeepSpeed
+    orthogonalizes whole gradients before partitioning them. ``torch.optim.Muon`` would receive flat partitions.
     """
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
@@ -89,16 +78,11 @@ def split(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
     return hidden, matrices, rest
 
 
-_PATIENCE_S = 4.0
-"""Seconds without output after which a note is printed."""
+_PATIENCE_S = 4.0  # seconds without output after which a note is printed
 
 
 def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -> torch.optim.Optimizer:
-    """Make the optimizer of a model's trainable parameters.
-
-    Raises:
-        ConfigError: DeepSpeed's own Adam is configured and cannot be built here.
-    """
+    """Make the optimizer of a model's trainable parameters; ``ConfigError`` if DeepSpeed's own cannot be built."""
     settings = config.optimizer
     common: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     groups = _groups(model, settings.weight_decay)
@@ -175,7 +159,6 @@ def _groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def _deepspeed_adam(groups: list[dict[str, Any]], common: dict[str, Any], offload: bool) -> torch.optim.Optimizer:
-    """Make DeepSpeed's own Adam, which compiles its kernel at first use."""
     if offload:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -3,7 +3,7 @@
 A refusal is a ``ConfigError`` whose text names the place and the dotted path.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ from ....protocol.errors import UsageError
 from ..config.load import Loaded
 from ..config.schema import Config, Lora
 from ..data.messages import parse
-from ..engine.division import SEQUENCES, heads_refusal, ranks_refusal
 from ..faults import spec
-from ..optim.support import SMALL_STATES
+from ..support import SEQUENCES, SMALL_STATES, heads_refusal, ranks_refusal
 
 
 def check_batch(loaded: Loaded, ranks: int) -> None:
@@ -35,100 +34,76 @@ def check_batch(loaded: Loaded, ranks: int) -> None:
 
 def check_settings(loaded: Loaded, device: str) -> None:
     """Refuse settings that exclude each other, or that ``device`` (``cuda`` or ``cpu``) does not support."""
-    config = loaded.config
-    if config.zero.offload_optimizer and config.zero.stage == 0:
-        raise loaded.error("zero.offload_optimizer", "needs zero.stage 1, 2 or 3")
-    if config.zero.offload_parameters and config.zero.stage != 3:
-        raise loaded.error("zero.offload_parameters", "needs zero.stage 3")
-    if config.optimizer.kind == "torch_fused" and device == "cpu" and config.training.precision == "fp16":
-        raise loaded.error("optimizer.kind", "torch_fused does not do fp16 on the CPU; use torch")
-    if device == "cpu" and config.model.attention == "flash_attention_2":
-        raise loaded.error("model.attention", "flash_attention_2 needs a GPU")
-    _check_lora(loaded)
-    if config.lora.rank and config.lora.kind == "dora" and config.zero.stage == 3:
-        # peft 0.21 computes the norms of weights that ZeRO-3 has partitioned (tuners/lora/dora.py, get_weight_norm).
-        raise loaded.error("lora.kind", "dora cannot be used with zero.stage=3; use zero.stage=2, or lora.kind=lora")
-    _check_quantization(loaded)
-    _check_activations(loaded)
-    _check_compile(loaded, device)
-    if device == "cpu" and config.training.precision == "fp16":
-        raise loaded.error("training.precision", "fp16 is not for the CPU; use fp32 or bf16")
-    if config.training.max_steps and config.schedule.warmup_steps > config.training.max_steps:
-        raise loaded.error(
-            "schedule.warmup_steps",
-            f"is {config.schedule.warmup_steps}, more than training.max_steps, which is {config.training.max_steps}",
-        )
+    _refuse(loaded, _rules(loaded.config, device == "cpu"))
 
 
-def _check_lora(loaded: Loaded) -> None:
-    """Refuse settings of adapters without adapters: all weights would be trained."""
-    lora = loaded.config.lora
+_Rule = tuple[object, str, str]
+"""Whether a setting is refused, its dotted path, and why."""
+
+
+def _refuse(loaded: Loaded, rules: Iterable[_Rule]) -> None:
+    for refused, path, text in rules:
+        if refused:
+            raise loaded.error(path, text)
+
+
+def _rules(config: Config, on_cpu: bool) -> Iterator[_Rule]:
+    model, zero, lora, training, optimizer = config.model, config.zero, config.lora, config.training, config.optimizer
+    yield zero.offload_optimizer and zero.stage == 0, "zero.offload_optimizer", "needs zero.stage 1, 2 or 3"
+    yield zero.offload_parameters and zero.stage != 3, "zero.offload_parameters", "needs zero.stage 3"
+    on_cpu_in_fp16, text = on_cpu and training.precision == "fp16", "torch_fused does not do fp16 on the CPU; use torch"
+    yield on_cpu_in_fp16 and optimizer.kind == "torch_fused", "optimizer.kind", text
+    yield on_cpu and model.attention == "flash_attention_2", "model.attention", "flash_attention_2 needs a GPU"
     for name, default in msgspec.structs.asdict(Lora()).items():
-        if not lora.rank and getattr(lora, name) != default:
-            raise loaded.error(f"lora.{name}", "needs lora.rank above 0: without it all weights are trained")
-
-
-def _check_quantization(loaded: Loaded) -> None:
-    config = loaded.config
-    if config.model.quantization == "none":
-        return
-    if not config.lora.rank:
-        raise loaded.error("model.quantization", "needs lora.rank above 0: weights held in 4 bits cannot be trained")
-    if not config.model.name:
-        raise loaded.error("model.quantization", "needs a model.name: random weights are not quantized")
-    if config.zero.stage == 3:
-        raise loaded.error("model.quantization", "cannot be used with zero.stage=3, which partitions the base; use 2")
-    if util.find_spec("bitsandbytes") is None:
-        raise loaded.error("model.quantization", "needs bitsandbytes; run: pip install 'ftmon[qlora]'")
-
-
-def _check_activations(loaded: Loaded) -> None:
-    model = loaded.config.model
+        text = "needs lora.rank above 0: without it all weights are trained"
+        yield not lora.rank and getattr(lora, name) != default, f"lora.{name}", text
+    # peft 0.21 computes the norms of weights that ZeRO-3 has partitioned (tuners/lora/dora.py, get_weight_norm).
+    text = "dora cannot be used with zero.stage=3; use zero.stage=2, or lora.kind=lora"
+    yield lora.kind == "dora" and zero.stage == 3, "lora.kind", text
+    if model.quantization != "none":
+        key = "model.quantization"
+        yield not lora.rank, key, "needs lora.rank above 0: weights held in 4 bits cannot be trained"
+        yield not model.name, key, "needs a model.name: random weights are not quantized"
+        yield zero.stage == 3, key, "cannot be used with zero.stage=3, which partitions the base; use 2"
+        yield util.find_spec("bitsandbytes") is None, key, "needs bitsandbytes; run: pip install 'ftmon[qlora]'"
     if model.gradient_checkpointing == "none":
-        if model.checkpoint_every > 1:
-            raise loaded.error("model.checkpoint_every", "needs model.gradient_checkpointing: layers or selective")
-        if model.activation_offload == "inputs":
-            raise loaded.error(
-                "model.activation_offload", "is inputs, those of recomputed layers; set model.gradient_checkpointing"
-            )
-
-
-def _check_compile(loaded: Loaded, device: str) -> None:
-    config = loaded.config
-    budget = "model.activation_memory_budget"
-    if config.model.compile == "off":
-        if config.model.activation_memory_budget < 1:
-            raise loaded.error(budget, "needs model.compile=layers; without it use model.gradient_checkpointing")
-        return
-    if config.model.activation_memory_budget < 1 and config.model.gradient_checkpointing != "none":
-        raise loaded.error(
-            budget, "cannot be used with model.gradient_checkpointing, which keeps less; use one of them"
-        )
-
-    def refuse(text: str) -> Exception:
-        return loaded.error("model.compile", text)
-
-    if not config.data.packing:
-        raise refuse("needs data.packing=true: padded batches differ in length, and each would be compiled anew")
-    if config.model.quantization != "none":
-        raise refuse("cannot be used with model.quantization")
-    if config.model.gradient_checkpointing == "selective":
-        raise refuse("cannot be used with gradient_checkpointing=selective; use model.activation_memory_budget")
-    if device == "cpu" and config.optimizer.kind == "muon":
-        raise refuse("cannot be used with optimizer.kind=muon on the CPU, where nothing is compiled then; use off")
+        text = "needs model.gradient_checkpointing: layers or selective"
+        yield model.checkpoint_every > 1, "model.checkpoint_every", text
+        text = "is inputs, those of recomputed layers; set model.gradient_checkpointing"
+        yield model.activation_offload == "inputs", "model.activation_offload", text
+    budget, compiles = "model.activation_memory_budget", model.compile != "off"
+    if model.activation_memory_budget < 1:
+        yield not compiles, budget, "needs model.compile=layers; without it use model.gradient_checkpointing"
+        text = "cannot be used with model.gradient_checkpointing, which keeps less; use one of them"
+        yield model.gradient_checkpointing != "none", budget, text
+    if compiles:
+        key = "model.compile"
+        text = "needs data.packing=true: padded batches differ in length, and each would be compiled anew"
+        yield not config.data.packing, key, text
+        yield model.quantization != "none", key, "cannot be used with model.quantization"
+        text = "cannot be used with gradient_checkpointing=selective; use model.activation_memory_budget"
+        yield model.gradient_checkpointing == "selective", key, text
+        text = "cannot be used with optimizer.kind=muon on the CPU, where nothing is compiled then; use off"
+        yield on_cpu and optimizer.kind == "muon", key, text
+    yield on_cpu_in_fp16, "training.precision", "fp16 is not for the CPU; use fp32 or bf16"
+    text = f"is {config.schedule.warmup_steps}, more than training.max_steps, which is {training.max_steps}"
+    yield 0 < training.max_steps < config.schedule.warmup_steps, "schedule.warmup_steps", text
 
 
 def check_dtypes(loaded: Loaded, precision: str) -> None:
     """Refuse data types of ZeRO that the training precision (``bf16``, ``fp16`` or ``fp32``) excludes."""
     zero = loaded.config.zero
-    for name, value in (("grad_accum_dtype", zero.grad_accum_dtype), ("communication_dtype", zero.communication_dtype)):
-        if value not in ("auto", "fp32", precision):
-            raise loaded.error(f"zero.{name}", f"is {value}, but training.precision is {precision}; use fp32")
-    if zero.stage == 0 and zero.grad_accum_dtype not in ("auto", precision):
-        raise loaded.error(
-            "zero.grad_accum_dtype",
-            f"is {zero.grad_accum_dtype}, but DeepSpeed accumulates in {precision} at zero.stage 0; use zero.stage=1",
-        )
+    known, key, kept = ("auto", "fp32", precision), "zero.grad_accum_dtype", zero.grad_accum_dtype
+    text = f"is {{}}, but training.precision is {precision}; use fp32"
+    own = f"is {kept}, but DeepSpeed accumulates in {precision} at zero.stage 0; use zero.stage=1"
+    _refuse(
+        loaded,
+        (
+            (kept not in known, key, text.format(kept)),
+            (zero.communication_dtype not in known, "zero.communication_dtype", text.format(zero.communication_dtype)),
+            (zero.stage == 0 and kept not in ("auto", precision), key, own),
+        ),
+    )
 
 
 def check_fault(loaded: Loaded, ranks: int) -> None:
@@ -166,50 +141,34 @@ def optimizer_refusal(config: Config, precision: str) -> tuple[str, str] | None:
 
     docs/training.md, Optimizers, has the same as a table.
     """
-    kind, zero = config.optimizer.kind, config.zero
+    return next(((path, text) for refused, path, text in _optimizer_rules(config, precision) if refused), None)
+
+
+def _optimizer_rules(config: Config, precision: str) -> Iterator[_Rule]:
+    kind, zero, adapts = config.optimizer.kind, config.zero, config.lora.rank > 0
     if kind in (*SMALL_STATES, "muon"):
-        if zero.offload_optimizer:
-            return "zero.offload_optimizer", f"cannot be used with optimizer.kind={kind}; use optimizer.kind=auto"
-        if zero.offload_parameters:
-            return "zero.offload_parameters", f"cannot be used with optimizer.kind={kind}; use optimizer.kind=auto"
-        if precision == "fp16":
-            return "training.precision", f"fp16 cannot be used with optimizer.kind={kind}; use bf16"
+        unfit = f"cannot be used with optimizer.kind={kind}; use"
+        yield zero.offload_optimizer, "zero.offload_optimizer", f"{unfit} optimizer.kind=auto"
+        yield zero.offload_parameters, "zero.offload_parameters", f"{unfit} optimizer.kind=auto"
+        yield precision == "fp16", "training.precision", f"fp16 {unfit} bf16"
     if config.optimizer.master_weights == "none":
-        return _without_masters(config, precision)
-    if kind == "muon":
-        if config.lora.rank:
-            return "optimizer.kind", "muon cannot be used with lora.rank: it is for whole matrices; use auto"
-        if zero.stage and config.optimizer.max_grad_norm:
-            # stage_1_and_2.py and stage3.py compute the norm over the orthogonalized update.
-            return (
-                "optimizer.max_grad_norm",
-                "must be 0 with optimizer.kind=muon and zero.stage 1 to 3: DeepSpeed would clip Muon's updates, which "
-                "have a norm of their own, instead of the gradients",
-            )
-    return None
-
-
-def _without_masters(config: Config, precision: str) -> tuple[str, str] | None:
-    """Return a setting that is incompatible with ``optimizer.master_weights=none``, and why; None: no such setting."""
-    path, zero = "optimizer.master_weights", config.zero
-    if config.optimizer.kind not in SMALL_STATES:
-        return path, f"none needs optimizer.kind={' or '.join(SMALL_STATES)}, which round stochastically"
-    if precision != "bf16":
-        return path, f"none needs training.precision=bf16, not {precision}"
-    if config.lora.rank:
-        return path, "none cannot be used with lora.rank: adapters are small, and the frozen base has no copy in fp32"
-    if zero.stage == 1 and zero.grad_accum_dtype == "fp32":
+        path, kinds = "optimizer.master_weights", " or ".join(SMALL_STATES)
+        yield kind not in SMALL_STATES, path, f"none needs optimizer.kind={kinds}, which round stochastically"
+        yield precision != "bf16", path, f"none needs training.precision=bf16, not {precision}"
+        text = "none cannot be used with lora.rank: adapters are small, and the frozen base has no copy in fp32"
+        yield adapts, path, text
         # engine.py, _do_optimizer_sanity_check selects BF16_Optimizer, which keeps an fp32 copy.
-        return (
-            "zero.grad_accum_dtype",
-            "fp32 needs fp32 master weights at zero.stage 1; leave it out, or use zero.stage=2",
+        text = "fp32 needs fp32 master weights at zero.stage 1; leave it out, or use zero.stage=2"
+        yield zero.stage == 1 and zero.grad_accum_dtype == "fp32", "zero.grad_accum_dtype", text
+    elif kind == "muon":
+        text = "muon cannot be used with lora.rank: it is for whole matrices; use auto"
+        yield adapts, "optimizer.kind", text
+        # stage_1_and_2.py and stage3.py compute the norm over the orthogonalized update.
+        text = (
+            "must be 0 with optimizer.kind=muon and zero.stage 1 to 3: DeepSpeed would clip Muon's updates, which "
+            "have a norm of their own, instead of the gradients"
         )
-    return None
-
-
-# Settings that are compatible with ``training.sequence_parallel_size``. Nothing here imports torch.
-#
-# docs/training.md, Sequence parallelism, has the same as a table.
+        yield zero.stage and config.optimizer.max_grad_norm, "optimizer.max_grad_norm", text
 
 
 _HEADS = ("num_attention_heads", "n_head", "num_heads")

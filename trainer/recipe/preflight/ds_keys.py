@@ -130,7 +130,6 @@ def check(keys: Mapping[str, Any], error: Callable[[str, str], Exception]) -> No
 
 
 def _check_offload(keys: Mapping[str, Any], error: Callable[[str, str], Exception]) -> None:
-    """Refuse devices other than that of ``zero.offload_*``, and NVMe."""
     partition = keys.get("zero_optimization", {})
     for section, setting in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_parameters")):
         path, values = f"deepspeed.zero_optimization.{section}", partition.get(section)

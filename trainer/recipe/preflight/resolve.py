@@ -8,7 +8,6 @@ import socket
 import threading
 from functools import cache
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -19,15 +18,9 @@ from .. import hardware
 from ..config.load import Loaded
 from ..config.schema import Config
 from ..data import messages
-from ..data.messages import first_record
-from ..data.shipped import NONE, shipped
+from ..data.messages import NONE, first_record, shipped
 from . import consistency, ds_keys
 from .consistency import check_batch, check_dtypes, check_fault, check_lengths, check_settings, optimizer_refusal
-
-# Checks the model and the data that a configuration names: files, and names on the Hugging Face Hub.
-#
-# A refusal is a ``ConfigError`` whose text names the place and the dotted path.
-
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
 
@@ -96,11 +89,6 @@ def check_file(loaded: Loaded, key: str, name: str) -> None:
         raise loaded.error(key, f"{name}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise loaded.error(key, f"{name}: {error}") from None
-    _check_columns(loaded, record)
-
-
-def _check_columns(loaded: Loaded, record: dict[str, Any]) -> None:
-    """Refuse data whose first record lacks what ``data.format`` needs."""
     try:
         messages.detect(record, loaded.config.data)
     except UsageError as error:
@@ -181,7 +169,6 @@ def _connection_problem(endpoint: str) -> str:
 
 
 def _is_cached(name: str, kind: str) -> bool:
-    """Return whether the cache of the hub's libraries has files of a model or a data set."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = Path(os.environ.get("HF_HOME") or Path(base, "huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
@@ -212,10 +199,8 @@ class Resolved(msgspec.Struct, frozen=True):
 def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
     """Check a configuration against itself, its files and this machine, and resolve its open choices.
 
-    Args:
-        loaded: the configuration.
-        elsewhere: number of ranks of another machine to check it for, without this one's GPUs, compiler, ports and
-            output folder; 0: check it for this machine.
+    ``elsewhere``: number of ranks of another machine to check it for, without this one's GPUs, compiler, ports and
+    output folder; 0: check it for this machine.
     """
     config = loaded.config
     check_model(loaded)
@@ -229,7 +214,9 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
     check_batch(loaded, ranks)
     check_settings(loaded, device)
     ds_keys.check(config.deepspeed, loaded.error)
-    precision = _precision(config, device)
+    precision = config.training.precision
+    if precision == "auto":
+        precision = "bf16" if device == "cuda" else "fp32"
     check_dtypes(loaded, precision)
     for refused in (optimizer_refusal(config, precision), consistency.refusal(config, ranks, precision)):
         if refused is not None:
@@ -241,7 +228,6 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
     check_fault(loaded, ranks)
     check_lengths(loaded, precision)
     resume = config.checkpoint.resume
-    resume = resume if resume in ("never", "auto") else _absolute(resume)
     threads = config.run.threads or _threads(config, device, ranks)
     run = msgspec.structs.replace(config.run, device=device, ranks=ranks, threads=threads)
     settled = msgspec.structs.replace(
@@ -315,13 +301,6 @@ def _check_compiler(loaded: Loaded, device: str) -> None:
     if loaded.config.model.compile != "off" and hardware.compiler(device) is None:
         name = "C++ compiler (g++, clang++ or $CXX)" if device == "cpu" else "C compiler (gcc, clang or $CC)"
         raise loaded.error("model.compile", f"needs a {name}, not found here; install one, or use model.compile=off")
-
-
-def _precision(config: Config, device: str) -> str:
-    """Return the training precision with ``auto`` resolved."""
-    if config.training.precision == "auto":
-        return "bf16" if device == "cuda" else "fp32"
-    return config.training.precision
 
 
 def _check_evaluation(loaded: Loaded) -> None:

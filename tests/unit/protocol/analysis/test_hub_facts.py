@@ -27,11 +27,11 @@ from ftmon.protocol.analysis.hub_facts import (
 )
 from ftmon.protocol.analysis.kinds import FindingAlerts
 from ftmon.protocol.analysis.stalls.collectives import RankView
-from ftmon.protocol.analysis.stalls.judge import CutOff, Verdict
+from ftmon.protocol.analysis.stalls.judge import OtherRanks, Verdict
 from ftmon.protocol.analysis.words import Words
 
 VERDICT = Verdict(
-    "unreachable", (0,), (), False, 10.0, views={0: RankView(0, 1, "backward", 9.0, 8.0)}, facts=CutOff((1,))
+    "unreachable", (0,), (), False, 10.0, views={0: RankView(0, 1, "backward", 9.0, 8.0)}, facts=OtherRanks((1,))
 )
 ASLEEP = LeftProcess(7, "python", "D", "nfs_wait")
 

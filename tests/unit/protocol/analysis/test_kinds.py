@@ -18,13 +18,13 @@ from ftmon.protocol.analysis.health.monitor import LossFacts, RecordingFacts
 from ftmon.protocol.analysis.kinds import KINDS, FindingAlerts
 from ftmon.protocol.analysis.stalls.collectives import RankView
 from ftmon.protocol.analysis.stalls.hang_detector import HangFacts
-from ftmon.protocol.analysis.stalls.judge import CutOff, Verdict
+from ftmon.protocol.analysis.stalls.judge import OtherRanks, Verdict
 from ftmon.protocol.messages.memory import OomReport
 from ftmon.protocol.messages.telemetry import DeviceSample
 from messages import EXAMPLES
 
 VERDICT = Verdict(
-    "unreachable", (0,), (), False, 10.0, views={0: RankView(0, 12, "backward", 10.0, 8.0)}, facts=CutOff((1,))
+    "unreachable", (0,), (), False, 10.0, views={0: RankView(0, 12, "backward", 10.0, 8.0)}, facts=OtherRanks((1,))
 )
 PLAIN = re.findall(
     r"\w+",

@@ -25,6 +25,12 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+def group_files(path: str, limit: int, current: int, inactive: int) -> dict[str, str]:
+    folder = f"sys/fs/cgroup/{path}/memory"
+    stat = f"anon 5\ninactive_file {inactive}\n"
+    return {f"{folder}.max": f"{limit}\n", f"{folder}.current": f"{current}\n", f"{folder}.stat": stat}
+
+
 def wait_for(sampler: DeviceSampler, kind: str, count: int = 1) -> list[DeviceSample]:
     found: list[DeviceSample] = []
 
@@ -50,16 +56,8 @@ def test_the_host_is_sampled_with_the_resident_memory_of_its_ranks():
 
 
 def test_the_limit_of_a_control_group_of_version_2_is_the_hosts_size(tmp_path: Path):
-    root = write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/job/step\n",
-            "sys/fs/cgroup/job/memory.max": f"{4 * GIB}\n",
-            "sys/fs/cgroup/job/memory.current": f"{3 * GIB}\n",
-            "sys/fs/cgroup/job/memory.stat": f"anon 5\ninactive_file {GIB}\n",
-            "sys/fs/cgroup/job/step/memory.max": "max\n",
-        },
-    )
+    files = {"proc/self/cgroup": "0::/job/step\n", "sys/fs/cgroup/job/step/memory.max": "max\n"}
+    root = write(tmp_path, files | group_files("job", limit=4 * GIB, current=3 * GIB, inactive=GIB))
     group = memory_group(root)
     assert group == root / "sys/fs/cgroup/job", "the limit of a group above holds too"
     assert group_memory(group) == (2 * GIB, 4 * GIB)
@@ -68,40 +66,34 @@ def test_the_limit_of_a_control_group_of_version_2_is_the_hosts_size(tmp_path: P
 
 
 def test_the_limit_of_a_control_group_of_version_1_counts_even_where_our_path_is_not_mounted(tmp_path: Path):
-    root = write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "5:devices:/\n4:memory:/docker/abc\n0::/\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{8 * GIB}\n",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{5 * GIB}\n",
-            "sys/fs/cgroup/memory/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
-        },
-    )
-    group = memory_group(root)
+    files = {
+        "proc/self/cgroup": "5:devices:/\n4:memory:/docker/abc\n0::/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{8 * GIB}\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{5 * GIB}\n",
+        "sys/fs/cgroup/memory/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
+    }
+    group = memory_group(write(tmp_path, files))
     assert group is not None
     assert group_memory(group) == (4 * GIB, 8 * GIB)
+    files["sys/fs/cgroup/memory/memory.limit_in_bytes"] = "9223372036854771712\n"
+    assert memory_group(write(tmp_path, files)) is None, "no limit"
+    assert memory_group(tmp_path / "nowhere") is None
 
 
 def test_what_a_process_may_use_is_limited_by_its_own_group_and_all_above_it(tmp_path: Path):
-    root = write(
-        tmp_path,
-        {
-            "proc/meminfo": f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {20 * 2**20} kB\n",
-            "proc/cpuinfo": "processor\t: 0\nmodel name\t: AMD EPYC 9654\n",
-            "proc/self/cgroup": "0::/slurm/job_7/step_0\n",
-            "sys/fs/cgroup/slurm/job_7/memory.max": f"{16 * GIB}\n",
-            "sys/fs/cgroup/slurm/job_7/memory.current": f"{15 * GIB}\n",
-            "sys/fs/cgroup/slurm/job_7/memory.stat": f"inactive_file {2 * GIB}\n",
-            "sys/fs/cgroup/slurm/job_7/step_0/memory.max": f"{8 * GIB}\n",
-            "sys/fs/cgroup/slurm/job_7/step_0/memory.current": f"{3 * GIB}\n",
-        },
-    )
+    files = {
+        "proc/meminfo": f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {20 * 2**20} kB\n",
+        "proc/cpuinfo": "processor\t: 0\nmodel name\t: AMD EPYC 9654\n",
+        "proc/self/cgroup": "0::/slurm/job_7/step_0\n",
+    }
+    files |= group_files("slurm/job_7", limit=16 * GIB, current=15 * GIB, inactive=2 * GIB)
+    root = write(tmp_path, files | group_files("slurm/job_7/step_0", limit=8 * GIB, current=3 * GIB, inactive=0))
     assert memory_limit(root) == 8 * GIB, "its own group has the lowest limit"
     assert available_memory(root) == 3 * GIB, "the group above is fuller"
     assert cpu_model(root) == "AMD EPYC 9654"
+    first = "sys/fs/cgroup/memory/slurm/job_7/memory"
+    write(root, {f"{first}.limit_in_bytes": f"{32 * GIB}\n", f"{first}.usage_in_bytes": f"{GIB}\n"})
     write(root, {"proc/self/cgroup": "4:memory:/slurm/job_7\n"})
-    write(root, {"sys/fs/cgroup/memory/slurm/job_7/memory.limit_in_bytes": f"{32 * GIB}\n"})
-    write(root, {"sys/fs/cgroup/memory/slurm/job_7/memory.usage_in_bytes": f"{GIB}\n"})
     assert memory_limit(root) == 32 * GIB, "version 1"
     assert available_memory(root) == 20 * GIB, "the host has less"
     write(root, {"proc/self/cgroup": "0::/\n"})
@@ -109,21 +101,9 @@ def test_what_a_process_may_use_is_limited_by_its_own_group_and_all_above_it(tmp
     assert (memory_limit(root / "none"), available_memory(root / "none")) == (0, 0), "unknown"
 
 
-def test_without_a_limit_the_host_is_its_own_size(tmp_path: Path):
-    unlimited = {
-        "proc/self/cgroup": "4:memory:/\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-    }
-    assert memory_group(write(tmp_path, unlimited)) is None
-    assert memory_group(tmp_path / "nowhere") is None
-
-
-def test_throttle_reasons_are_words_and_idle_is_none():
-    assert reasons_in_words(0x1) == []
-    assert reasons_in_words(0x4 | 0x40) == ["power cap", "thermal (hardware)"]
-
-
 def test_without_a_driver_the_host_is_sampled_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    assert reasons_in_words(0x1 | 0x4 | 0x40) == ["power cap", "thermal (hardware)"], "idle is none"
+
     def no_driver() -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 

@@ -73,7 +73,4 @@ def test_a_further_host_gets_the_same_marks_and_options(
     assert read_options() == run.read_run().options
     path.write_text("damaged")
     assert read_options() == RunOptions()
-
-
-def test_free_ports_are_found() -> None:
     assert parse_listen(free_listen()).host == "0.0.0.0"

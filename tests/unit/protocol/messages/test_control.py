@@ -10,6 +10,7 @@ from ftmon.protocol.messages.control import Command
 from ftmon.protocol.messages.telemetry import PHASES, SelfDump
 
 DUMP = SelfDump(10, 71, 4, "/run/stacks", "0x1", 71)
+SENT_DUMP = {"signal": 10, "receiver": 71, "descriptor": 4, "path": "/run/stacks", "thread": "0x1", "training": 71}
 FULL: list[tuple[control.Verb, dict[str, Any]]] = [
     (control.Kill([1], "TERM", True, "hung"), {"ranks": [1], "signal": "TERM", "on_gpu": True, "reason": "hung"}),
     (control.Stop(7, "SIGTERM"), {"step": 7, "reason": "SIGTERM"}),
@@ -30,27 +31,10 @@ FULL: list[tuple[control.Verb, dict[str, Any]]] = [
     (control.Compose([0], "leak"), {"ranks": [0], "reason": "leak"}),
     (
         control.Look([(3, 71, 9, DUMP), (4, 72, 9, None)], [3]),
-        {
-            "targets": [
-                [
-                    3,
-                    71,
-                    9,
-                    {
-                        "signal": 10,
-                        "receiver": 71,
-                        "descriptor": 4,
-                        "path": "/run/stacks",
-                        "thread": "0x1",
-                        "training": 71,
-                    },
-                ],
-                [4, 72, 9, None],
-            ],
-            "silent": [3],
-        },
+        {"targets": [[3, 71, 9, SENT_DUMP], [4, 72, 9, None]], "silent": [3]},
     ),
 ]
+X39 = "x" * 39
 VERBS = [verb for verb, _ in FULL]
 NAMES = [verb.name for verb in VERBS]
 
@@ -91,11 +75,7 @@ def test_absent_and_nil_arguments_have_their_defaults_and_unknown_ones_are_ignor
         ("arm", {"from_step": -1}, "arm: from_step must be a step's number, not -1"),
         ("release", {"ranks": [None]}, "release: ranks must be a list of numbers, not [None]"),
         ("console", {"rank": 0}, "console: code must be text of at most 100,000 characters, not None"),
-        (
-            "console",
-            {"code": "x" * 100_001},
-            "console: code must be text of at most 100,000 characters, not '" + 39 * "x",
-        ),
+        ("console", {"code": "x" * 100_001}, f"console: code must be text of at most 100,000 characters, not '{X39}"),
         ("console", {"code": "1", "rank": "zero"}, "console: rank must be a rank's number, not 'zero'"),
         ("compose", {"ranks": {}}, "compose: ranks must be a list of numbers, not {}"),
         ("look", {"targets": [[1]]}, "look: targets must be a list of [rank, pid, start ticks, self dump], not [[1]]"),
@@ -118,9 +98,8 @@ def test_an_unknown_verb_is_refused_with_those_that_the_receiver_accepts() -> No
 
 
 def test_numbers_and_truths_in_other_spellings_are_read() -> None:
-    assert control.decode(Command("1", "arm", {"steps": "2", "from_step": 8.0}), control.ALL) == control.Arm(
-        [], "", 2, 8
-    )
+    armed = control.decode(Command("1", "arm", {"steps": "2", "from_step": 8.0}), control.ALL)
+    assert armed == control.Arm([], "", 2, 8)
     assert control.decode(Command("1", "stacks", {"native": 1}), control.ALL) == control.Stacks(native=True)
 
 

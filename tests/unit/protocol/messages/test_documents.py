@@ -5,9 +5,8 @@ import sqlite3
 from pathlib import Path
 
 import field_tables
-import msgspec
 import pytest
-from ftmon.protocol.link import keys, sockets
+from ftmon.protocol.link import sockets
 from ftmon.protocol.messages import control, hosts, telemetry, wire
 from ftmon.protocol.recording import results, schema
 from messages import EXAMPLES
@@ -37,53 +36,23 @@ def test_the_field_tables_are_those_of_the_types() -> None:
     assert lines == current, "\n".join(["run: python tests/support/field_tables.py", *stale])
 
 
-class _Newer(msgspec.Struct, tag="alert"):
-    """An alert with a field more, whose table is the alert's."""
-
-    id: int
-    urgent: bool = False
-    """Somebody is to be woken."""
-    blank: int = 0
-
-
-def test_a_field_that_the_document_lacks_is_added_with_its_docstring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(field_tables, "PARTS", ())
-    monkeypatch.setattr(wire, "MESSAGE_TYPES", (_Newer,))
-    head = "#### `alert` (_Newer)\n\n| field | type | default | meaning |\n| --- | --- | --- | --- |\n"
-    document = head + "| `id` | str | 3 | its number |\n"
-    with pytest.raises(ValueError, match=r"_Newer\.blank: has no meaning"):
-        field_tables.rewritten(document)
-    found = field_tables.rewritten(document + "| `blank` | | | nothing |\n")
-    assert "| `id` | int | required | its number |\n| `urgent` | bool | false | somebody is to be woken |\n" in found
-
-
-def test_the_header_the_span_and_the_version_are_there() -> None:
+def test_it_has_the_header_every_channel_verb_query_and_word_and_the_limits() -> None:
     assert rows(section("The envelope")) == list(wire.Header.__struct_fields__)
     assert all(f"`{name}`" in section("Span") for name in telemetry.Span.__struct_fields__)
     assert f"Version **{wire.VERSION[0]}.{wire.VERSION[1]}**" in PROTOCOL
     assert f"| {wire.VERSION[0]}.{wire.VERSION[1]} |" in section("Change notes")
-
-
-def test_every_channel_verb_and_query_has_its_row() -> None:
-    assert tuple(rows(section("Parties and channels"))) == sockets.CHANNELS
+    channels = section("Parties and channels")
+    assert tuple(rows(channels)) == sockets.CHANNELS
     assert rows(section("Verbs")) == [control.name_of(verb) for verb in control.ALL]
     assert rows(section("Queries")) == list(results.RESULTS)
-
-
-def test_every_word_of_a_fixed_list_is_explained() -> None:
     words = section("Words")
     for kind in (control.RankStateName, control.RunStateName, control.Severity, control.AlertKind):
         assert all(f"`{name}`" in words for name in kind.__args__)
     assert all(f"`{name}`" in words for name in telemetry.PHASES)
-
-
-def test_the_limits_are_those_of_the_sockets() -> None:
-    text = section("Parties and channels")
-    assert f"`SNDHWM` {sockets.SEND_HIGH_WATER:,}" in text
-    assert f"`RCVHWM` {sockets.RECEIVE_HIGH_WATER:,}" in text
-    assert f"`MAXMSGSIZE` {sockets.MAX_MESSAGE_BYTES // 2**20} MiB" in text
+    assert f"`SNDHWM` {sockets.SEND_HIGH_WATER:,}" in channels
+    assert f"`RCVHWM` {sockets.RECEIVE_HIGH_WATER:,}" in channels
+    assert f"`MAXMSGSIZE` {sockets.MAX_MESSAGE_BYTES // 2**20} MiB" in channels
     assert f"{wire.RESTART_LEAP:,}" in PROTOCOL
-    assert keys.ZAP_DOMAIN
 
 
 def test_every_table_and_view_of_a_recording_is_described(tmp_path: Path) -> None:
@@ -99,7 +68,7 @@ def test_every_table_and_view_of_a_recording_is_described(tmp_path: Path) -> Non
     connection.close()
 
 
-def test_the_examples_for_a_recording_run(tmp_path: Path) -> None:
+def test_the_examples_for_a_recording_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frames = list(Stream(ranks=2, steps=50).frames())
     job = next(message for message in EXAMPLES if isinstance(message, hosts.Job))
     frames.append(wire.Frame(frames[-1].seq + 1, frames[-1].t, job))
@@ -109,11 +78,8 @@ def test_the_examples_for_a_recording_run(tmp_path: Path) -> None:
     for statement in (part for example in examples for part in example.split(";") if part.strip()):
         assert connection.execute(statement).fetchall(), statement
     connection.close()
-
-
-def test_the_pandas_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
-    write(tmp_path / "recording.sqlite", Stream(ranks=2, steps=50).frames())
+    (tmp_path / "r.sqlite").rename(tmp_path / "recording.sqlite")
     monkeypatch.chdir(tmp_path)
     for code in re.findall(r"```python\n(.*?)```", RECORDING, re.S):
         exec(compile(code, "docs/recording.md", "exec"), {})

@@ -1,14 +1,8 @@
 """FLOPs of a model and MFU, against figures computed by hand."""
 
 import pytest
-from ftmon.protocol.messages.throughput import (
-    ModelFlops,
-    causal_pairs,
-    causal_pairs_of_rows,
-    mfu,
-    peak_flops,
-    perplexity,
-)
+from ftmon.protocol.messages import throughput
+from ftmon.protocol.messages.throughput import ModelFlops, causal_pairs, mfu, peak_flops, perplexity
 
 
 def test_the_flops_of_a_packed_step_count_pairs_within_documents_only() -> None:
@@ -39,52 +33,35 @@ def test_pairs_beyond_a_sliding_window_do_not_count() -> None:
 
 
 def test_rows_of_a_foreign_script_count_as_rows_of_equal_length() -> None:
-    assert causal_pairs_of_rows(4096, 2) == causal_pairs([2048, 2048])
-    assert causal_pairs_of_rows(100, 0) == 0
+    assert throughput.causal_pairs_of_rows(4096, 2) == causal_pairs([2048, 2048])
+    assert throughput.causal_pairs_of_rows(100, 0) == 0
 
 
 @pytest.mark.parametrize(
     ("name", "precision", "tera"),
-    [
-        ("NVIDIA H200", "bf16", 989.4),
-        ("NVIDIA H100 80GB HBM3", "tf32", 494.7),
-        ("NVIDIA H100 PCIe", "bf16", 756.0),
-        ("NVIDIA H100 NVL", "bf16", 835.5),
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
-        ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
-        ("Tesla V100-SXM2-32GB", "fp16", 125.0),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
-        ("NVIDIA L40S", "bf16", 362.05),
-        ("NVIDIA L40", "bf16", 181.05),
-    ],
-)
+    [("NVIDIA H200", "bf16", 989.4), ("NVIDIA H100 80GB HBM3", "tf32", 494.7), ("NVIDIA H100 PCIe", "bf16", 756.0),
+     ("NVIDIA H100 NVL", "bf16", 835.5), ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
+     ("NVIDIA A100 80GB PCIe", "fp32", 19.5), ("Tesla V100-SXM2-32GB", "fp16", 125.0),
+     ("NVIDIA GeForce RTX 4090", "bf16", 165.2), ("NVIDIA L40S", "bf16", 362.05), ("NVIDIA L40", "bf16", 181.05)],
+)  # fmt: skip
 def test_a_gpu_has_its_data_sheet_peak(name: str, precision: str, tera: float) -> None:
     assert peak_flops(name, precision) == tera * 1e12
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        ("AMD EPYC 9654", "bf16"),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
-        ("NVIDIA A10G", "bf16"),
-        ("NVIDIA H300", "bf16"),
-        ("Tesla V100-SXM2-32GB", "bf16"),
-        ("NVIDIA H200", ""),
-    ],
-)
-def test_a_device_or_type_without_a_peak_has_no_mfu(name: str, precision: str) -> None:
-    assert peak_flops(name, precision) is None
-    assert mfu(1e15, 1.0, peak_flops(name, precision)) is None
+    "name",
+    ["AMD EPYC 9654", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A10G",
+     "NVIDIA H300", "Tesla V100-SXM2-32GB"],
+)  # fmt: skip
+def test_a_device_or_type_without_a_peak_has_no_mfu(name: str) -> None:
+    assert peak_flops(name, "bf16") is None
+    assert mfu(1e15, 1.0, peak_flops(name, "bf16")) is None
 
 
-def test_mfu_needs_flops_and_time() -> None:
+def test_mfu_needs_a_type_flops_and_time_and_perplexity_a_loss_that_is_a_figure() -> None:
+    assert peak_flops("NVIDIA H200", "") is None
     assert mfu(0.0, 1.0, 1e12) is None
     assert mfu(1e12, 0.0, 1e12) is None
     assert mfu(5e11, 1.0, 1e12) == 0.5
-
-
-def test_a_loss_that_is_no_figure_has_no_perplexity() -> None:
     assert perplexity(0.0) == 1.0
     assert perplexity(1e4) is None

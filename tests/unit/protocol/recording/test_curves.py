@@ -36,15 +36,12 @@ def test_few_steps_come_one_by_one_and_many_pooled_without_losing_a_token(tmp_pa
     assert pooled[-1].step == 700
 
 
-def test_a_pooled_loss_is_weighted_by_label_tokens() -> None:
+def test_a_pooled_loss_is_weighted_by_label_tokens_and_pauses_are_no_training_time() -> None:
     few = point_of(Step(0, 1, STARTED, 100, [], loss=1.0, label_tokens=1), 1.0)
     many = point_of(Step(0, 2, STARTED, 100, [], loss=3.0, label_tokens=3), 2.0)
     assert pool_points([few, many]).loss == 2.5
     unknown = point_of(Step(0, 2, STARTED, 100, [], loss=3.0), 2.0)
     assert pool_points([few, unknown]).loss == 2.0
-
-
-def test_evaluations_and_checkpoints_do_not_count_as_training_time() -> None:
     pauses = [PhaseRecord(name, 0, us, NO_MEMORY, NO_MEMORY) for name, us in (("eval", 600), ("checkpoint", 300))]
     step = Step(0, 1, STARTED, 1000, [PhaseRecord("data", 900, 50, NO_MEMORY, NO_MEMORY), *pauses], tokens=10)
     point = point_of(step, 1.0)
@@ -56,13 +53,8 @@ def test_mfu_is_recorded_per_rank_with_the_peak_of_its_device(tmp_path: Path) ->
     known = msgspec.structs.replace(hello, matmul_precision="bf16")
     unknown = msgspec.structs.replace(hello, rank=1)
     step = Step(0, 1, STARTED, 1_000_000, [], tokens=1000, flops=9.894e14 / 2)
-    write(
-        tmp_path / "r.sqlite",
-        [
-            Frame(number, STARTED + number, message)
-            for number, message in enumerate((known, unknown, step, msgspec.structs.replace(step, rank=1)), 1)
-        ],
-    )
+    messages = (known, unknown, step, msgspec.structs.replace(step, rank=1))
+    write(tmp_path / "r.sqlite", [Frame(number, STARTED + number, each) for number, each in enumerate(messages, 1)])
     connection = sqlite3.connect(tmp_path / "r.sqlite")
     rows = connection.execute("SELECT rank, mfu, flops FROM throughput ORDER BY rank").fetchall()
     connection.close()
@@ -113,16 +105,13 @@ def test_a_pooled_row_has_maxima_sums_and_the_moment_of_the_peak() -> None:
     taken = rows(16)
     pooled = named(pool_steps(taken))
     highest = max(taken, key=lambda row: row[11])
-    assert pooled["count"] == 16
     assert (pooled["first_seq"], pooled["last_seq"]) == (taken[0][0], taken[-1][0])
-    assert (pooled["min_step"], pooled["max_step"]) == (1, 16)
+    assert (pooled["count"], pooled["min_step"], pooled["max_step"]) == (16, 1, 16)
     assert (pooled["allocated_peak"], pooled["peak_t"]) == (highest[11], highest[1])
     assert pooled["host_us"] == sum(row[5] for row in taken)
     assert pooled["max_host_us"] == max(row[5] for row in taken)
     assert abs(pooled["loss"] - sum(row[7] for row in taken) / 16) < 1e-9
-
-
-def test_on_the_cpu_the_moment_is_that_of_the_resident_peak() -> None:
+    # On the CPU the moment is that of the resident peak.
     taken = rows(16, cuda=False)
     highest = max(taken, key=lambda row: row[13])
     pooled = named(pool_steps(taken))

@@ -45,6 +45,11 @@ def reader(path: Path) -> Iterator[Reader]:
         yield opened
 
 
+def stream(tmp_path: Path) -> tuple[Path, list[Frame]]:
+    frames = list(Stream(ranks=2, steps=20, finished=False).frames())
+    return write(tmp_path / "r.sqlite", frames), frames
+
+
 def expected(frames: list[Frame]) -> list[PeakMark]:
     peaks = {rank: PhasePeaks() for rank in range(RANKS)}
     for frame in frames:
@@ -56,6 +61,7 @@ def expected(frames: list[Frame]) -> list[PeakMark]:
 
 def test_the_marks_read_are_those_that_the_steps_set(reader: Reader, frames: list[Frame]) -> None:
     assert reader.marks() == expected(frames)
+    assert decode_answer("marks", answer_query(reader, "marks", {})) == reader.marks()
 
 
 def test_a_phase_that_stays_where_it_is_sets_one_mark_for_each_size_of_batch(reader: Reader) -> None:
@@ -78,7 +84,7 @@ def test_marks_go_on_where_an_earlier_writer_left_off(tmp_path: Path, frames: li
         assert reader.marks() == expected(frames)
 
 
-def test_the_state_at_a_time_has_the_last_composition_and_the_one_of_the_highest_peak(
+def test_the_state_at_a_time_has_the_last_events_and_what_explains_the_highest_peak(
     reader: Reader, frames: list[Frame]
 ) -> None:
     for t in (frames[len(frames) // 2].t, frames[-1].t):
@@ -87,28 +93,20 @@ def test_the_state_at_a_time_has_the_last_composition_and_the_one_of_the_highest
         assert so_far[-1] in found
         assert max(map(highest_bytes, found)) == max(map(highest_bytes, so_far))
         assert len(found) <= 2
-
-
-def test_the_state_at_the_end_has_the_cause_and_the_last_events(reader: Reader, frames: list[Frame]) -> None:
     state = [frame.message for frame in reader.state_at(frames[-1].t)]
     assert [message.phase for message in state if isinstance(message, Cause)] == ["optimizer"]
     assert {message.rank: message.step for message in state if isinstance(message, AllocatorEvents)} == {0: 40, 1: 40}
 
 
 def test_samples_are_spread_over_the_recording_and_end_with_its_last(reader: Reader) -> None:
-    steps = [
-        frame.message.step for frame in reader.sampled("events", 0, 3) if isinstance(frame.message, AllocatorEvents)
-    ]
+    sampled = reader.sampled("events", 0, 3)
+    answer = answer_query(reader, "sampled", {"kind": "events", "rank": 0, "limit": 3})
+    assert decode_answer("sampled", answer) == sampled
+    steps = [frame.message.step for frame in sampled if isinstance(frame.message, AllocatorEvents)]
     assert len(steps) == 3
     assert steps[-1] == 40
     assert steps[0] < 20
     assert reader.sampled("events", 7) == []
-
-
-def test_both_questions_can_be_asked_of_a_hub(reader: Reader) -> None:
-    assert decode_answer("marks", answer_query(reader, "marks", {})) == reader.marks()
-    answer = answer_query(reader, "sampled", {"kind": "events", "rank": 0, "limit": 2})
-    assert decode_answer("sampled", answer) == reader.sampled("events", 0, 2)
 
 
 def test_marks_are_made_again_for_what_is_left_of_a_damaged_recording(tmp_path: Path, frames: list[Frame]) -> None:
@@ -122,31 +120,23 @@ def test_marks_are_made_again_for_what_is_left_of_a_damaged_recording(tmp_path: 
 
 
 def highest(frames: list[Frame], rank: int) -> int | None:
-    best: tuple[int, int] | None = None
-    for frame in frames:
-        if isinstance(frame.message, Step) and frame.message.rank == rank:
-            peak = max(phase.peak_span.peak for phase in frame.message.phases)
-            if best is None or peak > best[0]:
-                best = (peak, frame.seq)
-    return best and best[1]
+    steps = [
+        (each.seq, each.message) for each in frames if isinstance(each.message, Step) and each.message.rank == rank
+    ]
+    peaks = [(max(phase.peak_span.peak for phase in step.phases), -seq) for seq, step in steps]
+    return -max(peaks)[1] if peaks else None
 
 
-def test_the_step_of_the_highest_peak_is_found_at_any_place_of_the_stream(tmp_path: Path) -> None:
-    frames = list(Stream(ranks=3, steps=400).frames())
+@pytest.mark.parametrize("cuda", [True, False])
+def test_the_step_of_the_highest_peak_is_found_at_any_place_of_the_stream(tmp_path: Path, cuda: bool) -> None:
+    frames = list(Stream(ranks=3, steps=400, cuda=cuda).frames())
     write(tmp_path / "run.sqlite", frames)
     chosen = random.Random(7)
     with Reader(tmp_path / "run.sqlite") as reader:
         for _ in range(60):
             seq, rank = chosen.randrange(len(frames) + 1), chosen.randrange(3)
             assert peak_seq(reader._connection, rank, seq) == highest(frames[:seq], rank)
-
-
-def test_the_state_at_a_time_has_the_step_of_each_ranks_highest_peak(tmp_path: Path) -> None:
-    frames = list(Stream(ranks=2, steps=200, cuda=False).frames())
-    write(tmp_path / "run.sqlite", frames)
-    with Reader(tmp_path / "run.sqlite") as reader:
-        state = {frame.seq for frame in reader.state_at(frames[-1].t)}
-    assert {highest(frames, 0), highest(frames, 1)} <= state
+        assert {highest(frames, rank) for rank in range(3)} <= {each.seq for each in reader.state_at(frames[-1].t)}
 
 
 FAILURE = Failure(rank=0, step=1, phase="data", time=1.0, error="no", traceback="")
@@ -188,11 +178,10 @@ def test_one_message_that_cannot_be_costs_that_message(tmp_path: Path, body: obj
 @pytest.mark.parametrize("column", ["loss", "host_us", "rest", "started"])
 @pytest.mark.parametrize("value", ["text", b"\xff\xff", 9e999, -(2**63)])
 def test_one_step_that_cannot_be_ends_nothing(tmp_path: Path, column: str, value: object) -> None:
-    frames = list(Stream(ranks=2, steps=20, finished=False).frames())
-    write(tmp_path / "r.sqlite", frames)
-    with sqlite3.connect(tmp_path / "r.sqlite") as connection:
+    path, frames = stream(tmp_path)
+    with sqlite3.connect(path) as connection:
         connection.execute(f"UPDATE steps SET {column} = ? WHERE step = 10", (value,))
-    with Reader(tmp_path / "r.sqlite") as reader:
+    with Reader(path) as reader:
         assert len(reader.frames(limit=100_000)) >= len(frames) - 2
         reader.state_at(frames[-1].t)
 
@@ -212,7 +201,7 @@ AS_TEXT = AS_ANY_TYPE.replace("reasons TEXT'", "reasons,'").replace("reasons')",
 def test_samples_and_a_clock_that_cannot_be_end_no_command(
     tmp_path: Path, damage: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write(tmp_path / "r.sqlite", list(Stream(ranks=2, steps=20, finished=False).frames()))
+    path, _ = stream(tmp_path)
     for statements in damage:
         with contextlib.closing(sqlite3.connect(path)) as connection:
             connection.executescript(statements)
@@ -257,16 +246,13 @@ def test_all_questions_of_a_command_share_what_the_file_justifies(
         found = len(reader.frames(limit=100_000))
         assert 40 < found < 1_500
         begun = time.thread_time()
-        steps = [
-            len([0 for frame in reader.frames(limit=100_000) if isinstance(frame.message, Step)]) for _ in range(9)
-        ]
+        answers = [reader.frames(limit=100_000) for _ in range(9)]
+        steps = [sum(isinstance(frame.message, Step) for frame in answer) for answer in answers]
         assert time.thread_time() - begun < 5
         assert steps == [40] * 9, "what costs little is read all the same"
         assert "left out" in reader.left_out
     with Reader(costly) as reader:  # of one that stays open each question has its own
-        first, second = len(reader.frames(limit=100_000)), len(reader.frames(limit=100_000))
-        assert first > 50
-        assert second > 50
+        assert min(len(reader.frames(limit=100_000)) for _ in range(2)) > 50
 
 
 def test_a_recording_that_goes_away_while_it_is_opened_is_a_state(

@@ -37,11 +37,8 @@ def judged(marks: list[PeakMark]) -> PeakRanking:
     return ranking
 
 
-def test_nothing_leads_before_the_first_step() -> None:
-    assert rank_phases([]) is None
-
-
 def test_the_phase_with_the_highest_peak_leads_and_the_next_one_is_named() -> None:
+    assert rank_phases([]) is None, "before the first step"
     ranking = judged(measured(512))
     assert (ranking.first.phase, ranking.first.bytes) == ("optimizer", 10753 * MIB)
     assert ranking.next is not None
@@ -50,15 +47,13 @@ def test_the_phase_with_the_highest_peak_leads_and_the_next_one_is_named() -> No
 
 
 def test_a_flat_and_then_rising_curve_is_explained_by_the_length_at_which_the_lead_passes() -> None:
-    crossing = judged(measured()).crossing
+    ranking = judged(measured())
+    crossing = ranking.crossing
     assert crossing is not None
     assert (crossing.below, crossing.above, crossing.ahead) == ("optimizer", "backward", False)
     assert (crossing.last_below.shape, crossing.first_above.shape) == ([1, 512], [1, 1024])
     assert 900 < crossing.size < 960  # 939: the line between the peaks measured at 512 and 1024 meets the flat one
-
-
-def test_it_is_said_in_one_sentence() -> None:
-    sentences = ranking_sentences(judged(measured()))
+    sentences = ranking_sentences(ranking)
     assert sentences[0].startswith("highest peak: 19.21 GiB in backward, step 6; next forward")
     assert sentences[1] == (
         "up to length 512 the optimizer step leads (flat at 10.50 GiB), from length 1,024 on backward "
@@ -76,39 +71,25 @@ def test_where_one_phase_leads_at_every_length_it_is_said_when_another_would() -
 
 
 def test_batches_of_one_size_tell_since_when_a_phase_leads() -> None:
-    marks = [
-        PeakMark(0, 1, "optimizer", 10 * GIB, [4, 128]),
-        PeakMark(0, 2, "backward", 9 * GIB, [4, 128]),
-        PeakMark(0, 900, "backward", 11 * GIB, [4, 128]),
-    ]
-    ranking = judged(marks)
+    peaks = ((1, "optimizer", 10), (2, "backward", 9), (900, "backward", 11))
+    ranking = judged([PeakMark(0, step, phase, size * GIB, [4, 128]) for step, phase, size in peaks])
     assert ranking.changes == ((1, "optimizer"), (900, "backward"))
     assert "the optimizer step led until step 900; backward since then" in ranking_sentences(ranking)
 
 
 def test_a_lead_that_changes_hands_more_than_once_is_not_forced_into_one_length() -> None:
-    points = [
-        ([1, 100], {"backward": 900, "optimizer": 1000}),
-        ([1, 200], {"backward": 1100, "optimizer": 1000}),
-        ([1, 400], {"backward": 900, "optimizer": 1000}),
-    ]
+    points = [([1, at], {"backward": size, "optimizer": 1000}) for at, size in ((100, 900), (200, 1100), (400, 900))]
     assert judged([PeakMark(0, 1, "optimizer", MIB, [1, 8]), *marks_of(points)]).crossing is None
-
-
-def test_peaks_that_rise_and_fall_as_they_like_grow_with_nothing() -> None:
-    noise = [700, 690, 705, 688, 702, 691, 707]
+    noise = [700, 690, 705, 688, 702, 691, 707]  # peaks that rise and fall as they like grow with nothing
     points = [([1, 100 * at], {"forward": size - 20, "optimizer": size}) for at, size in enumerate(noise, 1)]
     ranking = judged(marks_of(points * 2))
-    assert ranking.slopes == {"forward": 0.0, "optimizer": 0.0}
-    assert ranking.crossing is None
+    assert (ranking.slopes, ranking.crossing) == ({"forward": 0.0, "optimizer": 0.0}, None)
 
 
 def test_a_size_that_only_the_first_step_had_says_nothing_of_lengths() -> None:
     first = [PeakMark(0, 1, phase, size * MIB, [1, 4096]) for phase, size in (("backward", 900), ("optimizer", 800))]
-    later = marks_of(
-        [([1, 512], {"backward": 950, "optimizer": 1000}), ([1, 1024], {"backward": 990, "optimizer": 1000})]
-    )
-    ranking = judged([*first, *later])
+    later = [([1, at], {"backward": size, "optimizer": 1000}) for at, size in ((512, 950), (1024, 990))]
+    ranking = judged([*first, *marks_of(later)])
     assert ranking.crossing is not None
     assert ranking.crossing.ahead
 
@@ -120,15 +101,9 @@ def test_without_shapes_only_the_standing_is_told() -> None:
 
 
 def step(number: int, peak: int, shape: list[int], resident: int | None = None) -> Step:
-    record = PhaseRecord(
-        name="backward",
-        start_us=0,
-        host_us=1,
-        allocated=Span(0, 0, peak),
-        reserved=Span(0, 0, 0),
-        resident=None if resident is None else Span(0, 0, resident),
-    )
-    return Step(rank=0, step=number, started=0.0, host_us=1, phases=[record], batch_shape=shape)
+    whole = None if resident is None else Span(0, 0, resident)
+    record = PhaseRecord("backward", 0, 1, Span(0, 0, peak), Span(0, 0, 0), resident=whole)
+    return Step(0, number, 0.0, 1, [record], batch_shape=shape)
 
 
 def test_a_peak_sets_a_mark_only_when_it_rises_by_more_than_noise() -> None:
@@ -137,10 +112,7 @@ def test_a_peak_sets_a_mark_only_when_it_rises_by_more_than_noise() -> None:
     assert peaks.see(step(2, 10 * GIB + 15 * MIB, [1, 8])) == []
     assert len(peaks.see(step(3, 10 * GIB + 30 * MIB, [1, 8]))) == 1
     assert len(peaks.see(step(4, GIB, [1, 64]))) == 1, "another size has marks of its own"
-
-
-def test_on_a_cpu_the_mark_is_of_the_resident_set() -> None:
-    assert PhasePeaks().see(step(1, GIB, [1, 8], resident=3 * GIB))[0].bytes == 3 * GIB
+    assert PhasePeaks().see(step(1, GIB, [1, 8], resident=3 * GIB))[0].bytes == 3 * GIB, "on a CPU the resident set"
 
 
 @pytest.mark.parametrize("shape", [[], [0, 5], [-3, 4], [2**62, 2**62, 2**62]])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.messages.hosts import Job
-from ftmon.protocol.messages.telemetry import PHASES, PhaseRecord, Span, Step, Update
+from ftmon.protocol.messages.telemetry import PHASES, PhaseRecord, Signs, Span, Step, Update
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.rows import FIRST_PHASE_COLUMN, PHASE_WIDTH, step_from_row, step_rows
 from ftmon.protocol.recording.writer import Writer
@@ -19,72 +19,19 @@ from streams import Stream, write
 GIB = 2**30
 spans = st.builds(Span, *(st.integers(-(2**40), 2**45) for _ in range(3)))
 counts = st.integers(0, 2**40)
-phases = st.builds(
-    PhaseRecord,
-    name=st.sampled_from([*PHASES, "something new"]),
-    start_us=st.integers(-(2**40), 2**40),
-    host_us=counts,
-    allocated=spans,
-    reserved=spans,
-    device_us=st.none() | counts,
-    active=st.none() | spans,
-    requested=st.none() | spans,
-    resident=st.none() | spans,
-    count=st.integers(0, 1000),
-    allocations=counts,
-    frees=counts,
-    allocated_bytes=counts,
-    collective_us=counts,
-    collectives=counts,
-    waited_us=st.none() | counts,
-)
-floats = st.none() | st.floats()
+some, measured, floats = st.none() | counts, st.none() | spans, st.none() | st.floats()
+numbers = [st.none() | st.floats(allow_nan=False)] * 4
+updates = st.builds(Update, st.text(max_size=8), counts, counts, *numbers, st.booleans())
+ours = st.sampled_from([*PHASES, "something new"]), st.integers(-(2**40), 2**40), counts, spans, spans, some
+phases = st.builds(PhaseRecord, *ours, measured, measured, measured, st.integers(0, 1000), *[counts] * 5, some)
 steps = st.builds(
     Step,
-    rank=st.integers(0, 5000),
-    step=counts,
-    started=st.floats(allow_nan=False),
-    host_us=counts,
-    phases=st.lists(phases, max_size=6),
-    device_us=st.none() | counts,
-    micro_steps=st.integers(0, 1000),
-    loss=floats,
-    lr=floats,
-    grad_norm=floats,
-    loss_scale=floats,
-    overflow=st.booleans(),
-    batch_shape=st.lists(st.integers(0, 2**31), max_size=4),
-    samples=counts,
-    tokens=counts,
-    padded_tokens=counts,
-    retries=counts,
-    ooms=counts,
-    probe_us=counts,
-    dropped=counts,
-    label_tokens=counts,
-    updates=st.lists(
-        st.builds(
-            Update,
-            name=st.text(max_size=8),
-            count=counts,
-            micro_steps=counts,
-            loss=st.none() | st.floats(allow_nan=False),
-            lr=st.none() | st.floats(allow_nan=False),
-            grad_norm=st.none() | st.floats(allow_nan=False),
-            loss_scale=st.none() | st.floats(allow_nan=False),
-            overflow=st.booleans(),
-        ),
-        max_size=3,
-    ),
-    cpu_us=counts,
-    flops=st.floats(0, 1e30),
-    fetch_us=st.none() | counts,
+    *(st.integers(0, 5000), counts, st.floats(allow_nan=False), counts, st.lists(phases, max_size=6), some),
+    *(st.integers(0, 1000), floats, floats, floats, floats, st.booleans()),
+    *(st.lists(st.integers(0, 2**31), max_size=4), *[counts] * 8, st.lists(updates, max_size=3), counts),
+    *(st.floats(0, 1e30), some, counts),
+    st.none() | st.builds(Signs, unlabelled=counts, weights=st.sampled_from(["", "same", "nan"])),
 )
-
-
-def flat(step: Step) -> str:
-    """Spell out, so that NaN equals NaN (its sign bit means nothing)."""
-    return repr(step)
 
 
 def stored(row: tuple[object, ...]) -> tuple[object, ...]:
@@ -94,15 +41,9 @@ def stored(row: tuple[object, ...]) -> tuple[object, ...]:
 
 @given(steps)
 @settings(max_examples=120, deadline=None)
-def test_any_step_comes_back_exactly(step: Step) -> None:
-    row, _ = step_rows(17, 1.5, step)
-    assert flat(step_from_row(stored(row))) == flat(step)
-
-
-@given(steps)
-@settings(max_examples=80, deadline=None)
-def test_every_phase_is_in_the_columns_or_in_a_row_of_its_own(step: Step) -> None:
+def test_any_step_comes_back_exactly_from_its_columns_and_the_rows_of_other_phases(step: Step) -> None:
     row, extra = step_rows(17, 1.5, step)
+    assert repr(step_from_row(stored(row))) == repr(step), "spelled out, as NaN equals NaN then"
     in_columns = sum(row[14 + position * 8] is not None for position in range(4))
     assert in_columns + len(extra) == len(step.phases)
 
@@ -117,14 +58,9 @@ def test_an_ordinary_step_needs_no_extra_rows_and_little_detail(cuda: bool) -> N
             assert step_from_row(row) == frame.message
 
 
-def test_a_step_that_started_at_no_time_is_refused() -> None:
-    with pytest.raises(OverflowError):
-        step_rows(1, 1.0, Step(0, 1, math.nan, 1, []))
-
-
 def test_every_field_is_recorded() -> None:
     # Whoever adds a field to Step or PhaseRecord records it too: in step_rows, step_from_row, and the strategies above.
-    assert len(Step.__struct_fields__) == 25
+    assert len(Step.__struct_fields__) == 27
     assert len(PhaseRecord.__struct_fields__) == 16
 
 
@@ -150,13 +86,6 @@ def earlier(tmp_path: Path) -> Path:
     return path
 
 
-def tables(path: Path) -> set[str]:
-    connection = sqlite3.connect(path)
-    found = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
-    connection.close()
-    return found
-
-
 def test_a_recording_without_a_table_of_jobs_opens_with_none_and_is_not_changed(earlier: Path) -> None:
     before = earlier.read_bytes()
     with Reader(earlier) as reader:
@@ -168,7 +97,6 @@ def test_a_recording_without_a_table_of_jobs_opens_with_none_and_is_not_changed(
         assert len([1 for frame in reader.frames(0, 10_000) if isinstance(frame.message, Step)]) == 40
         assert reader.marks()
     assert earlier.read_bytes() == before
-    assert "jobs" not in tables(earlier)
 
 
 def test_a_seek_gives_each_job_as_it_stood_then(tmp_path: Path) -> None:

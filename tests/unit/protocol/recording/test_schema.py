@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import sqlite3
 import time
 from hashlib import sha256
@@ -12,11 +13,9 @@ import msgspec
 import pytest
 from ftmon.protocol.errors import RecordingError
 from ftmon.protocol.messages.telemetry import Step
-from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.guard import Guard
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.recording.results import RecordingInfo
-from ftmon.protocol.recording.schema import SCHEMA_VERSION, STATEMENTS, expected_tables
+from ftmon.protocol.recording.schema import SCHEMA_VERSION, expected_tables
 from ftmon.protocol.recording.writer import Writer
 from ftmon.tui.cli.main import main
 from places import DATA
@@ -41,8 +40,9 @@ def change(path: Path, *statements: str) -> None:
     connection.close()
 
 
-def names(table: str) -> list[str]:
-    return [name for name, *_ in expected_tables(SCHEMA_VERSION)[table]]
+def endless(table: str, value: str) -> str:
+    columns = ", ".join(f'{value} AS "{name}"' for name, *_ in expected_tables(SCHEMA_VERSION)[table])
+    return f"CREATE VIEW {table} AS {ENDLESS} {columns} FROM r"
 
 
 def read_all(path: Path) -> None:
@@ -59,8 +59,7 @@ def read_all(path: Path) -> None:
 @pytest.mark.parametrize("table", ["meta", "steps", "logs", "events", "rollups", "clock", "gaps", "marks"])
 @pytest.mark.parametrize("value", ["n", HUGE], ids=["endless", "huge"])
 def test_a_view_in_the_place_of_a_table_is_refused_before_it_runs(path: Path, table: str, value: str) -> None:
-    columns = ", ".join(f'{value} AS "{name}"' for name in names(table))
-    change(path, f"DROP TABLE {table}", f"CREATE VIEW {table} AS {ENDLESS} {columns} FROM r")
+    change(path, f"DROP TABLE {table}", endless(table, value))
     begun = time.thread_time()
     with pytest.raises(RecordingError, match=f"refused: '{table}' in it is a view, not a table"):
         read_all(path)
@@ -68,8 +67,7 @@ def test_a_view_in_the_place_of_a_table_is_refused_before_it_runs(path: Path, ta
 
 
 def test_a_view_that_the_schema_calls_a_table_is_not_read(path: Path) -> None:
-    columns = ", ".join(f'n AS "{name}"' for name in names("logs"))
-    view = f"CREATE VIEW logs AS {ENDLESS} {columns} FROM r".replace("'", "''")
+    view = endless("logs", "n").replace("'", "''")
     planted = f"UPDATE sqlite_schema SET sql = '{view}', rootpage = 0 WHERE name = 'logs'"
     change(path, "PRAGMA writable_schema=ON", planted)
     begun = time.thread_time()
@@ -94,34 +92,18 @@ def test_a_view_that_the_schema_calls_a_table_is_not_read(path: Path) -> None:
 )  # fmt: skip
 def test_what_no_recording_has_is_named_in_one_line(path: Path, statements: list[str], words: str) -> None:
     change(path, *statements)
-    with pytest.raises(RecordingError) as refused:
+    with pytest.raises(RecordingError, match=rf"^{re.escape(str(path))}: refused: [^\n]*{words}[^\n]*$"):
         read_all(path)
-    text = str(refused.value)
-    assert text.startswith(f"{path}: refused: ")
-    assert words in text
-    assert "\n" not in text
 
 
-@pytest.mark.parametrize(
-    "statements",
-    [
-        ["CREATE INDEX by_step ON steps(step)", "CREATE VIEW mine AS SELECT step, loss FROM steps"],
-        ["CREATE TRIGGER t AFTER INSERT ON logs BEGIN DELETE FROM logs; END"],
-        ["DROP VIEW phases", f"CREATE VIEW phases AS {ENDLESS} n FROM r"],
-        ["CREATE VIRTUAL TABLE words USING fts5(text)"],
-    ],
-    ids=["index", "trigger", "view", "virtual"],
-)
-def test_what_is_not_read_is_no_obstacle(path: Path, statements: list[str]) -> None:
-    change(path, *statements)
+def test_what_is_not_read_is_no_obstacle(path: Path) -> None:
+    change(path, "CREATE INDEX by_step ON steps(step)", "CREATE VIEW mine AS SELECT step, loss FROM steps")
+    change(path, "CREATE TRIGGER t AFTER INSERT ON logs BEGIN DELETE FROM logs; END")
+    change(path, "DROP VIEW phases", f"CREATE VIEW phases AS {ENDLESS} n FROM r")
+    change(path, "CREATE VIRTUAL TABLE words USING fts5(text)")
     before = path.read_bytes()
     read_all(path)
     assert path.read_bytes() == before
-
-
-def test_what_is_expected_is_what_the_statements_make() -> None:
-    made = [statement.split("(")[0].split()[-1] for statement in STATEMENTS if statement.startswith("CREATE TABLE")]
-    assert sorted(expected_tables(SCHEMA_VERSION)) == sorted(made)
 
 
 def test_a_value_as_large_as_a_file_cannot_be_is_never_made(path: Path) -> None:
@@ -138,10 +120,8 @@ def test_pages_in_a_wrong_place_are_read_in_part_and_soon(path: Path, damage: st
     whole = path.read_bytes()
     page = int.from_bytes(whole[16:18], "big")
     for at in range(2 * page, len(whole) - page, page):
-        end = at + page if damage == "repeated" else at + 107
-        begin = at - page if damage == "repeated" else at + 100
-        middle = whole[begin : begin + page] if damage == "repeated" else b""
-        path.write_bytes(whole[: at if middle else begin] + middle + whole[end:])
+        repeated = whole[:at] + whole[at - page : at] + whole[at + page :]
+        path.write_bytes(repeated if damage == "repeated" else whole[: at + 100] + whole[at + 107 :])
         begun = time.thread_time()
         with Reader(path) as reader:
             frames = reader.frames(limit=10_000)
@@ -199,56 +179,41 @@ def old(tmp_path: Path) -> Path:
     return path
 
 
-def test_status_describes_it(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", str(old), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_commands_show_its_state_steps_alerts_and_the_cause_of_a_spike(
+    old: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(*words: str) -> str:
+        assert main([words[0], str(old), *words[1:]]) == 0
+        return capsys.readouterr().out
+
+    found = json.loads(printed("status", "--json"))
     assert (found["state"], found["exit_code"], found["world_size"]) == ("finished", 0, 2)
     assert (found["step"], found["total_steps"]) == (40, 40)
-    assert main(["status", str(old)]) == 0
-    assert capsys.readouterr().out.count("warning: rank 1 optimizer +0.9 GiB for 4 ms") == 4
-
-
-def test_memory_shows_the_cause_of_a_spike(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["memory", str(old)]) == 0
-    text = capsys.readouterr().out
-    assert "highest peak: 37.20 GiB in backward, step 10" in text
-    assert "1.00 GiB  x2      _multi_tensor_adamw  adamw.py:500" in text
-
-
-def test_a_replay_shows_every_step_and_alert(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", str(old), "--plain"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    assert printed("status").count("warning: rank 1 optimizer +0.9 GiB for 4 ms") == 4
+    memory = printed("memory")
+    assert "highest peak: 37.20 GiB in backward, step 10" in memory
+    assert "1.00 GiB  x2      _multi_tensor_adamw  adamw.py:500" in memory
+    lines = printed("replay", "--plain").splitlines()
     assert "step 40/40  loss 2.8328" in lines[-3]
     assert sum("spike: rank 1 optimizer" in line for line in lines) == 4
     assert lines[-1].endswith("finished")
 
 
-def read(path: Path) -> tuple[RecordingInfo, list[Frame]]:
-    with Reader(path) as reader:
+def test_every_step_of_it_is_read_exactly_and_it_is_neither_changed_nor_continued(old: Path) -> None:
+    before = old.read_bytes()
+    with Reader(old) as reader:
         assert reader.marks()
         assert not reader.jobs()  # a table that it lacks counts as empty
-        return reader.info(), reader.frames(limit=10_000)
-
-
-def test_every_step_of_it_is_read_exactly_and_it_is_not_changed(old: Path) -> None:
-    before = old.read_bytes()
-    info, frames = read(old)
+        info, frames = reader.info(), reader.frames(limit=10_000)
     steps = [frame.message for frame in frames if isinstance(frame.message, Step)]
     assert (info.schema, info.missing, len(steps)) == (1, "", 80)
     assert sha256(msgspec.msgpack.encode(steps)).hexdigest() == STEPS
+    with pytest.raises(RecordingError, match="has recording schema 1, this ftmon writes 2; move it out of the way"):
+        Writer(old)
     assert old.read_bytes() == before
-
-
-def test_what_is_left_of_it_is_read(old: Path) -> None:
-    _, frames = read(old)
-    os.truncate(old, old.stat().st_size * 9 // 10)
+    os.truncate(old, len(before) * 9 // 10)
     with Reader(old) as reader:
         left = reader.frames(limit=10_000)
         assert reader.info().missing.startswith("the file is cut short: ")
     assert left
     assert all(frame in frames for frame in left)
-
-
-def test_a_writer_does_not_continue_it(old: Path) -> None:
-    with pytest.raises(RecordingError, match="has recording schema 1, this ftmon writes 2; move it out of the way"):
-        Writer(old)

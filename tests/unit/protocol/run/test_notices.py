@@ -1,13 +1,11 @@
 """Which messages of a run a person who is away is notified of, and how a terminal is told."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from ftmon.protocol.errors import UsageError
 from ftmon.protocol.messages.control import Alert, RunState
 from ftmon.protocol.messages.wire import Frame
-from ftmon.protocol.run import rundir
 from ftmon.protocol.run.notices import (
     EVENTS,
     Notice,
@@ -19,6 +17,7 @@ from ftmon.protocol.run.notices import (
     terminal_sequence,
     write_notify,
 )
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.tui.cli.arguments import build_parser
 from ftmon.tui.model.run import RunModel, TerminalNotices
 
@@ -33,21 +32,18 @@ def notices(*events: Any, since: float = 50.0) -> Notices:
 
 def test_each_event_of_a_run_is_told_once_with_its_title():
     of = notices()
-    hang = of.of(alert(1, "hang", text="rank 1 is not in all_reduce"))
-    assert hang is not None
-    assert (hang.event, hang.run, hang.title, hang.text) == ("hang", "train-1", "hang 1", "rank 1 is not in all_reduce")
-    assert of.of(alert(1, "hang", count=2)) is None
-    oom = of.of(alert(2, "oom"))
-    assert oom is not None
-    assert oom.event == "oom"
-    nan = of.of(alert(3, "health", evidence={"finding": "nan_loss"}))
-    assert nan is not None
-    assert nan.event == "nan"
-    assert of.of(alert(4, "health", evidence={"finding": "loss_plateau"})) is None
-    end = of.of(RunState("failed", 101.0, "exit code 3", 3))
-    assert end is not None
-    assert (end.event, end.title, end.text) == ("failure", "train-1 failed: oom 2", "exit code 3")
-    assert of.of(RunState("failed", 102.0)) is None
+    told = [
+        (alert(1, "hang", text="rank 1 is not in it"), ("hang", "hang 1", "rank 1 is not in it")),
+        (alert(1, "hang", count=2), None),
+        (alert(2, "oom"), ("oom", "oom 2", "")),
+        (alert(3, "health", evidence={"finding": "nan_loss"}), ("nan", "health 3", "")),
+        (alert(4, "health", evidence={"finding": "loss_plateau"}), None),
+        (RunState("failed", 101.0, "exit code 3", 3), ("failure", "train-1 failed: oom 2", "exit code 3")),
+        (RunState("failed", 102.0), None),
+    ]
+    for message, expected in told:
+        found = of.of(message)
+        assert (found and (found.event, found.title, found.text)) == expected
 
 
 def test_a_failure_is_told_with_what_the_run_failed_of():
@@ -57,21 +53,17 @@ def test_a_failure_is_told_with_what_the_run_failed_of():
     of.of(alert(2, "failure", text="ValueError: no data", time=102.0))
     of.of(alert(3, "exit", time=103.0))
     end = of.of(RunState("failed", 104.0, "exit code 1", 1))
-    assert end is not None
-    assert (end.title, end.text) == ("train-1 failed: failure 2", "exit code 1; ValueError: no data")
+    assert end == Notice(
+        "failure", "train-1", "node", 104.0, "train-1 failed: failure 2", "exit code 1; ValueError: no data"
+    )
 
 
 @pytest.mark.parametrize(
     "message",
-    [
-        alert(1, "spike"),
-        alert(1, "hang", severity="info"),
-        alert(1, "hang", resolved=101.0),
-        alert(1, "hang", time=10.0),
-        RunState("training", 100.0),
-    ],
+    [alert(1, "spike"), alert(1, "hang", severity="info"), alert(1, "hang", resolved=101.0),
+     alert(1, "hang", time=10.0), RunState("training", 100.0)],
     ids=["another kind", "information", "over already", "before this hub", "no end"],
-)
+)  # fmt: skip
 def test_nothing_else_is_told(message: Any):
     assert notices().of(message) is None
 
@@ -82,9 +74,7 @@ def test_only_the_chosen_events_are_told():
     assert of.of(RunState("finished", 100.0)) is not None
 
 
-def test_the_targets_are_kept_for_their_owner_alone_and_not_in_the_runs_file(tmp_path: Path, monkeypatch: Any):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    run = rundir.create("train", ["python"], "run")
+def test_the_targets_are_kept_for_their_owner_alone_and_not_in_the_runs_file(run: RunDir):
     assert read_notify(run) is None
     write_notify(run, Notify(["https://hooks.example/secret"], ["finish"]))
     assert read_notify(run) == Notify(["https://hooks.example/secret"], ["finish"])
@@ -92,9 +82,7 @@ def test_the_targets_are_kept_for_their_owner_alone_and_not_in_the_runs_file(tmp
     assert "secret" not in (run.path / "run.json").read_text()
 
 
-def test_the_terminal_tells_what_is_new_since_it_shows_the_run(tmp_path: Path, monkeypatch: Any):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    run = rundir.create("train", ["python"], "run")
+def test_the_terminal_tells_what_is_new_since_it_shows_the_run(run: RunDir):
     write_notify(run, Notify(["terminal"], ["hang", "failure"]))
     watch, model = TerminalNotices(run), RunModel()
     model.apply(Frame(1, 1.0, alert(1, "hang", time=1.0)))
@@ -112,20 +100,9 @@ def test_a_terminals_sequence_holds_no_escape_of_the_title():
 
 @pytest.mark.parametrize(
     "target",
-    [
-        "",
-        "  ",
-        "https://",
-        "http:///path",
-        "http://h/a b",
-        "http://h:x/",
-        "http://[::1/",
-        "http://h/\u00e4",
-        "http://h/\n",
-        "https://alice:S3cretPw@h/hook",
-        "https://alice@h/hook",
-    ],
-)
+    ["", "  ", "https://", "http:///path", "http://h/a b", "http://h:x/", "http://[::1/", "http://h/\u00e4",
+     "http://h/\n", "https://alice:S3cretPw@h/hook", "https://alice@h/hook"],
+)  # fmt: skip
 def test_a_target_that_cannot_work_is_refused_before_the_run(target: str):
     with pytest.raises(UsageError) as refusal:
         check_target(target)

@@ -22,19 +22,22 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def make(name: str, created: float | None = None, *, alive: bool = False) -> RunDir:
+def make(name: str, created: float | None = None) -> RunDir:
     run = rundir.create(name, ["python", "train.py"], "run")
     if created is not None:
         os.utime(run.path / "run.json", (created, created))
-    if alive:
-        run.write_hub(HubFile(this_process(), {}, "0.1.0", "here", 0.0))
     return run
+
+
+def live(run: RunDir) -> None:
+    run.write_hub(HubFile(this_process(), {}, "0.1.0", "here", 0.0))
 
 
 def test_everything_in_it_is_for_its_owner_alone_even_under_an_open_umask(home: Path) -> None:
     before = os.umask(0)
     try:
-        run = make("demo", alive=True)
+        run = make("demo")
+        live(run)
         run.write_exit(ExitFile(0, 1.0, "finished"))
         os.close(run.lock_hub())
     finally:
@@ -78,10 +81,14 @@ def test_a_link_a_stranger_and_an_open_directory_are_refused(tmp_path: Path) -> 
             run.check()
 
 
-def test_no_run_is_made_where_others_could_exchange_it(home: Path) -> None:
+def test_no_run_is_made_where_others_could_exchange_it_or_nothing_can_be_made(home: Path) -> None:
     (home / "runs").mkdir(parents=True)
     (home / "runs").chmod(0o777)
     with pytest.raises(RunDirError, match="others may write there; run: chmod 700"):
+        make("demo")
+    (home / "runs").rmdir()
+    (home / "runs").write_text("")
+    with pytest.raises(RunDirError, match=r"^[^\n]*set FTMON_HOME$"):
         make("demo")
 
 
@@ -113,16 +120,6 @@ def test_a_home_that_is_another_users_or_open_to_others_is_refused_on_every_use(
         use()
 
 
-def test_a_home_that_cannot_be_made_is_one_line_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "file"))
-    with pytest.raises(RunDirError, match="set FTMON_HOME") as error:
-        make("demo")
-    assert "\n" not in str(error.value)
-
-
 def test_a_name_becomes_a_safe_identifier_that_is_never_used_twice() -> None:
     ids = [make("../my run/№1").id for _ in range(4)]
     assert len(set(ids)) == 4
@@ -130,23 +127,19 @@ def test_a_name_becomes_a_safe_identifier_that_is_never_used_twice() -> None:
         assert re.fullmatch(r"my-run-1-\d{8}-\d{6}(-[0-9a-f]{4})?", identifier)
 
 
-def test_no_name_means_the_living_run_else_the_newest() -> None:
-    old, new = make("a", 100.0), make("b", 200.0)
+def test_a_run_is_found_by_identifier_name_or_beginning_and_no_name_means_the_living_else_the_newest() -> None:
+    with pytest.raises(RunNotFoundError, match="start one with 'ftmon demo'"):
+        rundir.find("demo")
+    old, new = make("llama-sft", 100.0), make("demo", 200.0)
+    for name in (old.id, "llama-sft", "llama", old.id[:-2]):
+        assert rundir.find(name).id == old.id
+    with pytest.raises(RunNotFoundError, match=f"the newest is {new.id}"):
+        rundir.find("nothing")
     assert rundir.find(None).id == new.id
-    old.write_hub(HubFile(this_process(), {}, "0.1.0", "here", 0.0))
+    live(old)
     assert rundir.find(None).id == old.id
-
-
-def test_a_run_is_found_by_identifier_name_or_beginning() -> None:
-    run = make("llama-sft")
-    for name in (run.id, "llama-sft", "llama", run.id[:-2]):
-        assert rundir.find(name).id == run.id
-
-
-def test_a_whole_name_goes_before_a_beginning() -> None:
     make("demo-large")
-    run = make("demo")
-    assert rundir.find("demo").id == run.id
+    assert rundir.find("demo").id == new.id, "a whole name goes before a beginning"
     with pytest.raises(RunNotFoundError, match="matches 2 runs"):
         rundir.find("dem")
 
@@ -156,16 +149,8 @@ def test_a_name_that_several_share_means_the_one_alive_else_is_refused() -> None
     with pytest.raises(RunNotFoundError) as error:
         rundir.find("demo")
     assert str(error.value) == f"'demo' matches 2 runs: {second.id}, {first.id}; name one of them"
-    first.write_hub(HubFile(this_process(), {}, "0.1.0", "here", 0.0))
+    live(first)
     assert rundir.find("demo").id == first.id
-
-
-def test_a_name_nothing_has_is_refused_with_the_newest_named() -> None:
-    with pytest.raises(RunNotFoundError, match="start one with 'ftmon demo'"):
-        rundir.find("demo")
-    run = make("demo")
-    with pytest.raises(RunNotFoundError, match=f"the newest is {run.id}"):
-        rundir.find("nothing")
 
 
 def test_what_is_no_run_and_a_damaged_neighbour_are_passed_over(home: Path) -> None:
@@ -180,14 +165,11 @@ def test_what_is_no_run_and_a_damaged_neighbour_are_passed_over(home: Path) -> N
         damaged.living_hub()
 
 
-def test_a_pid_used_again_is_another_process() -> None:
+def test_a_pid_used_again_is_another_process_and_only_one_hub_holds_the_lock() -> None:
     mine = this_process()
     assert is_alive(mine)
     assert not is_alive(ProcessId(mine.pid, mine.start_ticks + 1))
     assert not is_alive(ProcessId(0, 0))
-
-
-def test_only_one_hub_holds_the_lock_and_it_ends_with_its_process() -> None:
     run = make("demo")
     held = run.lock_hub()
     with pytest.raises(HubError, match="another hub of this run is alive"):
@@ -213,19 +195,12 @@ def test_a_long_home_gets_short_private_socket_paths(tmp_path: Path, monkeypatch
         context.destroy(linger=0)
     run.remove_sockets(sockets.CHANNELS)
     assert not path.parent.exists()
-
-
-def test_a_planted_socket_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / ("deep" * 20) / ("er" * 30)))
-    run = make("demo")
-    twin = Path(run.ipc_address("control").removeprefix("ipc://")).parent
-    twin.rmdir()
-    twin.symlink_to(tmp_path)
+    path.parent.symlink_to(tmp_path)  # a planted one is refused
     try:
         with pytest.raises(RunDirError, match="is not a directory of its own"):
             run.ipc_address("control")
     finally:
-        twin.unlink()
+        path.parent.unlink()
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -64,24 +64,18 @@ def test_wrong_usage_is_one_line_with_a_status_of_its_own_and_leaves_no_run(requ
     assert rundir.all_runs() == []
 
 
-def test_seconds_that_are_none_are_refused():
+def test_no_number_of_seconds_and_a_word_that_is_not_utf_8_are_refused_before_anything_starts():
     with pytest.raises(UsageError, match="--hang-grace must be seconds"):
         RunOptions(hang_grace=float("nan")).check()
-
-
-def test_a_word_that_is_not_utf_8_is_refused_before_anything_starts():
     with pytest.raises(UsageError, match="not UTF-8"):
         spawn_start(run_of("python", b"caf\xe9.py".decode("utf-8", "surrogateescape")), environ={})
 
 
-def test_a_script_that_is_not_executable_is_told_how_to_run_it(home, tmp_path, start_with, capsys):
+def test_how_to_run_a_script_that_is_not_executable_and_a_taken_port_are_named(home, tmp_path, start_with, capsys):
     script = tmp_path / "train.py"
     script.write_text("pass\n")
     assert start_with(run_of(str(script))) == exits.NOT_STARTED
     assert f"python {script}" in capsys.readouterr().err
-
-
-def test_a_taken_port_is_named(home, start_with, capsys):
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -90,16 +84,9 @@ def test_a_taken_port_is_named(home, start_with, capsys):
     assert f"port {port} cannot be used" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
-        (["deepspeed", "--num_gpus", "2", "dir/train.py", "--x"], "train"),
-        (["bash", "go.sh"], "go"),
-        (["/usr/bin/env"], "env"),
-    ],
-)
-def test_a_run_is_named_after_its_script(command, name):
-    assert start.default_name(command) == name
+def test_a_run_is_named_after_its_script():
+    commands = ("deepspeed --num_gpus 2 dir/train.py --x", "bash go.sh", "/usr/bin/env")
+    assert [start.default_name(command.split()) for command in commands] == ["train", "go", "env"]
 
 
 def test_listen_gives_every_channel_that_other_hosts_use_a_port_of_its_own():
@@ -108,8 +95,5 @@ def test_listen_gives_every_channel_that_other_hosts_use_a_port_of_its_own():
     assert sorted(addresses.values()) == [f"tcp://127.0.0.1:{port}" for port in range(7421, 7426)]
     assert parse_listen(":7420").host == "0.0.0.0"
     assert parse_listen("[::1]:7420").addresses()["agents"] == "tcp://[::1]:7425"
-
-
-def test_an_address_of_another_host_cannot_be_listened_on():
-    with pytest.raises(UsageError, match="cannot be used"):
+    with pytest.raises(UsageError, match="cannot be used"):  # an address of another host
         check_free(parse_listen("192.0.2.1:7420"))

@@ -41,13 +41,10 @@ def test_a_packed_file_that_expands_more_than_snapshots_do_is_refused_early(tmp_
         read_pickle(path)
 
 
-@pytest.mark.parametrize("name", ["oom_backward", "step_zero3"])
-def test_a_real_snapshot_is_far_below_the_bound(name: str) -> None:
-    path = DATA / f"{name}.pickle.gz"
-    check_cost(path, most_memory=path.stat().st_size * 200)
-
-
 def test_what_is_granted_is_bounded_by_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("oom_backward", "step_zero3"):  # real ones are far below the bound
+        real = DATA / f"{name}.pickle.gz"
+        check_cost(real, most_memory=real.stat().st_size * 200)
     path = tmp_path / "large.pickle"
     with path.open("wb") as file:
         file.truncate(2**36)
@@ -57,29 +54,16 @@ def test_what_is_granted_is_bounded_by_the_host(tmp_path: Path, monkeypatch: pyt
 
 
 OBJECTS = {
-    "float": b"G\x3f\xf0\x00\x00\x00\x00\x00\x01",
-    "text float": b"F1\n",
-    "int": b"M\xe8\x03",
-    "long": b"\x8a\x09" + b"\x7f" * 9,
-    "text int": b"I300\n",
-    "string": b"\x8c\x02ab",
-    "string in the memo": b"\x8c\x02ab\x94",
-    "wide string": b"\x8c\x14" + b"a" * 16 + "\U0001f600".encode(),
-    "bytes": b"C\x02ab",
-    "dictionary of one": b"}K\x01Ns",
-    "dictionary from a mark": b"(K\x01Nd",
+    "float": b"G\x3f\xf0\x00\x00\x00\x00\x00\x01", "text float": b"F1\n", "int": b"M\xe8\x03",
+    "long": b"\x8a\x09" + b"\x7f" * 9, "text int": b"I300\n", "string": b"\x8c\x02ab",
+    "string in the memo": b"\x8c\x02ab\x94", "wide string": b"\x8c\x14" + b"a" * 16 + "\U0001f600".encode(),
+    "bytes": b"C\x02ab", "dictionary of one": b"}K\x01Ns", "dictionary from a mark": b"(K\x01Nd",
     "dictionary of six": b"}(" + b"".join(b"K%cN" % key for key in range(6)) + b"u",
-    "dictionary of 200": b"}(" + b"".join(b"K%cN" % key for key in range(200)) + b"u",
-    "list of one": b"]Na",
-    "list from a mark": b"(Nl",
-    "list of ten": b"](" + b"N" * 10 + b"e",
-    "tuple from a mark": b"(Nt",
-    "tuple of three": b"NNN\x87",
-    "set": b"\x8f(" + b"".join(b"K%c" % key for key in range(5)) + b"\x90",
-    "frozen set": b"(K\x01\x91",
-    "reference": b"h\x00",
-    **ELEMENTS,
-}
+    "dictionary of 200": b"}(" + b"".join(b"K%cN" % key for key in range(200)) + b"u", "list of one": b"]Na",
+    "list from a mark": b"(Nl", "list of ten": b"](" + b"N" * 10 + b"e", "tuple from a mark": b"(Nt",
+    "tuple of three": b"NNN\x87", "set": b"\x8f(" + b"".join(b"K%c" % key for key in range(5)) + b"\x90",
+    "frozen set": b"(K\x01\x91", "reference": b"h\x00", **ELEMENTS,
+}  # fmt: skip
 
 
 def taken(data: bytes) -> int:
@@ -154,32 +138,14 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_none(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("class", b"cbuiltins\neval\n."),
-        ("stack-global", pickle.dumps(pytest.approx)),
-        ("persistent", b"Pthing\n."),
-        ("instance", b"(ios\nsystem\n."),
-    ],
-)
-def test_every_way_to_name_code_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
-    path = tmp_path / name
-    path.write_bytes(content)
-    assert "would run code" in refusal(path)
-
-
-def test_a_truncated_file_is_refused_as_cut_short(tmp_path: Path) -> None:
-    plain = pickle.dumps(small())
-    packed = gzip.compress(plain)
-    for name, content in (("plain", plain[: len(plain) // 2]), ("packed", packed[: len(packed) // 2])):
-        path = tmp_path / name
-        path.write_bytes(content)
-        assert "cut short" in refusal(path)
-
-
-@pytest.mark.parametrize(
     ("content", "words"),
     [
+        (b"cbuiltins\neval\n.", "would run code"),
+        (pickle.dumps(pytest.approx), "would run code"),
+        (b"Pthing\n.", "would run code"),
+        (b"(ios\nsystem\n.", "would run code"),
+        (pickle.dumps(small())[:-99], "cut short"),
+        (gzip.compress(pickle.dumps(small()))[:-99], "cut short"),
         (b"hello, this is no pickle at all", "not a memory snapshot"),
         (b"PK\x03\x04rest", "zip file"),
         (b"\x1f\x8b\x08\x00" + b"garbage" * 20, "gzip data is damaged"),
@@ -198,16 +164,13 @@ def test_what_is_no_snapshot_is_refused_in_words(tmp_path: Path, content: bytes,
     assert words in refusal(path)
 
 
-def test_a_directory_a_missing_file_and_a_pipe_are_refused_in_words(tmp_path: Path) -> None:
+def test_a_directory_a_missing_file_an_empty_one_and_a_pipe_are_refused_in_words(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    assert "empty" in refusal(tmp_path / "file", open_snapshot)
     assert "a directory" in refusal(tmp_path, open_snapshot)
     assert "no such file" in refusal(tmp_path / "nowhere", open_snapshot)
     assert "not a regular file" in refusal(tmp_path / "pipe", open_snapshot)
-
-
-def test_an_empty_file_is_refused_in_words(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert "empty" in refusal(tmp_path / "file", open_snapshot)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
@@ -216,13 +179,6 @@ def test_a_file_without_permission_is_refused_in_words(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(small()))
     path.chmod(0)
     assert "no permission" in refusal(path, open_snapshot)
-
-
-def test_a_file_that_unpacks_to_more_than_the_bound_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "bomb.gz"
-    path.write_bytes(gzip.compress(pickle.dumps("x" * 3 * MIB)))
-    with pytest.raises(SnapshotError, match="unpacks to more than"):
-        read_pickle(path, most_bytes=2 * MIB)
 
 
 @given(st.data())
@@ -270,7 +226,7 @@ def test_any_plain_data_is_read_or_refused_and_what_is_read_is_consistent(
                 fragmentation(layout_at(replay, index))
 
 
-def test_missing_keys_of_older_versions_are_no_error() -> None:
+def test_what_older_versions_lack_is_no_error_and_their_history_has_request_and_stack() -> None:
     snapshot = small()
     for entry in snapshot["device_traces"][0]:
         del entry["time_us"], entry["frames"]
@@ -281,9 +237,6 @@ def test_missing_keys_of_older_versions_are_no_error() -> None:
     replay = Replay(compact(snapshot, "old"), 0)
     assert replay.allocated[-1] == 3 * MIB
     assert compact(snapshot["segments"], "a list").devices() == [0]
-
-
-def test_blocks_with_a_history_keep_their_request_and_stack() -> None:
     snapshot = small()
     for block in snapshot["segments"][0]["blocks"]:
         frames, asked = block.pop("frames"), block.pop("requested_size")

@@ -57,28 +57,20 @@ def test_a_session_that_was_killed_loses_the_run_without_a_row(tmp_path: Path) -
     assert results.running.run == "/runs/lost"
     writer = Writer(path, header())
     writer.append(Plan(200.0, ME, []))
+    writer.append(Row({"seq": 32}, "unfinished", 201.0, text="budget"))
     writer.append(Ended(207.0, "finished"))
     writer.close()
     after = read(path)
     assert after.running is None
     assert after.seconds_used() == 11 + 7, "the time between two sessions is not the sweep's"
-
-
-def test_a_run_that_the_sweep_ended_itself_is_no_answer(tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "r.jsonl", header())
-    writer.append(Row({"seq": 8}, "unfinished", 1.0, text="budget"))
-    writer.close()
-    assert read(tmp_path / "r.jsonl").answered() == {}
+    assert list(after.answered()) == [(key_of({"seq": 8}), 0)], "a run that the sweep ended itself is no answer"
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [
-        (b"seq,peak\n1,2\n", "is not a results file of a sweep"),
-        (b"", "is not a results file"),
-        (b'{"type":"sweep","format":9}\n', "has results of format 9, this version reads 1"),
-    ],
-)
+    [(b"seq,peak\n1,2\n", "is not a results file of a sweep"), (b"", "is not a results file"),
+     (b'{"type":"sweep","format":9}\n', "has results of format 9, this version reads 1")],
+)  # fmt: skip
 def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "r.jsonl"
     path.write_bytes(content)
@@ -92,13 +84,8 @@ def test_a_number_that_no_run_has_is_refused_with_its_line(tmp_path: Path, place
     path = written(tmp_path / "r.jsonl")
     line = path.read_text().count("\n") + 1
     figures = {"allocated_peak_bytes": 10**400 if place == "peak" else 1}
-    row = {
-        "type": "row",
-        "settings": {"a": 10**400 if place == "settings" else 1},
-        "verdict": "done",
-        "time": 1.0,
-        "ranks": [{"rank": 0, "steps": 1, "phases": {"forward": figures}}],
-    }
+    settings, ranks = {"a": 10**400 if place == "settings" else 1}, [{"rank": 0, "phases": {"forward": figures}}]
+    row = {"type": "row", "settings": settings, "verdict": "done", "time": 1.0, "ranks": ranks}
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
     with pytest.raises(ResultsError, match=rf"r\.jsonl:{line}: is no entry of a results file") as refused:

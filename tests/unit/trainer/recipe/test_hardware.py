@@ -29,14 +29,11 @@ def test_cuda_visible_devices_is_obeyed_as_cuda_does(setting: str | None, visibl
     assert hardware.select_visible(UUIDS, setting) == visible
 
 
-def test_a_free_port_can_be_bound_and_is_then_no_longer_free() -> None:
+def test_a_free_port_can_be_bound_and_none_is_given_to_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     port = hardware.free_port()
     assert 20000 <= port < 32768
     with socket.create_server(("127.0.0.1", port)):
         assert not hardware.port_is_free(port)
-
-
-def test_no_port_is_given_to_two_launches_that_have_not_bound_it_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, ended = hardware.free_port(), hardware.free_port()
     hardware._claims.pop().close()  # a launch whose process has ended
     draws = iter([taken, taken, ended])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from ftmon.protocol.messages.telemetry import Evaluation, Step
 from ftmon.protocol.messages.wire import Frame
@@ -363,7 +364,24 @@ def test_runs_of_different_lengths_are_compared_over_their_common_steps(tmp_path
     assert figures["evaluation loss"] == (1.32, 1.32)
     for name in ("loss", "step time", "highest peak", "throughput"):
         assert figures[name][0] == pytest.approx(figures[name][1]), name
-    assert comparison["steps"] == {"first": 6, "last": 40, "before_last": 40, "after_last": 90, "evaluation": 32}
+    steps = {"first": 6, "last": 40, "before_last": 40, "after_last": 90, "evaluation": 32}
+    assert comparison["steps"] == {**steps, "data_compared": 0, "data_differ_from": None}
+
+
+@pytest.mark.parametrize(("changed", "told"), [(0, "; the same data"), (30, "; their data differ from step 30 on")])
+def test_the_step_from_which_two_runs_train_on_other_data_is_told(tmp_path, ftmon, changed, told):
+    paths = [tmp_path / "before.sqlite", tmp_path / "after.sqlite"]
+    for path, moved in zip(paths, (0, changed), strict=True):
+        frames = []
+        for frame in Stream(ranks=2, steps=40).frames():
+            if isinstance(frame.message, Step):
+                number = frame.message.step
+                data = number + (1000 if moved and number >= moved and frame.message.rank else 0)
+                frame = msgspec.structs.replace(frame, message=msgspec.structs.replace(frame.message, batch_id=data))
+            frames.append(frame)
+        write(path, frames)
+    _, out, _ = ftmon("compare", *map(str, paths))
+    assert out.splitlines()[1] == f"  steps 6 to 40 of both{told}"
 
 
 def test_a_resumed_run_is_compared_from_its_first_step_on(tmp_path, ftmon):

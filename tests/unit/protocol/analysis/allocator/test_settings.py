@@ -1,15 +1,21 @@
-"""Values of PYTORCH_CUDA_ALLOC_CONF."""
+"""The allocator's model: its rules one by one, against traces that PyTorch recorded on an H200, and its settings."""
+
+import sys
 
 import pytest
 from caching_allocator import CachingAllocator as Miniature
 from caching_allocator import Figures
-from ftmon.protocol.analysis.allocator.model import CachingAllocator, DeviceOutOfMemory, Driver
+from ftmon.protocol.analysis.allocator.model import DeviceOutOfMemory, Driver
 from ftmon.protocol.analysis.allocator.settings import MIB, Settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from snapshot_files import DATA, read_snapshot
 
-# The modelled allocator's rules, one by one.
+sys.path.append(str(DATA.parents[1] / "bench"))
+from allocator_compare import RestoredAllocator as CachingAllocator  # with views of its segments
+from allocator_compare import compare
 
+GIB = 2**30
 
 EXPANDABLE = Settings(expandable_segments=True)
 
@@ -18,18 +24,13 @@ def sizes(model: CachingAllocator) -> list[int]:
     return sorted(one.size_bytes for one in model.segments())
 
 
-def test_requests_are_rounded_and_packed_into_small_segments() -> None:
+def test_requests_are_rounded_and_packed_into_small_segments_and_empty_tensors_take_nothing() -> None:
     model = CachingAllocator()
+    model.free(model.allocate(0))
+    assert (model.allocated, model.reserved) == (0, 0)
     for _ in range(3):
         model.allocate(700)
     assert (model.requested, model.allocated, model.reserved) == (2100, 3 * 1024, 2 * MIB)
-
-
-def test_empty_tensors_take_nothing() -> None:
-    model = CachingAllocator()
-    handle = model.allocate(0)
-    model.free(handle)
-    assert (model.allocated, model.reserved) == (0, 0)
 
 
 def test_large_blocks_are_split_only_where_more_than_a_mebibyte_is_left() -> None:
@@ -85,12 +86,11 @@ def test_cached_memory_is_released_before_the_error() -> None:
     model.free(model.allocate(60 * MIB))
     model.allocate(90 * MIB)
     assert (model.reserved, model.retries) == (90 * MIB, 1)
-    with pytest.raises(DeviceOutOfMemory) as error:
+    with pytest.raises(DeviceOutOfMemory) as raised:
         model.allocate(11 * MIB)
-    assert error.value.sought_bytes == 12 * MIB
-    assert error.value.requested_bytes == 11 * MIB
-    assert (error.value.allocated_bytes, error.value.reserved_bytes) == (90 * MIB, 90 * MIB)
-    assert error.value.free_bytes == 10 * MIB
+    error = raised.value
+    assert (error.sought_bytes, error.requested_bytes, error.free_bytes) == (12 * MIB, 11 * MIB, 10 * MIB)
+    assert (error.allocated_bytes, error.reserved_bytes) == (90 * MIB, 90 * MIB)
     model.allocate(10 * MIB)
 
 
@@ -216,9 +216,6 @@ def test_peaks_are_those_since_the_last_reset() -> None:
     assert model.peaks().reserved_bytes == 30 * MIB
 
 
-# What holds of the allocator whatever a program does.
-
-
 CAPACITY = 400 * MIB
 KINDS = st.builds(
     Settings,
@@ -229,8 +226,7 @@ KINDS = st.builds(
 )
 SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 2 * MIB), st.integers(MIB, 80 * MIB))
 ACTS = st.one_of(
-    st.tuples(st.just("allocate"), SIZES, st.integers(0, 2)),
-    st.tuples(st.just("allocate"), SIZES, st.integers(0, 2)),
+    *(st.tuples(st.just("allocate"), SIZES, st.integers(0, 2)) for _ in range(2)),
     st.tuples(st.just("free"), st.integers(0, 10**6), st.just(0)),
     st.tuples(st.just("record"), st.integers(0, 10**6), st.integers(0, 3)),
     st.tuples(st.just("complete"), st.integers(0, 3), st.just(0)),
@@ -263,9 +259,7 @@ def check(model: CachingAllocator, held: dict[int, int]) -> None:
     assert model.allocated == totals["active_allocated"]
     assert model.active == totals["active_allocated"] + totals["active_pending_free"]
     assert model.requested <= model.active
-    assert sum(len(one.blocks) - sum(b.state != "active_allocated" for b in one.blocks) for one in segments) == len(
-        held
-    )
+    assert sum(block.state == "active_allocated" for one in segments for block in one.blocks) == len(held)
     peaks = model.peaks()
     assert peaks.allocated_bytes >= model.allocated
     assert peaks.reserved_bytes >= model.reserved
@@ -336,10 +330,8 @@ class RisingDriver(Driver):
 
 
 @settings(max_examples=100, deadline=None)
-@given(program=st.lists(ACTS, max_size=60))
-def test_an_independent_miniature_of_the_same_rules_gives_every_block_the_same_address(
-    program: list[tuple[str, int, int]],
-) -> None:
+@given(st.lists(ACTS, max_size=60))
+def test_an_independent_miniature_gives_every_block_the_same_address(program: list[tuple[str, int, int]]) -> None:
     model, miniature = CachingAllocator(driver=RisingDriver()), Miniature()
     held: dict[int, int] = {}
     waiting: list[int] = []
@@ -367,22 +359,14 @@ def test_an_independent_miniature_of_the_same_rules_gives_every_block_the_same_a
         assert figures == miniature.now()
 
 
-def test_empty_text_gives_pytorchs_defaults() -> None:
-    assert Settings.parse("") == Settings()
-
-
 def test_options_are_read_with_their_units() -> None:
     settings = Settings.parse(
         "expandable_segments:True, max_split_size_mb:128,garbage_collection_threshold:0.8,backend:native,"
         "pinned_use_background_threads:True,max_non_split_rounding_mb:64,per_process_memory_fraction:0.5"
     )
-    assert settings == Settings(
-        expandable_segments=True,
-        max_split_size_bytes=128 * MIB,
-        garbage_collection_threshold=0.8,
-        max_non_split_rounding_bytes=64 * MIB,
-        per_process_memory_fraction=0.5,
-    )
+    given = Settings(True, 128 * MIB, 0.8, max_non_split_rounding_bytes=64 * MIB, per_process_memory_fraction=0.5)
+    assert settings == given
+    assert Settings.parse("") == Settings()
 
 
 def test_divisions_hold_from_their_size_on() -> None:
@@ -422,3 +406,33 @@ def test_segment_sizes_follow_the_size_classes() -> None:
     assert settings.segment_size(MIB + 512) == settings.segment_size(10 * MIB - 512) == 20 * MIB
     assert settings.segment_size(10 * MIB) == 10 * MIB
     assert settings.segment_size(11 * MIB) == 12 * MIB
+
+
+@pytest.mark.parametrize("recorded_addresses", [True, False])
+def test_a_training_up_to_its_out_of_memory_error_gives_the_recorded_segments(recorded_addresses: bool) -> None:
+    snapshot = read_snapshot(DATA / "oom_backward.pickle.gz")
+    found = compare(snapshot, 0, Settings(), 20 * GIB, recorded_addresses)
+    assert (found.recorded_changes, found.first_difference) == (232, None)
+    assert (found.same_segments, found.largest_reserved_error) == (True, 0)
+    assert (found.ooms, found.modelled_ooms) == (1, 1)
+    if recorded_addresses:
+        assert found.same_address == found.requests == 1353
+        assert found.same_blocks
+    else:
+        assert not compare(snapshot, 0, EXPANDABLE, 20 * GIB).same_segments, "with other settings than the recorded"
+
+
+def test_a_steady_step_is_served_from_the_recorded_addresses() -> None:
+    found = compare(read_snapshot(DATA / "step_zero3.pickle.gz"), 0, Settings())
+    assert found.same_address == found.requests == 3862
+    assert found.same_segments
+    assert found.same_blocks
+    assert found.modelled_reserved_peak_bytes == found.recorded_reserved_peak_bytes
+
+
+def test_expandable_segments_with_unmapped_pages_between_mapped_ones_are_continued() -> None:
+    snapshot = read_snapshot(DATA / "expandable_zero2.pickle.gz")
+    found = compare(snapshot, 0, EXPANDABLE, device_bytes=150_109_880_320)
+    assert found.same_address == found.requests == 6290
+    assert found.same_blocks
+    assert found.largest_reserved_error == 0

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from caching_allocator import MIB, CachingAllocator, Figures
 from ftmon.protocol.analysis.allocator import snapshot_replay
-from ftmon.protocol.analysis.allocator.settings import SMALL_MOST, round_size
+from ftmon.protocol.analysis.allocator.allocations import Rooms
+from ftmon.protocol.analysis.allocator.settings import SMALL_MOST_BYTES, round_size
 from ftmon.protocol.analysis.allocator.snapshot_layout import fragmentation, layout_at, stack_tree
-from ftmon.protocol.analysis.allocator.snapshot_replay import Replay, pending_bytes, pending_states, size_large
+from ftmon.protocol.analysis.allocator.snapshot_replay import Replay, pending_bytes, pending_states
 from ftmon.protocol.analysis.allocator.snapshot_views import (
     between,
     difference,
@@ -29,14 +30,15 @@ from hypothesis import strategies as st
 from places import DOCS
 from snapshot_files import DATA, read_snapshot
 
-# The two real snapshots, from an H200: against what the allocator said, and against PyTorch's own viewer.
-
-
 NAMES = ["oom_backward", "step_zero3"]
 
 
 def path_of(name: str) -> Path:
     return DATA / f"{name}.pickle.gz"
+
+
+def replay_of(allocator: CachingAllocator, last: int | None = None) -> Replay:
+    return Replay(compact(allocator.snapshot() if last is None else allocator.snapshot(last), "made"), 0)
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +54,8 @@ def raw(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_end_is_what_the_segments_say(replays: dict[str, Replay], name: str) -> None:
     replay, segments = replays[name], raw(name)["segments"]
-    for curve, key in (
-        (replay.allocated, "allocated_size"),
-        (replay.active, "active_size"),
-        (replay.requested, "requested_size"),
-        (replay.reserved, "total_size"),
-    ):
-        assert curve[-1] == sum(segment[key] for segment in segments)
+    keys = ("allocated_size", "active_size", "requested_size", "total_size")
+    assert found(replay, replay.last) == Figures(*(sum(segment[key] for segment in segments) for key in keys))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,11 +69,10 @@ def test_live_blocks_add_up_to_the_figure_at_every_moment(replays: dict[str, Rep
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_layout_at_the_end_has_the_snapshots_own_blocks(replays: dict[str, Replay], name: str) -> None:
-    found = [
-        (block.address, block.size) for piece in layout_at(replays[name], replays[name].last) for block in piece.blocks
-    ]
+    pieces = layout_at(replays[name], replays[name].last)
+    laid_out = [(block.address, block.size) for piece in pieces for block in piece.blocks]
     told = [(block["address"], block["size"]) for segment in raw(name)["segments"] for block in segment["blocks"]]
-    assert sorted(found) == sorted(told)
+    assert sorted(laid_out) == sorted(told)
 
 
 def test_sizes_worked_out_from_the_rules_are_those_of_the_blocks_that_stand_at_the_end() -> None:
@@ -87,8 +83,8 @@ def test_sizes_worked_out_from_the_rules_are_those_of_the_blocks_that_stand_at_t
     of.known.clear()
     for number in known:
         of.sizes[number] = round_size(of.requested[number])
-    large = {number for number, size in enumerate(of.sizes) if size > SMALL_MOST}
-    size_large(of, replay.snapshot, large)
+    large = {number for number, size in enumerate(of.sizes) if size > SMALL_MOST_BYTES}
+    Rooms(of, replay.snapshot, large).replay()
     assert {number: of.sizes[number] for number in known} == known
 
 
@@ -96,9 +92,8 @@ def test_the_out_of_memory_error_is_as_the_allocators_message_told_it(replays: d
     """Tried to allocate 4.64 GiB; 18.28 GiB allocated by PyTorch; 183.27 MiB reserved but unallocated."""
     oom = find_oom(replays["oom_backward"])
     assert oom is not None
-    assert f"{oom.requested_bytes / 2**30:.2f}" == "4.64"
-    assert f"{oom.allocated_bytes / 2**30:.2f}" == "18.28"
-    assert f"{(oom.reserved_bytes - oom.allocated_bytes) / 2**20:.2f}" == "183.27"
+    figures = oom.requested_bytes / 2**30, oom.allocated_bytes / 2**30, (oom.reserved_bytes - oom.allocated_bytes) / MIB
+    assert [f"{figure:.2f}" for figure in figures] == ["4.64", "18.28", "183.27"]
     assert oom.kind == "limit"
     assert find_oom(replays["step_zero3"]) is None
 
@@ -176,9 +171,8 @@ def history(steps: list[tuple[str, int, int]], expandable: bool = False) -> Cach
     pending: list[int] = []
     for what, size, stream in steps:
         if what == "alloc":
-            live.append(
-                allocator.alloc(size, stream, [{"name": f"f{size % 7}", "filename": "train.py", "line": stream}])
-            )
+            frame = {"name": f"f{size % 7}", "filename": "train.py", "line": stream}
+            live.append(allocator.alloc(size, stream, [frame]))
         elif what in ("free", "wait") and live:
             address = live.pop(size % len(live))
             allocator.free(address, wait=what == "wait")
@@ -199,7 +193,7 @@ def found(replay: Replay, index: int) -> Figures:
 @settings(deadline=None, max_examples=150)
 def test_every_figure_at_every_entry_is_the_allocators(steps: list[tuple[str, int, int]], expandable: bool) -> None:
     allocator = history(steps, expandable)
-    replay = Replay(compact(allocator.snapshot(), "made"), 0)
+    replay = replay_of(allocator)
     assert [found(replay, index) for index in range(replay.entries)] == allocator.figures
     assert replay.allocations.unsure == 0
     assert not replay.allocations.lost
@@ -209,17 +203,14 @@ def test_every_figure_at_every_entry_is_the_allocators(steps: list[tuple[str, in
 @settings(deadline=None, max_examples=100)
 def test_what_is_live_adds_up_to_the_allocated_figure_at_every_entry(steps: list[tuple[str, int, int]]) -> None:
     allocator = history(steps)
-    replay = Replay(compact(allocator.snapshot(), "made"), 0)
+    replay = replay_of(allocator)
     for index in range(-1, replay.entries):
         figures = found(replay, index)
         assert sum(tally.bytes for tally in live_stacks(replay, index).values()) == figures.allocated
         assert sum(replay.allocations.sizes[number] for number in replay.active_at(index)) == figures.active
         summed = fragmentation(layout_at(replay, index))
-        assert (summed.reserved, summed.allocated, summed.requested) == (
-            figures.reserved,
-            figures.allocated,
-            figures.requested,
-        )
+        of_layout = (summed.reserved, summed.allocated, summed.requested)
+        assert of_layout == (figures.reserved, figures.allocated, figures.requested)
         assert summed.free == figures.reserved - figures.active
 
 
@@ -230,7 +221,7 @@ def test_a_window_cut_off_at_its_beginning_is_exact_or_says_by_how_much_it_may_b
 ) -> None:
     allocator = history(steps)
     last = min(last, len(allocator.trace))
-    replay = Replay(compact(allocator.snapshot(last), "made"), 0)
+    replay = replay_of(allocator, last)
     figures = allocator.figures[len(allocator.figures) - last :]
     for index, truth in enumerate(figures):
         seen = found(replay, index)
@@ -247,19 +238,18 @@ def test_between_two_marks_what_stayed_less_what_went_is_the_change(
     steps: list[tuple[str, int, int]], one: int, other: int
 ) -> None:
     allocator = history(steps)
-    replay = Replay(compact(allocator.snapshot(), "made"), 0)
+    replay = replay_of(allocator)
     one, other = min(one, replay.last), min(other, replay.last)
     part = between(replay, one, other)
-    assert total(part.stayed).bytes - total(part.gone).bytes == replay.at(replay.allocated, part.last) - replay.at(
-        replay.allocated, part.first
-    )
+    change = replay.at(replay.allocated, part.last) - replay.at(replay.allocated, part.first)
+    assert total(part.stayed).bytes - total(part.gone).bytes == change
 
 
 def test_checkpoints_give_the_same_live_set_as_walking_from_the_start() -> None:
     chosen = random.Random(3)
     kinds = ["alloc", "alloc", "free", "free", "wait", "complete"]
     allocator = history([(chosen.choice(kinds), chosen.randrange(1, 3000), 0) for _ in range(9000)])
-    replay = Replay(compact(allocator.snapshot(), "made"), 0)
+    replay = replay_of(allocator)
     assert replay.entries > 2 * 4096
     for index in [0, 4094, 4095, 4096, 8191, 8192, replay.last]:
         of = replay.allocations
@@ -278,18 +268,14 @@ def test_a_free_that_was_not_recorded_is_counted_and_the_end_still_holds() -> No
 
 
 def test_the_peak_is_the_first_entry_at_the_highest_figure() -> None:
-    allocator = CachingAllocator()
-    one = allocator.alloc(3 * MIB)
-    allocator.free(one)
-    allocator.alloc(3 * MIB)
-    replay = Replay(compact(allocator.snapshot(), "made"), 0)
+    allocator = history([("alloc", 3 * MIB, 0), ("free", 0, 0), ("alloc", 3 * MIB, 0)])
+    replay = replay_of(allocator)
     assert (replay.peak_bytes, replay.peak_index) == (3 * MIB, 1)
 
 
 def test_without_history_the_figures_are_those_of_the_segments() -> None:
     allocator = history([("alloc", 5 * MIB, 0), ("alloc", 100, 0), ("free", 1, 0)])
-    snapshot = allocator.snapshot(0)
-    replay = Replay(compact(snapshot, "made"), 0)
+    replay = replay_of(allocator, 0)
     assert found(replay, -1) == allocator.now()
     assert (replay.peak_bytes, replay.peak_index) == (allocator.now().allocated, -1)
 
@@ -305,7 +291,7 @@ def test_an_out_of_memory_error_gets_its_verdict_from_the_numbers(asked: int, de
         for address in blocks[::2]:
             allocator.free(address)
     allocator.fail(asked, device_free)
-    oom = find_oom(Replay(compact(allocator.snapshot(), "made"), 0))
+    oom = find_oom(replay_of(allocator))
     assert oom is not None
     assert (oom.kind, oom.requested_bytes, oom.device_free_bytes) == (kind, asked, device_free)
     assert oom.allocated_bytes == allocator.now().allocated
@@ -320,7 +306,7 @@ def test_layouts_follow_segments_that_were_freed_and_expandable_ranges_that_were
         allocator.free(address)
         before = len(allocator.trace) - 1
         allocator.empty_cache()
-        replay = Replay(compact(allocator.snapshot(), "made"), 0)
+        replay = replay_of(allocator)
         assert [piece.address for piece in layout_at(replay, before)] == [address, kept]
         assert [piece.address for piece in layout_at(replay, replay.last)] == [kept]
         assert all(piece.expandable == expandable for piece in layout_at(replay, before) if piece.address == kept)
@@ -329,7 +315,7 @@ def test_layouts_follow_segments_that_were_freed_and_expandable_ranges_that_were
 @given(STEPS)
 @settings(deadline=None, max_examples=60)
 def test_live_sets_are_the_same_from_checkpoints_close_together(steps: list[tuple[str, int, int]]) -> None:
-    replay = Replay(compact(history(steps).snapshot(), "made"), 0)
+    replay = replay_of(history(steps))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot_replay, "_LEAST_STRIDE", 5)
         patch.setattr(snapshot_replay, "_MOST_KEPT", 40)

@@ -38,17 +38,15 @@ GATHERED = [
 ]
 
 
-def test_a_block_whose_free_was_requested_before_the_phase_does_not_lower_the_peak() -> None:
-    blocks = blocks_at_peak(GATHERED, [Span(10, 20, 500 * MIB)])
-    assert blocks.total_bytes == 2000 * MIB, "as the allocator's counter, which followed the request"
-    assert blocks.found == [3]
-    assert blocks.kept == frozenset()
+WITHOUT_REQUESTS = [each for each in GATHERED[3:] if each["action"] != "free_requested"]
 
 
-def test_a_trace_without_requests_is_read_by_its_completed_frees() -> None:
-    fewer = [each for each in GATHERED[3:] if each["action"] != "free_requested"]
-    blocks = blocks_at_peak(fewer, [Span(10, 20, 500 * MIB)])
-    assert (blocks.total_bytes, blocks.found, blocks.kept) == (2000 * MIB, [0], frozenset())
+@pytest.mark.parametrize(("trace", "found"), [(GATHERED, [3]), (WITHOUT_REQUESTS, [0])])
+def test_a_block_whose_free_was_requested_before_the_phase_does_not_lower_the_peak(
+    trace: list[Entry], found: list[int]
+) -> None:
+    # As the allocator's counter, which follows the request; without requests the completed frees count.
+    assert blocks_at_peak(trace, [Span(10, 20, 500 * MIB)]) == (2000 * MIB, found, frozenset())
 
 
 # Patterns on real stacks (a ZeRO-3 step of a 0.5B model on an H200) and on hand-made ones.
@@ -67,11 +65,11 @@ def trace() -> list[Entry]:
 
 def cause_of(trace: list[Entry], call: str) -> Cause:
     """What arming the phase of one of the engine's calls would have found in this real step."""
-    times = [
-        entry["time_us"]
-        for entry in trace
-        if any(frame["name"] == call and frame["filename"].endswith("runtime/engine.py") for frame in entry["frames"])
-    ]
+
+    def is_call(frame: dict[str, Any]) -> bool:
+        return frame["name"] == call and frame["filename"].endswith("runtime/engine.py")
+
+    times = [entry["time_us"] for entry in trace if any(map(is_call, entry["frames"]))]
     # A phase lasts until the next one begins: to what is freed at its end.
     blocks = blocks_at_peak(trace, [Span(times[0], times[-1], 0)])
     groups, told = grouped(trace, blocks)
@@ -126,29 +124,16 @@ def test_every_known_pattern_of_the_real_step_is_found(trace: list[Entry]) -> No
     ],
 )
 def test_a_frame_is_known_by_its_file_and_function(innermost: str, pattern: str) -> None:
-    assert pattern_of(["/home/user/train.py:80 main", innermost])[0] == pattern
-
-
-def test_the_innermost_known_frame_decides() -> None:
-    frames = [
-        f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py:2200 step",
-        f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py:2100 _optimizer_step",
-        f"{SITE}/torch/optim/optimizer.py:500 wrapper",
-        f"{SITE}/torch/optim/adam.py:640 _multi_tensor_adam",
-    ]
-    assert pattern_of(frames)[0] == "foreach_temporaries"
+    outer = ["/home/user/train.py:80 main", f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py:2200 step"]
+    assert pattern_of([outer[0], innermost])[0] == pattern
+    assert pattern_of([*outer, innermost])[0] == (pattern or "gradient_upcast"), "the innermost known frame decides"
 
 
 def test_a_place_is_the_persons_own_code_where_there_is_some() -> None:
-    frames = [
-        "/home/user/train.py:80 main",
-        f"{SITE}/peft/model.py:5 forward",
-        f"{SITE}/torch/nn/modules/linear.py:1 forward",
-    ]
-    assert place_of(frames) == "train.py:80 main"
-    assert place_of(frames[1:]) == "model.py:5 forward"
-    assert place_of(frames[2:]) == "linear.py:1 forward"
-    assert place_of([]) == ""
+    library = [f"{SITE}/peft/model.py:5 forward", f"{SITE}/torch/nn/modules/linear.py:1 forward"]
+    frames = ["/home/user/train.py:80 main", *library]
+    places = ["train.py:80 main", "model.py:5 forward", "linear.py:1 forward", ""]
+    assert [place_of(frames[first:]) for first in range(4)] == places
     assert parse_frame("C:\\run\\train.py:80 main").short == "train.py:80 main"
 
 
@@ -166,10 +151,11 @@ def test_two_patterns_are_both_named_and_a_small_share_is_not() -> None:
 def test_what_stayed_counts_only_where_nothing_else_made_the_peak() -> None:
     logits = StackGroup(600 * MIB, 1, [f"{SITE}/torch/nn/functional.py:3504 cross_entropy"], kept_bytes=600 * MIB)
     gather = StackGroup(500 * MIB, 1, [f"{SITE}/deepspeed/runtime/zero/partition_parameters.py:1329 _all_gather_dtype"])
-    assert (
-        name_cause(Cause(0, 3, "forward", 0.0, "spike", 500 * MIB, [gather, logits]), 0).pattern == "allgather_bucket"
-    )
-    assert name_cause(Cause(0, 3, "forward", 0.0, "spike", 600 * MIB, [logits]), 0).pattern == "fp32_logits"
+    for size, groups, pattern in ((500, [gather, logits], "allgather_bucket"), (600, [logits], "fp32_logits")):
+        assert name_cause(Cause(0, 3, "forward", 0.0, "spike", size * MIB, groups), 0).pattern == pattern
+
+
+SMALL_BUCKET = {"zero_optimization": {"allgather_bucket_size": 1e8}}
 
 
 def hello(**fields: Any) -> Hello:
@@ -186,7 +172,7 @@ def hello(**fields: Any) -> Hello:
         ("reduce_bucket", {"zero_stage": 2}, "reduce_bucket_size: 2e+08 in place of 5e+08", GIB - GIB * 2 // 5),
         (
             "allgather_bucket",
-            {"zero_stage": 2, "deepspeed_config": {"zero_optimization": {"allgather_bucket_size": 1e8}}},
+            {"zero_stage": 2, "deepspeed_config": SMALL_BUCKET},
             "allgather_bucket_size (now 1e+08",
             0,
         ),

@@ -55,19 +55,19 @@ class Run:
         level = int(held)
         span = Span(level, level, level + 2 * GIB)
         other = Span(int(in_use), int(in_use), int(in_use)) if in_use >= 0 else span
-        forward = PhaseRecord(
-            "forward", 0, 9000, span if self.cuda else other, span, resident=None if self.cuda else span
-        )
-        names = [extra] if extra else []
-        phases = [forward, *(PhaseRecord(name, 0, 9000, span, span) for name in names)]
+        resident = None if self.cuda else span
+        phases = [PhaseRecord("forward", 0, 9000, span if self.cuda else other, span, resident=resident)]
+        phases += [PhaseRecord(extra, 0, 9000, span, span)] if extra else []
         self.now += 0.1
         step = Step(rank, number, self.now, 9000, phases, batch_shape=[4, batch])
         self.sent += self.alerts.put(self.now, self.detector.step(step))
         self.sent += self.store.tick(self.now)
 
-    def steps(self, count: int, held: Callable[[int], float], first: int = 1, **fields: Any) -> None:
+    def steps(self, count: int, held: Callable[[int], float], first: int = 1, **fields: Any) -> "Run":
+        """Feed steps in which rank 0 holds ``held(number)`` MiB more than 20 GiB."""
         for number in range(first, first + count):
-            self.step(number, held(number), **fields)
+            self.step(number, 20 * GIB + MIB * held(number), **fields)
+        return self
 
     @property
     def last(self) -> Alert:
@@ -75,20 +75,11 @@ class Run:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    rate=st.floats(0.3, 200.0),
-    noise=st.floats(0.0, 0.5),
-    start=st.integers(0, 300),
-)
+@given(st.integers(0, 2**32), st.floats(0.3, 200.0), st.floats(0.0, 0.5), st.integers(0, 300))
 def test_a_planted_slope_is_found_with_its_rate(seed: int, rate: float, noise: float, start: int) -> None:
     draw = random.Random(seed)
-    run = Run()
-    run.steps(
-        start + 1400,
-        lambda n: 20 * GIB + MIB * (max(0, n - start) * rate + draw.uniform(0, noise * rate * 60)),
-    )
-    found = run.sent[-1]
+    run = Run().steps(start + 1400, lambda n: max(0, n - start) * rate + draw.uniform(0, noise * rate * 60))
+    found = run.last
     assert found.kind == "leak"
     # A slope through 16 noisy values has an error in proportion to the noise: 5 % (1 sigma) at 30 steps' growth.
     assert found.evidence["bytes_per_step"] == pytest.approx(rate * MIB, rel=0.02 + 0.6 * noise)
@@ -99,9 +90,8 @@ def test_a_planted_slope_is_found_with_its_rate(seed: int, rate: float, noise: f
 @given(seed=st.integers(0, 2**32), size=st.sampled_from([1, 100, 3000]), rare=st.booleans())
 def test_stationary_noise_is_no_leak(seed: int, size: int, rare: bool) -> None:
     draw = random.Random(seed)
-    run = Run()
-    run.steps(2500, lambda _: 20 * GIB + MIB * (size * (draw.random() < 0.05) if rare else draw.uniform(0, size)))
-    assert run.sent == []
+    noise = lambda _: size * (draw.random() < 0.05) if rare else draw.uniform(0, size)  # noqa: E731
+    assert Run().steps(2500, noise).sent == []
 
 
 def test_a_level_that_wanders_about_a_middle_is_no_leak() -> None:
@@ -118,32 +108,27 @@ def test_a_level_that_wanders_about_a_middle_is_no_leak() -> None:
 @given(period=st.integers(2, 56), size=st.integers(20, 8000), seed=st.integers(0, 2**32))
 def test_a_saw_tooth_is_no_leak(period: int, size: int, seed: int) -> None:
     draw = random.Random(seed)
-    run = Run()
-    run.steps(2500, lambda n: 20 * GIB + MIB * ((n % period) / period * size + draw.uniform(0, 3)))
-    assert run.sent == []
+    assert Run().steps(2500, lambda n: (n % period) / period * size + draw.uniform(0, 3)).sent == []
 
 
 @pytest.mark.parametrize("period", [100, 300, 900])
 def test_a_saw_tooth_longer_than_a_window_is_told_once_and_ends_when_it_comes_down(period: int) -> None:
-    run = Run()
-    run.steps(6 * period, lambda n: 20 * GIB + MIB * 3000 * (n % period) / period)
+    run = Run().steps(6 * period, lambda n: 3000 * (n % period) / period)
     assert len({alert.id for alert in run.sent}) == 1
-    assert run.last.resolved is not None
-    assert run.last.count == 1
+    assert (run.last.resolved is not None, run.last.count) == (True, 1)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    jumps=st.lists(
+    st.lists(
         st.tuples(st.integers(10, 2000), st.integers(-4000, 6000)), max_size=3, unique_by=lambda jump: jump[0] // 250
     ),
-    seed=st.integers(0, 2**32),
+    st.integers(0, 2**32),
 )
 def test_a_level_that_changes_is_no_leak(jumps: list[tuple[int, int]], seed: int) -> None:
     draw = random.Random(seed)
-    run = Run()
-    run.steps(2300, lambda n: 30 * GIB + MIB * (sum(size for at, size in jumps if n >= at) + draw.uniform(0, 2)))
-    assert run.sent == []
+    levels = lambda n: sum(size for at, size in jumps if n >= at) + draw.uniform(0, 2)  # noqa: E731
+    assert Run().steps(2300, levels).sent == []
 
 
 def test_a_leak_is_told_with_its_rate_and_the_step_at_which_the_device_is_full() -> None:
@@ -164,79 +149,65 @@ def test_a_leak_is_told_with_its_rate_and_the_step_at_which_the_device_is_full()
 
 
 def test_a_leak_that_stops_is_resolved() -> None:
-    run = Run()
-    run.steps(120, lambda n: 20 * GIB + 8 * MIB * n)
+    run = Run().steps(120, lambda n: 8 * n)
     assert run.last.resolved is None
-    run.steps(60, lambda _: 20 * GIB + 8 * MIB * 120, first=121)
-    assert run.last.resolved is not None
+    assert run.steps(60, lambda _: 8 * 120, first=121).last.resolved is not None
 
 
 def test_a_leak_that_the_run_outlives_is_information() -> None:
-    run = Run(total=500)
-    run.steps(300, lambda n: 20 * GIB + MIB * n)
-    assert run.last.severity == "info"
-    assert run.last.evidence["ends_at_step"] == 500
+    last = Run(total=500).steps(300, float).last
+    assert (last.severity, last.evidence["ends_at_step"]) == ("info", 500)
 
 
-def test_batches_that_grow_longer_are_not_told_from_a_leak() -> None:
-    run = Run()
+def test_batches_that_grow_longer_are_not_told_from_a_leak_and_special_steps_count_for_nothing() -> None:
+    longer, special = Run(), Run()
     for number in range(1, 400):
-        run.step(number, 20 * GIB + 4 * MIB * number, batch=512 + 4 * number)
-    assert run.sent == []
-
-
-def test_steps_with_an_evaluation_or_a_checkpoint_count_for_nothing() -> None:
-    run = Run()
-    for number in range(1, 400):
-        run.step(number, 20 * GIB + 9 * MIB * number, extra=("eval", "checkpoint")[number % 2])
-    assert run.sent == []
+        longer.step(number, 20 * GIB + 4 * MIB * number, batch=512 + 4 * number)
+        special.step(number, 20 * GIB + 9 * MIB * number, extra=("eval", "checkpoint")[number % 2])
+    assert longer.sent == special.sent == []
 
 
 def test_steps_count_where_each_has_an_evaluation() -> None:
-    run = Run()
-    run.steps(400, lambda number: 20 * GIB + 9 * MIB * number, extra="eval")
-    assert run.last.kind == "leak"
-    assert run.last.evidence["bytes_per_step"] == pytest.approx(9 * MIB, rel=0.01)
+    last = Run().steps(400, lambda number: 9 * number, extra="eval").last
+    assert last.kind == "leak"
+    assert last.evidence["bytes_per_step"] == pytest.approx(9 * MIB, rel=0.01)
 
 
 def test_on_the_cpu_the_resident_set_alone_is_not_believed() -> None:
-    grows = {"held": lambda n: 4 * GIB + 8 * MIB * n}
     alone, both = Run(cuda=False), Run(cuda=False)
     for number in range(1, 200):
-        alone.step(number, grows["held"](number), in_use=2 * GIB)
-        both.step(number, grows["held"](number), in_use=2 * GIB + 8 * MIB * number)
+        held = 4 * GIB + 8 * MIB * number
+        alone.step(number, held, in_use=2 * GIB)
+        both.step(number, held, in_use=2 * GIB + 8 * MIB * number)
     assert alone.sent == []
     assert both.last.evidence["measure"] == "resident"
     assert both.asks.drain() == [], "there is no trace of allocations on the CPU"
 
 
 def test_stacks_of_whole_steps_are_asked_for_and_give_the_place() -> None:
-    run = Run()
-    run.steps(100, lambda n: 20 * GIB + 8 * MIB * n)
+    run = Run().steps(100, lambda n: 8 * n)
     (asked,) = run.asks.drain()
     assert (asked.verb, asked.ranks) == (Arm(steps=3, reason="leak"), (0,))
     groups = [StackGroup(16 * MIB, 2, ["/home/user/loop.py:55 main"], 8 * MIB, 16 * MIB)]
     cause = Cause(0, 103, "", 0.0, "leak", 16 * MIB, groups, armed_us=70_000, usual_us=55_000, read_us=20_000)
     run.sent += run.alerts.put(run.now, run.detector.cause(cause))
-    run.steps(60, lambda n: 20 * GIB + 8 * MIB * n, first=101)
+    run.steps(60, lambda n: 8 * n, first=101)
     alert = run.last
     assert alert.evidence["place"] == "loop.py:55 main"
     assert (alert.evidence["armed_us"], alert.evidence["usual_us"]) == (70_000, 55_000)
 
 
 def test_a_leak_goes_on_under_its_number_after_a_restart_of_the_hub() -> None:
-    run = Run()
-    run.steps(100, lambda n: 20 * GIB + 8 * MIB * n)
+    run = Run().steps(100, lambda n: 8 * n)
     later = Run()
     later.store.restore(run.last)
     restored = later.alerts.restore(run.last)
     assert restored is not None
     later.detector.restore(restored)
-    later.steps(60, lambda n: 20 * GIB + 8 * MIB * n, first=101)
+    later.steps(60, lambda n: 8 * n, first=101)
     assert {alert.id for alert in later.sent} <= {run.last.id}
-    later.steps(60, lambda _: 20 * GIB, first=161)
-    assert later.last.id == run.last.id
-    assert later.last.resolved is not None
+    ended = later.steps(60, lambda _: 0, first=161).last
+    assert (ended.id, ended.resolved is not None) == (run.last.id, True)
 
 
 def test_the_statistics_are_those_of_their_definitions() -> None:
@@ -262,9 +233,8 @@ def test_the_stated_significance_is_exact() -> None:
         counts = grown
 
     def chance(least: int) -> float:
-        return sum(count for inversions, count in counts.items() if 120 - 2 * inversions >= least) / sum(
-            counts.values()
-        )
+        reached = (count for inversions, count in counts.items() if 120 - 2 * inversions >= least)
+        return sum(reached) / sum(counts.values())
 
     assert chance(SURE) == pytest.approx(6e-7, rel=0.1)
     assert chance(LIKELY) == pytest.approx(1 / 175, rel=0.1)
@@ -275,25 +245,14 @@ def sample(used, *processes):
     return DeviceSample("node", "gpu", 0, "H200", 1.0, used, 140 * GIB, processes=list(processes))
 
 
-def test_each_line_is_one_subtraction_and_all_add_up_to_what_is_used():
-    found = footprint(
-        30 * GIB,
-        34 * GIB,
-        sample(45 * GIB, ProcessMemory(11, 36 * GIB, 1), ProcessMemory(12, 5 * GIB, 0), ProcessMemory(99, 3 * GIB)),
-        1,
-    )
+def test_each_part_is_one_subtraction_and_with_what_is_reserved_they_add_up_to_what_is_used():
+    processes = ProcessMemory(11, 36 * GIB, 1), ProcessMemory(12, 5 * GIB, 0), ProcessMemory(99, 3 * GIB)
+    assert footprint(34 * GIB, sample(45 * GIB, *processes), 1) == (2 * GIB, 8 * GIB, GIB)
+    assert footprint(2, sample(GIB, ProcessMemory(11, GIB)), 0) is None, "NVML does not list the rank"
+
+
+@given(*[st.integers(0, 2**40)] * 3, st.integers(1, 2**40))
+def test_the_parts_add_up_whatever_was_read_when(reserved, used, other, own):
+    found = footprint(reserved, sample(used, ProcessMemory(1, own, 0), ProcessMemory(2, other)), 0)
     assert found is not None
-    assert (found.allocated, found.unused, found.context) == (30 * GIB, 4 * GIB, 2 * GIB)
-    assert (found.others, found.unexplained) == (8 * GIB, GIB)
-    assert (found.used, found.total, found.free) == (45 * GIB, 140 * GIB, 95 * GIB)
-
-
-def test_a_rank_that_nvml_does_not_list_has_no_footprint():
-    assert footprint(1, 2, sample(GIB, ProcessMemory(11, GIB)), 0) is None
-
-
-@given(*[st.integers(0, 2**40)] * 4, st.integers(1, 2**40))
-def test_the_lines_add_up_whatever_was_read_when(allocated, reserved, used, other, own):
-    found = footprint(allocated, reserved, sample(used, ProcessMemory(1, own, 0), ProcessMemory(2, other)), 0)
-    assert found is not None
-    assert found.allocated + found.unused + found.context + found.others + found.unexplained == found.used
+    assert reserved + sum(found) == used

@@ -1,6 +1,7 @@
 """Transients, growth and leaks in words."""
 
-import msgspec
+from typing import Any
+
 import pytest
 from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.findings.finding import Finding
@@ -17,39 +18,27 @@ from ftmon.protocol.analysis.remedies import remedy_of
 from ftmon.protocol.analysis.words import Words
 from ftmon.protocol.messages.memory import Cause
 from ftmon.protocol.messages.telemetry import StackGroup
+from msgspec.structs import replace
 
 MIB = 2**20
 GIB = 2**30
 ADAM = "/opt/venv/lib/python3.12/site-packages/torch/optim/adam.py:640 _multi_tensor_adam"
-SPIKE = SpikeFacts(
-    transient_bytes=931 * MIB,
-    usual_bytes=20 * MIB,
-    limit_bytes=100 * MIB,
-    peak_bytes=40 * GIB,
-    capacity_bytes=80 * GIB,
-    share_of_capacity=0.01,
-    phase_ms=4.0,
-    sets_step_peak=True,
-    sets_run_peak=True,
-    measure="allocated",
-    steps=[20],
-    repeats=False,
-    batch_shape=[],
-    largest_bytes=[593 * MIB],
-)
+FIGURES = (931 * MIB, 20 * MIB, 100 * MIB, 40 * GIB, 80 * GIB, 0.01, 4.0)
+SPIKE = SpikeFacts(*FIGURES, True, True, "allocated", [20], False, [], largest_bytes=[593 * MIB])
+
+
+def said_of(kind: str, facts: Any, **fields: Any) -> Words:
+    return kinds.words_of(Finding(kind, facts, phase="" if kind == "leak" else "optimizer", **fields))
 
 
 def test_a_spike_in_words() -> None:
-    said = kinds.words_of(Finding("spike", SPIKE, rank=1, ranks=(1,), step=20, phase="optimizer"))
+    said = said_of("spike", SPIKE, rank=1, step=20)
     assert said.title == "rank 1 optimizer +0.9 GiB for 4 ms"
     assert "took 0.91 GiB (1.1% of the device) more than it kept, within 4 ms; usually it is 20.0 MiB" in said.text
     assert "It set the highest peak of the run so far. Not seen before. Common causes: " in said.text
     assert said.text.endswith("Its largest single allocations: 0.58 GiB.")
-    again = msgspec.structs.replace(SPIKE, steps=[20, 25], sets_run_peak=False)
-    assert (
-        "It set the peak of the step. Seen 2 times or more, last in step 25."
-        in kinds.words_of(Finding("spike", again, rank=1, ranks=(1,), step=25, phase="optimizer")).text
-    )
+    again = said_of("spike", replace(SPIKE, steps=[20, 25], sets_run_peak=False), rank=1, step=25)
+    assert "It set the peak of the step. Seen 2 times or more, last in step 25." in again.text
 
 
 def cause(transient: int, frames: list[str]) -> Cause:
@@ -59,8 +48,7 @@ def cause(transient: int, frames: list[str]) -> Cause:
 
 
 def explained(*causes: NumbersCause | StackCause) -> Words:
-    facts = msgspec.structs.replace(SPIKE, causes=causes)
-    return kinds.words_of(Finding("spike", facts, rank=0, ranks=(0,), step=20, phase="optimizer"))
+    return said_of("spike", replace(SPIKE, causes=causes), rank=0, step=20)
 
 
 def test_a_spike_whose_stacks_name_the_cause_in_words() -> None:
@@ -101,30 +89,30 @@ def test_a_cause_that_the_step_itself_names_in_words(pattern: str, words: str) -
 
 def test_a_transient_of_every_step_in_words() -> None:
     facts = SteadyFacts(GIB, 80 * GIB, 1 / 80, 15.0, 40 * GIB, True, "allocated", 10)
-    said = kinds.words_of(Finding("steady_transient", facts, ranks=(0, 1), phase="optimizer"))
+    said = said_of("steady_transient", facts)
     assert said.title == "optimizer +1.0 GiB for 15 ms in every step"
     assert "and gives it back: it makes the peak of the step. Common causes: " in said.text
-    zero = kinds.words_of(Finding("steady_transient", msgspec.structs.replace(facts, zero_stage=2), phase="optimizer"))
+    zero = said_of("steady_transient", replace(facts, zero_stage=2))
     assert "the copy of the gradients" in zero.text
 
 
 def test_the_growth_of_the_first_optimizer_step_in_words() -> None:
     facts = GrowthFacts(800 * MIB, 400 * MIB, 80 * GIB, {"0": 800 * MIB}, 400 * MIB)
-    said = kinds.words_of(Finding("state_growth", facts, ranks=(0,), step=1, phase="optimizer"))
+    said = said_of("state_growth", facts)
     assert said.title == "first optimizer step +0.8 GiB that stays: the optimizer's state"
     assert said.text.endswith("Gradients of 0.39 GiB were freed in the same update.")
 
 
 def test_a_leak_in_words() -> None:
     facts = LeakFacts(8 * MIB, 9000, 100, 10, 800 * MIB, 9 * GIB, 9 * GIB, 80 * GIB, "allocated", {"0": 8 * MIB}, 0)
-    said = kinds.words_of(Finding("leak", facts, ranks=(0,)))
+    said = said_of("leak", facts)
     assert said.title == "memory grows by 8.0 MiB a step, full around step 9,000"
     assert "the device is full around step 9,000." in said.text
-    ends = kinds.words_of(Finding("leak", msgspec.structs.replace(facts, ends_at_step=500, place="loop.py:55 main")))
+    ends = said_of("leak", replace(facts, ends_at_step=500, place="loop.py:55 main"))
     assert ends.title.endswith(": loop.py:55 main")
     assert "; the run ends before, at step 500." in ends.text
     groups = [StackGroup(16 * MIB, 2, ["/home/user/loop.py:55 main"], 8 * MIB, 16 * MIB)]
     stacks = Cause(0, 103, "", 0.0, "leak", 16 * MIB, groups, armed_us=70_000, usual_us=55_000, read_us=20_000)
-    placed = kinds.words_of(Finding("leak", msgspec.structs.replace(facts, cause=stacks), ranks=(0,))).text
+    placed = said_of("leak", replace(facts, cause=stacks)).text
     assert "16.0 MiB in 2 blocks of loop.py:55 main" in placed
     assert "the step took 70 ms in place of 55 ms" in placed

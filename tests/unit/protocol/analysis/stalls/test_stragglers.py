@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.stalls.slow_ranks import SlowDevices, SlowRankFacts
 from ftmon.protocol.analysis.stalls.stragglers import (
     EVERYWHERE,
-    SlowDevices,
-    SlowRankFacts,
     StragglerFacts,
     StragglerFinding,
     Stragglers,
@@ -22,6 +21,7 @@ from ftmon.protocol.messages import control
 from ftmon.protocol.messages.control import Result
 from ftmon.protocol.messages.telemetry import DeviceInfo, DeviceSample, Hello, PhaseRecord, ProcessMemory, Span, Step
 from ftmon.protocol.messages.wire import Frame
+from simulated_run import Sim
 
 PARTS = {"idle": 2.0, "data": 8.0, "forward": 30.0, "backward": 50.0, "optimizer": 10.0}
 NOTHING = Span(0, 0, 0)
@@ -70,9 +70,9 @@ def said(found: list[StragglerFinding]) -> Words:
     return kinds.words_of(Finding("straggler", SlowRankFacts(found[0].facts)))
 
 
-def drawn(noise: random.Random) -> Make:
+def drawn(noise: random.Random, seconds: list[float]) -> Make:
     """Ranks each with its own draw."""
-    return lambda rank, step: {"idle": 1e3 * noise.choice([0.1, 0.1, 0.1, 0.2, 0.5, 1, 2, 4, 8])}
+    return lambda rank, step: {"idle": 1e3 * noise.choice(seconds)}
 
 
 @pytest.mark.parametrize("phase", PARTS)
@@ -108,16 +108,13 @@ def test_random_lengths_of_two_values_do_not_make_a_straggler_of_who_draws_the_l
 ) -> None:
     alarms = 0
     for seed in range(40):
-        noise = random.Random(seed)
-        draws = [500.0, 500.0, 500.0, 2_000.0]
-        _, found = play(lambda rank, step: {"forward": noise.choice(draws)}, ranks=ranks, steps=100)  # noqa: B023
-        alarms += bool(found)
+        lengths = drawn(random.Random(seed), [0.5, 0.5, 0.5, 2.0])
+        alarms += bool(play(lengths, ranks=ranks, steps=100)[1])
     assert alarms <= 1
 
 
 def test_four_long_steps_that_differ_do_not_make_a_straggler() -> None:
-    _, found = play(lambda rank, step: {"data": 500.0 + rank * (1_000.0, 8_000.0)[step % 2]}, steps=9)
-    assert found == []
+    assert play(lambda rank, step: {"data": 500.0 + rank * (1_000.0, 8_000.0)[step % 2]}, steps=9)[1] == []
 
 
 def test_a_rank_that_is_slow_in_all_phases_is_slow_everywhere() -> None:
@@ -142,8 +139,7 @@ def test_ranks_that_draw_their_work_at_random_are_never_stragglers(ranks: int, s
 
 def test_steps_of_a_tenth_of_a_second_to_eight_seconds_by_each_ranks_own_draw_are_no_stragglers() -> None:
     for seed in range(20):
-        _, found = play(drawn(random.Random(seed)), steps=100)
-        assert found == []
+        assert play(drawn(random.Random(seed), [0.1, 0.1, 0.1, 0.2, 0.5, 1, 2, 4, 8]), steps=100)[1] == []
 
 
 def test_spells_of_slowness_raise_a_handful_of_findings_however_long_the_run() -> None:
@@ -164,29 +160,20 @@ def test_a_straggler_ends_once_it_is_as_fast_and_is_found_again() -> None:
     assert [(finding.state, finding.facts.rank) for finding in found] == [("raised", 0)]
 
 
-def test_ranks_whose_waiting_is_not_seen_are_not_compared() -> None:
+@pytest.mark.parametrize(
+    ("waited", "walls"), [(0, (205_000, 205_000)), (5000, (105_000, 205_000))], ids=["is not seen", "in no common step"]
+)
+def test_ranks_whose_waiting_supports_no_verdict_are_not_compared(waited: int, walls: tuple[int, int]) -> None:
     judge = Stragglers()
     for step in range(1, 80):
-        for rank in range(2):
-            # Both take as long for the step and nobody is seen to wait: the figures support no verdict.
-            own = {"forward": 200_000 if rank else 100_000}
-            assert judge.step(step, rank, step, Work(own, 0, True, 205_000)) == []
-
-
-def test_ranks_that_do_not_train_together_are_not_compared() -> None:
-    judge = Stragglers()
-    for step in range(1, 80):
-        for rank in range(2):
-            own = 200_000 if rank else 100_000
-            assert judge.step(step, rank, step, Work({"forward": own}, 5000, True, own + 5000)) == []
+        for rank, own in enumerate((100_000, 200_000)):
+            assert judge.step(step, rank, step, Work({"forward": own}, waited, True, walls[rank])) == []
 
 
 def test_more_micro_steps_are_not_slowness() -> None:
-    make = slow(1, forward=90.0)
-    _, found = play(make, more=lambda rank, step: {"micro_steps": 2 if rank else 1})
-    assert found == []
-    _, found = play(slow(1, forward=400.0), more=lambda rank, step: {"micro_steps": 2 if rank else 1})
-    assert len(found) == 1
+    for excess, findings in ((90.0, 0), (400.0, 1)):
+        _, found = play(slow(1, forward=excess), more=lambda rank, step: {"micro_steps": 2 if rank else 1})
+        assert len(found) == findings
 
 
 def test_steps_with_an_evaluation_on_one_rank_are_left_out() -> None:
@@ -196,9 +183,8 @@ def test_steps_with_an_evaluation_on_one_rank_are_left_out() -> None:
     _, found = play(make, steps=200, more=lambda rank, step: {"comparable": rank != 0})
     assert found == []
     base = slow(-1)
-    _, found = play(
-        lambda rank, step: base(rank, step) | ({"idle": 900.0} if rank == 0 and step % 5 == 0 else {}), steps=400
-    )
+    longer = {"idle": 900.0}
+    _, found = play(lambda rank, step: base(rank, step) | (longer if rank == 0 and step % 5 == 0 else {}), steps=400)
     assert found == [], "nor do a few long steps make a straggler where the phase is not known"
 
 
@@ -214,14 +200,12 @@ def test_a_lost_step_or_a_rank_that_comes_and_goes_stops_nothing() -> None:
             found += judge.step(step, rank, step, Work(own, 256_000 - sum(own.values()), True, 256_000))
     assert [finding.facts.rank for finding in found] == [1]
     ended = judge.remove(1)
-    assert ended is not None
-    assert ended.state == "resolved"
+    assert (ended and ended.state) == "resolved"
     assert judge.step(60.0, 0, 60, Work({"forward": 1}, 0, True, 1)) == []
 
 
 def test_the_words_hold_the_figures_and_what_is_known_of_the_cause() -> None:
-    more: Callable[[int, int], dict[str, Any]] = lambda rank, step: {"cpu": 100_000, "tokens": 900 if rank else 512}  # noqa: E731
-    _, found = play(slow(1, idle=100.0), more=more)
+    _, found = play(slow(1, idle=100.0), more=lambda rank, _: {"cpu": 100_000, "tokens": 900 if rank else 512})
     title, text, *_ = said(found)
     assert title == "rank 1 is slow between phases: 102 ms a step, others 2 ms"
     assert "Of a step of 203 ms rank 1 works 200 ms and waits 3 ms for other ranks" in text
@@ -230,30 +214,21 @@ def test_the_words_hold_the_figures_and_what_is_known_of_the_cause() -> None:
     assert "900 tokens, the others' 512" in text
 
 
-# From a rank's step to its work.
-
-
 def record(name: str, host: int, device: int | None = None, **fields: Any) -> PhaseRecord:
     return PhaseRecord(name, 0, host, NOTHING, NOTHING, device, **fields)
 
 
 def test_on_the_cpu_time_in_collectives_is_waiting_and_time_between_phases_is_work() -> None:
-    step = Step(
-        0, 3, 0.0, 1000, [record("data", 100), record("forward", 200), record("backward", 500, collective_us=400)]
-    )
-    work = work_of(step, device=False)
+    phases = [record("data", 100), record("forward", 200), record("backward", 500, collective_us=400)]
+    work = work_of(Step(0, 3, 0.0, 1000, phases), device=False)
     assert work.own == {"data": 100, "forward": 200, "backward": 100, "idle": 200}
     assert (work.waited, work.wall, work.measured, work.comparable) == (400, 1000, True, True)
 
 
 def test_on_a_device_measured_waiting_is_taken_off_and_gaps_count_where_they_are() -> None:
-    phases = [
-        record("idle", 40, 45),
-        record("data", 10, 0),
-        record("forward", 5, 30),
-        record("backward", 5, 90, waited_us=50),
-    ]
-    work = work_of(Step(0, 3, 0.0, 170, [*phases, record("optimizer", 3, 5)], device_us=170), device=True)
+    phases = [record("idle", 40, 45), record("data", 10, 0), record("forward", 5, 30)]
+    phases += [record("backward", 5, 90, waited_us=50), record("optimizer", 3, 5)]
+    work = work_of(Step(0, 3, 0.0, 170, phases, device_us=170), device=True)
     assert work.own == {"idle": 35, "data": 10, "forward": 30, "backward": 40, "optimizer": 5}
     assert (work.waited, work.measured, work.comparable) == (50, True, True)
 
@@ -278,7 +253,7 @@ def test_on_a_device_a_step_that_supports_no_verdict_is_not_compared(phases: lis
     assert not work_of(Step(0, 3, 0.0, 160, phases), device=True).comparable, "nor one without device times"
 
 
-def cpu_step(sim: Any, works: dict[int, float], noise: random.Random, slow_at: str = "forward") -> Any:
+def cpu_step(sim: Sim, works: dict[int, float], noise: random.Random, slow_at: str) -> Any:
     """Phases of a step whose wall time collectives make the same on every rank: who is early waits in backward."""
     longest = max(works.values())
 
@@ -287,44 +262,46 @@ def cpu_step(sim: Any, works: dict[int, float], noise: random.Random, slow_at: s
         wait = max(0.0, longest - works[rank])
         shares = {"data": 2.0, "forward": 30.0, "backward": 60.0, "optimizer": 8.0}
         shares[slow_at] += work - 100.0
+        waits = {name: wait if name == "backward" else 0.0 for name in shares}
         return [
-            sim.phase(
-                name,
-                ms=ms + (wait if name == "backward" else 0),
-                collective_us=int(wait * 1000) if name == "backward" else 0,
-                collectives=1,
-            )
+            sim.phase(name, ms=ms + waits[name], collective_us=int(waits[name] * 1000), collectives=1)
             for name, ms in shares.items()
         ]
 
     return phases
 
 
+def begun(ranks: int = 2, *, cuda: bool = False) -> Sim:
+    sim = Sim(ranks, cuda=cuda)
+    sim.begin()
+    return sim
+
+
+def train(sim: Sim, first: int, last: int, slow: int = -1, at: str = "forward") -> None:
+    """Run steps in which a rank works twice as long as the others, in one phase."""
+    works = {rank: 200.0 if rank == slow else 100.0 for rank in range(sim.count)}
+    sim.train(first, last, cpu_step(sim, works, random.Random(2), at))
+
+
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer"])
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_an_alert_names_the_slow_rank_its_phase_and_both_figures_and_ends(make_sim: Any, ranks: int, phase: str):
-    sim = make_sim(ranks, cuda=False)
-    sim.begin()
-    noise = random.Random(1)
-    usual = dict.fromkeys(range(ranks), 100.0)
-    sim.train(1, 19, cpu_step(sim, usual, noise))
-    sim.train(20, 48, cpu_step(sim, {**usual, ranks - 1: 200.0}, noise, phase))
+def test_an_alert_names_the_slow_rank_its_phase_and_both_figures_and_ends(ranks: int, phase: str):
+    sim = begun(ranks)
+    train(sim, 1, 19)
+    train(sim, 20, 48, ranks - 1, phase)
     (alert,) = sim.alerts("slow")
-    assert alert.rank == ranks - 1
-    assert alert.evidence["slow_at"] == phase
+    assert (alert.rank, alert.evidence["slow_at"]) == (ranks - 1, phase)
     assert alert.evidence["ratio"] == pytest.approx(2.0, rel=0.1)
     assert alert.evidence["others_waited_ms"] - alert.evidence["waited_ms"] == pytest.approx(100, rel=0.2)
-    sim.train(49, 80, cpu_step(sim, usual, noise))
+    train(sim, 49, 80)
     assert sim.alerts("slow")[0].resolved is not None
     assert sim.sends("slow") == 2, "raised once, resolved once"
 
 
 @pytest.mark.parametrize(("in_loader", "where"), [(0.98, "data"), (0.02, "batch")])
-def test_the_loader_is_told_apart_from_work_on_the_batch_it_delivered(make_sim: Any, in_loader: float, where: str):
-    sim = make_sim(2, cuda=False)
-    sim.begin()
-    noise = random.Random(3)
-    phases = cpu_step(sim, {0: 100.0, 1: 200.0}, noise, "data")
+def test_the_loader_is_told_apart_from_work_on_the_batch_it_delivered(in_loader: float, where: str):
+    sim = begun()
+    phases = cpu_step(sim, {0: 100.0, 1: 200.0}, random.Random(3), "data")
     for number in range(1, 49):
         for rank in (0, 1):
             made = phases(rank, number)
@@ -336,46 +313,34 @@ def test_the_loader_is_told_apart_from_work_on_the_batch_it_delivered(make_sim: 
     assert alert.evidence["own_ms_by_phase"][where] == pytest.approx(100, rel=0.1)
 
 
-def test_a_rank_that_ended_is_no_longer_compared(make_sim: Any):
-    sim = make_sim(4, cuda=False)
-    sim.begin()
-    noise = random.Random(2)
-    sim.train(1, 10, cpu_step(sim, dict.fromkeys(range(4), 100.0), noise))
+def test_a_rank_that_ended_is_no_longer_compared():
+    sim = begun(4)
+    train(sim, 1, 10)
     sim.fact(0, alive=False, exit_code=0)
     sim.wait(2)
+    make = cpu_step(sim, {0: 100.0, 1: 100.0, 2: 100.0, 3: 200.0}, random.Random(2), "forward")
     for step in range(11, 40):
-        make = cpu_step(sim, {0: 100.0, 1: 100.0, 2: 100.0, 3: 200.0}, noise)
-        for rank in (1, 2, 3):
-            sim.feed(sim.step(rank, step, make(rank, step)))
+        sim.feed(*(sim.step(rank, step, make(rank, step)) for rank in (1, 2, 3)))
         sim.tick()
     assert [alert.rank for alert in sim.alerts("slow")] == [3]
 
 
-def test_new_processes_under_the_same_ranks_are_judged_anew(make_sim: Any):
-    sim = make_sim(2, cuda=False)
-    sim.begin()
-    noise = random.Random(2)
+def test_new_processes_under_the_same_ranks_are_judged_anew():
+    sim = begun()
     for generation in range(1, 12):
-        make = cpu_step(sim, {0: 100.0, 1: 200.0} if generation % 2 else {0: 200.0, 1: 100.0}, noise)
-        sim.train(1, 6, make)
-        for rank in range(2):
-            sim.feed(sim.hello(rank, pid=1000 * generation + rank))
+        train(sim, 1, 6, generation % 2)
+        sim.feed(*(sim.hello(rank, pid=1000 * generation + rank) for rank in range(2)))
     assert sim.alerts("slow") == []
 
 
-def test_a_standing_alert_of_a_hub_that_died_ends_once_the_rank_is_as_fast_again(make_sim: Any):
-    sim = make_sim(2, cuda=False)
-    sim.begin()
-    noise = random.Random(2)
-    sim.train(1, 40, cpu_step(sim, {0: 100.0, 1: 200.0}, noise))
+def test_a_standing_alert_of_a_hub_that_died_ends_once_the_rank_is_as_fast_again():
+    sim, later = begun(), begun()
+    train(sim, 1, 40, 1)
     (alert,) = sim.alerts("slow")
-    later = make_sim(2, cuda=False)
-    later.begin()
-    later.detectors.restore(Frame(1, sim.now, one) for one in [alert])
-    later.train(41, 80, cpu_step(later, {0: 100.0, 1: 100.0}, noise))
+    later.detectors.restore([Frame(1, sim.now, alert)])
+    train(later, 41, 80)
     (ended,) = later.alerts("slow")
-    assert (ended.id, ended.rank) == (alert.id, 1)
-    assert ended.resolved is not None
+    assert (ended.id, ended.rank, ended.resolved is not None) == (alert.id, 1, True)
 
 
 STACK = """Thread 0x00007f0000000001 (most recent call first):
@@ -384,18 +349,16 @@ STACK = """Thread 0x00007f0000000001 (most recent call first):
 """
 
 
-def test_a_slow_ranks_stack_is_sampled_a_few_times_and_its_line_named(make_sim: Any):
-    sim = make_sim(2, cuda=False)
-    sim.begin()
-    noise = random.Random(2)
-    sim.train(1, 24, cpu_step(sim, {0: 100.0, 1: 200.0}, noise))
+def test_a_slow_ranks_stack_is_sampled_a_few_times_and_its_line_named():
+    sim = begun()
+    train(sim, 1, 24, 1)
     sampled = 0
     for _ in range(40):
         for action in sim.detectors.drain_actions():
             assert (action.verb, action.ranks) == (control.Stacks(quiet=True), (1,))
             sampled += 1
-            place = (44, "tokenize") if sampled % 4 else (51, "log")
-            text = STACK.format(line=place[0], function=place[1])
+            line, function = (44, "tokenize") if sampled % 4 else (51, "log")
+            text = STACK.format(line=line, function=function)
             answer = Result("", True, "stacks", "", {"text": text, "thread": "0x00007f0000000001"})
             sim.sent += sim.detectors.stacks(sim.now, action, {1: answer})
         sim.tick()
@@ -409,60 +372,45 @@ def gpu(rank: int, **fields: Any) -> DeviceSample:
     return DeviceSample("host", "gpu", rank, "H200", 1.0, 1, 2, **given)
 
 
-def hindrance(devices: SlowDevices, rank: int) -> str:
-    """Return what the title of a slow rank says of its device."""
-    straggler = StragglerFacts(rank, 9, 8, 2, 1, 0, 0, 3, "forward", {"forward": 2}, {"forward": 1})
-    said = kinds.words_of(Finding("straggler", SlowRankFacts(straggler, devices.why(rank)), rank=rank))
+def hindrance(slow: dict[str, Any], others: dict[str, Any]) -> str:
+    """Return what the title of slow rank 1 says of its device."""
+    devices = SlowDevices()
+    for rank in range(3):
+        device = DeviceInfo("cuda", rank, "H200", 1, f"GPU-{rank}")
+        devices.hello(Hello(rank, rank, 3, "host", 1, 1, device, "cuda", 1.0))
+        devices.sample(gpu(rank, **(slow if rank == 1 else others)))
+    straggler = StragglerFacts(1, 9, 8, 2, 1, 0, 0, 3, "forward", {"forward": 2}, {"forward": 1})
+    said = kinds.words_of(Finding("straggler", SlowRankFacts(straggler, devices.why(1)), rank=1))
     return said.title.partition("; ")[2]
 
 
+CAPPED = {"throttle_reasons": ["power cap"]}
+
+
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("slow", "others", "words"),
     [
-        ({"throttle_reasons": ["thermal (hardware)"]}, "its GPU is throttled: thermal (hardware)"),
-        ({"sm_clock_mhz": 1200}, "its GPU is clocked at 1200 MHz, others 1980"),
-        ({"processes": [ProcessMemory(7, 1)]}, "its GPU is shared with 1 process of others"),
-        ({}, ""),
+        ({"throttle_reasons": ["thermal (hardware)"]}, {}, "its GPU is throttled: thermal (hardware)"),
+        ({"sm_clock_mhz": 1200}, {}, "its GPU is clocked at 1200 MHz, others 1980"),
+        ({"processes": [ProcessMemory(7, 1)]}, {}, "its GPU is shared with 1 process of others"),
+        ({}, {}, ""),
+        ({}, CAPPED, ""),
+        (CAPPED, CAPPED, ""),
     ],
 )
-def test_a_slow_rank_is_told_with_what_hinders_its_gpu(fields: dict[str, Any], words: str):
-    hindered = SlowDevices()
-    for rank in range(3):
-        hindered.hello(
-            Hello(rank, rank, 3, "host", 1, 1, DeviceInfo("cuda", rank, "H200", 1, f"GPU-{rank}"), "cuda", 1.0)
-        )
-        hindered.sample(gpu(rank, **(fields if rank == 1 else {})))
-    assert hindrance(hindered, 1) == words
-    assert hindrance(hindered, 0) == ""
+def test_a_slow_rank_is_told_with_what_hinders_its_gpu_and_not_the_others(slow: Any, others: Any, words: str):
+    assert hindrance(slow, others) == words
 
 
-def test_a_slow_device_is_the_reason_of_slow_computing(make_sim: Any):
-    sim = make_sim(2)
-    sim.begin()
+def test_a_slow_device_is_the_reason_of_slow_computing():
+    sim = begun(cuda=True)
     sim.feed(gpu(0, uuid=""), gpu(1, uuid="", sm_clock_mhz=900))
-
-    def phases(rank: int, step: int) -> list[Any]:
-        work = 60.0 if rank else 30.0
-        return [
-            sim.phase("forward", ms=work),
-            sim.phase("backward", ms=150.0 - work, collectives=4),
-            sim.phase("optimizer", ms=10.0),
-        ]
-
     for step in range(1, 40):
-        for rank in range(2):
-            sim.feed(sim.step(rank, step, phases(rank, step), device_us=160_000))
+        for rank, work in enumerate((30.0, 60.0)):
+            backward = sim.phase("backward", ms=150.0 - work, collectives=4)
+            phases = [sim.phase("forward", ms=work), backward, sim.phase("optimizer", ms=10.0)]
+            sim.feed(sim.step(rank, step, phases, device_us=160_000))
         sim.tick()
     (alert,) = sim.alerts("slow")
     assert (alert.rank, alert.evidence["slow_at"]) == (1, "forward")
     assert alert.evidence["device"]["sm_clock_mhz"] == 900
-
-
-def test_what_holds_all_devices_down_alike_is_no_reason_for_one():
-    hindered = SlowDevices()
-    for rank in range(2):
-        hindered.hello(
-            Hello(rank, rank, 2, "host", 1, 1, DeviceInfo("cuda", rank, "H200", 1, f"GPU-{rank}"), "cuda", 1.0)
-        )
-        hindered.sample(gpu(rank, throttle_reasons=["power cap"]))
-    assert hindrance(hindered, 1) == ""

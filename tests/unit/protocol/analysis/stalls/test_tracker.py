@@ -5,6 +5,17 @@ import pytest
 from ftmon.protocol.analysis.stalls.tracker import STOPPED_S, ProcessFact, RankTracker
 from ftmon.protocol.messages.control import Command
 from ftmon.protocol.messages.telemetry import Failure, Goodbye
+from simulated_run import Sim
+
+WAITS = {"collective": "all_reduce", "last_collective": "all_reduce"}
+
+
+def trained(ranks: int = 1, last: int = 12, *, cuda: bool = False) -> Sim:
+    """Return a run whose ranks have finished ``last`` steps."""
+    sim = Sim(ranks, cuda=cuda)
+    sim.begin()
+    sim.train(1, last)
+    return sim
 
 
 def hang(sim: Any, seconds: float, guilty: int, **where: Any) -> list[Any]:
@@ -12,21 +23,16 @@ def hang(sim: Any, seconds: float, guilty: int, **where: Any) -> list[Any]:
 
     def beats() -> None:
         for rank in range(sim.count):
-            if rank == guilty:
-                sim.feed(sim.beat(rank, 13, **{"phase": "forward", "collectives": 99, **where}))
-            else:
-                sim.feed(
-                    sim.beat(
-                        rank, 13, "backward", collective="all_reduce", last_collective="all_reduce", collectives=100
-                    )
-                )
+            waits = {"phase": "backward", "collectives": 100, **WAITS}
+            sim.feed(
+                sim.beat(rank, 13, **({"phase": "forward", "collectives": 99, **where} if rank == guilty else waits))
+            )
 
     return sim.wait(seconds, beats)
 
 
-def test_a_run_starts_trains_and_finishes(make_sim: Any):
-    sim = make_sim(2, cuda=False)
-    sim.begin()
+def test_a_run_starts_trains_and_finishes():
+    sim = trained(2, 0)
     sim.tick()
     assert sim.run_states() == ["starting"]
     assert sim.states(0) == ["starting"]
@@ -38,22 +44,11 @@ def test_a_run_starts_trains_and_finishes(make_sim: Any):
     sim.sent += sim.tracker.ended(sim.now, "finished", 0)
     assert sim.states(0) == ["starting", "training", "finished"] or sim.states(0)[-2:] == ["finished", "finished"]
     assert sim.run_states() == ["starting", "training", "finished"]
-    assert sim.alerts("died") == []
-    assert sim.alerts("exit") == []
+    assert sim.alerts("died") == sim.alerts("exit") == []
 
 
-def test_ordinary_training_never_leaves_the_state_training(make_sim: Any):
-    sim = make_sim(8)
-    sim.begin()
-    sim.train(1, 40)
-    assert all(sim.states(rank) == ["starting", "training"] for rank in range(8))
-    assert sim.alerts("hang") == []
-
-
-def test_a_hang_names_the_rank_that_did_not_come_and_ends_when_it_comes(make_sim: Any):
-    sim = make_sim(4, cuda=False)
-    sim.begin()
-    sim.train(1, 12)
+def test_a_hang_names_the_rank_that_did_not_come_and_ends_when_it_comes():
+    sim = trained(4)
     began = sim.now
     hang(sim, 12, guilty=3)
     (alert,) = sim.alerts("hang")
@@ -70,10 +65,8 @@ def test_a_hang_names_the_rank_that_did_not_come_and_ends_when_it_comes(make_sim
     assert [sim.state(rank).state for rank in range(4)] == ["training"] * 4
 
 
-def test_what_is_left_of_an_ended_run_hangs_no_more(make_sim: Any):
-    sim = make_sim(2, cuda=False)
-    sim.begin()
-    sim.train(1, 12)
+def test_what_is_left_of_an_ended_run_hangs_no_more():
+    sim = trained(2)
     hang(sim, 9, guilty=1)
     sim.fact(0, alive=False, signal=15)
     sim.sent += sim.tracker.ended(sim.now, "stopped", -15)
@@ -82,10 +75,8 @@ def test_what_is_left_of_an_ended_run_hangs_no_more(make_sim: Any):
     assert (alert.ranks, alert.resolved is not None) == ([1], True)
 
 
-def test_a_standing_hang_is_brought_up_to_date_without_a_flood(make_sim: Any):
-    sim = make_sim(4, cuda=False)
-    sim.begin()
-    sim.train(1, 12)
+def test_a_standing_hang_is_brought_up_to_date_without_a_flood():
+    sim = trained(4)
     hang(sim, 300, guilty=3)
     (alert,) = sim.alerts("hang")
     assert alert.evidence["age_s"] > 240
@@ -94,25 +85,14 @@ def test_a_standing_hang_is_brought_up_to_date_without_a_flood(make_sim: Any):
     assert len(sim.states(0)) <= 4, "a state is not sent again because time passes"
 
 
-def test_under_nccl_the_last_rank_by_count_is_hung(make_sim: Any):
-    sim = make_sim(4)
-    sim.begin()
-    sim.train(1, 12)
+def test_under_nccl_the_last_rank_by_count_is_hung():
+    sim = trained(4, cuda=True)
 
     def beats() -> None:
         for rank in range(4):
-            behind = rank == 2
-            sim.feed(
-                sim.beat(
-                    rank,
-                    13,
-                    "idle" if behind else "optimizer",
-                    collectives=400 if behind else 404,
-                    step_collectives=4 if behind else 8,
-                    micro_step=1,
-                    last_collective="reduce_scatter_tensor",
-                )
-            )
+            phase, collectives, in_step = ("idle", 400, 4) if rank == 2 else ("optimizer", 404, 8)
+            counts = {"collectives": collectives, "step_collectives": in_step, "micro_step": 1}
+            sim.feed(sim.beat(rank, 13, phase, last_collective="reduce_scatter_tensor", **counts))
 
     sim.wait(25, beats)
     (alert,) = sim.alerts("hang")
@@ -122,27 +102,22 @@ def test_under_nccl_the_last_rank_by_count_is_hung(make_sim: Any):
 
 
 @pytest.mark.parametrize(("phase", "seconds"), [("checkpoint", 300), ("eval", 200), ("idle", 50)])
-def test_a_long_checkpoint_evaluation_or_pause_of_one_rank_is_no_hang(make_sim: Any, phase: str, seconds: float):
-    sim = make_sim(4, cuda=False)
-    sim.begin()
-    sim.train(1, 12)
+def test_a_long_checkpoint_evaluation_or_pause_of_one_rank_is_no_hang(phase: str, seconds: float):
+    sim = trained(4)
     hang(sim, seconds, guilty=0, phase=phase)
     assert sim.alerts("hang") == []
     assert sim.state(0).state == "training"
     assert sim.state(1).state == "waiting", "they do wait, and that is said"
 
 
-def test_a_long_first_step_is_no_hang(make_sim: Any):
-    sim = make_sim(2)
-    sim.begin()
+def test_a_long_first_step_is_no_hang():
+    sim = trained(2, 0, cuda=True)
     sim.wait(250, lambda: sim.feed(*(sim.beat(rank, 1, "forward") for rank in range(2))))
     assert sim.alerts("hang") == []
 
 
-def test_silence_is_unreachable_not_hung_and_ends_with_the_first_word(make_sim: Any):
-    sim = make_sim(1)
-    sim.begin()
-    sim.train(1, 12)
+def test_silence_is_unreachable_not_hung_and_ends_with_the_first_word():
+    sim = trained()
     sim.wait(60)
     assert sim.alerts("hang") == []
     assert sim.state(0).state == "unreachable"
@@ -155,17 +130,13 @@ def test_silence_is_unreachable_not_hung_and_ends_with_the_first_word(make_sim: 
     assert sim.alerts("note")[0].resolved is not None
 
 
-def test_a_hub_that_was_frozen_blames_nobody(make_sim: Any):
-    sim = make_sim(4, cuda=False)
-    sim.begin()
-    sim.train(1, 12)
-    sim.tick(600)
-    sim.tick()
-    assert sim.alerts("hang") == []
-    assert [sim.state(rank).state for rank in range(4)] == ["training"] * 4
-    sim.tick(-3000)
-    sim.tick()
-    assert sim.alerts("hang") == [], "nor does one whose clock was set back"
+def test_a_hub_that_was_frozen_blames_nobody():
+    sim = trained(4)
+    for seconds in (600, -3000):
+        sim.tick(seconds)
+        sim.tick()
+        assert sim.alerts("hang") == [], "nor does one whose clock was set back"
+        assert [sim.state(rank).state for rank in range(4)] == ["training"] * 4
 
 
 def held_up(sim: Any, rounds: int, *, slept: bool = False, first: bool = True) -> None:
@@ -178,38 +149,26 @@ def held_up(sim: Any, rounds: int, *, slept: bool = False, first: bool = True) -
         if first:
             sim.tick(0)
         for second in [6] if slept else range(1, 7):
-            for rank in (0, 2):
-                beat = sim.beat(rank, 13, "backward", collective="all_reduce", collectives=100)
-                sim.feed(msgspec.structs.replace(beat, time=before + second))
-            sim.feed(msgspec.structs.replace(sim.beat(1, 13, "data"), time=before + second))
+            beats = [sim.beat(rank, 13, "backward", collectives=100, **WAITS) for rank in (0, 2)]
+            beats.append(sim.beat(1, 13, "data"))
+            sim.feed(*(msgspec.structs.replace(beat, time=before + second) for beat in beats))
         if not first:
             sim.tick(0)
     sim.tick()
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_hub_that_is_kept_from_its_work_again_and_again_still_tells_who_hangs(make_sim: Any, first: bool):
-    sim = make_sim(3, cuda=False)
-    sim.begin()
-    sim.train(1, 12)
-    held_up(sim, 3, first=first)
-    (alert,) = sim.alerts("hang")
-    assert alert.evidence["hung"] == [1]
+@pytest.mark.parametrize(("slept", "hung"), [(False, [[1]]), (True, [])])
+def test_a_hub_that_is_kept_from_its_work_tells_who_hangs_and_accuses_no_rank_that_slept_with_it(
+    first: bool, slept: bool, hung: list[list[int]]
+):
+    sim = trained(3)
+    held_up(sim, 3, first=first, slept=slept)
+    assert [alert.evidence["hung"] for alert in sim.alerts("hang")] == hung
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_ranks_that_slept_with_the_hub_are_not_accused_of_that_time(make_sim: Any, first: bool):
-    sim = make_sim(3, cuda=False)
-    sim.begin()
-    sim.train(1, 12)
-    held_up(sim, 3, slept=True, first=first)
-    assert sim.alerts("hang") == []
-
-
-def test_what_a_rank_did_while_the_hub_did_not_look_counts_as_progress(make_sim: Any):
-    sim = make_sim(3, cuda=False)
-    sim.begin()
-    sim.train(1, 12)
+def test_what_a_rank_did_while_the_hub_did_not_look_counts_as_progress():
+    sim = trained(3)
     held_up(sim, 1, first=False)
     for rank in range(3):
         sim.feed(sim.beat(rank, 13, "backward", moved=True))
@@ -217,9 +176,8 @@ def test_what_a_rank_did_while_the_hub_did_not_look_counts_as_progress(make_sim:
     assert sim.alerts("hang") == []
 
 
-def test_a_rank_that_is_stopped_and_continued_many_times_a_second_is_not_stopped(make_sim: Any):
-    sim = make_sim(2, cuda=False)
-    sim.begin()
+def test_a_rank_that_is_stopped_and_continued_many_times_a_second_is_not_stopped():
+    sim = trained(2, 0)
     for step in range(1, 40):
         sim.train(step, step)
         sim.fact(1, proc_state="T")
@@ -232,9 +190,8 @@ def test_a_rank_that_is_stopped_and_continued_many_times_a_second_is_not_stopped
 
 
 @pytest.mark.parametrize(("proc_state", "by_signal"), [("T", True), ("t", False)])
-def test_signal_cont_is_named_only_for_a_rank_that_it_continues(make_sim: Any, proc_state: str, by_signal: bool):
-    sim = make_sim(1)
-    sim.begin()
+def test_signal_cont_is_named_only_for_a_rank_that_it_continues(proc_state: str, by_signal: bool):
+    sim = trained(1, 0)
     for _ in range(8):
         sim.fact(0, proc_state=proc_state)
         sim.wait(0.5)
@@ -242,10 +199,8 @@ def test_signal_cont_is_named_only_for_a_rank_that_it_continues(make_sim: Any, p
     assert ("CONT" in sim.state(0).text) is by_signal
 
 
-def test_a_stopped_rank_is_told_within_seconds_and_what_waits_for_it_is_its_evidence(make_sim: Any):
-    sim = make_sim(4, cuda=False)
-    sim.begin()
-    sim.train(1, 12)
+def test_a_stopped_rank_is_told_within_seconds_and_what_waits_for_it_is_its_evidence():
+    sim = trained(4)
     sim.wait(STOPPED_S + 0.5, lambda: sim.fact(1, proc_state="T"))
     (alert,) = sim.alerts("hang")
     assert (alert.rank, alert.evidence["process_state"]) == (1, "T")
@@ -254,7 +209,7 @@ def test_a_stopped_rank_is_told_within_seconds_and_what_waits_for_it_is_its_evid
     def beats() -> None:
         sim.fact(1, proc_state="T")
         for rank in (0, 2, 3):
-            sim.feed(sim.beat(rank, 13, "backward", collective="all_reduce", collectives=100))
+            sim.feed(sim.beat(rank, 13, "backward", collectives=100, **WAITS))
 
     sim.wait(30, beats)
     (alert,) = sim.alerts("hang")
@@ -265,10 +220,8 @@ def test_a_stopped_rank_is_told_within_seconds_and_what_waits_for_it_is_its_evid
     assert sim.state(1).state == "training"
 
 
-def test_a_rank_that_dies_while_others_wait_is_gone_with_its_signal(make_sim: Any):
-    sim = make_sim(2, cuda=False)
-    sim.begin()
-    sim.train(1, 5)
+def test_a_rank_that_dies_while_others_wait_is_gone_with_its_signal():
+    sim = trained(2, 5)
     sim.fact(1, alive=False, signal=9)
     sim.wait(2)
     assert (sim.state(1).state, sim.state(1).text, sim.state(1).signal) == ("gone", "killed by SIGKILL", 9)
@@ -276,9 +229,8 @@ def test_a_rank_that_dies_while_others_wait_is_gone_with_its_signal(make_sim: An
     assert sim.states(1).count("gone") == 1
 
 
-def test_an_exit_status_learned_later_is_added(make_sim: Any):
-    sim = make_sim(1)
-    sim.begin()
+def test_an_exit_status_learned_later_is_added():
+    sim = trained(1, 0)
     sim.fact(0, alive=False)
     sim.wait(2)
     assert sim.state(0).text == "exit status unknown"
@@ -289,32 +241,24 @@ def test_an_exit_status_learned_later_is_added(make_sim: Any):
     assert (alert.rank, alert.evidence["exit_code"]) == (0, 3)
 
 
-def test_a_fact_about_another_process_is_ignored(make_sim: Any):
-    sim = make_sim(1)
-    sim.begin()
-    sim.train(1, 3)
+def test_a_fact_about_another_process_is_ignored():
+    sim = trained(1, 3)
     sim.feed(sim.hello(0, grad_accumulation=1))
     assert sim.tracker.fact(ProcessFact(0, 100, 999, alive=False)) == []
     sim.wait(2)
     assert sim.state(0).state == "training"
 
 
-def test_a_rank_that_is_started_again_starts_anew(make_sim: Any):
-    sim = make_sim(1)
-    sim.begin()
-    sim.train(1, 3)
+def test_a_rank_that_is_started_again_starts_anew():
+    sim = trained(1, 3)
     sim.fact(0, alive=False, exit_code=1)
     sim.wait(2)
-    hello = sim.hello(0)
-    sim.feed(msgspec.structs.replace(hello, pid=4242, start_ticks=8))
-    assert sim.state(0).state == "starting"
-    assert sim.state(0).pid == 4242
+    sim.feed(sim.hello(0, pid=4242))
+    assert (sim.state(0).state, sim.state(0).pid) == ("starting", 4242)
 
 
-def test_a_hang_at_exit_is_recognised(make_sim: Any):
-    sim = make_sim(2, cuda=False)
-    sim.begin()
-    sim.train(1, 12)
+def test_a_hang_at_exit_is_recognised():
+    sim = trained(2)
     sim.feed(Goodbye(0, sim.now, 12, "finished"))
     sim.fact(0, alive=False, exit_code=0)
     sim.wait(40, lambda: sim.feed(sim.beat(1, 13, "idle", collective="barrier", collectives=37)))
@@ -324,10 +268,8 @@ def test_a_hang_at_exit_is_recognised(make_sim: Any):
     assert sim.state(1).state == "waiting"
 
 
-def test_a_process_that_outlives_its_goodbye_is_a_hang_at_exit(make_sim: Any):
-    sim = make_sim(2)
-    sim.begin()
-    sim.train(1, 12)
+def test_a_process_that_outlives_its_goodbye_is_a_hang_at_exit():
+    sim = trained(2, cuda=True)
     for rank in range(2):
         sim.feed(Goodbye(rank, sim.now, 12, "finished"))
     sim.fact(0, alive=False, exit_code=0)
@@ -341,10 +283,8 @@ def test_a_process_that_outlives_its_goodbye_is_a_hang_at_exit(make_sim: Any):
     assert sim.alerts("hang")[0].resolved is not None
 
 
-def test_stop_and_kill_of_the_run_show_as_stopping(make_sim: Any):
-    sim = make_sim(1)
-    sim.begin()
-    sim.train(1, 3)
+def test_stop_and_kill_of_the_run_show_as_stopping():
+    sim = trained(1, 3)
     sim.feed(Command("a", "kill", {"ranks": [], "signal": "TERM"}))
     assert sim.run_states()[-1] == "stopping"
     sim.train(4, 5)
@@ -355,10 +295,8 @@ def test_stop_and_kill_of_the_run_show_as_stopping(make_sim: Any):
     assert sim.alerts("died") == []
 
 
-def test_ranks_that_end_as_asked_are_finished_and_no_hang_at_exit(make_sim: Any):
-    sim = make_sim(2, cuda=False)
-    sim.begin()
-    sim.train(1, 12)
+def test_ranks_that_end_as_asked_are_finished_and_no_hang_at_exit():
+    sim = trained(2)
     hang(sim, 60, guilty=1)
     sim.feed(Command("a", "kill", {"ranks": [], "signal": "INT"}), Goodbye(1, sim.now, 12, "stopped", "interrupted"))
     sim.fact(1, alive=False, signal=2)
@@ -368,9 +306,9 @@ def test_ranks_that_end_as_asked_are_finished_and_no_hang_at_exit(make_sim: Any)
     assert alert.resolved is not None
 
 
-def test_without_a_launcher_the_run_ends_with_its_ranks(make_sim: Any):
+def test_without_a_launcher_the_run_ends_with_its_ranks():
     for reason, end in (("finished", "finished"), ("failed", "failed")):
-        sim = make_sim(2)
+        sim = Sim(2)
         sim.tracker = sim.detectors._tracker = RankTracker(has_launcher=False)
         sim.begin()
         sim.train(1, 3)
@@ -381,10 +319,8 @@ def test_without_a_launcher_the_run_ends_with_its_ranks(make_sim: Any):
         assert sim.run_states()[-1] == end
 
 
-def test_a_failed_rank_is_gone_with_its_error(make_sim: Any):
-    sim = make_sim(1)
-    sim.begin()
-    sim.train(1, 3)
+def test_a_failed_rank_is_gone_with_its_error():
+    sim = trained(1, 3)
     sim.feed(Failure(0, 4, "forward", sim.now, "ValueError: shapes"), Goodbye(0, sim.now, 3, "failed"))
     sim.fact(0, alive=False, exit_code=1)
     sim.wait(2)
@@ -394,13 +330,11 @@ def test_a_failed_rank_is_gone_with_its_error(make_sim: Any):
     assert sim.alerts("died") == []
 
 
-def test_a_new_hub_goes_on_with_the_recorded_states_and_alerts(make_sim: Any):
-    old = make_sim(4, cuda=False)
-    old.begin()
-    old.train(1, 12)
+def test_a_new_hub_goes_on_with_the_recorded_states_and_alerts():
+    old = trained(4)
     hang(old, 12, guilty=3)
     (before,) = old.alerts("hang")
-    new = make_sim(4, cuda=False)
+    new = Sim(4, cuda=False)
     new.now, new.seq, new.progress = old.now + 20, old.seq, old.progress
     new.tracker.restore(old.frames)
     new.detectors.restore(old.frames)
@@ -418,19 +352,16 @@ def test_a_new_hub_goes_on_with_the_recorded_states_and_alerts(make_sim: Any):
     assert new.state(3).state == "training"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 512])
-def test_states_are_sent_only_when_they_change(make_sim: Any, ranks: int):
-    sim = make_sim(ranks)
-    sim.begin()
-    sim.train(1, 4)
-    sim.wait(3, lambda: sim.feed(*(sim.beat(rank, 5, moved=True) for rank in range(ranks))))
-    assert all(len(sim.states(rank)) == 2 for rank in range(ranks))
+@pytest.mark.parametrize("ranks", [1, 8, 512])
+def test_states_are_sent_only_when_they_change(ranks: int):
+    sim = trained(ranks, 4 if ranks > 8 else 40, cuda=True)
+    sim.wait(3, lambda: sim.feed(*(sim.beat(rank, 41, moved=True) for rank in range(ranks))))
+    assert all(sim.states(rank) == ["starting", "training"] for rank in range(ranks))
+    assert sim.alerts("hang") == []
 
 
-def test_a_rank_that_a_kill_could_not_end_says_that_it_waits_for_the_kernel(make_sim: Any):
-    sim = make_sim(2)
-    sim.begin()
-    sim.train(1, 6)
+def test_a_rank_that_a_kill_could_not_end_says_that_it_waits_for_the_kernel():
+    sim = trained(2, 6, cuda=True)
     sim.wait(1, lambda: sim.fact(1, proc_state="D"))
     assert sim.tracker.ranks[1].state.state == "training", "a disk is waited for now and then"
     sim.feed(Command("c", "kill", {"ranks": [1]}))
@@ -442,52 +373,45 @@ def test_a_rank_that_a_kill_could_not_end_says_that_it_waits_for_the_kernel(make
     assert sim.tracker.ranks[1].state.state == "gone"
 
 
+def waits_for_the_other(sim: Sim, step: int, collectives: int) -> None:
+    sim.wait(8, lambda: sim.feed(sim.beat(0, step, "backward", collectives=collectives, **WAITS)))
+
+
 @pytest.mark.parametrize(("heard", "limit"), [(0, 60.0), (1, 8.0)])
 def test_a_rank_that_went_silent_before_its_steps_were_heard_is_judged_by_those_of_the_ranks_that_wait(
-    make_sim: Any, heard: int, limit: float
+    heard: int, limit: float
 ):
-    sim = make_sim(2, cuda=False)
-    sim.begin()
+    sim = trained(2, 0)
     for step in range(1, 9):
-        for rank in range(2) if step <= heard else (0,):
-            sim.feed(sim.step(rank, step))
+        sim.feed(*(sim.step(rank, step) for rank in (range(2) if step <= heard else (0,))))
         sim.tick(0.05)
     if heard:
         sim.feed(sim.beat(1, 2, "forward", moved=True))
-    waits = {"collective": "all_reduce", "last_collective": "all_reduce", "collectives": 25}
     silent = sim.tracker.ranks[1].progress
     assert silent.limit() == (60.0 if heard else 300.0), "its first steps, as far as it is known"
-    sim.wait(8, lambda: sim.feed(sim.beat(0, 9, "backward", **waits)))
+    waits_for_the_other(sim, 9, 25)
     assert silent.limit() == limit
     sim.feed(sim.beat(1, 1, "init", moved=True))
     assert silent.peer_steps == 0, "it speaks for itself"
 
 
-def test_a_silent_rank_last_heard_in_its_start_has_left_it_when_steps_came_after(make_sim: Any):
-    sim = make_sim(2, cuda=False)
-    sim.begin()
-    for rank in range(2):
-        sim.feed(sim.beat(rank, 1, "init", moved=True))
+def test_a_silent_rank_last_heard_in_its_start_has_left_it_when_steps_came_after():
+    sim = trained(2, 0)
+    sim.feed(*(sim.beat(rank, 1, "init", moved=True) for rank in range(2)))
     for step in range(1, 12):
-        for rank in range(2):
-            sim.feed(sim.step(rank, step))  # all at once, before its next heartbeat
+        sim.feed(*(sim.step(rank, step) for rank in range(2)))  # all at once, before its next heartbeat
     silent = sim.tracker.ranks[1].progress
     assert (silent.phase, silent.steps_seen) == ("init", 11)
-    waits = {"collective": "all_reduce", "last_collective": "all_reduce", "collectives": 23}
-    sim.wait(8, lambda: sim.feed(sim.beat(0, 12, "backward", **waits)))
+    waits_for_the_other(sim, 12, 23)
     assert silent.limit() == 60.0
 
 
-def test_a_silent_rank_last_heard_between_two_steps_has_left_them_when_a_step_came_after(make_sim: Any):
-    sim = make_sim(2, cuda=False)
-    sim.begin()
-    sim.train(1, 5)
+def test_a_silent_rank_last_heard_between_two_steps_has_left_them_when_a_step_came_after():
+    sim = trained(2, 5)
     sim.feed(sim.beat(1, 6, "idle", moved=True))
     silent = sim.tracker.ranks[1].progress
-    waits = {"collective": "all_reduce", "last_collective": "all_reduce", "collectives": 25}
-    sim.wait(8, lambda: sim.feed(sim.beat(0, 6, "backward", **waits)))
+    waits_for_the_other(sim, 6, 25)
     assert silent.limit() == 300.0, "it may evaluate there"
-    sim.feed(sim.step(1, 6))
-    sim.feed(sim.step(0, 6))
-    sim.wait(8, lambda: sim.feed(sim.beat(0, 7, "backward", **waits)))
+    sim.feed(sim.step(1, 6), sim.step(0, 6))
+    waits_for_the_other(sim, 7, 25)
     assert silent.limit() == 60.0

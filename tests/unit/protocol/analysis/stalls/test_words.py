@@ -5,26 +5,17 @@ from typing import Any
 import pytest
 from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.findings.finding import Condition, Finding, Resolution, ResolvedWhy, added, resolved
-from ftmon.protocol.analysis.stalls.collectives import RankView, collective, where
+from ftmon.protocol.analysis.stalls.collectives import Difference, RankView, collective, where
 from ftmon.protocol.analysis.stalls.evidence import Call, Calls, Collective, Evidence, Frame, LockWait
 from ftmon.protocol.analysis.stalls.evidence import where as place_of
 from ftmon.protocol.analysis.stalls.hang_detector import HangFacts, StoppedFacts, UnreachableFacts, WaitingRanks
-from ftmon.protocol.analysis.stalls.judge import (
-    CircularWait,
-    CutOff,
-    DifferentCalls,
-    Finished,
-    InPointToPoint,
-    RanAhead,
-    StaleLocks,
-    Unclear,
-    Verdict,
-)
+from ftmon.protocol.analysis.stalls.judge import CircularWait, OtherRanks, RanAhead, StaleLocks, Unclear, Verdict
 from ftmon.protocol.analysis.stalls.words import of_verdict
 from ftmon.protocol.messages.control import Alert
 
 FRAMES = (Frame("/home/me/train.py", 52, "main"),)
 REDUCE = Collective("all_reduce", 9)
+IN_REDUCE = "inside all_reduce #9"
 
 
 def view(rank: int, **fields: Any) -> RankView:
@@ -34,6 +25,14 @@ def view(rank: int, **fields: Any) -> RankView:
 def verdict(kind: Any, waiting: tuple[int, ...] = (), hung: tuple[int, ...] = (), **fields: Any) -> Verdict:
     views = {each.rank: each for each in fields.pop("of", [view(rank) for rank in (*hung, *waiting)])}
     return Verdict(kind, waiting, hung, True, 10.0, views=views, **fields)
+
+
+def inside(rank: int, name: str) -> RankView:
+    return view(rank, inside=name)
+
+
+SHAPES = Difference("0", 9, {r: Call("0", 9, "all_reduce", 32 if r == 2 else 64, False) for r in range(3)}, True)
+CIRCLE = CircularWait({0: Collective("all_reduce", 4, (0, 1), "1"), 1: Collective("x", 3, (), "2")})
 
 
 def found(**fields: Any) -> Evidence:
@@ -82,13 +81,7 @@ def found(**fields: Any) -> Evidence:
             "12, in forward. Such phases usually allow 8.0 s at most. The stacks show the line.",
         ),
         (
-            verdict(
-                "mismatch",
-                (0, 1, 2),
-                collective=Collective("", 9, (0, 1, 2)),
-                differs=(2,),
-                facts=DifferentCalls({r: Call("0", 9, "all_reduce", 32 if r == 2 else 64, False) for r in range(3)}),
-            ),
+            verdict("mismatch", (0, 1, 2), collective=Collective("", 9, (0, 1, 2)), differs=(2,), facts=SHAPES),
             "mismatched shapes for 10 s: rank 2: all_reduce of 32 elements; ranks 0 and 1: all_reduce of 64 elements",
             "Collective #9 of the group of ranks 0, 1 and 2 was not entered alike: rank 2: all_reduce of 32 elements; "
             "ranks 0 and 1: all_reduce of 64 elements. rank 2 differs from the others. They wait for each other "
@@ -96,34 +89,20 @@ def found(**fields: Any) -> Evidence:
         ),
         (
             verdict(
-                "mismatch",
-                (0, 1),
-                collective=Collective("", 9),
-                of=[view(0, inside="all_gather"), view(1, inside="barrier")],
+                "mismatch", (0, 1), collective=Collective("", 9), of=[inside(0, "all_gather"), inside(1, "barrier")]
             ),
             "mismatched collectives for 10 s: rank 0: all_gather; rank 1: barrier",
             "Every rank is inside its collective #9, but not the same one (rank 0: all_gather; rank 1: barrier). They "
             "wait for each other forever. Check for code that takes another branch on some ranks.",
         ),
         (
-            verdict(
-                "mismatch",
-                (0, 1),
-                collective=REDUCE,
-                differs=(0,),
-                facts=InPointToPoint((0,)),
-                of=[view(0, inside="recv"), view(1)],
-            ),
+            verdict("mismatch", (0, 1), collective=REDUCE, facts=OtherRanks((0,)), of=[inside(0, "recv"), view(1)]),
             "mismatched calls for 10 s: rank 0: recv; rank 1: all_reduce #9",
             "rank 0 waits in recv for another rank, and rank 1 in all_reduce for rank 0. Check for a send without a "
             "matching receive, or a branch that only some ranks take.",
         ),
         (
-            verdict(
-                "deadlock",
-                (0, 1),
-                facts=CircularWait({0: Collective("all_reduce", 4, (0, 1), "1"), 1: Collective("x", 3, (), "2")}),
-            ),
+            verdict("deadlock", (0, 1), facts=CIRCLE),
             "deadlock of process groups for 10 s: rank 0 waits in all_reduce #4 of group 1 (ranks 0 and 1); rank 1 "
             "waits in x #3 of group 2",
             "rank 0 waits in all_reduce #4 of group 1 (ranks 0 and 1); rank 1 waits in x #3 of group 2. Each waits for "
@@ -131,7 +110,7 @@ def found(**fields: Any) -> Evidence:
             "groups in the same order.",
         ),
         (
-            verdict("unreachable", (0,), collective=REDUCE, facts=CutOff((2, 3))),
+            verdict("unreachable", (0,), collective=REDUCE, facts=OtherRanks((2, 3))),
             "rank 0 waits 10 s in all_reduce #9: the host of ranks 2 and 3 is cut off",
             "rank 0 waits 10 s in all_reduce #9. No message arrives from the host of ranks 2 and 3, so the state of "
             "its ranks is unknown. Once the link is restored, the training may continue by itself.",
@@ -143,7 +122,7 @@ def found(**fields: Any) -> Evidence:
             "which rank 1 entered too. Compare the stacks of all ranks.",
         ),
         (
-            verdict("exit", (1,), (2,), facts=Finished((0,)), of=[view(2), view(1, inside="barrier", collectives=3)]),
+            verdict("exit", (1,), (2,), facts=OtherRanks((0,)), of=[view(2), view(1, inside="barrier", collectives=3)]),
             "hang at exit: rank 0 finished, ranks 2 and 1 still there after 10 s",
             "rank 0 finished, ranks 2 and 1 made no progress for 10 s (inside barrier #3, which a finished rank cannot "
             "enter). The launcher waits forever for such a rank: if the results are saved, kill the run.",
@@ -157,10 +136,7 @@ def test_a_verdict_in_words(verdict: Verdict, title: str, body: str):
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        (
-            Unclear("same_collective", REDUCE),
-            "every rank is inside all_reduce #9: the network, or the collective itself",
-        ),
+        (Unclear("same_collective", REDUCE), f"every rank is {IN_REDUCE}: the network, or the collective itself"),
         (Unclear("other_counts"), "every rank is inside a collective, but not at the same count"),
         (Unclear("nobody_waits"), "no rank is seen to wait for another one"),
     ],
@@ -213,18 +189,19 @@ def test_a_hangs_evidence_has_what_a_look_at_the_ranks_found():
 
 
 def test_a_rank_that_is_stopped_or_not_heard_of_in_words():
-    stopped = Finding("stopped", StoppedFacts(101, False), rank=1, ranks=(1,))
-    assert kinds.words_of(stopped).title == "rank 1 is stopped by a signal (SIGSTOP)"
-    assert "'kill -CONT 101' continues it" in kinds.words_of(stopped).text
-    assert kinds.evidence_of(stopped) == {"pid": 101, "process_state": "T"}
-    traced = Finding("stopped", StoppedFacts(101, True), rank=1, ranks=(1,))
-    assert kinds.words_of(traced).title == "rank 1 is traced by a debugger"
-    assert "CONT" not in kinds.words_of(traced).text, "it would stay stopped"
-    assert kinds.evidence_of(traced) == {"pid": 101, "process_state": "t"}
+    for facts, title, state in (
+        (StoppedFacts(101, False), "stopped by a signal (SIGSTOP)", "T"),
+        (StoppedFacts(101, True), "traced by a debugger", "t"),
+    ):
+        stopped = Finding("stopped", facts, rank=1, ranks=(1,))
+        words = kinds.words_of(stopped)
+        assert words.title == f"rank 1 is {title}"
+        assert ("'kill -CONT 101' continues it" in words.text) is not facts.traced, "it would stay stopped"
+        assert kinds.evidence_of(stopped) == {"pid": 101, "process_state": state}
+        assert kinds.added_of(added(stopped.condition, WaitingRanks((0, 2)))) == ("awaited", {"waiting": [0, 2]}, "")
     unheard = Finding("unreachable", UnreachableFacts("nothing heard of it"), ranks=(1, 2))
     assert kinds.words_of(unheard).title == "ranks 1 and 2 unreachable: nothing heard of it"
     assert kinds.evidence_of(unheard) == {"ranks": [1, 2]}
-    assert kinds.added_of(added(stopped.condition, WaitingRanks((0, 2)))) == ("awaited", {"waiting": [0, 2]}, "")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ftmon.trainer.host.end.kill import Kill, KillScope
 def test_processes_that_ended_in_time_are_not_killed_by_a_thread_that_looks_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kill = Kill(KillScope(tmp_path, [], [], whole_run=True), signal.SIGTERM, False, lambda _: None)
+    kill = Kill(KillScope(tmp_path, [], [], whole_run=True), signal.SIGTERM, False)
     now = iter([0.0, *[100.0] * 9])
     monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda _: None, monotonic=lambda: next(now)))
     monkeypatch.setattr(kill, "_find", list)

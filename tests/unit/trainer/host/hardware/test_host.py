@@ -3,7 +3,7 @@
 import os
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +27,10 @@ def fed(samples: Iterable[tuple[float, float]], total: int = 100 * GIB) -> list[
     ]
 
 
+def falling(free: int, times: Iterable[int], change: Callable[[int], int]) -> list[tuple[float, float]]:
+    return [(t, free := free + change(t)) for t in times]
+
+
 def states(found: list[tuple[float, Finding]]) -> list[str]:
     return [one.state for _, one in found if one.state != "updated"]
 
@@ -43,46 +47,37 @@ def test_a_disk_that_fills_steadily_is_told_with_the_time_that_is_left():
     assert facts.bytes_per_s == pytest.approx(rate, rel=0.05)
     assert facts.full_in_s == pytest.approx(facts.free_bytes / rate, rel=0.1)
     assert t < 450, "long before it is full, at 1091"
-
-
-def test_a_small_disk_that_fills_within_half_a_minute_is_told_in_time():
-    found = fed(((t, 64 * MIB - 2 * MIB * t) for t in range(0, 30, 2)), total=64 * MIB)
-    assert found
-    assert found[0][0] <= 16
-
-
-def test_it_resolves_once_there_is_room_again():
     samples = [(t, 5 * GIB - 10 * MIB * t) for t in range(0, 300, 2)]
-    samples += [(t, 40 * GIB) for t in range(300, 400, 2)]
-    assert states(fed(samples)) == ["raised", "resolved"]
+    assert states(fed([*samples, *((t, 40 * GIB) for t in range(300, 400, 2))])) == ["raised", "resolved"]
+    small = fed(((t, 64 * MIB - 2 * MIB * t) for t in range(0, 30, 2)), total=64 * MIB)
+    assert small[0][0] <= 16, "a small disk within half a minute"
 
 
 def test_a_checkpoint_that_is_being_written_and_removed_again_is_no_finding():
-    samples: list[tuple[float, float]] = []
-    free = 300 * GIB
-    for t in range(0, 3000, 2):
-        within = t % 600
-        free -= 2 * GIB * 2 if within < 15 else 0
-        free += 8 * 4 * GIB if within == 20 and t > 600 else 0
-        samples.append((t, free - random.Random(t).randint(0, 2**20)))
-    assert fed(samples, total=1000 * GIB) == []
+    def change(t: int) -> int:
+        return (8 * 4 * GIB if t % 600 == 20 and t > 600 else 0) - (2 * GIB * 2 if t % 600 < 15 else 0)
+
+    noise = [random.Random(t).randint(0, 2**20) for t in range(0, 3000, 2)]
+    samples = falling(300 * GIB, range(0, 3000, 2), change)
+    assert fed([(t, free - more) for (t, free), more in zip(samples, noise, strict=True)], total=1000 * GIB) == []
+    # Logs that grow for hours, twice 19.5 GiB, 20 MiB every 30 s.
+    logs = falling(50 * GIB, range(2100), lambda at: -20 * MIB if at % 1050 < 1000 else 0)
+    assert fed((30.0 * at, free) for at, free in logs) == []
 
 
 def test_the_first_of_a_few_checkpoints_that_are_kept_are_no_rate():
-    free, samples = 400.0 * GIB, []
-    for at in range(0, 3000, 2):
-        free -= GIB if at % 300 < 120 and at < 900 else 0  # 60 GiB in two of every five minutes, three times
-        samples.append((float(at), free))
+    # 60 GiB in two of every five minutes, three times
+    samples = falling(400 * GIB, range(0, 3000, 2), lambda at: -GIB if at % 300 < 120 and at < 900 else 0)
     assert fed(samples, 2000 * GIB) == []
     steady = [(float(at), 400.0 * GIB - at * 0.2 * GIB) for at in range(0, 1990, 2)]
     assert states(fed(steady, 2000 * GIB))[0] == "raised", "the same rate all the time"
 
 
 def test_what_was_written_before_a_pause_does_not_delay_a_steady_fall():
-    free, samples = 60.0 * GIB, []
-    for at in range(0, 900, 2):
-        free -= GIB / 2 if at < 20 else 20_000 if at < 300 else 100 * MIB  # a checkpoint, a pause, 50 MiB/s
-        samples.append((float(at), free))
+    def change(at: int) -> int:  # a checkpoint, a pause, 50 MiB/s
+        return -GIB // 2 if at < 20 else -20_000 if at < 300 else -100 * MIB
+
+    samples = falling(60 * GIB, range(0, 900, 2), change)
     raised = [t for t, found in fed(samples, 500 * GIB) if found.state == "raised"]
     assert 300 < raised[0] < 720, "of some 1,100 s that it takes"
     slow_before = [
@@ -93,22 +88,10 @@ def test_what_was_written_before_a_pause_does_not_delay_a_steady_fall():
 
 
 def test_a_checkpoint_that_will_not_fit_next_time_is_told():
-    samples: list[tuple[float, float]] = []
-    free = 36 * GIB
-    for t in range(0, 1500, 2):
-        free -= GIB if t % 400 < 20 and t < 1200 else 0  # 10 GiB, three times
-        samples.append((t, free))
+    samples = falling(36 * GIB, range(0, 1500, 2), lambda t: -GIB if t % 400 < 20 and t < 1200 else 0)  # 3 x 10 GiB
     found = [one for _, one in fed(samples, total=1000 * GIB) if one.facts.why == "next write"]
     assert found[0].facts.burst_bytes == pytest.approx(10 * GIB, rel=0.15)
     assert (found[0].kind, found[0].facts.free_bytes, found[0].facts.full_in_s) == ("disk_filling", 6 * GIB, None)
-
-
-def test_logs_that_grow_for_hours_are_no_checkpoints():
-    free, samples = 50 * GIB, []
-    for at in range(2100):
-        free -= 20 * MIB if at % 1050 < 1000 else 0  # twice 19.5 GiB, 20 MiB every 30 s
-        samples.append((30.0 * at, free))
-    assert fed(samples) == []
 
 
 def test_little_left_is_told_at_once_and_nothing_left_is_an_error():
@@ -126,8 +109,7 @@ def place(tmp_path: Path, pid: int, **links: Path) -> Path:
 
 
 def test_the_run_the_ranks_and_their_open_files_say_where_to_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    names = ("run", "work", "tmp", "checkpoints", "read", "out")
-    folders = {name: tmp_path / name for name in names}
+    folders = {name: tmp_path / name for name in ("run", "work", "tmp", "checkpoints", "read", "out")}
     for folder in folders.values():
         folder.mkdir()
     real = os.stat
@@ -149,13 +131,11 @@ def test_the_run_the_ranks_and_their_open_files_say_where_to_look(tmp_path: Path
 
     monkeypatch.setattr(looked.os, "lstat", lstat)
     free = {"now": 50}
-    disks = looked.Disks(
-        "h",
-        folders["run"],
-        lambda: {0: 7},
-        lambda _: SimpleNamespace(f_frsize=4096, f_bsize=4096, f_blocks=1000, f_bavail=free["now"]),
-        tmp_path,
-    )
+
+    def statvfs(_: str) -> SimpleNamespace:
+        return SimpleNamespace(f_frsize=4096, f_bsize=4096, f_blocks=1000, f_bavail=free["now"])
+
+    disks = looked.Disks("h", folders["run"], lambda: {0: 7}, statvfs, tmp_path)
     disks.note_output(0, "../out/not-yet")
     message = disks.measure(0.0)
     assert message is not None
@@ -217,25 +197,16 @@ def log(root: Path, at: str = "0") -> None:
 def test_a_record_of_the_kernels_log_says_who_was_killed_and_for_whose_limit() -> None:
     kills = [read_kill(line) for line in RECORDS.format(at="12730465446").splitlines()]
     assert kills[:2] == [None, None]
-    kill = kills[2]
-    assert kill is not None
-    assert (kill.pid, kill.name, kill.resident_bytes, kill.of_group) == (PID, "python", 419692 * 1024, True)
-    assert kill.at == pytest.approx(12730.465446)
-    of_host = (
-        "3,9,1,-;Out of memory: Killed process 12 (python3) total-vm:9kB, anon-rss:8kB, file-rss:0kB, shmem-rss:0kB"
-    )
-    kill = read_kill(of_host)
-    assert kill is not None
-    assert not kill.of_group
+    assert kills[2] == (PID, "python", 419692 * 1024, True, pytest.approx(12730.465446))
+    of_host = "3,9,1,-;Out of memory: Killed process 12 (python3) total-vm:9kB, anon-rss:8kB, file-rss:0kB"
+    assert read_kill(of_host) == (12, "python3", 8 * 1024, False, pytest.approx(1e-6))
 
 
 def test_a_process_that_the_log_names_was_surely_killed_by_the_kernel(root: Path, kills: KernelKills) -> None:
     log(root)
     found = kills.find(PID, 1.0)
     assert found is not None
-    assert (found.sure, found.exhausted, found.name) == (True, "group", "python")
-    assert found.killed_bytes == 419692 * 1024
-    assert found.limits_bytes == [201326592]
+    assert found == KernelKill(True, "group", "python", 419692 * 1024, [201326592], resident_bytes=found.resident_bytes)
     assert found.resident_bytes > 0
 
 
@@ -255,27 +226,17 @@ def test_a_kill_long_ago_explains_nothing(root: Path, kills: KernelKills) -> Non
     assert kills.find(PID, RECENT_SECONDS + 40.0) is None
 
 
-def test_a_sigkill_without_evidence_is_not_the_kernels(root: Path, kills: KernelKills) -> None:
+def test_without_evidence_the_log_decides_unless_it_is_of_other_pids_or_old(root: Path, kills: KernelKills) -> None:
     assert kills.find(PID, 1.0) is None
     (root / "dev/kmsg").write_text("6,1,1,-;something else\n")
-    found = kills.find(PID, 1.0)
-    assert found is not None
-    assert found == KernelKill(False)
-
-
-def test_a_log_with_pids_of_another_namespace_is_not_read(root: Path) -> None:
+    assert kills.find(PID, 1.0) == KernelKill(False)
+    # Half an hour away from now, on a host that was started when you like: of a pid that is used again.
+    log(root, at=str(int((time.clock_gettime(time.CLOCK_BOOTTIME) + 1800) * 1e6)))
+    assert kills.find(PID, 1.0) == KernelKill(False)
+    log(root)
     (root / "proc/self/ns/pid").unlink()
     (root / "proc/self/ns/pid").symlink_to("pid:[4026532201]")
-    log(root)
-    assert KernelKills(root).find(PID, 1.0) is None
-
-
-def test_an_old_record_of_a_pid_that_is_used_again_is_passed_over(root: Path) -> None:
-    # Half an hour away from now, on a host that was started when you like.
-    log(root, at=str(int((time.clock_gettime(time.CLOCK_BOOTTIME) + 1800) * 1e6)))
-    found = KernelKills(root).find(PID, 1.0)
-    assert found is not None
-    assert not found.exhausted
+    assert kills.find(PID, 1.0) is None, "pids of another namespace"
 
 
 def test_version_1_of_control_groups_counts_in_memory_oom_control(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from ftmon.trainer.host.inspection import nccl_ras
 from places import DATA
 
 ONE_BEHIND = (DATA / "nccl_ras_one_behind.txt").read_text()
+ANSWER = ONE_BEHIND[ONE_BEHIND.index("{") :]
 MISSING = (DATA / "nccl_ras_missing_process.txt").read_text()
 PIDS = {0: 1937, 1: 1938}
 
@@ -49,20 +50,13 @@ def test_nothing_is_known_where_nothing_answers() -> None:
 
 
 def test_each_rank_has_its_count_of_each_communicator_and_the_rank_ahead_is_not_done() -> None:
-    found = nccl_ras.launched(ONE_BEHIND[ONE_BEHIND.index("{") :], PIDS)
+    found = nccl_ras.launched(ANSWER, PIDS)
     first, second = "0x8af9549a5789929", "0xbaec0244dd796cfd"
     assert found[0].members == {first: (0, 1), second: (0, 1)}
-    assert {call.group: (call.number, call.done) for call in found[0].recent} == {
-        first: (60, None),
-        second: (248, False),
-    }
-    assert {call.group: (call.number, call.done) for call in found[1].recent} == {
-        first: (61, False),
-        second: (246, None),
-    }
+    calls = [{call.group: (call.number, call.done) for call in found[rank].recent} for rank in (0, 1)]
+    assert calls == [{first: (60, None), second: (248, False)}, {first: (61, False), second: (246, None)}]
 
 
 def test_processes_of_other_jobs_are_left_out_and_a_missing_one_says_nothing_of_its_rank() -> None:
-    text = ONE_BEHIND[ONE_BEHIND.index("{") :]
-    assert nccl_ras.launched(text, {0: 1937, 1: 4}) == {}
+    assert nccl_ras.launched(ANSWER, {0: 1937, 1: 4}) == {}
     assert nccl_ras.launched(MISSING[MISSING.index("{") :], {0: 3061, 1: 3062}) == {}

@@ -10,23 +10,24 @@ from ftmon.trainer.recipe.state import TrainState
 from hypothesis import given
 from hypothesis import strategies as st
 
-STATE = TrainState(
-    step=8,
-    batches=9,
-    seed=1,
-    data_key="k",
-    examples=100,
-    order="shuffled",
-    sequence_length=64,
-    micro_batch=2,
-    grad_accumulation=2,
-    ranks=4,
-)
+PLACE = {"step": 8, "batches": 9}
+SETTINGS = {"seed": 1, "data_key": "k", "examples": 100, "order": "shuffled", "sequence_length": 64}
+SIZES = {"micro_batch": 2, "grad_accumulation": 2, "ranks": 4}
+STATE = TrainState(**PLACE, **SETTINGS, **SIZES)  # type: ignore[arg-type]
 
 
 def changed(**values: object) -> TrainState:
-    fields = {name: getattr(STATE, name) for name in STATE.__struct_fields__}
-    return TrainState(**{**fields, "step": 0, "batches": 0, **values})  # type: ignore[arg-type]
+    return TrainState(**{**SETTINGS, **SIZES, **values})  # type: ignore[arg-type]
+
+
+def position(*allowed: str, saved: TrainState = STATE, **values: object) -> tuple[TrainState, list[str]]:
+    return restore.position(saved, changed(**values), allowed, Path("c"))
+
+
+def refusal(**values: object) -> str:
+    with pytest.raises(ConfigError) as raised:
+        position(**values)
+    return str(raised.value)
 
 
 def write(parent: Path, step: int, time: float, loss: float | None = None, content: bytes = b"weights") -> Path:
@@ -40,16 +41,13 @@ def write(parent: Path, step: int, time: float, loss: float | None = None, conte
 
 
 def test_the_newest_complete_one_comes_first_whatever_its_step(tmp_path: Path) -> None:
-    parent = tmp_path / "checkpoints"
-    write(parent, 30, 1.0)
-    write(parent, 10, 3.0)
-    write(parent, 20, 2.0)
+    for step, time in ((30, 1.0), (10, 3.0), (20, 2.0)):
+        write(tmp_path / "checkpoints", step, time)
     found, notes = manifest.candidates("auto", tmp_path)
-    assert [one.path.name for one in found] == ["step-10", "step-20", "step-30"]
-    assert notes == []
+    assert ([one.path.name for one in found], notes) == (["step-10", "step-20", "step-30"], [])
 
 
-def test_torn_ones_are_skipped_with_a_note(tmp_path: Path) -> None:
+def test_torn_ones_are_skipped_with_a_note_and_a_flipped_byte_found_by_the_checksum(tmp_path: Path) -> None:
     parent = tmp_path / "checkpoints"
     write(parent, 10, 1.0)
     (write(parent, 20, 2.0) / "model.pt").write_bytes(b"weig")
@@ -59,6 +57,9 @@ def test_torn_ones_are_skipped_with_a_note(tmp_path: Path) -> None:
     (parent / manifest.LATEST).write_text("step-40")
     found, notes = manifest.candidates("auto", tmp_path)
     assert [one.path.name for one in found] == ["step-10"]
+    assert manifest.damaged(found[0].path, found[0].manifest) == ""
+    (found[0].path / "model.pt").write_bytes(b"weighty")  # of the same length
+    assert "model.pt is damaged" in manifest.damaged(found[0].path, found[0].manifest)
     assert sorted(notes) == [
         "step-20 is incomplete: model.pt has 4 bytes, not 7",
         "step-30 is incomplete: no manifest.json",
@@ -67,40 +68,26 @@ def test_torn_ones_are_skipped_with_a_note(tmp_path: Path) -> None:
     ]
 
 
-def test_a_flipped_byte_is_found_by_the_checksum(tmp_path: Path) -> None:
-    path = write(tmp_path, 10, 1.0)
-    (path / "model.pt").write_bytes(b"weighty")
-    one, _ = manifest.examine(path)
-    assert one is not None
-    assert "model.pt is damaged" in manifest.damaged(path, one.manifest)
-
-
-def test_a_torn_one_that_was_asked_for_is_refused_with_those_that_are_whole(tmp_path: Path) -> None:
+def test_a_path_without_a_complete_one_is_refused_and_auto_begins_anew(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no complete checkpoint is there"):
+        manifest.candidates(str(tmp_path), tmp_path)
+    assert manifest.candidates("auto", tmp_path) == ([], [])
     write(tmp_path, 10, 1.0)
     (write(tmp_path, 20, 2.0) / "model.pt").unlink()
     with pytest.raises(ConfigError, match=r"step-20 is not a complete checkpoint: .* is missing; complete: step-10"):
         manifest.candidates(str(tmp_path / "step-20"), tmp_path)
 
 
-def test_a_path_without_any_is_refused_and_auto_begins_anew(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no complete checkpoint is there"):
-        manifest.candidates(str(tmp_path), tmp_path)
-    assert manifest.candidates("auto", tmp_path) == ([], [])
-
-
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)):
         write(tmp_path, step, float(step), loss)
-    manifest.prune(tmp_path, 2, keep_best=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-4", "step-5"]
-    manifest.prune(tmp_path, 2, keep_best=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-5"]
+    for keep_best, kept in ((True, ["step-2", "step-4", "step-5"]), (False, ["step-4", "step-5"])):
+        manifest.prune(tmp_path, 2, keep_best)
+        assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
 def test_an_unchanged_run_goes_on_at_the_same_place() -> None:
-    resumed, notes = restore.position(STATE, changed(), [], Path("c"))
-    assert resumed == STATE
-    assert notes == []
+    assert position() == (STATE, [])
 
 
 @pytest.mark.parametrize(
@@ -116,63 +103,56 @@ def test_an_unchanged_run_goes_on_at_the_same_place() -> None:
     ],
 )
 def test_a_change_is_refused_unless_it_is_allowed(name: str, values: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=rf"checkpoint\.allow=\[{name}\]"):
-        restore.position(STATE, changed(**values), [], Path("c"))
-    resumed, notes = restore.position(STATE, changed(**values), [name], Path("c"))
-    assert resumed.step == STATE.step
-    assert len(notes) == 1
-    for key, value in values.items():
-        assert getattr(resumed, key) == value
+    assert refusal(**values).endswith(f"checkpoint.allow=[{name}]")
+    resumed, notes = position(name, **values)
+    assert (resumed.step, len(notes)) == (STATE.step, 1)
+    assert {key: getattr(resumed, key) for key in values} == values
 
 
 def test_another_global_batch_on_the_same_ranks_says_what_it_means_and_how_to_keep_it() -> None:
-    with pytest.raises(ConfigError) as raised:
-        restore.position(STATE, changed(micro_batch=4), [], Path("c"))
-    assert "training.micro_batch was 2 and is 4, with 16 examples a step then and 32 now" in str(raised.value)
-    assert "(training.grad_accumulation=1 keeps it): global batches have another size" in str(raised.value)
-    with pytest.raises(ConfigError, match="differ from the uninterrupted run's in their last digits") as raised:
-        restore.position(STATE, changed(micro_batch=4, grad_accumulation=1), [], Path("c"))
-    assert "another size" not in str(raised.value)
+    text = refusal(micro_batch=4)
+    assert "training.micro_batch was 2 and is 4, with 16 examples a step then and 32 now" in text
+    assert "(training.grad_accumulation=1 keeps it): global batches have another size" in text
+    text = refusal(micro_batch=4, grad_accumulation=1)
+    assert "differ from the uninterrupted run's in their last digits" in text
+    assert "another size" not in text
 
 
 def test_fewer_ranks_with_as_much_more_accumulation_are_no_change_of_the_batches() -> None:
-    resumed, notes = restore.position(STATE, changed(ranks=2, grad_accumulation=4), [], Path("c"))
+    resumed, notes = position(ranks=2, grad_accumulation=4)
     assert resumed.batches == STATE.batches
     assert "the global batches are the same" in notes[0]
-    with pytest.raises(ConfigError, match=r"training\.grad_accumulation=4 keeps it"):
-        restore.position(STATE, changed(ranks=2), [], Path("c"))
+    assert "training.grad_accumulation=4 keeps it" in refusal(ranks=2)
 
 
 def test_ranks_that_share_sequences_count_once_in_the_batches() -> None:
-    shared = changed(sequence_parallel_size=2, grad_accumulation=4)
-    assert shared.global_batch == STATE.global_batch
-    resumed, (note,) = restore.position(STATE, shared, [], Path("c"))
+    resumed, (note,) = position(sequence_parallel_size=2, grad_accumulation=4)
     assert (resumed.batches, resumed.sequence_parallel_size) == (STATE.batches, 2)
     assert note.startswith("training.sequence_parallel_size was 1 and is 2: the global batches are the same")
-    with pytest.raises(
-        ConfigError, match=r"size was 1 and is 4, with 16 examples a step then and 4 now \(training\.grad"
-    ) as raised:
-        restore.position(STATE, changed(sequence_parallel_size=4), [], Path("c"))
-    assert "training.grad_accumulation=8 keeps it" in str(raised.value)
-    assert str(raised.value).endswith("checkpoint.allow=[ranks]")
+    text = refusal(sequence_parallel_size=4)
+    assert "size was 1 and is 4, with 16 examples a step then and 4 now (training.grad_accumulation=8 keeps it)" in text
+    assert text.endswith("checkpoint.allow=[ranks]")
 
 
 @given(st.integers(0, 60), st.sampled_from([1, 2, 4, 8]))
 def test_another_global_batch_goes_on_within_the_same_epoch_and_skips_nothing(batches: int, ranks: int) -> None:
-    saved = changed(batches=batches)
-    now = changed(ranks=ranks, examples=100)
-    resumed, _ = restore.position(saved, now, ["ranks"], Path("c"))
+    saved, now = changed(batches=batches), changed(ranks=ranks)
+    resumed, _ = position("ranks", saved=saved, ranks=ranks)
     before, after = 100 // saved.global_batch, 100 // now.global_batch
     assert resumed.batches // after == batches // before
     assert resumed.batches % after * now.global_batch <= batches % before * saved.global_batch
 
 
-def test_another_model_is_named_by_its_first_difference() -> None:
-    content = Manifest(0.0, STATE, 2, "fp32", {"a": [2], "b": [3, 4]}, ["a"], {})
-    restore.model(content, {"a": [2], "b": [3, 4]}, Path("c"))
-    with pytest.raises(ConfigError, match="b is 3x4 there and 3x5 here"):
-        restore.model(content, {"a": [2], "b": [3, 5]}, Path("c"))
-    with pytest.raises(ConfigError, match="b is not here"):
-        restore.model(content, {"a": [2]}, Path("c"))
-    with pytest.raises(ConfigError, match="z is not there"):
-        restore.model(content, {"a": [2], "b": [3, 4], "z": [1]}, Path("c"))
+@pytest.mark.parametrize(
+    ("here", "words"),
+    [
+        ({"a": [2], "b": [3, 5]}, "b is 3x4 there and 3x5 here"),
+        ({"a": [2]}, "b is not here"),
+        ({"a": [2], "b": [3, 4], "z": [1]}, "z is not there"),
+    ],
+)
+def test_another_model_is_named_by_its_first_difference(here: dict[str, list[int]], words: str) -> None:
+    there = {"a": [2], "b": [3, 4]}
+    restore.check_parameters(there, dict(there), Path("c"))
+    with pytest.raises(ConfigError, match=words):
+        restore.check_parameters(there, here, Path("c"))

@@ -4,8 +4,6 @@ import pytest
 import torch
 from ftmon.trainer.recipe.checkpoint.restore import move_step_counts
 
-pytest.importorskip("torch")
-
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])

@@ -29,20 +29,12 @@ def values(info: inspect.Type) -> "st.SearchStrategy[Any]":
             return st.sampled_from(allowed)
         case inspect.BoolType():
             return st.booleans()
-        case inspect.IntType():
-            low = info.ge if info.ge is not None else 0
-            return st.integers(int(low), int(info.le if info.le is not None else 10**9))
-        case inspect.FloatType():
-            low = info.ge if info.ge is not None else info.gt
-            high = info.le if info.le is not None else info.lt
-            return st.floats(
-                low,
-                high,
-                exclude_min=info.gt is not None,
-                exclude_max=info.lt is not None,
-                allow_infinity=False,
-                allow_nan=False,
-            )
+        case inspect.IntType(ge=low, le=high):
+            return st.integers(int(low or 0), int(10**9 if high is None else high))
+        case inspect.FloatType(gt=above, ge=low, lt=below, le=high):
+            low, high = above if low is None else low, below if high is None else high
+            limits = {"exclude_min": above is not None, "exclude_max": below is not None}
+            return st.floats(low, high, **limits, allow_infinity=False, allow_nan=False)
         case inspect.StrType():
             return TEXT
         case inspect.ListType(item_type=item):
@@ -66,15 +58,11 @@ def test_a_dump_loads_back_to_the_same(config: Config) -> None:
     assert read(write.dump(config)) == config
 
 
-def test_the_commented_default_loads_back_to_the_defaults() -> None:
+def test_the_commented_default_loads_back_to_the_defaults_and_shows_every_fields_docstring() -> None:
     assert read(write.commented_default()) == Config()
-
-
-def test_every_field_has_a_docstring_and_the_default_shows_it() -> None:
     text = " ".join(write.commented_default().replace("#", " ").split())
     docs = write.field_docs()
     assert docs["Config", "deepspeed"] in text
     for section in (one for one in msgspec.structs.fields(Config) if one.name != "deepspeed"):
         for found in msgspec.structs.fields(section.type):
-            doc = docs[section.type.__name__, found.name]
-            assert doc in text, f"{section.name}.{found.name}"
+            assert docs[section.type.__name__, found.name] in text, f"{section.name}.{found.name}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from threading import Event
 from typing import Any
 
@@ -11,17 +11,15 @@ import pytest
 import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config, Data, Training
-from ftmon.trainer.recipe.data.batches import Ahead, Batch, Collate, Order, Then, WithCounts, cut
+from ftmon.trainer.recipe.data.batches import Ahead, Collate, Order, Then, WithCounts, with_positions
 from ftmon.trainer.recipe.data.pipeline import Examples, best_fit
-from ftmon.trainer.recipe.engine.distributed import SequenceGroup
-from ftmon.trainer.recipe.model.loss import IGNORED
+from ftmon.trainer.recipe.distributed import SequenceGroup
+from ftmon.trainer.recipe.model.attention import cut
+from ftmon.trainer.recipe.model.loss import IGNORED, Batch
 from hypothesis import given
 from hypothesis import strategies as st
-
-# Which rank takes which example, and where a resumed run goes on.
-
-
-pytest.importorskip("torch")
+from small_shape import SMALL_SHAPE
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def order(examples: int, rank: int, ranks: int, micro: int = 2, accumulation: int = 2, shuffle: bool = True) -> Order:
@@ -51,38 +49,29 @@ def test_a_resumed_run_sees_what_the_uninterrupted_one_would_have_seen(done: int
     assert list(islice(resumed, 60 - 2 * done)) == whole[2 * done :]
 
 
-def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides() -> None:
-    one = order(16, 0, 1)
-    batches = list(islice(one, 16))
+def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides_or_that_of_the_data() -> None:
+    batches = list(islice(order(16, 0, 1), 16))
     assert batches[:8] != batches[8:]
     assert batches == list(islice(order(16, 0, 1), 16))
-
-
-def test_without_shuffling_the_data_is_read_as_it_stands() -> None:
     assert list(islice(order(8, 0, 1, shuffle=False), 3)) == [[0, 1], [2, 3], [4, 5]]
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("group", [False, True])
-@pytest.mark.parametrize("packing", [False, True])
-def test_orders_of_one_kind_are_equal(shuffle: bool, group: bool, packing: bool) -> None:
+@pytest.mark.parametrize("choice", [*product((False, True), repeat=3)])
+def test_orders_of_one_kind_are_equal(choice: tuple[bool, ...]) -> None:
     tokens = numpy.random.default_rng(0).integers(1, 1000, 400)
     rows = Examples(range(400), tokens, numpy.ones(400, numpy.int64), 400)
 
     def one(**data: bool) -> Order:
         return Order(rows, Config(training=Training(micro_batch=2, seed=3), data=Data(**data)), 0, 1)
 
-    mine = one(shuffle=shuffle, group_by_length=group, packing=packing)
+    mine = one(**dict(zip(("shuffle", "group_by_length", "packing"), choice, strict=True)))
     for other in (one(shuffle=False), one(group_by_length=False), one()):
         assert (mine.kind == other.kind) == (list(islice(mine, 50)) == list(islice(other, 50)))
 
 
-def test_data_that_does_not_fill_one_step_is_refused() -> None:
+def test_the_counts_of_a_global_batch_are_those_of_all_ranks_and_micro_steps() -> None:
     with pytest.raises(ConfigError, match=r"one step takes 8 examples \(.*\), and there are 7"):
         order(7, 0, 2)
-
-
-def test_the_counts_of_a_global_batch_are_those_of_all_ranks_and_micro_steps() -> None:
     ranks = [islice(order(50, rank, 3, 2, 2), 8) for rank in range(3)]
     taken = [[next(batches) for batches in ranks for _ in range(2)] for _ in range(4)]
     for step, micro_batches in enumerate(taken):
@@ -118,22 +107,14 @@ def test_rows_of_similar_length_share_a_global_batch_and_none_is_lost() -> None:
     assert spread(True) < spread(False) / 5
 
 
-# Micro-batches that are loaded one ahead.
-
-
-pytest.importorskip("torch")
-
-
 CPU = torch.device("cpu")
 
 
-def numbers() -> Iterator[Batch]:
-    for number in range(3):
-        yield {"input_ids": torch.tensor([number])}
-    raise ValueError("damaged")
-
-
 def test_batches_come_in_their_order_and_then_the_loader_s_error() -> None:
+    def numbers() -> Iterator[Batch]:
+        yield from ({"input_ids": torch.tensor([number])} for number in range(3))
+        raise ValueError("damaged")
+
     ahead = Ahead(numbers(), CPU)
     assert [ahead.next_batch()["input_ids"].tolist() for _ in range(3)] == [[0], [1], [2]]
     with pytest.raises(ValueError, match="damaged"):
@@ -155,12 +136,6 @@ def test_the_next_batch_is_loaded_while_the_last_one_is_used() -> None:
     ahead.close()
 
 
-# What a micro-batch holds, counted on the host for tokens/s and MFU.
-
-
-pytest.importorskip("torch")
-
-
 def row(length: int, **more: object) -> "dict[str, object]":
     return {"input_ids": list(range(1, length + 1)), "labels": [-100, *range(2, length + 1)], **more}
 
@@ -169,16 +144,18 @@ def pairs(*lengths: int) -> int:
     return sum(key <= query for length in lengths for query in range(length) for key in range(length))
 
 
-def test_padded_rows_are_documents_without_their_padding() -> None:
-    batch = WithCounts(Collate(0, 64))([row(5), row(9)])
+@pytest.mark.parametrize(
+    ("limit", "rows", "counts"),
+    [
+        (64, [row(5), row(9)], [14, 12, pairs(5, 9), 9, 2]),
+        (16, [row(12, lengths=[4, 7, 1]), row(10, lengths=[10])], [22, 20, pairs(4, 7, 1, 10), 10, 2]),
+    ],
+    ids=["padded", "packed"],
+)
+def test_rows_are_counted_as_the_documents_they_hold(limit: int, rows: list[Any], counts: list[int]) -> None:
+    batch = WithCounts(Collate(0, limit))(rows)
     assert batch["input_ids"].shape == (2, 16)
-    assert batch["counts"].tolist() == [14, 12, pairs(5, 9), 9, 2]
-
-
-def test_a_packed_row_is_as_many_documents_as_it_holds() -> None:
-    batch = WithCounts(Collate(0, 16))([row(12, lengths=[4, 7, 1]), row(10, lengths=[10])])
-    assert batch["input_ids"].shape == (2, 16)
-    assert batch["counts"].tolist() == [22, 20, pairs(4, 7, 1, 10), 10, 2]
+    assert batch["counts"].tolist() == counts
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -194,7 +171,39 @@ def test_ranks_that_share_rows_count_shares_that_add_up(size: int, lengths: "dic
     assert {int(part[3]) for part in parts} == {int(whole[3])}
 
 
-pytest.importorskip("transformers")
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("packed", [False, True])
+def test_slices_hold_each_token_and_each_label_of_the_whole_rows_once(size: int, packed: bool) -> None:
+    rows = [row(15, lengths=[7, 8]), row(10, lengths=[10])] if packed else [row(15), row(10)]
+    whole = Collate(0, 17)(rows)  # no multiple of any size
+    slices: list[Any] = [with_positions(cut(whole, size, rank)) for rank in range(size)]
+    length = whole["input_ids"].shape[1]
+    joined = {name: torch.cat([one[name] for one in slices], 1) for name in ("input_ids", "labels", "position_ids")}
+    assert torch.equal(joined["input_ids"][:, :length], whole["input_ids"])
+    assert torch.equal(joined["labels"][:, :length], whole["labels"])
+    assert not (joined["labels"][:, length:] != IGNORED).any()
+    expected = whole["position_ids"] if packed else torch.arange(length).expand(2, -1)
+    assert torch.equal(joined["position_ids"][:, :length], expected)
+    # The label after a slice's last token is the next slice's first one.
+    targets = torch.cat([one["shift_labels"] for one in slices], 1)
+    assert torch.equal(targets[:, : length - 1], whole["labels"][:, 1:])
+    assert not (targets[:, length - 1 :] != IGNORED).any()
+    for one in slices:
+        width = one["input_ids"].shape[1]
+        assert width * size >= length > (width - 1) * size
+        assert one["label_positions"].tolist() == (one["shift_labels"] != IGNORED).flatten().nonzero()[:, 0].tolist()
+        if packed:
+            assert torch.equal(one["sequence_ids"][:, :length], whole["sequence_ids"])
+            assert not one["sequence_ids"][:, length:].any()
+    assert len({int(one["rows_key"]) for one in slices}) == size
+
+
+def test_equal_slices_of_different_rows_are_told_apart() -> None:
+    one, other = row(16), row(16)
+    other["input_ids"][0] = 99
+    slices = [cut(Collate(0, 16)([each]), 2, 1) for each in (one, other)]
+    assert torch.equal(slices[0]["input_ids"], slices[1]["input_ids"])
+    assert int(slices[0]["rows_key"]) != int(slices[1]["rows_key"])
 
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=200)
@@ -217,11 +226,8 @@ def test_each_document_goes_where_the_least_room_is_left(lengths: list[int], cap
         rooms.append((min(fitting) if fitting else capacity) - length)
     made = [capacity - sum(lengths[document] for document in row) for row in best_fit(lengths, capacity)]
     assert sorted(made) == sorted(rooms)
-
-
-def test_a_document_longer_than_a_sequence_is_an_error() -> None:
-    with pytest.raises(ValueError, match="document 1 has 9 tokens"):
-        best_fit([3, 9], 8)
+    with pytest.raises(ValueError, match="document 1 has 81 tokens"):
+        best_fit([3, 81], capacity)
 
 
 def packed(*lengths: int) -> dict[str, Any]:
@@ -237,7 +243,7 @@ def test_positions_restart_and_sequences_are_numbered_in_a_packed_batch() -> Non
     assert batch["labels"][0].tolist() == [*range(10, 17), IGNORED]
 
 
-def test_padding_is_masked_and_carries_no_loss() -> None:
+def test_padding_is_masked_carries_no_loss_and_never_exceeds_the_sequence_length() -> None:
     ten = list(range(10, 20))
     short = {"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7]}
     batch = Collate(pad_id=0, limit=128)([short, {"input_ids": ten, "labels": ten}])
@@ -245,26 +251,12 @@ def test_padding_is_masked_and_carries_no_loss() -> None:
     assert batch["input_ids"][0].tolist() == [5, 6, 7] + [0] * 13
     assert batch["attention_mask"].sum(1).tolist() == [3, 10]
     assert batch["labels"][0].tolist() == [IGNORED, 6, 7] + [IGNORED] * 13
-
-
-def test_padding_never_exceeds_the_sequence_length() -> None:
-    batch = Collate(pad_id=0, limit=13)([{"input_ids": list(range(13)), "labels": list(range(13))}])
-    assert batch["input_ids"].shape == (1, 13)
+    assert Collate(pad_id=0, limit=13)([row(13)])["input_ids"].shape == (1, 13)
 
 
 def test_a_change_of_one_document_leaves_the_logits_of_the_next_bitwise_unchanged() -> None:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    model = Qwen2ForCausalLM(config).eval()
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **SMALL_SHAPE)).eval()
     batch = Collate(0, 16)([packed(6, 7)])
     batch.pop("labels")
     sequences = batch.pop("sequence_ids")

@@ -37,11 +37,14 @@ def test_a_record_that_does_not_match_is_refused_with_the_reason(case: Any) -> N
     assert str(raised.value).startswith(case["refused"])
 
 
+CALL = {"name": "f", "arguments": {"a": 1}}
+
+
 def test_tool_calls_tools_and_reasoning_are_kept() -> None:
     call = {"id": "7", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     record = {
         "messages": [
-            {"role": "user", "content": "Hi"},
+            CHAT[0],
             {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
             {"role": "tool", "content": "4", "name": "f", "tool_call_id": "7"},
             {"role": "assistant", "content": "Four."},
@@ -50,26 +53,17 @@ def test_tool_calls_tools_and_reasoning_are_kept() -> None:
     }
     made = messages.convert(record, "chat", Data())
     assert isinstance(made, Conversation)
-    asked = made.messages[1]
-    assert asked.content is None
-    assert asked.reasoning == "hm"
-    assert asked.tool_calls == [{"id": "7", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
-    assert (made.messages[2].name, made.messages[2].tool_call_id) == ("f", "7")
-    assert made.tools == [{"type": "function", "function": {"name": "f"}}]
-    assert made.prompt == 1
-
-
-def test_a_sharegpt_function_call_is_a_tool_call() -> None:
-    turns = [
-        {"from": "human", "value": "Hi"},
-        {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
-        {"from": "observation", "value": "4"},
-        {"from": "gpt", "value": "Four."},
-    ]
-    made = messages.convert({"conversations": turns}, "sharegpt", Data())
+    _, asked, tool, _ = made.messages
+    assert (asked.content, asked.reasoning) == (None, "hm")
+    assert asked.tool_calls == [{"id": "7", "type": "function", "function": CALL}]
+    assert (tool.name, tool.tool_call_id) == ("f", "7")
+    assert (made.tools, made.prompt) == ([{"type": "function", "function": {"name": "f"}}], 1)
+    turns = [("human", "Hi"), ("function_call", json.dumps(CALL)), ("observation", "4"), ("gpt", "Four.")]
+    shared = {"conversations": [{"from": sender, "value": value} for sender, value in turns]}
+    made = messages.convert(shared, "sharegpt", Data())
     assert isinstance(made, Conversation)
     assert [message.role for message in made.messages] == ["user", "assistant", "tool", "assistant"]
-    assert made.messages[1].tool_calls[0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert made.messages[1].tool_calls[0]["function"] == CALL
 
 
 def test_a_system_beside_lists_of_messages_belongs_to_the_prompt() -> None:
@@ -84,7 +78,5 @@ def test_a_system_beside_lists_of_messages_belongs_to_the_prompt() -> None:
 def test_columns_that_fit_no_format_are_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"cannot be determined from the columns \(question, answer\): name them"):
         messages.detect({"question": "", "answer": ""}, Data())
-    assert convert({"question": "Hi", "answer": "Hello."}, prompt_column="question", response_column="answer")[1] == [
-        ("user", "Hi"),
-        ("assistant", "Hello."),
-    ]
+    renamed = convert({"question": "Hi", "answer": "Hello."}, prompt_column="question", response_column="answer")
+    assert renamed[1] == [("user", "Hi"), ("assistant", "Hello.")]

@@ -11,15 +11,12 @@ import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config, Data, Evaluation, File, Training
 from ftmon.trainer.recipe.data import encode, pipeline
-from ftmon.trainer.recipe.data import records as sources
 from ftmon.trainer.recipe.data.encode import Encoder
 from ftmon.trainer.recipe.data.pipeline import Examples
-from ftmon.trainer.recipe.evaluation import evaluate as evaluation_examples
+from ftmon.trainer.recipe.data.records import Records, read_records
+from ftmon.trainer.recipe.evaluation import evaluate
 from ftmon.trainer.recipe.model.loss import IGNORED
 from small_tokenizer import family_tokenizer
-
-pytest.importorskip("datasets")
-
 
 WORDS = ["hello", "world", "rank", "colour", "red", "blue", "paris", "france", "two", "four"]
 
@@ -43,35 +40,39 @@ def tokenizer() -> Any:
 def texts(path: Path, count: int, longest: int = 40, seed: int = 0) -> list[str]:
     generator = numpy.random.default_rng(seed)
     made = [" ".join(generator.choice(WORDS, generator.integers(1, longest))) for _ in range(count)]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in made))
+    write(path, *({"text": text} for text in made))
     return made
 
 
-def build(config: Config, tokenizer: Any) -> Examples:
-    records = sources.read(config)
+def encoded(config: Config, tokenizer: Any, progress: Any = None) -> tuple[Path, Records]:
+    records = read_records(config)
     encoder = Encoder(tokenizer, config, pipeline.record_formats(records, config))
-    return pipeline.examples(pipeline.encode(records, encoder, tokenizer, config), records, config)
+    return pipeline.encode(records, encoder, tokenizer, config, progress=progress), records
+
+
+def build(config: Config, tokenizer: Any) -> Examples:
+    return pipeline.examples(*encoded(config, tokenizer), config)
 
 
 def of(path: Path, length: int = 64, **data: Any) -> Config:
     return Config(data=Data(path=str(path), **data), training=Training(sequence_length=length))
 
 
-def chats(path: Path, *answers: Any) -> Path:
-    records = [{"prompt": f"hello {number}", "response": answer} for number, answer in enumerate(answers)]
+def write(path: Path, *records: Any) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def chats(path: Path, *answers: Any) -> Path:
+    return write(path, *({"prompt": f"hello {number}", "response": answer} for number, answer in enumerate(answers)))
 
 
 def documents(examples: Examples) -> list[list[int]]:
     """List the documents of all rows, in order of content."""
     found: list[list[int]] = []
-    for index in range(len(examples.rows)):
-        row = examples.rows[index]
-        start = 0
-        for length in row.get("lengths", [len(row["input_ids"])]):
-            found.append(row["input_ids"][start : start + length].tolist())
-            start += length
+    for row in examples.rows:
+        ends = numpy.cumsum(row.get("lengths", [len(row["input_ids"])]))[:-1]
+        found += [part.tolist() for part in numpy.split(row["input_ids"], ends)]
     return sorted(found)
 
 
@@ -104,14 +105,11 @@ def test_packing_loses_none_of_eight_documents_much_longer_than_a_sequence(tmp_p
 def test_the_counts_of_a_row_are_those_of_its_labels(tmp_path: Path, tokenizer: Any, packing: bool) -> None:
     path = chats(tmp_path / "a.jsonl", *["red blue " * count for count in range(1, 30)])
     examples = build(of(path, packing=packing), tokenizer)
-    for index in range(len(examples.rows)):
-        row = examples.rows[index]
+    for index, row in enumerate(examples.rows):
         assert len(row["input_ids"]) == len(row["labels"]) == examples.tokens[index]
         assert (row["labels"][1:] != IGNORED).sum() == examples.label_tokens[index] > 0
-        start = 0
-        for length in row.get("lengths", []):
-            assert row["labels"][start] == IGNORED
-            start += length
+        starts = numpy.cumsum([0, *row.get("lengths", [])[:-1]])
+        assert (row["labels"][starts] == IGNORED).all()
 
 
 def test_records_that_are_refused_are_counted_by_line_and_too_many_refuse_the_run(
@@ -132,19 +130,15 @@ def test_records_that_are_refused_are_counted_by_line_and_too_many_refuse_the_ru
 
 
 def test_records_whose_labels_are_all_cut_away_are_counted_and_listed(tmp_path: Path, tokenizer: Any) -> None:
-    records = [{"prompt": "hello", "response": "red"}, {"prompt": "hello " * 50, "response": "never reached"}]
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    long = {"prompt": "hello " * 50, "response": "never reached"}
+    path = write(tmp_path / "a.jsonl", {"prompt": "hello", "response": "red"}, long)
     report = build(of(path, 24), tokenizer).report
     assert (report.cut.count, report.unlabelled.first) == (1, [("a.jsonl:2", "its labels are all cut away")])
     examples = build(of(path, 24, truncation="keep_end"), tokenizer)
     assert (examples.report.unlabelled.count, len(examples.rows)) == (0, 2)
     assert build(of(path, 24, truncation="drop"), tokenizer).report.dropped.first[0][0] == "a.jsonl:2"
-
-
-def test_a_data_set_without_anything_to_learn_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="no record holds a token to learn"):
-        build(of(chats(tmp_path / "a.jsonl", "red"), 8), tokenizer)
+        build(of(chats(path, "red"), 8), tokenizer)
 
 
 def test_tokens_on_disk_are_used_again_until_anything_they_depend_on_changes(
@@ -161,44 +155,36 @@ def test_tokens_on_disk_are_used_again_until_anything_they_depend_on_changes(
     assert build(of(copy), tokenizer).key == key
     assert build(of(path, packing=True), tokenizer).key != key
     assert folders() == 1
-    build(of(path, train_on="all"), tokenizer)
-    assert folders() == 2
-    build(of(path, 32), tokenizer)
-    assert folders() == 3
-    monkeypatch.setattr(encode, "ENCODING_VERSION", encode.ENCODING_VERSION + 1)
-    build(of(path), tokenizer)
-    assert folders() == 4
-    tokenizer.chat_template += " "
-    build(of(path), tokenizer)
-    assert folders() == 5
-    tokenizer.eos_token = "<|end|>"
-    build(of(path), tokenizer)
-    assert folders() == 6
-    chats(path, "red", "changed")
-    assert build(of(path), tokenizer).key != key
-    assert folders() == 7
+    for changes in (
+        lambda: of(path, train_on="all"),
+        lambda: of(path, 32),
+        lambda: monkeypatch.setattr(encode, "ENCODING_VERSION", encode.ENCODING_VERSION + 1),
+        lambda: setattr(tokenizer, "chat_template", tokenizer.chat_template + " "),
+        lambda: setattr(tokenizer, "eos_token", "<|end|>"),
+        lambda: chats(path, "red", "changed") and None,
+    ):
+        before = folders()
+        last = build(changes() or of(path), tokenizer).key
+        assert folders() == before + 1
+    assert last != key
 
 
-def test_a_tokenization_that_fails_leaves_nothing(tmp_path: Path, tokenizer: Any, cache: Path) -> None:
+def test_a_tokenization_that_fails_leaves_nothing_and_damaged_tokens_are_made_anew(
+    tmp_path: Path, tokenizer: Any, cache: Path
+) -> None:
     config = of(chats(tmp_path / "a.jsonl", "red", "blue"))
-    records = sources.read(config)
 
     def interrupt(done: int) -> None:
         assert list(cache.iterdir())
         raise KeyboardInterrupt
 
-    encoder = Encoder(tokenizer, config, pipeline.record_formats(records, config))
     with pytest.raises(KeyboardInterrupt):
-        pipeline.encode(records, encoder, tokenizer, config, progress=interrupt)
+        encoded(config, tokenizer, interrupt)
     assert list(cache.iterdir()) == []
-
-
-def test_damaged_tokens_on_disk_are_made_anew(tmp_path: Path, tokenizer: Any, cache: Path) -> None:
-    path = chats(tmp_path / "a.jsonl", "red", "blue")
-    before = documents(build(of(path), tokenizer))
+    before = documents(build(config, tokenizer))
     (folder,) = cache.iterdir()
     (folder / "ids.bin").write_bytes(b"torn")
-    assert documents(build(of(path), tokenizer)) == before
+    assert documents(build(config, tokenizer)) == before
 
 
 def test_a_weight_says_how_often_each_record_of_a_file_is_used(tmp_path: Path, tokenizer: Any) -> None:
@@ -220,33 +206,29 @@ def test_no_copy_of_a_record_that_is_set_aside_is_trained_on(tmp_path: Path, tok
         training=Training(sequence_length=32),
         evaluation=Evaluation(share=0.25),
     )
-    records = sources.read(config)
-    encoder = Encoder(tokenizer, config, pipeline.record_formats(records, config))
-    folder = pipeline.encode(records, encoder, tokenizer, config)
+    folder, records = encoded(config, tokenizer)
     trained, aside = pipeline.examples(folder, records, config), pipeline.held_out(folder, config)
 
-    def used(examples: Examples) -> Counter[int]:
-        return Counter(record for row in range(len(examples.rows)) for record in set(examples.rows.records(row)))
+    def used(examples: Examples) -> set[int]:
+        return {record for row in range(len(examples.rows)) for record in examples.rows.records(row)}
 
-    assert len(used(aside)) == 20
-    assert not set(used(aside)) & set(used(trained))
+    held, taught = used(aside), used(trained)
+    assert len(held) == 20
+    assert not held & taught
     assert "lengths" not in aside.rows[0]
-    held = Counter(token for ids in documents(aside) for token in ids)
-    assert held == Counter(
-        token for record in used(aside) for token in [*tokenizer(wanted[record])["input_ids"], tokenizer.eos_token_id]
-    )
-    left = [set(range(40)) - set(used(aside)), set(range(40, 80)) - set(used(aside))]
-    trained_records = [set(used(trained)) & part for part in left]
-    assert trained_records[0] == left[0]
-    assert len(trained_records[1]) == round(len(left[1]) / 2)
+    ends = [tokenizer.eos_token_id]
+    tokens = Counter(token for record in held for token in tokenizer(wanted[record])["input_ids"] + ends)
+    assert Counter(token for ids in documents(aside) for token in ids) == tokens
+    whole, half = set(range(40)) - held, set(range(40, 80)) - held
+    assert taught & set(range(40)) == whole
+    assert len(taught & half) == round(len(half) / 2)
     assert pipeline.held_out(folder, config).key == aside.key
     limited = msgspec.structs.replace(config, evaluation=Evaluation(share=0.25, limit=3))
     unused: Any = None
-    first = evaluation_examples.held_out(limited, unused, tokenizer, folder)
+    first = evaluate.held_out(limited, unused, tokenizer, folder)
     assert first is not None
-    assert [row["input_ids"].tolist() for row in first.rows] == [
-        aside.rows[row]["input_ids"].tolist() for row in range(3)
-    ]
+    ids = [row["input_ids"].tolist() for row in aside.rows]
+    assert [row["input_ids"].tolist() for row in first.rows] == ids[:3]
     assert len(first.tokens) == len(first.label_tokens) == 3
 
 

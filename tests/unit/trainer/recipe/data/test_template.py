@@ -1,5 +1,7 @@
 """Which tokens of a chat carry loss, against a reference that writes each family's format by hand."""
 
+import re
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,45 +11,27 @@ from chat_families import FAMILIES, Messages, Written
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.chat.session import Prompts
 from ftmon.trainer.recipe.config.schema import Config, Data, Training
+from ftmon.trainer.recipe.data.batches import Collate
 from ftmon.trainer.recipe.data.encode import Encoded, Encoder
-from ftmon.trainer.recipe.data.messages import RefusedError
-from ftmon.trainer.recipe.data.shipped import shipped
+from ftmon.trainer.recipe.data.messages import RefusedError, shipped
 from ftmon.trainer.recipe.evaluation import evaluate
 from ftmon.trainer.recipe.export import export
 from ftmon.trainer.recipe.model.loss import IGNORED
 from ftmon.trainer.recipe.model.tokenizer import end_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_shape import SMALL_SHAPE
 from small_tokenizer import family_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-# Where an answer begins and ends: the same in training, in the exported model, in chat and in samples.
-
-
-pytest.importorskip("deepspeed")
-
-
-ANSWER_ENDS_CHAT = [
-    {"role": "user", "content": "Name a colour."},
-    {"role": "assistant", "content": "Red."},
-    {"role": "user", "content": "Another one?"},
-    {"role": "assistant", "content": "Blue is another."},
-]
-
-
-def encoded(tokenizer: Any, chat: list[dict[str, str]], template: str = "") -> tuple[list[int], list[bool]]:
-    config = Config(data=Data(chat_template=template), training=Training(sequence_length=512))
-    (made,) = Encoder(tokenizer, config, ["chat"]).encode([({"messages": chat}, 0)])
-    assert not isinstance(made, RefusedError), made
-    return made[0].ids, made[0].learned
+ENDS = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Red."}]
 
 
 def small_model(tokenizer: Any) -> Any:
     """A model that knows no end but EOS, as base models do."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = AutoConfig.for_model("llama", **sizes, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    sizes = {**SMALL_SHAPE, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes))
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
@@ -57,38 +41,32 @@ def test_chat_sends_the_tokens_that_training_saw_before_an_answer_and_stops_at_i
 ) -> None:
     by_name = name.removeprefix("shipped ") if name.startswith("shipped ") else ""
     tokenizer = family_tokenizer(None if by_name else FAMILIES[name][0], adds_bos=adds_bos)
-    ids, learned = encoded(tokenizer, ANSWER_ENDS_CHAT[:2], by_name)
+    document = one(encoder(tokenizer, chat_template=by_name), {"messages": ENDS})
+    ids = document.ids
     prompts = Prompts(small_model(tokenizer), tokenizer)
-    given = prompts.encode(ANSWER_ENDS_CHAT[:1])
+    given = prompts.encode(ENDS[:1])
     # Templates of some families write another header before an answer than in a turn.
     same = len(given) if by_name else 3
     assert ids[:same] == given[:same]
-    assert ids[0] == tokenizer.bos_token_id or not adds_bos
+    assert not adds_bos or (ids[0], ids.count(ids[0])) == (tokenizer.bos_token_id, 1)
     assert given.count(tokenizer.bos_token_id) == ids.count(tokenizer.bos_token_id)
-    answer = [token for token, one in zip(ids, learned, strict=True) if one]
+    answer = [token for token, wanted in zip(ids, document.learned, strict=True) if wanted]
     assert answer[-1] in prompts.stops
     assert not set(answer[:-1]) & prompts.stops
     assert tokenizer.eos_token_id in prompts.stops
 
 
-def test_the_exported_model_stops_at_the_templates_end_too() -> None:
+def test_the_exported_model_and_a_sample_stop_at_the_templates_end_too() -> None:
     tokenizer = family_tokenizer(FAMILIES["chatml"][0])
     model = small_model(tokenizer)
     export._settle_config(model, tokenizer, Config())
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, end]
-
-
-def test_a_sample_ends_where_the_template_ends_an_answer() -> None:
-    tokenizer = family_tokenizer(FAMILIES["chatml"][0])
-    model = small_model(tokenizer)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     with torch.no_grad():  # the most likely token, whatever came before
         model.lm_head.weight.zero_()
         model.model.norm.weight.fill_(1.0)
         model.lm_head.bias = torch.nn.Parameter(torch.nn.functional.one_hot(torch.tensor(end), len(tokenizer)).float())
-    ids, learned = encoded(tokenizer, ANSWER_ENDS_CHAT[:2])
-    row = {"input_ids": ids, "labels": [token if one else -100 for token, one in zip(ids, learned, strict=True)]}
+    row = row_of(one(encoder(tokenizer), {"messages": ENDS}))
     engine = SimpleNamespace(module=model, eval=model.eval, train=model.train)
     world: Any = SimpleNamespace(is_first=True, device=torch.device("cpu"))
     ((_, answer),) = evaluate.generate(engine, tokenizer, [row], 8, 64, world, together=False)
@@ -103,12 +81,9 @@ def test_a_template_that_refuses_the_probe_adds_no_end() -> None:
 def test_bos_is_put_before_those_of_several_templates_that_lack_it() -> None:
     tools = "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
     tokenizer = family_tokenizer({"default": FAMILIES["chatml"][0], "tool_use": tools}, adds_bos=True)
-    ids, _ = encoded(tokenizer, ANSWER_ENDS_CHAT)
-    assert ids.count(tokenizer.bos_token_id) == 1
+    document = one(encoder(tokenizer), {"messages": CHAT[1:]})
+    assert document.ids.count(tokenizer.bos_token_id) == 1
     assert tokenizer.chat_template == {"default": "{{ bos_token }}" + FAMILIES["chatml"][0], "tool_use": tools}
-
-
-pytest.importorskip("transformers")
 
 
 CHAT: Messages = [
@@ -118,18 +93,15 @@ CHAT: Messages = [
     {"role": "user", "content": "Another one?"},
     {"role": "assistant", "content": "Blue is another."},
 ]
-MADE: dict[str, Any] = {}
 
 
 def encoder(tokenizer: Any, form: str = "chat", length: int = 512, **data: Any) -> Encoder:
     return Encoder(tokenizer, Config(data=Data(**data), training=Training(sequence_length=length)), [form])
 
 
+@cache
 def family(name: str) -> Any:
-    """Return a family's tokenizer, made once."""
-    if name not in MADE:
-        MADE[name] = family_tokenizer(FAMILIES[name][0])
-    return MADE[name]
+    return family_tokenizer(FAMILIES[name][0])
 
 
 def one(made: Encoder, record: Any) -> Encoded:
@@ -147,6 +119,16 @@ def refusal(made: Encoder, record: Any) -> str:
 
 def learned(tokenizer: Any, document: Encoded) -> str:
     return tokenizer.decode([token for token, wanted in zip(document.ids, document.learned, strict=True) if wanted])
+
+
+def answers(tokenizer: Any, chat: Any, **data: Any) -> str:
+    """Return the text of a chat that is learned."""
+    return learned(tokenizer, one(encoder(tokenizer, **data), {"messages": chat}))
+
+
+def row_of(document: Encoded) -> dict[str, list[int]]:
+    pairs = zip(document.ids, document.learned, strict=True)
+    return {"input_ids": document.ids, "labels": [token if wanted else IGNORED for token, wanted in pairs]}
 
 
 def reference(tokenizer: Any, written: Written) -> tuple[list[int], list[bool]]:
@@ -191,27 +173,27 @@ def test_labels_equal_the_slow_reference_for_any_content(name: str, contents: li
 
 def test_one_turn_and_two_turn_records_of_qwen3_keep_its_own_format() -> None:
     tokenizer = family("qwen3")
-    made = encoder(tokenizer)
-    short = one(made, {"messages": CHAT[1:3]})
-    long = one(made, {"messages": CHAT[1:]})
-    for document in (short, long):
+    for chat, wanted in (
+        (CHAT[1:3], "<think>\n\n</think>\n\nRed.<|im_end|>"),
+        (CHAT[1:], "Red.<|im_end|><think>\n\n</think>\n\nBlue is another.<|im_end|>"),
+    ):
+        document = one(encoder(tokenizer), {"messages": chat})
         assert tokenizer.decode(document.ids).startswith("<|im_start|>user\nName a colour.<|im_end|>\n<|im_start|>")
-    assert learned(tokenizer, short) == "<think>\n\n</think>\n\nRed.<|im_end|>"
-    assert learned(tokenizer, long) == "Red.<|im_end|><think>\n\n</think>\n\nBlue is another.<|im_end|>"
+        assert learned(tokenizer, document) == wanted
 
 
 def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
     tokenizer = family("qwen3")
     chat = [{**message} for message in CHAT[1:]]
     chat[3]["content"] = "<think>\nhello rank\n</think>\n\nBlue."
-    document = one(encoder(tokenizer), {"messages": chat})
-    assert learned(tokenizer, document).endswith("<think>\nhello rank\n</think>\n\nBlue.<|im_end|>")
-    chat[1]["reasoning_content"] = "Red is a colour of France"
-    assert one(encoder(tokenizer), {"messages": chat}).reasoning_lost == 1
-    chat[1] = {**CHAT[2], "content": "<think>\nRed is a colour of France\n</think>\n\nRed."}
-    assert one(encoder(tokenizer), {"messages": chat}).reasoning_lost == 1
-    chat[1]["content"] = "<think>\n\n</think>\n\nRed."
-    assert one(encoder(tokenizer), {"messages": chat}).reasoning_lost == 0
+    assert answers(tokenizer, chat).endswith("<think>\nhello rank\n</think>\n\nBlue.<|im_end|>")
+    for changed, lost in (
+        ({"reasoning_content": "Red is a colour of France"}, 1),
+        ({"content": "<think>\nRed is a colour of France\n</think>\n\nRed."}, 1),
+        ({"content": "<think>\n\n</think>\n\nRed."}, 0),
+    ):
+        chat[1] = {**CHAT[2], **changed}
+        assert one(encoder(tokenizer), {"messages": chat}).reasoning_lost == lost
 
 
 @pytest.mark.parametrize(
@@ -224,37 +206,27 @@ def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
 )
 def test_train_on_chooses_the_turns_that_carry_loss(train_on: str, wanted: str) -> None:
     tokenizer = family("chatml")
-    assert learned(tokenizer, one(encoder(tokenizer, train_on=train_on), {"messages": CHAT})) == wanted
-
-
-def test_all_tokens_carry_loss_when_asked() -> None:
-    tokenizer = family("chatml")
+    assert answers(tokenizer, CHAT, train_on=train_on) == wanted
     document = one(encoder(tokenizer, train_on="all"), {"messages": CHAT})
     assert all(document.learned)
     assert document.label_tokens == len(document.ids) - 1
+    without_red = [{**message, "weight": 0} if message["content"] == "Red." else message for message in CHAT]
+    assert answers(tokenizer, without_red) == "Blue is another.<|im_end|>"
 
 
-def test_a_message_of_weight_0_carries_no_loss() -> None:
-    tokenizer = family("chatml")
-    chat = [{**message, "weight": 0} if message["content"] == "Red." else message for message in CHAT]
-    assert learned(tokenizer, one(encoder(tokenizer), {"messages": chat})) == "Blue is another.<|im_end|>"
-
-
-def test_marks_of_the_template_itself_are_used_and_the_end_behind_them_is_learned() -> None:
-    tokenizer = family_tokenizer(
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
-        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    )
-    document = one(encoder(tokenizer), {"messages": CHAT})
-    assert learned(tokenizer, document) == "Red.<|im_end|>Blue is another.<|im_end|>"
-
-
-def test_a_template_without_a_loop_variable_is_masked_by_its_stable_prefixes() -> None:
-    tokenizer = family_tokenizer(
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}",
         "{% for i in range(messages | length) %}{{ '<|im_start|>' + messages[i].role + '\n' + messages[i].content }}"
-        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    assert learned(tokenizer, one(encoder(tokenizer), {"messages": CHAT})) == "Red.<|im_end|>Blue is another.<|im_end|>"
+        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    ],
+    ids=["its own marks, the end behind them", "without a loop variable, by its stable prefixes"],
+)
+def test_turns_are_found_by_marks_and_by_prefixes(template: str) -> None:
+    tokenizer = family_tokenizer(template)
+    assert answers(tokenizer, CHAT) == "Red.<|im_end|>Blue is another.<|im_end|>"
 
 
 @pytest.mark.parametrize(
@@ -285,20 +257,23 @@ def test_a_template_that_cannot_be_masked_is_refused_with_what_to_do(template: s
     assert str(raised.value).startswith("data.chat_template: ")
 
 
-def test_a_role_that_the_template_rejects_is_a_refused_record() -> None:
-    assert refusal(encoder(family("gemma2")), {"messages": CHAT}) == (
-        "the chat template rejects it: System role not supported"
-    )
-    assert "roles must alternate" in refusal(encoder(family("mistral")), {"messages": CHAT[1:2] + CHAT[1:3]})
-
-
-def test_a_message_that_the_template_leaves_out_is_a_refused_record() -> None:
+def test_a_chat_that_the_template_rejects_or_cuts_is_a_refused_record() -> None:
     tool = {"role": "tool", "content": "the weather is fine"}
-    chat = [*CHAT[:3], tool, {"role": "assistant", "content": "Fine."}]
-    assert refusal(encoder(family("phi3")), {"messages": chat}) == "the chat template leaves out message 4 (tool)"
+    weather = [*CALLS, {"role": "user", "content": "weather?"}, {"role": "assistant", "content": "weather, Paris."}]
+    for name, chat, words in (
+        ("gemma2", CHAT, "the chat template rejects it: System role not supported"),
+        ("mistral", CHAT[1:2] + CHAT[1:3], "the chat template rejects it: .*roles must alternate.*"),
+        ("phi3", [*CHAT[:3], tool, CHAT[4]], r"the chat template leaves out message 4 \(tool\)"),
+        ("llama3", CALLS, "the chat template leaves out the tool calls of message 2"),
+        # A tool call is looked for in its place and not in the whole text.
+        ("llama3", weather, "the chat template leaves out the tool calls of message 2"),
+    ):
+        assert re.fullmatch(words, refusal(encoder(family(name)), {"messages": chat}))
+    given = {"messages": [CALLS[0], {"role": "assistant", "content": "Yes."}], "tools": TOOLS}
+    assert refusal(encoder(family("llama3")), given) == "the chat template leaves out the tool weather"
 
 
-@pytest.mark.parametrize("name", ["plain", "chatml", "llama3", "gemma", "mistral", "phi3"])
+@pytest.mark.parametrize("name", shipped())
 def test_the_shipped_templates_can_be_used_by_name(name: str) -> None:
     tokenizer = family_tokenizer(None)
     document = one(encoder(tokenizer, chat_template=name), {"messages": CHAT[1:]})
@@ -350,16 +325,6 @@ def test_tool_calls_and_tools_reach_the_template_and_null_is_never_a_word(
     assert "None" not in tokenizer.decode(document.ids)
 
 
-def test_tool_calls_that_the_template_drops_are_refused() -> None:
-    assert refusal(encoder(family("llama3")), {"messages": CALLS}) == (
-        "the chat template leaves out the tool calls of message 2"
-    )
-    without = [{**CALLS[0]}, {"role": "assistant", "content": "Yes."}]
-    assert refusal(encoder(family("llama3")), {"messages": without, "tools": TOOLS}) == (
-        "the chat template leaves out the tool weather"
-    )
-
-
 def test_a_text_is_learned_whole_with_its_end_and_begins_as_the_tokenizer_begins_it() -> None:
     tokenizer = family_tokenizer(None, adds_bos=True)
     for text in ("hello world", "<s>hello world", "hello world</s>"):
@@ -369,22 +334,11 @@ def test_a_text_is_learned_whole_with_its_end_and_begins_as_the_tokenizer_begins
         assert learned(tokenizer, document).endswith("hello world</s>")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_chat_begins_with_exactly_one_bos(name: str) -> None:
-    tokenizer = family_tokenizer(FAMILIES[name][0], adds_bos=True)
-    document = one(encoder(tokenizer), {"messages": CHAT[1:3]})
-    assert document.ids[0] == tokenizer.bos_token_id
-    assert document.ids.count(tokenizer.bos_token_id) == 1
-
-
 def test_the_end_is_learned_when_it_is_also_the_padding() -> None:
-    from ftmon.trainer.recipe.data.batches import Collate
-
     tokenizer = family_tokenizer(FAMILIES["mistral"][0])
     tokenizer.pad_token = tokenizer.eos_token
-    document = one(encoder(tokenizer), {"messages": CHAT[1:]})
-    labels = [token if wanted else IGNORED for token, wanted in zip(document.ids, document.learned, strict=True)]
-    batch = Collate(tokenizer.pad_token_id, 512)([{"input_ids": document.ids, "labels": labels}] * 2)
+    row = row_of(one(encoder(tokenizer), {"messages": CHAT[1:]}))
+    batch = Collate(tokenizer.pad_token_id, 512)([row] * 2)
     assert batch["labels"][0].tolist().count(tokenizer.eos_token_id) == 2
 
 
@@ -399,8 +353,7 @@ def test_without_a_template_prompt_and_response_are_joined_as_they_stand_when_as
 
 
 @pytest.mark.parametrize(
-    ("policy", "text", "ends"),
-    [("keep_start", "<s>[INST] Name", 0), ("keep_end", "<s>a colour.", 1)],
+    ("policy", "text", "ends"), [("keep_start", r"<s>\[INST\] Name.*", 0), ("keep_end", r"<s>.*colour\.</s>", 1)]
 )
 def test_long_chats_are_cut_as_configured(policy: str, text: str, ends: int) -> None:
     tokenizer = family_tokenizer(FAMILIES["mistral"][0], adds_bos=True)
@@ -409,8 +362,7 @@ def test_long_chats_are_cut_as_configured(policy: str, text: str, ends: int) -> 
     assert len(document.ids) == len(document.learned) == 8
     assert document.ends_learned == ends
     assert document.cut > 20
-    decoded = tokenizer.decode(document.ids)
-    assert decoded.startswith(text) if not ends else decoded.startswith("<s>") and decoded.endswith("colour.</s>")
+    assert re.fullmatch(text, tokenizer.decode(document.ids))
 
 
 def test_long_records_are_dropped_or_split_as_configured() -> None:
@@ -426,10 +378,3 @@ def test_long_records_are_dropped_or_split_as_configured() -> None:
         assert sum(piece.ends_learned for piece in pieces) == 1
     with pytest.raises(ConfigError, match="split is for text"):
         encoder(family("chatml"), truncation="split")
-
-
-def test_a_tool_call_is_looked_for_in_its_place_and_not_in_the_whole_text() -> None:
-    chat = [*CALLS, {"role": "user", "content": "weather?"}, {"role": "assistant", "content": "weather, Paris."}]
-    assert refusal(encoder(family("llama3")), {"messages": chat}) == (
-        "the chat template leaves out the tool calls of message 2"
-    )

@@ -1,6 +1,7 @@
 """``ftmon data check`` finds each planted fault, and nothing in clean data."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,74 +11,72 @@ from ftmon.trainer.recipe.data_check.__main__ import main
 from ftmon.trainer.recipe.data_check.check import Finding
 from planted_faults import CLEAN, FAULTS, Case, tokenizers, words
 
-pytest.importorskip("transformers")
+Check = Callable[..., tuple[int, str, str]]
+PAIRS = CLEAN["prompts and responses"]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> "dict[str | None, Path]":
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Path]:
     return tokenizers(tmp_path_factory.mktemp("tokenizers"))
 
 
-def checked(case: Case, folder: Path, folders: Any, capsys: pytest.CaptureFixture[str]) -> "tuple[int, dict[str, Any]]":
-    status = main(["--json", *words(case, folder, folders[case.template])])
-    output = capsys.readouterr()
-    assert not output.err, output.err
-    return status, json.loads(output.out)
+@pytest.fixture
+def check(tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]) -> Check:
+    """Check a case with more words of the command line; return the exit status, the output and the errors."""
+
+    def run(case: Case, *more: str) -> tuple[int, str, str]:
+        status = main([*words(case, tmp_path, folders[case.template]), *more])
+        return status, *capsys.readouterr()
+
+    return run
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name: str, tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_planted_fault_is_found(name: str, check: Check) -> None:
     case = FAULTS[name]
-    status, report = checked(case, tmp_path, folders, capsys)
-    assert status == (2 if case.kind == "unusable" else 1)  # no training starts with an unusable template
-    findings = {finding["kind"]: finding for finding in report["findings"]}
-    assert case.kind in findings, report["findings"]
+    status, out, err = check(case, "--json")
+    assert (status, err) == (2 if case.kind == "unusable" else 1, "")  # no training starts with an unusable template
+    findings = {finding["kind"]: finding for finding in json.loads(out)["findings"]}
+    assert case.kind in findings, findings
     found = findings[case.kind]
-    shown = found["text"] + "".join(f"\n{place}: {detail}" for place, detail in found["first"])
-    assert case.detail in shown
+    assert case.detail in found["text"] + "".join(f"\n{place}: {detail}" for place, detail in found["first"])
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_nothing_is_found_in_clean_data(
-    name: str, tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, report = checked(CLEAN[name], tmp_path, folders, capsys)
-    assert (status, report["findings"]) == (0, [])
+def test_nothing_is_found_in_clean_data(name: str, check: Check) -> None:
+    status, out, err = check(CLEAN[name], "--json")
+    report = json.loads(out)
+    assert (status, report["findings"], err) == (0, [], "")
     facts = report["facts"]
     assert facts["ends_learned"] == facts["turns"] > 0
     assert facts["bos_counts"] == {"1": 5}
 
 
-def test_at_least_twenty_faults_and_five_clean_sets_are_tried() -> None:
-    assert len(FAULTS) >= 20
-    assert len(CLEAN) >= 5
-
-
-def test_trained_tokens_are_marked_with_and_without_colour(
-    tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trained_tokens_are_marked_with_and_without_colour(check: Check) -> None:
     case = CLEAN["chats of several turns with a system message"]
-    arguments = words(case, tmp_path, folders[case.template])
-    assert main([*arguments, "--ascii", "--samples", "1"]) == 0
-    plain = capsys.readouterr().out
+    status, plain, _ = check(case, "--ascii", "--samples", "1")
+    assert status == 0
     assert "[[Red is one.<|eot_id|>]]<|start_header_id|>user<|end_header_id|>\\n\n\\n\nGo on" in plain
     assert "data.jsonl:2" not in plain
     assert "ends of turns: 10 of 10 learned" in plain
     assert "records by tokens" in plain
     assert plain.endswith("nothing found\n")
     assert plain.isascii()
-    assert main([*arguments, "--color"]) == 0
-    assert "\033[30;42m" in capsys.readouterr().out
+    status, coloured, _ = check(case, "--color")
+    assert status == 0
+    assert "\033[30;42m" in coloured
 
 
-def test_what_is_wrong_is_told_with_lines_and_what_to_do(
-    tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    case = FAULTS["a broken line"]
-    assert main([*words(case, tmp_path, folders[case.template]), "--ascii"]) == 1
-    shown = capsys.readouterr().out
+def test_what_is_wrong_is_told_with_lines_and_what_to_do(check: Check, tmp_path: Path) -> None:
+    status, shown, _ = check(FAULTS["a broken line"], "--ascii")
     fix = "repair or remove them: no training starts with more than 1.00% (data.max_refused)"
+    assert status == 1
     assert f"1 record is refused; {fix}  (refused)\n    data.jsonl:6: is not JSON" in shown
+    (tmp_path / "held-out.jsonl").write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": null}\n')
+    status, shown, _ = check(PAIRS, f"evaluation.path={tmp_path}/held-out.jsonl")
+    assert status == 1
+    assert "1 record is refused in the evaluation's data; repair" in shown
+    assert "held-out.jsonl:2: response is null" in shown
 
 
 def test_names_and_reasons_cannot_command_a_terminal_with_colour() -> None:
@@ -103,38 +102,19 @@ def test_names_and_reasons_cannot_command_a_terminal_with_colour() -> None:
     ],
 )
 def test_what_no_training_would_start_with_is_one_line_and_status_2(
-    settings: list[str], said: str, tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]
+    settings: list[str], said: str, tmp_path: Path, check: Check
 ) -> None:
-    (tmp_path / "broken.jsonl").write_text("a\n")
-    broken = str(tmp_path / "broken.jsonl")
-    case = CLEAN["prompts and responses"]
-    given = [word.replace("{broken}", broken) for word in settings]
-    assert main([*words(case, tmp_path, folders[case.template]), *given]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert said.replace("{broken}", broken) in output.err
-    assert output.err.count("\n") == 1
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("a\n")
+    status, out, err = check(PAIRS, *(word.replace("{broken}", str(broken)) for word in settings))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert said.replace("{broken}", str(broken)) in err
 
 
-def test_ranks_that_are_not_known_are_those_that_the_batch_asks_for(
-    tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    case = CLEAN["prompts and responses"]
-    arguments = words(case, tmp_path, folders[case.template])
-    assert main([*arguments, "training={micro_batch: 2, total_batch: 4}", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["facts"]["rows_a_step"] == 4
-    assert main([*arguments, "training.sequence_parallel_size=2", "run.device=auto"]) == 0
-
-
-def test_refused_records_of_the_evaluation_are_found_with_their_lines(
-    tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    case = CLEAN["prompts and responses"]
-    (tmp_path / "held-out.jsonl").write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": null}\n')
-    assert main([*words(case, tmp_path, folders[case.template]), f"evaluation.path={tmp_path}/held-out.jsonl"]) == 1
-    shown = capsys.readouterr().out
-    assert "1 record is refused in the evaluation's data; repair" in shown
-    assert "held-out.jsonl:2: response is null" in shown
+def test_ranks_that_are_not_known_are_those_that_the_batch_asks_for(check: Check) -> None:
+    status, out, _ = check(PAIRS, "training={micro_batch: 2, total_batch: 4}", "--json")
+    assert (status, json.loads(out)["facts"]["rows_a_step"]) == (0, 4)
+    assert check(PAIRS, "training.sequence_parallel_size=2", "run.device=auto")[0] == 0
 
 
 def test_wrong_usage_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,12 +11,9 @@ from ftmon.trainer.recipe.faults.spec import DEFAULT_STEP, KINDS, Fault, parse
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_alone_means_the_last_rank_at_the_default_step(kind: str) -> None:
+def test_rank_and_step_are_given_in_any_order_or_the_last_and_the_default(kind: str) -> None:
     assert parse(kind, 4) == Fault(kind, 3, DEFAULT_STEP)  # type: ignore[arg-type]
-
-
-def test_rank_and_step_can_be_given_in_any_order() -> None:
-    assert parse("hang:rank=0,step=7", 2) == parse("hang:step=7,rank=0", 2) == Fault("hang", 0, 7)
+    assert parse(f"{kind}:rank=0,step=7", 2) == parse(f"{kind}:step=7,rank=0", 2) == Fault(kind, 0, 7)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -10,26 +10,16 @@ from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.model import activations
 from ftmon.trainer.recipe.model.activations import HostOffload, mark_varying
-from ftmon.trainer.recipe.preflight import resolve
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, AutoModelForCausalLM
-
-pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
-
 
 ROWS, LENGTH, HIDDEN, MLP, HEADS, GROUPS = 2, 24, 32, 96, 4, 2
 TOKENS = ROWS * LENGTH
 FLOAT = 4
 INPUT = TOKENS * HIDDEN * FLOAT
 """Bytes of a layer's input."""
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": HIDDEN,
-    "intermediate_size": MLP,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": GROUPS,
-}
+SIZES = {"vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": MLP}
+SIZES |= {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS}
 MODES = {
     "none": [],
     "layers": ["model.gradient_checkpointing=layers"],
@@ -38,15 +28,10 @@ MODES = {
     "offload-inputs": ["model.gradient_checkpointing=layers", "model.activation_offload=inputs"],
     "offload-all": ["model.activation_offload=all", "model.offload_bytes=1000"],
     "offload-every-2": [
-        "model.gradient_checkpointing=selective",
-        "model.checkpoint_every=2",
-        "model.activation_offload=all",
-        "model.offload_bytes=0",
+        *("model.gradient_checkpointing=selective", "model.checkpoint_every=2"),
+        *("model.activation_offload=all", "model.offload_bytes=0"),
     ],
 }
-
-
-COMPILED = ["model.compile=layers", "data.packing=true"]
 
 
 @pytest.fixture(autouse=True)
@@ -57,11 +42,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def made(mode: str, kind: str = "llama", depth: int = 4, **settings: Any) -> Any:
+def made(mode: str, kind: str = "llama", depth: int = 4, more: list[str] | None = None, **settings: Any) -> Any:
     torch.manual_seed(0)
     values = {**SIZES, "num_hidden_layers": depth, **settings}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values)).train()
-    activations.set_up(model, load(None, [f"model.config={{model_type: {kind}}}", *MODES[mode]]).config)
+    activations.set_up(model, load(None, [f"model.config={{model_type: {kind}}}", *MODES[mode], *(more or [])]).config)
     return model
 
 
@@ -69,30 +54,24 @@ def step(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss and gradients of a step with random numbers of its own."""
     ids = torch.arange(TOKENS).reshape(ROWS, LENGTH) % 64
     torch.manual_seed(3)
-    losses = [0.0, 0.0]
-    for micro_step in range(2):  # gradients accumulate
+    total = 0.0
+    for _ in range(2):  # gradients accumulate
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
-        losses[micro_step] = float(loss.detach())
-    return sum(losses), {name: parameter.grad for name, parameter in model.named_parameters()}
+        total += float(loss.detach())
+    return total, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def held_bytes(mode: str, depth: int) -> int:
     """Return the bytes alive after a forward through the decoder layers, parameters not counted."""
-    model = made(mode, depth=depth)
+    model, tracker = made(mode, depth=depth), MemTracker()
     ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
-    tracker = MemTracker()
     tracker.track_external(model)
     with tracker:
         hidden = model.model(input_ids=ids, use_cache=False)[0]
         held = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
     del hidden
     return int(held["Total"]) - sum(value.nbytes for value in [*model.parameters(), *model.buffers()])
-
-
-def bytes_of_a_layer(mode: str) -> int:
-    """Return what one more layer adds: averaged over two, of which checkpoint_every=2 recomputes one."""
-    return (held_bytes(mode, 4) - held_bytes(mode, 2)) // 2
 
 
 @pytest.mark.parametrize(
@@ -119,39 +98,36 @@ def test_what_a_layer_keeps_is_what_its_mode_says() -> None:
     head = HIDDEN // HEADS
     products = HIDDEN + 2 * GROUPS * head + HIDDEN + 2 * MLP + HIDDEN  # q, k and v, o, gate and up, down
     attention = HIDDEN + HEADS  # and the log-sum-exp of each head
-    held = {mode: bytes_of_a_layer(mode) for mode in ("none", "layers", "every-2", "selective")}
+    # What one more layer adds, averaged over two, of which checkpoint_every=2 recomputes one.
+    modes = ("none", "layers", "every-2", "selective")
+    held = {mode: (held_bytes(mode, 4) - held_bytes(mode, 2)) // 2 for mode in modes}
     assert held["layers"] == INPUT
     assert held["selective"] == INPUT + TOKENS * (products + attention) * FLOAT < 0.7 * held["none"]
     assert held["every-2"] == (held["none"] + held["layers"]) // 2
 
 
-class Saved:
-    """Records the tensors that are moved to the host, in place of autograd's own list."""
+@pytest.fixture
+def offloads(monkeypatch: pytest.MonkeyPatch) -> list[HostOffload]:
+    """The offloads that are made."""
+    found: list[HostOffload] = []
+    plain = HostOffload.__init__
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.offloads: list[HostOffload] = []
-        plain = HostOffload.__init__
+    def init(offload: HostOffload, *arguments: Any) -> None:
+        plain(offload, *arguments)
+        found.append(offload)
 
-        def init(offload: HostOffload, *arguments: Any) -> None:
-            plain(offload, *arguments)
-            self.offloads.append(offload)
-
-        monkeypatch.setattr(HostOffload, "__init__", init)
-
-    @property
-    def moved(self) -> int:
-        (offload,) = self.offloads
-        return offload.moved_bytes
+    monkeypatch.setattr(HostOffload, "__init__", init)
+    return found
 
 
-def test_inputs_of_recomputed_layers_are_moved_once_each_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = Saved(monkeypatch)
+def test_inputs_of_recomputed_layers_are_moved_once_each_and_no_more(offloads: list[HostOffload]) -> None:
     step(made("offload-inputs"))
-    assert saved.moved == 2 * 4 * INPUT  # two micro-steps, four layers
+    assert offloads[0].moved_bytes == 2 * 4 * INPUT  # two micro-steps, four layers
 
 
-def test_everything_is_moved_once_and_never_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = Saved(monkeypatch)
+def test_everything_is_moved_once_and_never_a_parameter(
+    offloads: list[HostOffload], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = made("offload-all")
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     moved: list[torch.Tensor] = []
@@ -170,14 +146,9 @@ def test_everything_is_moved_once_and_never_a_parameter(monkeypatch: pytest.Monk
     assert all(one.untyped_storage().data_ptr() not in parameters for one in moved)
     assert all(one.nbytes >= 1000 for one in moved)
     # What the attention and the MLP of each layer save is more than its input.
-    assert saved.moved > 4 * 8 * INPUT
+    (offload,) = offloads
+    assert offload.moved_bytes > 4 * 8 * INPUT
     hidden.sum().backward()
-
-
-def test_tensors_in_host_memory_are_released_after_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = Saved(monkeypatch)
-    step(made("offload-all"))
-    (offload,) = saved.offloads
     assert len(offload._known) == 0
     assert not offload._leaving
 
@@ -190,22 +161,10 @@ def test_a_model_whose_layers_transformers_does_not_mark_is_refused() -> None:
         activations.set_up(model, config)
 
 
-@pytest.mark.parametrize(
-    ("word", "mode"),
-    [("true", "layers"), ("yes", "layers"), ("False", "none"), ("off", "none"), ("selective", "selective")],
-)
-def test_the_setting_takes_a_boolean_too(word: str, mode: str) -> None:
-    assert load(None, [f"model.gradient_checkpointing={word}"]).config.model.gradient_checkpointing == mode
-
-
-def test_without_a_compiler_compilation_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
-    words = ["model.config={model_type: llama}", f"data.path={tmp_path}/data.jsonl", "run.device=cpu", *COMPILED]
-    assert resolve.resolve(load(None, words)).config.model.compile == "layers"
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(ConfigError, match=r"model\.compile needs a C\+\+ compiler .*, not found here"):
-        resolve.resolve(load(None, words))
+def test_the_setting_takes_a_boolean_too() -> None:
+    for words, mode in ((("true", "yes"), "layers"), (("False", "off"), "none"), (("selective",), "selective")):
+        for word in words:
+            assert load(None, [f"model.gradient_checkpointing={word}"]).config.model.gradient_checkpointing == mode
 
 
 @pytest.fixture
@@ -229,9 +188,7 @@ def graphs(compiling: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.mark.parametrize("mode", ["none", "layers", "offload-inputs", "offload-all"])
 def test_all_layers_share_one_compiled_graph_and_keep_gradients_and_names(graphs: Any, mode: str) -> None:
     loss, grads = step(made(mode))
-    MODES["compiled"] = [*MODES[mode], "model.compile=layers"]
-    model = made("compiled")
-    del MODES["compiled"]
+    model = made(mode, more=["model.compile=layers"])
     compiled_loss, compiled = step(model)
     assert graphs() == 1
     assert compiled_loss == pytest.approx(loss, rel=1e-6)

@@ -1,35 +1,15 @@
 """Documents of a packed row do not see each other, or packing is refused."""
 
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.model import attention
-from small_shape import SMALL_SHAPE
+from small_shape import SMALL_SHAPE, OneRank
 from transformers import AutoConfig, AutoModelForCausalLM
-
-pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
-
-
-class OneRank:
-    """Stands for the ranks: this process alone, on the CPU."""
-
-    has_values = True
-    device = torch.device("cpu")
-    on_gpu = False
-
-    def log(self, text: str) -> None:
-        raise AssertionError(text)
-
-    def all_agree(self, mine: bool) -> bool:
-        return mine
-
-
-def world() -> Any:
-    return cast(Any, OneRank())
 
 
 def model_of(kind: str, **values: Any) -> Any:
@@ -48,44 +28,38 @@ def model_of(kind: str, **values: Any) -> Any:
     ],
 )
 def test_transformers_own_models_keep_documents_apart(kind: str, values: dict[str, Any]) -> None:
-    assert attention.set_up(model_of(kind, **values), Config(), world()) is False
+    ranks: Any = OneRank()
+    assert attention.set_up(model_of(kind, **values), Config(), ranks) is False
+    assert ranks.said == []
 
 
-def test_attention_that_looks_across_documents_refuses_packing() -> None:
-    model = model_of("llama")
-    plain = model.forward
-
-    def leaking(*inputs: Any, **others: Any) -> Any:
-        others.pop("position_ids", None)
-        return plain(*inputs, **others)
-
-    model.forward = leaking
-    with pytest.raises(ConfigError) as raised:
-        attention.set_up(model, Config(), world())
-    assert str(raised.value) == ("data.packing: documents of one row see each other in llama; use data.packing=false")
+def leaking(plain: Any, *inputs: Any, position_ids: Any, **others: Any) -> Any:
+    """Without the positions documents see each other."""
+    return plain(*inputs, **others)
 
 
-def test_a_model_that_carries_state_from_token_to_token_is_refused() -> None:
+def shifted(plain: Any, *inputs: Any, position_ids: Any, **others: Any) -> Any:
+    """Isolated, but a document's scores depend on the row's length."""
+    output = plain(*inputs, position_ids=position_ids, **others)
+    output.logits = output.logits * (1.0 + position_ids.shape[1])
+    return output
+
+
+@pytest.mark.parametrize(
+    ("kind", "forward", "words"),
+    [
+        ("llama", leaking, "documents of one row see each other in llama"),
+        ("mamba", None, "documents of one row see each other in mamba"),
+        ("llama", shifted, r"a document gives other logits in a packed row than alone in llama \(.*\)"),
+    ],
+)
+def test_models_in_which_documents_depend_on_each_other_refuse_packing(kind: str, forward: Any, words: str) -> None:
     settings = AutoConfig.for_model("mamba", vocab_size=320, hidden_size=32, state_size=4, num_hidden_layers=1)
-    model = AutoModelForCausalLM.from_config(settings)
-    with pytest.raises(ConfigError, match="documents of one row see each other in mamba"):
-        attention.set_up(model, Config(), world())
-
-
-def test_logits_that_differ_from_those_of_the_document_alone_refuse_packing() -> None:
-    model = model_of("llama")
-    plain = model.forward
-
-    def shifted(*inputs: Any, position_ids: Any, **others: Any) -> Any:
-        # Isolated, but a document's scores depend on the row's length.
-        scale = 1.0 + position_ids.shape[1]
-        output = plain(*inputs, position_ids=position_ids, **others)
-        output.logits = output.logits * scale
-        return output
-
-    model.forward = shifted
-    with pytest.raises(ConfigError, match="a document gives other logits in a packed row than alone in llama"):
-        attention.set_up(model, Config(), world())
+    model: Any = AutoModelForCausalLM.from_config(settings) if kind == "mamba" else model_of(kind)
+    if forward is not None:
+        model.forward = partial(forward, model.forward)
+    with pytest.raises(ConfigError, match=f"^data.packing: {words}; use data.packing=false$"):
+        attention.set_up(model, Config(), OneRank())
 
 
 def test_borders_are_those_of_documents_rows_and_padding() -> None:

@@ -12,9 +12,6 @@ from ftmon.trainer.recipe.evaluation import evaluate
 from ftmon.trainer.recipe.model import shape
 from transformers import AutoConfig, AutoModelForCausalLM
 
-pytest.importorskip("deepspeed")
-
-
 SIZES = {
     "gpt2": "n_layer: 1, n_embd: 32, n_head: 2, n_positions: 32",
     "gptj": "n_layer: 1, n_embd: 32, n_head: 2, rotary_dim: 8, n_positions: 32",

@@ -10,8 +10,6 @@ from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.model import tokenizer
 from transformers import PreTrainedTokenizerFast
 
-pytest.importorskip("transformers")
-
 
 def saved(folder: Path, **tokens: str) -> Config:
     """Save a tokenizer that knows of these special tokens alone."""
@@ -20,12 +18,9 @@ def saved(folder: Path, **tokens: str) -> Config:
     return Config(tokenizer=settings.Tokenizer(name=str(folder)))
 
 
-def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path: Path) -> None:
-    made: Any = tokenizer.load(saved(tmp_path, eos_token=tokenizer.END), None)
+def test_a_tokenizer_without_padding_pads_with_its_end_and_one_without_an_end_is_refused(tmp_path: Path) -> None:
+    made: Any = tokenizer.load(saved(tmp_path / "end", eos_token=tokenizer.END), None)
     assert made.pad_token == made.eos_token == tokenizer.END
-
-
-def test_a_tokenizer_without_an_end_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         tokenizer.load(saved(tmp_path), None)
     assert str(refused.value).startswith(f"tokenizer.name: the tokenizer of {tmp_path} has no end-of-sequence token")

@@ -20,10 +20,7 @@ def test_it_stays_within_its_bounds_and_ends_where_it_should(kind: str, warmup: 
         assert factors[-1] == pytest.approx(final)
 
 
-def test_warm_up_rises_linearly_to_the_peak() -> None:
+def test_warm_up_rises_linearly_to_the_peak_and_cosine_is_half_way_down_in_the_middle() -> None:
     schedule = Schedule(kind="constant", warmup_steps=4)
     assert [factor(schedule, step, 10) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-def test_cosine_is_half_way_down_in_the_middle() -> None:
     assert factor(Schedule(kind="cosine", final_ratio=0.0), 50, 101) == pytest.approx(0.5)

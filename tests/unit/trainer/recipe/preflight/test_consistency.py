@@ -5,20 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load
-from ftmon.trainer.recipe.config.schema import Config
-from ftmon.trainer.recipe.data.batches import Collate, cut, with_positions
-from ftmon.trainer.recipe.engine.division import heads_refusal
-from ftmon.trainer.recipe.engine.engine import deepspeed_config
-from ftmon.trainer.recipe.model.loss import IGNORED
+from ftmon.trainer.recipe.model.attention import refusal
 from ftmon.trainer.recipe.preflight import consistency, resolve
 from ftmon.trainer.recipe.preflight.consistency import optimizer_refusal
 from ftmon.trainer.recipe.start import DATA
-
-# Which optimizer goes with which stage, offload, adapters and precision; the rest is refused in one line.
-
+from ftmon.trainer.recipe.support import heads_refusal
+from transformers import AutoConfig
 
 BASE = ["model.config={model_type: llama}", f"data.path={DATA}", "run={device: cpu, ranks: 1}"]
 BF16 = "training.precision=bf16"
@@ -45,27 +39,9 @@ def test_the_rest_goes_together(kind: str, stage: int) -> None:
     resolve.resolve(load(None, [*BASE, "zero.stage=0", "optimizer.kind=muon"]))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_without_master_weights_deepspeed_keeps_no_fp32_copy(stage: int) -> None:
-    words = [BF16, NONE, "optimizer.kind=adamw_bf16", f"zero.stage={stage}"]
-    settings = deepspeed_config(resolve.resolve(load(None, BASE + words)).config, 1, False)
-    assert settings.get("bf16", {}).get("bf16_master_weights_and_grads", False) is (stage > 0)
-    assert ("bf16" in settings) is (stage > 0)
-    # At stage 0 DeepSpeed is not told of bf16, and compares this with its own precision.
-    assert settings["data_types"]["grad_accum_dtype"] == ("bf16" if stage else "fp32")
-
-
-pytest.importorskip("torch")
-
-
 LLAMA = "model.config={model_type: llama, num_attention_heads: 12, num_key_value_heads: 4}"
 KEY = "training.sequence_parallel_size"
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> list[str]:
-    (tmp_path / "data.jsonl").write_text('{"text": "some text"}\n')
-    return [f"data.path={tmp_path}/data.jsonl", "run={device: cpu, ranks: 4}", "training.sequence_length=64"]
+FOUR = [f"data.path={DATA}", "run={device: cpu, ranks: 4}", "training.sequence_length=64"]
 
 
 def refused(words: list[str]) -> str:
@@ -75,12 +51,16 @@ def refused(words: list[str]) -> str:
     return str(raised.value)
 
 
-def test_ranks_that_are_no_multiple_are_refused_with_a_number_that_is(settings: list[str]) -> None:
-    assert refused([*settings, LLAMA, f"{KEY}=3"]) == (
-        f"command line: {KEY} is 3, but 4 ranks are not a multiple of it; use run.ranks=3"
-    )
-    assert "but 1 rank is not a multiple of it; use run.ranks=2" in refused(
-        [*settings, LLAMA, f"{KEY}=2", "run.ranks=1"]
+def test_ranks_and_batches_are_those_of_groups_of_ranks() -> None:
+    text = f"command line: {KEY} is 3, but 4 ranks are not a multiple of it; use run.ranks=3"
+    assert refused([*FOUR, LLAMA, f"{KEY}=3"]) == text
+    text = "but 1 rank is not a multiple of it; use run.ranks=2"
+    assert text in refused([*FOUR, LLAMA, f"{KEY}=2", "run.ranks=1"])
+    words = [*FOUR, LLAMA, f"{KEY}=2", "training.micro_batch=3"]
+    resolve.resolve(load(None, [*words, "training.total_batch=6"]))
+    assert refused([*words, "training.total_batch=12"]) == (
+        "command line: training.total_batch is 12, but micro_batch 3 x grad_accumulation 1 x 4 ranks / "
+        "sequence_parallel_size 2 is 6"
     )
 
 
@@ -102,18 +82,14 @@ def test_heads_are_divided_or_key_value_heads_repeated(heads: int, groups: int, 
     assert heads_refusal(heads, groups, size) == text
 
 
-def test_heads_of_a_bare_configuration_and_of_a_folder_are_read_before_anything_starts(
-    settings: list[str], tmp_path: Path
-) -> None:
-    eight = [*settings, f"{KEY}=8", "run.ranks=8"]
+def test_heads_of_a_bare_configuration_and_of_a_folder_are_read_before_anything_starts(tmp_path: Path) -> None:
+    eight, folder = [*FOUR, f"{KEY}=8", "run.ranks=8"], f"model.name={tmp_path}"
     assert "cannot divide the model's 12 attention heads" in refused([*eight, LLAMA])
     for inner in ({"num_attention_heads": 6}, {"text_config": {"num_attention_heads": 6}}, {"n_head": 6}):
         (tmp_path / "config.json").write_text(json.dumps(inner))
-        assert "cannot divide the model's 6 attention heads; use 2, 3, 6 or 1" in refused(
-            [*eight, f"model.name={tmp_path}"]
-        )
+        assert "cannot divide the model's 6 attention heads; use 2, 3, 6 or 1" in refused([*eight, folder])
     (tmp_path / "config.json").write_text('{"num_attention_heads": 16, "num_key_value_heads": 2}')
-    assert resolve.resolve(load(None, [*eight, f"model.name={tmp_path}"])).config.training.sequence_parallel_size == 8
+    assert resolve.resolve(load(None, [*eight, folder])).config.training.sequence_parallel_size == 8
 
 
 @pytest.mark.parametrize(
@@ -128,60 +104,12 @@ def test_heads_of_a_bare_configuration_and_of_a_folder_are_read_before_anything_
 )
 def test_combinations_that_were_not_tested_are_refused_by_name(words: list[str], precision: str, path: str) -> None:
     alone = load(None, [LLAMA, *words]).config
-    assert consistency.refusal(alone, 4, precision) is None
+    assert alone.training.sequence_parallel_size == 1
+    assert consistency.refusal(alone, 3, precision) is None
     found = consistency.refusal(load(None, [LLAMA, f"{KEY}=2", *words]).config, 4, precision)
     assert found is not None
     assert found[0] == path
     assert f"cannot be used with {KEY}=2" in found[1]
-
-
-def test_the_batch_of_a_step_counts_groups_of_ranks(settings: list[str]) -> None:
-    words = [*settings, LLAMA, f"{KEY}=2", "training.micro_batch=3"]
-    resolve.resolve(load(None, [*words, "training.total_batch=6"]))
-    assert refused([*words, "training.total_batch=12"]) == (
-        "command line: training.total_batch is 12, but micro_batch 3 x grad_accumulation 1 x 4 ranks / "
-        "sequence_parallel_size 2 is 6"
-    )
-
-
-def row(length: int, **more: Any) -> dict[str, Any]:
-    return {"input_ids": list(range(1, length + 1)), "labels": [-100, *range(2, length + 1)], **more}
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("packed", [False, True])
-def test_slices_hold_each_token_and_each_label_of_the_whole_rows_once(size: int, packed: bool) -> None:
-    rows = [row(15, **({"lengths": [7, 8]} if packed else {})), row(10, **({"lengths": [10]} if packed else {}))]
-    limit = 17  # no multiple of any size
-    whole = Collate(0, limit)(rows)
-    slices: list[Any] = [with_positions(cut(Collate(0, limit)(rows), size, rank)) for rank in range(size)]
-    length = whole["input_ids"].shape[1]
-    joined = {name: torch.cat([one[name] for one in slices], 1) for name in ("input_ids", "labels", "position_ids")}
-    assert torch.equal(joined["input_ids"][:, :length], whole["input_ids"])
-    assert torch.equal(joined["labels"][:, :length], whole["labels"])
-    assert not (joined["labels"][:, length:] != IGNORED).any()
-    expected = whole["position_ids"] if packed else torch.arange(length).expand(2, -1)
-    assert torch.equal(joined["position_ids"][:, :length], expected)
-    # The label after a slice's last token is the next slice's first one.
-    targets = torch.cat([one["shift_labels"] for one in slices], 1)
-    assert torch.equal(targets[:, : length - 1], whole["labels"][:, 1:])
-    assert not (targets[:, length - 1 :] != IGNORED).any()
-    for one in slices:
-        width = one["input_ids"].shape[1]
-        assert width * size >= length > (width - 1) * size
-        assert one["label_positions"].tolist() == (one["shift_labels"] != IGNORED).flatten().nonzero()[:, 0].tolist()
-        if packed:
-            assert torch.equal(one["sequence_ids"][:, :length], whole["sequence_ids"])
-            assert not one["sequence_ids"][:, length:].any()
-    assert len({int(one["rows_key"]) for one in slices}) == size
-
-
-def test_equal_slices_of_different_rows_are_told_apart() -> None:
-    one, other = row(16), row(16)
-    other["input_ids"][0] = 99
-    slices = [cut(Collate(0, 16)([each]), 2, 1) for each in (one, other)]
-    assert torch.equal(slices[0]["input_ids"], slices[1]["input_ids"])
-    assert int(slices[0]["rows_key"]) != int(slices[1]["rows_key"])
 
 
 @pytest.mark.parametrize(
@@ -197,15 +125,6 @@ def test_equal_slices_of_different_rows_are_told_apart() -> None:
 def test_what_a_short_row_would_not_show_is_refused_by_the_models_configuration(
     values: dict[str, Any], text: str
 ) -> None:
-    pytest.importorskip("deepspeed")
-    from ftmon.trainer.recipe.model.attention import refusal
-    from transformers import AutoConfig
-
     problem = refusal(AutoConfig.for_model("llama", **{"hidden_size": 48, "num_attention_heads": 4, **values}), 64, 2)
     assert text in problem
     assert bool(problem) == bool(text)
-
-
-def test_one_rank_a_sequence_changes_nothing() -> None:
-    assert Config().training.sequence_parallel_size == 1
-    assert consistency.refusal(load(None, [LLAMA, "model.attention=eager"]).config, 3, "fp16") is None

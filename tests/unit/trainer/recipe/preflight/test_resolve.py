@@ -47,19 +47,24 @@ def test_what_was_left_to_choose_is_settled(data: Path, monkeypatch: pytest.Monk
     assert config.run.threads == hardware.cores()
     assert config.data.path == str(data)
     assert config.output.dir == str(data.parent / "out")
+    assert resolve.resolve(Loaded(config, "train.yaml")).config == config
 
 
-def test_a_settled_configuration_passes_unchanged(data: Path) -> None:
-    first = resolve.resolve(loaded(data, "run.ranks=2")).config
-    assert resolve.resolve(Loaded(first, "train.yaml")).config == first
-
-
-def test_all_gpus_are_taken_unless_fewer_are_asked_for(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_gpus_are_taken_unless_fewer_and_ranks_have_few_threads_unless_the_host_computes(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hardware, "usable_gpus", lambda: ["0", "1", "2", "3"])
-    assert resolve.resolve(loaded(data)).gpus == ["0", "1", "2", "3"]
-    two = resolve.resolve(loaded(data, "run.ranks=2"))
-    assert (two.gpus, two.config.training.precision) == (["0", "1"], "bf16")
-    assert resolve.resolve(loaded(data, "run.device=cpu")).gpus == []
+    monkeypatch.setattr(hardware, "cores", lambda: 64)
+    for words, gpus, precision, threads in (
+        ([], 4, "bf16", 4),
+        (["run.ranks=2"], 2, "bf16", 4),
+        (["run.ranks=2", "zero.offload_optimizer=true"], 2, "bf16", 32),
+        (["run.threads=7"], 4, "bf16", 7),
+        (["run.device=cpu"], 0, "fp32", 64),
+    ):
+        found = resolve.resolve(loaded(data, *words))
+        assert found.gpus == ["0", "1", "2", "3"][:gpus]
+        assert (found.config.training.precision, found.config.run.threads) == (precision, threads)
 
 
 def test_a_data_sets_folder_is_found_in_the_home_directory_and_settled(
@@ -73,19 +78,12 @@ def test_a_data_sets_folder_is_found_in_the_home_directory_and_settled(
     assert named.data.name == "me/poems"
 
 
-def test_ranks_on_gpus_have_few_host_threads_unless_the_host_computes(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hardware, "usable_gpus", lambda: ["0", "1"])
-    monkeypatch.setattr(hardware, "cores", lambda: 64)
-    assert resolve.resolve(loaded(data)).config.run.threads == 4
-    assert resolve.resolve(loaded(data, "zero.offload_optimizer=true")).config.run.threads == 32
-    assert resolve.resolve(loaded(data, "run.threads=7")).config.run.threads == 7
-
-
-def test_more_ranks_than_gpus_are_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_and_a_port_that_is_taken_are_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "usable_gpus", lambda: ["0"])
     assert refusal(data, "run.ranks=2") == "command line: run.ranks is 2, but 1 GPU is visible"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert f"run.master_port {port} is taken" in refusal(data, f"run.master_port={port}")
 
 
 @pytest.mark.parametrize("line", (DATA / "refusals.txt").read_text().splitlines()[1:])
@@ -96,18 +94,20 @@ def test_what_does_not_hold_is_refused_in_one_line(data: Path, line: str) -> Non
     assert text.startswith("command line: ")
 
 
+def test_without_a_compiler_compilation_is_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("model.compile=layers", "data.packing=true")
+    assert resolve.resolve(loaded(data, *words)).config.model.compile == "layers"
+    monkeypatch.setenv("PATH", str(data.parent))
+    monkeypatch.delenv("CXX", raising=False)
+    assert re.search(r"model\.compile needs a C\+\+ compiler .*, not found here", refusal(data, *words))
+
+
 def test_a_place_of_the_file_is_named_for_a_value_of_the_file(data: Path) -> None:
     path = data.parent / "train.yaml"
     path.write_text(f"model:\n  config: {{model_type: qwen2}}\ndata:\n  path: {data}x\n")
     with pytest.raises(ConfigError) as raised:
         resolve.resolve(load(str(path)))
     assert str(raised.value) == f"{path}:4: data.path {data}x: no such file"
-
-
-@pytest.mark.parametrize("content", ["", "not json\n", "[1, 2]\n", "\xff\n"])
-def test_a_data_file_that_holds_no_records_is_refused(data: Path, content: str) -> None:
-    data.write_bytes(content.encode("latin-1"))
-    assert "data.path" in refusal(data)
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le"])
@@ -129,6 +129,9 @@ def test_a_data_file_in_another_encoding_is_refused_with_how_to_convert_it(
         ("a.jsonl", '\n{\n  "text": "a"\n}\n', "line 2 is not JSON: .* at column 2; one record a line is read"),
         ("a.json", "[]", "holds no records"),
         ("a.csv", "text\na,b\n", "a.csv:2 has 2 fields, and the header 1"),
+        ("a.jsonl", "", "is empty"),
+        ("a.jsonl", "not json\n", "line 1 is not JSON"),
+        ("a.jsonl", "[1, 2]\n", "line 1 is not a JSON object"),
     ],
 )
 def test_a_first_record_that_cannot_be_read_is_refused_with_its_line(
@@ -145,12 +148,6 @@ def test_results_of_an_earlier_run_are_not_written_over(data: Path) -> None:
     assert "holds results of an earlier run" in refusal(data, f"output.dir={out}")
     for way_out in ("checkpoint.resume=auto", "output.overwrite=true"):
         assert resolve.resolve(loaded(data, f"output.dir={out}", way_out)).config.output.dir == str(out)
-
-
-def test_a_port_that_is_taken_is_refused(data: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert f"run.master_port {port} is taken" in refusal(data, f"run.master_port={port}")
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")

@@ -8,25 +8,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....protocol.errors import ConfigError
-from ..hardware import free_port
-from .division import SEQUENCES, ranks_refusal
-
-# The ranks that share each sequence, and their exchange.
-#
-# To DeepSpeed's engine and ZeRO every rank is a data-parallel one. A rank's loss is the sum over its own slice, so the
-# gradients of all ranks add up to those of the whole batch, as they do without slices.
+from ...protocol.errors import ConfigError
+from .hardware import free_port
+from .support import SEQUENCES, ranks_refusal
 
 
 class SequenceGroup:
-    """Consecutive ranks that hold slices of the same rows."""
+    """Consecutive ranks that hold slices of the same rows.
+
+    To DeepSpeed's engine and ZeRO every rank is a data-parallel one. A rank's loss is the sum over its own slice, so
+    the gradients of all ranks add up to those of the whole batch, as they do without slices.
+    """
 
     def __init__(self, size: int = 1, rank: int = 0, group: Any = None) -> None:
-        """Wrap a process group.
-
-        With a ``size`` of 1 rows are whole, and nothing is exchanged. ``rank`` is this rank's number in the group, and
-        of its slice.
-        """
+        """Wrap a process group, of which this rank has number ``rank`` and that slice; size 1 has whole rows."""
         self.size = size
         self.rank = rank
         self._group = group
@@ -34,10 +29,8 @@ class SequenceGroup:
     def exchange(self, tensor: torch.Tensor, divide: int, join: int) -> torch.Tensor:
         """Send each rank its part of a tensor, and return the parts received (Ulysses, arXiv 2309.14509).
 
-        The gradient is exchanged in the other direction.
-
         ``tensor`` has the same shape in all ranks. Dimension ``divide`` is divided among them; along ``join`` the
-        received parts are concatenated in the order of the ranks.
+        received parts are concatenated in the order of the ranks. The gradient is exchanged in the other direction.
         """
         result: torch.Tensor = _Exchange.apply(self, tensor, divide, join)
         return result
@@ -66,7 +59,6 @@ class World:
     has_values = True
     """Whether tensors have values; not in a dry run, where no check may depend on them."""
     sequence = SequenceGroup()
-    """The ranks that share this rank's rows."""
 
     def __init__(self) -> None:
         for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
@@ -77,7 +69,6 @@ class World:
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self.size = int(os.environ["WORLD_SIZE"])
         self.local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or self.size)
-        """Number of ranks on this host."""
         import deepspeed  # not at the import of this file: a prediction chooses its accelerator first
         import deepspeed.ops
         from deepspeed.accelerator import get_accelerator
@@ -113,11 +104,7 @@ class World:
         return self.size // self.sequence.size
 
     def share_sequences(self, size: int) -> None:
-        """Make groups of ``size`` consecutive ranks that share their rows. All ranks call this.
-
-        Raises:
-            ConfigError: the number of ranks is no multiple of it.
-        """
+        """Let each ``size`` consecutive ranks share their rows, or raise ``ConfigError``. All ranks call this."""
         if size == self.sequence.size:
             return
         if text := ranks_refusal(self.size, size):
@@ -142,13 +129,9 @@ class World:
 
     def share_text(self, text: str) -> str:
         """Return rank 0's ``text`` in every rank."""
-        length = torch.tensor([len(text.encode())])
-        dist.broadcast(length, 0, group=self.host_group)
-        data = torch.zeros(int(length), dtype=torch.uint8)
-        if self.is_first:
-            data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        dist.broadcast(data, 0, group=self.host_group)
-        return bytes(data.tolist()).decode()
+        texts = [text]
+        dist.broadcast_object_list(texts, 0, group=self.host_group)
+        return texts[0]
 
     def first_text(self, text: str) -> str:
         """Return the text of the first rank whose ``text`` is not empty, in every rank."""
@@ -181,10 +164,9 @@ class StopFlag:
     def exchange(self, asked: bool, broken: bool = False) -> bool:
         """Send this rank's request at the end of a step; return whether all stop now, by the previous step's requests.
 
-        ``broken``: this rank has found that training is broken and must end without a checkpoint.
-
-        Every rank calls this once a step. The all_reduce begun in one step is collected in the next, when all ranks
-        have entered it, so the training thread does not wait here.
+        ``broken``: this rank has found that training is broken and must end without a checkpoint. Every rank calls this
+        once a step. The all_reduce begun in one step is collected in the next, when all ranks have entered it, so the
+        training thread does not wait here.
         """
         stop = False
         if self._work is not None:

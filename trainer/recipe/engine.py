@@ -5,12 +5,10 @@ from typing import Any
 
 import torch
 
-from ..config.schema import Config
-from ..model import load
-from ..optim import optimizer
+from .config.schema import Config
 from .distributed import World
-
-# DeepSpeed's configuration, made from ours.
+from .model import load
+from .optim import optimizer
 
 
 def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]:
@@ -29,15 +27,13 @@ def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]
         "overlap_comm": zero.overlap and on_gpu and ranks > 1,
         "contiguous_gradients": True,
     }
-    if zero.offload_optimizer:
-        partition["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
-    if zero.offload_parameters:
-        partition["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
-    if zero.stage == 3 and config.optimizer.kind == "muon":
-        partition["reduce_scatter"] = False  # stage3.py refuses it: Muon needs whole gradients
+    for name, asked in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_parameters)):
+        if asked:
+            partition[name] = {"device": "cpu", "pin_memory": on_gpu}
     if zero.stage == 3:
-        partition["stage3_prefetch_bucket_size"] = bucket
-        partition["stage3_gather_16bit_weights_on_model_save"] = True
+        partition |= {"stage3_prefetch_bucket_size": bucket, "stage3_gather_16bit_weights_on_model_save": True}
+        if config.optimizer.kind == "muon":
+            partition["reduce_scatter"] = False  # stage3.py refuses it: Muon needs whole gradients
     result: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.micro_batch,
         "gradient_accumulation_steps": training.grad_accumulation,
@@ -83,15 +79,11 @@ def grad_accum_dtype(config: Config) -> str:
 
 
 def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` updated with the keys of ``over``, section by section."""
     result = dict(base)
     for key, value in over.items():
         inner = result.get(key)
         result[key] = _merge(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
     return result
-
-
-# Computes the norm of all gradients with few kernels; DeepSpeed does it tensor by tensor.
 
 
 _aten: Any = torch.ops.aten
@@ -171,12 +163,11 @@ def forget_module_order(engine: Any) -> None:
 
 def _learn_order_with_backward(engine: Any) -> None:
     """Keep ZeRO-3 from recording the order of modules in a forward without gradients, as in checks of the model."""
-    offload = getattr(engine.optimizer, "parameter_offload", None)
-    if offload is None:
-        return
+    offload: Any = getattr(engine.optimizer, "parameter_offload", None)
 
     def after(*_: Any) -> None:
         if not torch.is_grad_enabled() and offload.get_param_coordinator().is_record_trace():
             forget_module_order(engine)
 
-    engine.module.register_forward_hook(after)
+    if offload is not None:
+        engine.module.register_forward_hook(after)

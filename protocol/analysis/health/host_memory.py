@@ -1,0 +1,176 @@
+"""Host memory on its way out: projected to the time when none is left, before the kernel ends a process.
+
+The growth of a host's memory in use is measured within one phase of its ranks: an evaluation that keeps all logits
+fills it in seconds, a data set or a list that grows in minutes. Loading, start-up and checkpoints also take much at
+once, and stop by themselves: they are not judged.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from itertools import pairwise
+from statistics import median
+from typing import ClassVar
+
+import msgspec
+
+from ...messages.telemetry import Activity, DeviceSample, Heartbeat, Hello
+from ...text import duration, gib
+from ..findings.finding import Detector, Finding, Handler, Kind, Shown
+from ..words import Words
+
+SOON_S = 300.0
+"""Raised if none is left within this time at the present rate."""
+LEAST_SHARE = 0.4
+"""Share of the memory in use below which nothing is raised."""
+WINDOWS = {"eval": 8.0, "generate": 30.0}
+"""Seconds of steady growth, by phase."""
+WINDOW = 60.0
+"""The same in a training's other phases."""
+NOT_JUDGED = frozenset(("init", "checkpoint"))
+FEWEST = 8
+PARTS = 4
+"""Parts of the window whose medians must rise."""
+
+
+class HostMemoryFacts(msgspec.Struct, frozen=True):
+    """The growth of a host's memory in use."""
+
+    host: str
+    free_bytes: int
+    bytes_per_s: float
+    full_in_s: float
+    phase: str
+    growing_rank: int | None
+    """The rank whose resident memory grew most; None: unknown."""
+
+
+class _Host:
+    def __init__(self) -> None:
+        self.samples: deque[tuple[float, int]] = deque()
+        self.phase = ""
+        self.raised: HostMemoryFacts | None = None
+
+    def growth(self, window: float) -> float:
+        """Return the steady growth over a window in bytes per second; 0: there is none, or too few samples."""
+        last = self.samples[-1][0]
+        kept = [one for one in self.samples if one[0] >= last - window]
+        if len(kept) < FEWEST or kept[-1][0] - kept[0][0] < 0.8 * window:
+            return 0.0
+        size = len(kept) // PARTS
+        parts = [kept[place * size : (place + 1) * size] for place in range(PARTS)]
+        levels = [median(used for _, used in part) for part in parts]
+        if any(after <= before for before, after in pairwise(levels)):
+            return 0.0
+        times = [median(t for t, _ in part) for part in parts]
+        return (levels[-1] - levels[0]) / (times[-1] - times[0])
+
+
+def _words(finding: Finding) -> Words:
+    facts: HostMemoryFacts = finding.facts
+    who = f", most of it in rank {facts.growing_rank}" if facts.growing_rank is not None else ""
+    during = {"eval": "during an evaluation", "generate": "during a rollout"}.get(facts.phase, "during the training")
+    remedy = (
+        "Keep no logits of an evaluation: compute its metrics batch by batch (Trainer: preprocess_logits_for_metrics), "
+        "or evaluate fewer rows."
+        if facts.phase == "eval"
+        else "Look for a list or a cache that grows with each batch: losses kept with their graphs, a data set that "
+        "keeps its items, loader workers that copy them."
+    )
+    return Words(
+        f"memory of {facts.host} will be full in {duration(facts.full_in_s)}",
+        f"{gib(facts.free_bytes)} are left, and its use grows by {gib(round(facts.bytes_per_s * 60))} a minute {during}"
+        f"{who}. The kernel ends a process when none is left.",
+        remedy,
+        "It has stopped growing.",
+    )
+
+
+class HostMemory(Detector):
+    """Judges the memory of each host."""
+
+    kinds: ClassVar[tuple[Kind, ...]] = (
+        Kind(
+            "host_memory_filling",
+            HostMemoryFacts,
+            _words,
+            shown={"growing_rank": Shown("grows most in", "rank"), "phase": Shown("in phase")},
+            limits={
+                "full at the present rate": f"within {SOON_S / 60:g} min",
+                "steady growth": f"{WINDOWS['eval']:g} s in an evaluation, {WINDOW:g} s in other phases",
+                "memory in use": f"above {LEAST_SHARE:.0%}",
+            },
+        ),
+    )
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, _Host] = {}
+        self._host_of: dict[int, str] = {}
+        self._phases: dict[int, str] = {}
+        self._resident: dict[int, deque[int]] = {}
+        self._ends_at: dict[int, float] = {}
+        """When the present activity of a rank will end, if it says how much of it is done."""
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Return the method for each type of message."""
+        return {Hello: self.hello, Heartbeat: self.beat, Activity: self.activity, DeviceSample: self.sample}
+
+    def hello(self, hello: Hello) -> None:
+        """Register the host of a rank."""
+        self._host_of[hello.rank] = hello.host
+
+    def beat(self, beat: Heartbeat) -> None:
+        """Register the phase and the resident memory of a rank."""
+        if beat.phase != self._phases.get(beat.rank):
+            self._ends_at.pop(beat.rank, None)
+        self._phases[beat.rank] = beat.phase
+        if beat.resident:
+            self._resident.setdefault(beat.rank, deque(maxlen=30)).append(beat.resident)
+
+    def activity(self, activity: Activity) -> None:
+        """Register how far an activity is."""
+        if activity.over or not activity.done or not activity.total:
+            self._ends_at.pop(activity.rank, None)
+            return
+        left = activity.seconds * (activity.total - activity.done) / activity.done
+        self._ends_at[activity.rank] = activity.time + left
+
+    def rank_ended(self, rank: int) -> list[Finding]:
+        """Forget a rank."""
+        for known in (self._host_of, self._phases, self._resident, self._ends_at):
+            known.pop(rank, None)
+        return []
+
+    def sample(self, sample: DeviceSample) -> list[Finding]:
+        """Process a sample of a host's memory."""
+        if sample.kind != "host":
+            return []
+        host = self._hosts.setdefault(sample.host, _Host())
+        ranks = [rank for rank, name in self._host_of.items() if name == sample.host]
+        phase = self._phase(ranks)
+        if phase != host.phase:
+            host.samples.clear()
+            host.phase = phase
+        host.samples.append((sample.time, sample.used_bytes))
+        while host.samples[0][0] < sample.time - WINDOW:
+            host.samples.popleft()
+        rate = 0.0 if phase in NOT_JUDGED else host.growth(WINDOWS.get(phase, WINDOW))
+        free = sample.total_bytes - sample.used_bytes
+        left = free / rate if rate > 0 else SOON_S
+        ends = min((self._ends_at[rank] for rank in ranks if rank in self._ends_at), default=sample.time + SOON_S)
+        soon = left < SOON_S and sample.time + left < ends and sample.used_bytes > LEAST_SHARE * sample.total_bytes
+        if soon == (host.raised is not None):
+            return []
+        facts = HostMemoryFacts(sample.host, free, rate, left, phase, self._growing(ranks))
+        host.raised, before = (facts, facts) if soon else (None, host.raised or facts)
+        state = "raised" if soon else "resolved"
+        return [Finding("host_memory_filling", facts if soon else before, state, "error", key=sample.host)]
+
+    def _phase(self, ranks: list[int]) -> str:
+        """Return the phase of a host's ranks: of one that is not judged, of an evaluation, or ``training``."""
+        phases = {self._phases.get(rank, "init") for rank in ranks} or {"init"}
+        return next((phase for phase in ("init", "checkpoint", "eval", "generate") if phase in phases), "training")
+
+    def _growing(self, ranks: list[int]) -> int | None:
+        grown = {rank: sizes[-1] - sizes[0] for rank in ranks if (sizes := self._resident.get(rank))}
+        rank = max(grown, key=lambda one: grown[one], default=None)
+        return rank if rank is not None and grown[rank] > 0 else None

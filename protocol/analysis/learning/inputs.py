@@ -1,0 +1,217 @@
+"""What the model is given: rows without labels, ends that are never learned, documents that see each other."""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import ClassVar
+
+import msgspec
+
+from ...messages.telemetry import Goodbye, Hello, Signs, Step
+from ...text import all_ranks
+from ..findings.finding import Detector, Finding, Handler, Kind, Shown, State
+from ..words import Words
+
+IN_A_ROW = 8
+"""Micro-batches without a label, one after the other."""
+WINDOW = 40
+"""Half of so many without a label are as bad."""
+FROM_THE_START = 3
+"""Enough if no micro-batch of the run had one."""
+ENDS = 16
+"""End-of-sequence tokens seen before their absence among the labels is no accident."""
+
+
+class LabelFacts(msgspec.Struct, frozen=True):
+    """Micro-batches without label tokens."""
+
+    unlabelled: int
+    of: int
+    since_step: int
+
+
+class EndFacts(msgspec.Struct, frozen=True):
+    """End-of-sequence tokens among inputs, none of them a label."""
+
+    ends: int
+    steps: int
+    since_step: int
+
+
+class MixedFacts(msgspec.Struct, frozen=True):
+    """Packed rows whose documents attend to each other."""
+
+    by: str
+    micro_batches: int
+    since_step: int
+
+
+class _Rank:
+    def __init__(self) -> None:
+        self.empty: deque[bool] = deque(maxlen=WINDOW)
+        """Whether the latest micro-batches had no label."""
+        self.run = 0
+        self.unlabelled = self.micro_batches = 0
+        self.since = 0
+        """The first step of the present row of micro-batches without labels."""
+
+    def add(self, step: Step, signs: Signs) -> bool:
+        """Count a step's micro-batches; return whether there are too many without labels."""
+        count = signs.labelled or step.micro_steps
+        self.micro_batches += count
+        self.unlabelled += signs.unlabelled
+        if signs.unlabelled and not self.run:
+            self.since = step.step
+        self.run = self.run + signs.unlabelled if signs.unlabelled == count else 0
+        self.empty.extend([True] * signs.unlabelled + [False] * (count - signs.unlabelled))
+        from_the_start = self.unlabelled == self.micro_batches >= FROM_THE_START
+        return from_the_start or self.run >= IN_A_ROW or sum(self.empty) * 2 >= WINDOW
+
+
+_NONE = Signs()
+
+_LABELS = (
+    "Look at a row of the labels: a template or a collator that masks every token, prompts that fill the maximum "
+    "length, or an answer's beginning that is not found."
+)
+_ENDS = (
+    "Give the tokenizer a pad token of its own, or mask labels by the attention mask; a collator that masks the pad "
+    "token masks the end with it."
+)
+_MIXED = {
+    "mask": (
+        "an attention mask is passed, and the model then ignores where position_ids restart",
+        "Pass no mask with packed rows and use_cache=False, or a 4-D mask that separates the documents.",
+    ),
+    "cache": (
+        "the model makes a cache, and then ignores where position_ids restart",
+        "Set model.config.use_cache = False for the training.",
+    ),
+    "batch": (
+        "Flash Attention reads where position_ids restart only in a batch of one row",
+        "Pack into one row (batch size 1), or pass cu_seq_lens.",
+    ),
+}
+
+
+def _labels(finding: Finding) -> Words:
+    facts: LabelFacts = finding.facts
+    return Words(
+        f"no label tokens in {facts.unlabelled} of {facts.of} micro-batches",
+        f"Since step {facts.since_step}{_on(finding)} every label of them is ignored (-100): nothing is learned from "
+        "them, whatever loss is logged.",
+        _LABELS,
+        "Micro-batches have labels again.",
+    )
+
+
+def _ends(finding: Finding) -> Words:
+    facts: EndFacts = finding.facts
+    return Words(
+        "the end of a sequence is never learned",
+        f"{facts.ends} end-of-sequence tokens were among the inputs of {facts.steps} steps{_on(finding)}, none among "
+        "the labels: the model will not learn to stop.",
+        _ENDS,
+        "The end is among the labels.",
+    )
+
+
+def _mixed(finding: Finding) -> Words:
+    facts: MixedFacts = finding.facts
+    why, remedy = _MIXED.get(facts.by, _MIXED["mask"])
+    return Words(
+        "documents packed into one row see each other",
+        f"Since step {facts.since_step}{_on(finding)}: {why}. Attention goes across documents, and the model learns "
+        "from text that has nothing to do with the answer.",
+        remedy,
+        "Another training has begun.",
+    )
+
+
+def _on(finding: Finding) -> str:
+    return f" on {all_ranks(finding.ranks)}" if finding.ranks else ""
+
+
+class Inputs(Detector):
+    """Finds faults of the batches, on any rank."""
+
+    kinds: ClassVar[tuple[Kind, ...]] = (
+        Kind(
+            "no_labels",
+            LabelFacts,
+            _labels,
+            shown={"unlabelled": Shown("micro-batches without labels"), "of": Shown("of", "micro-batches")},
+            limits={
+                "micro-batches without a label": f"{IN_A_ROW} in a row, half of {WINDOW}, or the first {FROM_THE_START}"
+            },
+        ),
+        Kind(
+            "end_never_learned",
+            EndFacts,
+            _ends,
+            shown={"ends": Shown("ends among the inputs")},
+            limits={"ends among the inputs, none among the labels": f"{ENDS}"},
+        ),
+        Kind(
+            "mixed_documents",
+            MixedFacts,
+            _mixed,
+            shown={"by": Shown("because of"), "micro_batches": Shown("seen in", "micro-batches")},
+        ),
+    )
+    replays = (Hello, Step)
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+        self._unlabelled: set[int] = set()
+        self._ends = self._learned = self._ends_steps = self._ends_since = 0
+        self._mixed: dict[int, int] = {}
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Return the method for each type of message."""
+        return {Step: self.step, Goodbye: self.goodbye}
+
+    def goodbye(self, goodbye: Goodbye) -> list[Finding]:
+        """Update the figures of a raised finding as a rank ends."""
+        if goodbye.rank not in self._unlabelled:
+            return []
+        return [self._no_labels(self._ranks[goodbye.rank], "updated")]
+
+    def step(self, step: Step) -> list[Finding]:
+        """Process one rank's step."""
+        signs = step.signs or _NONE
+        return [*self._of_labels(step, signs), *self._of_ends(step, signs), *self._of_documents(step, signs)]
+
+    def _of_labels(self, step: Step, signs: Signs) -> list[Finding]:
+        if not signs.unlabelled and not self._ranks:
+            return []  # most runs never get here
+        rank = self._ranks.setdefault(step.rank, _Rank())
+        bad = rank.add(step, signs)
+        if bad == (step.rank in self._unlabelled):
+            return []
+        self._unlabelled ^= {step.rank}
+        return [self._no_labels(rank, "raised" if self._unlabelled else "resolved")]
+
+    def _no_labels(self, rank: _Rank, state: State) -> Finding:
+        facts = LabelFacts(rank.unlabelled, rank.micro_batches, rank.since)
+        return Finding("no_labels", facts, state, "error", tuple(sorted(self._unlabelled)), step=rank.since)
+
+    def _of_ends(self, step: Step, signs: Signs) -> list[Finding]:
+        if not signs.ends and not signs.learned_ends:
+            return []
+        before = self._ends >= ENDS and not self._learned
+        self._ends += signs.ends
+        self._learned += signs.learned_ends
+        self._ends_steps += 1
+        self._ends_since = self._ends_since or step.step
+        now = self._ends >= ENDS and not self._learned
+        if now == before:
+            return []
+        facts = EndFacts(self._ends, self._ends_steps, self._ends_since)
+        return [Finding("end_never_learned", facts, "raised" if now else "resolved", step=self._ends_since)]
+
+    def _of_documents(self, step: Step, signs: Signs) -> list[Finding]:
+        if not signs.mixed or step.rank in self._mixed:
+            return []
+        self._mixed[step.rank] = step.step
+        facts = MixedFacts(signs.mixed_by, signs.mixed, min(self._mixed.values()))
+        return [Finding("mixed_documents", facts, "raised", ranks=tuple(sorted(self._mixed)), step=facts.since_step)]

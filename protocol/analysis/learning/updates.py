@@ -1,0 +1,314 @@
+"""What updates do: skipped ones, weights that stand still or are not finite, gradients and edits that are lost."""
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import ClassVar, Literal
+
+import msgspec
+
+from ...messages.telemetry import Goodbye, Hello, LostEdit, Step
+from ...text import counted
+from ..findings.finding import Detector, Finding, Handler, Kind, Shown
+from ..words import Words, number
+
+SKIPPED = 3
+"""Updates in a row without effect, where no loss scaler looks for its scale."""
+STILL = 50
+"""Steps in a row without a changed weight, at a learning rate above 0."""
+ZERO = 20
+"""Steps in a row at a learning rate of 0."""
+EVALUATING = 5
+"""Updates in a row of a model in evaluation mode."""
+
+
+class SkippedFacts(msgspec.Struct, frozen=True):
+    """Updates without effect."""
+
+    skipped: int
+    """In a row."""
+    since_step: int
+    grad_norm: float | None
+    loss: float | None
+    lr: float | None
+    precision: str
+
+
+class WeightFacts(msgspec.Struct, frozen=True):
+    """Weights that are not finite."""
+
+    since_step: int
+    loss: float | None
+    """Of that step: finite."""
+    grad_norm: float | None
+    lr: float | None
+
+
+class StillFacts(msgspec.Struct, frozen=True):
+    """Steps that change nothing."""
+
+    steps: int
+    since_step: int
+    lr: float | None
+    grad_norm: float | None
+    trainable: int
+    parameters: int
+
+
+class PendingFacts(msgspec.Struct, frozen=True):
+    """Micro-batches whose gradients are in a later update, or in none."""
+
+    micro_batches: int
+    applied: bool
+    """They joined the update of ``step``; False: the run ended."""
+
+
+class EditFacts(msgspec.Struct, frozen=True):
+    """Parameters changed inside ``GatheredParameters``."""
+
+    parameters: tuple[str, ...]
+    count: int
+    frame: str
+    overwritten: bool
+
+
+class ModeFacts(msgspec.Struct, frozen=True):
+    """Updates of a model in evaluation mode."""
+
+    since_step: int
+    steps: int
+
+
+class _Row:
+    """Steps in a row for which something holds."""
+
+    def __init__(self) -> None:
+        self.count = self.since = 0
+
+    def add(self, holds: bool, step: int) -> int:
+        """Count a step; return the number of steps in a row."""
+        if holds and not self.count:
+            self.since = step
+        self.count = self.count + 1 if holds else 0
+        return self.count
+
+
+class _Rank:
+    def __init__(self) -> None:
+        self.skipped, self.still, self.zero, self.evaluating = _Row(), _Row(), _Row(), _Row()
+        self.last_skipped = SkippedFacts(0, 0, None, None, None, "")
+
+
+def _skipped(finding: Finding) -> Words:
+    facts: SkippedFacts = finding.facts
+    return Words(
+        f"gradients are not finite: {counted(facts.skipped, 'update')} in a row without effect",
+        f"Since step {facts.since_step} the gradient norm is {number(facts.grad_norm)} at a loss of "
+        f"{number(facts.loss)} and a learning rate of {number(facts.lr)}; the weights do not change.",
+        "Lower the learning rate and resume from a checkpoint before that step; look for a square root, a logarithm or "
+        "a division near 0 in the loss.",
+        "Updates are applied again.",
+    )
+
+
+def _weights(finding: Finding) -> Words:
+    facts: WeightFacts = finding.facts
+    return Words(
+        f"weights are not finite since step {facts.since_step}: the backward",
+        f"The loss of that step was still {number(facts.loss)}: its gradients were not finite. No later loss will be "
+        "finite.",
+        "Look for an operation whose derivative is infinite (a square root or a norm at 0, a division by a masked "
+        "sum); torch.autograd.set_detect_anomaly(True) names it. Resume from a checkpoint before that step.",
+        "Another training has begun.",
+    )
+
+
+def _still(finding: Finding) -> Words:
+    facts: StillFacts = finding.facts
+    if not facts.lr:
+        return Words(
+            f"the learning rate has been 0 for {facts.steps} steps: nothing is learned",
+            f"Since step {facts.since_step}.",
+            "Look at the schedule: its number of steps, its warm-up, and how often it is stepped.",
+            "The learning rate is above 0.",
+        )
+    share = f" {facts.trainable:,} of {facts.parameters:,} parameters are trainable." if facts.parameters else ""
+    return Words(
+        f"no sampled weight has changed for {facts.steps} steps, at a learning rate of {number(facts.lr)}",
+        f"Since step {facts.since_step}; gradient norm {number(facts.grad_norm)}.{share}",
+        "Check that the optimizer has the parameters of this model, that they require gradients and take part in the "
+        "loss, and that no gradient scaler skips each update.",
+        "Weights change again.",
+    )
+
+
+def _pending(finding: Finding) -> Words:
+    facts: PendingFacts = finding.facts
+    several = counted(facts.micro_batches, "micro-batch")
+    if not facts.applied:
+        return Words(
+            f"{several} at the end were never applied",
+            "Their gradients were computed after the last update.",
+            "Step the optimizer after the last micro-batch, or drop incomplete groups.",
+            "Another training has begun.",
+        )
+    return Words(
+        f"{several} of one pass over the data are part of the next one's update",
+        f"The data ended in the middle of an accumulation; the update of step {finding.step} mixes two epochs.",
+        "Make the batches of an epoch a multiple of the accumulation, or step at the end of each epoch.",
+        "Another training has begun.",
+    )
+
+
+def _edit(finding: Finding) -> Words:
+    facts: EditFacts = finding.facts
+    names = ", ".join(facts.parameters[:3]) + (" ..." if facts.count > 3 else "")
+    why = (
+        "The next update overwrites it from the optimizer's fp32 copy."
+        if facts.overwritten
+        else "GatheredParameters was entered without modifier_rank, so the change is not written back."
+    )
+    return Words(
+        f"a change of {counted(facts.count, 'parameter')} inside GatheredParameters is lost",
+        f"{names} at {facts.frame}. {why}",
+        "Use deepspeed.utils.safe_set_full_fp32_param, or modifier_rank before the engine is made.",
+        "Another training has begun.",
+    )
+
+
+def _mode(finding: Finding) -> Words:
+    facts: ModeFacts = finding.facts
+    return Words(
+        f"the model trains in evaluation mode since step {facts.since_step}",
+        "Dropout is off and batch statistics are frozen in these updates.",
+        "Call model.train() after the evaluation, and before the first step of a model that was loaded.",
+        "It is in training mode again.",
+    )
+
+
+class Updates(Detector):
+    """Finds updates that do not do what was meant."""
+
+    kinds: ClassVar[tuple[Kind, ...]] = (
+        Kind(
+            "updates_skipped",
+            SkippedFacts,
+            _skipped,
+            limits={"updates in a row, but in fp16": f"{SKIPPED}"},
+        ),
+        Kind("weights_not_finite", WeightFacts, _weights),
+        Kind(
+            "weights_unchanged",
+            StillFacts,
+            _still,
+            shown={"trainable": Shown("trainable parameters"), "parameters": Shown("parameters")},
+            limits={"steps in a row": f"{STILL}", "steps at a learning rate of 0": f"{ZERO}"},
+        ),
+        Kind(
+            "pending_micro_batches",
+            PendingFacts,
+            _pending,
+            shown={"applied": Shown("applied later")},
+        ),
+        Kind(
+            "lost_edit",
+            EditFacts,
+            _edit,
+            shown={"frame": Shown("at"), "overwritten": Shown("overwritten by the update")},
+        ),
+        Kind("evaluation_mode", ModeFacts, _mode, limits={"updates in a row": f"{EVALUATING}"}),
+    )
+    replays = (Hello, Step)
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+        self._standing: dict[str, set[int]] = {}
+        """Ranks of each finding that is raised."""
+        self._precision = ""
+        self._sizes = 0, 0
+        self._told: set[str] = set()
+        """Findings that are told once."""
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Return the method for each type of message."""
+        return {Hello: self.hello, Step: self.step, LostEdit: self.edit, Goodbye: self.goodbye}
+
+    def hello(self, hello: Hello) -> None:
+        """Register what a rank trains."""
+        self._precision = hello.precision or self._precision
+        self._sizes = hello.trainable_parameters, hello.parameters
+
+    def step(self, step: Step) -> list[Finding]:
+        """Process one rank's step."""
+        rank = self._ranks.setdefault(step.rank, _Rank())
+        signs, found = step.signs, list[Finding]()
+        loss_is_finite = step.loss is None or isfinite(step.loss)
+        scaled = self._precision == "fp16" or step.loss_scale is not None
+        skipped = step.overflow and not scaled
+        if rank.skipped.add(skipped, step.step) >= SKIPPED or not skipped:
+            facts = rank.last_skipped = SkippedFacts(
+                rank.skipped.count, rank.skipped.since, step.grad_norm, step.loss, step.lr, self._precision
+            )
+            found += self._judge("updates_skipped", skipped, step, facts, rank.skipped.since, "error")
+        still = bool(step.lr) and not step.overflow and signs is not None and signs.weights == "same"
+        zero = step.lr == 0
+        many = rank.still.add(still, step.step) >= STILL or rank.zero.add(zero, step.step) >= ZERO
+        if many or not (still or zero):
+            row = rank.zero if zero else rank.still
+            facts = StillFacts(row.count, row.since, step.lr, step.grad_norm, *self._sizes)
+            found += self._judge("weights_unchanged", many, step, facts, row.since)
+        evaluating = signs is not None and signs.evaluating
+        if rank.evaluating.add(evaluating, step.step) >= EVALUATING or not evaluating:
+            facts = ModeFacts(rank.evaluating.since, rank.evaluating.count)
+            found += self._judge("evaluation_mode", evaluating, step, facts, rank.evaluating.since)
+        if signs is not None and signs.weights == "nan" and loss_is_finite and not step.overflow:
+            facts = WeightFacts(step.step, step.loss, step.grad_norm, step.lr)
+            found += self._once("weights_not_finite", facts, step.rank, step.step, "error")
+        if signs is not None and signs.pending:
+            facts = PendingFacts(signs.pending, applied=True)
+            found += self._once("pending_micro_batches", facts, step.rank, step.step, "info")
+        return found
+
+    def edit(self, edit: LostEdit) -> list[Finding]:
+        """Process a lost change of parameters."""
+        facts = EditFacts(tuple(edit.parameters), edit.count, edit.where, edit.overwritten)
+        return self._once("lost_edit", facts, edit.rank, edit.step, "warning")
+
+    def goodbye(self, goodbye: Goodbye) -> list[Finding]:
+        """Process the end of a rank."""
+        found: list[Finding] = []
+        if goodbye.rank in self._standing.get("updates_skipped", ()):
+            facts = self._ranks[goodbye.rank].last_skipped
+            ranks = tuple(sorted(self._standing["updates_skipped"]))
+            found.append(Finding("updates_skipped", facts, "updated", "error", ranks, step=facts.since_step))
+        if not goodbye.pending or goodbye.reason != "finished":
+            return found
+        facts = PendingFacts(goodbye.pending, applied=False)
+        return [
+            *found,
+            Finding("pending_micro_batches", facts, "raised", "warning", (goodbye.rank,), step=goodbye.step),
+        ]
+
+    def _judge(
+        self,
+        kind: str,
+        holds: bool,
+        step: Step,
+        facts: msgspec.Struct,
+        since: int,
+        severity: Literal["warning", "error"] = "warning",
+    ) -> list[Finding]:
+        """Raise a finding for the first rank and each further one; resolve it with the last."""
+        ranks = self._standing.setdefault(kind, set())
+        if holds == (step.rank in ranks):
+            return []
+        ranks ^= {step.rank}
+        return [Finding(kind, facts, "raised" if ranks else "resolved", severity, tuple(sorted(ranks)), step=since)]
+
+    def _once(
+        self, kind: str, facts: msgspec.Struct, rank: int, step: int, severity: Literal["info", "warning", "error"]
+    ) -> list[Finding]:
+        """Raise a finding the first time that one rank has it."""
+        if kind in self._told:
+            return []
+        self._told.add(kind)
+        return [Finding(kind, facts, "raised", severity, (rank,), step=step)]

@@ -1,0 +1,74 @@
+"""Trainings with faults that raise no error, one after the other: prints the first step of each as JSON."""
+
+import json
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+END, STEPS = 3, 12
+begun: dict[str, int] = {}
+done = 0
+models: list[LlamaForCausalLM] = []
+"""All of them: the probe looks at the model of a step a little later."""
+
+
+def batch(kind: str) -> dict[str, torch.Tensor]:
+    """Two rows of two documents of 8 tokens; the second ends before its three tokens of padding."""
+    ids = torch.randint(4, 64, (2, 16))
+    ids[:, 7], ids[:, 12:] = END, END
+    mask = torch.ones_like(ids)
+    mask[:, 13:] = 0
+    made = {"input_ids": ids, "labels": torch.where(mask == 1, ids, -100), "attention_mask": mask}
+    if kind.startswith("packed"):
+        made["position_ids"] = torch.arange(8).repeat(2, 2)
+        made["attention_mask"] = torch.ones_like(mask)
+    if kind in ("packed, cache", "packed, right"):
+        del made["attention_mask"]
+    if kind == "no end":
+        made["labels"] = torch.where(ids == END, -100, ids)
+    if kind == "no labels":
+        made["labels"] = torch.full_like(ids, -100)
+    return made
+
+
+def train(kind: str) -> None:
+    global done
+    begun[kind] = done + 1
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=64,
+        eos_token_id=END,
+        attention_dropout=0.1,
+        use_cache=kind == "packed, cache",
+    )
+    model = LlamaForCausalLM(config).train(kind != "evaluation")
+    models.append(model)
+    if kind == "frozen":
+        model.requires_grad_(False)
+        model.scale = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+    for step, rows in enumerate(DataLoader([batch(kind) for _ in range(STEPS)], batch_size=None)):
+        loss = model(**rows).loss
+        if kind == "no labels":
+            loss = torch.nan_to_num(loss)
+        if kind == "frozen":
+            loss = loss.detach() + 0 * model.scale.sum()
+        if kind == "backward" and step == 5:
+            loss = loss + (0 * model.lm_head.weight.sum()).sqrt()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        done += 1
+
+
+for kind in (
+    *("fine", "packed, mask", "packed, cache", "packed, right", "no end", "no labels", "evaluation", "frozen"),
+    "backward",
+):
+    train(kind)
+print("begun", json.dumps(begun), flush=True)

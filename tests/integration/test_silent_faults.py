@@ -1,0 +1,59 @@
+"""Faults that raise no error, in real trainings: what the probe says of each step, and what a person is told."""
+
+import json
+
+import start_ranks
+from ftmon.protocol.analysis.kinds import words_of
+from ftmon.protocol.analysis.learning.inputs import Inputs
+from ftmon.protocol.analysis.learning.updates import Updates
+from ftmon.protocol.messages.telemetry import Goodbye, LostEdit, Signs, Step
+from probe_collector import BIN, SCRIPTS
+
+
+def test_each_fault_of_a_plain_loop_has_its_signs_and_a_sound_training_has_none(collector):
+    collector.start(BIN / "python", SCRIPTS / "silent_faults.py").finish()
+    assert collector.job.returncode == 0, collector.output()
+    line = next(line for line in collector.run.rank_log(0, "out").read_text().splitlines() if line.startswith("begun "))
+    begun = json.loads(line.removeprefix("begun "))
+    steps = collector.of(Step)
+    parts = {kind: steps[first - 1 : first + 11] for kind, first in begun.items()}
+    signs = {kind: [step.signs or Signs() for step in part] for kind, part in parts.items()}
+    assert {len(part) for part in parts.values()} == {12}
+    assert len({step.batch_id for step in parts["fine"]}) == 12
+    assert [step.batch_id for step in parts["fine"]] == [step.batch_id for step in parts["evaluation"]], "the same data"
+
+    assert [(one.mixed_by, one.mixed) for one in signs["packed, mask"]] == [("mask", 1)] * 12
+    assert [(one.mixed_by, one.mixed) for one in signs["packed, cache"]] == [("cache", 1)] * 12
+    assert all(not one.mixed for kind in ("fine", "packed, right", "no end") for one in signs[kind])
+    # Of each row the end of the first document, and that of the second.
+    assert {(one.ends, one.learned_ends) for one in signs["fine"]} == {(4, 4)}
+    assert {(one.ends, one.learned_ends) for one in signs["no end"]} == {(4, 0)}
+    assert [(one.unlabelled, one.labelled) for one in signs["no labels"]] == [(1, 1)] * 12
+    assert all(one.evaluating == (kind == "evaluation") for kind in signs for one in signs[kind])
+    assert [one.weights for one in signs["frozen"]][1:] == ["same"] * 11
+    assert all(one.weights == "" for kind in ("fine", "packed, mask", "evaluation") for one in signs[kind])
+    assert [one.weights for one in signs["backward"]] == [""] * 5 + ["nan"] * 7
+
+    told = [found for detector in (Inputs(), Updates()) for step in steps for found in detector.step(step)]
+    firsts = {found.kind: found.step for found in reversed(told) if found.state == "raised"}
+    assert firsts == {
+        "mixed_documents": begun["packed, mask"],
+        "no_labels": begun["no labels"],
+        "evaluation_mode": begun["evaluation"],
+        "weights_not_finite": begun["backward"] + 5,
+    }
+
+
+def test_edits_of_gathered_parameters_and_micro_batches_left_over_are_reported(collector):
+    collector.start(*start_ranks.command(1, SCRIPTS / "silent_deepspeed.py")).finish()
+    assert collector.job.returncode == 0, collector.output()
+    lost, overwritten = collector.of(LostEdit)
+    assert (lost.parameters, lost.count, lost.overwritten, lost.step) == (["0.weight"], 1, False, 1)
+    assert (overwritten.parameters, overwritten.overwritten) == (["1.weight"], True)
+    assert overwritten.where.startswith("silent_deepspeed.py:")
+    pending = [step.signs.pending if step.signs is not None else 0 for step in collector.of(Step)]
+    assert pending == [0, 2, 0, 0]
+    (goodbye,) = collector.of(Goodbye)
+    assert goodbye.pending == 3
+    (told,) = Updates().goodbye(goodbye)
+    assert words_of(told).title == "3 micro-batches at the end were never applied"

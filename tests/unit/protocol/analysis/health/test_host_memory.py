@@ -1,0 +1,56 @@
+"""Host memory that will be full."""
+
+from collections.abc import Iterable
+
+import pytest
+from ftmon.protocol.analysis.health.host_memory import HostMemory
+from ftmon.protocol.analysis.kinds import words_of
+from ftmon.protocol.messages.telemetry import Activity, DeviceSample, Heartbeat
+from simulated_run import Sim
+
+GIB = 2**30
+TOTAL = 64 * GIB
+
+
+def watched(used: Iterable[float], phase: str, activity: Activity | None = None) -> list[tuple[int, str]]:
+    """Return the second and state of each finding; ``used``: GiB, one sample a second."""
+    detector = HostMemory()
+    detector.hello(Sim(1).hello(0))
+    found: list[tuple[int, str]] = []
+    for second, gib in enumerate(used):
+        detector.beat(Heartbeat(0, 5, phase, 0.0, 1, float(second), resident=int(gib * GIB / 2)))
+        if activity is not None:
+            detector.activity(activity)
+        sample = DeviceSample("host", "host", 0, "host", float(second), int(gib * GIB), TOTAL)
+        for one in detector.sample(sample):
+            found.append((second, one.state))
+            if one.state == "raised":
+                assert words_of(one).title.startswith("memory of host will be full in")
+                assert "rank 0" in words_of(one).text
+    return found
+
+
+def test_an_evaluation_that_keeps_its_logits_is_told_long_before_the_kernel_ends_it() -> None:
+    used = [20 + 1.0 * second for second in range(40)]
+    (first,) = watched(used, "eval")
+    assert first[1] == "raised"
+    assert TOTAL / GIB - used[first[0]] > 30  # seconds, at 1 GiB a second
+
+
+def test_a_data_set_that_grows_is_told_and_resolved_when_it_stops() -> None:
+    grows = [40 + 0.1 * second for second in range(150)]
+    found = watched([*grows, *[grows[-1]] * 120], "forward")
+    assert [state for _, state in found] == ["raised", "resolved"]
+
+
+@pytest.mark.parametrize("phase", ["init", "checkpoint"])
+def test_loading_and_saving_take_much_and_stop(phase: str) -> None:
+    assert watched([20 + 1.0 * second for second in range(40)], phase) == []
+
+
+def test_an_evaluation_that_ends_in_time_and_steady_or_little_memory_are_fine() -> None:
+    used = [20 + 1.0 * second for second in range(20)]
+    ends = Activity(0, 10.0, "evaluation", done=90, total=100, seconds=9.0)
+    assert watched(used, "eval", ends) == []
+    assert watched([50 + (second % 3) * 0.1 for second in range(300)], "forward") == []
+    assert watched([2 + 0.1 * second for second in range(100)], "eval") == []

@@ -1,0 +1,35 @@
+"""The table of known faults, and runs that have one."""
+
+import pytest
+from ftmon.protocol.analysis.kinds import words_of
+from ftmon.protocol.analysis.learning.known import KnownFaults
+from ftmon.protocol.known_faults import KnownFault, known_faults
+from ftmon.protocol.messages.telemetry import Hello
+from simulated_run import Sim
+
+
+@pytest.mark.parametrize(
+    ("version", "has"), [("0.17.5", False), ("0.17.6", True), ("0.19.3+cpu", True), ("0.19.4", False), ("1.0", False)]
+)
+def test_a_row_is_of_its_versions(version: str, has: bool) -> None:
+    assert KnownFault("deepspeed", "", "", "", "0.17.6", "0.19.4").has(version) == has
+
+
+def test_every_row_says_what_is_wrong_with_what_conditions_and_where_it_is_discussed() -> None:
+    for fault in known_faults():
+        assert fault.what
+        assert fault.remedy
+        assert fault.thread.startswith("https://github.com/")
+        assert fault.when.keys() <= set(Hello.__struct_fields__)
+
+
+def test_a_run_is_told_once_of_the_faults_whose_conditions_it_has() -> None:
+    def hello(stage: int, precision: str, rank: int = 0) -> Hello:
+        return Sim(2).hello(rank, zero_stage=stage, precision=precision, versions={"deepspeed": "0.19.8"})
+
+    detector = KnownFaults()
+    (found,) = detector.hello(hello(0, "bf16"))
+    assert found.severity == "info"
+    assert words_of(found).title.startswith("deepspeed 0.19.8: the optimizer is stepped once when the engine is made")
+    assert detector.hello(hello(0, "bf16", 1)) == []
+    assert KnownFaults().hello(hello(0, "fp32")) == KnownFaults().hello(hello(3, "bf16")) == []

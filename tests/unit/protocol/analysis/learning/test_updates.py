@@ -1,0 +1,92 @@
+"""Updates without effect, weights that stand still or are not finite, gradients and edits that are lost."""
+
+import math
+from typing import Any
+
+import pytest
+from ftmon.protocol.analysis.kinds import words_of
+from ftmon.protocol.analysis.learning.updates import STILL, ZERO, Updates
+from ftmon.protocol.messages.telemetry import Goodbye, LostEdit, Signs, Step
+from simulated_run import Sim
+
+INF = math.inf
+
+
+def step(
+    number: int, rank: int = 0, loss: float = 1.0, lr: float = 1e-3, signs: Signs | None = None, **more: Any
+) -> Step:
+    return Step(rank, number, 1.0, 1, [], loss=loss, lr=lr, signs=signs, **more)
+
+
+def found(detector: Updates, steps: list[Step]) -> list[tuple[int, str, str, int | None]]:
+    """Return the step of report, kind, state and first step of each finding."""
+    return [(each.step, one.kind, one.state, one.step) for each in steps for one in detector.step(each)]
+
+
+def test_three_skipped_updates_in_a_row_are_told_where_there_is_no_scaler_and_counted_at_the_end() -> None:
+    detector = Updates()
+    steps = [step(number, overflow=number >= 21, grad_norm=INF if number >= 21 else 1.0) for number in range(1, 61)]
+    assert found(detector, steps) == [(23, "updates_skipped", "raised", 21)]
+    (last,) = detector.goodbye(Goodbye(0, 2.0, 60, "finished"))
+    words = words_of(last)
+    assert words.title == "gradients are not finite: 40 updates in a row without effect"
+    assert "scaler" not in f"{words.text} {words.remedy}"
+    assert found(detector, [step(61)]) == [(61, "updates_skipped", "resolved", 21)]
+
+
+def test_a_loss_scaler_that_looks_for_its_scale_skips_on_purpose() -> None:
+    assert found(Updates(), [step(number, overflow=True, loss_scale=1024.0) for number in range(1, 30)]) == []
+    detector = Updates()
+    detector.hello(Sim(1).hello(0, precision="fp16"))
+    assert found(detector, [step(number, overflow=True) for number in range(1, 30)]) == []
+
+
+def test_weights_that_are_not_finite_are_told_at_their_step_once_and_not_where_the_loss_was_not_finite() -> None:
+    bad = Signs(weights="nan")
+    steps = [step(20), step(21, signs=bad), step(21, 1, signs=bad), step(22, loss=math.nan, signs=bad)]
+    assert found(Updates(), steps) == [(21, "weights_not_finite", "raised", 21)]
+    assert found(Updates(), [step(5, loss=math.nan, signs=bad)]) == []
+
+
+@pytest.mark.parametrize(
+    ("lr", "signs", "raised"),
+    [(1e-3, Signs(weights="same"), STILL), (0.0, None, ZERO), (1e-3, None, 0), (0.0, Signs(weights="same"), ZERO)],
+)
+def test_steps_that_change_nothing_are_told_with_the_learning_rate(lr: float, signs: Signs | None, raised: int) -> None:
+    detector = Updates()
+    steps = [step(number, lr=lr, signs=signs) for number in range(1, 100)]
+    assert found(detector, steps) == ([(raised, "weights_unchanged", "raised", 1)] if raised else [])
+    assert bool(found(detector, [step(100)])) == bool(raised)
+
+
+def test_a_schedule_that_begins_and_ends_at_0_and_weights_that_rest_for_a_while_are_fine() -> None:
+    rates = [0.0] + [1e-3] * 50 + [0.0]
+    assert found(Updates(), [step(number, lr=rate) for number, rate in enumerate(rates, 1)]) == []
+    # The first sampled parameter has no gradient, the others are looked at in every eighth step.
+    signs = [None if number % 8 == 0 else Signs(weights="same") for number in range(1, 400)]
+    assert found(Updates(), [step(number, signs=each) for number, each in enumerate(signs, 1)]) == []
+
+
+def test_a_model_left_in_evaluation_mode_is_told_and_resolved() -> None:
+    steps = [step(number, signs=Signs(evaluating=True) if 42 <= number < 60 else None) for number in range(40, 70)]
+    assert found(Updates(), steps) == [(46, "evaluation_mode", "raised", 42), (60, "evaluation_mode", "resolved", 42)]
+
+
+def test_micro_batches_that_join_the_next_pass_and_those_that_are_never_applied() -> None:
+    detector = Updates()
+    joined = [one for each in (2, 4, 6) for one in detector.step(step(each, signs=Signs(pending=2)))]
+    assert [(one.severity, one.step) for one in joined] == [("info", 2)]
+    assert "2 micro-batches of one pass" in words_of(joined[0]).title
+    (left,) = detector.goodbye(Goodbye(0, 2.0, 9, "finished", pending=3))
+    assert words_of(left).title == "3 micro-batches at the end were never applied"
+    assert detector.goodbye(Goodbye(0, 2.0, 9, "failed", pending=3)) == []
+
+
+@pytest.mark.parametrize(("overwritten", "why"), [(True, "fp32 copy"), (False, "modifier_rank")])
+def test_a_change_inside_gathered_parameters_is_told_with_its_line(overwritten: bool, why: str) -> None:
+    detector = Updates()
+    edit = LostEdit(0, 7, 1.0, ["0.weight"], 1, "train.py:52 main", overwritten)
+    (told,) = detector.edit(edit)
+    assert "0.weight at train.py:52 main" in words_of(told).text
+    assert why in words_of(told).text
+    assert detector.edit(edit) == []

@@ -1,0 +1,242 @@
+"""Finds, in a step's batches and weights, the signs of faults that raise no error (``telemetry.Signs``).
+
+The training thread only keeps references (``batch.Seen``) and copies a few weights; the publisher thread examines them.
+Tensors on a device are examined only where a dataloader returned them on the host: nothing here waits for a device.
+"""
+
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from ....protocol.messages.telemetry import Signs
+from ..device import cuda
+from ..guard import nothing
+from ..phases.tracker import Notes
+from ..rank.model import Trained, own_model
+from .batch import IGNORED, Seen
+
+FIRST = 64
+"""Micro-batches at the beginning whose tokens are examined."""
+EVERY = 50
+"""Steps between later examinations."""
+SAMPLED = 256
+"""Elements of one sampled parameter."""
+SPREAD = 3
+"""Sampled parameters: the first matrix, one in the middle, the last."""
+_MOST_BYTES = 1 << 18
+"""Bytes of a tensor from which a batch's fingerprint is computed: evenly spaced ones of a larger tensor."""
+
+
+class Attended(NamedTuple):
+    """What a transformers model makes its attention mask from."""
+
+    implementation: str
+    """Of the attention: ``sdpa``, ``eager``, ``flash_attention_2`` ..."""
+    mask: Any
+    """The 2-D mask; None: none was passed. A count, and copies on their way from the device."""
+    positions: Any
+    cached: bool
+
+
+def attended(config: Any, mask: Any, positions: Any, cached: bool) -> Attended | None:
+    """Return what a mask is made from, without waiting for a device; None: the model is told nothing of documents."""
+    implementation = getattr(config, "_attn_implementation", None)
+    wanted = isinstance(implementation, str) and positions is not None and positions.dim() == 2
+    if not wanted or (mask is not None and mask.dim() != 2):
+        return None
+    mask, positions = (
+        None if each is None else cuda.fetch(each) if each.is_cuda else each for each in (mask, positions)
+    )
+    return Attended(str(implementation), mask, positions, cached)
+
+
+class WeightSample(NamedTuple):
+    """A few weights after an update."""
+
+    values: tuple[Any, ...]
+    """Tensors on the host, or on their way there; as many as parameters were sampled."""
+
+
+class WeightSampler:
+    """Copies a few weights after each update; for the training thread."""
+
+    def __init__(self, trained: Trained) -> None:
+        self._trained = trained
+        self._of: Callable[[], Any] = nothing
+        self._parameters: list[Any] = []
+        self._looked_at: Callable[[], Any] = nothing
+        self._has_modes = False
+
+    def in_evaluation(self) -> bool:
+        """Return whether the model is in evaluation mode, and has layers that behave differently there."""
+        model = self._trained.any_model()
+        if model is None or model.training:
+            return False
+        if model is not self._looked_at():
+            self._looked_at = weakref.ref(model)
+            self._has_modes = any(map(_differs_in_evaluation, model.modules()))
+        return self._has_modes
+
+    def take(self, updater: Any) -> WeightSample | None:
+        """Return the weights after an update by ``updater``; None if there is nothing to sample."""
+        owner = self._trained.any_model()
+        owner = self._trained.primary() or updater if owner is None else owner
+        if owner is not self._of():
+            self._of = weakref.ref(owner) if owner is not None else nothing
+            self._parameters = [weakref.ref(each) for each in _spread(owner)]
+        values = tuple(_copy(parameter) for reference in self._parameters if (parameter := reference()) is not None)
+        return WeightSample(values) if values and all(value is not None for value in values) else None
+
+
+def _spread(owner: Any) -> list[Any]:
+    """Return the first, a middle and the last trained matrix of a model or an optimizer; else other parameters."""
+    if hasattr(owner, "param_groups"):
+        trained = [each for group in owner.param_groups for each in group["params"] if each.requires_grad]
+    elif owner is None:
+        return []
+    else:
+        trained = [each for each in owner.parameters() if each.requires_grad]
+    shapes = [getattr(each, "ds_shape", each.shape) for each in trained]
+    matrices = [each for each, shape in zip(trained, shapes, strict=True) if len(shape) >= 2] or trained
+    # The first one is often an embedding, of which a step changes a few rows.
+    places = sorted({min(1, len(matrices) - 1), len(matrices) // 2, len(matrices) - 1})
+    return [matrices[place] for place in places[:SPREAD] if matrices]
+
+
+def _copy(parameter: Any) -> Any:
+    """Return a copy of a parameter's first elements, on the host or on its way there."""
+    local = getattr(parameter, "_local_tensor", getattr(parameter, "ds_tensor", parameter))
+    flat = local.detach().reshape(-1)[:SAMPLED]
+    if not flat.numel():
+        return None
+    return cuda.fetch(flat) if flat.is_cuda else flat.clone()
+
+
+class SignReader:
+    """Examines steps in their order; for the publisher thread."""
+
+    def __init__(self, trained: Trained) -> None:
+        self._trained = trained
+        self._examined = 0
+        self._weights: dict[int, bytes] = {}
+
+    def batch_id(self, seen: Sequence[Seen]) -> int:
+        """Return the fingerprint of a step's micro-batches; 0: one of them is not on the host."""
+        found = 0
+        for each in seen:
+            ids = each.ids
+            if ids is None or ids.is_cuda:
+                return 0
+            content = _bytes(ids)
+            found = zlib.crc32(content[:: 1 + len(content) // _MOST_BYTES].tobytes(), found)
+        return found
+
+    def read(self, number: int, notes: Notes) -> Signs | None:
+        """Return the signs of one step; None: there is nothing to tell."""
+        figures: dict[str, Any] = {"pending": notes.pending}
+        figures |= _labels(notes.seen)
+        if self._examined < FIRST or number % EVERY == 0:
+            self._examined += len(notes.seen)
+            figures |= self._tokens(notes.seen)
+        if reasons := list(filter(None, map(_mixed, notes.attended))):
+            figures |= {"mixed": len(reasons), "mixed_by": reasons[0]}
+        figures["weights"] = self._of_weights(notes.weights)
+        figures["evaluating"] = notes.evaluating
+        found = Signs(**figures)
+        return found if found != _NONE else None
+
+    def _of_weights(self, sample: WeightSample | None) -> Any:
+        if sample is None:
+            return ""
+        unchanged = True
+        for place, value in enumerate(sample.values):
+            tensor = value.tensor() if isinstance(value, cuda.Fetched) else value
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                return "nan"
+            content = _bytes(tensor).tobytes()
+            unchanged &= self._weights.get(place) == content
+            self._weights[place] = content
+        return "same" if unchanged else ""
+
+    def _tokens(self, seen: Sequence[Seen]) -> dict[str, Any]:
+        model = own_model(self._trained.any_model())
+        config = getattr(model, "config", None)
+        figures: dict[str, Any] = {}
+        if (ends := _ends_of(config, model)) and all(_here(each.ids) and _here(each.labels) for each in seen):
+            inputs = learned = 0
+            for each in seen:
+                ids, labels = each.ids.numpy(), each.labels.numpy()
+                if ids.shape != labels.shape:
+                    return figures
+                real = numpy.ones(ids.shape, bool) if not _here(each.mask) else each.mask.numpy() != 0
+                if real.shape != ids.shape:
+                    return figures
+                # No label before the first position; as a first token it is often the beginning, too.
+                inputs += int(numpy.count_nonzero((numpy.isin(ids, ends) & real)[:, 1:]))
+                learned += int(numpy.count_nonzero(numpy.isin(labels, ends)[:, 1:]))
+            figures |= {"ends": inputs, "learned_ends": learned}
+        return figures
+
+
+_NONE = Signs()
+
+
+def _bytes(tensor: Any) -> Any:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def _here(tensor: Any) -> bool:
+    return tensor is not None and not tensor.is_cuda and tensor.dim() == 2 and not tensor.is_floating_point()
+
+
+def _labels(seen: Sequence[Seen]) -> dict[str, int]:
+    labelled = [each.labels for each in seen if _here(each.labels)]
+    empty = sum(not numpy.any(labels.numpy() != IGNORED) for labels in labelled)
+    return {"labelled": len(labelled), "unlabelled": empty} if empty else {}
+
+
+def _ends_of(config: Any, model: Any) -> list[int]:
+    """Return the ids of a model's end-of-sequence tokens."""
+    for holder in (config, getattr(config, "text_config", None), getattr(model, "generation_config", None)):
+        ends = getattr(holder, "eos_token_id", None)
+        if ends is not None:
+            return [int(end) for end in (ends if isinstance(ends, list | tuple) else [ends])]
+    return []
+
+
+def _mixed(attended: Attended) -> str:
+    """Return why the documents of a row attend to each other; empty: they do not.
+
+    transformers reads documents from ``position_ids`` only where it makes the mask itself: without a mask and a cache
+    (``masking_utils._preprocess_mask_arguments``); Flash Attention's variants only for a batch of one row
+    (``modeling_flash_attention_utils._is_packed_sequence``).
+    """
+    mask, positions = (
+        (each.tensor() if isinstance(each, cuda.Fetched) else each) for each in (attended.mask, attended.positions)
+    )
+    positions = positions.numpy()
+    restarts = positions[:, 1:] != positions[:, :-1] + 1
+    if mask is not None:
+        real = mask.numpy() != 0
+        if real.shape != positions.shape:
+            return ""
+        restarts = restarts & real[:, 1:] & real[:, :-1]  # positions of padding count anew, too
+    if not restarts.any():
+        return ""
+    if "flash" in attended.implementation:
+        return "batch" if len(positions) > 1 else ""
+    return "mask" if mask is not None else "cache" if attended.cached else ""
+
+
+def _differs_in_evaluation(module: Any) -> bool:
+    kind = type(module).__name__
+    if "Dropout" in kind or "DropPath" in kind:
+        return bool(getattr(module, "p", getattr(module, "drop_prob", 0.0)))
+    return "BatchNorm" in kind or any(
+        isinstance(rate, float) and rate > 0
+        for rate in (getattr(module, name, 0.0) for name in ("attention_dropout", "dropout"))
+    )

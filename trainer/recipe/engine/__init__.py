@@ -1,1 +1,0 @@
-"""DeepSpeed: its configuration and the process group of its ranks."""

@@ -1,0 +1,59 @@
+"""What ranks, attention heads and optimizers support. Nothing here imports torch."""
+
+from .config.schema import Config
+
+SMALL_STATES = ("adamw_bf16", "adamw_8bit")  # kinds with running averages of 2 bytes or 1
+SEQUENCES = "training.sequence_parallel_size"
+
+
+def ranks_refusal(ranks: int, size: int) -> str:
+    """Return the reason why ``ranks`` ranks cannot form groups of ``size``; empty if they can."""
+    if ranks % size == 0:
+        return ""
+    near = max(size, ranks // size * size)
+    return f"is {size}, but {ranks} rank{'s are' * (ranks != 1) or ' is'} not a multiple of it; use run.ranks={near}"
+
+
+def heads_refusal(heads: int, key_value_heads: int, size: int) -> str:
+    """Return the reason why attention heads cannot be divided among ``size`` ranks; empty if they can.
+
+    Query heads are divided. Key and value heads are divided too, or repeated if there are fewer than ranks.
+    """
+
+    def refuse(count: int, name: str) -> str:
+        fits = [one for one in range(2, heads + 1) if _divides(heads, key_value_heads, one)]
+        fix = f"use {', '.join(map(str, fits[:6]))} or 1" if fits else "use 1"
+        return f"is {size}, which cannot divide the model's {count} {name} heads; {fix}"
+
+    if heads % size:
+        return refuse(heads, "attention")
+    return "" if _divides(heads, key_value_heads, size) else refuse(key_value_heads, "key/value")
+
+
+def _divides(heads: int, key_value_heads: int, size: int) -> bool:
+    return heads % size == 0 and (key_value_heads % size == 0 or size % key_value_heads == 0)
+
+
+def states(config: Config) -> str:
+    """Return the name of a checkpoint's kind of optimizer states: only a run with the same kind can load them."""
+    kind = config.optimizer.kind if config.optimizer.kind in (*SMALL_STATES, "muon") else "adamw"
+    return kind if config.optimizer.master_weights == "fp32" else f"{kind} without master weights"
+
+
+def state_bytes(config: Config) -> float:
+    """Return the bytes of optimizer states per trained parameter in a checkpoint, master copy included.
+
+    For Muon this is an upper bound: hidden matrices have one running average instead of two.
+    """
+    # 8-bit averages have an fp32 scale for each block of 256.
+    averages = {"adamw_bf16": 4.0, "adamw_8bit": 2 + 2 * 4 / 256}.get(config.optimizer.kind, 8.0)
+    # ZeRO keeps and writes a flat fp32 copy of fp32 weights too.
+    has_masters = config.optimizer.master_weights == "fp32" and bool(
+        config.training.precision != "fp32" or config.zero.stage
+    )
+    return averages + 4 * has_masters
+
+
+def converts(held: str) -> bool:
+    """Return whether DeepSpeed's universal format converts states of this name to another number of ranks."""
+    return held == "adamw"
