@@ -95,11 +95,11 @@ def test_the_cursor_goes_by_columns_and_takes_the_window_along() -> None:
 
 def test_axis_figure_and_smoothing_go_round() -> None:
     view = ChartView()
-    seen = []
+    seen = [view.axis]
     for _ in range(3):
-        seen.append(view.axis)
         view.next_axis()
-    assert (seen, view.axis) == (["steps", "tokens", "time"], "steps")
+        seen.append(view.axis)
+    assert seen == ["steps", "tokens", "time", "steps"]
     for _ in FIGURES:
         view.next_figure()
     assert view.figure == 0
@@ -198,8 +198,7 @@ def test_pooled_history_and_live_steps_join_without_a_hole_or_a_token_twice() ->
         live.add(point(step))
     live.adopt(past, 1 << 62)
     moments = live.moments(1)
-    assert moments[0].first_step == 1
-    assert moments[-1].step == 230
+    assert (moments[0].first_step, moments[-1].step) == (1, 230)
     assert moments[-1].tokens == pytest.approx(23_000)
     assert all(moment.tokens_per_second == pytest.approx(200) for moment in moments)
     assert [moment.tokens for moment in moments] == sorted(moment.tokens for moment in moments)
@@ -207,8 +206,7 @@ def test_pooled_history_and_live_steps_join_without_a_hole_or_a_token_twice() ->
 
 def test_the_smoothed_loss_is_an_unbiased_moving_average() -> None:
     course = TrainingHistory()
-    losses = [4.0, 2.0, 3.0]
-    for step, loss in enumerate(losses, 1):
+    for step, loss in enumerate((4.0, 2.0, 3.0), 1):
         course.add(point(step, loss=loss))
     found = smoothed(course.moments(1), 0.9)
     assert found[0] == pytest.approx(4.0), "not drawn towards zero at the start"
@@ -290,11 +288,8 @@ def test_results_are_kept_by_step_and_name_and_the_best_is_known() -> None:
         training.on_evaluation(Evaluation(0, step, STARTED, "other", loss / 10))
     training.on_evaluation(Evaluation(0, 40, STARTED, "validation", math.nan))
     training.on_checkpoint(Checkpoint(0, 20, STARTED, "a"))
-    assert [(each.step, each.loss) for each in training.evaluations if each.name == "validation"][:3] == [
-        (10, 2.0),
-        (20, 1.0),
-        (30, 1.6),
-    ]
+    kept = [(each.step, each.loss) for each in training.evaluations if each.name == "validation"]
+    assert kept[:3] == [(10, 2.0), (20, 1.0), (30, 1.6)]
     assert (training.best.step, training.best.name) == (20, "validation")
     assert training.evaluation.step == 40
 
