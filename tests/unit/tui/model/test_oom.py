@@ -48,7 +48,6 @@ def model() -> RunModel:
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer"])
 def test_a_waterfall_s_parts_add_up_to_its_peak_each_beginning_where_the_last_ends(model: RunModel, phase: str) -> None:
     rank = model.ranks[0]
-    assert rank.memory.latest is not None
     fall = waterfall(rank, rank.memory.latest, phase, model.device_of(rank))
     assert fall.phase == phase
     at = 0
@@ -60,7 +59,6 @@ def test_a_waterfall_s_parts_add_up_to_its_peak_each_beginning_where_the_last_en
 
 def test_with_what_the_device_holds_besides_it_adds_up_to_what_nvml_counts(model: RunModel) -> None:
     rank = model.ranks[0]
-    assert rank.memory.latest is not None
     fall = waterfall(rank, rank.memory.latest, "", model.device_of(rank))
     assert None not in (fall.unused, fall.context, fall.others, fall.unexplained)
     total = fall.extent + fall.since + (fall.unexplained or 0)
@@ -72,14 +70,12 @@ def test_a_device_looked_at_after_the_rank_s_end_is_not_laid_beside_its_peak() -
     model = folded(ranks=1)
     rank = model.ranks[0]
     rank.state = "finished"
-    assert rank.memory.latest is not None
     fall = waterfall(rank, rank.memory.latest, "", model.device_of(rank))
     assert (fall.used, fall.context, fall.others, fall.ended) == (None, None, None, True)
 
 
 def test_rows_keep_their_place_from_phase_to_phase(model: RunModel) -> None:
     rank = model.ranks[0]
-    assert rank.memory.latest is not None
     falls = [waterfall(rank, rank.memory.latest, phase, None) for phase in ("forward", "optimizer")]
     [names] = {tuple(part.name for part in fall.parts) for fall in falls}
     assert "unattributed" in names
@@ -102,7 +98,6 @@ def test_before_a_step_was_taken_apart_its_peaks_are_shown_whole() -> None:
 
 def test_on_a_cpu_nothing_is_reserved() -> None:
     rank = folded(cuda=False).ranks[0]
-    assert rank.memory.latest is not None
     fall = waterfall(rank, rank.memory.latest, "", None)
     assert (fall.measure, fall.unused, fall.used) == ("glibc", None, None)
 
