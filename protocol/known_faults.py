@@ -32,7 +32,7 @@ class KnownFault:
 @cache
 def known_faults() -> tuple[KnownFault, ...]:
     """Return all rows."""
-    rows = tomllib.loads(files(__package__).joinpath("known_faults.toml").read_text(encoding="utf-8"))["fault"]
+    rows = tomllib.loads(files(__package__ or "").joinpath("known_faults.toml").read_text(encoding="utf-8"))["fault"]
     return tuple(KnownFault(first=row.pop("from"), **row) for row in rows)
 
 

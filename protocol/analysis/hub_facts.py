@@ -4,13 +4,15 @@ They are about the monitor itself (recording, connections, processes without its
 processes (no step, ports, actions on hangs, leftover processes).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from ..messages.control import AlertKind
 from ..text import duration, gib, kernel_sleep, ranks_in_words, sanitize
 from .findings.alerts import RANKS_LISTED
-from .findings.finding import Finding, Kind, Shown
+from .findings.finding import Finding, Kind, Shown, only
 from .stalls.judge import Verdict
 from .stalls.words import of_verdict
 from .words import Words, sentence
@@ -186,41 +188,33 @@ class UnprovenHangFacts(msgspec.Struct, frozen=True):
     verdict: Verdict
 
 
-def _refused(finding: Finding) -> Words:
-    facts: RefusedFacts = finding.facts
+def _refused(facts: RefusedFacts) -> Words:
     return Words(f"messages of {facts.sender} are refused", facts.reason)
 
 
-def _not_notified(finding: Finding) -> Words:
-    facts: NotNotifiedFacts = finding.facts
+def _not_notified(facts: NotNotifiedFacts) -> Words:
     return Words(f"not notified: {facts.target}: {facts.reason}", "")
 
 
-def _restarted(finding: Finding) -> Words:
-    facts: RestartFacts = finding.facts
+def _restarted(facts: RestartFacts) -> Words:
     return Words(
-        "the hub was restarted",
-        f"The run was not monitored for {facts.unwatched_s:.1f} s; training continued.",
+        "the hub was restarted", f"The run was not monitored for {facts.unwatched_s:.1f} s; training continued."
     )
 
 
-def _damaged(finding: Finding) -> Words:
-    facts: DamagedRecordingFacts = finding.facts
+def _damaged(facts: DamagedRecordingFacts) -> Words:
     return Words("the recording was damaged", f"{facts.error}. It was moved to {facts.moved_to}; a new one was begun.")
 
 
-def _removed(finding: Finding) -> Words:
-    facts: RemovedRecordingFacts = finding.facts
+def _removed(facts: RemovedRecordingFacts) -> Words:
     return Words("the recording was removed", facts.notice)
 
 
-def _not_listening(finding: Finding) -> Words:
-    facts: NotListeningFacts = finding.facts
+def _not_listening(facts: NotListeningFacts) -> Words:
     return Words("not listening for other hosts", f"{facts.error}. Apps on this host are served.")
 
 
-def _missing_ranks(finding: Finding) -> Words:
-    facts: MissingRanksFacts = finding.facts
+def _missing_ranks(facts: MissingRanksFacts) -> Words:
     return Words(
         f"{len(facts.missing)} of {facts.world_size} ranks have not reported",
         f"The first is rank {facts.missing[0]}. On its host ftmon must be installed in the job's environment, the "
@@ -230,8 +224,8 @@ def _missing_ranks(finding: Finding) -> Words:
     )
 
 
-def _unhooked(finding: Finding) -> Words:
-    found = without_hook(finding.facts)
+def _unhooked(facts: UnhookedFacts) -> Words:
+    found = without_hook(facts)
     return found._replace(title=f"not watched: {found.title}")
 
 
@@ -247,8 +241,7 @@ def without_hook(facts: UnhookedFacts) -> Words:
     )
 
 
-def _no_step(finding: Finding) -> Words:
-    facts: NoStepFacts = finding.facts
+def _no_step(facts: NoStepFacts) -> Words:
     if facts.error:
         source = "its output" if facts.error_rank is None else f"rank {facts.error_rank}"
         place = f", raised at {facts.error_place}" if facts.error_place else ""
@@ -283,38 +276,28 @@ def _no_step(finding: Finding) -> Words:
 
 def _no_step_evidence(finding: Finding) -> dict[str, Any]:
     facts: NoStepFacts = finding.facts
-    found: dict[str, Any] = {"exit_code": facts.exit_code, "ranks": facts.ranks, "last_lines": facts.last_lines}
-    if facts.error:
-        found |= {"error": facts.error, "error_rank": facts.error_rank, "error_place": facts.error_place}
-    if facts.unhooked is not None:
-        found["pid"] = facts.unhooked.pid
-    return found
+    found = only("exit_code", "ranks", "last_lines", *(("error", "error_rank", "error_place") if facts.error else ()))
+    return found(finding) | ({"pid": facts.unhooked.pid} if facts.unhooked is not None else {})
 
 
-def _port_taken(finding: Finding) -> Words:
-    facts: PortFacts = finding.facts
+def _port_taken(facts: PortFacts) -> Words:
     name = f"port {facts.port}" if facts.port else "a port"
     by = "The launcher" if facts.rank < 0 else f"Rank {facts.rank}"
     holder = f" by {sanitize(_holder(facts))}" if facts.pid is not None else ""
     free = ", no process holds it any more" if facts.port and not holder else ""
-    default = (
-        f" {facts.port} is the launchers' default: another training of this host has it."
-        if facts.port == DEFAULT_PORT
-        else ""
-    )
+    default = f" {facts.port} is the launchers' default: another training of this host has it."
     end = f", or end that process: kill {facts.pid}" if facts.pid else ""
     return Words(
         f"{name} is taken{holder}{free}"[:_MOST_TITLE],
-        f"{by} could not listen there: {sanitize(facts.error)[:500]}.{default}",
+        f"{by} could not listen there: {sanitize(facts.error)[:500]}.{default if facts.port == DEFAULT_PORT else ''}",
         "Give the job another port: 'deepspeed --master_port PORT', 'torchrun --master-port PORT' (or torchrun "
         f"--standalone, which finds a free one), 'accelerate launch --main_process_port PORT'{end}.",
     )
 
 
 def _port_evidence(finding: Finding) -> dict[str, Any]:
-    facts: PortFacts = finding.facts
-    command = None if facts.command is None else sanitize(facts.command)
-    return {"port": facts.port, "pid": facts.pid, "user": facts.user, "command": command}
+    command: str | None = finding.facts.command
+    return {**only("port", "pid", "user")(finding), "command": None if command is None else sanitize(command)}
 
 
 def _holder(facts: PortFacts) -> str:
@@ -323,16 +306,14 @@ def _holder(facts: PortFacts) -> str:
     return f"a process of user {facts.user} whose details need root (ss -ltnp)"
 
 
-def _job_failed(finding: Finding) -> Words:
-    facts: JobFailedFacts = finding.facts
+def _job_failed(facts: JobFailedFacts) -> Words:
     return Words(
         f"job {facts.number} failed: {facts.error}",
         "It ran at the same time as the job that is shown; its steps and peaks are in the table of jobs.",
     )
 
 
-def _concurrent_job(finding: Finding) -> Words:
-    facts: ConcurrentJobFacts = finding.facts
+def _concurrent_job(facts: ConcurrentJobFacts) -> Words:
     number, shown = facts.number, facts.shown
     return Words(
         f"job {number} runs at the same time as job {shown}",
@@ -343,8 +324,7 @@ def _concurrent_job(finding: Finding) -> Words:
     )
 
 
-def _leftovers(finding: Finding) -> Words:
-    facts: LeftoverFacts = finding.facts
+def _leftovers(facts: LeftoverFacts) -> Words:
     count, names = len(facts.processes), [left_process(one) for one in facts.processes[:_LISTED]]
     held = sum(facts.gpu_bytes.values())
     gpu = f" They hold {gib(held)} of GPU memory." if held else ""
@@ -362,11 +342,9 @@ def left_process(process: LeftProcess) -> str:
     return f"{name} is still alive in state {process.state}"
 
 
-def _hang_action(finding: Finding) -> Words:
-    facts: HangActionFacts = finding.facts
-    why = hang_cause(facts.cause)
+def _hang_action(facts: HangActionFacts) -> Words:
     what = "stacks saved" if facts.action == "stacks" else f"ending the run ({facts.option})"
-    return Words(f"{what}: {why}", f"Stacks: {facts.stacks}." if facts.stacks else "")
+    return Words(f"{what}: {hang_cause(facts.cause)}", f"Stacks: {facts.stacks}." if facts.stacks else "")
 
 
 def hang_cause(cause: Verdict | LateExit) -> str:
@@ -381,56 +359,43 @@ def hang_cause(cause: Verdict | LateExit) -> str:
     )
 
 
-def _unproven_hang(finding: Finding) -> Words:
-    facts: UnprovenHangFacts = finding.facts
+def _unproven_hang(facts: UnprovenHangFacts) -> Words:
     return Words(
         f"{facts.option} waits for proof: {facts.missing}", f"The hang so far: {of_verdict(facts.verdict).title}."
     )
 
 
-def _leftover_evidence(finding: Finding) -> dict[str, Any]:
-    facts: LeftoverFacts = finding.facts
-    return {"pids": [process.pid for process in facts.processes[:_MOST_PIDS]], "gpu_bytes": facts.gpu_bytes}
+def _kind(name: str, facts: type, words: Callable[[Any], Words], alert: AlertKind, rule: str, **more: Any) -> Kind:
+    return Kind(name, facts, lambda finding: words(finding.facts), alert, rule, **more)
 
-
-def _action_evidence(finding: Finding) -> dict[str, Any]:
-    facts: HangActionFacts = finding.facts
-    return {"action": facts.action, "option": facts.option, "stacks": facts.stacks}
-
-
-def _unproven_evidence(finding: Finding) -> dict[str, Any]:
-    facts: UnprovenHangFacts = finding.facts
-    return {"option": facts.option, "missing": facts.missing}
-
-
-_SHOWN: dict[str, Shown] = {
-    "last_recorded": Shown("last recorded", "moment"),
-    "unwatched_s": Shown("not watched for", "s"),
-    "notice": Shown("what happened"),
-    "world_size": Shown("ranks expected"),
-    "listen": Shown("address"),
-    "pythonpath": Shown("PYTHONPATH"),
-    "error_rank": Shown("error on", "rank"),
-    "error_place": Shown("error at"),
-    "gpu_bytes": Shown("GPU memory by process", "bytes", "pid"),
-}
 
 KINDS = (
-    Kind("no_step", NoStepFacts, _no_step, "exit", "before_first_step", evidence=_no_step_evidence, shown=_SHOWN),
-    Kind("messages_refused", RefusedFacts, _refused, "note", "refused"),
-    Kind("not_notified", NotNotifiedFacts, _not_notified, "note", "notify"),
-    Kind(
-        "hub_restarted",
-        RestartFacts,
-        _restarted,
-        "note",
-        "restarted",
-        evidence=lambda finding: {"last_recorded": finding.facts.last_recorded},
+    _kind(
+        "no_step",
+        NoStepFacts,
+        _no_step,
+        "exit",
+        "before_first_step",
+        evidence=_no_step_evidence,
+        shown={
+            "last_recorded": Shown("last recorded", "moment"),
+            "unwatched_s": Shown("not watched for", "s"),
+            "notice": Shown("what happened"),
+            "world_size": Shown("ranks expected"),
+            "listen": Shown("address"),
+            "pythonpath": Shown("PYTHONPATH"),
+            "error_rank": Shown("error on", "rank"),
+            "error_place": Shown("error at"),
+            "gpu_bytes": Shown("GPU memory by process", "bytes", "pid"),
+        },
     ),
-    Kind("recording_damaged", DamagedRecordingFacts, _damaged, "disk", "damaged"),
-    Kind("recording_removed", RemovedRecordingFacts, _removed, "disk", "removed"),
-    Kind("not_listening", NotListeningFacts, _not_listening, "note", "listen"),
-    Kind(
+    _kind("messages_refused", RefusedFacts, _refused, "note", "refused"),
+    _kind("not_notified", NotNotifiedFacts, _not_notified, "note", "notify"),
+    _kind("hub_restarted", RestartFacts, _restarted, "note", "restarted", evidence=only("last_recorded")),
+    _kind("recording_damaged", DamagedRecordingFacts, _damaged, "disk", "damaged"),
+    _kind("recording_removed", RemovedRecordingFacts, _removed, "disk", "removed"),
+    _kind("not_listening", NotListeningFacts, _not_listening, "note", "listen"),
+    _kind(
         "missing_ranks",
         MissingRanksFacts,
         _missing_ranks,
@@ -439,17 +404,17 @@ KINDS = (
         evidence=lambda finding: {"missing": finding.facts.missing[:RANKS_LISTED]},
         resolved={"resumed": "All ranks have reported."},
     ),
-    Kind(
+    _kind(
         "unhooked",
         UnhookedFacts,
         _unhooked,
         "note",
         "unhooked",
-        evidence=lambda finding: {"pid": finding.facts.pid},
+        evidence=only("pid"),
         resolved={"resumed": "A rank has reported since."},
     ),
-    Kind("port_taken", PortFacts, _port_taken, "failure", "port", evidence=_port_evidence),
-    Kind(
+    _kind("port_taken", PortFacts, _port_taken, "failure", "port", evidence=_port_evidence),
+    _kind(
         "job_failed",
         JobFailedFacts,
         _job_failed,
@@ -457,31 +422,27 @@ KINDS = (
         "job",
         evidence=lambda finding: {"job": finding.facts.number},
     ),
-    Kind(
-        "concurrent_job",
-        ConcurrentJobFacts,
-        _concurrent_job,
-        "note",
-        "beside",
-        evidence=lambda finding: {"command": finding.facts.command},
-    ),
-    Kind(
+    _kind("concurrent_job", ConcurrentJobFacts, _concurrent_job, "note", "beside", evidence=only("command")),
+    _kind(
         "leftover_processes",
         LeftoverFacts,
         _leftovers,
         "note",
         "leftover",
-        evidence=_leftover_evidence,
+        evidence=lambda finding: {
+            "pids": [process.pid for process in finding.facts.processes[:_MOST_PIDS]],
+            "gpu_bytes": finding.facts.gpu_bytes,
+        },
         resolved={"calm": "All of them are gone now."},
     ),
-    Kind("hang_action", HangActionFacts, _hang_action, "note", "on-hang", evidence=_action_evidence),
-    Kind(
+    _kind("hang_action", HangActionFacts, _hang_action, "note", "on-hang", evidence=only("action", "option", "stacks")),
+    _kind(
         "unproven_hang",
         UnprovenHangFacts,
         _unproven_hang,
         "note",
         "on-hang-proof",
-        evidence=_unproven_evidence,
+        evidence=only("option", "missing"),
         resolved={"resumed": "The hang is over."},
     ),
 )

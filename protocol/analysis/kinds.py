@@ -1,4 +1,7 @@
-"""All kinds of findings, and the detectors that need nothing of another one: a new detector is one entry here."""
+"""All kinds of findings, and the detectors that need nothing of another one: a new detector is one entry here.
+
+Findings become alerts with the words of their kinds.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,10 +11,9 @@ from . import hub_facts
 from .deaths import words as deaths
 from .findings.alerts import AlertStore, Key, key_of
 from .findings.finding import HIDDEN, Condition, Detector, Finding, Kind, Shown
-from .health import monitor as telemetry
+from .health import monitor
 from .health.host_memory import HostMemory
 from .health.machine import Disks, Gpus
-from .health.monitor import HealthMonitor
 from .learning.inputs import Inputs
 from .learning.known import KnownFaults
 from .learning.updates import Updates
@@ -20,7 +22,7 @@ from .oom import words as oom
 from .stalls import slow_ranks, waited_for, words
 from .words import Added, Words
 
-DETECTORS: list[type[Detector]] = [HealthMonitor, Gpus, Disks, HostMemory, Inputs, Updates, KnownFaults]
+DETECTORS: list[type[Detector]] = [monitor.HealthMonitor, Gpus, Disks, HostMemory, Inputs, Updates, KnownFaults]
 """Created once a run, in this order."""
 
 KINDS: dict[str, Kind] = {}
@@ -30,6 +32,9 @@ _ADDED: dict[type, Callable[[Any], Added]] = {}
 _SHOWN: dict[str, Shown] = dict.fromkeys(("rule", "finding", "kind"), HIDDEN) | {"remedy": Shown("try")}
 _TEXT_INSTEAD = {"waiting": Shown("waiting time is")}
 """Keys that have a text in some kinds of finding."""
+ORPHAN_S = 600.0
+_WHOLE = ("failure", "died", "oom", "hang", "note", "dropped", "exit")
+"""Kinds of alert whose titles are not truncated, because their parts are short."""
 _SUFFIXES = {"_per_s": "bytes/s", "_bytes": "bytes", "_us": "us", "_ms": "ms", "_seconds": "s", "_s": "s"}
 
 
@@ -50,7 +55,7 @@ def register(*kinds: Kind) -> None:
 
 
 register(*memory.KINDS, *words.KINDS, *slow_ranks.KINDS, *waited_for.KINDS, *oom.KINDS, *deaths.KINDS)
-register(*telemetry.KINDS, *hub_facts.KINDS)
+register(*monitor.KINDS, *hub_facts.KINDS)
 for _detector in DETECTORS:
     register(*_detector.kinds)
 
@@ -75,12 +80,6 @@ def evidence_of(finding: Finding) -> dict[str, Any]:
     return KINDS[finding.kind].evidence_of(finding)
 
 
-def limits_as_markdown() -> list[str]:
-    """Return the lines of the table of thresholds in docs/detectors.md."""
-    rows = [f"| `{kind.name}` | {what} | {limit} |" for kind in KINDS.values() for what, limit in kind.limits.items()]
-    return ["| finding | threshold | value |", "| --- | --- | --- |", *rows]
-
-
 def shown(key: str, value: object = None) -> Shown:
     """Return how a key of the evidence with this value is shown.
 
@@ -94,14 +93,6 @@ def shown(key: str, value: object = None) -> Shown:
         if key.endswith(suffix):
             return Shown(key.removesuffix(suffix).replace("_", " "), unit)
     return Shown(key.replace("_", " "))
-
-
-# Turns findings into alerts: renders each as text and puts it into the alert store.
-
-
-ORPHAN_S = 600.0
-_WHOLE = ("failure", "died", "oom", "hang", "note", "dropped", "exit")
-"""Kinds of alert whose titles are not truncated, because their parts are short."""
 
 
 class FindingAlerts:
@@ -131,17 +122,9 @@ class FindingAlerts:
             kind = KINDS["hang"]
         if kind is None:
             return None
-        return Finding(
-            kind.name,
-            kind.facts_of(alert),
-            "raised" if alert.resolved is None else "resolved",
-            alert.severity,
-            tuple(alert.ranks),
-            step=alert.step,
-            rank=rank,
-            phase=phase,
-            key=key,
-        )
+        state = "raised" if alert.resolved is None else "resolved"
+        facts, ranks = kind.facts_of(alert), tuple(alert.ranks)
+        return Finding(kind.name, facts, state, alert.severity, ranks, key, alert.step, rank, phase)
 
     def tick(self, now: float) -> list[Alert]:
         """Resolve alerts of an earlier hub that were not raised again."""
@@ -171,23 +154,12 @@ class FindingAlerts:
     def _raise(self, now: float, key: Key, finding: Finding) -> list[Alert]:
         words, evidence = words_of(finding), evidence_of(finding)
         text = " ".join(filter(None, (words.text, words.remedy)))
-        kind, rank, phase, rule = key
-        title = words.title if kind in _WHOLE else words.title[:240]
+        title = words.title if key[0] in _WHOLE else words.title[:240]
         if finding.state == "explained":
             return self._store.update(now, key, title, text, evidence)
+        repeat = KINDS[finding.kind].counted and finding.state == "raised"
         return self._store.raise_alert(
-            now,
-            kind,
-            finding.severity,
-            title,
-            rule=rule,
-            rank=rank,
-            ranks=list(finding.ranks),
-            step=finding.step,
-            phase=phase,
-            text=text,
-            evidence=evidence,
-            repeat=KINDS[finding.kind].counted and finding.state == "raised",
+            now, key, finding.severity, title, text, evidence, finding.ranks, finding.step, repeat=repeat
         )
 
 

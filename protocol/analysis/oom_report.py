@@ -1,10 +1,14 @@
-"""Keeps the latest state of every rank and of its device's processes, for reports of failed allocations."""
+"""Reports of failed allocations: of a run's ranks, whose latest state is kept, and from a snapshot.
+
+A snapshot has the request, the free memory, and every block with its stack. It lacks step, phase, batch, and other
+users of the device. The phase is derived from the failing stack, if possible.
+"""
 
 import msgspec
 
 from ..messages.control import RankState
 from ..messages.memory import OomReport, RankMoment
-from ..messages.telemetry import DeviceSample, Heartbeat, Hello, Oom, ProcessMemory, SegmentUse, StackGroup, Step
+from ..messages.telemetry import DeviceSample, Heartbeat, Hello, Oom, SegmentUse, StackGroup, Step
 from ..snapshot.columns import FREE, Frame, Snapshot
 from .allocator.snapshot_layout import Piece, layout_at
 from .allocator.snapshot_replay import Replay, pending_states
@@ -14,14 +18,12 @@ from .oom.detector import OomContext
 from .oom.words import explain
 from .remedies import remedies
 
-# Reads an out-of-memory error from a memory snapshot, for ``ftmon oom FILE``.
-#
-# A snapshot has the request, the free memory, and every block with its stack. It lacks step, phase, batch, and other
-# users of the device. The phase is derived from the failing stack, if possible.
-
-
 SEGMENTS = 256
 _HOLDERS = 20
+_RANKS = 512
+_PROCESSES = 32
+_FULL = 0.95
+_FRESH_S = 5.0
 _PHASES = (
     ("optimizer", ("torch/optim/", "optimizer.py", "zero/stage", "_take_model_step")),
     ("backward", ("autograd/__init__.py", "autograd/graph.py", "_engine_run_backward", "checkpoint.py:backward")),
@@ -36,9 +38,10 @@ def report_of(snapshot: Snapshot, replays: list[Replay]) -> OomReport | None:
         return None
     replay, index = max(found, key=lambda one: one[0].time_of(one[1]))
     oom = oom_of(snapshot, replay)
-    if oom is None:
-        return None
-    around = OomContext(to_come=pending_states(replay, index))
+    return _report(oom, OomContext(to_come=pending_states(replay, index))) if oom is not None else None
+
+
+def _report(oom: Oom, around: OomContext) -> OomReport:
     verdict = explain(oom, around)
     return OomReport(oom.rank, oom.step, oom.phase, oom.time, oom, verdict, remedies(oom, verdict, around))
 
@@ -49,11 +52,10 @@ def oom_of(snapshot: Snapshot, replay: Replay) -> Oom | None:
     if found is None:
         return None
     pieces = layout_at(replay, found.entry)
-    frames = snapshot.frames_of(found.stack)
     return Oom(
         rank=0,
         step=0,
-        phase=phase_of(frames),
+        phase=_phase_of(snapshot.frames_of(found.stack)),
         time=replay.time_of(found.entry) / 1e6,
         requested_bytes=found.requested_bytes,
         device_free_bytes=found.device_free_bytes,
@@ -62,7 +64,7 @@ def oom_of(snapshot: Snapshot, replay: Replay) -> Oom | None:
         allocated_bytes=found.allocated_bytes,
         reserved_bytes=found.reserved_bytes,
         message=f"CUDA out of memory on device {replay.device}",
-        stack=[_words(frame) for frame in reversed(frames)],
+        stack=_stack(snapshot, found.stack),
         room_bytes=found.device_free_bytes if found.device_free_bytes < found.requested_bytes else 0,
         reserved_free_bytes=found.free_bytes,
         free_blocks=sum(1 for piece in pieces for block in piece.blocks if block.state == FREE),
@@ -71,40 +73,30 @@ def oom_of(snapshot: Snapshot, replay: Replay) -> Oom | None:
         expandable=any(piece.expandable for piece in pieces),
         # Whether the first step was over is not in the snapshot.
         steps_done=1,
-        holders=_holders(snapshot, replay, found.entry),
+        holders=[
+            StackGroup(tally.bytes, tally.blocks, _stack(snapshot, stack))
+            for stack, tally in list(live_stacks(replay, found.entry).items())[:_HOLDERS]
+        ],
         segments=[_use(piece) for piece in sorted(pieces, key=lambda piece: -piece.size)[:SEGMENTS]],
         snapshot=snapshot.path,
     )
 
 
-def phase_of(frames: list[Frame]) -> str:
+def _phase_of(frames: list[Frame]) -> str:
     """Return the phase derived from a stack (innermost first); empty if unknown."""
     words = " ".join(f"{frame.filename}:{frame.name}" for frame in frames)
     return next((phase for phase, marks in _PHASES if any(mark in words for mark in marks)), "")
 
 
-def _holders(snapshot: Snapshot, replay: Replay, index: int) -> list[StackGroup]:
-    tallies = list(live_stacks(replay, index).items())[:_HOLDERS]
-    return [
-        StackGroup(tally.bytes, tally.blocks, [_words(frame) for frame in reversed(snapshot.frames_of(stack))])
-        for stack, tally in tallies
-    ]
+def _stack(snapshot: Snapshot, stack: int) -> list[str]:
+    """Return a stack as text, outermost first."""
+    return [f"{frame.filename}:{frame.line} {frame.name}" for frame in reversed(snapshot.frames_of(stack))]
 
 
 def _use(piece: Piece) -> SegmentUse:
     free = [block.size for block in piece.blocks if block.state == FREE]
     flags = ("s" if piece.small else "") + ("e" if piece.expandable else "") + ("p" if piece.pool else "")
     return SegmentUse(piece.size, piece.size - sum(free), max(free, default=0), len(free), flags)
-
-
-def _words(frame: Frame) -> str:
-    return f"{frame.filename}:{frame.line} {frame.name}"
-
-
-_RANKS = 512
-_PROCESSES = 32
-_FULL = 0.95
-_FRESH_S = 5.0
 
 
 class LatestByRank:
@@ -146,19 +138,12 @@ class LatestByRank:
         if hello is not None and not oom.capacity_bytes:  # of a probe that did not report the device
             oom = msgspec.structs.replace(oom, measure=hello.memory_measure)
         sample = self._device_of(hello, oom.measure) if hello is not None else None
-        processes = _largest(sample)
+        processes = sorted(sample.processes, key=lambda one: -one.used_bytes)[:_PROCESSES] if sample is not None else []
         # Any process may use host memory; for a device, only the processes that compute on it are listed.
         around = OomContext(hello, processes if oom.measure == "cuda" else ())
-        verdict = explain(oom, around)
         ranks = sorted(self._hellos.keys() | self._beats.keys() | states.keys())[:_RANKS]
-        return OomReport(
-            rank=oom.rank,
-            step=oom.step,
-            phase=oom.phase,
-            time=oom.time,
-            oom=oom,
-            verdict=verdict,
-            remedies=remedies(oom, verdict, around),
+        return msgspec.structs.replace(
+            _report(oom, around),
             ranks=[self._moment(t, rank, states.get(rank), oom) for rank in ranks],
             processes=processes,
             device_used_bytes=sample.used_bytes if sample is not None else 0,
@@ -178,10 +163,8 @@ class LatestByRank:
         sample = self._device_of(hello, hello.memory_measure) if hello is not None else None
         peak = step.peak_phase if step is not None else None
         if rank == oom.rank:  # its own report is newer than its last heartbeat
-            beat = Heartbeat(
-                rank, oom.step, oom.phase, 0.0, 0, oom.time, oom.micro_step,
-                allocated=oom.allocated_bytes, reserved=oom.reserved_bytes,
-            )  # fmt: skip
+            beat = Heartbeat(rank, oom.step, oom.phase, 0.0, 0, oom.time, oom.micro_step)
+            beat = msgspec.structs.replace(beat, allocated=oom.allocated_bytes, reserved=oom.reserved_bytes)
         return RankMoment(
             rank,
             state.state if state is not None else "starting",
@@ -204,9 +187,3 @@ class LatestByRank:
             return self._hosts.get(hello.host)
         # CUDA numbers the visible devices, NVML all devices: only the UUID is the same for both.
         return self._gpus.get(hello.device.uuid) or self._gpus.get(f"{hello.host} {hello.device.index}")
-
-
-def _largest(sample: DeviceSample | None) -> list[ProcessMemory]:
-    if sample is None:
-        return []
-    return sorted(sample.processes, key=lambda process: -process.used_bytes)[:_PROCESSES]

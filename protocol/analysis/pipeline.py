@@ -45,7 +45,6 @@ from .stalls.waited_for import WaitDetector
 
 _AS_RECEIVED = (Hello, Plan, LogLine)
 """Messages of the recording that are processed like received ones."""
-
 _Check = Callable[[float, Step], Sequence[Finding] | None]
 """Checks a step, given the time at which it was received."""
 
@@ -130,10 +129,9 @@ class Detectors:
 
     def begin_job(self, now: float) -> list[Message]:
         """Reset the detectors for the next job of the run; return the resolved alerts of the previous job."""
-        alerts = self._put(now, self._death.tick(now, over=True))
-        alerts += self._store.begin_job(now)
+        alerts = [*self._put(now, self._death.tick(now, over=True)), *self._store.begin_job(now)]
         self._begin()
-        return list(alerts)
+        return alerts
 
     def feed(self, seq: int, t: float, message: Message) -> Sequence[Message]:
         """Process one message that the hub received at ``t`` (seconds since the epoch); return the alerts to send."""
@@ -160,9 +158,8 @@ class Detectors:
             failed: called in the ``except`` block of an exception that a detector raised for one step; processing
                 continues with the next step.
         """
-        alerts: list[Message] = []
-        if self._store.past:
-            alerts += self._store.resolve_past(steps[0][0], "A later job of the run has made a step since.")
+        past = self._store.resolve_past(steps[0][0], "A later job of the run has made a step since.")
+        alerts: list[Message] = [*past]
         for _, step in steps:
             self._latest.step(step)
         for check in self._checks:
@@ -181,16 +178,12 @@ class Detectors:
 
     def tick(self, now: float) -> list[Message]:
         """Process changed states and elapsed time; return the alerts to send."""
-        alerts: list[Message] = []
-        for change in self._tracker.drain_changes():
-            if isinstance(change, RankState):
-                alerts += self._rank_state(now, change)
-        run = self._tracker.run_state
+        tracker, run = self._tracker, self._tracker.run_state
+        changes = [change for change in tracker.drain_changes() if isinstance(change, RankState)]
+        alerts = [alert for change in changes for alert in self._rank_state(now, change)]
         over = run is not None and run.is_over
         ending = over or (run is not None and run.state == "stopping")
-        tracker = self._tracker
-        stalls = self._hang.tick(now, tracker.verdict, ending, tracker.found(), tracker.launcher)
-        alerts += self._put(now, stalls)
+        alerts += self._put(now, self._hang.tick(now, tracker.verdict, ending, tracker.found(), tracker.launcher))
         alerts += self._put(now, self._waits.tick(now, [] if ending else tracker.views, tracker.verdict is not None))
         alerts += self._put(now, self._death.tick(now, over, run is not None and run.state == "finished"))
         for detector in self._independent:
@@ -215,26 +208,23 @@ class Detectors:
 
     def _is_explained(self, facts: NoStepFacts) -> bool:
         """Return whether an active alert of a failure or death gives the reason for a run's end without a step."""
-        for end in standing((alert for kind in FATAL for alert in self._store.standing(kind)), *FATAL):
-            if end.kind == "died":
-                explained = not facts.error or is_lost_peer(facts.error)
-            else:
-                explained = not is_nearer_cause(facts.error, str(end.evidence.get("error", "")))
-            if explained:
-                return True
-        return False
+        ends = standing((alert for kind in FATAL for alert in self._store.standing(kind)), *FATAL)
+        return any(
+            not facts.error or is_lost_peer(facts.error)
+            if end.kind == "died"
+            else not is_nearer_cause(facts.error, str(end.evidence.get("error", "")))
+            for end in ends
+        )
 
     def job_ended_first(self, now: float, code: int | None, count: int, processes: list[str]) -> list[Message]:
         """Record that the job's command ended before its ranks; return the alerts to send."""
-        return (
-            []
-            if self._tracker.kill_asked
-            else list(self._put(now, self._death.job_ended_first(now, code, count, processes)))
-        )
+        if self._tracker.kill_asked:
+            return []
+        return self._put(now, self._death.job_ended_first(now, code, count, processes))
 
     def stacks(self, now: float, action: Action, answers: Mapping[int, Result]) -> list[Message]:
         """Process requested stacks; return the alerts to send."""
-        return list(self._put(now, self._slow.stacks(action.ranks, answers)))
+        return self._put(now, self._slow.stacks(action.ranks, answers))
 
     def restore(self, frames: Iterable[Frame]) -> None:
         """Restore the run's history after a hub restart: alerts keep their ids, and nothing is sent twice."""
@@ -267,8 +257,8 @@ class Detectors:
         if alert.kind in ("failure", "died", "oom"):
             self._death.restore(alert.time, finding)
 
-    def _put(self, t: float, findings: Sequence[Finding]) -> list[Alert]:
-        return self._findings.put(t, findings) if findings else []
+    def _put(self, t: float, findings: Sequence[Finding]) -> list[Message]:
+        return [*self._findings.put(t, findings)] if findings else []
 
     def _report(self, t: float, oom: Oom) -> OomReport:
         states = {rank: tracked.state for rank, tracked in self._tracker.ranks.items() if tracked.state is not None}
@@ -283,13 +273,10 @@ class Detectors:
         return found
 
     def _ended_without_error(self) -> dict[int, int]:
-        return {
-            rank: max(0, tracked.progress.step - 1)
-            for rank, tracked in self._tracker.ranks.items()
-            if tracked.succeeded
-        }
+        ranks = self._tracker.ranks.items()
+        return {rank: max(0, tracked.progress.step - 1) for rank, tracked in ranks if tracked.succeeded}
 
-    def _rank_state(self, now: float, state: RankState) -> list[Alert]:
+    def _rank_state(self, now: float, state: RankState) -> list[Message]:
         tracked = self._tracker.ranks.get(state.rank)
         fact = tracked.fact if tracked is not None else None
         alerts = self._put(now, self._hang.state(state, fact is not None and fact.is_traced))
@@ -297,12 +284,16 @@ class Detectors:
         if state.state not in ("stopped", "unreachable"):  # a held rank may be stopped or become unreachable
             alerts += self._put(now, self._oom.held(state.rank, state.state == "held"))
         if state.state == "gone":
-            kill = fact.kernel_kill if fact is not None else None
-            pressure = self._latest.pressure(now, state.rank)
-            alone = tracked is not None and tracked.hello is not None and tracked.hello.world_size == 1
-            phase = tracked.progress.phase if tracked is not None else ""
-            asked = self._tracker.kill_asked
-            alerts += self._put(now, self._death.process_gone(now, state, asked, kill, pressure, alone, phase))
+            gone = self._death.process_gone(
+                now,
+                state,
+                self._tracker.kill_asked,
+                kill=fact.kernel_kill if fact is not None else None,
+                pressure=self._latest.pressure(now, state.rank),
+                alone=tracked is not None and tracked.hello is not None and tracked.hello.world_size == 1,
+                phase=tracked.progress.phase if tracked is not None else "",
+            )
+            alerts += self._put(now, gone)
         if state.state in ("gone", "finished"):
             alerts += self._put(now, [*self._slow.drop(state.rank), *self._leak.drop(state.rank)])
             for detector in self._independent:

@@ -76,11 +76,6 @@ class Row(NamedTuple):
     bound: Literal["", "about", "at most"] = ""
 
 
-def _is_fused(oom: Oom) -> bool:
-    """Return whether the update is one kernel: PyTorch's ``fused``, or a class such as DeepSpeed's ``FusedAdam``."""
-    return oom.optimizer_implementation == "fused" or "fused" in oom.optimizer_class.lower()
-
-
 def _smaller(now: int, size: int) -> int:
     return size - size * _SMALLER // now if now > _SMALLER else 0
 
@@ -101,18 +96,9 @@ def _is_long(case: Case) -> bool:
     return len(shape) == 2 and (case.rows <= 1 or elements(case.oom.largest_shape) < elements(shape))
 
 
-def _next_stage(case: Case) -> int:
-    parts = case.oom.parts
-    split = (case.states, parts.get("gradients", 0), parts.get("parameters", 0))[case.stage]
-    return round(split * (1 - 1 / case.world))
-
-
-def _sharded(case: Case) -> int:
-    return case.states + case.oom.parts.get("gradients", 0) + case.oom.parts.get("parameters", 0)
-
-
-def _beyond_limit(case: Case) -> int:
-    return min(max(0, case.oom.capacity_bytes - case.oom.device_total_bytes), case.oom.device_free_bytes)
+def _split(case: Case) -> tuple[int, int, int]:
+    """Return the bytes that ZeRO's stages 1, 2 and 3 each split."""
+    return case.states, case.oom.parts.get("gradients", 0), case.oom.parts.get("parameters", 0)
 
 
 # fmt: off
@@ -188,15 +174,17 @@ TABLE = (
         frees=_logits, bound="about"),
     Row("zero", "ZeRO stage {next_stage}: the {split} are split over the {world} ranks.",
         "zero_optimization.stage: {next_stage}",
-        lambda case: case.world > 1 and case.stage < 3 and not case.fsdp, _next_stage, "about"),
+        lambda case: case.world > 1 and case.stage < 3 and not case.fsdp,
+        lambda case: round(_split(case)[case.stage] * (1 - 1 / case.world)), "about"),
     Row("offload", "Keep parameters, gradients and optimizer states in host memory.",
         "fully_shard(..., offload_policy=CPUOffloadPolicy())",
-        lambda case: case.on_gpu and case.fsdp, _sharded, "at most"),
+        lambda case: case.on_gpu and case.fsdp, lambda case: sum(_split(case)), "at most"),
     Row("offload", "Keep the optimizer's states in host memory and compute the update there.",
         "zero_optimization.offload_optimizer.device: cpu",
         lambda case: case.on_gpu and not case.offloads, lambda case: case.states, "about"),
     Row("fused", "A fused optimizer updates in place, without temporaries.", "torch.optim.AdamW(..., fused=True)",
-        lambda case: not _is_fused(case.oom),
+        # One kernel: PyTorch's ``fused``, or a class such as DeepSpeed's ``FusedAdam``.
+        lambda case: "fused" not in (case.oom.optimizer_implementation + case.oom.optimizer_class).lower(),
         lambda case: case.oom.parameter_bytes if case.oom.optimizer_implementation == "foreach" else 0, "at most"),
     Row("eight_bit", "An optimizer with 8-bit states.", "bitsandbytes.optim.AdamW8bit",
         frees=lambda case: round(case.own_states * _STATES_8BIT), bound="about"),
@@ -222,7 +210,9 @@ TABLE = (
     Row("limit", "Raise the limit: ulimit -v, the cgroup's memory limit, or vm.overcommit_memory.",
         when=lambda case: not case.on_gpu),
     Row("limit", "Raise the limit on this process.", "torch.cuda.set_per_process_memory_fraction",
-        frees=_beyond_limit, bound="at most"),
+        frees=lambda case: min(
+            max(0, case.oom.capacity_bytes - case.oom.device_total_bytes), case.oom.device_free_bytes),
+        bound="at most"),
     Row("request", "Check the line that allocates it: it requests more than the device has."),
     Row("device", "Use a device with more memory, more devices, a smaller model, or LoRA."),
     Row("checkpoint", "Save shards instead of a whole model.", "StateDictOptions(full_state_dict=False)",
@@ -282,7 +272,7 @@ def _choose(names: Iterable[str], case: Case) -> list[Remedy]:
 def _case(around: OomContext, size: int, oom: Oom = _NO_OOM, kind: str = "") -> Case:
     hello, parts, largest = around.hello, oom.parts, oom.largest_shape
     config = hello.deepspeed_config if hello is not None else None
-    section: Any = config.get("zero_optimization") if isinstance(config, dict) else None
+    section: Any = (config or {}).get("zero_optimization")
     zero: dict[str, Any] = section if isinstance(section, dict) else {}
     offload: Any = zero.get("offload_optimizer")
 

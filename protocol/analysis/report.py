@@ -1,4 +1,9 @@
-"""A comparison as lines."""
+"""Compares two runs, or two sweeps: differences in relation to the noise of both.
+
+The gate is the size of regression that must be found. The alarm is raised from half of it on, if the difference is
+also significant: with a standard error of at most 0.3 gates, a regression of one gate is missed in 1 of 20 cases,
+and equal runs raise the alarm in 1 of 20. With more noise the result is "cannot tell".
+"""
 
 import math
 import statistics
@@ -14,16 +19,13 @@ from ..text import gib
 from .sweep.summary import RESIDENT_ERROR
 from .sweep.text import aligned
 
-# Compares two runs, or two sweeps: differences in relation to the noise of both.
-#
-# The gate is the size of regression that must be found. The alarm is raised from half of it on, if the difference is
-# also significant: with a standard error of at most 0.3 gates, a regression of one gate is missed in 1 of 20 cases,
-# and equal runs raise the alarm in 1 of 20. With more noise the result is "cannot tell".
-
-
 FALSE_ALARMS = 0.05
 """Share of comparisons of equal runs that raise an alarm, over all gated figures together."""
 _NOISE_SHARE = 0.3
+_MOST_LOSSES = 50
+_PHASES = ("data", "generate", "forward", "backward", "optimizer")
+_MOST_TEXT = 80
+_JUDGED = {"same": "", "worse": "worse", "better": "better", "cannot tell": "cannot tell: too noisy"}
 
 Judgement = Literal["same", "worse", "better", "cannot tell"]
 
@@ -120,16 +122,16 @@ def compare(before: Side, after: Side, gate: float | None = None, tests: int = 0
     regressions = [f"{one.name} {one.change:+.1%}" for one in found if one.gated and one.judgement == "worse"]
     if before.verdict == "done" and after.verdict != "done":
         regressions.insert(0, f"{after.verdict}, was done")
+    keys = dict.fromkeys([*before.settings, *after.settings])
+    settings = [(key, before.settings.get(key, "-"), after.settings.get(key, "-")) for key in keys]
+    kinds = sorted({*before.alerts, *after.alerts})
+    alerts = [(kind, before.alerts.get(kind, 0), after.alerts.get(kind, 0)) for kind in kinds]
     return Comparison(
         before.name,
         after.name,
         found,
-        _settings(before.settings, after.settings),
-        [
-            (kind, before.alerts.get(kind, 0), after.alerts.get(kind, 0))
-            for kind in sorted({*before.alerts, *after.alerts})
-            if before.alerts.get(kind, 0) != after.alerts.get(kind, 0)
-        ],
+        [one for one in settings if one[1] != one[2]],
+        [alert for alert in alerts if alert[1] != alert[2]],
         sorted(before.measures.keys() ^ after.measures.keys()),
         regressions if gate is not None else [],
         [one.name for one in found if one.gated and one.judgement == "cannot tell"] if gate is not None else [],
@@ -168,33 +170,20 @@ def _judge(worse: float, error: float, gate: float | None, z: float) -> Judgemen
     return "better" if worse <= -gate / 2 and certain else "same"
 
 
-def _settings(before: Mapping[str, str], after: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    keys = dict.fromkeys([*before, *after])
-    return [(key, before.get(key, "-"), after.get(key, "-")) for key in keys if before.get(key) != after.get(key)]
-
-
 def peak_measure(size: int, *, resident: bool, gated: bool = False) -> Measure:
     """Return the measure of a memory peak: a counter of the allocator is exact, a resident set is not."""
     return Measure(float(size), size * RESIDENT_ERROR if resident else 0.0, "bytes", gated)
 
 
-def mean_of_last(values: Sequence[float], most: int = 50) -> Measure | None:
+def _mean_of_last(values: Sequence[float]) -> Measure | None:
     """Return the mean of the last losses with its standard error; None without any."""
-    last = [value for value in values if math.isfinite(value)][-most:]
+    last = [value for value in values if math.isfinite(value)][-_MOST_LOSSES:]
     if not last:
         return None
-    mean = sum(last) / len(last)
+    mean = statistics.fmean(last)
     if len(last) < 3:
         return Measure(mean, abs(mean), "loss")
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in last) / (len(last) - 1))
-    return Measure(mean, deviation / math.sqrt(len(last)), "loss", gated=True)
-
-
-# One side of a comparison, from the figures of a run's ranks.
-
-
-_PHASES = ("data", "generate", "forward", "backward", "optimizer")
-_MOST_TEXT = 80
+    return Measure(mean, statistics.stdev(last) / math.sqrt(len(last)), "loss", gated=True)
 
 
 def side_of_ranks(
@@ -236,7 +225,7 @@ def side_of_ranks(
             if found:
                 measures[f"{phase} peak"] = peak_measure(max(one.peak_bytes for one in found), resident=resident)
                 measures[f"{phase} time"] = _time(found)
-    loss = mean_of_last(losses)
+    loss = _mean_of_last(losses)
     if loss is not None:
         measures["loss"] = loss
     return Side(name, measures, dict(settings or {}), dict(alerts or {}), verdict)
@@ -275,27 +264,19 @@ def settings_of(hellos: Sequence[Hello]) -> dict[str, str]:
         "precision": hello.precision,
         **{f"versions.{name}": version for name, version in hello.versions.items()},
     }
-    for key, value in _flat("deepspeed", hello.deepspeed_config or {}).items():
-        found[key] = value
+    found |= _flat("deepspeed", hello.deepspeed_config or {})
     return {key: str(value)[:_MOST_TEXT] for key, value in found.items() if value not in (None, "", 0)}
 
 
 def _flat(path: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         return {path: value}
-    found: dict[str, Any] = {}
-    for key, below in value.items():
-        found |= _flat(f"{path}.{key}", below)
-    return found
+    return {key: one for name, below in value.items() for key, one in _flat(f"{path}.{name}", below).items()}
 
 
 def _time(found: Sequence[PhaseFigures]) -> Measure:
-    slowest = max(found, key=lambda one: one.device_ms if one.device_ms is not None else one.host_ms)
-    value = slowest.device_ms if slowest.device_ms is not None else slowest.host_ms
-    return Measure(value, slowest.ms_error, "ms")
-
-
-_JUDGED = {"same": "", "worse": "worse", "better": "better", "cannot tell": "cannot tell: too noisy"}
+    value, error = max((one.device_ms if one.device_ms is not None else one.host_ms, one.ms_error) for one in found)
+    return Measure(value, error, "ms")
 
 
 def measure_text(measure: Measure) -> str:

@@ -1,4 +1,4 @@
-"""Types of the texts of findings."""
+"""Types of the texts of findings; text of a peak's curve, and of a comparison of peaks with the predicted ones."""
 
 import math
 from collections.abc import Sequence
@@ -21,6 +21,13 @@ PART_LABELS = {
     "unattributed": "not attributed",
 }
 """Labels of ``protocol.messages.memory.PARTS``."""
+KIB, MIB = 2**10, 2**20
+_LEAST_MIB = 0.05
+"""Slopes below this are written in KiB, because they would be 0.0 MiB."""
+_FLAT = 0.005
+"""A piece that rises by less than this share of its peak is described as flat."""
+_ALIKE_SHARE = 0.25
+"""If the differences of all phases agree within this share, they are reported as one."""
 
 
 class Words(NamedTuple):
@@ -61,16 +68,6 @@ def number(value: float | None) -> str:
     return f"{value:.4g}" if math.isfinite(value) else str(value)
 
 
-# Text of a peak's curve.
-
-
-KIB, MIB = 2**10, 2**20
-_LEAST_MIB = 0.05
-"""Slopes below this are written in KiB, because they would be 0.0 MiB."""
-_FLAT = 0.005
-"""A piece that rises by less than this share of its peak is described as flat."""
-
-
 def describe_curve(curve: Sequence[Piece], unit: str = "token") -> str:
     """Return the highest phases by range: ``optimizer leads to 497 tokens, then backward at +7.6 MiB a token``.
 
@@ -102,14 +99,6 @@ def describe_curve(curve: Sequence[Piece], unit: str = "token") -> str:
     return ", ".join(words)
 
 
-# Text that compares a live run's peaks with the predicted ones.
-
-
-_PHASES = {"optimizer": "the optimizer step"}
-_ALIKE_SHARE = 0.25
-"""If the differences of all phases agree within this share, they are reported as one."""
-
-
 def percent(share: float) -> str:
     """Format a difference: ``+4.3 %``."""
     text = f"{share * 100:+.1f} %"
@@ -118,27 +107,25 @@ def percent(share: float) -> str:
 
 def comparison_sentences(found: Sequence[Compared], error: float) -> list[str]:
     """Return sentences with the predicted peaks of a rank's phases, and the differences of the measured ones."""
-    within = [
-        f"{one.phase} {gib(one.predicted_bytes)} (measured {percent(one.share)})"
-        for one in found
-        if one.predicted_bytes
-    ]
+    known = [one for one in found if one.predicted_bytes]
+    within = [f"{one.phase} {gib(one.predicted_bytes)} (measured {percent(one.share)})" for one in known]
     sentences = [f"predicted: {', '.join(within)}"]
     parted = [one for one in found if one.parted]
     if not parted:
         return sentences
     most = max(parted, key=lambda one: abs(one.by_bytes))
-    where = "above" if most.by_bytes > 0 else "below"
-    phase = _PHASES.get(most.phase, most.phase)
     text = (
-        f"{phase} was {gib(abs(most.by_bytes))} {where} its prediction, more than the expected error of "
-        f"{error * 100:.0f} %"
+        f"{'the optimizer step' if most.phase == 'optimizer' else most.phase} was {gib(abs(most.by_bytes))} "
+        f"{'above' if most.by_bytes > 0 else 'below'} its prediction, more than the expected error "
+        f"of {error * 100:.0f} %"
     )
-    if most.parts:
-        named = ", ".join(f"{PART_LABELS.get(name, name)} {_signed(size)}" for name, size in most.parts)
-        taken = f" (step {most.parts_step:,} analysed)" if most.parts_step else ""
-        return [*sentences, f"{text}: {named}{taken}"]
-    return [*sentences, text + _by_phase(found, parted, most)]
+    if not most.parts:
+        return [*sentences, text + _by_phase(found, parted, most)]
+    named = ", ".join(
+        f"{PART_LABELS.get(name, name)} {'+' if size > 0 else '-'}{gib(abs(size))}" for name, size in most.parts
+    )
+    taken = f" (step {most.parts_step:,} analysed)" if most.parts_step else ""
+    return [*sentences, f"{text}: {named}{taken}"]
 
 
 def _by_phase(found: Sequence[Compared], parted: Sequence[Compared], most: Compared) -> str:
@@ -150,7 +137,3 @@ def _by_phase(found: Sequence[Compared], parted: Sequence[Compared], most: Compa
     if len(found) > 1 and spread <= _ALIKE_SHARE * abs(most.by_bytes):
         return "; all phases by the same amount, so this memory stays allocated"
     return ""
-
-
-def _signed(size: int) -> str:
-    return ("+" if size > 0 else "-") + gib(abs(size))

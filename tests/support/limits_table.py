@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from ftmon.protocol.analysis.kinds import limits_as_markdown
+from ftmon.protocol.analysis.kinds import KINDS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "detectors.md"
 
@@ -12,7 +12,10 @@ def rewritten(text: str) -> str:
     """Return the document with the table of the records."""
     before, heading, after = text.partition("## Limits")
     kept = [line for line in after.splitlines() if not line.startswith("|")]
-    return before + "\n".join([heading + "\n".join(kept).rstrip(), "", *limits_as_markdown(), ""])
+    rows = [f"| `{kind.name}` | {what} | {limit} |" for kind in KINDS.values() for what, limit in kind.limits.items()]
+    return before + "\n".join(
+        [heading + "\n".join(kept).rstrip(), "", "| finding | threshold | value |", "| --- | --- | --- |", *rows, ""]
+    )
 
 
 if __name__ == "__main__":

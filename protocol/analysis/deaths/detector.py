@@ -20,7 +20,7 @@
 """
 
 import signal
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -32,8 +32,6 @@ from ..findings.alerts import RANKS_LISTED
 from ..findings.finding import Condition, Finding, Resolution, added, resolved
 from ..oom.detector import TRACEBACK_LIMIT, OomDetector
 from .logs import AbortReader
-
-# Facts of failures and deaths; ``deaths.words`` puts them into words.
 
 
 class HostPressure(msgspec.Struct, frozen=True):
@@ -159,10 +157,6 @@ _FOLLOWING_SIGNALS = {2, 6, 9, 15}
 _FOLLOWING_CODES = {128 + number for number in _FOLLOWING_SIGNALS}
 
 
-def _by_kernel(kill: KernelKill | None) -> bool:
-    return kill is not None and bool(kill.exhausted)
-
-
 def is_lost_peer(error: str) -> bool:
     """Return whether an error only reports that another rank is gone."""
     lowered = error.lower()
@@ -181,7 +175,7 @@ class DeathDetector:
         self._finished = finished
         """Ranks whose script ended without an error, with the last step of each."""
         self._oom = oom
-        self._logs: dict[int, deque[str]] = {}
+        self._logs: defaultdict[int, deque[str]] = defaultdict(lambda: deque(maxlen=LOG_LINES))
         self._held: list[tuple[float, Failure, bool]] = []
         """Time, failure, and whether the end of another rank had been requested."""
         self._held_gone: dict[int, float] = {}
@@ -192,7 +186,7 @@ class DeathDetector:
         self._first: tuple[float, Condition] | None = None
         """Time and condition of the first failure or death."""
         self._followers: dict[int, Follower] = {}
-        self._aborts: dict[int, AbortReader] = {}
+        self._aborts: defaultdict[int, AbortReader] = defaultdict(AbortReader)
         self._generating = False
         """Whether a rank lost its connection while it generated."""
         self._awaiting_logs: dict[int, tuple[float, Finding]] = {}
@@ -201,11 +195,7 @@ class DeathDetector:
 
     def log(self, line: LogLine) -> None:
         """Keep a rank's last lines; -1 is the launcher."""
-        lines = self._logs.get(line.rank)
-        if lines is None:
-            lines = self._logs[line.rank] = deque(maxlen=LOG_LINES)
-            self._aborts[line.rank] = AbortReader()
-        lines.append(line.text)
+        self._logs[line.rank].append(line.text)
         self._aborts[line.rank].read(line.text)
 
     def job_ended_first(self, t: float, code: int | None, count: int, processes: list[str]) -> list[Finding]:
@@ -217,9 +207,7 @@ class DeathDetector:
         if self._recent(t):
             return []
         facts = LauncherEnded(code, count, processes)
-        finding = Finding("launcher_ended", facts, severity="warning" if code == 0 else "error")
-        self.trouble(t, finding.condition)
-        return [finding, *self._release(t)]
+        return self._raise(t, Finding("launcher_ended", facts, severity="warning" if code == 0 else "error"))
 
     def trouble(self, t: float, condition: Condition) -> None:
         """Register a finding, possibly of another detector (out of memory), as a candidate for the first failure."""
@@ -231,9 +219,8 @@ class DeathDetector:
 
     def failure(self, t: float, failure: Failure, kill_asked: set[int]) -> list[Finding]:
         """Process an exception that ended a rank's script."""
-        if -1 in kill_asked and (
-            is_lost_peer(failure.error) or failure.error.startswith(("KeyboardInterrupt", "SystemExit"))
-        ):
+        interrupted = failure.error.startswith(("KeyboardInterrupt", "SystemExit"))
+        if -1 in kill_asked and (interrupted or is_lost_peer(failure.error)):
             return []
         if is_lost_peer(failure.error):
             self._generating |= failure.phase == "generate" or ", in generate\n" in failure.traceback
@@ -269,15 +256,15 @@ class DeathDetector:
             # Its own failure (a lost peer) is still held back: it is raised later, or becomes part of the peer's alert.
             self._held_gone[rank] = t
             return []
-        asked = rank in kill_asked
+        asked, by_kernel = rank in kill_asked, kill is not None and bool(kill.exhausted)
         reason = "" if asked else self._abort_reason(rank, state)
-        explained = _by_kernel(kill) or (bool(reason) and not is_lost_peer(reason))
+        explained = by_kernel or (bool(reason) and not is_lost_peer(reason))
         by_launcher = not asked and not explained and self._follows(state)
         earlier = self._raise_earlier(t, rank) if by_launcher else []
         if earlier:
             raised = self._failed.get(rank)
             return [*earlier, *([added(raised, ended)] if raised is not None else self._followed(t, rank, ended))]
-        if rank not in self._died and not asked and not _by_kernel(kill) and self._recent(t) and self._follows(state):
+        if rank not in self._died and not asked and not by_kernel and self._recent(t) and self._follows(state):
             return self._followed(t, rank, ended)
         facts = ProcessDeath(
             *(state.pid, state.exit_code, state.signal, state.text, self._log_of(rank), asked, kill, pressure, alone),
@@ -285,12 +272,11 @@ class DeathDetector:
             generating=self._generating or phase == "generate",
         )
         finding = Finding("died", facts, severity="info" if asked else "error", ranks=(rank,), rank=rank)
-        self.trouble(t, finding.condition)
         self._died.add(rank)
         if not asked and (facts.by_signal == signal.SIGTERM or (phase == "idle" and facts.by_signal is None)):
             self._maybe_intended.append((t, finding.condition))
         self._awaiting_logs[rank] = (t, finding)
-        return [finding, *self._release(t)]
+        return self._raise(t, finding)
 
     def tick(self, now: float, over: bool = False, succeeded: bool = False) -> list[Finding]:
         """Return failures held back for long enough, or all of them when the job is over."""
@@ -322,8 +308,7 @@ class DeathDetector:
 
     def _abort_reason(self, rank: int, end: RankState | ProcessDeath) -> str:
         """Return the reason in a rank's output for which native code aborted it; empty: none, or another ending."""
-        found = self._aborts.get(rank)
-        return found.reason if found is not None and {end.signal, end.exit_code} & _ABORTED else ""
+        return self._aborts[rank].reason if {end.signal, end.exit_code} & _ABORTED else ""
 
     def _raise_earlier(self, t: float, rank: int) -> list[Finding]:
         """Raise one failure held back that is earlier than a rank's death at ``t``; return an empty list if none is.
@@ -359,36 +344,29 @@ class DeathDetector:
             if condition is not None:
                 self.trouble(t, condition)
             return taken + self._release(t)
-        finding = Finding(
-            "failure",
-            ScriptFailure(failure.error, failure.traceback[-TRACEBACK_LIMIT:], self._log_of(failure.rank), asked),
-            severity="info" if asked else "error",
-            ranks=(failure.rank,),
-            step=failure.step,
-            rank=failure.rank,
-            phase=failure.phase,
-        )
-        self.trouble(t, finding.condition)
-        return [finding, *self._release(t)]
+        facts = ScriptFailure(failure.error, failure.traceback[-TRACEBACK_LIMIT:], self._log_of(failure.rank), asked)
+        severity = "info" if asked else "error"
+        rank, step, phase = failure.rank, failure.step, failure.phase
+        return self._raise(t, Finding("failure", facts, "raised", severity, (rank,), step=step, rank=rank, phase=phase))
 
     def _ended_early(self, t: float, failure: Failure, early: dict[int, int]) -> list[Finding]:
         """Report that a rank lost its connection because others had ended before it."""
         steps = dict(sorted(early.items()))
         traceback = failure.traceback[-TRACEBACK_LIMIT:]
-        finding = Finding(
-            "ended_early",
-            EndedEarly(steps, failure.rank, failure.error, traceback, self._log_of(failure.rank)),
-            severity="error",
-            ranks=tuple(steps),
-            step=failure.step,
-            rank=next(iter(steps)) if len(steps) == 1 else None,
-        )
-        self.trouble(t, finding.condition)
+        facts = EndedEarly(steps, failure.rank, failure.error, traceback, self._log_of(failure.rank))
+        rank = next(iter(steps)) if len(steps) == 1 else None
+        finding = Finding("ended_early", facts, "raised", "error", tuple(steps), step=failure.step, rank=rank)
+        found = self._raise(t, finding)
         self._failed[failure.rank] = finding.condition
+        return found
+
+    def _raise(self, t: float, finding: Finding) -> list[Finding]:
+        """Return a finding, with the failures held back as its consequences."""
+        self.trouble(t, finding.condition)
         return [finding, *self._release(t)]
 
     def _log_of(self, rank: int) -> list[str]:
-        return list(self._logs.get(rank, ()))
+        return list(self._logs[rank])
 
     def _recent(self, t: float) -> bool:
         return self._first is not None and t - self._first[0] <= CONSEQUENCE_S

@@ -1,7 +1,7 @@
-"""Finds SLURM's notice in a job's output that the job was cancelled or reached its time limit.
+"""Reads a program's output: the error that ended it (an exception, a refusal, an abort), and SLURM's notice of its end.
 
-slurmstepd writes the line (``_handle_signal_container`` of its ``req.c``), and srun forwards it; old versions name no
-node::
+slurmstepd writes that notice (``_handle_signal_container`` of its ``req.c``), and srun forwards it; old versions
+name no node::
 
     slurmstepd: error: *** STEP 5.0 ON node1 CANCELLED AT 2026-11-21T12:00:00 DUE TO TIME LIMIT ***
 
@@ -15,9 +15,6 @@ from collections.abc import Iterable
 import msgspec
 
 from ...code_owner import is_probe, library_of
-
-# Finds the error that ended a program in its output: an exception, a refusal, an abort; and a port in its words.
-
 
 _PREFIX = re.compile(r"^\[rank(\d+)\]: ?")
 _BEGIN = "Traceback (most recent call last):"
@@ -46,6 +43,8 @@ _REFUSALS = (
 _IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _PORTS = (re.compile(r"\bport: ?(\d{2,5})\b"), re.compile(r":(\d{2,5})\b(?=[^\d]*(?:errno|\(|,|\.|$))"))
 _MESSAGE_LINES = 8
+_ELSE = ("During handling", "The above exception", "[", "E0", "W0", "I0", "ftmon: ")
+"""Starts of lines that are not part of a message."""
 _ABORTS = (
     # PyTorch's watchdog of NCCL
     (
@@ -66,6 +65,13 @@ _THROWN = re.compile(r"terminate called after throwing an instance of '(.+)'")
 _WHAT = re.compile(r"^\s*what\(\): +(.+)$")
 _ENFORCE = re.compile(r"^\[enforce fail at [^\]]+\] ")
 _ABORT_CHARACTERS = 1000
+_CANCELLED = re.compile(
+    r"\*\*\* (?:JOB|STEP) \S+ (?:ON \S+ )?CANCELLED AT \S+(?: DUE TO (TIME LIMIT|PREEMPTION|JOB REQUEUE))? \*\*\*"
+)
+_TROUBLE = re.compile(
+    r"srun: error: \S+: tasks? [\d,-]+: |srun: .*Terminating |slurmstepd\S*: error: .*(?:oom[_-]kill|memory limit)",
+    re.IGNORECASE,
+)
 
 
 class RaisedException(msgspec.Struct, frozen=True):
@@ -75,14 +81,8 @@ class RaisedException(msgspec.Struct, frozen=True):
     """Its type, without the module; or the program's name."""
     message: str
     """Its message, which may have several lines."""
-    file: str = ""
-    """File, line and function that raised it."""
-    line: int = 0
-    function: str = ""
-    own_file: str = ""
-    """Innermost frame in user code; empty if that frame raised the exception, or if there is none."""
-    own_line: int = 0
-    own_function: str = ""
+    place: str = ""
+    """File, line and function that raised it, and those of the user code that called it; empty if unknown."""
     rank: int | None = None
     """Rank from torchrun's prefix of the line."""
 
@@ -90,15 +90,6 @@ class RaisedException(msgspec.Struct, frozen=True):
     def is_of_launcher(self) -> bool:
         """Whether it only reports that a process started by a launcher failed."""
         return self.kind in _LAUNCHER_TYPES
-
-    @property
-    def place(self) -> str:
-        """File, line and function that raised it, and those of the user code that called it; empty if unknown."""
-        if not self.file:
-            return ""
-        raised = f"{self.file}:{self.line} in {self.function}"
-        own = f"{self.own_file}:{self.own_line} in {self.own_function}" if self.own_file else ""
-        return f"{raised}, called from {own}" if own else raised
 
     @property
     def words(self) -> str:
@@ -137,23 +128,16 @@ def last_exception(lines: Iterable[str]) -> RaisedException | None:
     None.
     """
     texts = list(lines)
-    found: list[RaisedException] = []
-    following: RaisedException | None = None
-    for raised in _exceptions(texts):
-        if raised.kind in _LAUNCHER_TYPES:
-            following = raised
-        else:
-            found.append(raised)
-    return found[-1] if found else _refusal(texts) or following
+    raised = list(_exceptions(texts))
+    found = [one for one in raised if not one.is_of_launcher]
+    return found[-1] if found else _refusal(texts) or (raised[-1] if raised else None)
 
 
 def _refusal(lines: list[str]) -> RaisedException | None:
     """Return the last line with which a program refused a wrong file, module, argument or command."""
-    for line in reversed(lines):
-        found = next((found for pattern in _REFUSALS if (found := pattern.match(line.rstrip()))), None)
-        if found is not None:
-            return RaisedException(found[1].rsplit("/", 1)[-1], found[2])
-    return None
+    matches = (pattern.match(line.rstrip()) for line in reversed(lines) for pattern in _REFUSALS)
+    found = next(filter(None, matches), None)
+    return RaisedException(found[1].rsplit("/", 1)[-1], found[2]) if found is not None else None
 
 
 def _exceptions(lines: Iterable[str]) -> Iterable[RaisedException]:
@@ -161,44 +145,37 @@ def _exceptions(lines: Iterable[str]) -> Iterable[RaisedException]:
     opened: dict[int | None, list[str]] = {}
     for text in lines:
         match = _PREFIX.match(text)
-        rank = int(match.group(1)) if match else None
+        rank = int(match[1]) if match else None
         line = text[match.end() :] if match else text
         if line.strip() == _BEGIN:
-            if rank in opened and (done := _read(opened[rank], rank)) is not None:
-                yield done
+            yield from _read(opened.get(rank, []), rank)
             opened[rank] = []
         elif rank in opened:
             opened[rank].append(line)
     for rank, body in opened.items():
-        if (done := _read(body, rank)) is not None:
-            yield done
+        yield from _read(body, rank)
 
 
-def _read(body: list[str], rank: int | None) -> RaisedException | None:
+def _read(body: list[str], rank: int | None) -> list[RaisedException]:
     """Parse the lines after a traceback's first one: frames are indented, the exception is not.
 
     The probe's frames count only if there are no others: native code called by a wrapper has no frame of its own.
     """
-    place = own = ("", 0, "")
+    place = own = ""
     for at, line in enumerate(body):
         frame = _FILE.match(line)
         if frame is not None:
-            if place[1] and is_probe(frame.group(1)):
-                continue
-            place = frame.group(1), int(frame.group(2)), frame.group(3)
-            if not library_of(place[0]):
-                own = place
-            continue
-        if not line.strip() or line[:1].isspace():
-            continue
-        found = _TYPE.match(line.rstrip())
-        if found is None or not place[1]:
-            return None
-        message = _message(found, body[at + 1 :])
-        caller = own if own != place else ("", 0, "")
-        kind = found.group(1).rsplit(".", 1)[-1]
-        return RaisedException(kind, message, *place, *caller, rank=rank)
-    return None
+            if not place or not is_probe(frame[1]):
+                place = f"{frame[1]}:{frame[2]} in {frame[3]}"
+                own = own if library_of(frame[1]) else place
+        elif line.strip() and not line[0].isspace():
+            found = _TYPE.match(line.rstrip())
+            if found is None or not place:
+                return []
+            called = f", called from {own}" if own and own != place else ""
+            message = _message(found, body[at + 1 :])
+            return [RaisedException(found[1].rsplit(".", 1)[-1], message, place + called, rank)]
+    return []
 
 
 def _message(found: re.Match[str], following: list[str]) -> str:
@@ -207,14 +184,10 @@ def _message(found: re.Match[str], following: list[str]) -> str:
         return ""
     message = [found.group(2) or ""]
     for line in following[: _MESSAGE_LINES - 1]:
-        if _starts_something_else(line) or (not line.strip() and any(message)):
+        if line.startswith(_ELSE) or (not line.strip() and any(message)):
             break
         message.append(line.rstrip())
     return "\n".join(message).strip()
-
-
-def _starts_something_else(line: str) -> bool:
-    return line.startswith(("During handling", "The above exception", "[", "E0", "W0", "I0", "ftmon: "))
 
 
 def address_in_use(text: str) -> int | None:
@@ -225,20 +198,8 @@ def address_in_use(text: str) -> int | None:
     """
     if not _IN_USE.search(text):
         return None
-    for pattern in _PORTS:
-        found = pattern.search(text)
-        if found is not None and 0 < int(found.group(1)) < 65536:
-            return int(found.group(1))
-    return 0
-
-
-_CANCELLED = re.compile(
-    r"\*\*\* (?:JOB|STEP) \S+ (?:ON \S+ )?CANCELLED AT \S+(?: DUE TO (TIME LIMIT|PREEMPTION|JOB REQUEUE))? \*\*\*"
-)
-_TROUBLE = re.compile(
-    r"srun: error: \S+: tasks? [\d,-]+: |srun: .*Terminating |slurmstepd\S*: error: .*(?:oom[_-]kill|memory limit)",
-    re.IGNORECASE,
-)
+    ports = (int(found[1]) for pattern in _PORTS if (found := pattern.search(text)) is not None)
+    return next((port for port in ports if 0 < port < 65536), 0)
 
 
 class SlurmWords:

@@ -1,7 +1,6 @@
 """Text of failures and deaths."""
 
 import signal as signals
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,19 +9,9 @@ from ...messages.hosts import KernelKill
 from ...run.end import ending_in_words, exhausted_memory, signal_name
 from ...text import counted, duration, first_line, gib, ranks_in_words, sanitize
 from ..findings.alerts import RANKS_LISTED
-from ..findings.finding import Finding, Kind, Shown
+from ..findings.finding import Finding, Kind, Shown, only
 from ..words import Added, Words, sentence, stop
-from .detector import (
-    Ended,
-    EndedEarly,
-    Followed,
-    Follower,
-    HostPressure,
-    LastLog,
-    LauncherEnded,
-    ProcessDeath,
-    ScriptFailure,
-)
+from .detector import Ended, EndedEarly, Followed, HostPressure, LastLog, LauncherEnded, ProcessDeath, ScriptFailure
 
 _SIGNAL_HINTS = {
     "SIGKILL": "a person, a job scheduler, or the kernel's out-of-memory killer may have sent it (see dmesg)",
@@ -92,10 +81,9 @@ def _died(finding: Finding) -> Words:
 def _launcher_ended(finding: Finding) -> Words:
     facts: LauncherEnded = finding.facts
     how = _launcher(facts)
-    processes = "1 process" if facts.left == 1 else f"{facts.left} processes"
     return Words(
         f"the job's command ended ({how}) before its ranks",
-        f"The command that was started ({how}) left {processes} behind. ftmon ended "
+        f"The command that was started ({how}) left {counted(facts.left, 'process')} behind. ftmon ended "
         "the remaining processes; no rank is the cause.",
     )
 
@@ -107,24 +95,18 @@ def _launcher_evidence(finding: Finding) -> dict[str, Any]:
 
 def _death_evidence(finding: Finding) -> dict[str, Any]:
     facts: ProcessDeath = finding.facts
-    found: dict[str, Any] = {"pid": facts.pid, "exit_code": facts.exit_code, "signal": facts.signal, "log": facts.log}
-    if facts.reason:
-        found |= {"reason": facts.reason, "generating": facts.generating}
+    found = only("pid", "exit_code", "signal", "log", *(("reason", "generating") if facts.reason else ()))(finding)
     if (kill := facts.kernel_kill) is not None:
-        found["kernel_kill"] = {
-            **msgspec.to_builtins(kill),
-            "text": exhausted_memory(kill),
-            "why": _kill_evidence(kill, facts.pid),
-        }
+        why = _kill_evidence(kill, facts.pid)
+        found["kernel_kill"] = {**msgspec.to_builtins(kill), "text": exhausted_memory(kill), "why": why}
     if facts.pressure is not None:
         found["memory_before"] = _pressure(facts.pressure)
     return found
 
 
 def _failure_evidence(finding: Finding) -> dict[str, Any]:
-    facts: ScriptFailure | EndedEarly = finding.facts
-    found: dict[str, Any] = {"error": facts.error, "traceback": facts.traceback, "log": facts.log}
-    if isinstance(facts, EndedEarly):
+    found = only("error", "traceback", "log")(finding)
+    if isinstance(facts := finding.facts, EndedEarly):
         steps = {str(rank): step for rank, step in list(facts.last_steps.items())[:RANKS_LISTED]}
         return {"last_step": steps, "lost": facts.lost, **found}
     return found
@@ -145,15 +127,14 @@ def _ended(facts: Ended) -> Added:
 
 
 def _followed(facts: Followed) -> Added:
-    return Added("followed", {"then": {str(rank): _follower(one) for rank, one in facts.followers.items()}})
-
-
-def _follower(follower: Follower) -> str:
-    first, *later = (
-        ending_in_words(event.exit_code, event.signal) if isinstance(event, Ended) else first_line(event)
-        for event in follower.events
-    )
-    return ", then ".join([f"{first} after {duration(follower.after_s)}", *later])
+    then: dict[str, str] = {}
+    for rank, one in facts.followers.items():
+        first, *later = (
+            ending_in_words(event.exit_code, event.signal) if isinstance(event, Ended) else first_line(event)
+            for event in one.events
+        )
+        then[str(rank)] = ", then ".join([f"{first} after {duration(one.after_s)}", *later])
+    return Added("followed", {"then": then})
 
 
 def _launcher(facts: LauncherEnded) -> str:
@@ -166,10 +147,9 @@ def _killer(how: str, hint: str, facts: ProcessDeath) -> tuple[str, str]:
     kill = facts.kernel_kill
     why = "; ".join(_kill_evidence(kill, facts.pid)) if kill is not None else ""
     if kill is not None and kill.exhausted:
-        likely = "" if kill.sure else ", probably"
         memory = exhausted_memory(kill)
         return (
-            f"{how}{likely} by the kernel: out of memory",
+            f"{how}{'' if kill.sure else ', probably'} by the kernel: out of memory",
             f"{memory[:1].upper()}{memory[1:]}: {why}. {_MEMORY_REMEDY}",
         )
     if kill is not None:
@@ -186,9 +166,8 @@ def _kill_evidence(kill: KernelKill, pid: int) -> list[str]:
         return ["the kernel log has no out-of-memory kill of this process"]
     found: list[str] = []
     if kill.sure:
-        found.append(
-            f"the kernel log records the kill of pid {pid} ({sanitize(kill.name, 64)}), {gib(kill.killed_bytes)}"
-        )
+        name = sanitize(kill.name, 64)
+        found.append(f"the kernel log records the kill of pid {pid} ({name}), {gib(kill.killed_bytes)}")
     if kill.kills:
         recent = f"{kill.recent_kills} of them just before"
         found.append(f"its control group counts {counted(kill.kills, 'out-of-memory kill')}, {recent}")
@@ -205,27 +184,6 @@ def _pressure(facts: HostPressure) -> str:
     )
 
 
-_SHOWN: dict[str, Shown] = {
-    "log": Shown("last output"),
-    "exit_code": Shown("exit status"),
-    "ended": Shown("its end"),
-    "then": Shown("after it", by="rank"),
-    "left": Shown("processes left"),
-    "last_step": Shown("last step", by="rank"),
-    "lost": Shown("messages lost"),
-    "kernel_kill": Shown("killed by the kernel"),
-    "text": Shown("in words"),
-    "exhausted": Shown("what was full"),
-    "killed_bytes": Shown("memory of the process", "bytes"),
-    "kills": Shown("kills so far"),
-}
-
-_ADDED: dict[type, Callable[[Any], Added]] = {
-    Ended: _ended,
-    LastLog: lambda facts: Added("log", {"log": facts.log}),
-    Followed: _followed,
-}
-
 KINDS = (
     Kind(
         "failure",
@@ -234,8 +192,21 @@ KINDS = (
         "failure",
         "exception",
         evidence=_failure_evidence,
-        shown=_SHOWN,
-        added=_ADDED,
+        shown={
+            "log": Shown("last output"),
+            "exit_code": Shown("exit status"),
+            "ended": Shown("its end"),
+            "then": Shown("after it", by="rank"),
+            "left": Shown("processes left"),
+            "last_step": Shown("last step", by="rank"),
+            "lost": Shown("messages lost"),
+            "kernel_kill": Shown("killed by the kernel"),
+            "text": Shown("in words"),
+            "exhausted": Shown("what was full"),
+            "killed_bytes": Shown("memory of the process", "bytes"),
+            "kills": Shown("kills so far"),
+        },
+        added={Ended: _ended, LastLog: lambda facts: Added("log", {"log": facts.log}), Followed: _followed},
         counted=True,
     ),
     Kind(

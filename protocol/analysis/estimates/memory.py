@@ -1,4 +1,16 @@
-"""GPU memory of a training process outside PyTorch's reserved memory (NVML): the CUDA context and NCCL's buffers."""
+"""Memory of a training: a peak over lengths as straight pieces, other tools' measurements, memory outside PyTorch.
+
+A peak over sequence length or micro-batch as straight pieces, each with the phase of the highest peak.
+
+The size of every tensor of a step is affine in the length (attention without a materialised matrix). Therefore the
+peak of a phase is the maximum of a few straight lines, one for each moment that can be its peak, and the peak of
+the step is the maximum over the phases. The pieces are these lines between their crossovers.
+
+Reads other tools' measurements from CSV files, with a mapping of their columns.
+
+Two layouts are supported: one row per length (and iteration) with a column for each GPU,
+``gpu_{rank}_allocated_mib``, and one row per length, iteration and rank.
+"""
 
 import csv
 import io
@@ -7,117 +19,48 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import msgspec
 
-# Host memory of offloading, and disk space of checkpoints.
-
-
-MASTER_BYTES, STATE_BYTES, GRADIENT_BYTES, WEIGHT_BYTES = 4, 8, 4, 2
-"""Bytes per parameter: fp32 master copy, Adam's two fp32 states, fp32 gradient on the host, bf16 weight."""
-
-
-def pinned_bytes(size_bytes: int, round_below_bytes: int | None = None) -> int:
-    """Return the memory of a pinned tensor: PyTorch's pinned allocator rounds up to a power of two.
-
-    Args:
-        round_below_bytes: ``pinned_max_round_threshold_mb``: larger requests are not rounded. None: all are rounded.
-    """
-    if size_bytes <= 0:
-        return 0
-    if round_below_bytes is not None and size_bytes > round_below_bytes:
-        return -(-size_bytes // 4096) * 4096
-    return 1 << (size_bytes - 1).bit_length()
-
-
-class HostMemory(msgspec.Struct, frozen=True):
-    """Host memory of all ranks of one host, bytes."""
-
-    optimizer_bytes: int
-    """Master copies, states and gradients of an offloaded optimizer."""
-    parameter_bytes: int
-    """Offloaded parameters."""
-    pinned_loss_bytes: int
-    """Memory added by the rounding of pinned buffers."""
-    process_bytes: int
-    """The processes themselves."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Sum of all parts."""
-        return self.optimizer_bytes + self.parameter_bytes + self.pinned_loss_bytes + self.process_bytes
-
-
-def host_memory(
-    trainable: int,
-    ranks: int,
-    ranks_on_host: int,
-    stage: int,
-    offload_optimizer: bool = False,
-    offload_parameters: bool = False,
-    parameters: int = 0,
-    pinned: bool = False,
-    process_bytes: int = 2 * 2**30,
-) -> HostMemory:
-    """Return the host memory of a training with Adam under ZeRO.
-
-    Args:
-        offload_parameters: whether the bf16 weights are on the CPU too (ZeRO-3).
-        parameters: number of all parameters, if they are offloaded; 0: ``trainable``.
-        pinned: DeepSpeed's ``pin_memory``: a rank's share of each buffer is rounded up to a power of two.
-        process_bytes: resident memory of one rank's process with torch and DeepSpeed; an assumption, not a measurement.
-    """
-    split = ranks if stage >= 1 else 1
-    share = -(-trainable // split)
-    buffers: list[int] = []
-    optimizer = 0
-    if offload_optimizer:
-        buffers += [share * GRADIENT_BYTES]
-        optimizer = share * (MASTER_BYTES + STATE_BYTES + GRADIENT_BYTES)
-    weights = 0
-    if offload_parameters and stage == 3:
-        weights = -(-(parameters or trainable) // ranks) * WEIGHT_BYTES
-        buffers.append(weights)
-    loss = sum(pinned_bytes(size) - size for size in buffers) if pinned else 0
-    return HostMemory(
-        *(part * ranks_on_host for part in (optimizer, weights, loss, process_bytes)),
-    )
+Points = Mapping[int, Mapping[str, float]]
+"""Peak bytes of each phase, by length (or micro-batch)."""
+WHOLE_STEP = "peak"
+"""Phase name of points that are known only for the whole step."""
+_MOST_POINTS = 40
+_ON_LINE = 0.005
+"""Share of the peak within which the middle of a range counts as on the line between its ends."""
+TOLERANCE = 0.002
+"""Maximum distance of a point from its line, as a share of the peak."""
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+_RANK = "{rank}"
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+_CONTEXT_BYTES = 1256 << 20
+"""One rank: context, loaded modules, cuBLAS, a communicator without peers. An out-of-memory event on an H200 with
+18,904 MiB reserved left 128,973,930,496 bytes free of 139.80 GiB (torch 2.11, CUDA 13, DeepSpeed 0.19)."""
+_PEER_BYTES = 586 << 20
+"""Per neighbour in NCCL's ring. Each of four ranks on NVSwitch has two: 2,428 MiB in 8 of 8 measured ranks."""
+_OFFLOAD_BYTES = 42 << 20
+"""Additional bytes with the optimizer on the CPU: 2,470 MiB in total in 4 of 4 measured ranks."""
+WEIGHT_BYTES, ADAM_BYTES = 2, 12
+"""Bytes per parameter: bf16 weight; fp32 master copy with Adam's two fp32 states."""
 
 
 def checkpoint_bytes(
     parameters: int,
     trainable: int,
-    kept: int = 1,
+    kept: int,
     weight_bytes: int = WEIGHT_BYTES,
-    state_bytes: float = MASTER_BYTES + STATE_BYTES,
-    exported: bool = False,
+    state_bytes: float = ADAM_BYTES,
 ) -> int:
     """Return the disk space of checkpoints, over all ranks.
 
     Args:
         kept: number of checkpoints kept; while one is written there is one more.
         state_bytes: optimizer states per trained parameter, including the master copy; 0: the checkpoint has none.
-        exported: whether a model folder in the training precision is written too.
     """
-    weights = parameters * weight_bytes
-    return (weights + round(trainable * state_bytes)) * (kept + 1) + (weights if exported else 0)
-
-
-# A peak over sequence length or micro-batch as straight pieces, each with the phase of the highest peak.
-#
-# The size of every tensor of a step is affine in the length (attention without a materialised matrix). Therefore the
-# peak of a phase is the maximum of a few straight lines, one for each moment that can be its peak, and the peak of
-# the step is the maximum over the phases. The pieces are these lines between their crossovers.
-
-
-Points = Mapping[int, Mapping[str, float]]
-"""Peak bytes of each phase, by length (or micro-batch)."""
-
-WHOLE_STEP = "peak"
-"""Phase name of points that are known only for the whole step."""
-TOLERANCE = 0.002
-"""Maximum distance of a point from its line, as a share of the peak."""
+    return (parameters * weight_bytes + round(trainable * state_bytes)) * (kept + 1)
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -237,14 +180,12 @@ def _holds(values: Sequence[tuple[float, float]], tolerance: float) -> bool:
 def _envelope(lines: Mapping[str, Sequence[Line]], low: float, high: float, slack: float) -> list[Piece]:
     """Return the maximum of the phases' lines, cut where another one becomes the highest by more than ``slack``."""
     cuts = {low, high} | {line.start for one in lines.values() for line in one}
-    for x, end in zip(sorted(cuts), sorted(cuts)[1:], strict=False):
-        active = [_active(one, (x + end) / 2) for one in lines.values()]
-        for number, first in enumerate(active):
-            for second in active[number + 1 :]:
-                if first.slope != second.slope:
-                    at = (second.intercept - first.intercept) / (first.slope - second.slope)
-                    if x < at < end:
-                        cuts.add(at)
+    for x, end in pairwise(sorted(cuts)):
+        for first, second in combinations([_active(one, (x + end) / 2) for one in lines.values()], 2):
+            if first.slope != second.slope:
+                at = (second.intercept - first.intercept) / (first.slope - second.slope)
+                if x < at < end:
+                    cuts.add(at)
     found: list[Piece] = []
     ordered = sorted(cuts)
     for x, end in zip(ordered, ordered[1:] or ordered, strict=False):
@@ -270,16 +211,13 @@ def _active(lines: Sequence[Line], x: float) -> Line:
     return next((line for line in lines if x <= line.end), lines[-1])
 
 
-def sample_curve(
-    predict: Callable[[int], Mapping[str, float]], low: int, high: int, tolerance: float = 0.005, most: int = 40
-) -> dict[int, Mapping[str, float]]:
+def sample_curve(predict: Callable[[int], Mapping[str, float]], low: int, high: int) -> dict[int, Mapping[str, float]]:
     """Return points of a curve from as few calls of ``predict`` as straight pieces need to explain it.
 
     A range is halved if, for some phase, its middle is not on the straight line between its ends.
 
     Args:
         predict: peak bytes of each phase at a length; a phase is compared where both ends and the middle have it.
-        tolerance: share of the peak within which the middle counts as on the line.
     """
     points: dict[int, Mapping[str, float]] = {}
 
@@ -291,29 +229,18 @@ def sample_curve(
     ranges = [(low, high)]
     value(low)
     value(high)
-    while ranges and len(points) < most:
+    while ranges and len(points) < _MOST_POINTS:
         start, end = ranges.pop(0)
         middle = (start + end) // 2
         if middle in (start, end):
             continue
         begin, half, stop = value(start), value(middle), value(end)
         share = (middle - start) / (end - start)
-        allowed = tolerance * max(half.values())
+        allowed = _ON_LINE * max(half.values())
         common = begin.keys() & half.keys() & stop.keys()
         if any(abs(begin[phase] + (stop[phase] - begin[phase]) * share - half[phase]) > allowed for phase in common):
             ranges += [(start, middle), (middle, end)]
     return dict(sorted(points.items()))
-
-
-# Reads other tools' measurements from CSV files, with a mapping of their columns.
-#
-# Two layouts are supported: one row per length (and iteration) with a column for each GPU,
-# ``gpu_{rank}_allocated_mib``, and one row per length, iteration and rank.
-
-
-UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
-_RANK = "{rank}"
-_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 
 
 class CsvMapping(msgspec.Struct, frozen=True):
@@ -392,13 +319,12 @@ def guess_mapping(text: str) -> CsvMapping:
     iteration = _first(plain, r"iter(ation)?|step|repeat|run")
     figures: dict[str, str] = {}
     for name, words in plain.items():
-        figure = next((one for one in ("allocated", "reserved", "active", "nvml") if one in words.split("_")), None)
-        if figure is None:
-            continue
-        if "peak" in words.split("_") or "max" in words.split("_"):
-            figure = f"{figure}_peak"
-        pattern = name if rank else re.sub(r"(?<![0-9])\d+(?![0-9])", _RANK, name, count=1)
-        figures.setdefault(figure, pattern)
+        parts = words.split("_")
+        figure = next((one for one in ("allocated", "reserved", "active", "nvml") if one in parts), None)
+        if figure is not None:
+            figure += "_peak" if "peak" in parts or "max" in parts else ""
+            pattern = name if rank else re.sub(r"(?<![0-9])\d+(?![0-9])", _RANK, name, count=1)
+            figures.setdefault(figure, pattern)
     if not length or not figures:
         what = "length" if not length else "figure (allocated, reserved, active, nvml)"
         raise ValueError(f"no column looks like a {what} among {', '.join(header) or 'none'}: give a mapping")
@@ -422,40 +348,29 @@ def _header(rows: Iterator[list[str]]) -> list[str]:
     return header
 
 
-def bands(measurements: Iterable[Measurement], figure: str, warm_up: int = 0) -> list[Band]:
+def bands(measurements: Iterable[Measurement], figure: str) -> list[Band]:
     """Return the lowest, median and highest rank at each length, ordered by length.
-
-    Args:
-        warm_up: number of first iterations of each length and rank to omit; at least one iteration is kept.
 
     Raises:
         ValueError: no measurement has that figure.
     """
-    of: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    of: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for one in measurements:
         if figure in one.figures:
-            of[one.length][one.rank].append((one.iteration, one.figures[figure]))
+            # A rank's peak is the highest of its iterations.
+            of[one.length][one.rank] = max(of[one.length][one.rank], one.figures[figure])
     if not of:
         raise ValueError(f"no measurement has a figure {figure}")
-    found: list[Band] = []
-    for length in sorted(of):
-        # A rank's peak is the highest of its iterations.
-        peaks = [max(size for _, size in sorted(rows)[min(warm_up, len(rows) - 1) :]) for rows in of[length].values()]
-        found.append(Band(length, min(peaks), statistics.median(peaks), max(peaks), len(peaks)))
-    return found
-
-
-def points(measured: Iterable[Band], phase: str = WHOLE_STEP) -> dict[int, dict[str, float]]:
-    """Return the highest rank's peaks as points of a curve with one phase, for ``curve.pieces``."""
-    return {band.length: {phase: band.highest} for band in measured}
+    found = [(length, sorted(ranks.values())) for length, ranks in sorted(of.items())]
+    return [Band(length, peaks[0], statistics.median(peaks), peaks[-1], len(peaks)) for length, peaks in found]
 
 
 class _Columns:
     """Positions of a file's columns."""
 
     def __init__(self, header: list[str], mapping: CsvMapping) -> None:
-        self._mapping = mapping
         self._header = header
+        self._unit = UNITS[mapping.unit]
         self._length = self._place(mapping.length)
         self._rank = self._place(mapping.rank) if mapping.rank else -1
         self._iteration = self._place(mapping.iteration) if mapping.iteration else -1
@@ -468,15 +383,23 @@ class _Columns:
                 self._figures[rank][figure] = place
 
     def measurements(self, row: list[str], line: int) -> Iterable[Measurement]:
-        length = self._whole(row, self._length, line)
-        iteration = self._whole(row, self._iteration, line) if self._iteration >= 0 else 0
+        def number(place: int, *, whole: bool = True) -> float:
+            try:
+                found = float(row[place])
+            except ValueError:
+                found = math.nan
+            valid = math.isfinite(found) and found >= 0
+            if not valid or (whole and found != int(found)):
+                what = "whole number" if valid else "number of 0 or more"
+                raise ValueError(f"line {line}, column {self._header[place]}: {row[place][:40]!r} is no {what}")
+            return found
+
+        length = int(number(self._length))
+        iteration = int(number(self._iteration)) if self._iteration >= 0 else 0
         for rank, columns in sorted(self._figures.items()):
-            figures = {
-                figure: round(self._number(row, place, line) * UNITS[self._mapping.unit])
-                for figure, place in columns.items()
-                if row[place].strip()
-            }
-            own = max(0, rank) if self._rank < 0 else self._whole(row, self._rank, line)
+            given = {figure: place for figure, place in columns.items() if row[place].strip()}
+            figures = {figure: round(number(place, whole=False) * self._unit) for figure, place in given.items()}
+            own = max(0, rank) if self._rank < 0 else int(number(self._rank))
             if figures:
                 yield Measurement(length, own, iteration, figures)
 
@@ -496,29 +419,9 @@ class _Columns:
             raise ValueError(f"no column matches {name} in the file, which has {', '.join(self._header)}")
         return found
 
-    def _number(self, row: list[str], place: int, line: int) -> float:
-        try:
-            number = float(row[place])
-        except ValueError:
-            number = math.nan
-        if not math.isfinite(number) or number < 0:
-            raise ValueError(
-                f"line {line}, column {self._header[place]}: {row[place][:40]!r} is no number of 0 or more"
-            )
-        return number
-
-    def _whole(self, row: list[str], place: int, line: int) -> int:
-        number = self._number(row, place, line)
-        if number != int(number):
-            raise ValueError(f"line {line}, column {self._header[place]}: {row[place][:40]!r} is no whole number")
-        return int(number)
-
 
 def _first(plain: dict[str, str], pattern: str) -> str:
     return next((name for name, words in plain.items() if re.fullmatch(pattern, words)), "")
-
-
-# A figure with its expected error and basis.
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -532,16 +435,6 @@ class Figure(msgspec.Struct, frozen=True):
     """The measurement or computation behind it, for display."""
 
 
-MIB = 2**20
-_CONTEXT_BYTES = 1256 * MIB
-"""One rank: context, loaded modules, cuBLAS, a communicator without peers. An out-of-memory event on an H200 with
-18,904 MiB reserved left 128,973,930,496 bytes free of 139.80 GiB (torch 2.11, CUDA 13, DeepSpeed 0.19)."""
-_PEER_BYTES = 586 * MIB
-"""Per neighbour in NCCL's ring. Each of four ranks on NVSwitch has two: 2,428 MiB in 8 of 8 measured ranks."""
-_OFFLOAD_BYTES = 42 * MIB
-"""Additional bytes with the optimizer on the CPU: 2,470 MiB in total in 4 of 4 measured ranks."""
-
-
 def beside_pytorch(ranks_on_host: int, hosts: int = 1, offload: bool = False, device: str = "NVIDIA H200") -> Figure:
     """Return the bytes that one training process uses on its GPU outside PyTorch's reserved memory.
 
@@ -551,12 +444,11 @@ def beside_pytorch(ranks_on_host: int, hosts: int = 1, offload: bool = False, de
     ranks = ranks_on_host * hosts
     neighbours = min(max(0, ranks - 1), 2)
     value = _CONTEXT_BYTES + neighbours * _PEER_BYTES + (_OFFLOAD_BYTES if offload else 0)
-    like_measured = "H200" in device or "H100" in device or "H800" in device
-    if like_measured and hosts == 1 and ranks_on_host in (1, 4):
-        return Figure(value, 0.03, "measured on H200s, torch 2.11, CUDA 13")
-    if like_measured and hosts == 1 and ranks_on_host < 4:
-        return Figure(value, 0.1, "between one and four ranks measured on H200s, by neighbours in NCCL's ring")
-    if like_measured and hosts == 1:
+    if hosts == 1 and any(name in device for name in ("H200", "H100", "H800")):
+        if ranks_on_host in (1, 4):
+            return Figure(value, 0.03, "measured on H200s, torch 2.11, CUDA 13")
+        if ranks_on_host < 4:
+            return Figure(value, 0.1, "between one and four ranks measured on H200s, by neighbours in NCCL's ring")
         return Figure(value, 0.3, "four ranks measured on H200s; more may use NVLink SHARP or trees")
     where = "several hosts" if hosts > 1 else "this GPU"
     return Figure(value, 0.4, f"measured on H200s of one host, not on {where}")

@@ -1,4 +1,4 @@
-"""Ranks predicted configurations (what-if), the cheapest fitting one first."""
+"""Ranks predicted configurations (what-if), and finds the largest length or batch that fits in few dry runs."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -6,9 +6,6 @@ from itertools import count
 from typing import NamedTuple
 
 import msgspec
-
-# Finds the largest length or batch that fits, for several capacities at once, in few rounds of dry runs.
-
 
 _PROBES = 4
 """Number of values in the first round: both ends, and values in geometric progression between them."""
@@ -57,6 +54,7 @@ def largest_that_fit(
     """
     known: dict[int, Need] = {}
     wanted = set(_probes(values))
+    brackets: list[tuple[int, int]] = []
     for turn in count():
         if not wanted:
             break
@@ -70,7 +68,10 @@ def largest_that_fit(
             for index in _next(values, known, bracket, capacity, halve=turn >= _LINES)
             or _unconfirmed(values, known, bracket, confirm)
         }
-    return [_found(values, _bracket(values, known, sorted(known), number)) for number in range(len(capacities))]
+    return [
+        Largest(values[low] if low >= 0 else None, values[high] if high < len(values) else None)
+        for low, high in brackets
+    ]
 
 
 def _probes(values: Sequence[int]) -> list[int]:
@@ -110,11 +111,6 @@ def _unconfirmed(
     return {place for place in places if place not in known}
 
 
-def _found(values: Sequence[int], bracket: tuple[int, int]) -> Largest:
-    low, high = bracket
-    return Largest(values[low] if low >= 0 else None, values[high] if high < len(values) else None)
-
-
 class Option(msgspec.Struct, frozen=True):
     """A configuration with its predicted figures."""
 
@@ -138,45 +134,28 @@ class Ranked(msgspec.Struct, frozen=True):
     option: Option
     fits: bool
     lacking_bytes: int
-    """Bytes missing on the device and on the host; 0: it fits."""
+    """Bytes missing on the device; 0: it fits."""
     saved_bytes: int
     """Bytes less than the current configuration; negative: more."""
     slower: float
     """Time per sample relative to the current configuration; 1: equal."""
-    cost_per_sample: float | None
-    """Price of the GPU time of a sample; None without a price."""
 
 
-def rank(
-    base: Option,
-    options: Iterable[Option],
-    capacity_bytes: int,
-    host_capacity_bytes: int | None = None,
-    price_per_gpu_hour: float | None = None,
-) -> list[Ranked]:
+def rank(base: Option, options: Iterable[Option], capacity_bytes: int) -> list[Ranked]:
     """Rank options: fitting ones by GPU time per sample, then the others by missing bytes, then refused ones.
 
     The cost is proportional to the GPU time per sample, so the order does not depend on the price.
 
     Args:
         base: the current configuration; in the result only if it is among the options.
-        host_capacity_bytes: memory of the host; None: unknown, any use fits.
     """
-    known = [_judge(base, one, capacity_bytes, host_capacity_bytes, price_per_gpu_hour) for one in options]
-    return sorted(known, key=_order)
+    return sorted((_judge(base, one, capacity_bytes) for one in options), key=_order)
 
 
-def _judge(base: Option, one: Option, capacity: int, host_capacity: int | None, price: float | None) -> Ranked:
-    lacking = max(0, one.peak_bytes - capacity) + max(0, one.host_bytes - (host_capacity or one.host_bytes))
-    gpu_seconds = _gpu_seconds(one)
-    return Ranked(
-        one,
-        not one.refused and not lacking,
-        lacking,
-        base.peak_bytes - one.peak_bytes,
-        gpu_seconds / _gpu_seconds(base) if _gpu_seconds(base) else 1.0,
-        None if price is None else gpu_seconds / 3600 * price,
-    )
+def _judge(base: Option, one: Option, capacity: int) -> Ranked:
+    lacking = max(0, one.peak_bytes - capacity)
+    slower = _gpu_seconds(one) / _gpu_seconds(base) if _gpu_seconds(base) else 1.0
+    return Ranked(one, not one.refused and not lacking, lacking, base.peak_bytes - one.peak_bytes, slower)
 
 
 def _gpu_seconds(one: Option) -> float:

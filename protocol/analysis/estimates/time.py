@@ -1,4 +1,11 @@
-"""Compares a live run's peaks with the predicted ones."""
+"""Estimates a step's time from its operations: each takes the longer of its arithmetic and its memory traffic.
+
+The shares of the data sheet's rates reached in practice determine the error. A step also cannot be faster than the host
+can launch its operations. Host times are fitted to steps of 0.5B to 1.2B models under ZeRO 0 to 3 on H200s
+(``bench/data/h200_peaks.jsonl``), whose hosts differed by a factor of two.
+
+Also the cost of an epoch, and the comparison of a live run's peaks with the predicted ones.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -11,14 +18,39 @@ from ...messages.memory import PredictedPhase, PredictedPoint, Prediction
 from ...messages.throughput import Precision
 from .memory import Figure
 
-# Estimates a step's time from its operations: each takes the longer of its arithmetic and its memory traffic.
-#
-# The shares of the data sheet's rates reached in practice are parameters with defaults; they determine the error. A
-# step also cannot be faster than the host can launch its operations.
-
-
 _ERRORS = {"host": 0.5, "communication": 0.5, "offload": 0.5}
 """Expected error, by the step's bound; 0.2 for other bounds."""
+ARITHMETIC = 0.7
+"""Share of the arithmetic rate: large bf16 products with cuBLAS on Hopper reach 65 to 80 %."""
+ATTENTION = 0.4
+"""The same of FlashAttention 2 on Hopper, forward and backward together."""
+MEMORY = 0.85
+"""Share of the memory rate."""
+BUSY = 0.85
+"""Share of a device-bound step in which the device runs a kernel; it waits at the step's ends and around collectives.
+Fitted to steps of 0.5B to 8B models on H200s (``bench/RESULTS.md``)."""
+_LINK = 0.75
+"""Share of the link: NCCL's bus bandwidth for messages of 64 MiB and more."""
+CALL_SECONDS = 11e-6
+"""Host time per dispatched operation in eager PyTorch, including the Python code of modules and engine."""
+_FETCH_SECONDS = 250e-6
+"""Host time of ZeRO-3's hooks per gather and release of a module's parameters."""
+_COLLECTIVE_HOST_SECONDS = 60e-6
+"""Host time of a collective in DeepSpeed."""
+_COLLECTIVE_SECONDS = 25e-6
+"""Latency of a collective on the device."""
+_TRANSFER = 0.8
+"""Share of the bandwidth to the host, with page-locked memory."""
+_HOST_MEMORY_GBS = 22.0
+"""GB/s read and written by DeepSpeed's CPUAdam of one rank: 20 to 28 for 0.5B, 1B and 2B parameters per rank."""
+_NETWORK_GBS = 50.0
+"""GB/s per GPU to other hosts, in one direction: 400 Gbit/s."""
+FLOOR_BYTES = 8 << 20
+"""Differences of peaks below this are ignored: workspaces of libraries, rounding."""
+_MAIN_SHARE = 0.2
+"""Minimum share of a difference for a part to be named."""
+_MOST_PARTS = 2
+
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "reduce", "broadcast", "all_to_all"]
 
 
@@ -62,37 +94,6 @@ class Work(msgspec.Struct, frozen=True):
     """Number of gathers of a module's parameters by ZeRO-3, whose hooks run on the host even if nothing is sent."""
 
 
-class Efficiency(msgspec.Struct, frozen=True):
-    """Shares of the data sheet's rates reached in training, and fixed costs.
-
-    Host times are fitted to steps of 0.5B to 1.2B models under ZeRO 0 to 3 on H200s (``bench/data/h200_peaks.jsonl``),
-    whose hosts differed by a factor of two.
-    """
-
-    arithmetic: float = 0.7
-    """Large bf16 products with cuBLAS on Hopper reach 65 to 80 %."""
-    attention: float = 0.4
-    """FlashAttention 2 on Hopper, forward and backward together."""
-    memory: float = 0.85
-    busy: float = 0.85
-    """Share of a device-bound step in which the device runs a kernel; it waits at the step's ends and around
-    collectives. Fitted to steps of 0.5B to 8B models on H200s (``bench/RESULTS.md``)."""
-    link: float = 0.75
-    """NCCL's bus bandwidth for messages of 64 MiB and more."""
-    call_seconds: float = 11e-6
-    """Host time per dispatched operation in eager PyTorch, including the Python code of modules and engine."""
-    fetch_seconds: float = 250e-6
-    """Host time of ZeRO-3's hooks per gather and release of a module's parameters."""
-    collective_host_seconds: float = 60e-6
-    """Host time of a collective in DeepSpeed."""
-    collective_seconds: float = 25e-6
-    """Latency of a collective on the device."""
-    transfer: float = 0.8
-    """Share of the bandwidth to the host, with page-locked memory."""
-    host_memory_gbs: float = 22.0
-    """GB/s read and written by DeepSpeed's CPUAdam of one rank: 20 to 28 for 0.5B, 1B and 2B parameters per rank."""
-
-
 class StepTime(msgspec.Struct, frozen=True):
     """Seconds of a step by activity; ``total`` has the error of the sum."""
 
@@ -108,62 +109,53 @@ class StepTime(msgspec.Struct, frozen=True):
     bound_by: Literal["arithmetic", "memory", "communication", "host", "offload"]
 
 
-def step_time(
-    work: Work, gpu: Gpu, efficiency: Efficiency | None = None, hosts: int = 1, network_gbs: float = 50.0
-) -> StepTime:
+def step_time(work: Work, gpu: Gpu, hosts: int = 1) -> StepTime:
     """Return the time of a step.
-
-    Args:
-        network_gbs: GB/s per GPU to other hosts, in one direction (400 Gbit/s: 50).
 
     Raises:
         ValueError: the table has no rates for this GPU.
     """
-    reached = efficiency or Efficiency()
     arithmetic = memory = 0.0
     for one in work.operations:
-        share = reached.attention if one.attention else reached.arithmetic
+        share = ATTENTION if one.attention else ARITHMETIC
         flops_seconds = one.flops / (_rate(gpu, one.precision) * share) if one.flops else 0.0
-        bytes_seconds = one.bytes_moved / (gpu.memory_gbs * 1e9 * reached.memory)
+        bytes_seconds = one.bytes_moved / (gpu.memory_gbs * 1e9 * MEMORY)
         if flops_seconds >= bytes_seconds:
             arithmetic += flops_seconds * one.count
         else:
             memory += bytes_seconds * one.count
-    link = min(gpu.link_gbs, network_gbs) if hosts > 1 else gpu.link_gbs
-    host = work.calls * reached.call_seconds + work.fetches * reached.fetch_seconds
+    link = min(gpu.link_gbs, _NETWORK_GBS) if hosts > 1 else gpu.link_gbs
+    host = work.calls * CALL_SECONDS + work.fetches * _FETCH_SECONDS
     exposed = beside = 0.0
     for one in work.communications:
-        host += one.count * reached.collective_host_seconds
-        seconds = collective_seconds(one.kind, one.size_bytes, one.ranks, link, reached) * one.count
+        host += one.count * _COLLECTIVE_HOST_SECONDS
+        seconds = collective_seconds(one.kind, one.size_bytes, one.ranks, link) * one.count
         if one.overlapped:
             beside += seconds
         else:
             exposed += seconds
-    compute = (arithmetic + memory) / reached.busy
+    compute = (arithmetic + memory) / BUSY
     communication = exposed + max(0.0, beside - compute)
-    offload = work.transfer_bytes / (gpu.host_gbs * 1e9 * reached.transfer)
-    offload += work.host_bytes / (reached.host_memory_gbs * 1e9)
+    offload = work.transfer_bytes / (gpu.host_gbs * 1e9 * _TRANSFER)
+    offload += work.host_bytes / (_HOST_MEMORY_GBS * 1e9)
     total = max(compute + communication, host) + offload
     parts = {"arithmetic": arithmetic, "memory": memory, "communication": communication, "offload": offload}
     bound = "host" if host > compute + communication + offload else max(parts, key=lambda name: parts[name])
     error = _ERRORS.get(bound, 0.2)
     basis = (
-        f"roofline at {reached.arithmetic:.0%} of the arithmetic and {reached.memory:.0%} of the memory rate of the "
-        f"data sheet in {reached.busy:.0%} of a step, {reached.call_seconds * 1e6:.0f} us of host time an operation; "
+        f"roofline at {ARITHMETIC:.0%} of the arithmetic and {MEMORY:.0%} of the memory rate of the data sheet in "
+        f"{BUSY:.0%} of a step, {CALL_SECONDS * 1e6:.0f} us of host time an operation; "
         f"bound by {bound}"
     )
     return StepTime(compute, communication, host, offload, Figure(total, error, basis), bound)  # type: ignore[arg-type]
 
 
-def collective_seconds(
-    kind: Collective, size_bytes: float, ranks: int, link_gbs: float, efficiency: Efficiency | None = None
-) -> float:
+def collective_seconds(kind: Collective, size_bytes: float, ranks: int, link_gbs: float) -> float:
     """Return the time of a collective in seconds, from NCCL's bus bandwidth: an all-reduce sends its data twice."""
     if ranks < 2:
         return 0.0
-    reached = efficiency or Efficiency()
     share = 1.0 if kind in ("broadcast", "reduce") else (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
-    return reached.collective_seconds + size_bytes * share / (link_gbs * 1e9 * reached.link)
+    return _COLLECTIVE_SECONDS + size_bytes * share / (link_gbs * 1e9 * _LINK)
 
 
 def _rate(gpu: Gpu, precision: Precision) -> float:
@@ -174,15 +166,11 @@ def _rate(gpu: Gpu, precision: Precision) -> float:
     return rate
 
 
-# Cost of an epoch.
-
-
 class EpochCost(msgspec.Struct, frozen=True):
     """Time and cost of an epoch."""
 
     steps: int
     seconds: float
-    gpu_hours: float
     price: float
     """In the currency of the price of a GPU hour."""
     price_per_million_tokens: float | None
@@ -204,16 +192,8 @@ def epoch_cost(
         raise ValueError("a step must train on at least one sample: micro-batch x accumulation x ranks")
     steps = -(-samples // samples_per_step)
     seconds = steps * step_seconds
-    hours = seconds / 3600 * gpus
-    price = hours * price_per_gpu_hour
-    return EpochCost(steps, seconds, hours, price, price / tokens * 1e6 if tokens > 0 else None)
-
-
-FLOOR_BYTES = 8 << 20
-"""Differences below this are ignored: workspaces of libraries, rounding."""
-_MAIN_SHARE = 0.2
-"""Minimum share of a difference for a part to be named."""
-_MOST_PARTS = 2
+    price = seconds / 3600 * gpus * price_per_gpu_hour
+    return EpochCost(steps, seconds, price, price / tokens * 1e6 if tokens > 0 else None)
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -289,22 +269,18 @@ def compared(
     if found is None or found.allocated_peak_bytes <= 0:
         return None
     expected = found.allocated_peak_bytes
-    allowed = max(FLOOR_BYTES, prediction.error * expected)
-    result = Compared(phase, measured_bytes, expected, allowed)
+    result = Compared(phase, measured_bytes, expected, max(FLOOR_BYTES, prediction.error * expected))
     if not result.parted or parts is None:
         return result
-    return msgspec.structs.replace(result, parts=tuple(_main_parts(differences(parts, found.parts), result.by_bytes)))
+    by = result.by_bytes
+    by_part = differences(parts, found.parts)
+    main = [(name, size) for name, size in by_part.items() if size * by > 0 and abs(size) >= _MAIN_SHARE * abs(by)]
+    return msgspec.structs.replace(result, parts=tuple(sorted(main, key=lambda one: -abs(one[1]))[:_MOST_PARTS]))
 
 
 def differences(measured: Mapping[str, int], expected: Mapping[str, int]) -> dict[str, int]:
     """Return each part's bytes, measured minus predicted."""
     return {name: measured.get(name, 0) - expected.get(name, 0) for name in {**measured, **expected}}
-
-
-def _main_parts(by_part: Mapping[str, int], by: int) -> Sequence[tuple[str, int]]:
-    """Return the parts with most of a difference, the largest first."""
-    same = [(name, size) for name, size in by_part.items() if size * by > 0 and abs(size) >= _MAIN_SHARE * abs(by)]
-    return sorted(same, key=lambda one: -abs(one[1]))[:_MOST_PARTS]
 
 
 def _points(points: Sequence[PredictedPoint], rank: int) -> list[PredictedPoint]:

@@ -1,4 +1,1 @@
-"""The type that every detector returns."""
-
-from .finding import Finding as Finding
-from .finding import State as State
+"""The type that every detector returns, and the store of alerts."""

@@ -1,4 +1,12 @@
-"""Diagnostic requests of detectors to ranks: queued here, sent by the hub.
+"""The alert store: one alert per condition, sent when it is raised, changed and resolved, at a limited rate.
+
+The key of a condition is its kind, rank (None for several ranks), phase and ``evidence["rule"]``. Raising it again
+increments its count. An alert is sent at once if it is new, if its severity rises, or if it is resolved. Other
+changes are limited per alert by a token bucket: ``BURST`` tokens, one more every ``RESEND_S``; without a token the
+change waits for ``tick``. At most ``FRESH_LIMIT`` new alerts are raised in ``FRESH_WINDOW_S``; the rest are counted
+in one note.
+
+Diagnostic requests of detectors to ranks: queued here, sent by the hub.
 
 A capture costs the rank time (stacks make allocations slower), so requests are limited: for spikes, at most
 ``PER_RANK`` per rank and run, with growing pauses unless the next spike can be predicted, and ``RANKS_A_PHASE`` ranks
@@ -6,6 +14,7 @@ per phase; for a transient of every step, one per phase. Only ranks on a GPU are
 """
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,21 +23,18 @@ from ...messages import control
 from ...messages.control import Alert, AlertKind, Severity
 from ...messages.telemetry import PHASES, Hello
 
-# The alert store: one alert per condition, sent when it is raised, changed and resolved, at a limited rate.
-#
-# The key of a condition is its kind, rank (None for several ranks), phase and ``evidence["rule"]``. Raising it again
-# increments its count. An alert is sent at once if it is new, if its severity rises, or if it is resolved. Other
-# changes are limited per alert by a token bucket: ``BURST`` tokens, one more every ``RESEND_S``; without a token the
-# change waits for ``tick``. At most ``FRESH_LIMIT`` new alerts are raised in ``FRESH_WINDOW_S``; the rest are counted
-# in one note.
-
-
 RESEND_S = 5.0
 BURST = 3
 FRESH_LIMIT = 40
 FRESH_WINDOW_S = 60.0
 RANKS_LISTED = 64
 """Maximum length of evidence and rank lists."""
+PER_RANK = 3
+PAUSE_S = 30.0
+LONGER = 4.0
+"""Factor between consecutive pauses."""
+RANKS_A_PHASE = 4
+LEAK_STEPS = 3
 
 LASTING = ("dropped", "disk", "note", "health")
 """Kinds of alert about the monitor and the hosts, or that their detectors resolve at the end of a job."""
@@ -53,7 +59,6 @@ class _Entry:
 
     @property
     def text(self) -> str:
-        """The alert's text, joined from its parts."""
         return " ".join(filter(None, self.parts.values()))
 
     def may_send(self, now: float) -> bool:
@@ -69,6 +74,10 @@ class _Entry:
 def key_of(alert: Alert) -> Key:
     """Return the key of an alert's condition, as in ``AlertStore.raise_alert``."""
     return alert.kind, alert.rank, alert.phase, str(alert.evidence.get("rule", ""))
+
+
+def _with_rule(key: Key, evidence: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rule": key[3], **evidence} if key[3] else dict(evidence)
 
 
 class AlertStore:
@@ -97,11 +106,6 @@ class AlertStore:
             del self._entries[key]
         return alerts
 
-    @property
-    def past(self) -> bool:
-        """Whether an alert that ended an earlier job is active."""
-        return bool(self._past)
-
     def resolve_past(self, now: float, text: str) -> list[Alert]:
         """Resolve the alerts that ended earlier jobs, because a later job has made a step."""
         past, self._past = self._past, []
@@ -113,36 +117,29 @@ class AlertStore:
     def raise_alert(
         self,
         now: float,
-        kind: AlertKind,
+        key: Key,
         severity: Severity,
         title: str,
-        *,
-        rule: str = "",
-        rank: int | None = None,
-        ranks: list[int] | None = None,
+        text: str,
+        evidence: Mapping[str, Any],
+        ranks: Sequence[int] = (),
         step: int | None = None,
-        phase: str = "",
-        text: str = "",
-        evidence: dict[str, Any] | None = None,
+        *,
         repeat: bool = True,
     ) -> list[Alert]:
         """Raise an alert, or record its repetition or change; return the messages to send now.
 
         Args:
             severity: The severity; that of an active alert never falls.
-            rule: The detector's rule; stored as ``evidence["rule"]`` and part of the key.
             repeat: True increments its count; False only updates its text and evidence.
         """
-        found = {"rule": rule, **(evidence or {})} if rule else dict(evidence or {})
-        listed = ranks if ranks is not None else [rank] if rank is not None else []
-        key: Key = (kind, rank, phase, rule)
+        kind, rank, phase, _ = key
+        listed, found = list(ranks[:RANKS_LISTED]), _with_rule(key, evidence)
         entry = self._entries.get(key)
         if entry is None:
             if not self._admit(now):
                 return self._overflow(now)
-            alert = Alert(
-                self._next_id, kind, severity, now, title, rank, listed[:RANKS_LISTED], step, phase, text, found
-            )
+            alert = Alert(self._next_id, kind, severity, now, title, rank, listed, step, phase, text, found)
             self._next_id += 1
             self._entries[key] = _Entry(alert, now)
             return [alert]
@@ -153,7 +150,7 @@ class AlertStore:
             known,
             severity=severity if worse or again else known.severity,
             title=title,
-            ranks=listed[:RANKS_LISTED],
+            ranks=listed,
             step=step,
             text=text,
             evidence=found,
@@ -165,7 +162,7 @@ class AlertStore:
         entry.alert, entry.parts, entry.restored = changed, {_RAISED: text}, False
         return self._send(key, entry, now, at_once=worse)
 
-    def update(self, now: float, key: Key, title: str, text: str, evidence: dict[str, Any]) -> list[Alert]:
+    def update(self, now: float, key: Key, title: str, text: str, evidence: Mapping[str, Any]) -> list[Alert]:
         """Replace title, text and evidence of an alert, active or resolved; return no message if it does not exist.
 
         Args:
@@ -174,10 +171,9 @@ class AlertStore:
         entry = self._entries.get(key)
         if entry is None:
             return []
-        rule = {"rule": key[3]} if key[3] else {}
         over = entry.parts.get(_OVER)
         entry.parts = {_RAISED: text, _OVER: over} if over else {_RAISED: text}
-        return self._change(key, entry, now, title=title, text=entry.text, evidence={**rule, **evidence})
+        return self._change(key, entry, now, title=title, text=entry.text, evidence=_with_rule(key, evidence))
 
     def annotate(self, now: float, key: Key, name: str, evidence: dict[str, Any], text: str = "") -> list[Alert]:
         """Add evidence (and a sentence) to an alert; return no message if it does not exist.
@@ -200,34 +196,25 @@ class AlertStore:
         entry.alert = changed
         return self._send(key, entry, now, at_once=False)
 
-    def resolve(self, now: float, key: Key, text: str = "", title: str = "") -> list[Alert]:
+    def resolve(self, now: float, key: Key, text: str = "") -> list[Alert]:
         """Resolve an alert; return the messages to send: none if it does not exist or is already resolved."""
         entry = self._entries.get(key)
         if entry is None or entry.alert.resolved is not None:
             return []
-        known = entry.alert
         entry.parts.pop(_OVER, None)
         entry.parts[_OVER] = text
-        entry.alert = msgspec.structs.replace(known, resolved=now, text=entry.text, title=title or known.title)
+        entry.alert = msgspec.structs.replace(entry.alert, resolved=now, text=entry.text)
         return self._send(key, entry, now, at_once=True)
-
-    def get(self, key: Key) -> Alert | None:
-        """Return the current alert of a key, or None."""
-        entry = self._entries.get(key)
-        return entry.alert if entry is not None else None
 
     def standing(self, kind: AlertKind) -> list[Alert]:
         """Return the active alerts of a kind, oldest first."""
-        return [
-            entry.alert for entry in self._entries.values() if entry.alert.kind == kind and entry.alert.resolved is None
-        ]
+        alerts = [entry.alert for entry in self._entries.values()]
+        return [alert for alert in alerts if alert.kind == kind and alert.resolved is None]
 
     def tick(self, now: float, *, everything: bool = False) -> list[Alert]:
         """Return delayed changes whose alerts have a token again; with ``everything`` (end of the run), all of them."""
-        alerts: list[Alert] = []
-        for key in list(self._dirty):
-            alerts += self._send(key, self._entries[key], now, at_once=everything)
-        return alerts
+        dirty = [(key, self._entries[key]) for key in self._dirty]
+        return [alert for key, entry in dirty for alert in self._send(key, entry, now, at_once=everything)]
 
     def restore(self, alert: Alert) -> bool:
         """Restore an alert from the recording, so that it continues under the same id.
@@ -264,22 +251,9 @@ class AlertStore:
         if key not in self._entries:
             # The note itself is always admitted.
             self._fresh.popleft()
-        return self.raise_alert(
-            now,
-            "note",
-            "warning",
-            f"more than {FRESH_LIMIT} alerts within a minute: the rest are only counted here",
-            rule="overflow",
-            text="Many alerts at once; the first ones show where it began.",
-        )
-
-
-PER_RANK = 3
-PAUSE_S = 30.0
-LONGER = 4.0
-"""Factor between consecutive pauses."""
-RANKS_A_PHASE = 4
-LEAK_STEPS = 3
+        title = f"more than {FRESH_LIMIT} alerts within a minute: the rest are only counted here"
+        text = "Many alerts at once; the first ones show where it began."
+        return self.raise_alert(now, key, "warning", title, text, {})
 
 
 class Action(NamedTuple):

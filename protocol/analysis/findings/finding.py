@@ -59,6 +59,10 @@ class Finding(msgspec.Struct, frozen=True):
         """Identity of its condition."""
         return Condition(self.kind, self.rank, self.phase, self.key)
 
+    def over(self) -> "Finding":
+        """Return it as resolved; its words have the text of the resolution."""
+        return msgspec.structs.replace(self, state="resolved")
+
 
 def added(condition: Condition, facts: Any) -> Finding:
     """Return a finding that adds facts to a condition."""
@@ -67,21 +71,8 @@ def added(condition: Condition, facts: Any) -> Finding:
 
 def resolved(condition: Condition, resolution: Resolution) -> Finding:
     """Return a finding that resolves a condition."""
-    ranks = () if condition.rank is None else (condition.rank,)
-    return Finding(
-        condition.kind,
-        resolution,
-        "resolved",
-        ranks=ranks,
-        rank=condition.rank,
-        phase=condition.phase,
-        key=condition.key,
-    )
-
-
-# The record of one kind of finding: everything that turns it into an alert, and a recorded alert back into it.
-#
-# Each record stands beside its detector. ``analysis.kinds`` lists all of them; docs/detectors.md shows how to add one.
+    kind, rank, phase, key = condition
+    return Finding(kind, resolution, "resolved", ranks=() if rank is None else (rank,), rank=rank, phase=phase, key=key)
 
 
 class Shown(NamedTuple):
@@ -104,9 +95,17 @@ def plain(finding: Finding) -> dict[str, Any]:
     return msgspec.to_builtins(finding.facts)
 
 
+def only(*names: str) -> Callable[[Finding], dict[str, Any]]:
+    """Return an ``evidence`` for a kind whose evidence is some fields of its facts."""
+    return lambda finding: {name: msgspec.to_builtins(getattr(finding.facts, name)) for name in names}
+
+
 @dataclass(frozen=True)
 class Kind:
-    """One kind of finding."""
+    """One kind of finding: all that turns it into an alert, and a recorded alert back into it.
+
+    Each record stands beside its detector; docs/detectors.md shows how to add one.
+    """
 
     name: str
     """Stable: an alert of kind ``health`` has it as ``evidence["finding"]``."""
@@ -162,9 +161,6 @@ class Kind:
 def from_evidence(facts: type) -> Callable[[Alert], Any]:
     """Return a ``restore`` for a kind whose evidence is its facts."""
     return lambda alert: msgspec.convert(alert.evidence, facts)
-
-
-# The base of a detector that needs nothing of another one; docs/detectors.md shows how to write one.
 
 
 Handler = Callable[[Any], Sequence[Finding] | None]

@@ -7,6 +7,13 @@ thousandth of that median (and below it by as many sigmas, and below the 5th per
 zero too. Resolved after ``FINE_STEPS`` consecutive steps within the square root of the limits. A resolved explosion
 counts as usual for this run (a second task, a wandering source of data): another is raised only if it is
 ``RATIO_AGAIN`` times as high, or lasts twice as long.
+
+The fp16 loss scaler: overflows at its minimum scale, or frequently skipped updates.
+
+A scaler starts far too high and skips its first updates on purpose, so nothing is judged until ``SETTLED``
+consecutive steps were not skipped (or ``SEARCH_STEPS`` steps have passed). After that it skips one update in a
+thousand or two. Raised if ``SKIPPED`` of the last ``WINDOW`` updates were skipped, as ``scaler_floor`` if the scale
+is at most ``floor``. Resolved after ``WINDOW`` updates without a skip.
 """
 
 import math
@@ -15,9 +22,9 @@ from typing import Literal
 
 import msgspec
 
-from ..findings.finding import Finding, Kind, Shown, State
+from ..findings.finding import Finding, Kind, Shown
 from ..words import Words, number
-from .loss import JoinedStep, median, spread
+from .series import JoinedStep, Judge, median, spread
 
 REFERENCE = 200
 FEWEST = 40
@@ -37,6 +44,12 @@ SOLVED = 0.05
 FINE_STEPS = 10
 _ZERO = 1e-30
 _LOG_RATIO, _LOG_TAIL, _LOG_COLLAPSE = math.log(RATIO), math.log(RATIO_OF_TAIL), math.log(COLLAPSE)
+
+WINDOW = 30
+SKIPPED = 6
+SETTLED = 10
+SEARCH_STEPS = 60
+FLOOR = 1.0
 
 
 class GradientFacts(msgspec.Struct, frozen=True):
@@ -107,7 +120,8 @@ class Gradients:
         self._odd_since = 0
         self._up = _Explosion()
         self._first_loss: float | None = None
-        self._standing: dict[str, tuple[GradientFacts, float]] = {}
+        self._standing: dict[str, tuple[Finding, float]] = {}
+        """Finding and median of the reference, by direction."""
         self._fine = 0
         self._middle = 0.0
         self._sigma = 0.0
@@ -145,13 +159,11 @@ class Gradients:
         if len(self._odd) > REFERENCE:
             # A change that lasts as long as the reference becomes the new reference.
             self._logs.append(log)
-        if way in self._standing:
-            return found
-        return found + (self._exploded(row) if way == "up" else self._collapsed(row))
+        return found if way in self._standing else found + self._found(way, row)
 
     def reset(self) -> list[Finding]:
         """Reset; return the resolved findings."""
-        found = [_finding(way, facts, "resolved", None) for way, (facts, _) in self._standing.items()]
+        found = [finding.over() for finding, _ in self._standing.values()]
         self.__init__()
         return found
 
@@ -173,48 +185,42 @@ class Gradients:
             return "down"
         return ""
 
-    def _exploded(self, row: JoinedStep) -> list[Finding]:
-        high = self._up.found()
-        if not high:
-            return []
-        self._up.standing = True
-        return self._raise("up", high[0][0], [log for _, log in high], row)
-
-    def _collapsed(self, row: JoinedStep) -> list[Finding]:
-        if len(self._odd) != COLLAPSED_STEPS:
-            return []
+    def _found(self, way: str, row: JoinedStep) -> list[Finding]:
+        if way == "up":
+            high = self._up.found()
+            self._up.standing = bool(high)
+            return self._raise("up", high[0][0], [log for _, log in high], row) if high else []
         solved = row.loss is not None and self._first_loss is not None and row.loss <= SOLVED * self._first_loss
-        return [] if solved else self._raise("down", self._odd_since, self._odd, row)
+        return (
+            [] if solved or len(self._odd) != COLLAPSED_STEPS else self._raise("down", self._odd_since, self._odd, row)
+        )
 
     def _raise(self, way: str, since: int, logs: list[float], row: JoinedStep) -> list[Finding]:
         norm, usual = math.exp(median(logs)), math.exp(self._middle)
         shown = 0.0 if norm <= 2 * _ZERO else norm
         facts = GradientFacts(shown, usual, norm / usual, since, len(logs), row.loss, row.lr)
-        self._standing[way] = facts, self._middle
+        found = Finding("gradient_explosion" if way == "up" else "gradient_collapse", facts, step=row.step)
+        self._standing[way] = found, self._middle
         self._fine = 0
-        return [_finding(way, facts, "raised", row.step)]
+        return [found]
 
     def _resolve(self, log: float, row: JoinedStep) -> list[Finding]:
         found: list[Finding] = []
-        for way, (facts, middle) in list(self._standing.items()):
+        for way, (finding, middle) in list(self._standing.items()):
             back = log - middle < _LOG_RATIO / 2 if way == "up" else middle - log < -_LOG_COLLAPSE / 2
             self._fine = self._fine + 1 if back else 0
             if self._fine >= FINE_STEPS:
                 del self._standing[way]
-                found.append(_finding(way, facts, "resolved", row.step))
+                found.append(finding.over())
                 if way == "up":
                     self._up.end()
         return found
 
 
-def _finding(way: str, facts: GradientFacts, state: State, step: int | None) -> Finding:
-    kind = "gradient_explosion" if way == "up" else "gradient_collapse"
-    return Finding(kind, facts, state, "warning", step=step)
-
-
 def _gradient(finding: Finding) -> Words:
     facts: GradientFacts = finding.facts
     rate = f" Loss {number(facts.loss)}, learning rate {number(facts.lr)}."
+    over = "The norm is back to normal."
     if finding.kind == "gradient_explosion":
         return Words(
             f"gradient norm {number(facts.grad_norm)}, usually {number(facts.usual)}",
@@ -222,7 +228,7 @@ def _gradient(finding: Finding) -> Words:
             f"steps (before clipping).{rate}",
             "Lower the learning rate or clip gradients at a small multiple of the usual norm; a rise in loss that "
             "follows calls for a checkpoint before that step.",
-            "The norm is back to normal.",
+            over,
         )
     return Words(
         f"gradient norm has collapsed to {number(facts.grad_norm)}, usually {number(facts.usual)}",
@@ -230,50 +236,8 @@ def _gradient(finding: Finding) -> Words:
         f"gradient.{rate}",
         "Check for activations that are saturated or all zero, a loss that is detached or fully masked, parameters "
         "frozen during the run, fp16 gradients that underflow (use a loss scale, or bf16).",
-        "The norm is back to normal.",
+        over,
     )
-
-
-_SHOWN: dict[str, Shown] = {
-    "usual": Shown("usual gradient norm"),
-}
-
-KINDS = (
-    Kind(
-        "gradient_explosion",
-        GradientFacts,
-        _gradient,
-        shown=_SHOWN,
-        limits={
-            f"above the median of {REFERENCE} steps": f"{RATIO:g} times",
-            "in how many steps": f"{EXPLODED_STEPS} of {EXPLODED_WINDOW}",
-        },
-    ),
-    Kind(
-        "gradient_collapse",
-        GradientFacts,
-        _gradient,
-        limits={
-            f"of the median of {REFERENCE} steps": f"below {COLLAPSE:g}",
-            "in how many steps": f"{COLLAPSED_STEPS} in a row",
-        },
-    ),
-)
-
-
-# The fp16 loss scaler: overflows at its minimum scale, or frequently skipped updates.
-#
-# A scaler starts far too high and skips its first updates on purpose, so nothing is judged until ``SETTLED``
-# consecutive steps were not skipped (or ``SEARCH_STEPS`` steps have passed). After that it skips one update in a
-# thousand or two. Raised if ``SKIPPED`` of the last ``WINDOW`` updates were skipped, as ``scaler_floor`` if the scale
-# is at most ``floor``. Resolved after ``WINDOW`` updates without a skip.
-
-
-WINDOW = 30
-SKIPPED = 6
-SETTLED = 10
-SEARCH_STEPS = 60
-FLOOR = 1.0
 
 
 class ScalerFacts(msgspec.Struct, frozen=True):
@@ -287,30 +251,28 @@ class ScalerFacts(msgspec.Struct, frozen=True):
     since_step: int
 
 
-class Scaler:
+class Scaler(Judge):
     """Judges the updates of one run."""
 
-    def __init__(self, floor: float = FLOOR) -> None:
-        self.floor = floor
+    def __init__(self) -> None:
+        super().__init__()
+        self.floor = FLOOR
         self._last: deque[bool] = deque(maxlen=WINDOW)
         self._seen = self._in_row = self._in_all = 0
         self._settled = False
         self._scale: float | None = None
         self._since = 0
-        self._standing: tuple[str, ScalerFacts] | None = None
 
     def step(self, row: JoinedStep) -> list[Finding]:
         """Process one step of the run."""
         if row.loss_scale is not None:
             self._scale = row.loss_scale
-        if not row.overflow and not self._in_all:
-            self._seen += 1
-            self._in_row += 1
-            self._settled = self._settled or self._in_row >= SETTLED
-            return []
         self._seen += 1
         self._in_row = 0 if row.overflow else self._in_row + 1
         self._in_all += row.overflow
+        if not self._in_all:
+            self._settled = self._settled or self._in_row >= SETTLED
+            return []
         if not self._settled:
             self._settled = self._in_row >= SETTLED or self._seen >= SEARCH_STEPS
             return []
@@ -318,40 +280,17 @@ class Scaler:
         skipped = sum(self._last)
         if row.overflow and skipped == 1:
             self._since = row.step
-        if self._standing is not None:
-            return self._watch(row, skipped)
-        if skipped < SKIPPED:
-            return []
+        if self.standing is not None and self._in_row >= WINDOW:
+            return self._end()
         at_floor = self._scale is not None and self._scale <= self.floor
+        worse = self.standing is not None and self.standing.kind == "scaler_skipping" and at_floor
+        if skipped < SKIPPED or not (self.standing is None or worse):
+            return []
+        found = self._end()
         facts = ScalerFacts(self._scale, self.floor, skipped, len(self._last), self._in_all, self._since)
-        self._standing = ("scaler_floor" if at_floor else "scaler_skipping"), facts
-        return [_scaler_finding(*self._standing, "raised", row.step)]
-
-    def reset(self) -> list[Finding]:
-        """Reset; return the resolved finding, if any."""
-        standing, floor = self._standing, self.floor
-        self.__init__(floor)
-        return [_scaler_finding(*standing, "resolved", None)] if standing is not None else []
-
-    def _watch(self, row: JoinedStep, skipped: int) -> list[Finding]:
-        assert self._standing is not None
-        kind, facts = self._standing
-        if self._in_row >= WINDOW:
-            self._standing = None
-            return [_scaler_finding(kind, facts, "resolved", row.step)]
-        if kind == "scaler_skipping" and self._scale is not None and self._scale <= self.floor and skipped >= SKIPPED:
-            worse = ScalerFacts(self._scale, self.floor, skipped, len(self._last), self._in_all, self._since)
-            self._standing = "scaler_floor", worse
-            return [
-                _scaler_finding(kind, facts, "resolved", row.step),
-                _scaler_finding("scaler_floor", worse, "raised", row.step),
-            ]
-        return []
-
-
-def _scaler_finding(kind: str, facts: ScalerFacts, state: State, step: int | None) -> Finding:
-    severity = "error" if kind == "scaler_floor" else "warning"
-    return Finding(kind, facts, state, severity, step=step)
+        kind, severity = ("scaler_floor", "error") if at_floor else ("scaler_skipping", "warning")
+        self.standing = Finding(kind, facts, "raised", severity, step=row.step)
+        return [*found, self.standing]
 
 
 def _scaler(finding: Finding) -> Words:
@@ -379,15 +318,38 @@ def _scaler(finding: Finding) -> Words:
     )
 
 
-_SCALER_SHOWN: dict[str, Shown] = {
-    "floor": Shown("lowest loss scale"),
-    "skipped": Shown("steps skipped"),
-    "skipped_in_all": Shown("steps skipped so far"),
-    "window": Shown("measured over", "steps"),
-}
-
-_LIMITS = {"updates skipped": f"{SKIPPED} of {WINDOW}"}
-SCALER_KINDS = (
-    Kind("scaler_floor", ScalerFacts, _scaler, shown=_SCALER_SHOWN, limits=_LIMITS),
-    Kind("scaler_skipping", ScalerFacts, _scaler, limits=_LIMITS),
+_SCALER_LIMITS = {"updates skipped": f"{SKIPPED} of {WINDOW}"}
+KINDS = (
+    Kind(
+        "gradient_explosion",
+        GradientFacts,
+        _gradient,
+        shown={"usual": Shown("usual gradient norm")},
+        limits={
+            f"above the median of {REFERENCE} steps": f"{RATIO:g} times",
+            "in how many steps": f"{EXPLODED_STEPS} of {EXPLODED_WINDOW}",
+        },
+    ),
+    Kind(
+        "gradient_collapse",
+        GradientFacts,
+        _gradient,
+        limits={
+            f"of the median of {REFERENCE} steps": f"below {COLLAPSE:g}",
+            "in how many steps": f"{COLLAPSED_STEPS} in a row",
+        },
+    ),
+    Kind(
+        "scaler_floor",
+        ScalerFacts,
+        _scaler,
+        shown={
+            "floor": Shown("lowest loss scale"),
+            "skipped": Shown("steps skipped"),
+            "skipped_in_all": Shown("steps skipped so far"),
+            "window": Shown("measured over", "steps"),
+        },
+        limits=_SCALER_LIMITS,
+    ),
+    Kind("scaler_skipping", ScalerFacts, _scaler, limits=_SCALER_LIMITS),
 )

@@ -5,11 +5,10 @@ fills it in seconds, a data set or a list that grows in minutes. Loading, start-
 once, and stop by themselves: they are not judged.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from itertools import pairwise
 from statistics import median
-from typing import ClassVar
 
 import msgspec
 
@@ -48,7 +47,7 @@ class _Host:
     def __init__(self) -> None:
         self.samples: deque[tuple[float, int]] = deque()
         self.phase = ""
-        self.raised: HostMemoryFacts | None = None
+        self.standing: Finding | None = None
 
     def growth(self, window: float) -> float:
         """Return the steady growth over a window in bytes per second; 0: there is none, or too few samples."""
@@ -88,7 +87,7 @@ def _words(finding: Finding) -> Words:
 class HostMemory(Detector):
     """Judges the memory of each host."""
 
-    kinds: ClassVar[tuple[Kind, ...]] = (
+    kinds = (
         Kind(
             "host_memory_filling",
             HostMemoryFacts,
@@ -103,10 +102,10 @@ class HostMemory(Detector):
     )
 
     def __init__(self) -> None:
-        self._hosts: dict[str, _Host] = {}
+        self._hosts: defaultdict[str, _Host] = defaultdict(_Host)
         self._host_of: dict[int, str] = {}
         self._phases: dict[int, str] = {}
-        self._resident: dict[int, deque[int]] = {}
+        self._resident: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=30))
         self._ends_at: dict[int, float] = {}
         """When the present activity of a rank will end, if it says how much of it is done."""
 
@@ -124,7 +123,7 @@ class HostMemory(Detector):
             self._ends_at.pop(beat.rank, None)
         self._phases[beat.rank] = beat.phase
         if beat.resident:
-            self._resident.setdefault(beat.rank, deque(maxlen=30)).append(beat.resident)
+            self._resident[beat.rank].append(beat.resident)
 
     def activity(self, activity: Activity) -> None:
         """Register how far an activity is."""
@@ -144,7 +143,7 @@ class HostMemory(Detector):
         """Process a sample of a host's memory."""
         if sample.kind != "host":
             return []
-        host = self._hosts.setdefault(sample.host, _Host())
+        host = self._hosts[sample.host]
         ranks = [rank for rank, name in self._host_of.items() if name == sample.host]
         phase = self._phase(ranks)
         if phase != host.phase:
@@ -158,12 +157,14 @@ class HostMemory(Detector):
         left = free / rate if rate > 0 else SOON_S
         ends = min((self._ends_at[rank] for rank in ranks if rank in self._ends_at), default=sample.time + SOON_S)
         soon = left < SOON_S and sample.time + left < ends and sample.used_bytes > LEAST_SHARE * sample.total_bytes
-        if soon == (host.raised is not None):
+        if soon == (host.standing is not None):
             return []
+        if host.standing is not None:
+            standing, host.standing = host.standing, None
+            return [standing.over()]
         facts = HostMemoryFacts(sample.host, free, rate, left, phase, self._growing(ranks))
-        host.raised, before = (facts, facts) if soon else (None, host.raised or facts)
-        state = "raised" if soon else "resolved"
-        return [Finding("host_memory_filling", facts if soon else before, state, "error", key=sample.host)]
+        host.standing = Finding("host_memory_filling", facts, "raised", "error", key=sample.host)
+        return [host.standing]
 
     def _phase(self, ranks: list[int]) -> str:
         """Return the phase of a host's ranks: of one that is not judged, of an evaluation, or ``training``."""

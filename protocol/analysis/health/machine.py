@@ -1,9 +1,30 @@
-"""Checkpoints that could not be written: the run continues, and its progress since the last complete one is not saved.
+"""Faults of GPUs, from NVML and the driver's log: throttling, memory errors, XIDs.
 
+- throttling: a thermal, power-brake or hardware slowdown reason in at least half of the samples of ``WINDOW_S``
+  seconds while the GPU computes. A power cap alone does not count: it is normal under full load. Resolved if none
+  occurred for ``WINDOW_S``.
+- memory errors: uncorrectable ECC errors since the driver was loaded; row remappings that are pending or failed.
+- XIDs: as reported by the driver, except those that result from a process's death (``IGNORED``).
+
+Disks about to fill: by free space, by its rate of decrease, and by the size of earlier bursts of writing.
+
+A finding is about one volume of one host that the run writes to.
+
+- *rate*: free space has decreased in each quarter of the last ``LEAST_S`` seconds or longer, and will be used up at
+  that rate within ``HORIZON_S`` and within ``LOOKAHEAD`` times the duration of the decrease. A checkpoint being written
+  does not count, unless it takes a third of the space that was free when it started. Neither do the first of several
+  kept checkpoints: with fewer than ``FEWEST_BURSTS`` bursts, the rate is that of the latest burst.
+- *next write*: at least two bursts of ``BURST_BYTES`` or more were written (a checkpoint, at ``BURST_PER_S`` or more
+  without a pause of ``BURST_GAP_S``), and the free space ``SETTLED_S`` after the last is less than the largest burst.
+- *low*: little space is free, regardless of the rate.
+
+Resolved if none of these has held for ``CALM_S``.
+
+Checkpoints that could not be written: the run continues, and its progress since the last complete one is not saved.
 Raised at the first failure, updated at each further one, resolved by the next complete checkpoint.
 """
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Literal
@@ -13,12 +34,11 @@ import msgspec
 from ...messages.control import Severity
 from ...messages.telemetry import Checkpoint, CheckpointFailed, DeviceHealth, DeviceSample, DiskSpace, Volume, Xid
 from ...text import counted, duration, gib, sanitize
-from ..findings.finding import Detector, Finding, Handler, Kind, Shown, State
+from ..findings.finding import Detector, Finding, Handler, Kind, Shown
 from ..words import Words
+from .series import Judge
 
-# Meanings of NVIDIA's XID numbers for training (docs.nvidia.com/deploy/xid-errors).
-
-
+# Meanings of NVIDIA's XID numbers for training: docs.nvidia.com/deploy/xid-errors.
 IGNORED = frozenset((45,))
 """Preemptive cleanup: the driver closes the channels of a process that was killed or failed before."""
 
@@ -48,25 +68,11 @@ _OF_THE_DEVICE = {
 _MILD = frozenset((63, 92))
 
 
-def meaning(code: int) -> tuple[str, Literal["warning", "error"]]:
+def meaning(code: int) -> tuple[str, Severity]:
     """Return the meaning of an XID, as text, and its severity."""
     if code in _OF_THE_DEVICE:
         return _OF_THE_DEVICE[code], "warning" if code in _MILD else "error"
     return _OF_THE_PROGRAM.get(code, "see NVIDIA's list of XID errors"), "warning"
-
-
-def of_the_program(code: int) -> bool:
-    """Return whether the program, not the device, is the likely cause."""
-    return code in _OF_THE_PROGRAM
-
-
-# Faults of GPUs, from NVML and the driver's log: throttling, memory errors, XIDs.
-#
-# - throttling: a thermal, power-brake or hardware slowdown reason in at least half of the samples of ``WINDOW_S``
-# seconds while the GPU computes. A power cap alone does not count: it is normal under full load. Resolved if none
-# occurred for ``WINDOW_S``.
-# - memory errors: uncorrectable ECC errors since the driver was loaded; row remappings that are pending or failed.
-# - XIDs: as reported by the driver, except those that result from a process's death (``IGNORED``).
 
 
 WINDOW_S = 20.0
@@ -75,7 +81,24 @@ BUSY_PERCENT = 50.0
 HINDERING = ("hardware slowdown", "thermal (software)", "thermal (hardware)", "power brake")
 """NVML's reasons for unintended slowdown; a power cap is normal under full load."""
 
-GpuState = Literal["raised", "updated", "resolved"]
+KEPT_S = 900.0
+LEAST_S = 8.0
+DISKS_FEWEST = 4
+HORIZON_S = 1200.0
+LOOKAHEAD = 2.0
+LEAST_FALL = 8 * 2**20
+BURST_BYTES = 256 * 2**20
+BURST_PER_S = 2 * 2**20
+"""Minimum decrease in bytes per second that is part of a burst; logs write less."""
+BURST_GAP_S = 10.0
+FEWEST_BURSTS = 5
+SETTLED_S = 30.0
+CALM_S = 20.0
+LOW_SHARE = 0.02
+LOW_BYTES = 2 * 2**30
+NONE_BYTES = 64 * 2**20
+
+Why = Literal["rate", "next write", "low"]
 
 
 class DeviceFacts(msgspec.Struct, frozen=True):
@@ -155,31 +178,15 @@ def _memory_errors(finding: Finding) -> Words:
 
 def _xid(finding: Finding) -> Words:
     facts: XidFacts = finding.facts
-    where = f"GPU {facts.index} of {facts.host}" if facts.index >= 0 else f"{facts.bus or 'a GPU'} of {facts.host}"
+    where = f"{f'GPU {facts.index}' if facts.index >= 0 else facts.bus or 'a GPU'} of {facts.host}"
     again = f", {facts.count} times" if facts.count > 1 else ""
     line = f' The driver\'s line: "{sanitize(facts.text, 300)}".' if facts.text else ""
     remedy = (
         "Run with CUDA_LAUNCH_BLOCKING=1, or compute-sanitizer, to find the kernel."
-        if of_the_program(facts.code)
+        if facts.code in _OF_THE_PROGRAM
         else "Drain the host, reset the GPU (nvidia-smi -r) or reboot, and have it tested (dcgmi diag -r 3)."
     )
     return Words(f"XID {facts.code} on {where}{again}: {facts.meaning}", f"{facts.meaning}.{line}", remedy)
-
-
-_SHOWN: dict[str, Shown] = {
-    "index": Shown("GPU"),
-    "bus": Shown("PCI bus"),
-    "code": Shown("XID"),
-    "reasons": Shown("slowed by"),
-    "temperature_c": Shown("temperature", "°C"),
-    "power_w": Shown("power", "W"),
-    "power_limit_w": Shown("power limit", "W"),
-    "sm_clock_mhz": Shown("clock", "MHz"),
-    "others_sm_clock_mhz": Shown("the others' clock", "MHz"),
-    "uncorrected": Shown("uncorrected errors"),
-    "remap_pending": Shown("a row remap is pending"),
-    "remap_failed": Shown("a row remap failed"),
-}
 
 
 class _Gpu:
@@ -188,7 +195,8 @@ class _Gpu:
         """Time, whether it computed, whether it was throttled, and the reasons."""
         self.last: DeviceSample | None = None
         self.first_errors: int | None = None
-        self.standing: dict[str, DeviceFacts] = {}
+        self.standing: dict[str, Finding] = {}
+        """By kind."""
 
     @property
     def busy(self) -> bool:
@@ -203,7 +211,20 @@ class Gpus(Detector):
             "gpu_throttling",
             DeviceFacts,
             _throttling,
-            shown=_SHOWN,
+            shown={
+                "index": Shown("GPU"),
+                "bus": Shown("PCI bus"),
+                "code": Shown("XID"),
+                "reasons": Shown("slowed by"),
+                "temperature_c": Shown("temperature", "°C"),
+                "power_w": Shown("power", "W"),
+                "power_limit_w": Shown("power limit", "W"),
+                "sm_clock_mhz": Shown("clock", "MHz"),
+                "others_sm_clock_mhz": Shown("the others' clock", "MHz"),
+                "uncorrected": Shown("uncorrected errors"),
+                "remap_pending": Shown("a row remap is pending"),
+                "remap_failed": Shown("a row remap failed"),
+            },
             limits={"throttled while computing": f"half of {WINDOW_S:g} s"},
         ),
         Kind("gpu_memory_errors", DeviceFacts, _memory_errors),
@@ -211,8 +232,8 @@ class Gpus(Detector):
     )
 
     def __init__(self) -> None:
-        self._gpus: dict[tuple[str, int], _Gpu] = {}
-        self._xids: dict[tuple[str, str, int], int] = {}
+        self._gpus: defaultdict[tuple[str, int], _Gpu] = defaultdict(_Gpu)
+        self._xids: Counter[str] = Counter()
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return the method for each type of message."""
@@ -222,7 +243,7 @@ class Gpus(Detector):
         """Check one sample for throttling."""
         if sample.kind != "gpu":
             return []
-        gpu = self._gpus.setdefault((sample.host, sample.index), _Gpu())
+        gpu = self._gpus[sample.host, sample.index]
         gpu.last = sample
         reasons = tuple(reason for reason in sample.throttle_reasons if reason in HINDERING)
         gpu.samples.append((sample.time, gpu.busy, bool(reasons), reasons))
@@ -233,65 +254,48 @@ class Gpus(Detector):
         busy = sum(one[1] for one in gpu.samples)
         bad = count >= FEWEST and 2 * len(hindered) >= count and 2 * busy >= count
         is_over = count >= FEWEST and not hindered
-        facts = self._facts(sample, reasons=hindered[-1][3] if hindered else ())
+        facts = self._facts(sample.host, sample.index, sample, reasons=hindered[-1][3] if hindered else ())
         return self._change("gpu_throttling", gpu, facts, bad, is_over, "warning")
 
     def health(self, message: DeviceHealth) -> list[Finding]:
         """Check NVML's figures of a GPU's memory."""
-        gpu = self._gpus.setdefault((message.host, message.index), _Gpu())
+        gpu = self._gpus[message.host, message.index]
         errors = message.ecc_uncorrected
         if gpu.first_errors is None:
             gpu.first_errors = errors
         new = max(0, (errors or 0) - (gpu.first_errors or 0))
         bad = bool(errors) or message.remap_pending or message.remap_failed
         facts = self._facts(
+            message.host,
+            message.index,
             gpu.last,
-            message,
             uncorrected=errors,
             new_errors=new,
             remap_pending=message.remap_pending,
             remap_failed=message.remap_failed,
         )
-        severity: Literal["warning", "error"] = "error" if new or message.remap_failed else "warning"
+        severity: Severity = "error" if new or message.remap_failed else "warning"
         return self._change("gpu_memory_errors", gpu, facts, bad, not bad, severity)
 
     def xid(self, message: Xid) -> list[Finding]:
         """Process an error reported by the driver."""
         if message.code in IGNORED:
             return []
-        gpu = message.bus or str(message.index)
-        key = message.host, gpu, message.code
-        self._xids[key] = count = self._xids.get(key, 0) + 1
+        key = f"{message.host}:{message.bus or message.index}:{message.code}"
+        self._xids[key] += 1
         what, severity = meaning(message.code)
+        count = self._xids[key]
         facts = XidFacts(message.host, message.code, message.index, message.bus, count, message.text, what)
-        state: GpuState = "raised" if count == 1 else "updated"
-        name = f"{message.host}:{gpu}:{message.code}"
-        return [Finding("gpu_xid", facts, state, severity, key=name)]
+        return [Finding("gpu_xid", facts, "raised" if count == 1 else "updated", severity, key=key)]
 
-    def _facts(self, sample: DeviceSample | None, health: DeviceHealth | None = None, **fields: Any) -> DeviceFacts:
-        host, index = (health.host, health.index) if health is not None else ("", 0)
+    def _facts(self, host: str, index: int, sample: DeviceSample | None, **fields: Any) -> DeviceFacts:
         if sample is None:
             return DeviceFacts(host, index, **fields)
-        clocks = sorted(
-            one.last.sm_clock_mhz
-            for (host, index), one in self._gpus.items()
-            if host == sample.host
-            and index != sample.index
-            and one.busy
-            and one.last is not None
-            and one.last.sm_clock_mhz
-        )
-        return DeviceFacts(
-            sample.host,
-            sample.index,
-            sample.name,
-            temperature_c=sample.temperature_c,
-            power_w=sample.power_w,
-            power_limit_w=sample.power_limit_w,
-            sm_clock_mhz=sample.sm_clock_mhz,
-            others_sm_clock_mhz=clocks[len(clocks) // 2] if clocks else None,
-            **fields,
-        )
+        others = [one for (on, number), one in self._gpus.items() if on == host and number != index and one.busy]
+        clocks = sorted(one.last.sm_clock_mhz for one in others if one.last is not None and one.last.sm_clock_mhz)
+        own = {name: getattr(sample, name) for name in ("temperature_c", "power_w", "power_limit_w", "sm_clock_mhz")}
+        median = clocks[len(clocks) // 2] if clocks else None
+        return DeviceFacts(host, index, sample.name, others_sm_clock_mhz=median, **own, **fields)
 
     @staticmethod
     def _change(
@@ -299,56 +303,16 @@ class Gpus(Detector):
     ) -> list[Finding]:
         """Return the finding that a condition is new, has changed, or is over; an empty list otherwise."""
         known = gpu.standing.get(kind)
-        key = f"{facts.host}:{facts.index}"
-        if bad and (known is None or _figures(kind, known) != _figures(kind, facts)):
-            gpu.standing[kind] = facts
-            return [Finding(kind, facts, "updated" if known is not None else "raised", severity, key=key)]
-        if is_over and known is not None:
-            del gpu.standing[kind]
-            return [Finding(kind, known, "resolved", severity, key=key)]
-        return []
+        if bad and (known is None or _figures(known.facts) != _figures(facts)):
+            state = "updated" if known is not None else "raised"
+            gpu.standing[kind] = Finding(kind, facts, state, severity, key=f"{facts.host}:{facts.index}")
+            return [gpu.standing[kind]]
+        return [gpu.standing.pop(kind).over()] if is_over and known is not None else []
 
 
-def _figures(kind: str, facts: DeviceFacts) -> object:
+def _figures(facts: DeviceFacts) -> object:
     """Return the figures whose change updates an active finding."""
-    if kind == "gpu_throttling":
-        return facts.reasons
-    return facts.uncorrected, facts.remap_pending, facts.remap_failed
-
-
-# Disks about to fill: by free space, by its rate of decrease, and by the size of earlier bursts of writing.
-#
-# A finding is about one volume of one host that the run writes to.
-#
-# - *rate*: free space has decreased in each quarter of the last ``LEAST_S`` seconds or longer, and will be used up at
-# that rate within ``HORIZON_S`` and within ``LOOKAHEAD`` times the duration of the decrease. A checkpoint being written
-# does not count, unless it takes a third of the space that was free when it started. Neither do the first of several
-# kept checkpoints: with fewer than ``FEWEST_BURSTS`` bursts, the rate is that of the latest burst.
-# - *next write*: at least two bursts of ``BURST_BYTES`` or more were written (a checkpoint, at ``BURST_PER_S`` or more
-# without a pause of ``BURST_GAP_S``), and the free space ``SETTLED_S`` after the last is less than the largest burst.
-# - *low*: little space is free, regardless of the rate.
-#
-# Resolved if none of these has held for ``CALM_S``.
-
-
-KEPT_S = 900.0
-LEAST_S = 8.0
-DISKS_FEWEST = 4
-HORIZON_S = 1200.0
-LOOKAHEAD = 2.0
-LEAST_FALL = 8 * 2**20
-BURST_BYTES = 256 * 2**20
-BURST_PER_S = 2 * 2**20
-"""Minimum decrease in bytes per second that is part of a burst; logs write less."""
-BURST_GAP_S = 10.0
-FEWEST_BURSTS = 5
-SETTLED_S = 30.0
-CALM_S = 20.0
-LOW_SHARE = 0.02
-LOW_BYTES = 2 * 2**30
-NONE_BYTES = 64 * 2**20
-
-Why = Literal["rate", "next write", "low"]
+    return facts.reasons, facts.uncorrected, facts.remap_pending, facts.remap_failed
 
 
 class DiskFacts(msgspec.Struct, frozen=True):
@@ -386,19 +350,10 @@ def _disk(finding: Finding) -> Words:
     )
 
 
-_DISKS_SHOWN: dict[str, Shown] = {
-    "use": Shown("used for"),
-    "total_bytes": Shown("in total", "bytes"),
-    "bytes_per_s": Shown("written", "bytes/s"),
-    "burst_bytes": Shown("next checkpoint", "bytes"),
-}
-
-
 class _Volume:
     def __init__(self) -> None:
         self.samples: deque[tuple[float, int]] = deque()
-        self.facts: DiskFacts | None = None
-        self.severity: Severity = "warning"
+        self.standing: Finding | None = None
         self.calm_since: float | None = None
         self.sent = 0.0
         self.bursts: list[int] = []
@@ -480,7 +435,12 @@ class Disks(Detector):
             "disk_filling",
             DiskFacts,
             _disk,
-            shown=_DISKS_SHOWN,
+            shown={
+                "use": Shown("used for"),
+                "total_bytes": Shown("in total", "bytes"),
+                "bytes_per_s": Shown("written", "bytes/s"),
+                "burst_bytes": Shown("next checkpoint", "bytes"),
+            },
             limits={
                 "full at the present rate": f"within {HORIZON_S / 60:g} min",
                 "free": f"below {LOW_SHARE:.0%} and {gib(LOW_BYTES, 0)}",
@@ -489,7 +449,7 @@ class Disks(Detector):
     )
 
     def __init__(self) -> None:
-        self._volumes: dict[tuple[str, str], _Volume] = {}
+        self._volumes: defaultdict[tuple[str, str], _Volume] = defaultdict(_Volume)
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return the method for each type of message."""
@@ -499,37 +459,35 @@ class Disks(Detector):
         """Process one measurement of a host's volumes."""
         found: list[Finding] = []
         for one in message.volumes:
-            volume = self._volumes.setdefault((message.host, one.path), _Volume())
+            volume = self._volumes[message.host, one.path]
             volume.add(message.time, one.free_bytes)
             found += self._judge(message, one, volume)
         return found
 
     def _judge(self, message: DiskSpace, one: Volume, volume: _Volume) -> list[Finding]:
-        facts = _facts(message, one, volume)
-        t = message.time
+        facts, known, t = _facts(message, one, volume), volume.standing, message.time
         if facts is None:
             return self._calm(t, volume)
         volume.calm_since = None
         gone = one.free_bytes < min(NONE_BYTES, one.total_bytes // 100)
         soon = facts.full_in_s is not None and facts.full_in_s < 120
-        severity: Severity = "error" if gone or soon or volume.severity == "error" else "warning"
-        fresh, worse = volume.facts is None, severity != volume.severity
-        volume.severity = severity
-        if not fresh and not worse and t - volume.sent < 30:
+        severity: Severity = "error" if gone or soon else known.severity if known is not None else "warning"
+        if known is not None and severity == known.severity and t - volume.sent < 30:
             return []
-        volume.facts, volume.sent = facts, t
-        return [_finding(facts, "raised" if fresh else "updated", severity)]
+        state = "raised" if known is None else "updated"
+        volume.sent = t
+        volume.standing = Finding("disk_filling", facts, state, severity, key=f"{facts.host}:{facts.path}")
+        return [volume.standing]
 
     def _calm(self, t: float, volume: _Volume) -> list[Finding]:
-        if volume.facts is None:
+        if volume.standing is None:
             return []
         if volume.calm_since is None:
             volume.calm_since = t
         if t - volume.calm_since < CALM_S:
             return []
-        facts, volume.facts = volume.facts, None
-        severity, volume.severity = volume.severity, "warning"
-        return [_finding(facts, "resolved", severity)]
+        known, volume.standing = volume.standing, None
+        return [known.over()]
 
 
 def _facts(message: DiskSpace, one: Volume, volume: _Volume) -> DiskFacts | None:
@@ -551,10 +509,6 @@ def _facts(message: DiskSpace, one: Volume, volume: _Volume) -> DiskFacts | None
     return None
 
 
-def _finding(facts: DiskFacts, state: State, severity: Severity) -> Finding:
-    return Finding("disk_filling", facts, state, severity, key=f"{facts.host}:{facts.path}")
-
-
 class CheckpointFacts(msgspec.Struct, frozen=True):
     """The failures, and the newest complete checkpoint."""
 
@@ -571,38 +525,21 @@ class CheckpointFacts(msgspec.Struct, frozen=True):
     """The newest complete checkpoint; empty: none."""
 
 
-class Checkpoints:
+class Checkpoints(Judge):
     """Judges the checkpoints of one job."""
-
-    def __init__(self) -> None:
-        self._facts: CheckpointFacts | None = None
 
     def failed(self, message: CheckpointFailed) -> list[Finding]:
         """Process a failed checkpoint."""
-        before = self._facts
-        self._facts = CheckpointFacts(
-            message.path,
-            message.error,
-            before.first_step if before is not None else message.step,
-            message.step,
-            before.failures + 1 if before is not None else 1,
-            message.kept,
-        )
-        return [_checkpoints_finding(self._facts, "raised" if before is None else "updated")]
+        before: CheckpointFacts | None = self.standing.facts if self.standing is not None else None
+        first, count = (before.first_step, before.failures + 1) if before is not None else (message.step, 1)
+        facts = CheckpointFacts(message.path, message.error, first, message.step, count, message.kept)
+        state = "raised" if before is None else "updated"
+        self.standing = Finding("checkpoint_failed", facts, state, "error", step=message.step)
+        return [self.standing]
 
     def complete(self, message: Checkpoint) -> list[Finding]:
         """Process a complete checkpoint."""
-        del message
-        return self.reset()
-
-    def reset(self) -> list[Finding]:
-        """Reset for another job; return the resolved finding, if any."""
-        facts, self._facts = self._facts, None
-        return [_checkpoints_finding(facts, "resolved")] if facts is not None else []
-
-
-def _checkpoints_finding(facts: CheckpointFacts, state: State) -> Finding:
-    return Finding("checkpoint_failed", facts, state, "error", step=facts.step)
+        return self._end()
 
 
 def _checkpoint(finding: Finding) -> Words:
@@ -618,8 +555,4 @@ def _checkpoint(finding: Finding) -> Words:
     )
 
 
-_CHECKPOINTS_SHOWN: dict[str, Shown] = {
-    "kept": Shown("what is kept"),
-}
-
-KINDS = (Kind("checkpoint_failed", CheckpointFacts, _checkpoint, shown=_CHECKPOINTS_SHOWN, lasting=True),)
+KINDS = (Kind("checkpoint_failed", CheckpointFacts, _checkpoint, shown={"kept": Shown("what is kept")}, lasting=True),)

@@ -1,10 +1,16 @@
 """One interface to all health detectors: messages of the stream in, findings out. Pure: times are passed in.
 
 A rank's hello from another process starts another job of the run and resets all detectors that use steps.
+
+The monitor's own faults: dropped telemetry, no recording.
+
+- **telemetry_lost**: the loss counters of a HubStats rose. The count is incremented with each rise; resolved after 60 s
+  without one.
+- **not_recording**: HubStats has a reason why nothing is recorded. Resolved if it has none; not raised if an alert of
+  the kind ``disk`` is active.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
 
 import msgspec
 
@@ -12,28 +18,23 @@ from ...messages.control import HubStats
 from ...messages.telemetry import Checkpoint, CheckpointFailed, Compiles, DeviceSample, Hello, Plan, Step
 from ...text import counted
 from ..findings.alerts import RANKS_LISTED
-from ..findings.finding import Condition, Detector, Finding, Handler, Kind, Resolution, Shown, resolved
+from ..findings.finding import Condition, Detector, Finding, Handler, Kind, Resolution, Shown, only, resolved
 from ..words import Words
-from . import gradients, loss, machine, speed
+from . import gradients, loss, machine, nonfinite, speed
 from .gradients import FLOOR, Gradients, Scaler
-from .loss import Divergence, Join, NonFinite, Plateau
+from .loss import Divergence, Plateau
 from .machine import Checkpoints
+from .nonfinite import NonFinite
+from .series import Join
 from .speed import DataWait, Recompilation
+
+QUIET_S = 60.0
 
 
 class HealthMonitor(Detector):
     """The detectors of one run that compare steps."""
 
-    kinds: ClassVar[tuple[Kind, ...]] = (
-        *loss.KINDS,
-        *loss.DIVERGENCE_KINDS,
-        *loss.PLATEAU_KINDS,
-        *gradients.KINDS,
-        *gradients.SCALER_KINDS,
-        *speed.KINDS,
-        *speed.COMPILES_KINDS,
-        *machine.KINDS,
-    )
+    kinds = (*nonfinite.KINDS, *loss.KINDS, *gradients.KINDS, *speed.KINDS, *machine.KINDS)
     replays = (Hello, Plan, Step, Checkpoint, CheckpointFailed)
 
     def __init__(self) -> None:
@@ -46,6 +47,7 @@ class HealthMonitor(Detector):
         self._checkpoints = Checkpoints()
         self._processes: dict[int, tuple[int, int]] = {}
         self._precision = ""
+        self._total_steps = 0
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return the method for each type of message."""
@@ -82,7 +84,7 @@ class HealthMonitor(Detector):
 
     def plan(self, plan: Plan) -> list[Finding]:
         """Record the planned number of steps."""
-        self._plateau.total_steps = plan.total_steps
+        self._total_steps = plan.total_steps
         return []
 
     def step(self, step: Step) -> list[Finding]:
@@ -93,7 +95,7 @@ class HealthMonitor(Detector):
         for row in self._join.add(step):
             if not self._join.alternating:
                 found += self._divergence.step(row)
-                found += self._plateau.step(row)
+                found += self._plateau.step(row, self._total_steps)
             found += self._gradients.step(row)
             if row.loss_scale is not None or self._precision not in ("bf16", "fp32"):
                 found += self._scaler.step(row)  # else there is no scaler, and ``learning.updates`` judges
@@ -107,20 +109,11 @@ class HealthMonitor(Detector):
 
     def _reset(self) -> list[Finding]:
         self._join = Join()
-        found: list[Finding] = []
-        for part in (
-            self._losses,
-            self._norms,
-            self._divergence,
-            self._plateau,
-            self._gradients,
-            self._scaler,
-            self._data_wait,
-            self._compiles,
-            self._checkpoints,
-        ):
-            found += part.reset()
-        return found
+        parts = (
+            *(self._losses, self._norms, self._divergence, self._plateau, self._gradients, self._scaler),
+            *(self._data_wait, self._compiles, self._checkpoints),
+        )
+        return [finding for part in parts for finding in part.reset()]
 
 
 def _floor(hello: Hello) -> float:
@@ -128,18 +121,6 @@ def _floor(hello: Hello) -> float:
     section = (hello.deepspeed_config or {}).get("fp16")
     value = section.get("min_loss_scale", FLOOR) if isinstance(section, dict) else FLOOR
     return float(value) if isinstance(value, int | float) and value > 0 else FLOOR
-
-
-# The monitor's own faults: dropped telemetry, no recording.
-#
-# - **telemetry_lost**: the loss counters of a HubStats rose. The count is incremented with each rise; resolved after
-#   60 s
-# without one.
-# - **not_recording**: HubStats has a reason why nothing is recorded. Resolved if it has none; not raised if an alert of
-# the kind ``disk`` is active.
-
-
-QUIET_S = 60.0
 
 
 class LossFacts(msgspec.Struct, frozen=True):
@@ -169,7 +150,11 @@ class HealthDetector:
 
     def stats(self, t: float, stats: HubStats, known: bool) -> list[Finding]:
         """Process the hub's own figures; ``known``: whether an alert about the recording is active."""
-        return [*self._losses(t, stats), *self._recording(stats, known)]
+        found = self._losses(t, stats)
+        if not stats.recording_error:
+            return [*found, resolved(Condition("not_recording"), Resolution("resumed"))]
+        facts = RecordingFacts(stats.recording_error, stats.recorded)
+        return found if known else [*found, Finding("not_recording", facts, severity="error")]
 
     def observe(self, stats: HubStats) -> None:
         """Restore the hub's figures from the recording, so that earlier losses are not reported again."""
@@ -185,15 +170,8 @@ class HealthDetector:
         by_sender = dict(list(stats.lost.items())[:RANKS_LISTED])
         return [Finding("telemetry_lost", LossFacts(sum(stats.lost.values()), new, by_sender, tuple(rose)))]
 
-    def _recording(self, stats: HubStats, known: bool) -> list[Finding]:
-        if not stats.recording_error:
-            return [resolved(Condition("not_recording"), Resolution("resumed"))]
-        facts = RecordingFacts(stats.recording_error, stats.recorded)
-        return [] if known else [Finding("not_recording", facts, severity="error")]
-
 
 def _lost(finding: Finding) -> Words:
-    """Return the text for telemetry messages that did not reach the hub."""
     facts: LossFacts = finding.facts
     names = ", ".join(sorted(map(_sender, facts.sources))[:4]) + (" ..." if len(facts.sources) > 4 else "")
     return Words(
@@ -204,7 +182,6 @@ def _lost(finding: Finding) -> Words:
 
 
 def _not_recording(finding: Finding) -> Words:
-    """Return the text for a recording that cannot be written."""
     facts: RecordingFacts = finding.facts
     return Words(
         f"not recording: {facts.error}",
@@ -219,19 +196,6 @@ def _sender(source: str) -> str:
     return f"rank {parts[1]}" if len(parts) == 4 and parts[0] == "rank" else source
 
 
-def _lost_evidence(finding: Finding) -> dict[str, Any]:
-    facts: LossFacts = finding.facts
-    return {"total": facts.total, "new": facts.new, "by_sender": facts.by_sender}
-
-
-_SHOWN: dict[str, Shown] = {
-    "total": Shown("lost in total"),
-    "new": Shown("newly lost"),
-    "by_sender": Shown("lost by sender"),
-    "sources": Shown("senders"),
-    "recorded": Shown("messages recorded"),
-}
-
 KINDS = (
     Kind(
         "telemetry_lost",
@@ -239,18 +203,19 @@ KINDS = (
         _lost,
         "dropped",
         "lost",
-        evidence=_lost_evidence,
-        shown=_SHOWN,
+        evidence=only("total", "new", "by_sender"),
+        shown={
+            "total": Shown("lost in total"),
+            "new": Shown("newly lost"),
+            "by_sender": Shown("lost by sender"),
+            "sources": Shown("senders"),
+            "recorded": Shown("messages recorded"),
+        },
         resolved={"calm": "None lost since."},
         limits={"time without a loss that resolves it": f"{QUIET_S:g} s"},
         counted=True,
     ),
     Kind(
-        "not_recording",
-        RecordingFacts,
-        _not_recording,
-        "disk",
-        "recording",
-        resolved={"resumed": "Recording again."},
+        "not_recording", RecordingFacts, _not_recording, "disk", "recording", resolved={"resumed": "Recording again."}
     ),
 )

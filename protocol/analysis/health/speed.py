@@ -1,4 +1,14 @@
-"""Recompilation storms of ``torch.compile``: a function that is compiled repeatedly while the run trains.
+"""Input-bound runs: the share of a step for which the training thread waits for its next batch.
+
+Waiting is the time in the DataLoader, over the last ``WINDOW`` steps of a rank, without the ``LEFT_OUT`` longest
+(an epoch's first batch waits for new workers) and without the run's first ``WARM_UP`` steps. On a GPU waiting costs
+only the time for which the device idles: the wait is then the smaller of the host's wait and the step's device time
+outside forward, backward, optimizer, evaluation and checkpoint. Raised if at least half of the ranks wait ``SHARE``
+of the step and ``LEAST_US`` per step (a single slow rank is a straggler), in the whole window and in
+``FEWEST_PARTS`` of its parts of ``EVERY`` steps: refilling a shuffle buffer, or a briefly busy file system, affects
+only a few parts. Resolved if the share is below half of ``SHARE`` at two consecutive checks.
+
+Recompilation storms of ``torch.compile``: a function that is compiled repeatedly while the run trains.
 
 A rank reports each compilation by Dynamo (``Compiles``). A few are normal: the first, one with dynamic shapes, another
 for the last batch of an epoch or for evaluation. Raised if one function was recompiled ``RECOMPILES`` times after the
@@ -6,7 +16,7 @@ run's first ``WARM_UP`` steps, or if Dynamo stopped compiling it at its limit. R
 without a recompilation.
 """
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 
 import msgspec
 
@@ -14,17 +24,7 @@ from ...messages.telemetry import Compiles, DataLoaderInfo, Hello, Step
 from ...text import counted, duration, sanitize
 from ..findings.finding import HIDDEN, Finding, Kind, Shown, State
 from ..words import Words
-
-# Input-bound runs: the share of a step for which the training thread waits for its next batch.
-#
-# Waiting is the time in the DataLoader, over the last ``WINDOW`` steps of a rank, without the ``LEFT_OUT`` longest
-# (an epoch's first batch waits for new workers) and without the run's first ``WARM_UP`` steps. On a GPU waiting costs
-# only the time for which the device idles: the wait is then the smaller of the host's wait and the step's device time
-# outside forward, backward, optimizer, evaluation and checkpoint. Raised if at least half of the ranks wait ``SHARE``
-# of the step and ``LEAST_US`` per step (a single slow rank is a straggler), in the whole window and in
-# ``FEWEST_PARTS`` of its parts of ``EVERY`` steps: refilling a shuffle buffer, or a briefly busy file system, affects
-# only a few parts. Resolved if the share is below half of ``SHARE`` at two consecutive checks.
-
+from .series import Judge
 
 WINDOW = 80
 WARM_UP = 5
@@ -34,7 +34,12 @@ SHARE = 0.25
 LEAST_US = 5_000
 FEWEST_PARTS = 5
 LOOKS = 2
+RECOMPILES = 4
+COMPILES_WARM_UP = 1
+QUIET_STEPS = 100
 _WORK = frozenset(("forward", "backward", "optimizer", "eval", "checkpoint"))
+_MOST_WORKERS = 64
+"""Assumed maximum of useful worker processes on a host whose number of CPUs is unknown."""
 
 
 class DataWaitFacts(msgspec.Struct, frozen=True):
@@ -62,18 +67,17 @@ class _Rank:
         self.window: deque[tuple[int, int]] = deque(maxlen=WINDOW)
 
 
-class DataWait:
+class DataWait(Judge):
     """Judges all ranks of a run."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, _Rank] = {}
+        super().__init__()
+        self._ranks: defaultdict[int, _Rank] = defaultdict(_Rank)
         self._free = 0
-        self._facts: DataWaitFacts | None = None
-        self._who: tuple[int, ...] = ()
 
     def hello(self, hello: Hello) -> None:
         """Record a rank's device and loader."""
-        rank = self._ranks.setdefault(hello.rank, _Rank())
+        rank = self._ranks[hello.rank]
         rank.cuda = hello.device.kind == "cuda"
         if hello.loader is not None:
             rank.loader = hello.loader
@@ -84,9 +88,7 @@ class DataWait:
 
     def step(self, step: Step) -> list[Finding]:
         """Process one rank's step."""
-        rank = self._ranks.get(step.rank)
-        if rank is None:
-            rank = self._ranks[step.rank] = _Rank()
+        rank = self._ranks[step.rank]
         rank.steps += 1
         if rank.steps <= WARM_UP:
             return []
@@ -106,56 +108,34 @@ class DataWait:
             return []
         return self._check(step.step)
 
-    def reset(self) -> list[Finding]:
-        """Discard all steps; return the resolved finding, if any."""
-        facts, who = self._facts, self._who
-        self._facts, self._free = None, 0
-        for rank in self._ranks.values():
-            rank.steps = 0
-            rank.window.clear()
-        return [Finding("input_bound", facts, "resolved", "warning", who)] if facts is not None else []
-
     def _check(self, step: int) -> list[Finding]:
-        shares: dict[int, tuple[float, float, float]] = {}
-        bound: list[int] = []
-        full = 0
-        for number, rank in self._ranks.items():
-            if len(rank.window) == WINDOW:
-                steps = list(rank.window)
-                full += 1
-                if self._facts is None and not may_be_bound(steps):
-                    continue
-                shares[number] = share, wait, _ = _share(sorted(steps)[:-LEFT_OUT])
-                if share >= SHARE and wait >= LEAST_US and _is_lasting(steps):
-                    bound.append(number)
-        if not full:
-            return []
-        if self._facts is not None:
-            middle = sorted(shares.values())[full // 2]
+        full = {number: list(rank.window) for number, rank in self._ranks.items() if len(rank.window) == WINDOW}
+        shares = {
+            number: _share(sorted(steps)[:-LEFT_OUT])
+            for number, steps in full.items()
+            if self.standing is not None or may_be_bound(steps)
+        }
+        if self.standing is not None:
+            middle = sorted(shares.values())[len(full) // 2]
             self._free = self._free + 1 if middle[0] < SHARE / 2 else 0
-            if self._free < LOOKS:
-                return []
-            found = Finding("input_bound", self._facts, "resolved", "warning", self._who, step=step)
-            self._facts = None
-            return [found]
-        if not bound or len(bound) * 2 < full:
+            return self._end() if self._free >= LOOKS else []
+        bound = [
+            number
+            for number, (share, wait, _) in shares.items()
+            if share >= SHARE and wait >= LEAST_US and _is_lasting(full[number])
+        ]
+        if not bound or len(bound) * 2 < len(full):
             return []
         worst = max(bound, key=lambda number: shares[number][0])
         share, wait, host = shares[worst]
-        loader = self._ranks[worst].loader
-        self._free, self._who = 0, tuple(sorted(bound))
-        self._facts = DataWaitFacts(
-            share,
-            wait / 1e3,
-            host / 1e3,
-            WINDOW,
-            len(bound),
-            full,
-            self._ranks[worst].cuda,
-            loader,
-            workers_needed(loader, wait, host),
+        rank = self._ranks[worst]
+        self._free = 0
+        facts = DataWaitFacts(
+            *(share, wait / 1e3, host / 1e3, WINDOW, len(bound), len(full), rank.cuda, rank.loader),
+            workers_needed=workers_needed(rank.loader, wait, host),
         )
-        return [Finding("input_bound", self._facts, "raised", "warning", self._who, step=step)]
+        self.standing = Finding("input_bound", facts, ranks=tuple(sorted(bound)), step=step)
+        return [self.standing]
 
 
 def may_be_bound(steps: list[tuple[int, int]]) -> bool:
@@ -193,29 +173,21 @@ def workers_needed(loader: DataLoaderInfo | None, wait_us: float, step_us: float
     return int(-(-cost // compute)) + (loader.workers == 0)
 
 
-_MOST_WORKERS = 64
-"""Assumed maximum of useful worker processes on a host whose number of CPUs is unknown."""
-
-
 def _input(finding: Finding) -> Words:
     facts: DataWaitFacts = finding.facts
+    loader, settings = facts.loader, ""
+    if loader is not None:
+        ahead = f", {loader.prefetch_factor} batches ahead each" if loader.workers else ""
+        pinned = "pinned" if loader.pin_memory else "not pinned"
+        settings = f"; its DataLoader has num_workers={loader.workers}{ahead}, memory {pinned}"
     of = "" if facts.ranks_bound == facts.ranks_total else f" ({facts.ranks_bound} of {facts.ranks_total} ranks)"
     return Words(
         f"waits for data {facts.share:.0%} of each step{of}",
         f"Waiting for the next batch takes {facts.wait_ms:.0f} of {facts.step_ms:.0f} ms a step (mean of "
-        f"{facts.window_steps} steps){_loader(facts)}.",
+        f"{facts.window_steps} steps){settings}.",
         _loader_remedy(facts),
         "Data arrives in time again.",
     )
-
-
-def _loader(facts: DataWaitFacts) -> str:
-    loader = facts.loader
-    if loader is None:
-        return ""
-    pinned = "pinned" if loader.pin_memory else "not pinned"
-    ahead = f", {loader.prefetch_factor} batches ahead each" if loader.workers else ""
-    return f"; its DataLoader has num_workers={loader.workers}{ahead}, memory {pinned}"
 
 
 def _loader_remedy(facts: DataWaitFacts) -> str:
@@ -227,13 +199,11 @@ def _loader_remedy(facts: DataWaitFacts) -> str:
         )
     parts: list[str] = []
     most = loader.cpus or _MOST_WORKERS
-    if not facts.workers_needed:
-        pass
-    elif facts.workers_needed <= most:
+    if 0 < facts.workers_needed <= most:
         parts.append(
             f"num_workers={max(facts.workers_needed, loader.workers + 1)} would hide the wait, if workers scale"
         )
-    else:
+    elif facts.workers_needed:
         few = facts.workers_needed <= 2 * most
         needed = f"about {facts.workers_needed}" if few else f"more than {2 * most}"
         cpus = f", but this rank may use {counted(loader.cpus, 'CPU')}" if loader.cpus else ""
@@ -253,37 +223,6 @@ def _loader_remedy(facts: DataWaitFacts) -> str:
     return f"Try: {text}." if text else "Make each sample cheaper."
 
 
-_SHOWN: dict[str, Shown] = {
-    "ranks_bound": Shown("ranks that wait for data"),
-    "share": Shown("share of the step", "share"),
-    "wait_ms": Shown("waited for data", "ms"),
-    "loader": Shown("data loader"),
-    "prefetch_factor": Shown("batches loaded ahead"),
-    "pin_memory": Shown("pinned memory"),
-    "cpus": Shown("processors per rank"),
-    "cuda": HIDDEN,
-}
-
-KINDS = (
-    Kind(
-        "input_bound",
-        DataWaitFacts,
-        _input,
-        shown=_SHOWN,
-        limits={
-            "wait, of the step": f"{SHARE:.0%}",
-            "wait a step": f"{LEAST_US / 1000:g} ms",
-            "window": f"{WINDOW} steps, and {FEWEST_PARTS} of its {WINDOW // EVERY} parts",
-        },
-    ),
-)
-
-
-RECOMPILES = 4
-COMPILES_WARM_UP = 1
-QUIET_STEPS = 100
-
-
 class CompileFacts(msgspec.Struct, frozen=True):
     """The function, the number of recompilations, and the last reason."""
 
@@ -300,12 +239,13 @@ class CompileFacts(msgspec.Struct, frozen=True):
 
 class _Function:
     def __init__(self, step: int) -> None:
-        self.count: dict[int, int] = {}
+        self.count: Counter[int] = Counter()
+        """Recompilations by rank."""
         self.seconds = 0.0
         self.reason = ""
         self.since = self.step = step
         self.ranks: set[int] = set()
-        self.raised = False
+        """Ranks in its finding."""
         self.limit = False
 
 
@@ -322,35 +262,30 @@ class Recompilation:
             if one.step <= COMPILES_WARM_UP or not (one.reason or one.failed):
                 continue
             function = self._functions.setdefault(one.name, _Function(one.step))
-            function.count[message.rank] = function.count.get(message.rank, 0) + 1
+            function.count[message.rank] += 1
             function.seconds += one.seconds
             function.reason = one.reason or function.reason
             function.step = max(function.step, one.step)
             function.limit = function.limit or "limit" in one.failed.lower()
             if function.count[message.rank] >= RECOMPILES or function.limit:
-                fresh = not function.raised or message.rank not in function.ranks
-                function.ranks.add(message.rank)
-                state = "updated" if function.raised else "raised"
-                if fresh or one is message.functions[-1]:
+                state = "updated" if function.ranks else "raised"
+                if message.rank not in function.ranks or one is message.functions[-1]:
+                    function.ranks.add(message.rank)
                     found.append(_finding(one.name, function, state))
-                function.raised = True
         return found
 
     def step(self, step: int) -> list[Finding]:
         """Resolve findings that are quiet at ``step``; call it at intervals."""
-        found: list[Finding] = []
-        for name, function in list(self._functions.items()):
-            if step - function.step > QUIET_STEPS:
-                del self._functions[name]
-                if function.raised:
-                    found.append(_finding(name, function, "resolved"))
-        return found
+        quiet = [name for name, one in self._functions.items() if step - one.step > QUIET_STEPS]
+        return self._end({name: self._functions.pop(name) for name in quiet})
 
     def reset(self) -> list[Finding]:
         """Reset; return the resolved findings."""
-        found = [_finding(name, one, "resolved") for name, one in self._functions.items() if one.raised]
-        self._functions.clear()
-        return found
+        functions, self._functions = self._functions, {}
+        return self._end(functions)
+
+    def _end(self, functions: dict[str, _Function]) -> list[Finding]:
+        return [_finding(name, one, "resolved") for name, one in functions.items() if one.ranks]
 
 
 def _finding(name: str, function: _Function, state: State) -> Finding:
@@ -364,11 +299,8 @@ def _finding(name: str, function: _Function, state: State) -> Finding:
 def _recompilation(finding: Finding) -> Words:
     facts: CompileFacts = finding.facts
     why = f" Latest reason: {sanitize(facts.reason, 300)}." if facts.reason else ""
-    limit = (
-        " torch.compile has reached its recompilation limit: it runs uncompiled from now on."
-        if facts.limit_reached
-        else ""
-    )
+    limit = " torch.compile has reached its recompilation limit: it runs uncompiled from now on."
+    limit = limit if facts.limit_reached else ""
     return Words(
         f"torch.compile keeps recompiling {facts.function}: {counted(facts.recompiles, 'time')}",
         f"Since step {facts.since_step} compilation took {duration(facts.seconds)}.{why}{limit}",
@@ -378,17 +310,32 @@ def _recompilation(finding: Finding) -> Words:
     )
 
 
-_COMPILES_SHOWN: dict[str, Shown] = {
-    "recompiles": Shown("recompilations"),
-    "seconds": Shown("time spent", "s"),
-}
-
-COMPILES_KINDS = (
+KINDS = (
+    Kind(
+        "input_bound",
+        DataWaitFacts,
+        _input,
+        shown={
+            "ranks_bound": Shown("ranks that wait for data"),
+            "share": Shown("share of the step", "share"),
+            "wait_ms": Shown("waited for data", "ms"),
+            "loader": Shown("data loader"),
+            "prefetch_factor": Shown("batches loaded ahead"),
+            "pin_memory": Shown("pinned memory"),
+            "cpus": Shown("processors per rank"),
+            "cuda": HIDDEN,
+        },
+        limits={
+            "wait, of the step": f"{SHARE:.0%}",
+            "wait a step": f"{LEAST_US / 1000:g} ms",
+            "window": f"{WINDOW} steps, and {FEWEST_PARTS} of its {WINDOW // EVERY} parts",
+        },
+    ),
     Kind(
         "recompilation",
         CompileFacts,
         _recompilation,
-        shown=_COMPILES_SHOWN,
+        shown={"recompiles": Shown("recompilations"), "seconds": Shown("time spent", "s")},
         limits={f"recompilations of a function after step {COMPILES_WARM_UP}": str(RECOMPILES)},
     ),
 )

@@ -34,7 +34,7 @@ from ...messages.memory import Cause, Composition
 from ...messages.telemetry import AllocatorEvents, Hello, PhaseRecord, Step
 from ..findings.alerts import RANKS_LISTED, DiagnosticRequests
 from ..findings.finding import Condition, Finding, Resolution, resolved
-from ..health.loss import MAD_TO_SIGMA
+from ..health.series import MAD_TO_SIGMA
 from .causes import GrowthFacts, KnownCauses, SpikeFacts, SteadyFacts, conditions_of
 
 FEW = 8

@@ -1,4 +1,17 @@
-"""Finds out-of-memory errors in reports of failed allocations and in exceptions."""
+"""Finds out-of-memory errors in reports of failed allocations and in exceptions, and judges why an allocation failed.
+
+The judgement uses the figures at that moment; "cannot tell" is a verdict too. A cause counts only if the request would
+have fitted without it. If several causes qualify, the one that holds the most memory is the verdict, and the others are
+listed with it. Checked in this order:
+
+1. A request larger than the whole device is **too_large**; a request for which memory was free hit a **limit**.
+2. Causes whose size is measured: **fragmentation** (reserved memory is free, but in pieces), **other_process**, memory
+   of this process **outside** PyTorch's allocator, a **leak** (memory at the start of steps keeps growing), a
+   **longer_batch** than any before (allocated memory in excess of any earlier peak).
+3. Causes that the failing phase and stack show: **logits**, **buckets**, **optimizer_states**,
+   **optimizer_temporaries**, **checkpoint**, **activations**.
+4. Parameters, gradients and optimizer states that fill the device by themselves: **too_large**. Else **unknown**.
+"""
 
 import math
 from collections.abc import Sequence
@@ -15,6 +28,25 @@ from ..findings.finding import Condition, Finding, Resolution, added, resolved
 
 OOM_WORDS = ("outofmemoryerror", "out of memory", "can't allocate memory", "cannot allocate memory", "memoryerror")
 TRACEBACK_LIMIT = 8000
+FITTING = ("parameters", "gradients", "optimizer_states", "master_copies", "partitions")
+"""Parts that do not depend on the batch."""
+_SEGMENT = 2 * 2**20
+"""The allocator asks the driver for multiples of this, and reports that size when it fails."""
+_PART_OF_DEVICE = 0.05
+"""Minimum share of the device at which memory of other processes, or outside the allocator, counts."""
+_PIECES = 0.02
+"""Free pieces of less than this share of the device are not the cause."""
+_OUTSIDE_USUAL = 2 * 2**30
+"""Usual size of a CUDA context and NCCL's buffers."""
+_RISING = 0.8
+_LEAST_STEPS = 8
+_LOGITS = ("cross_entropy", "log_softmax", "nll_loss", "causallmloss", "linear_cross_entropy", "compute_loss_func")
+_BUCKETS = (
+    "ipg", "bucket", "reduce_scatter", "reduce_grad", "allgather", "all_gather", "flatten_dense", "average_tensor",
+    "partition_grads", "get_flat_partition",
+)  # fmt: skip
+_ADAM = ("adamw", "adam", "fusedadam", "nadam", "radam", "lamb", "fusedlamb")
+"""Optimizers that keep two values per updated parameter."""
 
 
 class Uncaught(msgspec.Struct, frozen=True):
@@ -48,10 +80,11 @@ class OomDetector:
 
     def held(self, rank: int, held: bool) -> list[Finding]:
         """Record that a rank is held at its out-of-memory error, or was released."""
-        condition = self.standing(rank)
         if held:
             self._held.add(rank)
-        if condition is None or held or rank not in self._held:
+            return []
+        condition = self.standing(rank)
+        if condition is None or rank not in self._held:
             return []
         self._held.discard(rank)
         return [added(condition, Released())]
@@ -68,8 +101,6 @@ class OomDetector:
 
     def step(self, step: Step) -> list[Finding]:
         """Resolve the finding of a rank that makes a step: its script caught the error and continued."""
-        if not self._standing:
-            return []
         known = self._standing.get(step.rank)
         # Steps from before the error may arrive later, because they wait for their device times.
         if known is None or step.step < known[1]:
@@ -95,43 +126,6 @@ class OomDetector:
         return [finding]
 
 
-# Judges why an allocation failed, from the figures at that moment; "cannot tell" is a verdict too. Pure functions.
-#
-# A cause counts only if the request would have fitted without it. If several causes qualify, the one that holds the
-# most memory is the verdict, and the others are listed with it. Checked in this order:
-#
-# 1. A request larger than the whole device is **too_large**; a request for which memory was free hit a **limit**.
-# 2. Causes whose size is measured: **fragmentation** (reserved memory is free, but in pieces), **other_process**,
-#   memory
-# of this process **outside** PyTorch's allocator, a **leak** (memory at the start of steps keeps growing), a
-# **longer_batch** than any before (allocated memory in excess of any earlier peak).
-# 3. Causes that the failing phase and stack show: **logits**, **buckets**, **optimizer_states**,
-# **optimizer_temporaries**, **checkpoint**, **activations**.
-# 4. Parameters, gradients and optimizer states that fill the device by themselves: **too_large**. Else **unknown**.
-
-
-FITTING = ("parameters", "gradients", "optimizer_states", "master_copies", "partitions")
-"""Parts that do not depend on the batch."""
-_SEGMENT = 2 * 2**20
-"""The allocator asks the driver for multiples of this, and reports that size when it fails."""
-_PART_OF_DEVICE = 0.05
-"""Minimum share of the device at which memory of other processes, or outside the allocator, counts."""
-_PIECES = 0.02
-"""Free pieces of less than this share of the device are not the cause."""
-_OUTSIDE_USUAL = 2 * 2**30
-"""Usual size of a CUDA context and NCCL's buffers."""
-_RISING = 0.8
-_LEAST_STEPS = 8
-
-_LOGITS = ("cross_entropy", "log_softmax", "nll_loss", "causallmloss", "linear_cross_entropy", "compute_loss_func")
-_BUCKETS = (
-    "ipg", "bucket", "reduce_scatter", "reduce_grad", "allgather", "all_gather", "flatten_dense", "average_tensor",
-    "partition_grads", "get_flat_partition",
-)  # fmt: skip
-_ADAM = ("adamw", "adam", "fusedadam", "nadam", "radam", "lamb", "fusedlamb")
-"""Optimizers that keep two values per updated parameter."""
-
-
 class OomContext(NamedTuple):
     """Facts besides the failing rank's report."""
 
@@ -143,17 +137,6 @@ class OomContext(NamedTuple):
 
 
 ALONE = OomContext()
-
-
-class Outside(NamedTuple):
-    """Used memory of the device outside the failing rank's PyTorch allocator; None: unknown."""
-
-    elsewhere: int
-    """All of it."""
-    others: int | None
-    """Memory of other processes."""
-    own: int | None
-    """Memory of the failing rank's process: CUDA context, NCCL, libraries."""
 
 
 class Judgement(msgspec.Struct, frozen=True):
@@ -172,44 +155,38 @@ class Judgement(msgspec.Struct, frozen=True):
 
 def judge(oom: Oom, around: OomContext = ALONE) -> Judgement:
     """Judge a failed allocation (the rules are this module's docstring)."""
-    short, found = shortage(oom), facts(oom, around)
+    short, found = max(0, oom.requested_bytes - _left(oom)), facts(oom, around)
     kind, also, sure = _kind(oom, found, short)
     return Judgement(kind, also, sure, short, found)
 
 
-def shortage(oom: Oom) -> int:
-    """Return how many bytes were missing for the request."""
-    return max(0, oom.requested_bytes - _left(oom))
-
-
 def facts(oom: Oom, around: OomContext) -> dict[str, int]:
     """Return the figures for the judgement, in bytes: those that are known and not 0."""
-    outside = outside_of(oom, around)
-    growth = steady_growth(oom.starts)
     found = {
         "fragmented": oom.usable_free_bytes if oom.usable_free_bytes > oom.largest_free_bytes else 0,
-        "others": outside.others or 0,
-        "outside": outside.own or 0,
-        "elsewhere": outside.elsewhere,
-        "leak": growth or 0,
-        "excess": excess_of_batch(oom),
+        **_outside(oom, around),
+        "leak": steady_growth(oom.starts) or 0,
+        "excess": _excess_of_batch(oom),
         "logits": logits_bytes(oom),
         "to_come": around.to_come or pending_states(oom),
     }
     return {name: size for name, size in found.items() if size > 0}
 
 
-def outside_of(oom: Oom, around: OomContext) -> Outside:
-    """Split memory used outside the failing rank's allocator into that of other processes and its own."""
+def _outside(oom: Oom, around: OomContext) -> dict[str, int]:
+    """Return used memory outside the failing rank's allocator: of other processes, its own (CUDA context, NCCL), all.
+
+    The owners are unknown if the list of processes lacks the rank itself: its pids are of another namespace then.
+    """
     capacity = oom.capacity_bytes or oom.device_total_bytes
-    elsewhere = max(0, capacity - oom.device_free_bytes - oom.reserved_bytes) if capacity else 0
+    if oom.measure != "cuda" or not capacity:
+        return {}
+    elsewhere = max(0, capacity - oom.device_free_bytes - oom.reserved_bytes)
     own = next((process.used_bytes for process in around.processes if process.rank == oom.rank), None)
-    if oom.measure != "cuda" or own is None:
-        # A list without the rank itself has pids of another namespace: the owners are unknown.
-        return Outside(elsewhere if oom.measure == "cuda" else 0, None, None)
-    others = sum(process.used_bytes for process in around.processes if process.rank != oom.rank)
-    others = min(others, elsewhere)
-    return Outside(elsewhere, others, max(0, min(own - oom.reserved_bytes, elsewhere - others)))
+    if own is None:
+        return {"elsewhere": elsewhere}
+    others = min(sum(process.used_bytes for process in around.processes if process.rank != oom.rank), elsewhere)
+    return {"others": others, "outside": min(own - oom.reserved_bytes, elsewhere - others), "elsewhere": elsewhere}
 
 
 def steady_growth(starts: Sequence[int]) -> int | None:
@@ -246,14 +223,10 @@ def elements(shape: Sequence[int]) -> int:
     return math.prod(shape) if shape else 0
 
 
-def is_longer(oom: Oom) -> bool:
-    """Return whether the batch is larger than that of any step before."""
-    return 0 < elements(oom.largest_shape) < elements(oom.batch_shape)
-
-
-def excess_of_batch(oom: Oom) -> int:
+def _excess_of_batch(oom: Oom) -> int:
     """Return by how many bytes a batch larger than any before exceeds the highest peak; 0 if it is not larger."""
-    if not is_longer(oom) or oom.phase not in ("forward", "backward", "eval") or oom.peak_bytes <= 0:
+    is_longer = 0 < elements(oom.largest_shape) < elements(oom.batch_shape)
+    if not is_longer or oom.phase not in ("forward", "backward", "eval") or oom.peak_bytes <= 0:
         return 0
     return max(0, oom.allocated_bytes + oom.requested_bytes - oom.peak_bytes)
 
@@ -263,11 +236,9 @@ def logits_bytes(oom: Oom) -> int:
     if len(oom.batch_shape) != 2 or oom.vocabulary <= 0:
         return 0
     rows, length = oom.batch_shape
-    for used in (length, length - 1):
-        full = rows * used * oom.vocabulary
-        for width in (4, 2):
-            if full * width > _SEGMENT and _rounded(full * width) == _rounded(oom.requested_bytes):
-                return full * 4
+    for full in (rows * length * oom.vocabulary, rows * (length - 1) * oom.vocabulary):
+        if any(w * full > _SEGMENT and _rounded(w * full) == _rounded(oom.requested_bytes) for w in (4, 2)):
+            return full * 4
     return 0
 
 
@@ -291,19 +262,18 @@ def _kind(oom: Oom, found: dict[str, int], short: int) -> tuple[OomKind, list[Oo
     elif oom.limit and oom.requested_bytes > oom.device_total_bytes:
         return "limit", [], True
     weights: dict[OomKind, int] = {}
+    unused = max(0, oom.reserved_bytes - oom.allocated_bytes)
     if oom.usable_free_bytes >= oom.requested_bytes > oom.largest_free_bytes:
         weights["fragmentation"] = oom.usable_free_bytes
-    elif not oom.free_blocks and oom.measure == "cuda" and _unused(oom) >= oom.requested_bytes:
-        weights["fragmentation"] = _unused(oom)  # the block sizes are unknown, but contiguous it would have sufficed
+    elif not oom.free_blocks and oom.measure == "cuda" and unused >= oom.requested_bytes:
+        weights["fragmentation"] = unused  # the block sizes are unknown, but contiguous it would have sufficed
     elif oom.largest_free_bytes < oom.requested_bytes and found.get("fragmented", 0) >= max(short, _PIECES * capacity):
         weights["fragmentation"] = found["fragmented"]  # with the driver's free memory it would have sufficed
     # If the device had room, the process's own limit refused it: other processes are not the cause.
     if not (oom.limit and oom.device_free_bytes >= oom.requested_bytes):
         weights |= _beside_allocator(found, short, capacity)
-    if found.get("leak", 0) >= max(short, 1):
-        weights["leak"] = found["leak"]
-    if found.get("excess", 0) >= max(short, 1):
-        weights["longer_batch"] = found["excess"]
+    causes: tuple[tuple[str, OomKind], ...] = (("leak", "leak"), ("excess", "longer_batch"))
+    weights |= {cause: found[name] for name, cause in causes if found.get(name, 0) >= max(short, 1)}
     by_phase, sure = _of_phase(oom, found)
     if "fragmentation" in weights and (
         not matters(weights["fragmentation"], oom.reserved_bytes)
@@ -339,10 +309,6 @@ def _beside_allocator(found: dict[str, int], short: int, capacity: int) -> dict[
 
 def _left(oom: Oom) -> int:
     return oom.room_bytes if oom.limit or oom.room_bytes else oom.device_free_bytes
-
-
-def _unused(oom: Oom) -> int:
-    return max(0, oom.reserved_bytes - oom.allocated_bytes)
 
 
 def _of_phase(oom: Oom, found: dict[str, int]) -> tuple[OomKind | None, bool]:

@@ -13,6 +13,11 @@ from ..words import PART_LABELS, Added, Words, stop
 from .detector import ALONE, FITTING, OomContext, Released, Uncaught, elements, judge
 
 _REMEDIES_TOLD = 3
+_ROOM_NAMED = ("limit", "fragmentation")
+"""Verdicts whose text names the device's free memory."""
+_FIGURES = ("requested_bytes", "device_free_bytes", "device_total_bytes", "allocated_bytes", "reserved_bytes")
+_MORE_FIGURES = ("largest_free_bytes", "batch_shape", "largest_shape", "held", "peer_timeout_s")
+"""Fields of the report that are evidence."""
 _NAMES: dict[OomKind, str] = {
     "fragmentation": "fragmentation",
     "limit": "a limit on this process, not a full device",
@@ -59,26 +64,15 @@ def _uncaught(finding: Finding) -> Words:
 def _report_evidence(finding: Finding) -> dict[str, Any]:
     report: OomReport = finding.facts
     oom, verdict = report.oom, report.verdict
-    remedies = [
-        {"kind": one.kind, "setting": one.setting, "frees_bytes": one.frees_bytes, "bound": one.bound}
-        for one in report.remedies
-    ]
+    names = ("kind", "setting", "frees_bytes", "bound")
     return {
         "verdict": verdict.kind,
         "sure": verdict.sure,
         "why": verdict.evidence,
-        "remedies": remedies,
-        "requested_bytes": oom.requested_bytes,
-        "device_free_bytes": oom.device_free_bytes,
-        "device_total_bytes": oom.device_total_bytes,
-        "allocated_bytes": oom.allocated_bytes,
-        "reserved_bytes": oom.reserved_bytes,
+        "remedies": [{name: getattr(one, name) for name in names} for one in report.remedies],
+        **{name: getattr(oom, name) for name in _FIGURES},
         "reserved_unallocated_bytes": max(0, oom.reserved_bytes - oom.allocated_bytes),
-        "largest_free_bytes": oom.largest_free_bytes,
-        "batch_shape": oom.batch_shape,
-        "largest_shape": oom.largest_shape,
-        "held": oom.held,
-        "peer_timeout_s": oom.peer_timeout_s,
+        **{name: getattr(oom, name) for name in _MORE_FIGURES},
         "report": report.path,
         "snapshot": oom.snapshot or oom.snapshot_note,
         "message": oom.message[:2000],
@@ -93,9 +87,9 @@ def explain(oom: Oom, around: OomContext = ALONE) -> OomVerdict:
     text = _sentence(kind, oom, found)
     if judged.also:
         text += f" Without {' or '.join(_NAMES[other] for other in judged.also)} it would have fitted too."
-    if oom.limit and kind != "limit" and oom.measure == "cuda":
+    if oom.measure == "cuda" and oom.limit and kind != "limit":
         text += f" The process may use {gib(oom.device_total_bytes)} of the device's memory only ({oom.limit})."
-    elif kind not in ("limit", "fragmentation") and oom.measure == "cuda" and _had_room(oom):
+    elif oom.measure == "cuda" and oom.device_free_bytes >= oom.requested_bytes > 0 and kind not in _ROOM_NAMED:
         text += (
             f" The device had {gib(oom.device_free_bytes)} free: a limit on this process, such as "
             "torch.cuda.set_per_process_memory_fraction sets, refused it."
@@ -138,11 +132,8 @@ def _sentence(kind: OomKind, oom: Oom, found: dict[str, int]) -> str:
         )
     if kind == "activations":
         known = oom.parts.get("activations", 0)
-        held = (
-            f"Activations saved for the backward pass held {gib(known)} of {gib(oom.allocated_bytes)}. "
-            if known
-            else ""
-        )
+        held = f"Activations saved for the backward pass held {gib(known)} of {gib(oom.allocated_bytes)}. "
+        held = held if known else ""
         like = "the first of this process" if not oom.steps_done else "no larger than those before"
         return f"{held}The batch ({shape or 'shape not known'}) is {like}; the phase needs more than was left."
     if kind == "logits":
@@ -181,10 +172,12 @@ def _sentence(kind: OomKind, oom: Oom, found: dict[str, int]) -> str:
         )
     if kind == "outside":
         size = found.get("outside") or found.get("elsewhere", 0)
-        whose = "this process outside of PyTorch's allocator" if "outside" in found else (
-            "something outside this process's PyTorch (its CUDA context, NCCL, libraries, or other processes; "
-            "the owner is not known)"
-        )  # fmt: skip
+        whose = "this process outside of PyTorch's allocator"
+        if "outside" not in found:
+            whose = (
+                "something outside this process's PyTorch (its CUDA context, NCCL, libraries, or other processes; the "
+                "owner is not known)"
+            )
         return f"{gib(size)} of the device is held by {whose}; PyTorch itself held {gib(oom.reserved_bytes)}."
     if kind == "other_process":
         held = gib(found.get("others", 0))
@@ -235,10 +228,6 @@ def _held(oom: Oom) -> str:
     )
 
 
-def _had_room(oom: Oom) -> bool:
-    return oom.device_free_bytes >= oom.requested_bytes > 0
-
-
 def _evidence(oom: Oom, found: dict[str, int]) -> list[str]:
     host = oom.measure != "cuda"
     lines = [
@@ -275,21 +264,6 @@ def _evidence(oom: Oom, found: dict[str, int]) -> list[str]:
     return lines
 
 
-_SHOWN: dict[str, Shown] = {
-    "sure": Shown("certain"),
-    "why": Shown("because"),
-    "remedies": Shown("what to try"),
-    "setting": Shown("set"),
-    "bound": Shown("the bytes are"),
-    "requested_bytes": Shown("asked for", "bytes"),
-    "device_free_bytes": Shown("free on the device", "bytes"),
-    "device_total_bytes": Shown("memory of the device", "bytes"),
-    "reserved_unallocated_bytes": Shown("reserved but free", "bytes"),
-    "largest_free_bytes": Shown("largest free block", "bytes"),
-    "held": Shown("held at the error"),
-    "peer_timeout_s": Shown("other ranks fail after", "s"),
-}
-
 _ADDED: dict[type, Callable[[Any], Added]] = {
     Uncaught: lambda facts: Added("uncaught", msgspec.to_builtins(facts), "The script did not catch it and failed."),
     Released: lambda _: Added("let_go", {"held": False}, "It was released."),
@@ -303,7 +277,20 @@ KINDS = (
         "oom",
         "allocation",
         evidence=_report_evidence,
-        shown=_SHOWN,
+        shown={
+            "sure": Shown("certain"),
+            "why": Shown("because"),
+            "remedies": Shown("what to try"),
+            "setting": Shown("set"),
+            "bound": Shown("the bytes are"),
+            "requested_bytes": Shown("asked for", "bytes"),
+            "device_free_bytes": Shown("free on the device", "bytes"),
+            "device_total_bytes": Shown("memory of the device", "bytes"),
+            "reserved_unallocated_bytes": Shown("reserved but free", "bytes"),
+            "largest_free_bytes": Shown("largest free block", "bytes"),
+            "held": Shown("held at the error"),
+            "peer_timeout_s": Shown("other ranks fail after", "s"),
+        },
         resolved=_RESOLVED,
         added=_ADDED,
         counted=True,

@@ -1,8 +1,9 @@
-"""Searches along one axis by real runs: the largest value that fits, and where the phase of the peak changes."""
+"""What a sweep runs next: searches along one axis by real runs, the remaining budget, the order of configurations."""
 
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -48,18 +49,14 @@ def largest(measure: Callable[[int], Tried], low: int, high: int, step: int = 1,
     """
     last = (high - low) // step
     tried: dict[int, Tried] = {}
-
-    def fits(number: int) -> bool:
-        value = low + number * step
-        if value not in tried:
-            tried[value] = measure(value)
-        return tried[value].fits
-
     below, above = -1, last + 1  # the largest value known to fit, the smallest known not to fit
     at = 0 if guess is None else min(max((guess - low) // step, 0), last)
     distance = 1
     while above - below > 1:
-        if fits(at):
+        value = low + at * step
+        if value not in tried:
+            tried[value] = measure(value)
+        if tried[value].fits:
             below = at
         else:
             above = at
@@ -77,8 +74,7 @@ def phase_curve(
     measure: Callable[[int], Mapping[str, float] | None],
     low: int,
     high: int,
-    predicted: Sequence[Piece] = (),
-    tolerance: float = 0.005,
+    predicted: Sequence[Piece],
 ) -> tuple[dict[int, Mapping[str, float]], list[Piece]]:
     """Return measured points of the peak's curve and its pieces, with as few runs as straight pieces need.
 
@@ -87,7 +83,6 @@ def phase_curve(
     Args:
         measure: returns the peak of each phase at a value; None if it does not fit.
         high: highest value; if it does not fit, the range is halved until it does.
-        tolerance: share of the peak within which a point counts as on a line.
 
     Returns:
         Points and pieces; both empty if ``low`` does not fit.
@@ -95,42 +90,26 @@ def phase_curve(
     Raises:
         UndecidedError: from ``measure``.
     """
-    known: dict[int, Mapping[str, float]] = {}
-
-    def value(x: int) -> Mapping[str, float] | None:
-        if x not in known:
-            found = measure(x)
-            if found is None:
-                return None
-            known[x] = found
-        return known[x]
+    measured = cache(measure)
 
     def certain(x: int) -> Mapping[str, float]:
-        found = value(x)
+        found = measured(x)
         if found is None:
             raise UndecidedError(f"{x:,} does not fit, though {high:,} does")
         return found
 
-    if value(low) is None:
+    if measured(low) is None:
         return {}, []
-    while high > low and value(high) is None:
+    while high > low and measured(high) is None:
         high = (low + high) // 2
     cuts = sorted({math.floor(piece.end) for piece in predicted if low < piece.end < high - 1})
-    ends = [low, *cuts, high]
     points: dict[int, Mapping[str, float]] = {low: certain(low)}
-    for begin, end in pairwise(ends):
-        points |= sample_curve(certain, begin, end, tolerance)
+    for begin, end in pairwise([low, *cuts, high]):
+        points |= sample_curve(certain, begin, end)
     points = dict(sorted(points.items()))
-    return points, pieces(_same_phases(points))
-
-
-def _same_phases(points: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
-    """Return the points, restricted to the phases that all of them have."""
     common = set.intersection(*(set(phases) for phases in points.values()))
-    return {x: {name: size for name, size in phases.items() if name in common} for x, phases in points.items()}
-
-
-# A sweep's remaining budget, and whether the next run fits into it.
+    same = {x: {name: size for name, size in phases.items() if name in common} for x, phases in points.items()}
+    return points, pieces(same)
 
 
 class Remaining(msgspec.Struct, frozen=True):
@@ -169,7 +148,7 @@ def run_seconds(rows: Sequence[Row]) -> float | None:
     return statistics.median(times) if times else None
 
 
-def why_not_next(budget: Budget, used_seconds: float, rows: Sequence[Row], ending_seconds: float = 0.0) -> str:
+def why_not_next(budget: Budget, used_seconds: float, rows: Sequence[Row], ending_seconds: float) -> str:
     """Return why no other run may start, as text; empty: one may.
 
     A run starts only if one of the usual duration ends within the budget.
@@ -188,17 +167,11 @@ def why_not_next(budget: Budget, used_seconds: float, rows: Sequence[Row], endin
     return ""
 
 
-# The order in which configurations are run.
-
-
-def order(runs: Sequence[Planned], *, fail_fast: bool = False) -> list[Planned]:
-    """Return configurations with the risky ones last, or first with ``fail_fast``.
+def order(runs: Sequence[Planned], *, fail_fast: bool) -> list[Planned]:
+    """Return configurations with the risky ones last, or first with ``fail_fast``: then a failure ends the sweep.
 
     First those predicted to fit, then those without a prediction, then those predicted not to fit; within each by
     predicted peak. Without predictions the order is kept.
-
-    Args:
-        fail_fast: whether a failure ends the sweep; then the configurations likeliest to fail come first.
     """
     ordered = sorted(runs, key=_risk)
     return ordered[::-1] if fail_fast and any(run.predicted for run in runs) else ordered

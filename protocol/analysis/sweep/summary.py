@@ -1,4 +1,4 @@
-"""Results of a sweep from its rows: pooled repeats, the curve over one axis, the fastest configuration."""
+"""Figures of a rank, and results of a sweep: pooled repeats, the curve over one axis, the fastest, columns by name."""
 
 import math
 import statistics
@@ -11,10 +11,7 @@ from ...messages.telemetry import PHASES, Hello, PhaseRecord, Step
 from ...sweep.rows import PhaseFigures, Predicted, RankRow, Row, Settings, Value, Verdict, key_of
 from ...text import gib
 from ..estimates.memory import TOLERANCE, Piece, pieces
-from ..health.loss import MAD_TO_SIGMA
-
-# Figures of one rank over the steps of a run, after its warm-up.
-
+from ..health.series import MAD_TO_SIGMA
 
 _BLOCKS = 16
 """Number of blocks for the error, because consecutive steps are correlated (clocks, data)."""
@@ -167,11 +164,7 @@ def fastest(pooled: Iterable[Pooled]) -> Pooled | None:
 
 
 def curves(pooled: Sequence[Pooled], axis: str = "") -> list[Curve]:
-    """Return the curves over ``axis`` with two points or more.
-
-    Args:
-        axis: the axis; empty: the one chosen by ``curve_axis``.
-    """
+    """Return the curves over ``axis`` (empty: the one chosen by ``curve_axis``) with two points or more."""
     done = [one for one in pooled if one.verdict == "done" and one.peak_bytes is not None]
     axis = axis or curve_axis([one.settings for one in pooled])
     if not axis:
@@ -204,9 +197,8 @@ def _curve(axis: str, group: Sequence[Pooled]) -> Curve | None:
     if not common:
         return None
     tolerance = RESIDENT_ERROR if any(one.on_cpu for one in group) else TOLERANCE
-    lines = pieces(
-        {value: {name: found[name] for name in sorted(common)} for value, found in phases.items()}, tolerance
-    )
+    points = {value: {name: found[name] for name in sorted(common)} for value, found in phases.items()}
+    lines = pieces(points, tolerance)
     others = {name: value for name, value in group[0].settings.items() if name != axis}
     return Curve(axis, others, {value: max(found.values()) for value, found in phases.items()}, lines)
 
@@ -221,11 +213,6 @@ def _phases(one: Pooled) -> dict[str, float]:
 
 def _whole(value: Value) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-# Figures of a sweep's rows, selectable by name as columns of its table.
-#
-# A name is a figure of the whole run (``peak``, ``loss``) or of a phase (``backward.peak``, ``forward.ms``).
 
 
 Figure = float | None
@@ -258,7 +245,7 @@ _OF_A_PHASE: dict[str, Callable[[PhaseFigures], float]] = {
     "ms": lambda figures: figures.device_ms if figures.device_ms is not None else figures.host_ms,
 }
 NAMES = (*_OF_A_RUN, *(f"PHASE.{name}" for name in _OF_A_PHASE))
-"""Valid column names."""
+"""Valid column names: a figure of the whole run (``peak``, ``loss``) or of a phase (``backward.peak``)."""
 
 
 def check(name: str) -> None:
@@ -295,12 +282,14 @@ def text(values: Sequence[float], name: str) -> str:
     """Return a figure over repeats, formatted for a table: the median, and half the range if they differ."""
     if not values:
         return ""
-    ordered = sorted(values)
-    count = len(ordered)
-    median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
     figure = name.rpartition(".")[2]
     if figure in ("peak", "allocated", "reserved", "nvml"):
-        return gib(round(median))
+        return gib(round(statistics.median(values)))
     digits = {"loss": 4, "tokens_per_second": 0}.get(figure, 1)
-    half = (ordered[-1] - ordered[0]) / 2
+    return with_range(statistics.median(values), min(values), max(values), digits)
+
+
+def with_range(median: float, low: float, high: float, digits: int) -> str:
+    """Return a median, with half the range if it is not 0."""
+    half = (high - low) / 2
     return f"{median:,.{digits}f}{f' ±{half:,.{digits}f}' if half else ''}"

@@ -20,6 +20,7 @@ VERDICTS = {
     "no-steps": "no steps",
     "unfinished": "not finished",
 }
+_USUAL = ("peak", "phase", "predicted", "ms/step", "tokens/s")
 _UNITS = {"sequence_length": "token", "seq": "token", "seq_len": "token", "micro_batch": "row"}
 
 
@@ -36,7 +37,7 @@ def value_text(value: Value) -> str:
 
 def short_names(axes: Sequence[str]) -> dict[str, str]:
     """Return the last part of each axis's name if it is unique, else the name."""
-    parts = [axis.rpartition(".")[2] for axis in axes]
+    parts = [_name(axis) for axis in axes]
     return {axis: part if parts.count(part) == 1 else axis for axis, part in zip(axes, parts, strict=True)}
 
 
@@ -70,8 +71,7 @@ def deviation_text(predicted: Predicted | None, measured_bytes: float, on_cpu: b
 def failure_text(row: Row) -> str:
     """Return how a run failed: ``out of memory in backward, rank 1, step 3: asked for 4.64 GiB``."""
     words = VERDICTS[row.verdict] + (f" in {row.phase}" if row.phase else "")
-    words += f", rank {row.rank}" if row.rank is not None else ""
-    words += f", step {row.step}" if row.step else ""
+    words += (f", rank {row.rank}" if row.rank is not None else "") + (f", step {row.step}" if row.step else "")
     why = f"asked for {gib(row.asked_bytes)}" if row.asked_bytes else row.text
     return words + (f": {why}" if why else "") + (f"; {row.note}" if row.note else "")
 
@@ -88,28 +88,27 @@ def budget_text(budget: Budget) -> str:
     """Return the whole budget: ``2 h 00 m (28.64)``, with the cost in brackets, or ``no limit``."""
     if budget.seconds is None:
         return "no limit"
-    money = f" ({budget.seconds / 3600 * budget.price_per_hour:,.2f})" if budget.price_per_hour else ""
-    return duration(budget.seconds) + money
+    hours = budget.seconds / 3600
+    return duration(budget.seconds) + _money(hours * budget.price_per_hour if budget.price_per_hour else None)
 
 
 def left_text(left: Remaining) -> str:
     """Return the used and remaining budget: ``4 m 10 s used, 1 h 55 m left; the rest takes about 12 m 00 s``."""
-    words = f"{duration(left.used_seconds)} used"
-    words += f" ({left.used_money:,.2f})" if left.used_money is not None else ""
+    words = f"{duration(left.used_seconds)} used{_money(left.used_money)}"
     if left.left_seconds is not None:
-        words += f", {duration(left.left_seconds)} left"
-        words += f" ({left.left_money:,.2f})" if left.left_money is not None else ""
+        words += f", {duration(left.left_seconds)} left{_money(left.left_money)}"
     if left.expected_seconds:
         words += f"; the rest takes about {duration(left.expected_seconds)}"
     return words
 
 
-def spread_text(spread: Spread | None, unit: str = "", digits: int = 1) -> str:
-    """Return a median with half its range: ``398.2 ±1.4 ms``."""
-    if spread is None:
-        return "-"
-    half = (spread.high - spread.low) / 2
-    return f"{spread.median:,.{digits}f}{f' ±{half:,.{digits}f}' if half else ''}{unit}"
+def _money(money: float | None) -> str:
+    return f" ({money:,.2f})" if money is not None else ""
+
+
+def spread_text(spread: Spread | None, digits: int = 1) -> str:
+    """Return a median with half its range: ``398.2 ±1.4``; ``-`` for None."""
+    return summary.with_range(spread.median, spread.low, spread.high, digits) if spread is not None else "-"
 
 
 def table(pooled: Sequence[Pooled], wanted: Sequence[str] = ()) -> list[list[str]]:
@@ -131,9 +130,6 @@ def table(pooled: Sequence[Pooled], wanted: Sequence[str] = ()) -> list[list[str
             ]
         )
     return lines
-
-
-_USUAL = ("peak", "phase", "predicted", "ms/step", "tokens/s")
 
 
 def _usual(one: Pooled) -> list[str]:
@@ -160,8 +156,11 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 def unit_of(axis: str) -> str:
     """Return the unit of an axis: ``token``, ``row``, or the axis's own name."""
-    name = axis.rpartition(".")[2]
-    return _UNITS.get(name, name)
+    return _UNITS.get(_name(axis), _name(axis))
+
+
+def _name(axis: str) -> str:
+    return axis.rpartition(".")[2]
 
 
 def curve_lines(found: Sequence[Curve]) -> list[str]:
@@ -169,8 +168,7 @@ def curve_lines(found: Sequence[Curve]) -> list[str]:
     lines: list[str] = []
     for curve in found:
         where = f" ({settings_text(curve.others)})" if curve.others else ""
-        name = curve.axis.rpartition(".")[2]
-        lines.append(f"peak by {name}{where}: {describe_curve(curve.pieces, unit_of(curve.axis))}")
+        lines.append(f"peak by {_name(curve.axis)}{where}: {describe_pieces(curve.pieces, curve.axis)}")
     return lines
 
 
@@ -180,24 +178,19 @@ def result_lines(rows: Sequence[Row], plan: Plan | None) -> list[str]:
     lines = curve_lines(curves(pooled, plan.search.axis if plan and plan.search else ""))
     best = fastest(pooled)
     if best is not None and len(pooled) > 1:
-        speed = (
-            f"{best.tokens_per_second.median:,.0f} tokens/s"
-            if best.tokens_per_second
-            else f"{best.step_ms.median:,.1f} ms a step"
-            if best.step_ms
-            else ""
-        )
+        speed = f"{best.step_ms.median:,.1f} ms a step" if best.step_ms else ""
+        if best.tokens_per_second:
+            speed = f"{best.tokens_per_second.median:,.0f} tokens/s"
         lines.append(f"fastest: {settings_text(best.settings)}, {speed}")
     return lines
 
 
 def goal_text(goal: Goal, axis: str) -> str:
     """Return the goal of a search as text."""
-    name = axis.rpartition(".")[2]
     return {
-        "largest": f"the largest {name} that fits",
+        "largest": f"the largest {_name(axis)} that fits",
         "fastest": "the fastest configuration that fits",
-        "phases": f"where the leading phase changes over {name}",
+        "phases": f"where the leading phase changes over {_name(axis)}",
     }[goal]
 
 

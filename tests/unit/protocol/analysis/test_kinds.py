@@ -89,25 +89,17 @@ def keys_of(evidence: dict[str, Any], by: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("finding", ALL)
-def test_it_has_words_and_its_evidence_has_words(finding: Finding) -> None:
+def test_it_has_words_for_itself_its_resolutions_and_its_evidence(finding: Finding) -> None:
     words = kinds.words_of(finding)
     assert words.title
     assert "\n" not in words.title
     evidence = kinds.evidence_of(finding)
     assert msgspec.json.decode(msgspec.json.encode(evidence)) is not None
+    kind = KINDS[finding.kind]
+    texts = [kinds.resolution_of(msgspec.structs.replace(finding, facts=Resolution(why, 7))) for why in kind.resolved]
+    assert all(text.endswith(".") and "{" not in text for text in texts or [kinds.resolution_of(finding)])
     missing = {key for key in keys_of(evidence) if key not in kinds._SHOWN and key not in PLAIN}
     assert not missing, f"give these words and a unit in the kind's ``shown``: {sorted(missing)}"
-
-
-@pytest.mark.parametrize("finding", ALL)
-def test_every_resolution_of_its_detector_is_a_sentence(finding: Finding) -> None:
-    kind = KINDS[finding.kind]
-    for why in kind.resolved:
-        text = kinds.resolution_of(msgspec.structs.replace(finding, facts=Resolution(why, 7)))
-        assert text.endswith(".")
-        assert "{" not in text
-    if not kind.resolved:
-        assert kinds.resolution_of(finding).endswith(".")
 
 
 @pytest.mark.parametrize("finding", ALL)
@@ -142,19 +134,8 @@ def test_the_table_of_thresholds_in_the_document_is_that_of_the_records() -> Non
     assert text == limits_table.rewritten(text), "run: python tests/support/limits_table.py"
 
 
-@pytest.fixture
-def registry() -> Iterator[None]:
-    """Forget what a test registers."""
-    tables: tuple[dict[str, Any], ...] = (KINDS, kinds._SHOWN)
-    before = [dict(table) for table in tables]
-    yield
-    for table, known in zip(tables, before, strict=True):
-        table.clear()
-        table.update(known)
-
-
 def test_the_detector_of_the_document_raises_and_resolves_its_alert(
-    monkeypatch: pytest.MonkeyPatch, make_sim: Any, registry: None
+    monkeypatch: pytest.MonkeyPatch, make_sim: Any
 ) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", limits_table.DOCUMENT.read_text(), re.S)
     assert code.count("\n") <= 50
@@ -162,6 +143,9 @@ def test_the_detector_of_the_document_raises_and_resolves_its_alert(
     monkeypatch.setitem(sys.modules, "documented", module)
     exec(compile(code, "docs/detectors.md", "exec"), vars(module))
     monkeypatch.setattr(kinds, "DETECTORS", [*kinds.DETECTORS, module.HostMemory])
+    # What the test registers is forgotten after it.
+    monkeypatch.setattr(kinds, "KINDS", dict(KINDS))
+    monkeypatch.setattr(kinds, "_SHOWN", dict(kinds._SHOWN))
     kinds.register(*module.HostMemory.kinds)
     sim = make_sim(1)
     sim.feed(DeviceSample("n", "host", 0, "n", sim.now, 98 * 2**30, 100 * 2**30))
@@ -172,9 +156,6 @@ def test_the_detector_of_the_document_raises_and_resolves_its_alert(
     (alert,) = sim.alerts("health")
     assert alert.text.endswith("It has room again.")
     assert kinds.shown("of_bytes") == Shown("of", "bytes")
-
-
-# From a finding to its alert and, for a hub that is restarted, back.
 
 
 def test_what_is_added_goes_by_its_name_not_by_the_words_that_are_there():

@@ -10,23 +10,16 @@ from snapshot_files import DATA, read_snapshot
 OOM = DATA / "oom_backward.pickle.gz"
 
 
-def test_a_real_failure_at_the_loss_is_told_as_logits_with_the_size_of_a_copy() -> None:
+def test_a_real_failure_at_the_loss_is_reported_as_logits_with_who_held_most() -> None:
     snapshot = read_snapshot(OOM)
     report = report_of(snapshot, [Replay(snapshot, 0)])
     assert report is not None
     assert report.phase == "forward"
     assert (report.verdict.kind, report.verdict.sure) == ("logits", True)
-    assert report.oom.stack[-1].endswith("functional.py:3504 cross_entropy")
-    assert report.oom.device_free_bytes > report.oom.requested_bytes, "a limit was set on that process"
-    first = report.remedies[0]
-    assert (first.kind, first.frees_bytes) == ("chunked_loss", report.oom.requested_bytes)
-
-
-def test_what_the_snapshot_held_adds_up_and_who_held_most_is_named() -> None:
-    snapshot = read_snapshot(OOM)
-    report = report_of(snapshot, [Replay(snapshot, 0)])
-    assert report is not None
-    oom = report.oom
+    oom, first = report.oom, report.remedies[0]
+    assert (first.kind, first.frees_bytes) == ("chunked_loss", oom.requested_bytes)
+    assert oom.stack[-1].endswith("functional.py:3504 cross_entropy")
+    assert oom.device_free_bytes > oom.requested_bytes, "a limit was set on that process"
     assert sum(segment.size_bytes for segment in oom.segments) == oom.reserved_bytes
     assert sum(segment.free_blocks for segment in oom.segments) == oom.free_blocks
     assert oom.holders[0].frames[-1].endswith("loss_utils.py:59 ForCausalLMLoss")

@@ -41,16 +41,14 @@ def test_a_planted_regression_of_the_gate_is_found_in_19_of_20() -> None:
     assert alarms(larger=1.03) >= 57
 
 
-def test_an_improvement_is_none() -> None:
+def test_an_improvement_and_a_run_without_a_gate_are_no_regressions() -> None:
     found = compare(run(1), run(2, slower=0.9, larger=0.9), GATE)
     assert found.regressions == []
     assert {one.name for one in found.differences if one.judgement == "better"} >= {"step time", "highest peak"}
-
-
-def test_a_negative_loss_that_falls_is_better() -> None:
+    assert compare(run(1), run(2, slower=1.5)).regressions == []
     before, after = (Side("c", {"loss": Measure(value, 0.001, "loss", gated=True)}) for value in (-1.0, -1.5))
     assert compare(after, before, GATE).regressions == ["loss +33.3%"]
-    assert compare(before, after, GATE).differences[0].judgement == "better"
+    assert compare(before, after, GATE).differences[0].judgement == "better", "a negative loss that falls"
 
 
 def test_noise_that_is_too_large_for_the_gate_is_said_not_judged() -> None:
@@ -61,17 +59,10 @@ def test_noise_that_is_too_large_for_the_gate_is_said_not_judged() -> None:
     assert next(line for line in lines if line.startswith("  step time ")).endswith("  cannot tell: too noisy")
 
 
-def test_without_a_gate_nothing_is_a_regression() -> None:
-    assert compare(run(1), run(2, slower=1.5)).regressions == []
-
-
-def test_a_configuration_that_fails_now_passes_the_gate_whatever_its_figures() -> None:
+def test_a_configuration_that_fails_now_and_one_without_a_figure_in_common_are_reported() -> None:
     before = side_of_rows("c", [Row({}, "done", 0.0, ranks=[RankRow(0, 3, 100.0)])])
     after = side_of_rows("c", [Row({}, "out-of-memory", 0.0)])
     assert compare(before, after, GATE).regressions == ["out-of-memory, was done"]
-
-
-def test_without_a_figure_in_common_the_gate_says_so() -> None:
     found = compare(Side("a", {}), Side("b", {}), GATE)
     assert comparison_lines(found, GATE)[-1] == "  nothing to compare: no figure in common"
 

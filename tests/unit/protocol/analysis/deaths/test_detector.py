@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from ftmon.protocol.analysis.deaths.detector import (
     HELD_S,
@@ -20,9 +21,6 @@ from ftmon.protocol.messages.control import Command, HubStats, RankState
 from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.telemetry import Failure, Goodbye, LogLine, Oom, Step
 from ftmon.protocol.run.end import ending_in_words
-
-# What the detectors of failures, deaths and out-of-memory errors find: kinds, ranks and facts.
-
 
 LOST = "RuntimeError: Connection closed by peer"
 
@@ -74,26 +72,19 @@ def test_a_rank_that_a_library_aborts_is_the_cause_with_the_library_s_reason_alt
     assert list(follows.facts.followers) == [1]
 
 
-def test_a_reason_that_is_read_after_the_death_is_added_to_it_with_what_followed():
+@pytest.mark.parametrize(("ended", "reason"), [({"code": -6}, REASON), ({"signal": 9}, "")])
+def test_a_reason_that_is_read_after_an_abort_is_added_to_it_with_what_followed(ended: Any, reason: str):
     deaths = DeathDetector(OomDetector())
-    (found,) = deaths.process_gone(10.0, gone(0, code=-6), set())
+    (found,) = deaths.process_gone(10.0, gone(0, **ended), set())
     assert found.facts.reason == ""
-    deaths.log(LogLine(0, 0.0, "err", GLOO[0]))
-    deaths.log(LogLine(0, 0.0, "err", GLOO[1]))
-    deaths.failure(10.5, Failure(1, 7, "eval", 10.5, LOST, "File, line 2, in generate\n"), set())
-    explained, last, followed = deaths.tick(11.0, over=True)
-    assert (explained.condition, explained.state, explained.facts.reason) == (found.condition, "explained", REASON)
-    assert explained.facts.generating
-    assert (last.facts, list(followed.facts.followers)) == (LastLog(list(GLOO)), [1])
-
-
-def test_what_a_library_wrote_is_not_the_reason_of_another_ending():
-    deaths = DeathDetector(OomDetector())
     for line in GLOO:
         deaths.log(LogLine(0, 0.0, "err", line))
-    (found,) = deaths.process_gone(10.0, gone(0, signal=9), set())
-    assert found.facts.reason == ""
-    assert [one.state for one in deaths.tick(20.0)] == ["added"]
+    deaths.failure(10.5, Failure(1, 7, "eval", 10.5, LOST, "File, line 2, in generate\n"), set())
+    *explained, last = (one for one in deaths.tick(11.0, over=True) if one.facts.__class__ is not Followed)
+    assert last.facts == LastLog(list(GLOO))
+    assert [(one.state, one.facts.reason, one.facts.generating) for one in explained] == (
+        [("explained", reason, True)] if reason else []
+    )
 
 
 @pytest.mark.parametrize(("peer_gone_at", "signal"), [(10.8, 15), (None, 15), (10.4, 11)])
@@ -129,14 +120,6 @@ def test_a_rank_that_was_ended_by_what_had_started_it_is_no_trouble_of_a_run_tha
     assert [(one.condition, one.facts) for one in over] == [(found.condition, Resolution("run_ended"))] * resolves
 
 
-def test_ranks_that_ended_early_are_found_with_the_step_of_each():
-    deaths = DeathDetector(OomDetector(), lambda: {2: 6, 1: 5})
-    deaths.failure(10.0, Failure(0, 7, "backward", 10.0, LOST), set())
-    (found,) = deaths.tick(11.0, over=True)
-    assert (found.condition, found.ranks) == (Condition("ended_early"), (1, 2))
-    assert found.facts == EndedEarly({1: 5, 2: 6}, 0, LOST, "", [])
-
-
 @pytest.mark.parametrize("lost_first", [True, False], ids=["in an earlier poll", "in the same poll"])
 def test_a_rank_whose_script_had_ended_is_the_one_that_ended_early_however_its_process_ends(lost_first: bool):
     deaths = DeathDetector(OomDetector(), lambda: {1: 39})
@@ -148,20 +131,11 @@ def test_a_rank_whose_script_had_ended_is_the_one_that_ended_early_however_its_p
     assert found.facts == EndedEarly({1: 39}, 0, LOST, "", [])
     assert (ended.condition, ended.facts) == (found.condition, Ended(None, 15))
     assert deaths.tick(20.0, over=True) == []
-
-
-def test_a_rank_that_a_launcher_ends_after_its_script_had_ended_has_succeeded(make_sim: Any):
-    sim = make_sim(2)
-    sim.begin()
-    sim.train(1, 6)
-    sim.feed(Goodbye(1, sim.now, 6, "finished"))
-    sim.feed(Failure(0, 7, "backward", sim.now, LOST), Goodbye(0, sim.now, 6, "failed", LOST))
-    sim.fact(0, alive=False, exit_code=1)
-    sim.fact(1, alive=False, signal=15)
-    sim.wait(5.0)
-    assert sim.state(1).state == "gone"
-    (alert,) = sim.alerts("failure")
-    assert (alert.rank, alert.evidence["lost"]) == (1, 0)
+    both = DeathDetector(OomDetector(), lambda: {2: 6, 1: 5})
+    both.failure(10.0, Failure(0, 7, "backward", 10.0, LOST), set())
+    (found,) = both.tick(11.0, over=True)
+    assert (found.condition, found.ranks) == (Condition("ended_early"), (1, 2))
+    assert found.facts == EndedEarly({1: 5, 2: 6}, 0, LOST, "", []), "the step of each"
 
 
 def test_memory_that_ran_out_is_one_matter_from_its_exception_to_the_next_step_of_its_rank():
@@ -208,11 +182,11 @@ def test_what_ended_an_earlier_job_is_not_the_matter_of_a_later_one_after_a_rest
     old.sent += old.detectors.begin_job(old.now)
     old.feed(Job(number=2, time=old.now, state="training", started=old.now))
     old.feed(old.step(0, 1))
-    assert not old.store.past
+    assert not old.store.resolve_past(old.now, "")
     new = make_sim(1)
     new.seq, new.now = old.seq, old.now + 1
     new.detectors.restore(old.frames)
-    assert not new.store.past, "it is over already"
+    assert not new.store.resolve_past(new.now, ""), "it is over already"
     new.begin()
     new.train(1, 3)
     new.fact(0, alive=False, exit_code=3)
@@ -222,134 +196,82 @@ def test_what_ended_an_earlier_job_is_not_the_matter_of_a_later_one_after_a_rest
     assert (second.time > first.time, second.count) == (True, 1)
 
 
-NO_STEP = {"ranks": 1, "end": "exit code 1", "exit_code": 1}
-
-
 @pytest.mark.parametrize(
-    ("ends", "error", "told"),
+    ("ends", "signal", "error", "exits"),
     [
-        ([Failure(0, 0, "init", 1.0, "KeyError: 'ids'")], "KeyError: 'ids'", 0),
-        ([Failure(0, 0, "init", 1.0, LOST)], "KeyError: 'ids'", 1),
-        ([Failure(0, 0, "init", 1.0, LOST)], LOST, 0),
-        ([], "KeyError: 'ids'", 1),
+        ([Failure(0, 0, "init", 1.0, "KeyError: 'ids'")], None, "KeyError: 'ids'", 0),
+        ([Failure(0, 0, "init", 1.0, LOST)], None, "KeyError: 'ids'", 1),
+        ([Failure(0, 0, "init", 1.0, LOST)], None, LOST, 0),
+        ([], None, "KeyError: 'ids'", 1),
+        ([], 11, "", 0),
+        ([], 11, LOST, 0),
+        ([], 11, "KeyError: 'ids'", 1),
     ],
-    ids=["the same error", "a nearer cause", "the same lost peer", "nothing else"],
+    ids=["the same error", "a nearer cause", "the same lost peer", "nothing else", "died", "died, lost peer", "nearer"],
 )
-def test_a_run_that_ended_before_its_first_step_does_not_repeat_the_alert_of_a_failure(
-    make_sim: Any, ends: list[Any], error: str, told: int
-):
-    sim = make_sim(1)
-    sim.begin()
-    sim.feed(*ends)
-    sent = sim.detectors.put(sim.now, Finding("no_step", NoStepFacts(**NO_STEP, error=error), severity="error"))
-    assert [alert.kind for alert in sent if alert.kind == "exit"] == ["exit"] * told
-
-
-@pytest.mark.parametrize(("error", "told"), [("", 0), (LOST, 0), ("KeyError: 'ids'", 1)])
-def test_a_run_that_ended_before_its_first_step_does_not_repeat_the_alert_of_a_death(
-    make_sim: Any, error: str, told: int
+def test_a_run_that_ended_before_its_first_step_does_not_repeat_the_alert_of_a_failure_or_death(
+    make_sim: Any, ends: list[Any], signal: int | None, error: str, exits: int
 ):
     sim = make_sim(2)
     sim.begin()
-    sim.fact(0, alive=False, signal=11)
-    sim.wait(1)
-    assert sim.alerts("died")
-    sent = sim.detectors.put(sim.now, Finding("no_step", NoStepFacts(**NO_STEP, error=error), severity="error"))
-    assert [alert.kind for alert in sent if alert.kind == "exit"] == ["exit"] * told
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_death_tells_of_other_ranks_only_where_there_are_some(make_sim: Any, world: int):
-    sim = make_sim(world)
-    sim.begin()
-    sim.train(1, 3)
-    sim.fact(0, alive=False, exit_code=3)
-    sim.wait(5)
-    assert ("other ranks" in sim.alerts("died")[0].text) == (world > 1)
+    sim.feed(*ends)
+    if signal is not None:
+        sim.fact(0, alive=False, signal=signal)
+        sim.wait(1)
+        assert sim.alerts("died")
+    facts = NoStepFacts("exit code 1", 1, 1, error)
+    sent = sim.detectors.put(sim.now, Finding("no_step", facts, severity="error"))
+    assert [alert.kind for alert in sent if alert.kind == "exit"] == ["exit"] * exits
 
 
 GIB = 2**30
 MIB = 2**20
+OOM_SIZES = {"requested_bytes": int(4.64 * GIB), "device_free_bytes": int(1.54 * GIB), "device_total_bytes": 20 * GIB}
+HELD_SIZES = {"allocated_bytes": int(18.28 * GIB), "reserved_bytes": int(18.28 * GIB) + 183 * MIB}
+OOM = Oom(0, 7, "backward", 0.0, **OOM_SIZES, **HELD_SIZES, batch_shape=[2, 4096])
+"""The public sample: qwen1.5-0.5b, ZeRO-2, micro-batch 2, length 4096, 20 GiB allowed."""
 
 
-def a_run(make_sim: Any, ranks: int, **fields: Any) -> Any:
-    sim = make_sim(ranks, **fields)
+def play(make_sim: Any, ranks: int, *events: Any, cuda: bool = False) -> Any:
+    """Return a run after six steps and these events: messages, dead processes (rank, fields), seconds to wait."""
+    sim = make_sim(ranks, cuda=cuda)
     sim.begin()
     sim.train(1, 6)
+    for event in events:
+        if isinstance(event, float):
+            sim.wait(event)
+        elif isinstance(event, tuple):
+            rank, fields = event
+            sim.fact(rank, alive=False, **fields)
+        else:
+            sim.feed(msgspec.structs.replace(event, time=sim.now) if hasattr(event, "time") else event)
     return sim
 
 
-def oom(sim: Any, **fields: Any) -> Oom:
-    # The public sample: qwen1.5-0.5b, ZeRO-2, micro-batch 2, length 4096, 20 GiB allowed.
-    given = {
-        "requested_bytes": int(4.64 * GIB),
-        "device_free_bytes": int(1.54 * GIB),
-        "device_total_bytes": 20 * GIB,
-        "allocated_bytes": int(18.28 * GIB),
-        "reserved_bytes": int(18.28 * GIB) + 183 * MIB,
-        "batch_shape": [2, 4096],
-        **fields,
-    }
-    return Oom(0, 7, "backward", sim.now, **given)
+def lost(rank: int, error: str = LOST) -> Failure:
+    return Failure(rank, 7, "backward", 0.0, error)
 
 
-def test_an_oom_gives_the_allocators_numbers_and_a_verdict(make_sim: Any):
-    sim = a_run(make_sim, 1)
-    sim.feed(oom(sim))
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_death_by_an_own_exit_status_names_other_ranks_only_if_there_are_some(make_sim: Any, world: int):
+    sim = play(make_sim, world, Goodbye(0, 0.0, 6, "failed", "sys.exit(3)"), (0, {"exit_code": 3}), 5.0)
+    (alert,) = sim.alerts("died")
+    assert ("other ranks" in alert.text) == (world > 1)
+    assert (alert.rank, alert.evidence["exit_code"]) == (0, 3)
+
+
+def test_an_oom_gives_the_allocators_numbers_and_is_resolved_by_the_next_step_and_no_earlier_one(make_sim: Any):
+    sim = play(make_sim, 1, OOM, cuda=True)
     (alert,) = sim.alerts("oom")
     assert (alert.severity, alert.rank, alert.step, alert.phase) == ("error", 0, 7, "backward")
     evidence = alert.evidence
     assert (evidence["verdict"], evidence["batch_shape"]) == ("activations", [2, 4096])
-    assert (evidence["requested_bytes"], evidence["device_free_bytes"]) == (int(4.64 * GIB), int(1.54 * GIB))
-    assert evidence["reserved_unallocated_bytes"] == 183 * MIB
+    assert evidence.items() >= {**OOM_SIZES, **HELD_SIZES, "reserved_unallocated_bytes": 183 * MIB}.items()
     assert "micro_batch" in [remedy["kind"] for remedy in evidence["remedies"]]
-
-
-def test_fragmentation_and_other_processes_are_told_apart(make_sim: Any):
-    sim = a_run(make_sim, 1)
-    sim.feed(oom(sim, requested_bytes=GIB, allocated_bytes=12 * GIB, reserved_bytes=18 * GIB))
-    assert sim.alerts("oom")[0].evidence["verdict"] == "fragmentation"
-    sim = a_run(make_sim, 1)
-    sim.feed(oom(sim, allocated_bytes=8 * GIB, reserved_bytes=8 * GIB, device_free_bytes=2 * GIB))
-    assert sim.alerts("oom")[0].evidence["verdict"] == "outside"
-
-
-def test_a_step_from_before_the_oom_that_comes_in_late_resolves_nothing(make_sim: Any):
-    sim = a_run(make_sim, 1)
-    sim.feed(oom(sim), sim.step(0, 6))
-    assert sim.alerts("oom")[0].resolved is None
-
-
-def test_on_the_host_an_allocation_that_a_limit_refused_is_told_as_that(make_sim: Any):
-    sim = a_run(make_sim, 1, cuda=False)
-    sim.feed(oom(sim, requested_bytes=8 * GIB, device_free_bytes=15 * GIB, device_total_bytes=24 * GIB))
-    (alert,) = sim.alerts("oom")
-    assert alert.evidence["verdict"] == "limit"
-
-
-def test_an_oom_that_the_script_catches_is_resolved_by_its_next_step(make_sim: Any):
-    sim = a_run(make_sim, 1)
-    sim.feed(oom(sim))
+    sim.feed(sim.step(0, 6))
+    assert sim.alerts("oom")[0].resolved is None, "a step from before the error that arrives late"
     sim.train(8, 8)
     assert sim.alerts("oom")[0].resolved is not None
-
-
-def test_an_oom_that_ends_the_script_is_one_alert_with_the_traceback_and_the_exit_status(make_sim: Any):
-    sim = a_run(make_sim, 2)
-    sim.feed(
-        oom(sim),
-        Failure(0, 7, "backward", sim.now, "OutOfMemoryError: CUDA out of memory. Tried ...", "Traceback ..."),
-        Goodbye(0, sim.now, 6, "failed"),
-    )
-    sim.fact(0, alive=False, exit_code=1)
-    sim.fact(1, alive=False, signal=15)
-    sim.wait(10)
-    (alert,) = sim.alerts("oom")
-    assert alert.evidence["traceback"] == "Traceback ..."
-    assert alert.evidence["ended"] == "exit code 1"
-    assert list(alert.evidence["then"]) == ["1"]
-    assert sim.alerts("failure") == []
-    assert sim.alerts("died") == []
 
 
 @pytest.mark.parametrize(
@@ -360,227 +282,141 @@ def test_an_oom_that_ends_the_script_is_one_alert_with_the_traceback_and_the_exi
         "OutOfMemoryError: CUDA out of memory.",
     ],
 )
-def test_memory_that_ran_out_without_an_allocator_message_is_an_oom_too(make_sim: Any, error: str):
-    sim = a_run(make_sim, 1, cuda=False)
-    sim.feed(Failure(0, 7, "optimizer", sim.now, error, "Traceback ..."))
+@pytest.mark.parametrize("report", [[], [OOM]], ids=["without an allocator's message", "with it"])
+def test_an_oom_that_ends_the_script_is_one_alert_with_the_traceback_and_the_exit_status(
+    make_sim: Any, error: str, report: list[Oom]
+):
+    ends = (Failure(0, 7, "backward", 0.0, error, "Traceback ..."), Goodbye(0, 0.0, 6, "failed"))
+    sim = play(make_sim, 2, *report, *ends, (0, {"exit_code": 1}), (1, {"signal": 15}), 10.0)
     (alert,) = sim.alerts("oom")
-    assert alert.severity == "error"
-    assert sim.alerts("failure") == []
+    assert (alert.severity, alert.evidence["traceback"], alert.evidence["ended"]) == (
+        "error",
+        "Traceback ...",
+        "exit code 1",
+    )
+    assert list(alert.evidence["then"]) == ["1"]
+    assert sim.alerts("failure") == sim.alerts("died") == []
 
 
 def test_a_death_names_its_signal_and_carries_the_last_lines(make_sim: Any):
-    sim = a_run(make_sim, 2, cuda=False)
-    for number in range(20):
-        sim.feed(LogLine(1, sim.now, "err", f"line {number}"))
-    sim.fact(1, alive=False, signal=9)
-    sim.wait(1.5)
-    sim.feed(LogLine(1, sim.now, "err", "last words"))
-    sim.wait(5)
+    lines = (LogLine(1, 0.0, "err", f"line {number}") for number in range(20))
+    sim = play(make_sim, 2, *lines, (1, {"signal": 9}), 1.5, LogLine(1, 0.0, "err", "last words"), 5.0)
     (alert,) = sim.alerts("died")
     assert alert.evidence["log"][-2:] == ["line 19", "last words"]
     assert (alert.rank, alert.evidence["signal"], alert.evidence["pid"]) == (1, 9, 101)
 
 
 def test_what_a_launcher_ends_after_the_first_death_is_evidence_not_alerts(make_sim: Any):
-    sim = a_run(make_sim, 8)
-    sim.fact(5, alive=False, exit_code=17)
-    sim.wait(0.5)
-    for rank in {0, 1, 2, 3, 4, 6, 7}:
-        sim.fact(rank, alive=False, signal=15)
-    sim.wait(8)
+    others = [0, 1, 2, 3, 4, 6, 7]
+    sim = play(make_sim, 8, (5, {"exit_code": 17}), 0.5, *((rank, {"signal": 15}) for rank in others), 8.0)
     (alert,) = sim.alerts("died")
     assert (alert.rank, alert.evidence["exit_code"]) == (5, 17)
-    assert sorted(alert.evidence["then"]) == ["0", "1", "2", "3", "4", "6", "7"]
+    assert sorted(alert.evidence["then"]) == list(map(str, others))
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        "RuntimeError: [gloo/tcp/pair.cc:553] Connection closed by peer",
+        "RuntimeError: [gloo/tcp/pair.cc:553] Connection closed by peer\nmore",
         "DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?",
     ],
 )
-def test_the_peers_broken_connection_is_blamed_on_the_rank_that_died_first(make_sim: Any, error: str):
-    sim = a_run(make_sim, 2, cuda=False)
-    # The survivor's exception arrives before anybody has looked at the dead process.
-    sim.feed(Failure(0, 7, "backward", sim.now, error))
-    sim.fact(1, alive=False, signal=9)
-    sim.wait(6)
+@pytest.mark.parametrize("exception_first", [True, False])
+def test_the_peers_broken_connection_is_blamed_on_the_rank_that_died_first(
+    make_sim: Any, error: str, exception_first: bool
+):
+    first = [(1, {"signal": 11}), lost(0, error)]
+    ends = (Goodbye(0, 0.0, 6, "failed", error), (0, {"exit_code": 1}), 8.0)
+    sim = play(make_sim, 2, *(first[::-1] if exception_first else first), *ends)
     (alert,) = sim.alerts("died")
-    assert alert.rank == 1
+    assert (alert.rank, alert.evidence["signal"]) == (1, 11)
     assert error[:40] in alert.evidence["then"]["0"]
     assert sim.alerts("failure") == []
+    assert "\n" not in sim.state(0).text
 
 
-def test_a_peer_lost_to_a_kill_that_was_asked_for_is_information(make_sim: Any):
-    sim = a_run(make_sim, 2, cuda=False)
-    sim.feed(Command("c", "kill", {"ranks": [1], "signal": "INT"}))
+def test_a_kill_that_was_asked_for_and_the_peer_lost_to_it_are_information(make_sim: Any):
+    sim = play(make_sim, 2, Command("c", "kill", {"ranks": [1], "signal": "KILL"}), (1, {"signal": 9}), 3.0)
+    (alert,) = sim.alerts("died")
+    assert (alert.severity, alert.rank, alert.evidence["signal"]) == ("info", 1, 9)
     # A rank that INT ends says goodbye: there is no death of it that the broken connection could follow from.
-    sim.feed(Goodbye(1, sim.now, 6, "stopped", "interrupted"))
-    sim.feed(Failure(0, 7, "backward", sim.now, "RuntimeError: Connection closed by peer"))
-    sim.wait(6)
-    (alert,) = sim.alerts("failure")
+    interrupted = Command("c", "kill", {"ranks": [1], "signal": "INT"}), Goodbye(1, 0.0, 6, "stopped", "interrupted")
+    (alert,) = play(make_sim, 2, *interrupted, lost(0), 6.0).alerts("failure")
     assert (alert.rank, alert.severity) == (0, "info")
 
 
 def test_a_broken_connection_with_no_other_trouble_is_a_failure_of_its_own(make_sim: Any):
-    sim = a_run(make_sim, 2, cuda=False)
-    sim.feed(Failure(0, 7, "backward", sim.now, "RuntimeError: Connection reset by peer"))
-    sim.wait(5)
+    sim = play(make_sim, 2, lost(0, "RuntimeError: Connection reset by peer"), 5.0)
     assert [alert.rank for alert in sim.alerts("failure")] == [0]
+    sim = play(make_sim, 2, lost(0))
+    sim.sent += sim.detectors.begin_job(sim.now)
+    assert [alert.rank for alert in sim.alerts("failure")] == [0], "reported before the next job begins"
 
 
 def test_two_different_failures_are_two_alerts(make_sim: Any):
-    sim = a_run(make_sim, 2)
-    for rank in range(2):
-        sim.feed(Failure(rank, 7, "data", sim.now, f"KeyError: 'field {rank}'", "Traceback"))
+    sim = play(make_sim, 2, *(Failure(rank, 7, "data", 0.0, f"KeyError: 'field {rank}'") for rank in range(2)))
     found = [(alert.rank, alert.phase, alert.evidence["error"]) for alert in sim.alerts("failure")]
     assert found == [(0, "data", "KeyError: 'field 0'"), (1, "data", "KeyError: 'field 1'")]
 
 
-def test_a_kill_that_was_asked_for_is_information(make_sim: Any):
-    sim = a_run(make_sim, 2)
-    sim.feed(Command("c", "kill", {"ranks": [1], "signal": "KILL"}))
-    sim.fact(1, alive=False, signal=9)
-    sim.wait(3)
-    (alert,) = sim.alerts("died")
-    assert (alert.severity, alert.rank, alert.evidence["signal"]) == ("info", 1, 9)
+def test_lost_telemetry_and_a_failing_recording_are_each_one_alert_that_counts_and_ends(make_sim: Any):
+    sim = play(make_sim, 2)
 
+    def alerts(lost: int) -> list[Any]:
+        sim.feed(HubStats(sim.now, 1, 10, 10, 10, {"rank-1-4711-99": lost} if lost else {}))
+        sim.wait(10)
+        return [(alert.count, alert.evidence["total"], alert.resolved is None) for alert in sim.alerts("dropped")]
 
-def test_lost_telemetry_is_one_alert_that_counts_and_ends(make_sim: Any):
-    sim = a_run(make_sim, 2)
-
-    def stats(**lost: int) -> HubStats:
-        return HubStats(sim.now, 1, 10, 10, 10, {name.replace("_", "-"): count for name, count in lost.items()})
-
-    sim.feed(stats())
-    assert sim.alerts("dropped") == []
-    sim.feed(stats(rank_1_4711_99=12))
-    (alert,) = sim.alerts("dropped")
-    assert alert.evidence["total"] == 12
-    sim.wait(10)
-    sim.feed(stats(rank_1_4711_99=20))
-    sim.wait(10)
-    (alert,) = sim.alerts("dropped")
-    assert (alert.count, alert.evidence["total"]) == (2, 20)
+    assert [alerts(lost) for lost in (0, 12, 20)] == [[], [(1, 12, True)], [(2, 20, True)]]
     sim.wait(60)
-    sim.feed(stats(rank_1_4711_99=20))
-    assert sim.alerts("dropped")[0].resolved is not None
-
-
-def test_a_recording_that_cannot_be_written_is_told_and_resolved(make_sim: Any):
-    sim = a_run(make_sim, 1)
+    assert alerts(20) == [(2, 20, False)]
     for _ in range(5):
         sim.feed(HubStats(sim.now, 1, 10, 10, 10, recording_error="No space left on device"))
         sim.tick()
     (alert,) = sim.alerts("disk")
-    assert (alert.severity, alert.count) == ("error", 1)
-    assert alert.evidence["error"] == "No space left on device"
-    sim.feed(HubStats(sim.now, 1, 10, 10, 10))
+    assert (alert.severity, alert.count, alert.evidence["error"]) == ("error", 1, "No space left on device")
+    alerts(0)
     assert sim.alerts("disk")[0].resolved is not None
 
 
 def test_an_ordinary_end_raises_nothing(make_sim: Any):
-    sim = a_run(make_sim, 2)
-    for rank in range(2):
-        sim.feed(Goodbye(rank, sim.now, 6, "finished"))
-        sim.fact(rank, alive=False, exit_code=0)
-    sim.wait(2)
+    ends = ((Goodbye(rank, 0.0, 6, "finished"), (rank, {"exit_code": 0})) for rank in range(2))
+    sim = play(make_sim, 2, *(event for end in ends for event in end), 2.0)
     sim.sent += sim.tracker.ended(sim.now, "finished", 0)
     sim.wait(10)
     assert [alert for kind in ("died", "failure", "exit", "hang", "note", "slow") for alert in sim.alerts(kind)] == []
 
 
-@pytest.mark.parametrize(
-    ("code", "signal", "words"),
-    [
-        (0, None, "exit code 0"),
-        (None, 11, "killed by SIGSEGV"),
-        (-9, None, "killed by SIGKILL"),
-        (137, None, "exit code 137, SIGKILL"),
-        (None, None, "exit status unknown"),
-        (None, 77, "killed by signal 77"),
-    ],
-)
-def test_endings_are_said_in_words(code: int | None, signal: int | None, words: str):
-    assert ending_in_words(code, signal) == words
-
-
-def test_of_two_deaths_in_a_row_the_first_is_told_though_only_the_second_said_goodbye(make_sim: Any):
-    sim = a_run(make_sim, 2, cuda=False)
-    sim.fact(1, alive=False, signal=11)
-    sim.now += 0.1
-    error = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
-    sim.feed(Failure(0, 7, "backward", sim.now, error + "\nmore"), Goodbye(0, sim.now, 6, "failed", error))
-    sim.fact(0, alive=False, exit_code=1)
-    sim.wait(8)
-    (alert,) = sim.alerts("died")
-    assert (alert.rank, alert.evidence["signal"]) == (1, 11)
-    assert list(alert.evidence["then"]) == ["0"]
-    assert sim.alerts("failure") == []
-    assert "\n" not in sim.state(0).text
-
-
-def test_a_script_that_leaves_with_a_status_of_its_own_died_of_it(make_sim: Any):
-    sim = a_run(make_sim, 1)
-    sim.feed(Goodbye(0, sim.now, 6, "failed", "sys.exit(3)"))
-    sim.fact(0, alive=False, exit_code=3)
-    sim.wait(2)
-    (alert,) = sim.alerts("died")
-    assert (alert.rank, alert.evidence["exit_code"]) == (0, 3)
-
-
 def test_ranks_of_a_job_that_slurm_cancelled_died_of_nothing(make_sim: Any):
-    sim = a_run(make_sim, 2, cuda=False)
     words = "slurmstepd: error: *** STEP 5.0 ON nodea CANCELLED AT 2026-11-21T12:00:00 DUE TO TIME LIMIT ***"
-    sim.feed(LogLine(-1, sim.now, "launcher", words))
+    sim = play(make_sim, 2, LogLine(-1, 0.0, "launcher", words), (0, {"signal": 15}), (1, {"signal": 15}), 6.0)
     assert (sim.tracker.run_state.state, sim.tracker.run_state.text) == ("stopping", "cancelled by SLURM: time limit")
-    sim.fact(0, alive=False, signal=15)
-    sim.fact(1, alive=False, signal=15)
-    sim.wait(6)
     assert sim.alerts("died") == []
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_of_ranks_seen_dead_at_one_look_the_one_that_was_not_asked_to_end_is_where_it_began(make_sim: Any, first: int):
-    sim = a_run(make_sim, 2, cuda=False)
-    sim.fact(1 - first, alive=False, signal=15)
-    sim.fact(first, alive=False, signal=6)
+@pytest.mark.parametrize(
+    ("ended", "follows"),
+    [({"signal": 6}, {"signal": 15}), ({"signal": 9}, {}), ({"time": -0.01}, {"signal": 6})],
+    ids=["the other was asked to end", "nothing is known of the other", "seen earlier, though nothing is known of it"],
+)
+def test_of_two_deaths_in_one_poll_the_known_or_earlier_one_is_where_it_began(
+    make_sim: Any, first: int, ended: dict[str, Any], follows: dict[str, Any]
+):
+    sim = play(make_sim, 2)
+    for rank in (0, 1):
+        fact = {"time": 0.0, **(ended if rank == first else follows)}
+        sim.fact(rank, alive=False, **{**fact, "time": sim.now + fact["time"]})
     sim.wait(6)
     (alert,) = sim.alerts("died")
-    assert (alert.rank, alert.evidence["signal"]) == (first, 6)
+    assert (alert.rank, alert.evidence["exit_code"], alert.evidence["signal"]) == (first, None, ended.get("signal"))
     assert list(alert.evidence["then"]) == [str(1 - first)]
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_of_ranks_seen_dead_at_one_look_the_one_of_which_nothing_is_known_follows(make_sim: Any, killed: int):
-    sim = a_run(make_sim, 2, cuda=False)
-    for rank in (0, 1):
-        sim.fact(rank, alive=False, time=sim.now, **({"signal": 9} if rank == killed else {}))
-    sim.wait(6)
-    (alert,) = sim.alerts("died")
-    assert (alert.rank, alert.evidence["signal"]) == (killed, 9)
-    assert list(alert.evidence["then"]) == [str(1 - killed)]
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_the_rank_that_was_seen_dead_first_is_where_it_began_even_if_nothing_is_known_of_it(make_sim: Any, first: int):
-    sim = a_run(make_sim, 2, cuda=False)
-    for rank in (0, 1):
-        if rank == first:
-            sim.fact(rank, alive=False, time=sim.now - 0.01)
-        else:
-            sim.fact(rank, alive=False, signal=6, time=sim.now)
-    sim.wait(6)
-    (alert,) = sim.alerts("died")
-    assert (alert.rank, alert.evidence["exit_code"], alert.evidence["signal"]) == (first, None, None)
-
-
 def test_a_run_that_ends_before_its_dead_were_told_has_them_in_the_order_of_their_deaths(make_sim: Any):
-    sim = a_run(make_sim, 3, cuda=False)
-    sim.fact(2, alive=False, signal=9, time=sim.now)
-    sim.fact(1, alive=False, signal=15, time=sim.now + 0.1)
-    sim.fact(0, alive=False, signal=15, time=sim.now + 0.2)
+    sim = play(make_sim, 3)
+    for after, rank in enumerate((2, 1, 0)):
+        sim.fact(rank, alive=False, signal=15 if after else 9, time=sim.now + after / 10)
     sim.sent += sim.tracker.ended(sim.now, "failed", 137)
     sim.tick()
     (alert,) = sim.alerts("died")
@@ -588,10 +424,10 @@ def test_a_run_that_ends_before_its_dead_were_told_has_them_in_the_order_of_thei
 
 
 def test_a_launcher_that_ends_before_its_ranks_is_the_trouble_and_no_rank_is_blamed_for_being_ended(make_sim: Any):
-    sim = a_run(make_sim, 2, cuda=False)
+    sim = play(make_sim, 2)
     sim.sent += sim.detectors.job_ended_first(sim.now, -9, 2, ["100 (python)", "101 (python)"])
-    sim.fact(1, alive=False, signal=15)
-    sim.fact(0, alive=False, signal=15)
+    for rank in (1, 0):
+        sim.fact(rank, alive=False, signal=15)
     sim.wait(6)
     (alert,) = sim.alerts("died")
     assert (alert.rank, alert.evidence["rule"], alert.evidence["left"]) == (None, "launcher", 2)
@@ -599,31 +435,35 @@ def test_a_launcher_that_ends_before_its_ranks_is_the_trouble_and_no_rank_is_bla
 
 
 def test_a_lost_connection_to_a_rank_whose_script_ended_names_that_rank(make_sim: Any):
-    sim = a_run(make_sim, 3)
-    sim.feed(Goodbye(1, sim.now, 6, "finished"))
-    for rank in (0, 2):
-        sim.feed(Failure(rank, 7, "backward", sim.now, "RuntimeError: Connection closed by peer [127.0.0.1]:4711"))
-    sim.wait(4)
+    sim = play(make_sim, 3, Goodbye(1, 0.0, 6, "finished"), lost(0), lost(2), 4.0)
     (alert,) = sim.alerts("failure")
     assert (alert.rank, alert.step, alert.evidence["rule"]) == (1, 7, "ended-early")
     assert (alert.evidence["last_step"], alert.evidence["lost"]) == ({"1": 6}, 0)
     assert "2" in alert.evidence["then"], "rank 2 lost it too"
 
 
-def test_a_run_that_ends_while_a_lost_connection_waits_for_its_cause_still_names_it(make_sim: Any):
-    sim = a_run(make_sim, 2)
-    sim.feed(Goodbye(1, sim.now, 6, "finished"))
-    sim.feed(Failure(0, 7, "backward", sim.now, "RuntimeError: Connection closed by peer [127.0.0.1]:4711"))
-    sim.fact(0, alive=False, exit_code=1)
-    sim.sent += sim.tracker.ended(sim.now, "failed", 1)
-    sim.tick()
+@pytest.mark.parametrize("over", [True, False])
+def test_a_run_that_ends_while_a_lost_connection_waits_for_its_cause_still_names_it(make_sim: Any, over: bool):
+    ends = (lost(0), Goodbye(0, 0.0, 6, "failed", LOST), (0, {"exit_code": 1}))
+    sim = play(make_sim, 2, Goodbye(1, 0.0, 6, "finished"), *ends)
+    if over:
+        sim.sent += sim.tracker.ended(sim.now, "failed", 1)
+        sim.tick()
+    else:
+        sim.fact(1, alive=False, signal=15)
+        sim.wait(5.0)
+        assert sim.state(1).state == "gone", "its launcher ended it, after its script had succeeded"
     (alert,) = sim.alerts("failure")
     assert (alert.rank, alert.evidence["last_step"], alert.evidence["lost"]) == (1, {"1": 6}, 0)
 
 
-def test_a_failure_that_waits_for_its_cause_is_told_before_the_next_job_begins(make_sim: Any):
-    sim = a_run(make_sim, 2)
-    sim.feed(Failure(0, 7, "backward", sim.now, "RuntimeError: Connection closed by peer [127.0.0.1]:4711"))
-    sim.sent += sim.detectors.begin_job(sim.now)
-    (alert,) = sim.alerts("failure")
-    assert (alert.rank, alert.kind) == (0, "failure")
+def test_endings_are_said_in_words():
+    said = {
+        (0, None): "exit code 0",
+        (None, 11): "killed by SIGSEGV",
+        (-9, None): "killed by SIGKILL",
+        (137, None): "exit code 137, SIGKILL",
+        (None, None): "exit status unknown",
+        (None, 77): "killed by signal 77",
+    }
+    assert {end: ending_in_words(*end) for end in said} == said

@@ -1,4 +1,4 @@
-"""What SLURM's own words in a job's output say of its end."""
+"""What a job's output says of its end: exceptions, refusals, aborts, SLURM's notice; and who holds a port."""
 
 import os
 import pwd
@@ -7,11 +7,15 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.analysis.deaths.logs import AbortReader, address_in_use, cancelled, last_exception
+from ftmon.protocol.analysis.deaths.logs import AbortReader, RaisedException, address_in_use, cancelled, last_exception
 from ftmon.trainer.host.sockets import holder_of
 from ftmon.trainer.launch.launcher import cancelled_in
 
-# The exception that ended a job, found in its output; and who holds a port.
+
+def exception(lines: list[str]) -> RaisedException:
+    found = last_exception(lines)
+    assert found is not None
+    return found
 
 
 IN_USE = (
@@ -32,10 +36,9 @@ def test_the_exception_of_a_rank_counts_and_not_that_its_launcher_failed_for_it(
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
         "====",
     ]
-    found = last_exception(lines)
-    assert found is not None
+    found = exception(lines)
     assert found.words == "ModuleNotFoundError: No module named 'nosuchmodule'"
-    assert (found.file, found.line, found.function) == ("train.py", 3, "<module>")
+    assert found.place == "train.py:3 in <module>"
 
 
 def test_tracebacks_of_two_ranks_that_write_at_once_are_told_apart() -> None:
@@ -47,8 +50,7 @@ def test_tracebacks_of_two_ranks_that_write_at_once_are_told_apart() -> None:
         "[rank1]: ValueError: of rank 1",
         "[rank0]: KeyError: 'of rank 0'",
     ]
-    found = last_exception(lines)
-    assert found is not None
+    found = exception(lines)
     assert (found.rank, found.words) in ((1, "ValueError: of rank 1"), (0, "KeyError: 'of rank 0'"))
 
 
@@ -62,14 +64,11 @@ def test_an_exception_of_a_library_is_told_with_the_line_of_the_script_that_call
         '  File "/usr/lib/python3.12/pathlib.py", line 9, in open',
         "FileNotFoundError: no such data set",
     ]
-    found = last_exception(lines)
-    assert found is not None
+    found = exception(lines)
     assert found.place == "/usr/lib/python3.12/pathlib.py:9 in open, called from /home/me/datasets/train.py:31 in main"
-    library = last_exception([*lines[:2], *lines[4:]])
-    assert library is not None
-    assert library.own_file == "", "a console script is not user code"
-    own = last_exception([*lines[:4], lines[-1]])
-    assert own is not None
+    library = exception([*lines[:2], *lines[4:]])
+    assert "called from" not in library.place, "a console script is not user code"
+    own = exception([*lines[:4], lines[-1]])
     assert own.place == "/home/me/datasets/train.py:31 in main", "raised there itself"
 
 
@@ -82,38 +81,27 @@ def test_native_code_that_a_wrapper_of_the_probe_called_was_called_by_the_code_a
         f'[rank0]:   File "{packages}/ftmon/trainer/probe/hooks/collectives.py", line 89, in call',
         "[rank0]: RuntimeError: Timed out waiting 8000ms for recv operation to complete",
     ]
-    found = last_exception(lines)
-    assert found is not None
+    found = exception(lines)
     assert found.place.endswith("/distributed_c10d.py:9 in all_reduce, called from /home/me/train.py:10 in <module>")
-    direct = last_exception([*lines[:2], *lines[3:]])
-    assert direct is not None
+    direct = exception([*lines[:2], *lines[3:]])
     assert direct.place == "/home/me/train.py:10 in <module>"
-    alone = last_exception([lines[0], *lines[3:]])
-    assert alone is not None
+    alone = exception([lines[0], *lines[3:]])
     assert alone.place.endswith("collectives.py:89 in call"), "an error of the probe's own"
 
 
 @pytest.mark.parametrize(
-    ("lines", "words", "message"),
+    ("text", "words", "message"),
     [
-        (
-            ["RuntimeError: ", "", "Launching needs a guard:", "  main()", "", "later"],
-            None,
-            "Launching needs a guard:\n  main()",
-        ),
-        (["RuntimeError:", "Launching needs a guard:"], None, "Launching needs a guard:"),
-        (["lib.OwnError: no: such file", "of this name", "", "later"], "OwnError: no: such file", None),
-        (["AssertionError", "launching again"], "AssertionError", ""),
-        (["KeyboardInterrupt", "", "later"], "KeyboardInterrupt", ""),
+        ("RuntimeError: \n\nA guard:\n  main()\n\nlater", "RuntimeError: A guard:", "A guard:\n  main()"),
+        ("RuntimeError:\nNeeds a guard:", "RuntimeError: Needs a guard:", "Needs a guard:"),
+        ("lib.OwnError: no: such\nof this\n\nlater", "OwnError: no: such", "no: such\nof this"),
+        ("AssertionError\nlaunching again", "AssertionError", ""),
+        ("KeyboardInterrupt\n\nlater", "KeyboardInterrupt", ""),
     ],
 )
-def test_a_message_may_begin_with_blank_lines_or_be_missing(
-    lines: list[str], words: str | None, message: str | None
-) -> None:
-    found = last_exception(["Traceback (most recent call last):", '  File "a.py", line 1, in b', *lines])
-    assert found is not None
-    assert found.words == (words or "RuntimeError: Launching needs a guard:")
-    assert message is None or found.message == message
+def test_a_message_may_begin_with_blank_lines_or_be_missing(text: str, words: str, message: str) -> None:
+    found = exception([*LAUNCHER[:2], *text.split("\n")])
+    assert (found.words, found.message) == (words, message)
 
 
 LAUNCHER = [
@@ -126,44 +114,28 @@ LAUNCHER = [
 
 
 @pytest.mark.parametrize(
-    ("lines", "words"),
+    ("line", "words"),
     [
-        (
-            ["/venv/bin/python3: can't open file '/a/trian.py': [Errno 2] No such file or directory"],
-            "python3: can't open file ",
-        ),
-        (["/usr/bin/python: No module named axolotl"], "python: No module named axolotl"),
-        (
-            ["python: Error while finding module specification for 'a.b' (Mod"],
-            "python: Error while finding module spec",
-        ),
-        (
-            ["usage: train.py [-h]", "train.py: error: unrecognized arguments: --lr"],
-            "train.py: error: unrecognized arguments: ",
-        ),
-        (["./start.sh: line 3: torchrn: command not found"], "start.sh: line 3: torchrn: command not found"),
-        (["sh: 1: torchrn: not found"], "sh: 1: torchrn: not found"),
-        (["Usage: app [OPTIONS]", "Error: No such option: --foo"], "Error: No such option: --foo"),
+        ("/venv/bin/python3: can't open file '/a/trian.py': [Errno 2] No such file", "python3: can't open file "),
+        ("/usr/bin/python: No module named axolotl", "python: No module named axolotl"),
+        ("python: Error while finding module specification for 'a.b' (Mod", "python: Error while finding module spec"),
+        ("train.py: error: unrecognized arguments: --lr", "train.py: error: unrecognized arguments: "),
+        ("./start.sh: line 3: torchrn: command not found", "start.sh: line 3: torchrn: command not found"),
+        ("sh: 1: torchrn: not found", "sh: 1: torchrn: not found"),
+        ("Error: No such option: --foo", "Error: No such option: --foo"),
     ],
 )
-def test_a_program_that_refuses_to_begin_is_the_cause_and_not_that_its_launcher_failed_for_it(
-    lines: list[str], words: str
-):
-    for output in (lines, [*lines, *LAUNCHER]):
-        found = last_exception(output)
-        assert found is not None
+def test_a_program_that_refuses_to_begin_is_the_cause_and_not_that_its_launcher_failed_for_it(line: str, words: str):
+    for output in ([line], ["usage: train.py [-h]", line, *LAUNCHER]):
+        found = exception(output)
         assert found.words.startswith(words)
         assert not found.place
 
 
-def test_a_launcher_s_own_exception_is_told_where_nothing_else_is() -> None:
-    found = last_exception(["loading: done", "an error: no such thing", *LAUNCHER])
-    assert found is not None
-    assert found.words == "ChildFailedError: train.py FAILED"
-
-
-def test_output_without_a_whole_traceback_names_none() -> None:
-    assert last_exception(["step 1", "Traceback (most recent call last):", '  File "a.py", line 1, in b']) is None
+def test_a_launcher_s_own_exception_is_told_where_nothing_else_is_and_half_a_traceback_names_none() -> None:
+    lines = ["loading: done", "an error: no such thing", *LAUNCHER]
+    assert exception(lines).words == "ChildFailedError: train.py FAILED"
+    assert last_exception(["step 1", *LAUNCHER[:2]]) is None
 
 
 WATCHDOG = (
@@ -172,47 +144,34 @@ WATCHDOG = (
 )
 
 
+THROWN = "terminate called after throwing an instance of"
+ASSERT = "ring.cc:12: reduce: Assertion `size > 0' failed"
+CUDA = "/aten/Indexing.cu:1553: select: block: [0,0,0], thread: [1,0,0] Assertion `i < size` failed"
+
+
 @pytest.mark.parametrize(
-    ("lines", "reason"),
+    ("text", "reason"),
     [
+        (f"{THROWN} 'std::system_error'\n  what():  Not permitted", "std::system_error: Not permitted"),
+        (f"{THROWN} 'int'\nmore", "an uncaught C++ exception: int"),
+        (f"python3: {ASSERT}.", ASSERT),
+        (f"{CUDA}.", CUDA),
+        ("F1128 10:00:00.1 7 a.cc:12] Check failed: peer >= 0 (-1 vs. 0)", "Check failed: peer >= 0 (-1 vs. 0)"),
+        ("free(): invalid pointer", "free(): invalid pointer"),
+        ("double free or corruption (out)", "double free or corruption (out)"),
+        ("*** stack smashing detected ***: terminated", "*** stack smashing detected ***: terminated"),
         (
-            [
-                "terminate called after throwing an instance of 'std::system_error'",
-                "  what():  Operation not permitted",
-            ],
-            "std::system_error: Operation not permitted",
-        ),
-        (["terminate called after throwing an instance of 'int'", "more"], "an uncaught C++ exception: int"),
-        (
-            ["python3: ring.cc:12: reduce: Assertion `size > 0' failed."],
-            "ring.cc:12: reduce: Assertion `size > 0' failed",
-        ),
-        (
-            ["/aten/Indexing.cu:1553: select: block: [0,0,0], thread: [1,0,0] Assertion `i < size` failed."],
-            "/aten/Indexing.cu:1553: select: block: [0,0,0], thread: [1,0,0] Assertion `i < size` failed",
-        ),
-        (
-            ["F1128 10:00:00.1 7 transport.cc:12] Check failed: peer >= 0 (-1 vs. 0)"],
-            "Check failed: peer >= 0 (-1 vs. 0)",
-        ),
-        (["free(): invalid pointer"], "free(): invalid pointer"),
-        (["double free or corruption (out)"], "double free or corruption (out)"),
-        (["*** stack smashing detected ***: terminated"], "*** stack smashing detected ***: terminated"),
-        (
-            [
-                f"[rank1]:[E1128 10:00:00.123 ProcessGroupNCCL.cpp:682] {WATCHDOG}.",
-                "terminate called after throwing an instance of 'c10::DistBackendError'",
-                f"  what():  [PG ID 0 Rank 1] Process group watchdog thread terminated with exception: {WATCHDOG}.",
-                "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f in /x/libc10.so)",
-            ],
+            f"[rank1]:[E1128 10:00:00.123 ProcessGroupNCCL.cpp:682] {WATCHDOG}.\n{THROWN} 'c10::DistBackendError'\n"
+            f"  what():  [PG ID 0 Rank 1] Process group watchdog thread terminated with exception: {WATCHDOG}.\n"
+            "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f in /x/libc10.so)",
             WATCHDOG,
         ),
-        (["AssertionError: Assertion failed", "  what():  nothing was thrown", "malloc() is fine: yes"], ""),
+        ("AssertionError: Assertion failed\n  what():  nothing was thrown\nmalloc() is fine: yes", ""),
     ],
 )
-def test_the_reason_of_an_abort_is_what_the_library_wrote(lines: list[str], reason: str) -> None:
+def test_the_reason_of_an_abort_is_what_the_library_wrote(text: str, reason: str) -> None:
     reader = AbortReader()
-    for line in lines:
+    for line in text.splitlines():
         reader.read(line)
     assert reader.reason == reason
 
@@ -230,15 +189,11 @@ def test_an_address_in_use_names_its_port_where_the_error_does(text: str, port: 
     assert address_in_use(text) == port
 
 
-def test_the_process_that_listens_on_a_port_is_named() -> None:
+def test_the_process_that_listens_on_a_port_is_named_and_a_free_one_is_held_by_none() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         found = holder_of(server.getsockname()[1])
     assert found is not None
-    assert found.pid == os.getpid()
-    assert found.user == pwd.getpwuid(os.getuid()).pw_name
-
-
-def test_a_port_that_is_free_is_held_by_none() -> None:
+    assert (found.pid, found.user) == (os.getpid(), pwd.getpwuid(os.getuid()).pw_name)
     with socket.socket() as bound:  # not listening; no other process can bind the port
         bound.bind(("127.0.0.1", 0))
         assert holder_of(bound.getsockname()[1]) is None

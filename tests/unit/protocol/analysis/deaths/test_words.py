@@ -25,28 +25,20 @@ GONE = "The other ranks cannot continue without it; launchers end them too."
 REMEDY = "Give it more memory (the limit, the host), or hold less: fewer workers, smaller batches, no offload."
 
 
+def body(end: str, hint: str = "", then: str = GONE) -> str:
+    return " ".join(filter(None, (f"The process of rank 1 (pid 101) is gone: {end}.", hint, then)))
+
+
 def death(code: int | None = None, signal: int | None = None, **more: Any) -> Finding:
     return Finding("died", ProcessDeath(101, code, signal, more.pop("state", ""), [], **more), rank=1, ranks=(1,))
 
 
 @pytest.mark.parametrize(
-    ("finding", "title", "body"),
+    ("finding", "title", "text"),
     [
-        (
-            death(3, state="sys.exit(3)"),
-            "rank 1 ended: exit code 3",
-            f"The process of rank 1 (pid 101) is gone: sys.exit(3). {GONE}",
-        ),
-        (
-            death(3, alone=True),
-            "rank 1 ended: exit code 3",
-            "The process of rank 1 (pid 101) is gone: exit code 3.",
-        ),
-        (
-            death(-11),
-            "rank 1 killed by SIGSEGV",
-            f"The process of rank 1 (pid 101) is gone: killed by SIGSEGV. Possibly: a crash in native code. {GONE}",
-        ),
+        (death(3, state="sys.exit(3)"), "rank 1 ended: exit code 3", body("sys.exit(3)")),
+        (death(3, alone=True), "rank 1 ended: exit code 3", body("exit code 3", then="")),
+        (death(-11), "rank 1 killed by SIGSEGV", body("killed by SIGSEGV", "Possibly: a crash in native code.")),
         (
             death(-6),
             "rank 1 killed by SIGABRT",
@@ -56,7 +48,7 @@ def death(code: int | None = None, signal: int | None = None, **more: Any) -> Fi
         (
             death(-6, reason="ring.cc:12: reduce: Assertion `size > 0' failed"),
             "rank 1 aborted: ring.cc:12: reduce: Assertion `size > 0' failed",
-            f"The process of rank 1 (pid 101) is gone: killed by SIGABRT. {GONE}",
+            body("killed by SIGABRT"),
         ),
         (
             death(-6, reason="gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 8 vs 4", generating=True),
@@ -66,11 +58,7 @@ def death(code: int | None = None, signal: int | None = None, **more: Any) -> Fi
             "generation is a collective, and a rank whose texts end early leaves the others alone in it: pass "
             "synced_gpus=True to generate.",
         ),
-        (
-            death(signal=9, asked=True),
-            "rank 1 killed by SIGKILL, as asked",
-            f"The process of rank 1 (pid 101) is gone: killed by SIGKILL. {GONE}",
-        ),
+        (death(signal=9, asked=True), "rank 1 killed by SIGKILL, as asked", body("killed by SIGKILL")),
         (
             death(signal=9, kernel_kill=KernelKill(True, "host", "python", 8 * GIB, [], resident_bytes=7 * GIB)),
             "rank 1 killed by SIGKILL by the kernel: out of memory",
@@ -130,10 +118,10 @@ def death(code: int | None = None, signal: int | None = None, **more: Any) -> Fi
         ),
     ],
 )
-def test_a_death_and_a_failure_in_words(finding: Finding, title: str, body: str):
+def test_a_death_and_a_failure_in_words(finding: Finding, title: str, text: str):
     words = kinds.words_of(finding)
     assert words.title == title
-    assert " ".join(filter(None, (words.text, words.remedy))) == body
+    assert " ".join(filter(None, (words.text, words.remedy))) == text
 
 
 @pytest.mark.parametrize(
@@ -188,17 +176,19 @@ def test_the_evidence_of_a_death_is_plain():
     }
 
 
-def test_a_refusal_of_the_trainer_is_whole_in_its_title():
-    refusal = "SystemExit: model.config: " + "an explanation, " * 18 + "so set data.sequence_length to 64"
-    words = kinds.words_of(Finding("failure", ScriptFailure(refusal, "", []), rank=0, step=0))
-    assert words.title == f"rank 0 failed: {refusal}"
-
-
-@pytest.mark.parametrize("error", ["RuntimeError: an illegal memory access was encountered.", "KeyError: 'ids'"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        "SystemExit: " + "an explanation, " * 25 + "so",
+        "RuntimeError: an illegal memory access was encountered.",
+        "KeyError: 'ids'",
+    ],
+)
 def test_an_error_ends_with_one_full_stop(error: str) -> None:
     failure = Finding("failure", ScriptFailure(error, "", []), rank=0, step=7)
     uncaught = Finding("oom_failure", Uncaught(error, ""), rank=0, step=7)
     ended = error.rstrip(".") + "."
+    assert kinds.words_of(failure).title == f"rank 0 failed: {error}", "whole"
     assert kinds.words_of(failure).text.startswith(f"An exception ended the script in step 7: {ended}")
     assert kinds.words_of(uncaught).text.startswith(f"{ended} The script did not catch it")
     assert ".." not in kinds.words_of(failure).text + kinds.words_of(uncaught).text

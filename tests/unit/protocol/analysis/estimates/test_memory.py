@@ -1,4 +1,4 @@
-"""CSV files of others' measurements."""
+"""Peaks over the sequence length as straight pieces, and CSV files of others' measurements."""
 
 import json
 from itertools import pairwise
@@ -6,20 +6,18 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.analysis.estimates.memory import (
+    WHOLE_STEP,
+    Band,
     CsvMapping,
     Piece,
     bands,
     guess_mapping,
     pieces,
-    points,
     read_csv,
     sample_curve,
 )
 from ftmon.protocol.analysis.words import describe_curve
 from places import DATA
-
-# Peaks over the sequence length as straight pieces.
-
 
 MIB = 2**20
 MEASURED = [json.loads(line) for line in (DATA / "h200_peaks.jsonl").read_text().splitlines()]
@@ -55,18 +53,12 @@ def test_crossovers_between_the_points_are_found_exactly() -> None:
     )
 
 
-def test_pieces_meet_and_cover_the_whole_range() -> None:
-    for one in MEASURED:
-        curve = pieces(points_of_runs(one))
-        lengths = sorted(points_of_runs(one))
-        assert (curve[0].start, curve[-1].end) == (lengths[0], lengths[-1])
-        assert all(first.end == second.start for first, second in pairwise(curve))
-
-
-def test_measured_points_lie_on_their_pieces() -> None:
+def test_pieces_meet_cover_the_whole_range_and_hold_the_measured_points() -> None:
     for one in MEASURED:
         measured = points_of_runs(one)
         curve = pieces(measured)
+        assert (curve[0].start, curve[-1].end) == (min(measured), max(measured))
+        assert all(first.end == second.start for first, second in pairwise(curve))
         for length, peaks in measured.items():
             assert peak_at(curve, length) == pytest.approx(max(peaks.values()), rel=0.004)
 
@@ -85,20 +77,13 @@ def test_measured_lengths_that_were_held_out_are_predicted_within_one_percent() 
     assert sorted(errors.values())[len(errors) // 2] < 0.002
 
 
-def test_a_flat_curve_is_one_piece() -> None:
+def test_a_flat_curve_one_point_and_a_small_slope_are_each_one_piece() -> None:
     curve = pieces({length: {"optimizer": 5e9, "backward": 3e9} for length in (1, 2, 3, 900)})
     assert curve == [Piece(1, 900, "optimizer", pytest.approx(0, abs=1e-3), pytest.approx(5e9))]
     assert describe_curve(curve) == "optimizer leads"
-
-
-def test_a_slope_of_less_than_a_tenth_of_a_mib_is_written_in_kib() -> None:
-    assert describe_curve(pieces({x: {"backward": 1e6 + x * 2048.0} for x in (64, 128, 256)})) == (
-        "backward leads at +2.0 KiB a token"
-    )
-
-
-def test_one_point_is_a_piece() -> None:
     assert pieces({512: {"backward": 7.0}}) == [Piece(512, 512, "backward", 0, 7)]
+    small = pieces({x: {"backward": 1e6 + x * 2048.0} for x in (64, 128, 256)})
+    assert describe_curve(small) == "backward leads at +2.0 KiB a token"
 
 
 def test_phases_that_are_as_high_as_each_other_tie_and_none_leads() -> None:
@@ -118,6 +103,13 @@ def test_points_without_a_phase_are_refused() -> None:
         pieces({1: {"forward": 1.0}, 2: {"backward": 1.0}})
     with pytest.raises(ValueError, match="at least one point"):
         pieces({})
+
+
+def test_a_curve_without_phases_is_flat_then_straight() -> None:
+    curve = pieces(
+        {length: {WHOLE_STEP: max(9800.0, 7000 + 5.6 * length) * MIB} for length in (1, 128, 256, 1024, 2048)}
+    )
+    assert describe_curve(curve) == "flat to 500 tokens, then at +5.6 MiB a token"
 
 
 def test_thousands_of_noisy_points_become_few_pieces() -> None:
@@ -185,23 +177,13 @@ def test_a_column_in_bytes_is_read_as_bytes(column: str) -> None:
     assert read_csv(text, guess_mapping(text))[0].figures == {"allocated": MIB}
 
 
-def test_bands_are_over_ranks_and_without_the_warm_up() -> None:
-    rows = read_csv(WIDE, guess_mapping(WIDE))
-    with_all, without = bands(rows, "allocated"), bands(rows, "allocated", warm_up=1)
-    assert (with_all[0].lowest, with_all[0].highest) == (9800 * MIB, 9900 * MIB)
-    assert (without[0].lowest, without[0].median, without[0].highest) == (9500 * MIB, 9550 * MIB, 9600 * MIB)
-    assert (without[1].length, without[1].highest) == (512, 9600 * MIB)
-
-
-def test_a_measured_curve_is_explained_as_pieces() -> None:
-    lines = [f"{length},{max(9800.0, 7000 + 5.6 * length):.2f}" for length in range(1, 2049)]
-    rows = read_csv("length,allocated MiB\n" + "\n".join(lines), CsvMapping("length", {"allocated": "allocated MiB"}))
-    curve = pieces(points(bands(rows, "allocated")))
-    assert len(curve) == 2
-    assert curve[0].end == pytest.approx(500, abs=8)
-    words = describe_curve(curve)
-    assert words.startswith("flat to ")
-    assert words.endswith(" tokens, then at +5.6 MiB a token")
+def test_bands_are_over_ranks() -> None:
+    found = bands(read_csv(WIDE, guess_mapping(WIDE)), "allocated")
+    assert found == [
+        Band(1, 9800 * MIB, 9850 * MIB, 9900 * MIB, 2), Band(512, 9500 * MIB, 9550 * MIB, 9600 * MIB, 2)
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="no measurement has a figure nvml"):
+        bands(read_csv(WIDE, guess_mapping(WIDE)), "nvml")
 
 
 @pytest.mark.parametrize(
@@ -237,8 +219,3 @@ def test_a_file_that_does_not_match_is_refused_in_one_line(text: str, mapping: C
 def test_a_header_that_suggests_nothing_asks_for_a_mapping(header: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         guess_mapping(header + "\n1,2\n")
-
-
-def test_a_figure_without_measurements_is_refused() -> None:
-    with pytest.raises(ValueError, match="no measurement has a figure nvml"):
-        bands(read_csv(WIDE, guess_mapping(WIDE)), "nvml")

@@ -61,27 +61,20 @@ def test_a_flat_then_straight_curve_takes_few_rounds_for_many_capacities() -> No
     assert len(runs.rounds) <= 4
 
 
-def test_steps_of_memory_do_not_stop_the_search() -> None:
+def test_a_value_that_fails_although_larger_ones_fit_is_not_passed() -> None:
+    def fails(first: int, end: int) -> Callable[[list[int]], list[Need]]:
+        return lambda values: [Need(10.0 * x, [10.0 * x <= 40_000 and not first <= x < end]) for x in values]
+
+    assert largest_that_fit(range(100, 100_001, 300), [40_000], fails(1000, 1100)) == [Largest(700, 1000)]
+    run = fails(3870, 3890)
+    assert largest_that_fit(range(1, 100_001), [40_000], run) == [Largest(4000, 4001)]
+    shares = largest_that_fit(range(1, 100_001), [40_000], run, confirm=(0.99, 0.97))
+    assert shares == [Largest(3869, 3870)], "shares of a result that do not fit lower it"
+
+
+def test_steps_of_memory_do_not_stop_the_search_and_one_value_is_settled_by_one_run() -> None:
     (found,) = largest_that_fit(range(1, 8193), [100_000], Runs(lambda x: x // 512 * 512 * 100.0, [100_000]))
     assert found == Largest(1023, 1024)
-
-
-def test_a_value_that_fails_although_larger_ones_fit_is_not_passed() -> None:
-    def run(values: list[int]) -> list[Need]:
-        return [Need(10.0 * x, [10.0 * x <= 40_000 and not 1000 <= x < 1100]) for x in values]
-
-    assert largest_that_fit(range(100, 100_001, 300), [40_000], run) == [Largest(700, 1000)]
-
-
-def test_shares_of_a_result_that_do_not_fit_lower_it() -> None:
-    def run(values: list[int]) -> list[Need]:
-        return [Need(10.0 * x, [10.0 * x <= 40_000 and not 3870 <= x < 3890]) for x in values]
-
-    assert largest_that_fit(range(1, 100_001), [40_000], run) == [Largest(4000, 4001)]
-    assert largest_that_fit(range(1, 100_001), [40_000], run, confirm=(0.99, 0.97)) == [Largest(3869, 3870)]
-
-
-def test_one_value_is_settled_by_one_run() -> None:
     runs = Runs(float, [10])
     assert largest_that_fit([8], [10], runs) == [Largest(8, None)]
     assert runs.rounds == [[8]]

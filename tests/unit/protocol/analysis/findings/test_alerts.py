@@ -4,7 +4,7 @@ import pytest
 from ftmon.protocol.analysis.findings.alerts import DiagnosticRequests, next_step
 from ftmon.protocol.messages.control import Arm
 from ftmon.protocol.messages.memory import Cause
-from ftmon.protocol.messages.telemetry import PhaseRecord, StackGroup
+from ftmon.protocol.messages.telemetry import StackGroup
 
 MIB = 2**20
 GIB = 2**30
@@ -40,25 +40,15 @@ def test_an_alert_tells_its_cause_once_a_rank_has_sent_the_stacks(make_sim: Any)
     assert evidence["stacks"][0]["pattern"] == "foreach_temporaries"
 
 
-def test_a_repeat_keeps_the_cause(make_sim: Any) -> None:
+def test_a_repeat_and_stacks_of_a_smaller_transient_do_not_replace_the_cause(make_sim: Any) -> None:
     sim = make_sim()
     spike(sim, 20)
     sim.feed(cause(22, 950 * MIB, [ADAM]))
     sim.feed(sim.step(0, 25, [sim.phase("optimizer", 960 * MIB, ms=4.0)]))
-    sim.wait(20)
-    (alert,) = sim.alerts("spike")
-    assert alert.count == 2
-    assert len(alert.evidence["steps"]) == 2
-    assert alert.evidence["cause_pattern"] == "foreach_temporaries"
-
-
-def test_stacks_of_a_smaller_transient_do_not_replace_the_cause(make_sim: Any) -> None:
-    sim = make_sim()
-    spike(sim, 20)
-    sim.feed(cause(22, 950 * MIB, [ADAM]))
     sim.feed(cause(30, 50 * MIB, ["/home/user/loop.py:31 main"]))
     sim.wait(20)
     (alert,) = sim.alerts("spike")
+    assert (alert.count, len(alert.evidence["steps"])) == (2, 2)
     assert (alert.evidence["cause_pattern"], alert.evidence["cause_step"]) == ("foreach_temporaries", 22)
 
 
@@ -90,19 +80,14 @@ def test_a_steady_transient_is_explained_for_all_ranks_by_the_stacks_of_one(make
     assert alert.evidence["cause_pattern"] == "foreach_temporaries"
 
 
-def test_stacks_of_a_step_without_the_spike_tell_nothing_and_say_so(make_sim: Any) -> None:
+def test_stacks_of_a_step_without_the_spike_or_without_a_known_pattern_say_so(make_sim: Any) -> None:
     sim = make_sim()
     spike(sim, 20)
     sim.feed(cause(22, 50 * MIB, [ADAM]))
     (alert,) = sim.alerts("spike")
     assert "cause_pattern" not in alert.evidence
     assert (alert.evidence["cause_step"], alert.evidence["cause_transient_bytes"]) == (22, 50 * MIB)
-
-
-def test_stacks_without_a_known_pattern_say_where_and_that_the_cause_cannot_be_told(make_sim: Any) -> None:
-    sim = make_sim()
-    spike(sim, 20)
-    sim.feed(cause(22, 950 * MIB, ["/home/user/loop.py:31 main"]))
+    sim.feed(cause(24, 950 * MIB, ["/home/user/loop.py:31 main"]))
     (alert,) = sim.alerts("spike")
     assert "cause_pattern" not in alert.evidence
     assert alert.evidence["stacks"][0]["frames"] == ["/home/user/loop.py:31 main"]
@@ -120,12 +105,10 @@ def test_what_the_numbers_say_needs_no_stacks(make_sim: Any, phase: str, fields:
     sim = make_sim(cuda=False)
     sim.begin()
 
-    def phases(size: int) -> list[PhaseRecord]:
-        return [sim.phase(phase, size, ms=4.0)]
-
+    usual, large = ([sim.phase(phase, size * MIB, ms=4.0)] for size in (10, 900))
     for step in range(1, 20):
-        sim.feed(sim.step(0, step, phases(10 * MIB), batch_shape=[4, 2048]))
-    sim.feed(sim.step(0, 20, phases(900 * MIB), **{"batch_shape": [4, 2048], **fields}))
+        sim.feed(sim.step(0, step, usual, batch_shape=[4, 2048]))
+    sim.feed(sim.step(0, 20, large, **{"batch_shape": [4, 2048], **fields}))
     (alert,) = sim.alerts("spike")
     assert alert.evidence["cause_pattern"] == pattern
     assert alert.evidence["saves_bytes"] == (890 * MIB if pattern == "longer_batch" else 0)
@@ -151,6 +134,10 @@ def test_a_rank_is_asked_a_few_times_a_run_each_time_after_a_longer_pause(make_s
     asks.hello(make_sim().hello(0))
     times = [t for t in range(0, 3600, 5) for _ in [asks.spike(float(t), 0, "optimizer", [t])] if asks.drain()]
     assert times == [0, 30, 150]
+    for rank in range(64):
+        asks.hello(make_sim().hello(rank))
+        asks.spike(0.0, rank, "forward", [7])
+    assert {action.ranks for action in asks.drain()} == {(1,), (2,), (3,), (4,)}, "few ranks for one phase"
 
 
 def test_a_spike_that_comes_regularly_is_caught_at_its_next_time_and_then_left_alone(make_sim: Any) -> None:
@@ -170,14 +157,6 @@ def test_a_spike_that_comes_regularly_is_caught_at_its_next_time_and_then_left_a
     assert asked == [(25, 0), (75, 100)]
     (alert,) = sim.alerts("spike")
     assert alert.evidence["cause_step"] == 100
-
-
-def test_few_ranks_are_asked_for_one_phase(make_sim: Any) -> None:
-    asks = DiagnosticRequests()
-    for rank in range(64):
-        asks.hello(make_sim().hello(rank))
-        asks.spike(0.0, rank, "optimizer", [7])
-    assert {action.ranks for action in asks.drain()} == {(0,), (1,), (2,), (3,)}
 
 
 @pytest.mark.parametrize(("steps", "expected"), [([50, 100, 150], 200), ([7, 8, 9], 0), ([1, 5, 7], 0), ([50, 100], 0)])

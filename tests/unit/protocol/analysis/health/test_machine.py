@@ -1,4 +1,4 @@
-"""GPUs: throttling, memory errors, XIDs, as NVML and the driver's log tell of them."""
+"""GPUs: throttling, memory errors, XIDs, as NVML and the driver's log report them; checkpoints that failed."""
 
 from pathlib import Path
 from typing import Any
@@ -9,33 +9,26 @@ from ftmon.protocol.analysis.health.machine import CheckpointFacts, Checkpoints,
 from ftmon.protocol.messages.telemetry import Checkpoint, CheckpointFailed, DeviceHealth, DeviceSample, Xid
 from ftmon.trainer.host.hardware.gpus import Xids, read_xid
 
-# Checkpoints that could not be written: one finding from the first failure to the next complete one.
-
-
 FULL = "No space left on device"
 
 
-def fail(judge: Checkpoints, step: int, kept: str = "") -> Finding:
-    (found,) = judge.failed(CheckpointFailed(0, step, float(step), f"out/step-{step}", FULL, kept))
-    return found
+def test_failed_checkpoints_are_one_error_that_counts_them_and_the_next_complete_one_resolves() -> None:
+    judge = Checkpoints()
 
+    def fail(step: int, kept: str = "") -> Finding:
+        (found,) = judge.failed(CheckpointFailed(0, step, float(step), f"out/step-{step}", FULL, kept))
+        return found
 
-def test_a_checkpoint_that_failed_is_an_error_that_names_why_where_and_what_is_left() -> None:
-    found = fail(Checkpoints(), 20, "out/step-10")
+    found = fail(20, "out/step-10")
     assert (found.kind, found.state, found.severity, found.step) == ("checkpoint_failed", "raised", "error", 20)
     assert found.facts == CheckpointFacts("out/step-20", FULL, 20, 20, 1, "out/step-10")
-
-
-def test_further_failures_are_counted_and_the_next_complete_one_resolves() -> None:
-    judge = Checkpoints()
-    fail(judge, 20)
-    again = fail(judge, 30)
+    again = fail(30)
     assert (again.state, again.severity, again.step) == ("updated", "error", 30)
     assert again.facts == CheckpointFacts("out/step-30", FULL, 20, 30, 2, "")
     (over,) = judge.complete(Checkpoint(0, 40, 40.0, "out/step-40"))
     assert over.state == "resolved"
     assert judge.complete(Checkpoint(0, 50, 50.0, "out/step-50")) == []
-    assert fail(judge, 60).state == "raised"
+    assert fail(60).state == "raised"
 
 
 def sample(t: float, *reasons: str, busy: float = 95.0, index: int = 0, **fields: Any) -> DeviceSample:
@@ -60,17 +53,20 @@ def test_heat_that_slows_a_gpu_down_is_told_and_resolves():
 
 
 @pytest.mark.parametrize(
-    ("reasons", "busy"), [(("power cap",), 99.0), (("application clocks",), 99.0), (("thermal (software)",), 3.0)]
+    ("reasons", "busy", "of_20"),
+    [
+        (("power cap",), 99.0, 20),
+        (("application clocks",), 99.0, 20),
+        (("thermal (software)",), 3.0, 20),
+        (("hardware slowdown",), 99.0, 4),
+    ],
 )
-def test_a_power_cap_set_clocks_and_an_idle_gpu_are_no_findings(reasons: tuple[str, ...], busy: float):
+def test_a_power_cap_set_clocks_an_idle_gpu_and_a_short_slowdown_are_no_findings(
+    reasons: tuple[str, ...], busy: float, of_20: int
+):
     gpus = Gpus()
-    assert [one for t in range(60) for one in gpus.sample(sample(t, *reasons, busy=busy))] == []
-
-
-def test_a_short_slowdown_is_no_finding():
-    gpus = Gpus()
-    found = [one for t in range(60) for one in gpus.sample(sample(t, *(["hardware slowdown"] if t % 20 < 4 else [])))]
-    assert found == []
+    slow = [sample(t, *(reasons if t % 20 < of_20 else ()), busy=busy) for t in range(60)]
+    assert [found for one in slow for found in gpus.sample(one)] == []
 
 
 def health(t: float, index: int = 0, **fields: Any) -> DeviceHealth:
@@ -88,11 +84,7 @@ def test_uncorrectable_errors_are_told_and_new_ones_are_an_error():
     (pending,) = Gpus().health(health(0, remap_pending=True))
     assert (pending.kind, pending.severity) == ("gpu_memory_errors", "warning")
     assert (pending.facts.remap_pending, pending.facts.remap_failed, pending.facts.uncorrected) == (True, False, None)
-
-
-def test_a_card_that_offers_nothing_gives_no_finding():
-    gpus = Gpus()
-    assert [one for t in range(0, 100, 10) for one in gpus.health(health(t))] == []
+    assert Gpus().health(health(0)) == [], "a card that offers nothing"
 
 
 LINE = "NVRM: Xid (PCI:0000:3b:00): {}, pid=1234, name=python, GPU has fallen off the bus."
@@ -136,9 +128,6 @@ def test_the_kernels_log_is_read_from_now_on(tmp_path: Path):
     assert xids.poll() == []
     xids.close()
     assert read_xid("4,1,1,-;NVRM: loading", "n", 0.0) is None
-
-
-def test_without_log_or_driver_nothing_is_found(tmp_path: Path):
-    xids = Xids("n", str(tmp_path / "none"))
-    assert xids.poll() == []
-    xids.close()
+    missing = Xids("n", str(tmp_path / "none"))
+    assert missing.poll() == []
+    missing.close()

@@ -1,14 +1,15 @@
 """What is wrong with the training, the GPUs and the disks, in words."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
 from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.findings.finding import Finding
 from ftmon.protocol.analysis.health.gradients import GradientFacts, ScalerFacts
-from ftmon.protocol.analysis.health.loss import DivergenceFacts, NonFiniteFacts, PlateauFacts
+from ftmon.protocol.analysis.health.loss import DivergenceFacts, PlateauFacts
 from ftmon.protocol.analysis.health.machine import CheckpointFacts, DeviceFacts, DiskFacts, XidFacts
+from ftmon.protocol.analysis.health.nonfinite import NonFiniteFacts
 from ftmon.protocol.analysis.health.speed import CompileFacts, DataWaitFacts
 from ftmon.protocol.analysis.words import Words
 from ftmon.protocol.messages.telemetry import DataLoaderInfo
@@ -20,6 +21,7 @@ DIVERGENCE = DivergenceFacts(36.1, 2.1678, 281, 300, 0.2205, 4.9346, 1e-4, None,
 GRADIENT = GradientFacts(120.0, 1.2, 100.0, 200, 6, 2.5, 1e-4)
 GPU = DeviceFacts("n", 0)
 LINE = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
+CHEAPER = "make each sample cheaper (tokenize or decode once, before the run)"
 LOADER = DataLoaderInfo(workers=0, cpus=16)
 NAN = NonFiniteFacts("nan", 1, (1,), 30, 29, 2.29, 0.5, 1e-4, 1, 2, True)
 PLATEAU = PlateauFacts(5.01, -0.0007, 41, 1000, 4.999, 1e-4, True)
@@ -28,23 +30,15 @@ STALLED = DataWaitFacts(0.6, 150.0, 249.0, 80, 1, 1, False)
 VOLUME = DiskFacts("node-1", "/scratch/run", "output", "rate", 3 * GIB, 100 * GIB, 5 * GIB / 60, 659.0)
 XID = XidFacts("n", 79, -1, "0000:3b:00", 1, LINE, "the GPU has fallen off the bus")
 
-
-class Case(NamedTuple):
-    """A finding, and what it is in words."""
-
-    finding: Finding
-    title: str
-    text: str
-
-
+LIMIT = " torch.compile has reached its recompilation limit: it runs uncompiled from now on."
 CASES = [
-    Case(
+    (
         Finding("nan_loss", NAN, ranks=(1,)),
         "NaN loss on rank 1 since step 30",
         "The last good step of rank 1 was 29: loss 2.29, gradient norm 0.5, learning rate 0.0001. Other ranks were "
         "finite in that step, so it came from the batch or device of rank 1.",
     ),
-    Case(
+    (
         Finding(
             "nan_gradient",
             replace(
@@ -55,58 +49,63 @@ CASES = [
         "NaN gradient norm on ranks 0-1 since step 5",
         "The last good step of rank 1 was 4: loss 1, gradient norm 0.5, learning rate 0.0001.",
     ),
-    Case(
-        Finding("diverging_loss", DIVERGENCE, severity="error"),
+    (
+        Finding("diverging_loss", DIVERGENCE),
         "loss is diverging: 36.1, was 2.168 at step 281",
         "Since about step 300 the loss (median of 8 steps, mean over ranks) has been at 36.1, against 2.168 at the "
         "lowest of the 328 steps before; single steps scatter by 0.2205. The run began at 4.935. Learning rate 0.0001, "
         "gradient norm ?.",
     ),
-    Case(
-        Finding("loss_plateau", PLATEAU, severity="info"),
+    (
+        Finding("loss_plateau", PLATEAU),
         "the loss has not fallen since the start: 5.01",
         "After 1040 steps it is at 5.01; it began at 4.999. Learning rate 0.0001.",
     ),
-    Case(
-        Finding("loss_plateau", replace(PLATEAU, improvement=0.01, never_fell=False), severity="info"),
+    (
+        Finding("loss_plateau", replace(PLATEAU, improvement=0.01, never_fell=False)),
         "the loss has been flat at 5.01 for 1000 steps",
         "Since step 41 it changed by -0.01. Learning rate 0.0001, not in the tail of its schedule.",
     ),
-    Case(
+    (
         Finding("gradient_explosion", GRADIENT),
         "gradient norm 120, usually 1.2",
         "Since step 200 it was 100 times its usual size in 6 steps (before clipping). Loss 2.5, learning rate 0.0001.",
     ),
-    Case(
+    (
         Finding("gradient_collapse", replace(GRADIENT, grad_norm=1e-6, ratio=1e-6, steps=20, loss=None)),
         "gradient norm has collapsed to 1e-06, usually 1.2",
         "Since step 200, for 20 steps in a row, the parameters have received almost no gradient. Loss ?, learning rate "
         "0.0001.",
     ),
-    Case(
-        Finding("scaler_floor", SCALER, severity="error"),
+    (
+        Finding("scaler_floor", SCALER),
         "loss scale is at its floor, 1, and updates still overflow",
         "60 of the last 100 updates were skipped at a loss scale of 1, 99 in all. The scale cannot go lower: the "
         "gradients themselves are infinite, and the run does not learn.",
     ),
-    Case(
+    (
         Finding("scaler_skipping", replace(SCALER, loss_scale=None, skipped=40, skipped_in_all=41)),
         "the loss scaler skips updates: 40 of the last 100",
         "40 of the last 100 updates were skipped by the loss scaler, since step 101, 41 in all. A stable loss scaler "
         "skips about one update in a thousand.",
     ),
-    Case(
+    (
         Finding("input_bound", replace(STALLED, loader=LOADER, workers_needed=3), ranks=(0,)),
         "waits for data 60% of each step",
         "Waiting for the next batch takes 150 of 249 ms a step (mean of 80 steps); its DataLoader has num_workers=0, "
         "memory not pinned.",
     ),
-    Case(
+    (
         Finding("recompilation", CompileFacts("forward (model.py:40)", 4, 2.0, "size mismatch", 2), ranks=(0,)),
         "torch.compile keeps recompiling forward (model.py:40): 4 times",
         "Since step 2 compilation took 2.0 s. Latest reason: size mismatch.",
     ),
-    Case(
+    (
+        Finding("recompilation", CompileFacts("forward", 8, 90.0, "", 2, limit_reached=True)),
+        "torch.compile keeps recompiling forward: 8 times",
+        f"Since step 2 compilation took 1 m 30 s.{LIMIT}",
+    ),
+    (
         Finding(
             "gpu_throttling",
             replace(
@@ -117,34 +116,33 @@ CASES = [
                 sm_clock_mhz=900,
                 others_sm_clock_mhz=1980,
             ),
-            key="n:0",
         ),
         "GPU 0 of n is throttled: thermal (hardware), power brake",
         "For most of the last 20 s its clock was reduced while computing: 91 °C, 310 W, SM clock 900 MHz (the host's "
         "other GPUs: 1980).",
     ),
-    Case(
-        Finding("gpu_memory_errors", replace(GPU, remap_pending=True), key="n:0"),
+    (
+        Finding("gpu_memory_errors", replace(GPU, remap_pending=True)),
         "GPU 0 of n has memory errors: a memory row waits to be remapped at the next reset",
         "a memory row waits to be remapped at the next reset.",
     ),
-    Case(
-        Finding("gpu_xid", XID, severity="error"),
+    (
+        Finding("gpu_xid", XID),
         "XID 79 on 0000:3b:00 of n: the GPU has fallen off the bus",
         f'the GPU has fallen off the bus. The driver\'s line: "{LINE}".',
     ),
-    Case(
+    (
         Finding("gpu_xid", replace(XID, code=31, index=3, count=2, text="", meaning="a memory page fault")),
         "XID 31 on GPU 3 of n, 2 times: a memory page fault",
         "a memory page fault.",
     ),
-    Case(
-        Finding("disk_filling", VOLUME, key="node-1:/scratch/run"),
+    (
+        Finding("disk_filling", VOLUME),
         "disk full in 10 m 59 s at 5.00 GiB/min: /scratch/run (output) on node-1",
         "3.00 GiB of 100.00 GiB left. Most trainings end if a checkpoint or a log cannot be written.",
     ),
-    Case(
-        Finding("checkpoint_failed", CheckpointFacts("out/step-20", FULL, 20, 20, 1, "out/step-10"), severity="error"),
+    (
+        Finding("checkpoint_failed", CheckpointFacts("out/step-20", FULL, 20, 20, 1, "out/step-10")),
         f"a checkpoint could not be written, at step 20: {FULL}",
         f"out/step-20: {FULL}. Training continues. The newest complete one is out/step-10. What was trained since then "
         "is lost if the run ends now.",
@@ -156,16 +154,12 @@ def said(kind: str, facts: Any, **fields: Any) -> Words:
     return kinds.words_of(Finding(kind, facts, **fields))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.finding.kind)
-def test_a_finding_about_the_training_or_its_devices_in_words(case: Case) -> None:
-    assert kinds.words_of(case.finding)[:2] == (case.title, case.text)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.finding.kind)
-def test_its_evidence_is_its_facts_with_its_kind_and_its_remedy(case: Case) -> None:
-    evidence = kinds.evidence_of(case.finding)
-    assert (evidence.pop("finding"), evidence.pop("remedy")) == (case.finding.kind, kinds.words_of(case.finding).remedy)
-    assert evidence == msgspec.to_builtins(case.finding.facts)
+@pytest.mark.parametrize(("finding", "title", "text"), CASES)
+def test_a_finding_in_words_and_its_evidence(finding: Finding, title: str, text: str) -> None:
+    words = kinds.words_of(finding)
+    assert words[:2] == (title, text)
+    plain = {"finding": finding.kind, "remedy": words.remedy, **msgspec.to_builtins(finding.facts)}
+    assert kinds.evidence_of(finding) == plain
 
 
 def test_where_a_loss_that_is_no_number_began() -> None:
@@ -185,7 +179,7 @@ def test_a_rise_that_other_things_than_a_divergence_explain() -> None:
     assert rollouts.title == "loss has risen to 36.1, was 2.168 at step 281"
     why = "The run trains on its own rollouts: the loss of a policy or value model may rise as rewards do."
     assert f"The run began at 4.935. {why} Learning rate 0.0001" in rollouts.text
-    stepped = said("diverging_loss", replace(DIVERGENCE, stepped=True, grad_norm=3.0), severity="warning")
+    stepped = said("diverging_loss", replace(DIVERGENCE, stepped=True, grad_norm=3.0))
     assert stepped.title == "loss is diverging: 36.1, was 2.168 at step 281"
     why = "It rose at once and has not fallen since: other data, or a divergence."
     assert stepped.text.endswith(f"The run began at 4.935. {why} Learning rate 0.0001, gradient norm 3.")
@@ -208,53 +202,22 @@ def test_ranks_that_wait_for_data_and_what_loads_it() -> None:
 @pytest.mark.parametrize(
     ("loader", "needed", "cuda", "remedy"),
     [
-        (LOADER, 0, False, "Try: num_workers above 0 loads batches in the background."),
+        (LOADER, 0, False, "num_workers above 0 loads batches in the background"),
+        (LOADER, 17, False, f"hiding it takes about 17 workers, but this rank may use 16 CPUs: {CHEAPER}"),
+        (LOADER, 160, False, f"hiding it takes more than 32 workers, but this rank may use 16 CPUs: {CHEAPER}"),
+        (DataLoaderInfo(), 65, False, f"hiding it takes about 65 workers: {CHEAPER}"),
         (
-            LOADER,
-            17,
-            False,
-            "Try: hiding it takes about 17 workers, but this rank may use 16 CPUs: make each sample cheaper (tokenize "
-            "or decode once, before the run).",
-        ),
-        (
-            LOADER,
-            160,
-            False,
-            "Try: hiding it takes more than 32 workers, but this rank may use 16 CPUs: make each sample cheaper "
-            "(tokenize or decode once, before the run).",
-        ),
-        (
-            DataLoaderInfo(),
-            65,
-            False,
-            "Try: hiding it takes about 65 workers: make each sample cheaper (tokenize or decode once, before the "
-            "run).",
-        ),
-        (
-            DataLoaderInfo(workers=4, prefetch_factor=2, cpus=16),
-            3,
-            True,
-            "Try: num_workers=5 would hide the wait, if workers scale; a higher prefetch_factor evens out samples that "
+            *(DataLoaderInfo(workers=4, prefetch_factor=2, cpus=16), 3, True),
+            "num_workers=5 would hide the wait, if workers scale; a higher prefetch_factor evens out samples that "
             "differ in cost; persistent_workers=True avoids restarting them at each epoch; pin_memory=True with "
-            "non_blocking copies overlaps the copy with the step.",
+            "non_blocking copies overlaps the copy with the step",
         ),
-        (
-            DataLoaderInfo(workers=4, prefetch_factor=4, pin_memory=True, persistent_workers=True, cpus=16),
-            0,
-            True,
-            "Make each sample cheaper.",
-        ),
+        (DataLoaderInfo(workers=4, prefetch_factor=4, pin_memory=True, persistent_workers=True, cpus=16), 0, True, ""),
     ],
 )
 def test_what_would_hide_a_wait_for_data(loader: DataLoaderInfo, needed: int, cuda: bool, remedy: str) -> None:
-    assert said("input_bound", replace(STALLED, loader=loader, workers_needed=needed, cuda=cuda)).remedy == remedy
-
-
-def test_a_function_that_torch_compile_has_given_up() -> None:
-    limit = said("recompilation", CompileFacts("forward", 8, 90.0, "", 2, limit_reached=True)).text
-    assert limit == (
-        "Since step 2 compilation took 1 m 30 s. torch.compile has reached its recompilation limit: it runs uncompiled "
-        "from now on."
+    assert said("input_bound", replace(STALLED, loader=loader, workers_needed=needed, cuda=cuda)).remedy == (
+        f"Try: {remedy}." if remedy else "Make each sample cheaper."
     )
 
 
@@ -280,12 +243,9 @@ def test_memory_errors_that_are_old_new_and_beyond_remapping() -> None:
     )
 
 
-def test_an_xid_of_the_program_is_looked_for_in_the_program_and_one_of_the_device_in_the_device() -> None:
+def test_an_xid_of_the_program_of_the_device_and_of_an_unknown_gpu() -> None:
     assert "compute-sanitizer" in said("gpu_xid", replace(XID, code=31)).remedy
     assert "reset the GPU" in said("gpu_xid", XID).remedy
-
-
-def test_an_xid_of_a_gpu_that_is_not_known() -> None:
     assert said("gpu_xid", replace(XID, bus="")).title == "XID 79 on a GPU of n: the GPU has fallen off the bus"
 
 
@@ -303,6 +263,6 @@ def test_a_disk_that_is_nearly_full_or_too_small_for_the_next_checkpoint() -> No
 
 
 def test_further_checkpoints_that_could_not_be_written() -> None:
-    again = said("checkpoint_failed", CheckpointFacts("out/step-30", FULL, 20, 30, 2, ""), severity="error")
+    again = said("checkpoint_failed", CheckpointFacts("out/step-30", FULL, 20, 30, 2, ""))
     assert again.title == f"2 checkpoints in a row could not be written, at step 30: {FULL}"
     assert again.text.startswith(f"out/step-30: {FULL}. Training continues. There is no complete one. ")

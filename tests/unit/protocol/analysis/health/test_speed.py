@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 from ftmon.protocol.analysis.findings.finding import Finding
-from ftmon.protocol.analysis.health.loss import BLOCK, Join, Levels
 from ftmon.protocol.analysis.health.monitor import HealthMonitor
+from ftmon.protocol.analysis.health.series import Join
 from ftmon.protocol.analysis.health.speed import (
     LEFT_OUT,
     SHARE,
@@ -37,8 +37,6 @@ from ftmon.protocol.messages.telemetry import (
 from ftmon.trainer.probe.link import publisher
 from ftmon.trainer.probe.link.publisher import SlowFacts, loader_info
 
-# Compilations that go on, and what the probe reads for them.
-
 
 def compiled(*steps: int, name: str = "forward (model.py:40)", reason: str = "size mismatch") -> Compiles:
     return Compiles(0, 1.0, 9, [Compilation(name, step, 0.5, reason) for step in steps])
@@ -47,18 +45,13 @@ def compiled(*steps: int, name: str = "forward (model.py:40)", reason: str = "si
 def test_a_function_that_is_compiled_again_and_again_is_told_with_the_reason():
     judge = Recompilation()
     assert judge.compiles(compiled(1, 1, 1, 1, 1, 1)) == [], "warm-up"
+    assert judge.compiles(compiled(*range(2, 40), reason="")) == [], "never compiled before"
+    assert [one for number in range(30) for one in judge.compiles(compiled(2, 50, 400, name=f"f{number}"))] == []
     assert judge.compiles(compiled(2, 5, 9)) == []
     (found,) = judge.compiles(compiled(12))
     assert (found.kind, found.severity, found.ranks, found.step) == ("recompilation", "warning", (0,), 12)
     assert found.facts == CompileFacts("forward (model.py:40)", 4, 2.0, "size mismatch", 2)
     assert [one.state for one in judge.step(200)] == ["resolved"]
-
-
-def test_a_few_compilations_of_many_functions_are_healthy():
-    judge = Recompilation()
-    for number in range(30):
-        assert judge.compiles(compiled(2, 50, 400, name=f"f{number}")) == []
-    assert judge.compiles(compiled(*range(2, 40), reason="")) == [], "never compiled before"
 
 
 def test_dynamos_own_metrics_are_read_once_each(monkeypatch: pytest.MonkeyPatch):
@@ -136,25 +129,16 @@ def series(count: int, loss: Callable[[int], float] = falling, **fields: Callabl
 def test_nan_names_the_first_rank_the_step_and_the_last_good_values():
     steps = [step(at, rank, loss=2.0 + at / 100, grad_norm=0.5, lr=1e-4) for at in range(1, 30) for rank in (0, 1)]
     steps += [step(30, 0, loss=2.3, grad_norm=0.5), step(30, 1, loss=math.nan, grad_norm=0.5)]
-    steps += [step(31, rank, loss=math.nan) for rank in (0, 1)]
+    steps += [step(at, rank, loss=math.nan) for at in range(31, 100) for rank in (0, 1)]
     found = [one for one in fed(steps, hello(0, 2), hello(1, 2)) if one.kind == "nan_loss"]
     first = found[0].facts
     assert (first.first_rank, first.first_step, first.last_good_step) == (1, 30, 29)
     assert first.last_good_loss == pytest.approx(2.29)
-    assert first.finite_elsewhere
     assert found[-1].ranks == (0, 1)
-    assert found[0].severity == "error"
-    assert (found[0].ranks, found[0].step) == ((1,), 30)
-    assert (first.value, first.first_ranks, first.last_good_grad_norm, first.ranks_total) == ("nan", (1,), 0.5, 2)
-
-
-def test_that_other_ranks_were_finite_is_kept_for_the_whole_run():
-    steps = [
-        step(at, rank, loss=math.nan if rank == 1 and at >= 30 else 2.0) for at in range(1, 200) for rank in (0, 1)
-    ]
-    found = [one for one in fed(steps, hello(0, 2), hello(1, 2)) if one.kind == "nan_loss"]
+    assert (found[0].severity, found[0].ranks, found[0].step) == ("error", (1,), 30)
     assert found[-1].facts.steps >= 100
-    assert all(one.facts.finite_elsewhere for one in found)
+    assert all(one.facts.finite_elsewhere for one in found), "kept for the whole run"
+    assert (first.value, first.first_ranks, first.last_good_grad_norm, first.ranks_total) == ("nan", (1,), 0.5, 2)
 
 
 def test_the_first_rank_is_that_of_the_lowest_step_whichever_message_comes_first():
@@ -168,11 +152,15 @@ def test_the_first_rank_is_that_of_the_lowest_step_whichever_message_comes_first
 
 def test_a_norm_that_is_nan_on_all_ranks_at_once_is_named_after_all_of_them():
     steps = [step(at, rank, loss=1.0, grad_norm=1.0 if at < 5 else math.nan) for at in range(1, 8) for rank in (1, 0)]
-    found = fed(steps, hello(0, 2), hello(1, 2))
-    assert [(one.kind, one.facts.first_ranks) for one in found] == [("nan_gradient", (0, 1))]
-    facts = found[0].facts
-    assert (found[0].ranks, facts.value, facts.first_step, facts.last_good_step) == ((0, 1), "nan", 5, 4)
-    assert not facts.finite_elsewhere
+    (found,) = fed(steps, hello(0, 2), hello(1, 2))
+    facts = found.facts
+    assert (found.kind, found.ranks, facts.first_ranks, facts.finite_elsewhere) == (
+        "nan_gradient",
+        (0, 1),
+        (0, 1),
+        False,
+    )
+    assert (facts.value, facts.first_step, facts.last_good_step) == ("nan", 5, 4)
 
 
 @pytest.mark.parametrize("how", ["time", "end"])
@@ -194,23 +182,14 @@ def test_a_norm_that_is_no_number_counts_unless_the_scaler_skipped_that_update(v
     assert fed(skipped) == []
     taken = [step(at, loss=1.0, grad_norm=value if at == 5 else 1.0) for at in range(1, 20)]
     assert kinds(fed(taken)) == ["nan_gradient"]
-
-
-def test_nan_resolves_after_twenty_finite_steps():
-    steps = [step(at, loss=math.nan if at == 5 else 1.0) for at in range(1, 40)]
-    found = fed(steps)
-    assert kinds(found) == ["nan_loss"]
-    assert kinds(found, "resolved") == ["nan_loss"]
+    steps = [step(at, loss=value if at == 5 else 1.0) for at in range(1, 40)]
+    assert kinds(fed(steps)) == kinds(fed(steps), "resolved") == ["nan_loss"], "after twenty finite steps"
     assert kinds(fed(steps[:24]), "resolved") == []
 
 
 @pytest.mark.parametrize(
     "after",
-    [
-        lambda at: 4 * math.exp(min(3.0, at / 15)),
-        lambda at: 10.8,
-        lambda at: 2 * (1 + 3 * min(1.0, at / 120)),
-    ],
+    [lambda at: 4 * math.exp(min(3.0, at / 15)), lambda at: 10.8, lambda at: 2 * (1 + 3 * min(1.0, at / 120))],
     ids=["exponential", "back to chance", "slow"],
 )
 def test_a_loss_that_rises_and_stays_is_divergence(after: Callable[[int], float]):
@@ -224,93 +203,95 @@ def test_a_loss_that_rises_and_stays_is_divergence(after: Callable[[int], float]
     assert (facts.rollouts, facts.stepped, facts.lr) == (False, False, 1e-4)
 
 
-def test_a_divergence_that_comes_back_is_resolved():
-    found = fed(series(700, lambda at: falling(at) * (5 if 300 <= at < 400 else 1)))
-    assert kinds(found) == kinds(found, "resolved") == ["diverging_loss"]
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        falling,
-        lambda at: falling(at) * (8 if at % 90 < 3 else 1),
-        lambda at: falling(at) * (1.4 if at > 300 else 1),
-        lambda at: random.Random(at).expovariate(1.0),
-        lambda at: 0.05 * random.Random(at).gauss(0, 1),
-        lambda at: 0.7 + at / 800 + random.Random(at).gauss(0, 0.2),
-        lambda at: 1.0 if random.Random(at).random() < 0.7 else 5.0,
-        lambda at: 3 * math.exp(-at / 60) * math.exp(random.Random(at).gauss(0, 0.4)),
-    ],
-    ids=["ordinary", "spikes", "curriculum", "exponential noise", "around zero", "generator", "mixture", "memorised"],
-)
-def test_a_healthy_loss_is_no_divergence(loss: Callable[[int], float]):
-    assert "diverging_loss" not in kinds(fed(series(900, loss)))
-
-
-def test_a_restart_of_the_learning_rate_has_time_to_come_down():
-    def loss(at: int) -> float:
-        return falling(at) + (3 * math.exp(-(at - 400) / 30) if at >= 400 else 0)
-
-    steps = series(700, loss, lr=lambda at: 1e-4 * (0.02 + 0.98 * (1 - at % 400 / 400)))
-    assert kinds(fed(steps)) == []
-    stays = series(700, lambda at: falling(at) + (3 if at >= 400 else 0), lr=lambda at: 1e-4 * (1.02 - at % 400 / 400))
-    assert kinds(fed(stays)) == ["diverging_loss"], "what has not come down by then is one"
-
-
-def cyclic_rate(at: int) -> float:
+def cyclic(at: int) -> float:
     return 1 - abs(2 * (at / 600 % 1) - 1)
 
 
-def alternating(at: int) -> float:
-    return falling(at) * (4 if at // 60 % 2 else 1)
+def norm(at: int) -> float:
+    return math.exp(random.Random(at).gauss(0, 0.3))
 
 
-def annealed(at: int) -> float:
-    return falling(at) + 1.7 * min(1.0, max(0, at - 300) / 150)
+def noisy(at: int, level: float, share: float = 0.02) -> float:
+    return level * (1 + random.Random(at).gauss(0, share))
+
+
+def flat(at: int) -> float:
+    return noisy(at, 2.0 + 3 * math.exp(-min(at, 500) / 100))
+
+
+RESTARTED = {"lr": lambda at: 1e-4 * (1.02 - at % 400 / 400)}
+ONCE, TWICE = ["diverging_loss"], ["diverging_loss"] * 2
+SERIES: dict[str, tuple[int, dict[str, Callable[[int], float]], list[str]]] = {
+    "ordinary": (900, {}, []),
+    "spikes": (900, {"loss": lambda at: falling(at) * (8 if at % 90 < 3 else 1)}, []),
+    "curriculum": (900, {"loss": lambda at: falling(at) * (1.4 if at > 300 else 1)}, []),
+    "exponential noise": (900, {"loss": lambda at: random.Random(at).expovariate(1.0)}, []),
+    "around zero": (900, {"loss": lambda at: 0.05 * random.Random(at).gauss(0, 1)}, []),
+    "generator": (900, {"loss": lambda at: 0.7 + at / 800 + random.Random(at).gauss(0, 0.2)}, []),
+    "mixture": (900, {"loss": lambda at: 1.0 if random.Random(at).random() < 0.7 else 5.0}, []),
+    "memorised": (900, {"loss": lambda at: 3 * math.exp(-at / 60 + random.Random(at).gauss(0, 0.4))}, []),
+    "cyclic rate": (
+        *(2400, {"loss": lambda at: falling(at) * (1 + cyclic(at)), "lr": lambda at: 1e-4 * (0.05 + cyclic(at))}, []),
+    ),
+    "warm restarts": (
+        2400,
+        {"loss": lambda at: falling(at) * (1.2 - at % 500 / 500), "lr": lambda at: 1e-4 * (1.01 - at % 500 / 500)},
+        [],
+    ),
+    "two tasks in turn": (2400, {"loss": lambda at: falling(at) * (4 if at // 60 % 2 else 1)}, []),
+    "target networks": (
+        *(2400, {"loss": lambda at: falling(at) * (1 + 2 * math.exp(-(at % 200) / 50) * (at > 200))}, []),
+    ),
+    "swings and rises slowly": (2400, {"loss": lambda at: falling(at) + 0.004 * at + 0.6 * math.sin(at / 30)}, []),
+    "comes down after a restart of the rate": (
+        *(700, {"loss": lambda at: falling(at) + 3 * math.exp(-(at - 400) / 30) * (at >= 400), **RESTARTED}, []),
+    ),
+    "does not come down": (700, {"loss": lambda at: falling(at) + 3 * (at >= 400), **RESTARTED}, ONCE),
+    "as high again": (1400, {"loss": lambda at: falling(at) * (5 if 300 <= at < 420 or 800 <= at < 920 else 1)}, ONCE),
+    "higher": (1400, {"loss": lambda at: falling(at) * (5 if 300 <= at < 420 else 12 if at >= 800 else 1)}, TWICE),
+    "longer": (1400, {"loss": lambda at: falling(at) * (5 if 300 <= at < 420 or at >= 800 else 1)}, TWICE),
+    "plateau in the tail of a schedule": (4500, {"loss": flat, "lr": lambda at: 1e-4 if at < 800 else 1e-5}, []),
+    "a power law goes on falling": (4500, {"loss": lambda at: noisy(at, 8.0 * at**-0.1)}, []),
+    "spikes of the norm": (400, {"grad_norm": lambda at: norm(at) * (1000 if at % 50 == 0 else 1)}, []),
+    "a few in a row": (400, {"grad_norm": lambda at: norm(at) * (1000 if at % 50 in (0, 1, 3, 4, 5, 7) else 1)}, []),
+    "solved": (
+        *(600, {"loss": lambda at: 3 * math.exp(-at / 40), "grad_norm": lambda at: 1.0 if at < 300 else 1e-9}, []),
+    ),
+    "empty batches": (900, {"grad_norm": lambda at: 1e-7 if random.Random(at).random() < 0.5 else norm(at)}, []),
+    "two levels of the norm": (
+        *(1500, {"grad_norm": lambda at: norm(at) * (40 if at > 200 and at % 200 < 30 else 1)}, ["gradient_explosion"]),
+    ),
+}
+"""Series with the findings that they raise; most are healthy, or move as the run has always moved."""
+
+
+@pytest.mark.parametrize(("count", "fields", "raised"), SERIES.values(), ids=SERIES)
+def test_a_series_raises_only_what_is_wrong_with_it(
+    count: int, fields: dict[str, Callable[[int], float]], raised: list[str]
+):
+    assert kinds(fed(series(count, **fields))) == raised
+
+
+def test_a_rise_that_other_things_than_a_divergence_explain_is_information():
+    found = fed(series(900, lambda at: falling(at) + 1.7 * min(1.0, max(0, at - 300) / 150)))
+    assert {(one.kind, one.severity) for one in found} == {("diverging_loss", "info")}
+    assert not found[0].facts.rollouts
+    policy = [step(at, loss=0.3 + 10 * min(1.0, max(0, at - 200) / 100), lr=1e-6) for at in range(1, 500)]
+    for one in policy:
+        one.phases.insert(1, PhaseRecord("generate", 0, 50_000, ZERO, ZERO))
+    found = [one for one in fed(policy) if one.kind == "diverging_loss"]
+    assert {one.severity for one in found} == {"info"}
+    assert found[0].facts.rollouts
 
 
 def harder(at: int) -> float:
     return falling(at) * (2.2 if at >= 400 else 1)
 
 
-@pytest.mark.parametrize(
-    ("loss", "rate"),
-    [
-        (lambda at: falling(at) * (1 + cyclic_rate(at)), lambda at: 1e-4 * (0.05 + cyclic_rate(at))),
-        (lambda at: falling(at) * (0.2 + (1 - at % 500 / 500)), lambda at: 1e-4 * (1.01 - at % 500 / 500)),
-        (alternating, lambda _: 1e-4),
-        (lambda at: falling(at) * (1 + 2 * math.exp(-(at % 200) / 50) * (at > 200)), lambda _: 1e-4),
-        (lambda at: falling(at) + 0.004 * at + 0.6 * math.sin(at / 30), lambda _: 1e-4),
-    ],
-    ids=["cyclic rate", "warm restarts", "two tasks in turn", "target networks", "swings and rises slowly"],
-)
-def test_a_loss_that_moves_as_the_run_has_always_moved_is_no_divergence(
-    loss: Callable[[int], float], rate: Callable[[int], float]
-):
-    assert kinds(fed(series(2400, loss, lr=rate))) == []
-
-
-def rollout(number: int, **fields) -> Step:
-    one = step(number, **fields)
-    one.phases.insert(1, PhaseRecord("generate", 0, 50_000, ZERO, ZERO))
-    return one
-
-
-def test_a_rise_that_other_things_than_a_divergence_explain_is_information():
-    found = fed(series(900, annealed))
-    assert {(one.kind, one.severity) for one in found} == {("diverging_loss", "info")}
-    assert not found[0].facts.rollouts
-    policy = [rollout(at, loss=0.3 + 10 * min(1.0, max(0, at - 200) / 100), lr=1e-6) for at in range(1, 500)]
-    found = [one for one in fed(policy) if one.kind == "diverging_loss"]
-    assert {one.severity for one in found} == {"info"}
-    assert found[0].facts.rollouts
-
-
 def test_a_step_to_another_level_is_a_warning_once_it_has_stayed():
     found = [one for one in fed(series(1100, harder)) if one.kind == "diverging_loss"]
-    assert found[0].severity == "info"
+    assert (found[0].severity, found[0].facts.stepped) == ("info", True)
     assert 490 < found[0].step < 530
-    assert found[0].facts.stepped
     assert found[-1].severity == "warning"
     back = fed(series(1100, lambda at: harder(at) * (0.4 if at > 600 else 1)))
     assert {one.severity for one in back} == {"info"}
@@ -318,20 +299,13 @@ def test_a_step_to_another_level_is_a_warning_once_it_has_stayed():
 
 
 def test_a_loss_that_turns_while_the_learning_rate_still_rises_is_a_divergence():
-    def turned(at: int) -> float:
-        return falling(at) + 8 * min(1.0, max(0, at - 150) / 60)
-
-    found = fed(series(500, turned, lr=lambda at: 1e-6 * at))
-    assert [(one.kind, one.severity) for one in found if one.state == "raised"] == [("diverging_loss", "error")]
+    steps = series(500, lambda at: falling(at) + 8 * min(1.0, max(0, at - 150) / 60), lr=lambda at: 1e-6 * at)
+    assert [(one.kind, one.severity) for one in fed(steps) if one.state == "raised"] == [("diverging_loss", "error")]
 
 
-def test_a_divergence_that_came_back_and_comes_again_as_high_is_told_once():
-    again = series(1400, lambda at: falling(at) * (5 if 300 <= at < 420 or 800 <= at < 920 else 1))
-    assert kinds(fed(again)) == ["diverging_loss"]
-    worse = series(1400, lambda at: falling(at) * (5 if 300 <= at < 420 else 12 if at >= 800 else 1))
-    assert kinds(fed(worse)) == ["diverging_loss", "diverging_loss"]
-    longer = series(1400, lambda at: falling(at) * (5 if 300 <= at < 420 or at >= 800 else 1))
-    assert kinds(fed(longer)) == ["diverging_loss", "diverging_loss"]
+def test_a_divergence_that_came_back_is_resolved():
+    back = fed(series(700, lambda at: falling(at) * (5 if 300 <= at < 400 else 1)))
+    assert kinds(back) == kinds(back, "resolved") == ["diverging_loss"]
 
 
 def test_losses_that_alternate_between_engines_are_not_judged_as_one_series():
@@ -350,41 +324,20 @@ def test_losses_that_alternate_between_engines_are_not_judged_as_one_series():
     assert join.alternating
 
 
-def test_a_plateau_is_told_once_and_never_in_the_tail_of_a_schedule():
-    def flat(at: int) -> float:
-        return (2.0 + 3 * math.exp(-min(at, 500) / 100)) * (1 + random.Random(at).gauss(0, 0.02))
-
-    found = fed(series(4500, flat))
-    assert kinds(found) == ["loss_plateau"]
-    assert (found[0].severity, found[0].facts.never_fell) == ("info", False)
-    assert kinds(fed(series(4500, flat, lr=lambda at: 1e-4 if at < 800 else 1e-5))) == [], "the tail of a schedule"
-    slow = series(4500, lambda at: 8.0 * at**-0.1 * (1 + random.Random(at).gauss(0, 0.02)))
-    assert kinds(fed(slow)) == [], "a power law goes on falling"
-
-
-def test_a_loss_that_never_fell_says_so():
-    found = fed(series(3000, lambda at: 5.0 + random.Random(at).gauss(0, 0.05)))
-    assert kinds(found) == ["loss_plateau"]
-    facts = found[0].facts
-    assert (found[0].severity, facts.never_fell) == ("info", True)
+def test_a_loss_that_never_fell_says_so_and_a_second_plateau_is_compared_with_the_start_of_the_run():
+    (found,) = fed(series(4500, flat))
+    assert (found.kind, found.severity, found.facts.never_fell) == ("loss_plateau", "info", False)
+    (found,) = fed(series(3000, lambda at: 5.0 + random.Random(at).gauss(0, 0.05)))
+    facts = found.facts
+    assert (found.kind, found.severity, facts.never_fell) == ("loss_plateau", "info", True)
     assert (facts.loss, facts.first_loss) == (pytest.approx(5.0, abs=0.05), pytest.approx(5.0, abs=0.05))
 
-
-def test_a_second_plateau_is_compared_with_the_start_of_the_run():
-    def flat_twice(at: int) -> float:
-        level = 8.0 if at < 30 else 3.0 if at < 2000 else 2.9
-        return level * (1 + random.Random(at).gauss(0, 0.005))
-
-    found = fed(series(4500, flat_twice))
+    found = fed(series(4500, lambda at: noisy(at, 8.0 if at < 30 else 3.0 if at < 2000 else 2.9, 0.005)))
     assert [(one.kind, one.state) for one in found] == [
         ("loss_plateau", state) for state in ("raised", "resolved", "raised")
     ]
     assert found[2].facts.first_loss == pytest.approx(8.0, rel=0.01)
     assert not found[2].facts.never_fell
-
-
-def norm(at: int) -> float:
-    return math.exp(random.Random(at).gauss(0, 0.3))
 
 
 @pytest.mark.parametrize(
@@ -403,22 +356,6 @@ def test_norms_that_explode_or_collapse_are_found_and_resolve(after: Callable[[f
     assert found[0].facts.usual == pytest.approx(1.0, rel=0.3)
 
 
-def test_single_spikes_of_the_norm_and_a_solved_task_are_no_findings():
-    spiky = series(400, grad_norm=lambda at: norm(at) * (1000 if at % 50 == 0 else 1))
-    assert kinds(fed(spiky)) == []
-    spikes = series(400, grad_norm=lambda at: norm(at) * (1000 if at % 50 in (0, 1, 3, 4, 5, 7) else 1))
-    assert kinds(fed(spikes)) == [], "a few in a row"
-    solved = series(600, lambda at: 3 * math.exp(-at / 40), grad_norm=lambda at: 1.0 if at < 300 else 1e-9)
-    assert "gradient_collapse" not in kinds(fed(solved))
-
-
-def test_a_norm_that_alternates_between_two_levels_neither_explodes_nor_collapses():
-    empty = series(900, grad_norm=lambda at: 1e-7 if random.Random(at).random() < 0.5 else norm(at))
-    assert kinds(fed(empty)) == []
-    task = series(1500, grad_norm=lambda at: norm(at) * (40 if at > 200 and at % 200 < 30 else 1))
-    assert kinds(fed(task)) == ["gradient_explosion"], "told the first time only"
-
-
 def test_a_scaler_at_its_floor_is_told_from_one_that_skips_too_often():
     def steps(scale: float, share: float) -> list[Step]:
         r = random.Random(1)
@@ -434,11 +371,8 @@ def test_a_scaler_at_its_floor_is_told_from_one_that_skips_too_often():
     assert kinds(fed(steps(128.0, 1.0), hello(deepspeed_config={"fp16": {"min_loss_scale": 128}}))) == ["scaler_floor"]
     back = steps(256.0, 0.4) + [step(at, loss=2.0, loss_scale=256.0) for at in range(200, 260)]
     assert kinds(fed(back), "resolved") == ["scaler_skipping"]
-
-
-def test_a_scaler_that_looks_for_its_scale_at_the_start_skips_on_purpose():
-    steps = [step(at, loss=2.0, loss_scale=2.0 ** max(8, 32 - at), overflow=at < 24) for at in range(1, 300)]
-    assert kinds(fed(steps)) == []
+    search = [step(at, loss=2.0, loss_scale=2.0 ** max(8, 32 - at), overflow=at < 24) for at in range(1, 300)]
+    assert kinds(fed(search)) == [], "it looks for its scale at the start"
     rare = [step(at, loss=2.0, loss_scale=1024.0, overflow=at % 100 == 0) for at in range(1, 1000)]
     assert kinds(fed(rare)) == []
 
@@ -467,6 +401,8 @@ def test_the_first_batch_of_an_epoch_and_a_wait_that_the_gpu_does_not_see_are_no
     assert kinds(fed(busy, hello(kind="cuda"))) == []
     idle = [step(at, data_ms=60, busy_us=95_000, device_us=159_000) for at in range(1, 300)]
     assert kinds(fed(idle, hello(kind="cuda"))) == ["input_bound"]
+    steps = [step(at, rank, data_ms=200 if rank == 2 else 1) for at in range(1, 200) for rank in range(4)]
+    assert kinds(fed(steps, *(hello(rank, 4) for rank in range(4)))) == [], "one rank of four"
 
 
 def test_the_cheap_look_passes_over_no_window_that_waits_for_data():
@@ -484,32 +420,12 @@ def test_the_cheap_look_passes_over_no_window_that_waits_for_data():
     assert 500 < passed_over < 2000
 
 
-def test_the_blocks_before_the_recent_values_are_those_that_ended_before_them():
-    levels = Levels()
-    for count in range(1, 500):
-        levels.add(float(count), count, None)
-        ended = [block for block in levels.blocks if block.end <= count - BLOCK]
-        assert levels.before() == ended[-len(levels.before()) or len(ended) :]
-        assert len(levels.before()) >= min(len(ended), 47)
-
-
-def test_one_rank_of_four_that_waits_for_data_is_not_an_input_bound_run():
-    steps = [step(at, rank, data_ms=200 if rank == 2 else 1) for at in range(1, 200) for rank in range(4)]
-    assert kinds(fed(steps, *(hello(rank, 4) for rank in range(4)))) == []
-
-
 @pytest.mark.parametrize(
     ("workers", "wait", "whole", "needed"),
-    [
-        (0, 100_000, 200_000, 2),
-        (0, 300_000, 400_000, 4),
-        (4, 50_000, 150_000, 6),
-        (2, 100_000, 100_000, 0),
-        (8, 190_000, 200_000, 160),
-    ],
+    [(0, 100, 200, 2), (0, 300, 400, 4), (4, 50, 150, 6), (2, 100, 100, 0), (8, 190, 200, 160)],
 )
 def test_the_workers_that_hide_a_wait(workers: int, wait: float, whole: float, needed: int):
-    assert workers_needed(DataLoaderInfo(workers=workers), wait, whole) == needed
+    assert workers_needed(DataLoaderInfo(workers=workers), wait * 1e3, whole * 1e3) == needed
 
 
 def test_another_job_of_the_run_begins_anew():

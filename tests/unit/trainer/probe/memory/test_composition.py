@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ftmon.protocol.analysis.allocator.composition import Timeline, entries_of_step, messages_of
 from ftmon.protocol.analysis.allocator.allocations import Allocations
+from ftmon.protocol.analysis.allocator.composition import Timeline, entries_of_step, messages_of
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.memory import PARTS, Composition, Sightings, StepMark, StepTrace
 from ftmon.protocol.messages.telemetry import AllocatorEvents
