@@ -167,7 +167,6 @@ class FtmonApp(ThemedApp):
             await self.pop_screen()
 
     def action_open(self) -> None:
-
         if self.app_state.model.ranks:
             self.show(RankScreen(self.app_state))
 
@@ -176,11 +175,10 @@ class FtmonApp(ThemedApp):
         from .screens.alerts import AlertsScreen
 
         transport = self._replay_transport()
-        if transport is not None and not len(self.app_state.model.alerts):
-            first = transport.first_alert()
-            if first is not None:
-                transport.to_alert(first.alert_id)
-                self.app_state.show_message(f"moved to the first {first.severity}: {first.title}")
+        first = transport.first_alert() if transport is not None else None
+        if transport is not None and first is not None and not len(self.app_state.model.alerts):
+            transport.to_alert(first.alert_id)
+            self.app_state.show_message(f"moved to the first {first.severity}: {first.title}")
         self.show(AlertsScreen(self.app_state))
 
     action_logs = _opening("logs", "LogsScreen")
@@ -233,19 +231,16 @@ class FtmonApp(ThemedApp):
             self.push_screen(kind(self.app_state, self.screen))
 
     def action_goto(self) -> None:
-
         if self.app_state.source is not None:
             self.push_screen(GotoDialog(self.app_state))
 
     def action_kill(self) -> None:
-
         if self._may_act("kill"):
             screen = self.screen
             marked = screen.in_question() if isinstance(screen, MonitorScreen) else {self.app_state.selected}
             self.push_screen(KillDialog(self.app_state, marked))
 
     def action_stop(self) -> None:
-
         if self._may_act("stop"):
             self.push_screen(StopDialog(self.app_state))
 

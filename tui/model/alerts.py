@@ -1,8 +1,9 @@
 """The alerts of a run, by id, and the latest log lines of its ranks."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from ...protocol.messages.control import Alert, Severity
 from ...protocol.messages.telemetry import LogLine
@@ -41,11 +42,8 @@ class AlertHistory:
 
     def counts(self) -> dict[Severity, int]:
         """Count the unresolved alerts by severity."""
-        found: dict[Severity, int] = {"info": 0, "warning": 0, "error": 0}
-        for alert in self._by_id.values():
-            if alert.resolved is None:
-                found[alert.severity] += 1
-        return found
+        standing = Counter(alert.severity for alert in self._by_id.values() if alert.resolved is None)
+        return {severity: standing[severity] for severity in SEVERITIES}
 
 
 LOG_CAPACITY = 10_000
@@ -83,14 +81,9 @@ class LogHistory:
     def select(self, rank: int | None = None, text: str = "", limit: int | None = None) -> list[LogEntry]:
         """List the last ``limit`` lines of one rank, containing ``text`` in any case; oldest first."""
         wanted = text.casefold()
-        found: list[LogEntry] = []
-        for entry in reversed(self._entries):
-            if rank is not None and entry.rank != rank:
-                continue
-            if wanted and wanted not in entry.text.casefold():
-                continue
-            found.append(entry)
-            if limit is not None and len(found) >= limit:
-                break
-        found.reverse()
-        return found
+        found = (
+            entry
+            for entry in reversed(self._entries)
+            if (rank is None or entry.rank == rank) and (not wanted or wanted in entry.text.casefold())
+        )
+        return [*islice(found, limit)][::-1]

@@ -35,7 +35,6 @@ class OomCase:
 
     @property
     def key(self) -> CaseKey:
-        """Key that identifies the error."""
         return self.oom.rank, self.oom.time
 
     @cached_property
@@ -69,8 +68,7 @@ class OomCases:
 
     def put(self, oom: Oom) -> None:
         """Add an error; a known error is not changed."""
-        key = oom.rank, oom.time
-        if key not in self._cases:
+        if (oom.rank, oom.time) not in self._cases:
             self._add(OomCase(oom))
 
     def report(self, report: OomReport) -> None:
@@ -84,7 +82,6 @@ class OomCases:
         self.version += 1
 
     def get(self, key: CaseKey | None) -> OomCase | None:
-        """Find a case."""
         return self._cases.get(key) if key is not None else None
 
     def of_rank(self, rank: int) -> OomCase | None:
@@ -101,22 +98,19 @@ def numbers(oom: Oom) -> list[tuple[str, int, str]]:
     host = oom.measure != "cuda"
     where = "host" if host else "device"
     total = oom.capacity_bytes or oom.device_total_bytes
-    rows: list[tuple[str, int, str]] = [
-        ("asked for", oom.requested_bytes, ""),
-        (f"free on the {where}", oom.device_free_bytes, f"of {gib(total)}" if total else ""),
-    ]
-    if oom.limit:
-        rows.append(("left by the limit", oom.room_bytes, oom.limit))
-    rows.append(("allocated", oom.allocated_bytes, ""))
-    rows.append(("held by malloc" if host else "reserved", oom.reserved_bytes, ""))
-    if oom.free_blocks:
-        rows.append(("reserved but free", oom.reserved_free_bytes, f"in {oom.free_blocks:,} blocks"))
-        rows.append(("of it for this request", oom.usable_free_bytes, "its pool and stream"))
-        rows.append(("largest block of that", oom.largest_free_bytes, ""))
-    if oom.peak_bytes:
-        before = f"of the {oom.steps_done:,} steps before" if oom.steps_done else "before"
-        rows.append(("highest peak", oom.peak_bytes, before))
-    return rows
+    before = f"of the {oom.steps_done:,} steps before" if oom.steps_done else "before"
+    rows = (
+        (True, "asked for", oom.requested_bytes, ""),
+        (True, f"free on the {where}", oom.device_free_bytes, f"of {gib(total)}" if total else ""),
+        (oom.limit, "left by the limit", oom.room_bytes, oom.limit),
+        (True, "allocated", oom.allocated_bytes, ""),
+        (True, "held by malloc" if host else "reserved", oom.reserved_bytes, ""),
+        (oom.free_blocks, "reserved but free", oom.reserved_free_bytes, f"in {oom.free_blocks:,} blocks"),
+        (oom.free_blocks, "of it for this request", oom.usable_free_bytes, "its pool and stream"),
+        (oom.free_blocks, "largest block of that", oom.largest_free_bytes, ""),
+        (oom.peak_bytes, "highest peak", oom.peak_bytes, before),
+    )
+    return [(name, size, remark) for known, name, size, remark in rows if known]
 
 
 MOST_LINES = 5000  # maximum number of output lines kept; the oldest are dropped first
@@ -127,9 +121,9 @@ class SentCommand(Protocol):
     """A sent command and its answers, once received."""
 
     @property
-    def accepted(self) -> Accepted | None: ...  # noqa: D102
+    def accepted(self) -> Accepted | None: ...
     @property
-    def result(self) -> Result | None: ...  # noqa: D102
+    def result(self) -> Result | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +161,10 @@ class ConsoleSession:
         self._waiting[number] = now
 
     def note(self, text: str, kind: Kind = "note") -> None:
-        """Add a line to the session that is not from the rank."""
         for line in text.splitlines():
             self._add(kind, line)
 
     def receive(self, commands: Mapping[str, SentCommand]) -> None:
-        """Add new answers."""
         for number in list(self._waiting):
             record = commands.get(number)
             if record is None:
@@ -187,8 +179,7 @@ class ConsoleSession:
     def _show(self, result: Result) -> None:
         output, failed = (result.data.get(name) for name in ("output", "error"))
         output, failed = (value if isinstance(value, str) else "" for value in (output, failed))
-        for line in output.splitlines():
-            self._add("out", line)
+        self.note(output, "out")
         # A traceback in the output ends with the error already.
         if failed and failed not in output:
             self.note(failed, "error")
@@ -203,8 +194,7 @@ class ConsoleSession:
 
     def _add(self, kind: Kind, text: str) -> None:
         self.lines.append(ConsoleLine(kind, sanitize(text)))
-        if len(self.lines) > MOST_LINES:
-            del self.lines[: len(self.lines) - MOST_LINES]
+        del self.lines[:-MOST_LINES]
         self.version += 1
 
     def recall(self, direction: int, now: str) -> str:

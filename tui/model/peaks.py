@@ -4,9 +4,10 @@ This explains a curve that is flat and then rises: with short batches, the highe
 depend on the batch (such as the optimizer step); from some length on, it is a phase whose peak does.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import msgspec
 
@@ -56,7 +57,7 @@ class PeakRanking:
     @property
     def by(self) -> int:
         """Bytes by which the first phase exceeds the second."""
-        return self.first.bytes - self.standing[1].bytes if len(self.standing) > 1 else self.first.bytes
+        return self.first.bytes - (self.next.bytes if self.next is not None else 0)
 
 
 def phase_words(phase: str) -> str:
@@ -69,14 +70,18 @@ def rank_phases(marks: Iterable[PeakMark]) -> PeakRanking | None:
     known = list(marks)
     if not known:
         return None
-    highest: dict[str, PeakMark] = {}
-    for mark in known:
-        if mark.phase not in highest or mark.bytes > highest[mark.phase].bytes:
-            highest[mark.phase] = mark
-    standing = tuple(sorted(highest.values(), key=lambda mark: -mark.bytes))
+    standing = tuple(sorted(_highest(known).values(), key=lambda mark: -mark.bytes))
     sizes = _by_size(known)
     crossing = _crossing(sizes)
     return PeakRanking(standing, crossing, _slopes(sizes, crossing), _changes(known))
+
+
+def _highest(marks: Iterable[PeakMark]) -> dict[str, PeakMark]:
+    found: dict[str, PeakMark] = {}
+    for mark in marks:
+        if mark.phase not in found or mark.bytes > found[mark.phase].bytes:
+            found[mark.phase] = mark
+    return found
 
 
 def _by_size(marks: Sequence[PeakMark]) -> list[dict[str, PeakMark]]:
@@ -86,15 +91,12 @@ def _by_size(marks: Sequence[PeakMark]) -> list[dict[str, PeakMark]]:
     lower than later.
     """
     first = min(mark.step for mark in marks)
-    found: dict[int, dict[str, PeakMark]] = {}
+    found: dict[int, list[PeakMark]] = defaultdict(list)
     for mark in marks:
-        bucket = bucket_of(mark.shape)
-        if bucket >= 0:
-            phases = found.setdefault(bucket, {})
-            if mark.phase not in phases or mark.bytes > phases[mark.phase].bytes:
-                phases[mark.phase] = mark
-    settled = {key: phases for key, phases in found.items() if any(mark.step > first for mark in phases.values())}
-    return [phases for _, phases in sorted((settled or found).items())]
+        if (bucket := bucket_of(mark.shape)) >= 0:
+            found[bucket].append(mark)
+    by_phase = [_highest(found[bucket]) for bucket in sorted(found)]
+    return [phases for phases in by_phase if any(mark.step > first for mark in phases.values())] or by_phase
 
 
 def _top(phases: dict[str, PeakMark]) -> PeakMark:
@@ -162,19 +164,12 @@ def _slope(sizes: Sequence[dict[str, PeakMark]], phase: str) -> float:
 def _changes(marks: Sequence[PeakMark]) -> tuple[tuple[int, str], ...]:
     found: list[tuple[int, str]] = []
     top = 0
-    ordered = sorted(marks, key=lambda mark: mark.step)
-    at = 0
-    while at < len(ordered):
-        step = ordered[at].step
-        end = at
-        while end < len(ordered) and ordered[end].step == step:
-            end += 1
-        best = max(ordered[at:end], key=lambda mark: mark.bytes)
+    for step, of_step in groupby(sorted(marks, key=lambda mark: mark.step), key=lambda mark: mark.step):
+        best = max(of_step, key=lambda mark: mark.bytes)
         if best.bytes > top:
             top = best.bytes
             if not found or found[-1][1] != best.phase:
                 found.append((step, best.phase))
-        at = end
     return tuple(found)
 
 

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 from ...protocol.analysis.stalls import evidence
@@ -33,14 +34,11 @@ class RankMemory:
         self._lead: tuple[int, PeakRanking | None] = (-1, None)
 
     def on_step(self, step: telemetry.Step) -> None:
-        """Fold a finished step."""
-        if step.step > self._step:
-            self._step = step.step
+        self._step = max(self._step, step.step)
         if self._peaks.see(step):
             self.version += 1
 
     def on_composition(self, composition: Composition) -> None:
-        """Fold a composition; after a seek they arrive in any order."""
         if self.latest is None or composition.step >= self.latest.step:
             self.latest = composition
         if self.highest is None or highest_bytes(composition) > highest_bytes(self.highest):
@@ -48,7 +46,6 @@ class RankMemory:
         self.version += 1
 
     def on_cause(self, cause: Cause) -> None:
-        """Fold the cause of a transient."""
         known = self.causes.get(cause.phase)
         if known is None or cause.step >= known.step:
             self.causes[cause.phase] = cause
@@ -79,8 +76,7 @@ class RankMemory:
 
 def highest_bytes(composition: Composition) -> int:
     """Return the highest peak of an analysed step."""
-    top = composition.peak_phase
-    return top.peak_bytes if top is not None else 0
+    return composition.peak_phase.peak_bytes if composition.peak_phase is not None else 0
 
 
 _OWN_SHARE = (*telemetry.STEP_PHASES, "generate")
@@ -183,10 +179,7 @@ class StepSeries:
         """Return the whole run's means pooled into at most ``width`` values, oldest first: a sparkline."""
         means = [point.mean for point in self.points()]
         group = max(1, -(-len(means) // width))
-        return [
-            sum(means[index : index + group]) / len(means[index : index + group])
-            for index in range(0, len(means), group)
-        ]
+        return [fmean(means[index : index + group]) for index in range(0, len(means), group)]
 
     def _put(self, key: int, total: float, count: int) -> None:
         before = self._buckets.get(key, (0.0, 0))
@@ -283,7 +276,6 @@ class AllocatorHistory:
         self._step = 0
 
     def on_step(self, step: telemetry.Step) -> None:
-        """Fold a finished step."""
         before, self.retries = self.retries, step.retries
         follows, self._step = step.step == self._step + 1, step.step
         # If steps are missing in between (after a seek), it is unknown in which step the retries occurred.
@@ -292,7 +284,6 @@ class AllocatorHistory:
             self.version += 1
 
     def on_events(self, events: telemetry.AllocatorEvents) -> None:
-        """Fold a sampled step."""
         if self.last is None or events.step >= self.last.step:
             self.last = events
         if not self._recent or events.step > self._recent[-1].step:
@@ -405,8 +396,7 @@ class RankModel:
         self.stacks: telemetry.Stacks | None = None  # the latest stacks, as written by faulthandler
         self.native_stacks: telemetry.Stacks | None = None  # the latest stacks read by py-spy
         self.snapshots: deque[telemetry.SnapshotTaken] = deque(maxlen=50)
-        self.allocated_bytes = 0
-        self.reserved_bytes = 0
+        self.allocated_bytes = self.reserved_bytes = 0
         self.resident_bytes = 0  # latest known resident set size; 0 on CUDA
         self.dropped = 0
         self.clock_offset = 0.0  # seconds to add to its host's times for the hub's time
@@ -458,11 +448,9 @@ class RankModel:
         """Reset for another job of the run; memory over time and snapshots are kept."""
         self.state, self.state_text, self.state_since = "starting", "", now
         self.exit_code = self.signal = None
-        self.hello = None
-        self.beat = self.last = self.goodbye = self.oom = self.failure = None
-        self.stacks = self.native_stacks = None
+        self.hello = self.beat = self.last = self.goodbye = self.oom = self.failure = None
+        self.stacks = self.native_stacks = self.peak = None
         self.steps.clear()
-        self.peak = None
         self.reserved_peak = 0
         self.memory = RankMemory()
         self.allocator = AllocatorHistory()
@@ -508,8 +496,7 @@ class RankModel:
         self.dropped = step.dropped
         self.last = step
         if self.state == "starting":
-            self.state = "training"
-            self.state_since = started
+            self.state, self.state_since = "training", started
         self.version += 1
         return True
 
@@ -541,7 +528,6 @@ class RankModel:
         self.version += 1
 
     def on_beat(self, beat: telemetry.Heartbeat) -> None:
-        """Fold a heartbeat."""
         self.beat = beat
         self.dropped = beat.dropped
         if beat.reserved or beat.allocated:
@@ -550,12 +536,8 @@ class RankModel:
         self.version += 1
 
     def on_state(self, state: RankState) -> None:
-        """Fold a state determined by the hub."""
-        self.state = state.state
-        self.state_text = state.text
-        self.state_since = state.since or state.time
-        self.exit_code = state.exit_code
-        self.signal = state.signal
+        self.state, self.state_text, self.state_since = state.state, state.text, state.since or state.time
+        self.exit_code, self.signal = state.exit_code, state.signal
         if not self.alive:
             self.timeline.current = (EMPTY, EMPTY, EMPTY)
         self.version += 1
@@ -566,14 +548,11 @@ class RankModel:
         self.version += 1
 
     def remember_step(self, step: telemetry.Step) -> None:
-        """Restore one of the dropped steps."""
         self.steps.append(step)
         self.version += 1
 
     def _now(self, allocated: int, reserved: int, resident: int) -> None:
-        self.allocated_bytes = allocated
-        self.reserved_bytes = reserved
-        self.resident_bytes = resident
+        self.allocated_bytes, self.reserved_bytes, self.resident_bytes = allocated, reserved, resident
         self.timeline.current = (allocated, reserved, resident or EMPTY)
 
 

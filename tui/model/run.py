@@ -1,7 +1,8 @@
 """A run's state as a fold over the frames of its stream, live or replayed, and the figures derived from it."""
 
 import time
-from collections import deque
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,12 +19,12 @@ from ...protocol.messages.wire import Frame
 from ...protocol.recording.curves import mean_loss, point_of
 from ...protocol.run.notices import TERMINAL, Notice, Notices, read_notify
 from ...protocol.run.rundir import RunDir
-from ...protocol.text import duration, sanitize
+from ...protocol.text import counted, duration, sanitize
 from .alerts import AlertHistory, LogHistory
 from .oom import CaseKey, OomCase, OomCases
 from .rank import RECENT_STEPS, Fit, Peak, RankModel, StepSeries, fit
 from .timeline import Mark
-from .training import HistoryPoint, Training, TrainingHistory, perplexity_of, seconds_of_pauses_left, times_left
+from .training import HistoryPoint, Training, perplexity_of, seconds_of_pauses_left, times_left
 
 RATE_STEPS = 8
 
@@ -100,14 +101,6 @@ def _seconds(before: Step, step: Step) -> float:
 
 def _end(step: Step) -> float:
     return step.started + step.host_us * 1e-6
-
-
-def mean_rates(course: TrainingHistory, ranks: int) -> Rates:
-    """Return the mean speed over all steps of a job except the first, which prepares kernels and memory."""
-    seconds, tokens, flops = course.mean_step
-    if not seconds:
-        return Rates()
-    return Rates(1 / seconds, seconds, tokens * ranks / seconds, flops * ranks / seconds)
 
 
 DeviceKey = tuple[str, str, int]  # Host, kind (`gpu` or `host`) and index
@@ -227,10 +220,7 @@ class RunModel:
     def moments(self) -> list[HistoryPoint]:
         """Training figures up to the last complete step; later ones are not yet means over all ranks."""
         found = self.training.course.moments(self.world_size, self.peak_flops)
-        complete, count = self.complete_step, len(found)
-        while count and found[count - 1].first_step > complete:
-            count -= 1
-        return found if count == len(found) else found[:count]
+        return found[: bisect_right(found, self.complete_step, key=lambda moment: moment.first_step)]
 
     @property
     def total_steps(self) -> int | None:
@@ -241,8 +231,14 @@ class RunModel:
     def rates(self) -> Rates:
         """Speed over the last few steps; of an ended run, the mean over all."""
         if self.ended and len(self.training.course):
-            return mean_rates(self.training.course, self.world_size)
+            return self._mean_rates()
         return rates(self.ranks.values(), self.now, rests=self.rests)
+
+    def _mean_rates(self) -> Rates:
+        seconds, tokens, flops = self.training.course.mean_step
+        if not seconds:
+            return Rates()
+        return Rates(1 / seconds, seconds, *(self.world_size * amount / seconds for amount in (tokens, flops)))
 
     @property
     def rests(self) -> bool:
@@ -366,11 +362,7 @@ class RunModel:
         return self.losses if job == self.job else self.job_losses.get(job)
 
     def rank_states(self) -> dict[control.RankStateName, int]:
-        """Count the ranks in each state; states without ranks are omitted."""
-        counts: dict[control.RankStateName, int] = {}
-        for rank in self.ranks.values():
-            counts[rank.state] = counts.get(rank.state, 0) + 1
-        return counts
+        return dict(Counter(rank.state for rank in self.ranks.values()))
 
     def apply(self, frame: Frame) -> bool:
         """Fold one frame; False if it was already applied (its number is not above the last one's)."""
@@ -423,8 +415,7 @@ class RunModel:
         self.training.on_step(step, point_of(step, frame.t))
         if step.loss is not None and isfinite(step.loss):
             self.losses.add(step.step, step.loss, step.label_tokens or 1)
-        if step.updates:
-            self._update_names += [each.name for each in step.updates if each.name not in self._update_names]
+        self._update_names += [each.name for each in step.updates if each.name not in self._update_names]
         if self.state == "starting":
             self.state = "training"
             self.state_time = frame.t
@@ -433,17 +424,14 @@ class RunModel:
         info = self.info
         info.world_size = hello.world_size
         self.rank(hello.rank).on_hello(hello)
-        info.model = hello.model or info.model
-        info.precision = hello.precision or info.precision
-        info.framework = hello.framework or info.framework
-        info.backend = hello.backend or info.backend
+        for name in ("model", "precision", "framework", "backend"):
+            setattr(info, name, getattr(hello, name) or getattr(info, name))
+        for name in ("zero_stage", "micro_batch", "grad_accumulation"):
+            if (value := getattr(hello, name)) is not None:
+                setattr(info, name, value)
         parts = self._stages(hello)
         info.parameters = sum(each.parameters for each in parts) or info.parameters
         info.trainable_parameters = sum(each.trainable_parameters for each in parts) or info.trainable_parameters
-        info.zero_stage = hello.zero_stage if hello.zero_stage is not None else info.zero_stage
-        info.micro_batch = hello.micro_batch if hello.micro_batch is not None else info.micro_batch
-        if hello.grad_accumulation is not None:
-            info.grad_accumulation = hello.grad_accumulation
 
     def _stages(self, hello: telemetry.Hello) -> Iterable[telemetry.Hello]:
         """Return the hellos that together have the whole model's parameters: one, or one of each pipeline stage."""
@@ -469,12 +457,11 @@ class RunModel:
             del self.job_losses[next(iter(self.job_losses))]
         self.losses = StepSeries()
         self.training = Training()
-        self.plan = None
+        self.plan, self._update_names = None, []
         info = self.info
         info.world_size = job.world_size
         info.model = info.precision = info.framework = info.backend = ""
         info.parameters = info.trainable_parameters = 0
-        self._update_names = []
         info.zero_stage = info.micro_batch = info.grad_accumulation = None
         self.ranks = {number: rank for number, rank in self.ranks.items() if number < job.world_size}
         for rank in self.ranks.values():
@@ -508,13 +495,8 @@ class RunModel:
         if alert.kind not in MARKED_ALERTS:
             return
         mark = Mark(alert.time, alert.kind, alert.severity, alert.id)
-        ranks = set(alert.ranks) if alert.ranks else set[int]()
-        if alert.rank is not None:
-            ranks.add(alert.rank)
-        for rank in ranks:
-            found = self.ranks.get(rank) or self.rank(rank)
-            found.version += 1
-            found.timeline.mark(mark)
+        for rank in {*alert.ranks, *(() if alert.rank is None else (alert.rank,))}:
+            self._touch(rank).timeline.mark(mark)
 
     def _host(self, host: hosts.HostState, frame: Frame) -> None:
         if host.host in self.hosts or len(self.hosts) < MAX_RANKS:
@@ -678,8 +660,7 @@ def epoch_words(model: RunModel) -> str:
 
 def early_stop_words(stop: EarlyStop) -> str:
     """Return the reason of an early end of training: ``stopped early at step 14: no lower loss in ...``."""
-    words = f"stopped early at step {stop.step:,}: no lower loss in {stop.evaluations:,} evaluation"
-    words += "s" if stop.evaluations != 1 else ""
+    words = f"stopped early at step {stop.step:,}: no lower loss in {counted(stop.evaluations, 'evaluation')}"
     if stop.best_loss is not None:
         words += f"; best {stop.best_loss:.4f}" + (f" at step {stop.best_step:,}" if stop.best_step else "")
     return words

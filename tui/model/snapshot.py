@@ -1,6 +1,7 @@
 """State of the snapshot explorer: device, moment, mark, window and view, with the rows of each view."""
 
 import gc
+import textwrap
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
@@ -145,7 +146,6 @@ class Explorer:
         self.version += 1
 
     def next_device(self) -> None:
-        """Go to the next device."""
         self._number = (self._number + 1) % len(self.replays)
         self.opened.clear()
         self._begin()
@@ -174,13 +174,11 @@ class Explorer:
         self.version += 1
 
     def show(self, view: str) -> None:
-        """Select a view."""
         if view in self.views:
             self.view = view
             self.version += 1
 
     def search(self, text: str) -> None:
-        """Keep only stacks that contain a text."""
         self.find = text
         self.version += 1
 
@@ -293,10 +291,7 @@ class Rows(Sequence[Row]):
 
 
 def rows_of(explorer: Explorer, width: int) -> Sequence[Row]:
-    """List the rows of the selected view.
-
-    ``width``: cells at which sentences are wrapped.
-    """
+    """List the rows of the selected view; ``width``: cells at which sentences are wrapped."""
     if explorer.view == "stacks":
         return _stacks(explorer)
     if explorer.view == "segments":
@@ -360,10 +355,8 @@ def _blocks(explorer: Explorer) -> Iterator[Row]:
         since = f"since {of.begins[number]:,}" if of.begins[number] >= 0 else "from before"
         size = of.sizes[number]
         waste = size - of.requested[number]
-        more = f"  rounding {gib(waste)}" if waste >= 2**16 else ""
-        yield Row(
-            f"{since:<16} {snapshot_views.place(replay.snapshot, of.stacks[number])}{more}", size, 1, size / total
-        )
+        words = f"{since:<16} {snapshot_views.place(replay.snapshot, of.stacks[number])}"
+        yield Row(words + (f"  rounding {gib(waste)}" if waste >= 2**16 else ""), size, 1, size / total)
 
 
 class _Part(NamedTuple):
@@ -410,26 +403,21 @@ def _segment_row(piece: snapshot_layout.Piece) -> Row:
 
 def _difference(explorer: Explorer) -> Iterator[Row]:
     old = next((replay for replay in explorer.before if replay.device == explorer.replay.device), None)
+    name = sanitize(Path((old or explorer.before[0]).snapshot.path).name)
     if old is None:
-        yield Row(
-            f"{sanitize(Path(explorer.before[0].snapshot.path).name)} has no device {explorer.replay.device}",
-            tone="dim",
-        )
+        yield Row(f"{name} has no device {explorer.replay.device}", tone="dim")
         return
     change = explorer.replay.at(explorer.replay.allocated, explorer.cursor) - old.allocated[-1]
-    yield Row(
-        f"more or less than at the end of {sanitize(Path(old.snapshot.path).name)}", change, signed=True, head=True
-    )
+    yield Row(f"more or less than at the end of {name}", change, signed=True, head=True)
     find = explorer.find.lower()
     for one in explorer.difference():
         if find and not any(find in frame.name.lower() or find in frame.filename.lower() for frame in one.frames):
             continue
         inner = snapshot_layout.frame_words(one.frames[0]) if one.frames else snapshot_views.NO_STACK
         own = next((frame for frame in one.frames if not library_of(frame.filename)), None)
-        words = (
-            f"{inner}  (from {snapshot_layout.frame_words(own)})" if own is not None and own != one.frames[0] else inner
-        )
-        yield Row(words, one.bytes, one.blocks, 0.0, 1, signed=True)
+        if own is not None and own != one.frames[0]:
+            inner += f"  (from {snapshot_layout.frame_words(own)})"
+        yield Row(inner, one.bytes, one.blocks, 0.0, 1, signed=True)
 
 
 def _report(explorer: Explorer, width: int) -> Iterator[Row]:
@@ -443,12 +431,8 @@ def _report(explorer: Explorer, width: int) -> Iterator[Row]:
             for frame in replay.snapshot.frames_of(oom.stack)
         )
     yield Row("fragmentation at the cursor", head=True)
-    yield from _wrapped(
-        snapshot_layout.fragmentation_words(
-            snapshot_layout.fragmentation(snapshot_layout.layout_at(replay, explorer.cursor))
-        ),
-        width,
-    )
+    fragmentation = snapshot_layout.fragmentation(snapshot_layout.layout_at(replay, explorer.cursor))
+    yield from _wrapped(snapshot_layout.fragmentation_words(fragmentation), width)
     yield Row("how sure the figures are", head=True)
     of = replay.allocations
     sure = [
@@ -463,8 +447,6 @@ def _report(explorer: Explorer, width: int) -> Iterator[Row]:
 
 
 def _wrapped(sentences: Iterable[str], width: int) -> Iterator[Row]:
-    import textwrap
-
     for sentence in sentences:
         for index, line in enumerate(textwrap.wrap(sentence, max(20, width - 8), break_on_hyphens=False)):
             yield Row(line, depth=1 if index == 0 else 2)

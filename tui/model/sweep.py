@@ -16,7 +16,7 @@ from ...protocol.analysis.sweep.text import (
     value_text,
 )
 from ...protocol.host.process import is_alive
-from ...protocol.sweep.rows import Planned, Predicted, Row, Settings, key_of
+from ...protocol.sweep.rows import Plan, Planned, Predicted, Row, Settings, key_of
 from ...protocol.sweep.store import Results, read, verdicts
 from ...protocol.text import duration, gib
 
@@ -75,10 +75,15 @@ class SweepModel:
         return list(self.results.answered().values()) if self.results else []
 
     @property
+    def plan(self) -> Plan | None:
+        """The latest session's plan; None before it."""
+        return self.results.plan if self.results else None
+
+    @property
     def alive(self) -> bool:
         """Whether the process of the latest session lives."""
-        plan = self.results.plan if self.results else None
-        return plan is not None and self.results is not None and self.results.end is None and is_alive(plan.process)
+        plan, results = self.plan, self.results
+        return plan is not None and results is not None and results.end is None and is_alive(plan.process)
 
     @property
     def state(self) -> str:
@@ -92,7 +97,7 @@ class SweepModel:
     @property
     def total(self) -> int:
         """Number of planned runs; 0 for a search, whose number of runs is not known in advance."""
-        plan = self.results.plan if self.results else None
+        plan = self.plan
         if plan is None or (plan.search is not None and plan.search.goal != "fastest"):
             return 0
         return len(plan.runs) * plan.repeats
@@ -105,7 +110,7 @@ class SweepModel:
 
     def left(self, now: float) -> Remaining | None:
         """Return the remaining budget; None before the plan."""
-        plan = self.results.plan if self.results else None
+        plan = self.plan
         if plan is None:
             return None
         return left(plan.budget, self.used_seconds(now), self.rows, max(0, self.total - len(self.rows)))
@@ -117,13 +122,11 @@ class SweepModel:
 
     @property
     def axes(self) -> list[str]:
-        """Names of the axes."""
         return self.results.header.axes if self.results else []
 
     @property
     def _wanted(self) -> list[str]:
-        plan = self.results.plan if self.results else None
-        return plan.columns if plan is not None else []
+        return self.plan.columns if self.plan is not None else []
 
     def heads(self) -> list[str]:
         """Return the table's column heads."""
@@ -139,10 +142,9 @@ class SweepModel:
         keys = {key_of(run.settings) for run in planned}
         lines = [self._measured(one) for key, one in pooled.items() if key not in keys]
         running = self.results.running if self.alive else None
-        shown = [*planned]
         if running is not None and key_of(running.settings) not in keys | set(pooled):
-            shown.append(Planned(running.settings))
-        for run in shown:
+            planned.append(Planned(running.settings))
+        for run in planned:
             key = key_of(run.settings)
             if running is not None and key_of(running.settings) == key:
                 lines.append(self._coming(run, "running", f"running, {duration(now - running.time)}"))
@@ -155,7 +157,7 @@ class SweepModel:
     def dots(self) -> Dots | None:
         """Return the data to draw over the integer axis; None without one."""
         settings = [row.settings for row in self.rows]
-        plan = self.results.plan if self.results else None
+        plan = self.plan
         planned = list(plan.runs) if plan else []
         axis = plan.search.axis if plan and plan.search else ""
         axis = axis or curve_axis([*settings, *(run.settings for run in planned)])

@@ -15,12 +15,8 @@ from ...protocol.messages.telemetry import Activity, Checkpoint, EarlyStop, Eval
 from ...protocol.messages.throughput import mfu
 from ...protocol.recording.results import TrainingPoint
 
-CAPACITY = 4096
-
-RESULTS = 4096
-
+CAPACITY = RESULTS = 4096
 _PAUSES_KEPT = 5
-
 _Result = TypeVar("_Result", Evaluation, Checkpoint)
 
 
@@ -211,8 +207,7 @@ class TrainingHistory:
         self.per *= 2
         old, self._buckets = self._buckets, {}
         for key, bucket in old.items():
-            merged = self._buckets.setdefault(key // 2, _Bucket())
-            merged.merge(bucket)
+            self._buckets.setdefault(key // 2, _Bucket()).merge(bucket)
         self._span = (self._span[0] // 2, self._span[1] // 2)
 
 
@@ -230,7 +225,6 @@ class Training:
         self._pauses: dict[str, deque[float]] = {name: deque(maxlen=_PAUSES_KEPT) for name in ("eval", "checkpoint")}
 
     def on_step(self, step: Step, point: TrainingPoint) -> None:
-        """Fold a step of a rank."""
         self.course.add(point)
         if len(step.phases) > 1:
             for record in step.phases:
@@ -239,12 +233,10 @@ class Training:
                     kept.append(record.host_us / 1e6)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Fold the result of an evaluation."""
         _put(self.evaluations, evaluation)
         self.version += 1
 
     def on_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Fold a checkpoint."""
         _put(self.checkpoints, checkpoint)
         self.version += 1
 
@@ -254,7 +246,6 @@ class Training:
         self.version += 1
 
     def on_activity(self, activity: Activity) -> None:
-        """Fold an activity of the run besides its steps."""
         before, self.activity = self.activity, None if activity.over else activity
         if not activity.over and (before is None or (before.name, before.text) != (activity.name, activity.text)):
             self.begun.append(activity)
@@ -411,17 +402,14 @@ class ChartView:
         return min(bisect_left(moments, self.cursor, key=lambda moment: moment.step), len(moments) - 1)
 
     def next_axis(self) -> None:
-        """Go to the next axis."""
         self.axis = AXES[(AXES.index(self.axis) + 1) % len(AXES)]
         self.version += 1
 
     def next_figure(self, direction: int = 1) -> None:
-        """Go to another figure of the second pane."""
         self.figure = (self.figure + direction) % len(FIGURES)
         self.version += 1
 
     def next_smoothing(self) -> None:
-        """Go to the next strength of smoothing."""
         self.smoothing = SMOOTHINGS[(SMOOTHINGS.index(self.smoothing) + 1) % len(SMOOTHINGS)]
         self.version += 1
 
@@ -512,9 +500,7 @@ def span_of(moments: Sequence[HistoryPoint], axis: Axis, begun: float) -> tuple[
 
 def column_of(x: float, low: float, high: float, columns: int) -> int:
     """Return the column of a coordinate on an axis from ``low`` to ``high``; beyond the edges if it is outside."""
-    if high <= low:
-        return 0
-    return round((x - low) / (high - low) * (columns - 1))
+    return round((x - low) / (high - low) * (columns - 1)) if high > low else 0
 
 
 def value_range(values: Sequence[float], floor: bool = False) -> tuple[float, float]:
@@ -532,8 +518,7 @@ def value_range(values: Sequence[float], floor: bool = False) -> tuple[float, fl
     if len(known) >= 20 and high > limit:
         high = limit
     floor = floor and low < high / 2
-    if floor:
-        low = min(0.0, low)
+    low = min(0.0, low) if floor else low
     if high <= low:
         margin = abs(high) * 0.1 or 1.0
         return (low if floor and low == 0.0 and high > 0 else low - margin), high + margin

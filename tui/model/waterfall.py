@@ -1,6 +1,6 @@
 """The composition of a step's peak as a waterfall: each part begins where the previous one ends."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from ...protocol.analysis.memory.leak import footprint
@@ -89,8 +89,7 @@ def waterfall(rank: RankModel, composition: Composition, phase: str, sample: Dev
     shown = {name for each in ordered for name, count in each.parts.items() if count} | {"unattributed"}
     on_cpu = composition.measure == "glibc"
     standing = tuple((each.name, each.peak_bytes) for each in ordered)
-    parts = tuple(_parts(chosen.parts, shown, on_cpu))
-    measure = "glibc" if on_cpu else "cuda"
+    parts, measure = tuple(_parts(chosen.parts, shown, on_cpu)), composition.measure
     made = Waterfall(rank.rank, composition.step, chosen.name, measure, chosen.peak_bytes, parts, standing)
     reserved = max(chosen.reserved_bytes, chosen.peak_bytes)
     return made if on_cpu else _on_device(made, rank, reserved, sample)
@@ -118,10 +117,9 @@ def step_standing(step: Step) -> list[tuple[str, int]]:
     return sorted(((each.name, each.peak_span.peak) for each in step.phases), key=lambda each: -each[1])
 
 
-def next_phase(known: Iterable[str], phase: str, direction: int) -> str:
+def next_phase(known: Collection[str], phase: str, direction: int) -> str:
     """Return the next (or previous) phase, in the order of phases, wrapping at the ends."""
-    order = {name: index for index, name in enumerate(PHASES)}
-    names = sorted(set(known), key=lambda name: (order.get(name, len(order)), name))
+    names = [name for name in PHASES if name in known] + sorted(set(known) - set(PHASES))
     if not names:
         return phase
     return names[(names.index(phase) + direction) % len(names)] if phase in names else names[0]

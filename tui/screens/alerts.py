@@ -141,9 +141,7 @@ class AlertsScreen(ListScreen):
         if alert is not None and self._select_rank(alert):
             self.app.show(MemoryScreen(self.app_state, alert.phase))  # type: ignore[attr-defined]
 
-    def _select_rank(self, alert: Alert | None) -> bool:
-        if alert is None:
-            return False
+    def _select_rank(self, alert: Alert) -> bool:
         cause_rank = alert.evidence.get("cause_rank")
         rank = alert.rank if alert.rank is not None else next(iter(alert.ranks), None)
         rank = cause_rank if rank is None and isinstance(cause_rank, int) else rank

@@ -16,13 +16,13 @@ from textual.driver import Driver
 from textual.events import Resize
 from textual.keys import format_key
 from textual.screen import Screen
+from textual.theme import Theme as AppTheme
 
 from ..source.base import Source
-from ..themes import PALETTES, theme_of
 from ..widgets.drawing import ASCII, choose
 from ..widgets.screen_output import ScreenOutput
 from ..widgets.state import AppState
-from ..widgets.theme import DARK, LIGHT, Theme
+from ..widgets.theme import DARK, LIGHT, Palette, Theme
 from .base import HelpScreen, MonitorScreen
 
 
@@ -56,6 +56,23 @@ def palette_place(action: str) -> tuple[int, int]:
     return 2, 0
 
 
+def _app_theme(palette: Palette) -> AppTheme:
+    return AppTheme(
+        name=palette.name,
+        primary=palette.accent,
+        secondary=palette.dim,
+        accent=palette.accent,
+        foreground=palette.text,
+        background=palette.background,
+        surface=palette.background,
+        panel=palette.raised,
+        success=palette.good,
+        warning=palette.warning,
+        error=palette.error,
+        dark=palette.dark,
+    )
+
+
 class ThemedApp(App[None]):
     """An app in a light and a dark theme.
 
@@ -64,7 +81,6 @@ class ThemedApp(App[None]):
 
     COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {ordered_commands}
     CSS_PATH = Path(__file__).parent.parent / "ftmon.tcss"
-    ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+q", "detach", "detach", show=False, tooltip="leave"),
         Binding("ctrl+c", "interrupt", show=False, priority=True),
@@ -84,8 +100,8 @@ class ThemedApp(App[None]):
         no_color = bool(os.environ.get("NO_COLOR"))
         # With native ANSI colours Textual applies NO_COLOR as no colour at all, otherwise as shades of grey.
         super().__init__(ansi_color=True if no_color else None)
-        for palette in PALETTES.values():
-            self.register_theme(theme_of(palette))
+        for palette in (DARK, LIGHT):
+            self.register_theme(_app_theme(palette))
         theme = Theme(LIGHT if light else DARK, ASCII if ascii else choose(False), color=not no_color)
         self.app_state = AppState(source, theme, read_only)
         self.output.ascii_only = theme.glyphs.is_ascii

@@ -2,7 +2,6 @@
 
 from typing import Any, ClassVar
 
-from rich.style import Style
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -14,7 +13,7 @@ from ...protocol.text import sanitize
 from ..model.run import RunModel
 from ..source.base import CommandRecord
 from ..widgets.base import Canvas, Prompt
-from ..widgets.drawing import Line, wrap
+from ..widgets.drawing import Line, marked
 from ..widgets.header import time_of_day
 from ..widgets.state import AppState
 from ..widgets.theme import Theme
@@ -156,23 +155,15 @@ def answer_lines(record: CommandRecord, model: RunModel, width: int, theme: Them
         text = "sent, waiting for the hub" + (f" for {waited:.0f} s" if waited >= 2 else "")
         return [Line(f"{glyphs.states['starting']} {text}", dim)]
     if not accepted.ok:
-        return _marked(f"{glyphs.error} refused: ", accepted.text, bad, width, theme)
-    lines = _marked(f"{glyphs.resolved} ", accepted.text or "under way", good, width, theme)
+        return marked(f"{glyphs.error} refused: ", bad, accepted.text, width, theme.base)
+    lines = marked(f"{glyphs.resolved} ", good, accepted.text or "under way", width, theme.base)
     if result is None:
         return lines
-    mark, style = (glyphs.resolved, good) if result.ok else (glyphs.error, bad)
-    return lines + _marked(f"{mark} ", result.text or ("done" if result.ok else "failed"), style, width, theme)
+    mark, style, words = (glyphs.resolved, good, "done") if result.ok else (glyphs.error, bad, "failed")
+    return lines + marked(f"{mark} ", style, result.text or words, width, theme.base)
 
 
-def _marked(mark: str, text: str, style: Style, width: int, theme: Theme) -> list[Line]:
-    first, *rest = wrap(text, width - len(mark))
-    return [Line(mark, style).add(first, theme.base), *(Line(" " * len(mark) + row, theme.base) for row in rest)]
-
-
-_DONE = {
-    "compose": "a step was analysed",
-    "arm": "stacks were recorded: the cause is below",
-}
+_DONE = {"compose": "a step was analysed", "arm": "stacks were recorded: the cause is below"}
 
 
 def refusal(app_state: AppState, verb: str) -> str:

@@ -10,7 +10,7 @@ from ...protocol.text import counted
 from ..model.rank import RankModel
 from ..model.run import RunModel
 from ..source.base import CommandRecord
-from ..widgets.drawing import Line, cut, gib, wrap
+from ..widgets.drawing import Line, cut, gib, marked, wrap
 from ..widgets.state import AppState
 from ..widgets.theme import Theme
 from .dialogs import CommandDialog, answer_lines, button_line
@@ -65,19 +65,14 @@ class Targets:
             return "the whole run"
         if not self.marked:
             return "nothing"
-        if len(self.marked) == 1:
-            return f"rank {min(self.marked)}"
-        if len(self.marked) <= _NAMED:
-            return "ranks " + ", ".join(map(str, sorted(self.marked)))
-        return f"{len(self.marked)} ranks"
+        if len(self.marked) > _NAMED:
+            return f"{len(self.marked)} ranks"
+        return f"rank{'s' * (len(self.marked) > 1)} {', '.join(map(str, sorted(self.marked)))}"
 
     def toggle(self, row: int) -> None:
         """Mark or unmark a row: 0 is the whole run, then the ranks."""
-        if row == 0:
-            self.whole = not self.whole
-        else:
-            self.whole = False
-            self.marked ^= {self.ranks[row - 1]}
+        self.whole = row == 0 and not self.whole
+        self.marked ^= {self.ranks[row - 1]} if row else set()
 
     def remember(self, model: RunModel) -> None:
         for number in self.chosen or self.ranks:
@@ -92,17 +87,14 @@ class Targets:
         if not self.whole:
             glyph, tone = theme.state(model.state)
             words = f"the run  {model.state}" + (f": {model.state_text}" if model.state_text else "")
-            first, *rest = wrap(words, width - 2)
-            lines.append(Line(f"{glyph} ", theme.style(tone)).add(first, theme.base))
-            lines += [Line(f"  {row}", theme.base) for row in rest]
+            lines += marked(f"{glyph} ", theme.style(tone), words, width, theme.base)
         for number in numbers[:_NAMED]:
             rank = model.ranks.get(number)
             if rank is None:
                 continue
             glyph, tone = theme.state(rank.state)
-            line = Line(f"{glyph} ", theme.style("good" if not rank.alive else tone)).add(
-                f"rank {number:<4}", theme.base
-            )
+            line = Line(f"{glyph} ", theme.style(tone if rank.alive else "good"))
+            line.add(f"rank {number:<4}", theme.base)
             line.add(f"{rank.state:<12}", theme.style("dim" if not rank.alive else tone))
             if not rank.on_cpu and self.before[number]:
                 words = f"GPU memory {gib(self.before[number])} GiB before, {gib(_held(model, rank))} GiB now"
@@ -317,16 +309,12 @@ class KillDialog(CommandDialog):
 
     def action_answer(self) -> None:
         """On a target, mark it; on the buttons, close or kill."""
-        if self.sent:
-            self.dismiss(None)
+        if self.sent or self.cursor == self.buttons:
+            super().action_answer()
         elif self.cursor < self.buttons - 1:
             self.action_mark()
-        elif self.cursor == self.buttons - 1:
-            self.action_move(1)
-        elif self.yes:
-            self.action_yes()
         else:
-            self.dismiss(None)
+            self.action_move(1)
 
 
 class StopDialog(CommandDialog):
@@ -346,9 +334,8 @@ class StopDialog(CommandDialog):
         name = model.info.name or model.info.id or "the run"
         lines = [Line(f"Stop {name}", theme.style("text", bold=True)), Line()]
         if self.record is not None:
-            lines += answer_lines(self.record, model, width, theme)
-            lines += [Line(), Line(f"the run is {model.state}   escape: close", theme.style("dim"))]
-            return lines
+            foot = Line(f"the run is {model.state}   escape: close", theme.style("dim"))
+            return [*lines, *answer_lines(self.record, model, width, theme), Line(), foot]
         own = model.info.kind in ("demo", "train", "")
         states = model.rank_states()
         what = (

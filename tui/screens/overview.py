@@ -87,12 +87,7 @@ class RankHead(Canvas):
         rank = self.app_state.rank
         if rank is None:
             return ()
-        return (
-            rank.rank,
-            id(rank.last),
-            rank_view(self.app_state.model, rank),
-            rank.allocator.last is None,
-        )
+        return (rank.rank, id(rank.last), rank_view(self.app_state.model, rank), rank.allocator.last is None)
 
     def draw(self, width: int, height: int) -> list[Line]:
         rank = self.app_state.rank
@@ -125,13 +120,10 @@ class MemoryChart(StepChart):
     def draw(self, width: int, height: int) -> list[Line]:
         rank = self.app_state.rank
         steps = [step for step in (rank.steps if rank else ()) if step.phases]
-        gib = 2**30
         cpu = rank is not None and rank.on_cpu
-        peaks = [max(record.peak_span.peak for record in step.phases) / gib for step in steps]
-        if cpu:
-            held = [max(record.allocated.end for record in step.phases) / gib for step in steps]
-        else:
-            held = [max(record.reserved.peak for record in step.phases) / gib for step in steps]
+        peaks = [max(each.peak_span.peak for each in step.phases) / 2**30 for step in steps]
+        behind = [[each.allocated.end if cpu else each.reserved.peak for each in step.phases] for step in steps]
+        held = [max(sizes) / 2**30 for sizes in behind]
         series = [
             Series("resident peak" if cpu else "peak", "peak", peaks),
             Series("in use" if cpu else "reserved", "allocated", held),
@@ -184,12 +176,10 @@ class RankScreen(SelectedRankScreen):
         self._parts: list[Canvas] = []
 
     def body(self) -> Iterable[Widget]:
-        charts = [StepChart(self.app_state, classes="chart"), MemoryChart(self.app_state, classes="chart")]
-        head, log = RankHead(self.app_state, name="rank-head"), RankLog(self.app_state, name="rank-log")
-        self._parts = [*charts]
-        yield head
-        yield Container(*charts, id="charts")
-        yield log
+        self._parts = [StepChart(self.app_state, classes="chart"), MemoryChart(self.app_state, classes="chart")]
+        yield RankHead(self.app_state, name="rank-head")
+        yield Container(*self._parts, id="charts")
+        yield RankLog(self.app_state, name="rank-log")
 
     def tick(self) -> None:
         super().tick()

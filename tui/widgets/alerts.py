@@ -12,7 +12,7 @@ from ...protocol.messages.telemetry import StackGroup
 from ...protocol.text import duration, sanitize
 from ..model import oom
 from ..model.alerts import LogEntry
-from .drawing import UNICODE, Glyphs, Line, gib, spread, wrap
+from .drawing import UNICODE, Glyphs, Line, gib, marked, spread, wrap
 from .header import time_of_day
 from .theme import Theme
 
@@ -68,12 +68,11 @@ def _group_line(group: StackGroup, size: int, width: int, theme: Theme) -> Line:
 
 
 def _frames(group: StackGroup, width: int, theme: Theme) -> list[Line]:
-    lines: list[Line] = []
-    for frame in reversed(group.frames):
-        words, library = oom.frame_parts(frame)
-        text = theme.cut(" " * 20 + words, width - 1)
-        lines.append(Line(text, theme.style("dim" if library else "accent")))
-    return lines
+    parts = (oom.frame_parts(frame) for frame in reversed(group.frames))
+    return [
+        Line(theme.cut(" " * 20 + words, width - 1), theme.style("dim" if library else "accent"))
+        for words, library in parts
+    ]
 
 
 _EPOCH = 1e9  # smallest figure that is a time of day: seconds since 1970, in 2001
@@ -91,17 +90,13 @@ def alert_line(alert: Alert, width: int, theme: Theme, selected: bool = False, h
         right.add(f" {theme.glyphs.times}{alert.count}", theme.style("dim", ground))
     if over is not None:
         right.add(
-            f" {theme.glyphs.resolved} over after {duration(max(0, over - alert.time))}",
-            theme.style("dim", ground),
+            f" {theme.glyphs.resolved} over after {duration(max(0, over - alert.time))}", theme.style("dim", ground)
         )
     if hint:
         right.add(f" {hint}", theme.style("faint", ground))
     right.add(" ", theme.style("text", ground))
-    room = width - line.width - right.width
-    line.add(
-        theme.cut(sanitize(alert.title), room),
-        theme.style("dim" if over is not None else "text", ground, bold=selected),
-    )
+    title = theme.cut(sanitize(alert.title), width - line.width - right.width)
+    line.add(title, theme.style("dim" if over is not None else "text", ground, bold=selected))
     return spread(line, right, width, theme.style("text", ground))
 
 
@@ -111,29 +106,20 @@ def alert_detail(
     """Draw an alert's details: title, place, explanation, the code that caused it if known, the evidence."""
     base, dim = theme.base, theme.style("dim")
     glyph, tone = theme.severity(alert.severity)
-    lines = [
-        Line(" " if index else f" {glyph} ", theme.style(tone, bold=True))
-        .pad(3, theme.base)
-        .add(row, theme.style(bold=True))
-        for index, row in enumerate(wrap(alert.title, width - 4))
-    ]
-    where = [time_of_day(alert.time), alert.kind]
-    if alert.rank is not None:
-        where.append(f"rank {alert.rank}")
-    elif alert.ranks:
-        where.append("ranks " + ", ".join(map(str, alert.ranks[:12])) + (" ..." if len(alert.ranks) > 12 else ""))
-    if alert.step is not None:
-        where.append(f"step {alert.step:,}")
-    if alert.phase:
-        where.append(alert.phase)
-    if alert.count > 1:
-        where.append(f"{alert.count} times")
-    if alert.resolved is not None:
-        where.append(f"over after {duration(max(0, alert.resolved - alert.time))}")
-    lines.append(Line("   " + f" {theme.glyphs.dot} ".join(where), dim))
-    lines.append(Line())
+    lines = marked(f" {glyph} ", theme.style(tone, bold=True), alert.title, width - 1, theme.style(bold=True))
+    named = "ranks " + ", ".join(map(str, alert.ranks[:12])) + (" ..." if len(alert.ranks) > 12 else "")
+    where = (
+        time_of_day(alert.time),
+        alert.kind,
+        (named if alert.ranks else "") if alert.rank is None else f"rank {alert.rank}",
+        "" if alert.step is None else f"step {alert.step:,}",
+        alert.phase,
+        f"{alert.count} times" if alert.count > 1 else "",
+        "" if alert.resolved is None else f"over after {duration(max(0, alert.resolved - alert.time))}",
+    )
+    lines += [Line("   " + f" {theme.glyphs.dot} ".join(filter(None, where)), dim), Line()]
     for paragraph in alert.text.splitlines():
-        lines.extend(Line("   " + row, base) for row in wrap(paragraph, width - 5))
+        lines += [Line("   " + row, base) for row in wrap(paragraph, width - 5)]
     lines += _cause(alert, cause, width, theme, unfolded)
     evidence = oom.other_evidence(alert)
     if evidence:

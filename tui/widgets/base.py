@@ -145,20 +145,10 @@ class Listing(Canvas):
             self.item(index, width - 1, index == self.selected).fit(width - 1, self.theme.base)
             for index in range(self.top, min(total, self.top + room))
         ]
-        self._scroll_mark(lines, total, room)
-        return [*head, *lines]
-
-    def _scroll_mark(self, lines: list[Line], total: int, room: int) -> None:
-        size = max(1, room * room // total) if total > room else 0
-        begin = round(self.top / max(1, total - room) * (room - size)) if total > room else 0
-        style = self.theme.style("faint")
-        for index, line in enumerate(lines):
-            inside = size and begin <= index < begin + size
-            line.add(self.theme.glyphs.scroll if inside else " ", style)
+        return [*head, *scroll_marked(lines, self.top, total, room, self.theme)]
 
     def move(self, delta: int) -> None:
-        total = self.count()
-        self.selected = max(0, min(self.selected + delta, total - 1))
+        self.selected = max(0, min(self.selected + delta, self.count() - 1))
         self.follow = False
         self.tick(force=True)
 
@@ -171,14 +161,22 @@ class Listing(Canvas):
         self.tick(force=True)
 
 
+def scroll_marked(lines: list[Line], top: int, total: int, room: int, theme: Theme) -> list[Line]:
+    """Return lines with a scroll mark at their right if there are more than ``room``; ``top``: the first visible."""
+    size = max(1, room * room // total) if total > room else 0
+    begin = round(top / max(1, total - room) * (room - size))
+    for index, line in enumerate(lines):
+        inside = size and begin <= index < begin + size
+        line.add(theme.glyphs.scroll if inside else " ", theme.style("faint"))
+    return lines
+
+
 class SummaryBar(Canvas):
     """The top of a screen: two lines, or one if its height is one."""
 
     def key(self) -> Summary:
         source = self.app_state.source
-        if source is None:
-            return Summary("no run")
-        return summary_of(source.model, source.connection, self.app_state.read_only)
+        return summary_of(source.model, source.connection, self.app_state.read_only) if source else Summary("no run")
 
     def draw(self, width: int, height: int) -> list[Line]:
         summary = self.key()
@@ -248,14 +246,12 @@ class KeyBar(Canvas):
         own = {binding.action for binding in type(self.screen).BINDINGS if isinstance(binding, Binding)}
         found: dict[str, Binding] = {}
         for _, binding, enabled, _ in self.screen.active_bindings.values():
-            applies = (
-                self.app_state.can_act if binding.action in _ACTING else binding.action != "app.oom" or self._any_oom
-            )
+            applies = binding.action != "app.oom" or self._any_oom
+            applies = self.app_state.can_act if binding.action in _ACTING else applies
             if binding.show and enabled and applies:
                 found.setdefault(binding.action, binding)
-        back = [binding for binding in found.values() if binding.action == "app.back"]
-        rest = [binding for binding in found.values() if binding.action != "app.back"]
-        return back + sorted(rest, key=lambda binding: (binding.action in own) == self.app_state.replaying)
+        replaying = self.app_state.replaying
+        return sorted(found.values(), key=lambda one: (one.action != "app.back", (one.action in own) == replaying))
 
     @property
     def _any_oom(self) -> bool:
@@ -268,15 +264,11 @@ class KeyBar(Canvas):
         text, tone = self.app_state.message
         if text:
             return [Line(f" {text}", self.theme.style(tone, bold=True))]
-        bindings = self.shown_bindings()
-        last = [binding for binding in bindings if binding.action in _ALWAYS]
-        first = [binding for binding in bindings if binding not in last]
-        right = Line()
-        for binding in last:
-            right.join(self._entry(binding))
-        left = Line(" ", self.theme.base)
-        for binding in first:
-            entry = self._entry(binding)
+        entries = [(binding.action in _ALWAYS, self._entry(binding)) for binding in self.shown_bindings()]
+        left, right = Line(" ", self.theme.base), Line()
+        for always, entry in entries:
+            right.join(entry if always else Line())
+        for entry in (entry for always, entry in entries if not always):
             if left.width + entry.width + right.width > width:
                 break
             left.join(entry)
@@ -356,7 +348,7 @@ class Prompt(Canvas, can_focus=True):
 
     def on_key(self, event: Key) -> None:
         if event.key in ("enter", "escape"):
-            self._consume(event)
+            event.stop().prevent_default()
             self.post_message(self.Done(self.text, event.key == "enter"))
             return
         if event.key in ("backspace", "ctrl+h"):
@@ -367,12 +359,7 @@ class Prompt(Canvas, can_focus=True):
             changed = self.text + event.character
         else:
             return
-        self._consume(event)
+        event.stop().prevent_default()
         self.text = changed
         self.tick()
         self.post_message(self.Changed(self.text))
-
-    @staticmethod
-    def _consume(event: Key) -> None:
-        event.stop()
-        event.prevent_default()

@@ -3,7 +3,7 @@
 import locale
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from rich.cells import cell_len, chop_cells, set_cell_size
@@ -12,6 +12,7 @@ from rich.style import Style
 from textual.strip import Strip
 
 from ...protocol.text import names_c_locale, sanitize
+from .screen_output import ascii_character
 
 GIB = 2**30
 MIB = 2**20
@@ -20,9 +21,7 @@ MIB = 2**20
 def gib(count: float, short: bool = False) -> str:
     """Format bytes as a number of GiB without the unit: ``139.8``, ``37.40`` (short: ``37.4``), ``0.512``."""
     size = count / GIB
-    if short and abs(size) >= 10:
-        return f"{size:.1f}"
-    if abs(size) >= 100:
+    if abs(size) >= (10 if short else 100):
         return f"{size:.1f}"
     return f"{size:.2f}" if abs(size) >= 1 else f"{size:.3f}"
 
@@ -116,18 +115,9 @@ def small(value: float) -> str:
 
 
 _STATES = {
-    "starting": "◌",
-    "training": "●",
-    "waiting": "◷",
-    "hung": "✖",
-    "held": "■",
-    "stopped": "‖",
-    "stopping": "◌",
-    "gone": "†",
-    "unreachable": "?",
-    "finished": "✓",
-    "failed": "✖",
-}
+    "starting": "◌", "training": "●", "waiting": "◷", "hung": "✖", "held": "■", "stopped": "‖",
+    "stopping": "◌", "gone": "†", "unreachable": "?", "finished": "✓", "failed": "✖",
+}  # fmt: skip
 _KEYS = {"enter": "↵", "space": "space", "escape": "esc", "left": "←", "right": "→", "up": "↑", "down": "↓"}
 
 
@@ -174,48 +164,17 @@ class Glyphs:
 UNICODE = Glyphs()
 
 ASCII = Glyphs(
+    **{
+        name: "".join(map(ascii_character, value))
+        for name, value in asdict(UNICODE).items()
+        if isinstance(value, str) and name not in ("eighths", "across")
+    }
+    | {"reserved": "-", "peak": "~", "marked": "x", "unmarked": ".", "warning": "!", "pause": "=", "knob": "O"}
+    | {"track_past": "=", "degree": "C"},
     eighths=" ..::==##",
     across=" #",
-    reserved="-",
-    peak="~",
-    spike="^",
-    rule="-",
-    cross="+",
-    bar="|",
-    dot="-",
-    selected=">",
-    marked="x",
-    unmarked=".",
-    info="*",
-    warning="!",
-    error="X",
-    resolved="v",
-    play=">",
-    pause="=",
-    live="*",
-    knob="O",
-    track="-",
-    track_past="=",
-    back="<",
-    ellipsis="~",
-    scroll="|",
-    degree="C",
-    minus="-",
-    times="x",
-    states={
-        "starting": "o",
-        "training": "*",
-        "waiting": "w",
-        "hung": "X",
-        "held": "#",
-        "stopped": "=",
-        "stopping": "o",
-        "gone": "+",
-        "unreachable": "?",
-        "finished": "v",
-        "failed": "X",
-    },
-    keys={"enter": "enter", "space": "space", "escape": "esc", "left": "<-", "right": "->", "up": "up", "down": "down"},
+    states={state: ascii_character(sign) for state, sign in _STATES.items()} | {"waiting": "w", "stopped": "="},
+    keys=_KEYS | {"enter": "enter", "left": "<-", "right": "->", "up": "up", "down": "down"},
 )
 
 
@@ -323,6 +282,12 @@ def spread(left: Line, right: Line, width: int, style: Style) -> Line:
     if room < 1:
         return left.fit(width, style)
     return left.fit(room, style).join(right)
+
+
+def marked(mark: str, tone: Style, text: str, width: int, style: Style) -> list[Line]:
+    """Return text broken into lines of at most ``width`` cells: the first after a mark, the others as far indented."""
+    first, *rest = wrap(text, width - len(mark))
+    return [Line(mark, tone).add(first, style), *(Line(" " * len(mark) + row, style) for row in rest)]
 
 
 def beside(lines: Iterable[Line], gap: str, style: Style) -> Line:

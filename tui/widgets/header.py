@@ -97,9 +97,8 @@ def _name_and_state(summary: Summary, name_width: int, room: int, theme: Theme) 
 
 def _progress(summary: Summary, theme: Theme) -> Line:
     dim = theme.style("dim")
-    progress = Line(f"job {summary.job}  step " if summary.job else "step ", dim).add(
-        f"{summary.step:,}", theme.style(bold=True)
-    )
+    progress = Line(f"job {summary.job}  step " if summary.job else "step ", dim)
+    progress.add(f"{summary.step:,}", theme.style(bold=True))
     return progress.add(f" / {summary.total_steps:,}" if summary.total_steps else "", dim)
 
 
@@ -130,14 +129,13 @@ def second_line(summary: Summary, width: int, theme: Theme) -> Line:
     """Draw the loss with its sparkline, throughput, step time and the highest peak relative to capacity."""
     dim, base = theme.style("dim"), theme.base
     peak = _peak(summary, "highest peak " if width >= 76 else "peak ", theme)
-    rates: list[Line] = []
-    if summary.tokens_per_second is not None:
-        rates.append(Line(f"{count(summary.tokens_per_second)} ", base).add("tok/s", dim))
-    if summary.mfu is not None:
-        rates.append(Line(f"{summary.mfu * 100:.0f} % ", base).add("MFU", dim))
-    if summary.step_seconds is not None:
-        rates.append(Line(f"{step_time(summary.step_seconds)}", base).add("/step", dim))
-    middle = beside(rates, "  ", base)
+    rates = (
+        (summary.tokens_per_second, lambda speed: f"{count(speed)} ", "tok/s"),
+        (summary.mfu, lambda share: f"{share * 100:.0f} % ", "MFU"),
+        (summary.step_seconds, step_time, "/step"),
+    )
+    known = (Line(form(value), base).add(unit, dim) for value, form, unit in rates if value is not None)
+    middle = beside(known, "  ", base)
     left = Line(" loss ", dim)
     if len(summary.losses_by_name) > 1:
         for name, value in summary.losses_by_name[: 2 if width < 120 else 4]:
@@ -167,20 +165,14 @@ def time_of_day(seconds: float) -> str:
         return "??:??:??"
 
 
-def speed_words(speed: float) -> str:
-    """Format a speed: ``4x``, ``0.25x``."""
-    return f"{speed:g}x"
-
-
 def scrubber(transport: Transport, step: int, width: int, theme: Theme) -> Line:
     """Draw the bar; of a live run with the key that returns to it."""
     glyphs, dim, base = theme.glyphs, theme.style("dim"), theme.base
     live = transport.mode != "replay"
     at_end = transport.at_end and not live
-    word = "end" if at_end else f"{speed_words(transport.speed):<5}"
-    left = Line(" ", base).add(
-        glyphs.play if transport.playing and not at_end else glyphs.pause, theme.style("accent", bold=True)
-    )
+    word = "end" if at_end else f"{f'{transport.speed:g}x':<5}"
+    sign = glyphs.play if transport.playing and not at_end else glyphs.pause
+    left = Line(" ", base).add(sign, theme.style("accent", bold=True))
     left.add(f" {word} ", theme.style("accent")).add(time_of_day(transport.position) + " ", theme.style(bold=True))
     right = Line(f" {time_of_day(transport.last)}", dim)
     right.add(f"   step {step:,}", base)
@@ -205,13 +197,8 @@ def track(transport: Transport, width: int, theme: Theme) -> Line:
     knob = cell(transport.position)
     line = Line()
     for index in range(width):
-        if index == knob:
-            line.add(glyphs.knob, theme.style("accent", bold=True))
-        elif index in marks:
-            glyph, tone = theme.severity(marks[index])
-            line.add(glyph, theme.style(tone))
-        elif index < knob:
-            line.add(glyphs.track_past, theme.style("accent"))
-        else:
-            line.add(glyphs.track, theme.style("faint"))
+        past = (glyphs.track_past, "accent") if index < knob else (glyphs.track, "faint")
+        glyph, tone = theme.severity(marks[index]) if index in marks else past
+        glyph, tone = (glyphs.knob, "accent") if index == knob else (glyph, tone)
+        line.add(glyph, theme.style(tone, bold=index == knob))
     return line

@@ -16,7 +16,7 @@ from ..model.rank import PhaseRates, RankModel, allocated_bytes, allocations, ph
 from ..model.timeline import EMPTY
 from ..model.waterfall import LABELS, REASONS, UNTRACED, UNTRACED_WORDS, RankBar, Waterfall, unanalysed, waterfall
 from .alerts import cause_lines
-from .drawing import GIB_UNIT, MIB_UNIT, Line, Unit, count, fitting, gib, gib_signed, milliseconds, spread, wrap
+from .drawing import GIB_UNIT, MIB_UNIT, Line, Unit, count, fitting, gib, gib_signed, marked, milliseconds, spread, wrap
 from .header import time_of_day
 from .plots import SHORT, Column, Scale, memory_graph, size_words, unit_of, waterfall_lines
 from .state import nice_top
@@ -61,12 +61,9 @@ def _figures(line: Line, row: PhaseRates, wide: bool, theme: Theme) -> Line:
     speed = "-" if row.bytes_per_second is None else f"{row.bytes_per_second / 2**30:.1f}"
     line.add(f"{row.allocations:>12,}{rate:>10}{speed:>9}{gib_words(row.largest):>13}", theme.base)
     line.add(f"{_grown(row.segment_bytes):>15}", theme.style("warning") if row.segment_bytes else theme.style("dim"))
-    if wide:
-        line.add(
-            f"{row.frees:>10,}{gib_words(row.allocated_bytes):>13}{f'{row.segments:+,}' if row.segments else '0':>10}",
-            theme.style("dim"),
-        )
-    return line
+    segments = f"{row.segments:+,}" if row.segments else "0"
+    more = f"{row.frees:>10,}{gib_words(row.allocated_bytes):>13}{segments:>10}" if wide else ""
+    return line.add(more, theme.style("dim"))
 
 
 def _grown(size: int) -> str:
@@ -160,14 +157,10 @@ def _toned(row: Line, tone: str, theme: Theme) -> Line:
     """Return a row drawn in the tone of allocated memory in another tone."""
     if tone == "allocated" or theme.plain_graphs:
         return row
-    solid, ground = theme.style("text", "allocated"), theme.style("allocated")
+    others = {theme.style("text", "allocated"): theme.style("text", tone), theme.style("allocated"): theme.style(tone)}
     line = Line()
     for text, style in row.parts:
-        if style is solid:
-            style = theme.style("text", tone)
-        elif style is ground:
-            style = theme.style(tone)
-        line.add(text, style)
+        line.add(text, others.get(style, style))
     return line
 
 
@@ -246,13 +239,10 @@ def head_lines(rank: RankModel, fall: Waterfall, choice: MemoryChoice, width: in
     left.add(f"{size_words(fall, fall.peak)} {unit_of(fall)}", theme.style("peak", bold=True))
     left.add(f" in {phase_words(fall.phase)}" if at_top else "", base)
     right = Line()
-    following = fall.next
-    if at_top and following is not None:
-        right.add("next: ", dim).add(f"{following[0]} {size_words(fall, following[1])} ", base)
-        right.add(f"({_signed(fall, following[1] - fall.peak, theme)}) ", dim)
-    elif not at_top:
-        right.add("the peak: ", dim).add(f"{top} {size_words(fall, highest)} ", base)
-        right.add(f"({_signed(fall, highest - fall.peak, theme)}) ", dim)
+    words, other = ("next: ", fall.next) if at_top else ("the peak: ", (top, highest))
+    if other is not None:
+        right.add(words, dim).add(f"{other[0]} {size_words(fall, other[1])} ", base)
+        right.add(f"({_signed(fall, other[1] - fall.peak, theme)}) ", dim)
     return [spread(left, right, width, base), _tabs(rank, fall, choice, width, theme)]
 
 
@@ -290,9 +280,8 @@ def body_lines(
     ``why``: reason why no step was analysed yet; shown in that case only.
     """
     cause = cause_of(rank, fall.phase)
-    note = ""
-    if cause is not None and cause.phase == fall.phase and cause.groups:
-        note = innermost(cause.groups[0])
+    own = cause is not None and cause.phase == fall.phase and cause.groups
+    note = innermost(own[0]) if own else ""
     composition = composition_of(rank, choice) if fall.taken_apart else None
     expected = predicted_phase(rank, prediction, composition, fall.step, fall.phase)
     error = prediction.error if prediction is not None else 0.0
@@ -300,23 +289,21 @@ def body_lines(
     most = max(parted, key=lambda one: abs(one.share), default=None)
     warning = f"{theme.glyphs.warning} {most.phase} {percent(most.share)}" if most is not None else ""
     lines = waterfall_lines(fall, width, theme, note, expected, error, warning)
-    if not fall.taken_apart:
-        lines += [Line(" " + row, theme.style("accent")) for row in wrap(why, width - 2)]
+    texts = [] if fall.taken_apart else [(why, "accent")]
     composition = composition_of(rank, choice)
     if fall.taken_apart and any(part.name == UNTRACED and part.bytes for part in fall.parts):
-        lines += [Line(" " + row, theme.style("dim")) for row in wrap(UNTRACED_WORDS, width - 2)]
+        texts.append((UNTRACED_WORDS, "dim"))
     if composition is not None and composition.note:
-        lines += [Line(" " + row, theme.style("dim")) for row in wrap(f"note: {composition.note}", width - 2)]
+        texts.append((f"note: {composition.note}", "dim"))
     elif fall.measure == "glibc":
         text = "On a CPU a peak is of the resident set: there is no device allocator, and nothing is reserved."
-        lines += [Line(" " + row, theme.style("dim")) for row in wrap(text, width - 2)]
+        texts.append((text, "dim"))
+    lines += [Line(" " + row, theme.style(tone)) for text, tone in texts for row in wrap(text, width - 2)]
     lines += _predicted_lines(rank, prediction, width, theme)
     ranking = rank.memory.ranking
     for index, sentence in enumerate(ranking_sentences(ranking) if ranking is not None else []):
-        first, *rest = wrap(sentence, width - 4)
         mark = theme.glyphs.dot if index else theme.glyphs.selected
-        lines.append(Line(f" {mark} ", theme.style("accent")).add(first, theme.base))
-        lines += [Line("   " + row, theme.base) for row in rest]
+        lines += marked(f" {mark} ", theme.style("accent"), sentence, width - 1, theme.base)
     if cause is not None:
         lines += cause_lines(cause, verdict, width, theme, choice.unfolded)
     return lines
@@ -326,23 +313,18 @@ def _predicted_lines(rank: RankModel, prediction: Prediction | None, width: int,
     if prediction is None:
         return []
     found = compared_phases(rank, prediction)
+    sentences = comparison_sentences(found, prediction.error) if found else []
     if prediction.refused:
         sentences = [f"no prediction to compare: {sanitize(prediction.refused, 400)}"]
-    elif found:
-        sentences = comparison_sentences(found, prediction.error)
-    elif rank.step:
+    elif not found and rank.step:
         sentences = ["the prediction is of later steps, or of batches of other lengths: nothing to compare yet"]
-    else:
-        sentences = []
     parted = any(one.parted for one in found)
     lines: list[Line] = []
     for index, sentence in enumerate(sentences):
-        first, *rest = wrap(sentence, width - 4)
         warn = parted and index > 0
-        style = theme.style("warning") if warn else theme.style("dim") if not found else theme.base
+        style = theme.style("warning" if warn else "dim" if not found else "text")
         mark = theme.glyphs.warning if warn else theme.glyphs.dot
-        lines.append(Line(f" {mark} ", theme.style("warning" if warn else "accent")).add(first, style))
-        lines += [Line("   " + row, style) for row in rest]
+        lines += marked(f" {mark} ", theme.style("warning" if warn else "accent"), sentence, width - 1, style)
     return lines
 
 
@@ -358,19 +340,10 @@ def _title(what: str, name: str, right: Line, width: int, theme: Theme) -> Line:
 
 
 PART_FILLS = {
-    "parameters": "P",
-    "gradients": "G",
-    "optimizer_states": "O",
-    "master_copies": "M",
-    "partitions": "Z",
-    "buckets": "B",
-    "activations": "A",
-    "temporaries": "T",
-    "other": "o",
-    "unattributed": "?",
-    "untraced": "?",
+    "parameters": "P", "gradients": "G", "optimizer_states": "O", "master_copies": "M", "partitions": "Z",
+    "buckets": "B", "activations": "A", "temporaries": "T", "other": "o", "unattributed": "?", "untraced": "?",
     "unused": "-",
-}
+}  # fmt: skip
 
 _AXIS = 8
 _WIDEST = 20
@@ -393,11 +366,9 @@ def peak_bars(
     # A group is represented by the rank with the highest peak.
     shown = [max(group, key=lambda bar: bar.peak) for group in groups]
     fills = [_fill(bar, top, rows, theme.plain_graphs) for bar in shown]
-    lines: list[Line] = [_scale_line(phase, top, capacity, bars, groups, theme)]
-    for row in range(rows - 1, -1, -1):
-        lines.append(_row(fills, row, rows, cell - gap, gap, top, theme))
-    lines.append(_ranks_line(groups, selected, cell, theme))
-    lines.append(_figures_line(groups, selected, cell, theme))
+    lines = [_scale_line(phase, top, capacity, bars, groups, theme)]
+    lines += [_row(fills, row, rows, cell - gap, gap, top, theme) for row in reversed(range(rows))]
+    lines += [_ranks_line(groups, selected, cell, theme), _figures_line(groups, selected, cell, theme)]
     return [*lines, *legend][:height]
 
 
@@ -453,19 +424,13 @@ def _cells(line: Line, inside: list[tuple[str, int, int]], row: int, cell: int, 
 
 
 def _scale_line(
-    phase: str,
-    top: int,
-    capacity: int,
-    bars: Sequence[RankBar],
-    groups: Sequence[Sequence[RankBar]],
-    theme: Theme,
+    phase: str, top: int, capacity: int, bars: Sequence[RankBar], groups: Sequence[Sequence[RankBar]], theme: Theme
 ) -> Line:
     line = Line(f" {sanitize(phase, 16) or 'highest phase'}", theme.style(bold=True))
     steps = {bar.step for bar in bars}
-    line.add(f" of step {min(steps):,}", theme.style("dim"))
-    line.add(f" to {max(steps):,}" if len(steps) > 1 else "", theme.style("dim"))
-    line.add(f", 0 to {gib(top, True)} GiB", theme.style("dim"))
-    line.add(f" (the device has {gib(capacity)})" if capacity else "", theme.style("dim"))
+    until = f" to {max(steps):,}" if len(steps) > 1 else ""
+    device = f" (the device has {gib(capacity)})" if capacity else ""
+    line.add(f" of step {min(steps):,}{until}, 0 to {gib(top, True)} GiB{device}", theme.style("dim"))
     if len(groups) < len(bars):
         line.add(f"; a column: the highest of {len(groups[0])} ranks", theme.style("warning"))
     return line
@@ -503,10 +468,8 @@ def _figures_line(groups: Sequence[Sequence[RankBar]], selected: int, cell: int,
         line.add(f"rank {mine.rank} ", theme.style("accent", bold=True))
         line.add(f"{gib(mine.peak)} in {mine.phase}", theme.style("peak"))
     low, high = min(bars, key=lambda bar: bar.peak), max(bars, key=lambda bar: bar.peak)
-    line.add(
-        f"   highest rank {high.rank} {gib(high.peak)}   lowest rank {low.rank} {gib(low.peak)} GiB", theme.style("dim")
-    )
-    return line
+    words = f"   highest rank {high.rank} {gib(high.peak)}   lowest rank {low.rank} {gib(low.peak)} GiB"
+    return line.add(words, theme.style("dim"))
 
 
 def _legend(bars: Sequence[RankBar], width: int, theme: Theme) -> list[Line]:
@@ -539,16 +502,10 @@ def phase_table(table: Sequence[PhaseRecord], width: int, theme: Theme) -> list[
     head = Line(f" {f'phase, {unit.name}':<12}{'device ms' if device else 'host ms':>9}", dim)
     if wide:
         head.add(f"{'host ms' if device else '':>10}{'wait ms':>10}", dim)
-    head.add(
-        f"{'start':>9}{'end':>9}{'peak':>9}{'growth':>9}{'transient':>10}{'resident' if resident else 'reserved':>10}",
-        dim,
-    )
-    if wide:
-        head.add(f"{'allocs':>9}{'collectives':>13}", dim)
-    lines = [head]
-    for row in table:
-        lines.append(_line(row, top, unit, device, wide, theme))
-    return lines
+    behind = "resident" if resident else "reserved"
+    head.add(f"{'start':>9}{'end':>9}{'peak':>9}{'growth':>9}{'transient':>10}{behind:>10}", dim)
+    head.add(f"{'allocs':>9}{'collectives':>13}" if wide else "", dim)
+    return [head, *(_line(row, top, unit, device, wide, theme) for row in table)]
 
 
 def _line(row: PhaseRecord, top: int, unit: Unit, device: bool, wide: bool, theme: Theme) -> Line:
@@ -556,11 +513,8 @@ def _line(row: PhaseRecord, top: int, unit: Unit, device: bool, wide: bool, them
     span = row.resident if row.resident is not None else row.allocated
     behind = row.resident.end if row.resident is not None else row.reserved.end
     base, dim = theme.base, theme.style("dim")
-    line = (
-        Line(" ", base)
-        .add(" ", theme.style("text", theme.phase(row.name)))
-        .add(f" {row.name:<10}", theme.style(bold=True))
-    )
+    line = Line(" ", base).add(" ", theme.style("text", theme.phase(row.name)))
+    line.add(f" {row.name:<10}", theme.style(bold=True))
     main = row.device_us if device and row.device_us is not None else row.host_us
     line.add(f"{milliseconds(main):>9}", base)
     if wide:
@@ -569,9 +523,8 @@ def _line(row: PhaseRecord, top: int, unit: Unit, device: bool, wide: bool, them
     line.add(f"{unit.size(span.start):>9}{unit.size(span.end):>9}", base)
     line.add(f"{unit.size(measured.peak):>9}", theme.style("peak", bold=measured.peak == top))
     line.add(f"{unit.change(measured.growth):>9}", base if abs(measured.growth) >= 2**20 else dim)
-    line.add(
-        f"{unit.change(measured.transient):>10}", theme.style("warning") if measured.transient >= top * 0.02 else dim
-    )
+    much = measured.transient >= top * 0.02
+    line.add(f"{unit.change(measured.transient):>10}", theme.style("warning" if much else "dim"))
     line.add(f"{unit.size(behind):>10}", dim)
     if wide:
         line.add(f"{row.allocations or '':>9}{row.collectives or '':>13}", dim)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from rich.cells import chop_cells
 from rich.style import Style
@@ -18,7 +19,7 @@ from ..model.oom import CaseKey, ConsoleSession, OomCase, is_complete, numbers, 
 from ..model.peaks import Answer, Change, WhatIf
 from ..model.run import RunModel, held_since, hold_words
 from ..model.waterfall import CPU_LABELS, LABELS
-from .base import Canvas
+from .base import Canvas, scroll_marked
 from .drawing import Line, cut, spread, tail, width_of, wrap
 from .header import time_of_day
 from .memory import PART_FILLS
@@ -157,15 +158,14 @@ def what_if_lines(found: WhatIf, width: int, theme: Theme) -> list[Line]:
     if found.state == "running":
         now = found.done[-1] if found.done else "starting"
         count = f", {len(found.done) - 1} done" if len(found.done) > 1 else ""
-        words = (
-            f"  {theme.glyphs.states['starting']} {now}{count}, {duration(time.monotonic() - found.since)}   w: cancel"
-        )
+        since = duration(time.monotonic() - found.since)
+        words = f"  {theme.glyphs.states['starting']} {now}{count}, {since}   w: cancel"
         return [*lines, Line(theme.cut(words, width), theme.base)]
     if found.state == "done" and found.answer is not None:
         return [*lines, *_table(found.answer, width, theme)]
-    text = "cancelled   w: again" if found.state == "cancelled" else f"no prediction: {found.text}"
-    tone = "dim" if found.state == "cancelled" else "warning"
-    return [*lines, *(Line(f"  {row}", theme.style(tone)) for row in wrap(text, min(width, _MOST_WIDE) - 3))]
+    if found.state == "cancelled":
+        return [*lines, *_sentences(["cancelled   w: again"], width, theme, "dim")]
+    return [*lines, *_sentences([f"no prediction: {found.text}"], width, theme, "warning")]
 
 
 def _table(answer: Answer, width: int, theme: Theme) -> list[Line]:
@@ -185,7 +185,7 @@ def _table(answer: Answer, width: int, theme: Theme) -> list[Line]:
     else:
         text = "the cheapest that fits first" + capacity
     tone = "dim" if fits and not (base is not None and base.fits) else "warning"
-    return lines + [Line(f"  {row}", theme.style(tone)) for row in wrap(text, min(width, _MOST_WIDE) - 3)]
+    return lines + _sentences([text], width, theme, tone)
 
 
 def _change(one: Change, width: int, theme: Theme) -> Line:
@@ -222,10 +222,9 @@ def report_lines(
     if not two:
         return [*left, *_rest(case, place, width, theme)]
     right = _rest(case, place, width - room - 3, theme)[1:]
-    blank = [Line() for _ in range(abs(len(left) - len(right)))]
-    left, right = (left + blank, right) if len(left) < len(right) else (left, right + blank)
     bar = Line(f" {theme.glyphs.bar} ", theme.style("rule"))
-    return [one.fit(room, theme.base).join(bar).join(other) for one, other in zip(left, right, strict=True)]
+    pairs = zip_longest(left, right)
+    return [(one or Line()).fit(room, theme.base).join(bar).join(other or Line()) for one, other in pairs]
 
 
 def _meaning(case: OomCase, model: RunModel, acts: bool, asked: WhatIf, width: int, theme: Theme) -> list[Line]:
@@ -280,10 +279,8 @@ def _remedy_sentences(remedies: list[Remedy], width: int, theme: Theme) -> Itera
         yield Line("  no remedy follows from the figures", theme.style("dim"))
     for number, remedy in enumerate(remedies, 1):
         frees = f"{remedy.bound + ' ' if remedy.bound else ''}{gib(remedy.frees_bytes)}" if remedy.frees_bytes else ""
-        room = min(width, _MOST_WIDE) - 5
-        for index, row in enumerate(wrap(remedy.text, room)):
-            mark = f"  {number} " if not index else "    "
-            yield Line(mark, theme.style("accent", bold=True)).add(row, theme.base)
+        for index, row in enumerate(wrap(remedy.text, min(width, _MOST_WIDE) - 5)):
+            yield Line("    " if index else f"  {number} ", theme.style("accent", bold=True)).add(row, theme.base)
         if not remedy.setting and not frees:
             continue
         line = Line("    ", theme.base)
@@ -471,12 +468,7 @@ class OomReportView(OomCanvas):
         lines = report_lines(case, self.app_state.model, self.place, self.acts, width - 1, theme, self._what_if)
         self.top = max(0, min(self.top, len(lines) - height))
         shown = [line.fit(width - 1, theme.base) for line in lines[self.top : self.top + height]]
-        if len(lines) > height:
-            size = max(1, height * height // len(lines))
-            begin = round(self.top / (len(lines) - height) * (height - size))
-            for index, line in enumerate(shown):
-                line.add(theme.glyphs.scroll if begin <= index < begin + size else " ", theme.style("faint"))
-        return shown
+        return scroll_marked(shown, self.top, len(lines), height, theme) if len(lines) > height else shown
 
     def scroll(self, lines: int) -> None:
         self.top = max(0, self.top + lines)
@@ -507,10 +499,8 @@ class ConsoleOutput(OomCanvas):
             for one in session.lines[-(height + self.back) :]:
                 lines += _broken(" " + one.text, width - 1, theme.style(tones[one.kind]))
             if since := session.waiting_since:
-                waited = max(0.0, self.app_state.model.now - since)
-                lines.append(
-                    Line(f" {theme.glyphs.states['starting']} running, {duration(waited)}", theme.style("dim"))
-                )
+                words = f"running, {duration(max(0.0, self.app_state.model.now - since))}"
+                lines.append(Line(f" {theme.glyphs.states['starting']} {words}", theme.style("dim")))
         if self.refusal:
             lines += [Line(), *_broken(f" {self.refusal}", width - 1, theme.style("warning"))]
         self.back = max(0, min(self.back, len(lines) - height))

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from rich.style import Style
@@ -96,9 +98,6 @@ def _line(ansi: str, width: int, theme: Theme) -> Line:
     return Line(" ", dim).join(line).fit(width, theme.base)
 
 
-#
-
-
 class Column(NamedTuple):
     """One column of the graph: the highest figures, in bytes, of a fixed span of time."""
 
@@ -124,9 +123,10 @@ def eighths(count: float, top: float, height: int) -> int:
 
 def memory_graph(columns: Sequence[Column | None], width: int, height: int, scale: Scale, theme: Theme) -> list[Line]:
     """Draw the newest ``width`` columns, right-aligned, as ``height`` lines from top to bottom. None: no data."""
-    shown = list(columns[-width:])
-    shown = [None] * (width - len(shown)) + shown
-    tops = [_reach(column, scale.top, height) for column in shown]
+    shown = [column or Column(0, 0) for column in columns[-width:]]
+    shown = [Column(0, 0)] * (width - len(shown)) + shown
+    reach = partial(eighths, top=scale.top, height=height)
+    tops = [(reach(each.allocated), reach(each.reserved), each.mark, each.spike) for each in shown]
     peak_row = (eighths(scale.peak, scale.top, height) - 1) // 8 if 0 < scale.peak <= scale.top else -1
     draw = _plain_cell if theme.plain_graphs else _colour_cell
     lines: list[Line] = []
@@ -141,13 +141,6 @@ def memory_graph(columns: Sequence[Column | None], width: int, height: int, scal
                 line.add(char, style)
         lines.append(line)
     return lines
-
-
-def _reach(column: Column | None, top: int, height: int) -> tuple[int, int, str, bool]:
-    if column is None:
-        return 0, 0, "", False
-    solid, behind = eighths(column.allocated, top, height), eighths(column.reserved, top, height)
-    return solid, behind, column.mark, column.spike
 
 
 def _mark_style(allocated: int, reserved: int, tone: str, theme: Theme) -> Style:
@@ -184,19 +177,9 @@ def _plain_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, theme
     return (glyphs.peak, theme.style("peak")) if at_peak else (" ", theme.base)
 
 
-SHORT = {
-    "init": "init",
-    "data": "data",
-    "generate": "gen",
-    "forward": "fwd",
-    "backward": "bwd",
-    "optimizer": "opt",
-    "eval": "eval",
-    "checkpoint": "ckpt",
-    "idle": "idle",
-    "wait": "wait",
-    "other": "other",
-}
+SHORT = {name: name for name in ("init", "data", "eval", "idle", "wait", "other")} | {
+    "generate": "gen", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "checkpoint": "ckpt",
+}  # fmt: skip
 """Short names of phases; ``wait`` is time inside collective calls, subtracted from the phases it fell in."""
 
 FILLS = {"data": ".", "generate": "+", "forward": "-", "backward": "=", "optimizer": "#", "wait": "~"}
@@ -212,9 +195,8 @@ def phase_bar(shares: Sequence[tuple[str, float]], width: int, theme: Theme, fig
         label = _label(name, share, cells - 1 if theme.plain_graphs and cells > 1 else cells, figures)
         if theme.plain_graphs:
             filled = (label.strip() if cells > 1 else "") + FILLS.get(name, "_") * cells
-            line.add(
-                filled[: cells - 1] + "|" if cells > 1 and line.width + cells < width else filled[:cells], theme.base
-            )
+            edge = cells > 1 and line.width + cells < width
+            line.add(filled[: cells - 1] + "|" if edge else filled[:cells], theme.base)
         else:
             line.add(label.ljust(cells), theme.style("on_color", theme.phase(name)))
     return line.fit(width, theme.base)
@@ -253,15 +235,12 @@ def band_row(bands: Sequence[Band], column_of: Callable[[int], int], width: int,
         for column in range(begin, end + 1):
             owner[column] = number
     line = Line()
-    at = 0
-    while at < width:
-        number = owner[at]
-        end = next((column for column in range(at, width) if owner[column] != number), width)
+    for number, columns in groupby(owner):
+        cells = sum(1 for _ in columns)
         if number < 0:
-            line.add(" " * (end - at), theme.base)
+            line.add(" " * cells, theme.base)
         else:
-            _band(line, bands[number], number, end - at, theme)
-        at = end
+            _band(line, bands[number], number, cells, theme)
     return line
 
 
@@ -375,11 +354,9 @@ def pool_mean(values: Sequence[float | None], width: int) -> list[float | None]:
     known = [value if value is not None and value == value else None for value in values]
     if len(known) <= width or width <= 0:
         return known
-    pooled: list[float | None] = []
-    for index in range(width):
-        part = [v for v in known[index * len(known) // width : (index + 1) * len(known) // width] if v is not None]
-        pooled.append(sum(part) / len(part) if part else None)
-    return pooled
+    groups = (known[index * len(known) // width : (index + 1) * len(known) // width] for index in range(width))
+    parts = ([value for value in group if value is not None] for group in groups)
+    return [sum(part) / len(part) if part else None for part in parts]
 
 
 _LABEL = 23
@@ -417,13 +394,11 @@ def waterfall_lines(
     allowed = max(FLOOR_BYTES, error * expected.allocated_peak_bytes) if expected is not None else 0.0
     figures = _LABEL + _FIGURE + (0 if expected is None else _PREDICTED + _DIFFERENCE)
 
-    def row(
-        label: str, size: int | None, begin: int, tone: str, bold: bool = False, predicted: int | None = None
-    ) -> Line:
+    def row(label: str, size: int | None, begin: int, tone: str, bold: bool = False, known: int | None = None) -> Line:
         style = theme.style("text" if size else "dim", bold=bold)
         line = Line(f" {theme.cut(label, _LABEL - 2):<{_LABEL - 1}}", style)
         figure = "-" if size is None else size_words(fall, size)
-        more = _compared(fall, size or 0, predicted, allowed, theme) if expected is not None else Line()
+        more = _compared(fall, size or 0, known, allowed, theme) if expected is not None else Line()
         line.add(f"{figure:>{_FIGURE}}" + ("" if more.width else "  "), style)
         if more.width:
             line.join(more).add("  ", theme.base)
@@ -436,13 +411,13 @@ def waterfall_lines(
     by_part = expected.parts if expected is not None and fall.taken_apart else {}
     for part in fall.parts:
         known = by_part.get(part.name, 0) if by_part else None
-        line = row(part.label, part.bytes, part.begin, theme.part(part.name), predicted=known)
+        line = row(part.label, part.bytes, part.begin, theme.part(part.name), known=known)
         if part.name == "temporaries" and part.bytes and note:
             line = _beside(line, note, part.begin + part.bytes, fall.extent, width, theme, figures)
         lines.append(line)
     on_cpu = fall.measure == "glibc"
     total = expected.allocated_peak_bytes if expected is not None else None
-    lines.append(row("resident" if on_cpu else "allocated", fall.peak, 0, "allocated", bold=True, predicted=total))
+    lines.append(row("resident" if on_cpu else "allocated", fall.peak, 0, "allocated", bold=True, known=total))
     at = fall.peak
     for label, name in () if on_cpu else _OUTSIDE:
         size = getattr(fall, name)
@@ -471,12 +446,11 @@ def used_line(fall: Waterfall, width: int, theme: Theme) -> Line:
             words = "  the rank has ended: go back in time to see it"
         return line.add(theme.cut(words, width - line.width), theme.style("dim"))
     line.add(f"{size_words(fall, fall.used):>{_FIGURE}}", theme.style(bold=True))
-    line.add(f" of {size_words(fall, fall.total)} {unit_of(fall)}", theme.style("dim"))
-    if fall.total:
-        line.add(f"   {fall.used / fall.total * 100:.0f} %", theme.style("dim"))
+    words = f" of {size_words(fall, fall.total)} {unit_of(fall)}"
+    words += f"   {fall.used / fall.total * 100:.0f} %" if fall.total else ""
     if abs(fall.since) > 0.01 * fall.used:
-        words = "grew" if fall.since > 0 else "shrank"
-        line.add(f"   reserved {words} {size_words(fall, abs(fall.since))} since", theme.style("dim"))
+        words += f"   reserved {'grew' if fall.since > 0 else 'shrank'} {size_words(fall, abs(fall.since))} since"
+    line.add(words, theme.style("dim"))
     if fall.unexplained is not None:
         much = abs(fall.unexplained) > 0.01 * fall.used
         line.add("   unexplained ", theme.style("dim"))
@@ -530,13 +504,8 @@ def _beside(line: Line, note: str, end: int, extent: int, width: int, theme: The
     made = Line()
     for index, (piece, style) in enumerate(line.parts):
         # The gap between the figure and the bar is one piece of blanks.
-        if (
-            index
-            and not made.plain.endswith(text)
-            and piece.isspace()
-            and style == theme.base
-            and len(piece) > len(text) + 2
-        ):
+        gap = piece.isspace() and style == theme.base and len(piece) > len(text) + 2
+        if index and gap and not made.plain.endswith(text):
             made.add(" " * (len(piece) - len(text) - 1), style).add(text, theme.style("warning")).add(" ", style)
         else:
             made.add(piece, style)

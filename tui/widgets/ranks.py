@@ -91,9 +91,7 @@ def figures(view: RankView, width: int, theme: Theme) -> Line:
         if line.width + len(words) < width - 3:
             right = Line(words, theme.style("dim"))
             break
-    return (
-        spread(line, right, width, theme.base) if line.width + right.width < width - 1 else line.fit(width, theme.base)
-    )
+    return spread(line, right if line.width + right.width < width - 1 else Line(), width, theme.base)
 
 
 def foot(view: RankView, width: int, theme: Theme) -> list[Line]:
@@ -123,18 +121,15 @@ def health(view: RankView, width: int, theme: Theme) -> Line:
 
 def health_words(view: RankView, width: int, theme: Theme) -> str:
     """Return utilisation, power and temperature, or the host's of a rank on the CPU, as far as they fit."""
-    words: list[str] = []
     label = "util" if view.measure == "cuda" else "host CPU"
-    if view.utilization is not None:
-        words.append(f"{label} {view.utilization:.0f} %")
-    if view.power is not None:
-        words.append(f"{view.power:.0f} W")
-    if view.temperature is not None:
-        words.append(f"{view.temperature:.0f} {theme.glyphs.degree}")
-    if view.host_memory is not None:
-        used, total = view.host_memory
-        words.append(f"RAM {used / 2**30:.1f}/{total / 2**30:.0f} GiB")
-    return fitting(words, "  ", width)
+    used, total = view.host_memory or (0, 0)
+    words = (
+        (view.utilization, f"{label} {{:.0f}} %"),
+        (view.power, "{:.0f} W"),
+        (view.temperature, f"{{:.0f}} {theme.glyphs.degree}"),
+        (view.host_memory, f"RAM {used / 2**30:.1f}/{total / 2**30:.0f} GiB"),
+    )
+    return fitting((form.format(value) for value, form in words if value is not None), "  ", width)
 
 
 GROUP = 8  # ranks between gaps: the devices of a usual node
@@ -283,11 +278,8 @@ def _process(rank: RankModel) -> Pairs:
         return [("process", "no report yet")]
     found = [("pid", f"{hello.pid} on {hello.host}"), ("device", hello.device.name)]
     stage = f"ZeRO-{hello.zero_stage}" if hello.zero_stage is not None else hello.framework
-    found += [("", stage)] if stage else []
-    found += [("", hello.precision)] if hello.precision else []
-    found += [("torch", hello.versions["torch"])] if "torch" in hello.versions else []
-    found += [("deepspeed", hello.versions["deepspeed"])] if "deepspeed" in hello.versions else []
-    return found
+    found += [("", words) for words in (stage, hello.precision) if words]
+    return found + [(name, hello.versions[name]) for name in ("torch", "deepspeed") if name in hello.versions]
 
 
 def _training(rank: RankModel) -> Pairs:
@@ -296,13 +288,11 @@ def _training(rank: RankModel) -> Pairs:
         return [("step", "none finished yet")]
     found = [("step", f"{last.step:,}")]
     if last.batch_shape:
-        batch = f" {'x'} ".join(map(str, last.batch_shape))
+        batch = " x ".join(map(str, last.batch_shape))
         found.append(("batch", f"{batch} x {last.micro_steps}" if last.micro_steps > 1 else batch))
     if last.tokens:
         pads = 1 - last.tokens / last.padded_tokens if last.padded_tokens else 0
-        found.append(
-            ("tokens", f"{count(last.tokens)}, {pads * 100:.0f} % pads" if pads > 0.005 else count(last.tokens))
-        )
+        found.append(("tokens", count(last.tokens) + (f", {pads * 100:.0f} % pads" if pads > 0.005 else "")))
     elif last.batch_shape:
         found.append(("elements", count(prod(last.batch_shape))))
     several = [each for each in last.updates if each.loss is not None] if len(last.updates) > 1 else []
@@ -367,10 +357,7 @@ def label(view: RankView, width: int, height: int, theme: Theme, selected: bool)
     line.add(glyph + " ", theme.style(tone))
     spikes = Line(f"{theme.glyphs.spike} {view.spikes} " if view.spikes else "", theme.style("warning"))
     if view.in_trouble or view.state != "training":
-        line.add(
-            theme.cut(state_words(view), width - line.width - 1),
-            theme.style(tone, bold=view.in_trouble),
-        )
+        line.add(theme.cut(state_words(view), width - line.width - 1), theme.style(tone, bold=view.in_trouble))
     elif height == 1:
         line.join(spikes)
         if view.host:
@@ -414,9 +401,8 @@ def last(view: RankView, width: int, height: int, theme: Theme) -> list[Line]:
     tail = Line()
     if width >= 30 and view.utilization is not None and view.temperature is not None:
         tail.add(f" {view.utilization:>3.0f} % {view.temperature:>3.0f} {theme.glyphs.degree} ", theme.style("dim"))
-    return fill(
-        [phase_bar(view.shares, width - tail.width - 1, theme).add(" ", theme.base).join(tail)], width, 1, theme
-    )
+    bar = phase_bar(view.shares, width - tail.width - 1, theme).add(" ", theme.base)
+    return fill([bar.join(tail)], width, 1, theme)
 
 
 def fill(lines: list[Line], width: int, height: int, theme: Theme) -> list[Line]:
@@ -468,10 +454,8 @@ def card_plan(ranks: int, width: int, height: int, scrolls: bool = False) -> Pla
         if best is None or badness < best[0]:
             best = badness, Plan("cards", columns, lines, card_height)
     if best is None and scrolls:
-        columns = max(1, min(4, width // CARD_WIDTH))
-        return Plan(
-            "cards", columns, max(1, height // CARD_HEIGHT), max(CARD_HEIGHT, height // max(1, height // CARD_HEIGHT))
-        )
+        lines = max(1, height // CARD_HEIGHT)
+        return Plan("cards", max(1, min(4, width // CARD_WIDTH)), lines, max(CARD_HEIGHT, height // lines))
     return best[1] if best else None
 
 
@@ -506,11 +490,9 @@ class Waiting(Canvas):
         theme, model = self.theme, self.app_state.model
         words = "the run ended before any rank reported" if model.ended else "waiting for the first rank"
         entries = model.logs.select(limit=max(0, height - 4))
-        lines = [
-            Line(),
-            Line(f" {theme.glyphs.states['starting']} {words}", theme.style("warning" if model.ended else "dim")),
-        ]
-        return [*lines, Line(), *(log_line(entry, width, theme) for entry in entries)]
+        tone = theme.style("warning" if model.ended else "dim")
+        head = Line(f" {theme.glyphs.states['starting']} {words}", tone)
+        return [Line(), head, Line(), *(log_line(entry, width, theme) for entry in entries)]
 
 
 class Card(Canvas):
@@ -739,13 +721,9 @@ class RankGrid(Container):
     def move(self, dx: int, dy: int) -> None:
         if not self._views:
             return
-        if self.plan.mode == "cards":
-            step = dx + dy * self.plan.columns
-        elif self.plan.mode == "rows":
-            step = dx * self.plan.rows + dy
-        else:
-            step = dx + dy * (self._heat.columns if self._heat else 1)
-        index = self._index() + step
+        across, down = (self.plan.rows, 1) if self.plan.mode == "rows" else (1, self.plan.columns)
+        down = self._heat.columns if self._heat is not None else down
+        index = self._index() + dx * across + dy * down
         if 0 <= index < len(self._views):
             self.app_state.select(self._views[index].rank)
             self.tick()

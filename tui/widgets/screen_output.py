@@ -19,7 +19,7 @@ _TOKEN = re.compile(
     r"|\x1b\[(?P<style>[\d;]*)m"
     r"|(?P<text>[^\x00-\x1f\x7f]+)"
     r"|(?P<line>\r?\n)"
-    r"|(?P<other>\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]P_^X][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|[\x00-\x1f\x7f])",
+    r"|(?P<other>\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]P_^X][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|[\x00-\x1f\x7f])"
 )
 _FORGETTING = re.compile(r"\x1b\[\?(?:1049|1047|47)[hl]|\x1b\[[0-3]?J|\x1bc")
 """Sequences after which the contents of the screen are another's, or unknown."""

@@ -178,11 +178,9 @@ class SnapshotTimeline(Canvas):
 
     def moment_beside(self, columns: int) -> int:
         """Return the moment at a distance of columns from the cursor, at least one entry away."""
-        width = max(1, self.size.width - _AXIS)
         explorer = self.explorer
         span = explorer.last - explorer.first + 1
-        step = max(1, span // width)
-        return explorer.cursor + columns * step
+        return explorer.cursor + columns * max(1, span // max(1, self.size.width - _AXIS))
 
     def draw(self, width: int, height: int) -> list[Line]:
         theme, explorer = self.theme, self.explorer

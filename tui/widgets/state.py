@@ -124,14 +124,11 @@ def throttle_of(sample: DeviceSample | None) -> str:
 def columns_of(columns: Columns, cpu: bool) -> list[Column | None]:
     """Convert a timeline's columns to the graph's: behind allocated is reserved, on the CPU the resident set."""
     behind = columns.resident if cpu else columns.reserved
-    return [
-        None
-        if solid < 0 and back < 0
-        else Column(
-            max(0, solid), max(0, back), mark.severity if mark else "", mark is not None and mark.kind == "spike"
-        )
-        for solid, back, mark in zip(columns.allocated, behind, columns.marks, strict=True)
-    ]
+    found: list[Column | None] = []
+    for solid, back, mark in zip(columns.allocated, behind, columns.marks, strict=True):
+        severity, spike = (mark.severity, mark.kind == "spike") if mark else ("", False)
+        found.append(None if solid < 0 and back < 0 else Column(max(0, solid), max(0, back), severity, spike))
+    return found
 
 
 class History:
@@ -241,8 +238,7 @@ def setup_words(model: RunModel) -> str:
     elif info.framework:
         words.append(info.framework)
     words += [info.precision] if info.precision else []
-    words.append("1 rank" if model.world_size == 1 else f"{model.world_size} ranks")
-    return ", ".join(words)
+    return ", ".join([*words, "1 rank" if model.world_size == 1 else f"{model.world_size} ranks"])
 
 
 def connection_words(connection: Connection, model: RunModel, read_only: bool) -> str:
@@ -253,11 +249,8 @@ def connection_words(connection: Connection, model: RunModel, read_only: bool) -
         return connection.text or "connecting"
     if model.hub is not None and model.hub.recording_error:
         return f"not recording: {model.hub.recording_error}"
-    if connection.text:
-        return connection.text
-    if connection.lost:
-        return f"{connection.lost:,} messages lost"
-    return "read-only" if read_only else ""
+    lost = f"{connection.lost:,} messages lost" if connection.lost else ""
+    return connection.text or lost or ("read-only" if read_only else "")
 
 
 SPANS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -314,9 +307,7 @@ class AppState:
 
         On the CPU this is the default, as the capacity is the host's, shared by all ranks.
         """
-        if self._zoom is not None:
-            return self._zoom
-        return any(rank.on_cpu for rank in self.model.ranks.values())
+        return any(rank.on_cpu for rank in self.model.ranks.values()) if self._zoom is None else self._zoom
 
     def toggle_zoom(self) -> None:
         self._zoom = not self.zoom

@@ -37,15 +37,13 @@ def job_line(row: JobRow, width: int, theme: Theme, selected: bool, current: boo
     wide = width + 1 >= _WIDE
     bold = selected or current
     line = Line(theme.glyphs.selected + " " if selected else "  ", theme.style("accent"))
-    line.add(f"{row.number:>3}  ", theme.style(bold=bold)).add(
-        f"{glyph} {row.outcome:<9}", theme.style(tone, bold=bold)
-    )
+    line.add(f"{row.number:>3}  ", theme.style(bold=bold))
+    line.add(f"{glyph} {row.outcome:<9}", theme.style(tone, bold=bold))
     loss = f"{row.loss:.4f}" if row.loss is not None else "-"
     ranks = f"{row.ranks:>6}" if wide else ""
     figures = f"{ranks}{row.steps:>8,}{step_time(row.step_seconds) if row.step_seconds else '-':>10}{loss:>9}"
-    line.add(figures, theme.style(bold=bold)).add(
-        f"{gib_fixed(row.peak) if row.peak else '-':>9}", theme.style("peak", bold=bold)
-    )
+    line.add(figures, theme.style(bold=bold))
+    line.add(f"{gib_fixed(row.peak) if row.peak else '-':>9}", theme.style("peak", bold=bold))
     line.add(f"{duration(row.seconds):>10}  " if wide else "  ", theme.style("dim"))
     note = "" if row.shown else " (beside another job: only counted)"
     return line.add(theme.cut(row.words + note, max(0, width - line.width)), theme.style(bold=bold))
@@ -72,14 +70,12 @@ def detail_lines(job: Job, row: JobRow, losses: list[float], width: int, theme: 
         top = rank.peak_phase
         for at, phase in enumerate(phases_of(rank)):
             resident = f"{gib_fixed(phase.resident_peak or 0):>11}" if measure else ""
-            ending = "" if at else _ending(rank, _brief)
+            ending = "" if at else _ending(rank, lambda code, signal: signal_name(signal) if signal else str(code))
             style = theme.style("peak", bold=True) if phase is top else theme.base
             name = f"{rank.rank if not at else '':>11}{phase.name:>11}"
-            lines.append(
-                Line(f" {name}{gib_fixed(phase.allocated_peak):>11}{gib_fixed(phase.reserved_peak):>11}", style).add(
-                    f"{resident}{phase.peak_step:>11,}{ending:>11}", theme.base
-                )
-            )
+            peaks = f"{gib_fixed(phase.allocated_peak):>11}{gib_fixed(phase.reserved_peak):>11}"
+            lines.append(Line(f" {name}{peaks}", style))
+            lines[-1].add(f"{resident}{phase.peak_step:>11,}{ending:>11}", theme.base)
     return lines
 
 
@@ -94,10 +90,6 @@ def _without_steps(job: Job, width: int, style: Style) -> list[Line]:
 def _ending(rank: JobRank, words: Callable[[int | None, int | None], str]) -> str:
     known = rank.exit_code is not None or rank.signal
     return words(rank.exit_code, rank.signal) if known else rank.state
-
-
-def _brief(code: int | None, signal: int | None) -> str:
-    return signal_name(signal) if signal else str(code)
 
 
 _TONES = {"done": "good", "running": "accent", "planned": "dim"}

@@ -14,6 +14,10 @@ class Palette:
 
     name: str
     dark: bool
+    phases: dict[str, str]
+    parts: dict[str, str]
+    """Parts of a memory peak (``ftmon.protocol.messages.memory.PARTS``), and the other memory in use on the device."""
+    heat: tuple[str, ...]  # memory share from empty to full, in equal steps
     background: str
     raised: str  # background of a selected line or a dialog
     text: str
@@ -29,117 +33,68 @@ class Palette:
     spike_behind: str  # background of a spike's column, which itself has the warning colour
     peak: str
     on_color: str
-    phases: dict[str, str]
-    parts: dict[str, str]
-    """Parts of a memory peak (``ftmon.protocol.messages.memory.PARTS``), and the other memory in use on the device."""
-    heat: tuple[str, ...]  # memory share from empty to full, in equal steps
 
 
-DARK = Palette(
-    name="ftmon-dark",
-    dark=True,
-    background="#10141a",
-    raised="#1f2733",
-    text="#d3dae3",
-    dim="#8491a1",
-    faint="#566172",
-    rule="#2a323e",
-    accent="#6cb2f5",
-    good="#6fc28b",
-    warning="#e8b04b",
-    error="#f2726f",
-    allocated="#45a9a5",
-    reserved="#1f4b4f",
-    spike_behind="#6b5426",
-    peak="#c9a86a",
-    on_color="#0d1117",
-    phases={
-        "init": "#7f8b99",
-        "data": "#8fb573",
-        "generate": "#d6bf5a",
-        "forward": "#64a0e8",
-        "backward": "#9a86ea",
-        "optimizer": "#dd83b4",
-        "eval": "#5fb8b8",
-        "checkpoint": "#c19a6b",
-        "idle": "#3d4653",
-        "wait": "#6b7789",
-        "other": "#3d4653",
-    },
-    parts={
-        "parameters": "#64a0e8",
-        "gradients": "#45a9a5",
-        "optimizer_states": "#9a86ea",
-        "master_copies": "#7c6bc9",
-        "partitions": "#5d7fb5",
-        "buckets": "#c19a6b",
-        "activations": "#8fb573",
-        "temporaries": "#e8b04b",
-        "other": "#7f8b99",
-        "unattributed": "#d98880",
-        "untraced": "#566172",
-        "unused": "#1f4b4f",
-        "context": "#566172",
-        "others": "#3d4653",
-    },
-    heat=(
-        "#1b2a33", "#1d3a42", "#1f4b4f", "#24605f", "#2c7672", "#388f8b", "#45a9a5", "#6bb28d",
-        "#97b873", "#c4b85c", "#e8b04b", "#ee9150", "#f2726f",
-    ),
-)  # fmt: skip
+_TONES = {
+    "background": ("#10141a", "#fbfaf7"),
+    "raised": ("#1f2733", "#e6eaf0"),
+    "text": ("#d3dae3", "#20262e"),
+    "dim": ("#8491a1", "#5b6673"),
+    "faint": ("#566172", "#8c96a3"),
+    "rule": ("#2a323e", "#d5d9de"),
+    "accent": ("#6cb2f5", "#1e66b8"),
+    "good": ("#6fc28b", "#2b8a4b"),
+    "warning": ("#e8b04b", "#a86400"),
+    "error": ("#f2726f", "#c22f35"),
+    "allocated": ("#45a9a5", "#2a8f8c"),
+    "reserved": ("#1f4b4f", "#b4dbd9"),
+    "spike_behind": ("#6b5426", "#ecd3a0"),
+    "peak": ("#c9a86a", "#9a6b14"),
+    "on_color": ("#0d1117", "#ffffff"),
+}
+"""Colours on a dark and on a light background, as in the two tables below."""
 
-LIGHT = Palette(
-    name="ftmon-light",
-    dark=False,
-    background="#fbfaf7",
-    raised="#e6eaf0",
-    text="#20262e",
-    dim="#5b6673",
-    faint="#8c96a3",
-    rule="#d5d9de",
-    accent="#1e66b8",
-    good="#2b8a4b",
-    warning="#a86400",
-    error="#c22f35",
-    allocated="#2a8f8c",
-    reserved="#b4dbd9",
-    spike_behind="#ecd3a0",
-    peak="#9a6b14",
-    on_color="#ffffff",
-    phases={
-        "init": "#6d7783",
-        "data": "#557f33",
-        "generate": "#8f7400",
-        "forward": "#2468b4",
-        "backward": "#6a4fc4",
-        "optimizer": "#b23a7c",
-        "eval": "#1f7f80",
-        "checkpoint": "#8a6230",
-        "idle": "#b3bac3",
-        "wait": "#7c8794",
-        "other": "#9aa4b0",
-    },
-    parts={
-        "parameters": "#2468b4",
-        "gradients": "#2a8f8c",
-        "optimizer_states": "#6a4fc4",
-        "master_copies": "#8d7ad8",
-        "partitions": "#5b7fb8",
-        "buckets": "#8a6230",
-        "activations": "#557f33",
-        "temporaries": "#c98a1b",
-        "other": "#6d7783",
-        "unattributed": "#c0605a",
-        "untraced": "#9aa4b0",
-        "unused": "#b4dbd9",
-        "context": "#9aa4b0",
-        "others": "#c3c9d1",
-    },
-    heat=(
-        "#e3eeee", "#cfe5e4", "#b4dbd9", "#92cac7", "#6cb6b3", "#46a29f", "#2a8f8c", "#4c8f63",
-        "#728c3c", "#96851f", "#a86400", "#b64a1e", "#c22f35",
-    ),
-)  # fmt: skip
+_PHASES = {
+    "init": ("#7f8b99", "#6d7783"),
+    "data": ("#8fb573", "#557f33"),
+    "generate": ("#d6bf5a", "#8f7400"),
+    "forward": ("#64a0e8", "#2468b4"),
+    "backward": ("#9a86ea", "#6a4fc4"),
+    "optimizer": ("#dd83b4", "#b23a7c"),
+    "eval": ("#5fb8b8", "#1f7f80"),
+    "checkpoint": ("#c19a6b", "#8a6230"),
+    "idle": ("#3d4653", "#b3bac3"),
+    "wait": ("#6b7789", "#7c8794"),
+    "other": ("#3d4653", "#9aa4b0"),
+}
+_PARTS = {
+    "parameters": ("#64a0e8", "#2468b4"),
+    "gradients": ("#45a9a5", "#2a8f8c"),
+    "optimizer_states": ("#9a86ea", "#6a4fc4"),
+    "master_copies": ("#7c6bc9", "#8d7ad8"),
+    "partitions": ("#5d7fb5", "#5b7fb8"),
+    "buckets": ("#c19a6b", "#8a6230"),
+    "activations": ("#8fb573", "#557f33"),
+    "temporaries": ("#e8b04b", "#c98a1b"),
+    "other": ("#7f8b99", "#6d7783"),
+    "unattributed": ("#d98880", "#c0605a"),
+    "untraced": ("#566172", "#9aa4b0"),
+    "unused": ("#1f4b4f", "#b4dbd9"),
+    "context": ("#566172", "#9aa4b0"),
+    "others": ("#3d4653", "#c3c9d1"),
+}
+_HEAT = (
+    "#1b2a33 #1d3a42 #1f4b4f #24605f #2c7672 #388f8b #45a9a5 #6bb28d #97b873 #c4b85c #e8b04b #ee9150 #f2726f",
+    "#e3eeee #cfe5e4 #b4dbd9 #92cac7 #6cb6b3 #46a29f #2a8f8c #4c8f63 #728c3c #96851f #a86400 #b64a1e #c22f35",
+)
+
+
+def _palette(name: str, at: int) -> Palette:
+    phases, parts, tones = ({key: pair[at] for key, pair in table.items()} for table in (_PHASES, _PARTS, _TONES))
+    return Palette(name, at == 0, phases, parts, tuple(_HEAT[at].split()), **tones)
+
+
+DARK, LIGHT = _palette("ftmon-dark", 0), _palette("ftmon-light", 1)
 
 
 STATE_TONES = {

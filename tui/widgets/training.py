@@ -100,7 +100,7 @@ def _marks(scene: Scene) -> list[tuple[int, str, str, str]]:
 def _moment_of_alert(scene: Scene, step: int | None, t: float) -> HistoryPoint | None:
     if step:
         return scene.moment_of(step)
-    if not scene.seen or not scene.seen[0].t <= t:
+    if not scene.seen or scene.seen[0].t > t:
         return None
     place = bisect_left(scene.seen, t, key=lambda moment: moment.t)
     if place < len(scene.seen):

@@ -12,7 +12,7 @@ from scenes import STACKS, WAITS
 
 @given(st.lists(st.tuples(st.integers(0, 50_000), st.floats(-1e6, 1e6)), min_size=1, max_size=200))
 @settings(deadline=None, max_examples=150)
-def test_pooling_keeps_the_mean(values):
+def test_pooling_keeps_the_mean(values: list[tuple[int, float]]) -> None:
     series = StepSeries()
     for step, value in values:
         series.add(step, value)
@@ -22,7 +22,7 @@ def test_pooling_keeps_the_mean(values):
     assert total == pytest.approx(sum(value for _, value in values), abs=1e-3)
 
 
-def test_a_short_run_keeps_every_step():
+def test_a_short_run_keeps_every_step() -> None:
     series = StepSeries()
     for step in range(1, 101):
         series.add(step, float(step))
@@ -30,7 +30,7 @@ def test_a_short_run_keeps_every_step():
     assert len(series.means(10)) == 10
 
 
-def test_adopted_history_ends_where_what_is_known_begins():
+def test_adopted_history_ends_where_what_is_known_begins() -> None:
     past, series = StepSeries(), StepSeries()
     for step in range(1, 201):
         past.add(step, 1.0)
@@ -51,7 +51,7 @@ def taken(rank: int, text: str, **fields: str) -> Stacks:
 ALL = {rank: taken(rank, STACKS if rank == 3 else WAITS) for rank in range(8)}
 
 
-def test_ranks_at_the_same_place_are_one_group_the_largest_first():
+def test_ranks_at_the_same_place_are_one_group_the_largest_first() -> None:
     heads = [row for row in rows(ALL) if row.kind == "group"]
     assert [row.text for row in heads] == [
         "7 ranks (0-2, 4-7): all_gather_into_tensor in stage3.py:582 in fetch",
@@ -61,7 +61,7 @@ def test_ranks_at_the_same_place_are_one_group_the_largest_first():
     assert rows({}) == []
 
 
-def test_an_unfolded_group_has_all_threads_and_native_frames():
+def test_an_unfolded_group_has_all_threads_and_native_frames() -> None:
     native = {3: taken(3, "Thread 1 (idle): python\n    poll (libc.so.6)", taken_by="py-spy")}
     folded, unfolded = rows(ALL), rows(ALL, native, {3})
     assert not any("threading.py" in row.text for row in folded)
@@ -69,12 +69,12 @@ def test_an_unfolded_group_has_all_threads_and_native_frames():
     assert [row.text for row in unfolded if row.kind == "native"] == ["Thread 1 (idle): python", "    poll (libc.so.6)"]
 
 
-def test_a_rank_that_could_not_answer_is_told():
+def test_a_rank_that_could_not_answer_is_told() -> None:
     (head, *_) = rows({0: taken(0, WAITS, taken_by="signal")})
     assert head.text.endswith("(could not answer: native code holds Python's lock)")
 
 
-def test_the_command_prints_groups_and_says_who_did_not_answer():
+def test_the_command_prints_groups_and_says_who_did_not_answer() -> None:
     answers = {"0": {"text": WAITS, "thread": ""}, "1": {"text": WAITS, "thread": ""}, "2": {}}
     result = Result("1", False, "stacks", "stacks of ranks 0, 1; rank 2: its process is gone", {"answers": answers})
     lines = as_lines(result)

@@ -26,7 +26,7 @@ def made(name: str, launcher: ProcessId | None = None) -> RunDir:
     return run
 
 
-def test_a_run_that_ended_has_its_end_from_the_exit_file_and_its_steps_from_the_recording():
+def test_a_run_that_ended_has_its_end_from_the_exit_file_and_its_steps_from_the_recording() -> None:
     run = made("done")
     write(run.recording, Stream(ranks=2, steps=30).frames())
     run.write_exit(ExitFile(3, time.time(), "failed", "rank 1 died"))
@@ -37,21 +37,21 @@ def test_a_run_that_ended_has_its_end_from_the_exit_file_and_its_steps_from_the_
     assert entry.problem == ""
 
 
-def test_a_run_whose_launcher_lives_is_live_before_any_hub_has_written():
+def test_a_run_whose_launcher_lives_is_live_before_any_hub_has_written() -> None:
     made("young", this_process())
     (entry,) = RunList().entries()
     assert (entry.live, entry.state, entry.ended, entry.recording, entry.problem) == (True, "starting", None, "", "")
     assert entry.duration_s(entry.created + 5) == pytest.approx(5)
 
 
-def test_a_run_that_nobody_saw_end_is_lost():
+def test_a_run_that_nobody_saw_end_is_lost() -> None:
     run = made("lost", ProcessId(2**22 + 1, 1))
     write(run.recording, Stream(ranks=1, steps=5, finished=False).frames())
     (entry,) = RunList().entries()
     assert (entry.state, entry.live) == ("lost", False)
 
 
-def test_a_recording_that_cannot_be_read_says_why_and_hides_no_other_run():
+def test_a_recording_that_cannot_be_read_says_why_and_hides_no_other_run() -> None:
     made("good", this_process())
     made("bad").recording.write_bytes(b"this is no recording at all " * 100)
     entries = {entry.name: entry for entry in RunList().entries()}
@@ -59,13 +59,13 @@ def test_a_recording_that_cannot_be_read_says_why_and_hides_no_other_run():
     assert "recording" in entries["bad"].problem
 
 
-def test_the_newest_run_comes_first():
+def test_the_newest_run_comes_first() -> None:
     older, newer = made("older"), made("newer")
     os.utime(older.path / "run.json", (1, 1))
     assert [entry.id for entry in RunList().entries()] == [newer.id, older.id]
 
 
-def test_an_unchanged_recording_is_not_read_again(monkeypatch):
+def test_an_unchanged_recording_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run = made("done")
     write(run.recording, Stream(ranks=1, steps=3).frames())
     listing = RunList()
@@ -94,11 +94,11 @@ def test_an_unchanged_recording_is_not_read_again(monkeypatch):
         ("program --lr 1", "program --lr 1"),
     ],
 )
-def test_a_script_is_shown_with_its_own_arguments_and_not_its_launchers(command, script):
+def test_a_script_is_shown_with_its_own_arguments_and_not_its_launchers(command, script) -> None:
     assert script_words(command.split()) == script.split()
 
 
-def test_a_run_of_the_trainer_has_model_data_and_overrides_and_not_the_command_of_its_launcher():
+def test_a_run_of_the_trainer_has_model_data_and_overrides_and_not_the_command_of_its_launcher() -> None:
     recipe = Recipe("train.yaml", ["zero.stage=3"], "Qwen/Qwen2.5-0.5B", ["/data/chats.jsonl"])
     run = rundir.create("tuned", ["python", "-m", "deepspeed.launcher.launch"], "train", recipe=recipe)
     frames = list(Stream(ranks=2, steps=4).frames())
@@ -115,7 +115,7 @@ def test_a_run_of_the_trainer_has_model_data_and_overrides_and_not_the_command_o
     assert min(losses) <= entry.loss <= max(losses)
 
 
-def test_another_script_has_the_model_that_its_ranks_reported():
+def test_another_script_has_the_model_that_its_ranks_reported() -> None:
     run = rundir.create("other", ["torchrun", "train.py", "--lr", "1"], "run")
     frames = list(Stream(ranks=1, steps=2).frames())
     model = next(frame.message.model for frame in frames if isinstance(frame.message, Hello))
@@ -125,7 +125,7 @@ def test_another_script_has_the_model_that_its_ranks_reported():
     assert entry.subject == f"{model}  train.py --lr 1"
 
 
-def test_a_failed_run_has_the_reason_from_its_alert_and_its_end():
+def test_a_failed_run_has_the_reason_from_its_alert_and_its_end() -> None:
     run = made("broken")
     frames = list(Stream(ranks=1, steps=2, finished=False).frames())
     died = Alert(1, "died", "error", frames[-1].t, "rank 0 killed by SIGSEGV", rank=0)

@@ -11,7 +11,7 @@ from ftmon.tui.widgets.theme import Theme
 
 
 @pytest.mark.parametrize(("current", "first", "last"), [(0, 0, 8), (20, 15, 23), (39, 31, 39)])
-def test_the_configuration_under_way_is_shown_with_what_comes_next(current, first, last):
+def test_the_configuration_under_way_is_shown_with_what_comes_next(current, first, last) -> None:
     verdicts = ["done"] * current + ["running"] + ["planned"] * (39 - current)
     rows = [TableRow([], verdict, "") for verdict in verdicts]
     height = 10  # nine rows below the head
@@ -19,7 +19,7 @@ def test_the_configuration_under_way_is_shown_with_what_comes_next(current, firs
     assert (len(rows) - below - height + 1, len(rows) - below - 1) == (first, last)
 
 
-def test_columns_stand_below_each_other_whatever_their_letters_take():
+def test_columns_stand_below_each_other_whatever_their_letters_take() -> None:
     table = [["model", "peak"], ["日本語", "1"], ["e\u0301tude", "2"]]
     text = aligned(table)
     assert {width_of(line[: -len(row[1])]) for line, row in zip(text, table, strict=True)} == {8}
@@ -29,6 +29,6 @@ def test_columns_stand_below_each_other_whatever_their_letters_take():
     assert all(cells_of(one) == width_of(one) for row in table for one in row)
 
 
-def test_a_budget_in_words():
+def test_a_budget_in_words() -> None:
     assert [budget_text(Budget(7200.0, price)) for price in (None, 14.32)] == ["2 h 00 m", "2 h 00 m (28.64)"]
     assert budget_text(Budget()) == "no limit"

@@ -22,7 +22,7 @@ def highest(values: list[int]) -> int:
 
 @given(figures, st.integers(1, 200))
 @settings(deadline=None, max_examples=200)
-def test_the_whole_never_loses_a_maximum(data, width):
+def test_the_whole_never_loses_a_maximum(data, width: int) -> None:
     columns = filled(data).whole(width)
     assert highest(columns.allocated) == max(value for _, _, value in data)
     assert highest(columns.reserved) == max(value for _, _, value in data) + 1
@@ -31,7 +31,7 @@ def test_the_whole_never_loses_a_maximum(data, width):
 
 @given(figures, st.sampled_from([1, 2, 4, 8, 16, 64]), st.integers(1, 100))
 @settings(deadline=None, max_examples=200)
-def test_a_column_is_never_below_what_fell_in_it(data, span, width):
+def test_a_column_is_never_below_what_fell_in_it(data, span: int, width: int) -> None:
     timeline = filled(data)
     end = timeline.end
     assert end is not None
@@ -45,7 +45,7 @@ def test_a_column_is_never_below_what_fell_in_it(data, span, width):
 
 @given(figures)
 @settings(deadline=None, max_examples=100)
-def test_a_column_known_finely_is_exactly_the_highest_of_what_fell_in_it(data):
+def test_a_column_known_finely_is_exactly_the_highest_of_what_fell_in_it(data) -> None:
     recent = [(start % (KEEP // 2), length, value) for start, length, value in data]
     columns = filled(recent).whole(2 * KEEP)
     expected: dict[int, int] = {}
@@ -56,7 +56,7 @@ def test_a_column_known_finely_is_exactly_the_highest_of_what_fell_in_it(data):
     assert all(columns.allocated[int(second - columns.start)] == value for second, value in expected.items())
 
 
-def test_days_of_data_stay_bounded_and_keep_the_first_second():
+def test_days_of_data_stay_bounded_and_keep_the_first_second() -> None:
     timeline = Timeline()
     timeline.add(1000.5, 777, 888)
     for second in range(1001, 300_000, 7):
@@ -67,7 +67,7 @@ def test_days_of_data_stay_bounded_and_keep_the_first_second():
     assert sum(len(level) for level in timeline._levels) <= len(timeline._levels) * 2 * KEEP
 
 
-def test_columns_do_not_move_while_time_goes_on():
+def test_columns_do_not_move_while_time_goes_on() -> None:
     timeline = filled([(second, 0, second) for second in range(50)], origin=0)
     before = timeline.window(10, 49.0)
     timeline.add(49.9, 1000, 1000)
@@ -77,7 +77,7 @@ def test_columns_do_not_move_while_time_goes_on():
     assert after.allocated[-1] == 1000
 
 
-def test_a_gap_takes_its_smaller_neighbour_and_the_end_the_latest_figure():
+def test_a_gap_takes_its_smaller_neighbour_and_the_end_the_latest_figure() -> None:
     timeline = Timeline()
     timeline.add(10, 30, 40)
     timeline.add(13, 20, 40)
@@ -85,7 +85,7 @@ def test_a_gap_takes_its_smaller_neighbour_and_the_end_the_latest_figure():
     assert timeline.window(7, 15.0).allocated == [EMPTY, 30, 20, 20, 20, 7, 7]
 
 
-def test_adopted_history_stands_in_front_of_what_is_known_and_loses_nothing():
+def test_adopted_history_stands_in_front_of_what_is_known_and_loses_nothing() -> None:
     past = Level(16, 100)
     past.reach(109)
     past.lift(100, 109, 50, 60, EMPTY)
@@ -101,7 +101,7 @@ def test_adopted_history_stands_in_front_of_what_is_known_and_loses_nothing():
     assert timeline.window(160, 1759.0).allocated[64:80] == [900] * 16
 
 
-def test_adopting_a_newer_stretch_keeps_the_older_columns_known_already():
+def test_adopting_a_newer_stretch_keeps_the_older_columns_known_already() -> None:
     timeline = Timeline()
     for second in range(1000, 1040):
         timeline.add(second, second, 5000)
@@ -116,7 +116,7 @@ def test_adopting_a_newer_stretch_keeps_the_older_columns_known_already():
     assert columns.reserved == [6000 if 1022 <= second <= 1033 else 5000 for second in range(1000, 1040)]
 
 
-def test_the_most_severe_mark_of_a_column_shows():
+def test_the_most_severe_mark_of_a_column_shows() -> None:
     timeline = filled([(second, 0, 1) for second in range(20)], origin=0)
     timeline.mark(Mark(12.1, "spike", "warning", 1))
     timeline.mark(Mark(12.2, "hang", "error", 2))

@@ -39,7 +39,7 @@ def steps_of(view: ChartView, moments: list[HistoryPoint]) -> tuple[int, int]:
     return seen[0].step, seen[-1].step
 
 
-def test_all_is_in_view_and_follows_the_run_until_a_person_zooms():
+def test_all_is_in_view_and_follows_the_run_until_a_person_zooms() -> None:
     view = ChartView()
     assert steps_of(view, course(100)) == (1, 100)
     assert steps_of(view, course(200)) == (1, 200)
@@ -48,7 +48,7 @@ def test_all_is_in_view_and_follows_the_run_until_a_person_zooms():
     assert steps_of(view, course(300)) == (201, 300), "the newest steps stay in view"
 
 
-def test_the_cursor_keeps_its_place_while_zooming():
+def test_the_cursor_keeps_its_place_while_zooming() -> None:
     view, moments = ChartView(), course(1000)
     view.to(499, moments)
     view.zoom(1, moments)
@@ -59,14 +59,14 @@ def test_the_cursor_keeps_its_place_while_zooming():
     assert steps_of(view, moments) == (1, 1000)
 
 
-def test_zooming_in_ends_at_a_few_steps():
+def test_zooming_in_ends_at_a_few_steps() -> None:
     view, moments = ChartView(), course(1000)
     for _ in range(20):
         view.zoom(1, moments)
     assert steps_of(view, moments) == (993, 1000)
 
 
-def test_the_window_moves_within_the_run_and_follows_again_at_its_end():
+def test_the_window_moves_within_the_run_and_follows_again_at_its_end() -> None:
     view, moments = ChartView(), course(100)
     view.zoom(1, moments)
     view.pan(-0.5, moments)
@@ -78,7 +78,7 @@ def test_the_window_moves_within_the_run_and_follows_again_at_its_end():
     assert (steps_of(view, moments), view.end) == ((51, 100), None)
 
 
-def test_the_cursor_goes_by_columns_and_takes_the_window_along():
+def test_the_cursor_goes_by_columns_and_takes_the_window_along() -> None:
     view, moments = ChartView(), course(100)
     view.move(-1, moments, 50, BEGUN)
     assert view.cursor == 98, "two steps share a column"
@@ -93,13 +93,13 @@ def test_the_cursor_goes_by_columns_and_takes_the_window_along():
     assert (view.cursor, view.end) == (None, None), "at the newest step it follows again"
 
 
-def test_axis_figure_and_smoothing_go_round():
+def test_axis_figure_and_smoothing_go_round() -> None:
     view = ChartView()
-    seen = []
+    seen = [view.axis]
     for _ in range(3):
-        seen.append(view.axis)
         view.next_axis()
-    assert (seen, view.axis) == (["steps", "tokens", "time"], "steps")
+        seen.append(view.axis)
+    assert seen == ["steps", "tokens", "time", "steps"]
     for _ in FIGURES:
         view.next_figure()
     assert view.figure == 0
@@ -110,7 +110,7 @@ def test_axis_figure_and_smoothing_go_round():
     assert view.smoothing is None
 
 
-def test_nothing_to_show_moves_nothing():
+def test_nothing_to_show_moves_nothing() -> None:
     view = ChartView()
     view.zoom(1, [])
     view.pan(1, [])
@@ -118,12 +118,12 @@ def test_nothing_to_show_moves_nothing():
     assert (view.visible([]), view.at_cursor([])) == ([], None)
 
 
-def test_columns_go_from_edge_to_edge():
+def test_columns_go_from_edge_to_edge() -> None:
     assert [column_of(x, 1, 100, 80) for x in (1, 100)] == [0, 79]
     assert column_of(5, 5, 5, 80) == 0
 
 
-def test_one_far_value_does_not_flatten_the_others():
+def test_one_far_value_does_not_flatten_the_others() -> None:
     low, high = value_range([1.0 + index / 100 for index in range(100)] + [5000.0])
     assert low < 1.0
     assert 2.0 < high < 10.0
@@ -132,14 +132,14 @@ def test_one_far_value_does_not_flatten_the_others():
     assert low < 2.0 < high
 
 
-def test_the_loss_is_smoothed_over_a_part_of_the_run_unless_a_person_chose():
+def test_the_loss_is_smoothed_over_a_part_of_the_run_unless_a_person_chose() -> None:
     view = ChartView()
     assert [view.smoothed_steps(steps) for steps in (20, 400, 10_000, 10_000_000)] == [5, 8, 200, 1000]
     view.next_smoothing()
     assert view.smoothed_steps(10_000) == 10
 
 
-def test_a_range_begins_at_zero_unless_all_values_are_far_from_it():
+def test_a_range_begins_at_zero_unless_all_values_are_far_from_it() -> None:
     assert value_range([10.0, 100.0], floor=True)[0] == 0.0
     assert value_range([99.0, 100.0], floor=True)[0] > 90
 
@@ -152,7 +152,7 @@ def point(step: int, **fields: object) -> TrainingPoint:
     return TrainingPoint(step=step, **known)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_moment_has_the_figures_of_its_step_over_all_ranks():
+def test_a_moment_has_the_figures_of_its_step_over_all_ranks() -> None:
     course = TrainingHistory()
     for rank, loss in enumerate((1.0, 2.0)):
         labels = 10 * (rank + 1)
@@ -167,7 +167,7 @@ def test_a_moment_has_the_figures_of_its_step_over_all_ranks():
     assert course.moments(2, None)[0].mfu is None
 
 
-def test_a_course_read_of_some_ranks_stands_for_all():
+def test_a_course_read_of_some_ranks_stands_for_all() -> None:
     course = TrainingHistory()
     for step in (1, 2, 3):
         course.add(point(step))
@@ -175,7 +175,7 @@ def test_a_course_read_of_some_ranks_stands_for_all():
     assert course.moments(8)[0].tokens_per_second == 8 * 100 / 0.5
 
 
-def test_a_long_course_is_bounded_and_loses_neither_tokens_nor_extremes():
+def test_a_long_course_is_bounded_and_loses_neither_tokens_nor_extremes() -> None:
     course = TrainingHistory()
     steps = 3 * CAPACITY
     for step in range(1, steps + 1):
@@ -190,7 +190,7 @@ def test_a_long_course_is_bounded_and_loses_neither_tokens_nor_extremes():
     assert high.max_grad_norm == 70.0
 
 
-def test_pooled_history_and_live_steps_join_without_a_hole_or_a_token_twice():
+def test_pooled_history_and_live_steps_join_without_a_hole_or_a_token_twice() -> None:
     past, live = TrainingHistory(), TrainingHistory()
     for first in range(1, 200, 16):
         past.add(point(first + 15, first_step=first, count=16, tokens=1600, training_us=8_000_000))
@@ -198,17 +198,15 @@ def test_pooled_history_and_live_steps_join_without_a_hole_or_a_token_twice():
         live.add(point(step))
     live.adopt(past, 1 << 62)
     moments = live.moments(1)
-    assert moments[0].first_step == 1
-    assert moments[-1].step == 230
+    assert (moments[0].first_step, moments[-1].step) == (1, 230)
     assert moments[-1].tokens == pytest.approx(23_000)
     assert all(moment.tokens_per_second == pytest.approx(200) for moment in moments)
     assert [moment.tokens for moment in moments] == sorted(moment.tokens for moment in moments)
 
 
-def test_the_smoothed_loss_is_an_unbiased_moving_average():
+def test_the_smoothed_loss_is_an_unbiased_moving_average() -> None:
     course = TrainingHistory()
-    losses = [4.0, 2.0, 3.0]
-    for step, loss in enumerate(losses, 1):
+    for step, loss in enumerate((4.0, 2.0, 3.0), 1):
         course.add(point(step, loss=loss))
     found = smoothed(course.moments(1), 0.9)
     assert found[0] == pytest.approx(4.0), "not drawn towards zero at the start"
@@ -216,7 +214,7 @@ def test_the_smoothed_loss_is_an_unbiased_moving_average():
     assert found[2] == pytest.approx((4.0 * 0.81 + 2.0 * 0.9 + 3.0) / (0.81 + 0.9 + 1))
 
 
-def test_smoothing_forgets_by_steps_and_not_by_buckets():
+def test_smoothing_forgets_by_steps_and_not_by_buckets() -> None:
     single, pooled = TrainingHistory(), TrainingHistory()
     for step in range(1, 65):
         single.add(point(step, loss=1.0 if step <= 32 else 0.0))
@@ -226,7 +224,7 @@ def test_smoothing_forgets_by_steps_and_not_by_buckets():
     assert fine == pytest.approx(coarse)
 
 
-def test_steps_without_a_loss_leave_the_average_as_it_was():
+def test_steps_without_a_loss_leave_the_average_as_it_was() -> None:
     course = TrainingHistory()
     for step, loss in enumerate((None, 2.0, None), 1):
         course.add(point(step, loss=loss))
@@ -243,7 +241,9 @@ def test_steps_without_a_loss_leave_the_average_as_it_was():
         (50, True, 200, 200, 0),
     ],
 )
-def test_what_is_done_every_so_many_steps_is_counted_to_the_end(every, at_end, step, total, left):
+def test_what_is_done_every_so_many_steps_is_counted_to_the_end(
+    every: int, at_end: bool, step: int, total: int, left: int
+) -> None:
     assert times_left(every, at_end, step, total) == left
 
 
@@ -261,7 +261,7 @@ def stepping(model: RunModel, steps: int, pause_s: float = 0.0, every: int = 10)
         model.apply(Frame(seq, t, step))
 
 
-def test_time_left_has_the_evaluations_that_are_still_to_come():
+def test_time_left_has_the_evaluations_that_are_still_to_come() -> None:
     model = RunModel()
     model.apply(Frame(1, STARTED, Plan(0, 100, 2.0, evaluate_every=10, evaluate_at_end=True)))
     stepping(model, 55, pause_s=6.0)
@@ -272,7 +272,7 @@ def test_time_left_has_the_evaluations_that_are_still_to_come():
     assert epoch_words(model) == "1.10 / 2"
 
 
-def test_a_long_evaluation_is_no_slow_down():
+def test_a_long_evaluation_is_no_slow_down() -> None:
     model = RunModel()
     stepping(model, 30)
     now = model.now
@@ -281,23 +281,20 @@ def test_a_long_evaluation_is_no_slow_down():
     assert activity_words(model) == "evaluation"
 
 
-def test_results_are_kept_by_step_and_name_and_the_best_is_known():
+def test_results_are_kept_by_step_and_name_and_the_best_is_known() -> None:
     training = Training()
     for step, loss in ((10, 2.0), (30, 1.5), (20, 1.0), (30, 1.6)):
         training.on_evaluation(Evaluation(0, step, STARTED, "validation", loss))
         training.on_evaluation(Evaluation(0, step, STARTED, "other", loss / 10))
     training.on_evaluation(Evaluation(0, 40, STARTED, "validation", math.nan))
     training.on_checkpoint(Checkpoint(0, 20, STARTED, "a"))
-    assert [(each.step, each.loss) for each in training.evaluations if each.name == "validation"][:3] == [
-        (10, 2.0),
-        (20, 1.0),
-        (30, 1.6),
-    ]
+    kept = [(each.step, each.loss) for each in training.evaluations if each.name == "validation"]
+    assert kept[:3] == [(10, 2.0), (20, 1.0), (30, 1.6)]
     assert (training.best.step, training.best.name) == (20, "validation")
     assert training.evaluation.step == 40
 
 
-def test_an_activity_is_named_until_it_is_over():
+def test_an_activity_is_named_until_it_is_over() -> None:
     model = RunModel()
     model.apply(Frame(1, STARTED, Activity(0, STARTED, "rehearsal", done=1, total=4)))
     assert activity_words(model) == "rehearsal 1/4"
@@ -305,7 +302,7 @@ def test_an_activity_is_named_until_it_is_over():
     assert activity_words(model) == ""
 
 
-def test_the_course_is_of_every_rank_and_step_of_a_stream():
+def test_the_course_is_of_every_rank_and_step_of_a_stream() -> None:
     model = folded(Stream(ranks=2, steps=30, finished=False).frames())
     moments = model.training.course.moments(2)
     assert [moment.step for moment in moments] == list(range(1, 31))
@@ -319,7 +316,7 @@ def with_rank_1_until(step: int) -> RunModel:
     return folded(frame for frame, one in late if not (isinstance(one, Step) and one.rank == 1 and one.step > step))
 
 
-def test_a_step_is_drawn_once_all_ranks_that_live_have_reported_it():
+def test_a_step_is_drawn_once_all_ranks_that_live_have_reported_it() -> None:
     model = with_rank_1_until(10)
     assert (model.leading_step, model.complete_step) == (12, 10)
     assert model.moments[-1].step == 10
@@ -327,5 +324,5 @@ def test_a_step_is_drawn_once_all_ranks_that_live_have_reported_it():
     assert model.moments[-1].step == 12, "nothing more comes of a rank that is gone"
 
 
-def test_a_rank_far_behind_the_others_does_not_hold_the_curves_back():
+def test_a_rank_far_behind_the_others_does_not_hold_the_curves_back() -> None:
     assert with_rank_1_until(3).moments[-1].step == 12

@@ -27,34 +27,34 @@ def alert(rank: int | None = None, ranks: list[int] | None = None, resolved: flo
     )
 
 
-def test_a_healthy_run_offers_the_rank_at_the_cursor():
+def test_a_healthy_run_offers_the_rank_at_the_cursor() -> None:
     assert suggested(of({}), 2) == {2}
 
 
 @pytest.mark.parametrize("state", ["hung", "stopped", "unreachable"])
-def test_a_stuck_rank_is_offered_in_place_of_the_one_at_the_cursor(state):
+def test_a_stuck_rank_is_offered_in_place_of_the_one_at_the_cursor(state: str) -> None:
     assert suggested(of({0: "waiting", 1: "waiting", 2: "waiting", 3: state}), 0) == {3}
 
 
-def test_of_several_stuck_ranks_the_one_at_the_cursor_is_offered():
+def test_of_several_stuck_ranks_the_one_at_the_cursor_is_offered() -> None:
     model = of({1: "hung", 3: "hung"})
     assert suggested(model, 0) == {1, 3}
     assert suggested(model, 1) == {1}
 
 
-def test_the_selected_alert_names_the_rank():
+def test_the_selected_alert_names_the_rank() -> None:
     model = of({1: "hung", 3: "stopped"})
     assert suggested(model, 0, alert(3)) == {3}
     assert suggested(model, 0, alert(ranks=[0, 1])) == {1}
     assert suggested(of({}), 0, alert(2)) == {2}
 
 
-def test_an_alert_that_is_over_or_names_nobody_does_not_choose():
+def test_an_alert_that_is_over_or_names_nobody_does_not_choose() -> None:
     assert suggested(of({}), 0, alert(2, resolved=NOW)) == {0}
     assert suggested(of({}), 0, alert()) == {0}
 
 
-def test_when_every_rank_is_stuck_the_run_is_offered():
+def test_when_every_rank_is_stuck_the_run_is_offered() -> None:
     model = of({0: "hung", 1: "hung"}, ranks=2)
     targets = Targets.of(model, suggested(model, 0))
     assert targets.whole
@@ -71,7 +71,7 @@ def test_when_every_rank_is_stuck_the_run_is_offered():
         (["python", "spawns.py"], "ddp", ""),
     ],
 )
-def test_the_whole_run_is_offered_where_one_death_ends_it(command, framework, launcher):
+def test_the_whole_run_is_offered_where_one_death_ends_it(command, framework, launcher) -> None:
     model = of({3: "hung"})
     model.info.command, model.info.framework = command, framework
     assert launcher_that_ends_all(model) == launcher
@@ -82,12 +82,12 @@ def test_the_whole_run_is_offered_where_one_death_ends_it(command, framework, la
     assert targets.chosen == [3], "a single rank can still be chosen"
 
 
-def test_a_run_that_stands_says_for_how_long():
+def test_a_run_that_stands_says_for_how_long() -> None:
     assert stalled_seconds(of({})) is None
     assert stalled_seconds(of({0: "waiting", 3: "hung"})) == 34
 
 
-def test_a_rank_that_a_later_job_does_not_have_is_drawn_as_ended():
+def test_a_rank_that_a_later_job_does_not_have_is_drawn_as_ended() -> None:
     model = of({})
     targets = Targets.of(model, {3})
     model.apply(Frame(model.last_seq + 1, NOW, Job(1, NOW, "training", NOW, world_size=4)))
@@ -96,6 +96,6 @@ def test_a_rank_that_a_later_job_does_not_have_is_drawn_as_ended():
     assert ["has ended" in line for line in lines] == [False, False, False, True, True]
 
 
-def test_one_rank_is_counted_as_one():
+def test_one_rank_is_counted_as_one() -> None:
     model = of({}, ranks=1)
     assert ": 1 rank, " in target_line(Targets.of(model, {0}), 0, model, 78, Theme(), False).plain

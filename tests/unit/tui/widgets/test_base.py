@@ -11,7 +11,7 @@ TEXTS = ("x" * 100, "日本語" * 30, "ab日" * 30)
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_prompt_shows_the_end_of_its_text_and_the_cursor(text):
+def test_a_prompt_shows_the_end_of_its_text_and_the_cursor(text: str) -> None:
     prompt = Prompt(AppState(None, Theme()), "filter")
     prompt.set_reactive(Prompt.has_focus, True)
     prompt.text = text
@@ -22,7 +22,7 @@ def test_a_prompt_shows_the_end_of_its_text_and_the_cursor(text):
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("cursor", [0, 10, 45, 90])
-def test_a_console_shows_the_text_around_its_cursor(text, cursor):
+def test_a_console_shows_the_text_around_its_cursor(text: str, cursor: int) -> None:
     console = ConsoleInput(AppState(None, Theme()), "console")
     console.set_reactive(ConsoleInput.has_focus, True)
     console.text, console.cursor = text, cursor

@@ -79,13 +79,13 @@ def is_safe(text: str) -> bool:
 
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_nothing_that_a_rank_sends_reaches_the_terminal_as_control(theme, width):
+def test_nothing_that_a_rank_sends_reaches_the_terminal_as_control(theme: Theme, width: int) -> None:
     lines = list(every_line(hostile(), width, theme))
     assert any("evil" in line.plain for line in lines)
     assert all(is_safe(line.plain) for line in lines)
 
 
-def test_nor_on_the_command_line_or_in_an_alert():
+def test_nor_on_the_command_line_or_in_an_alert() -> None:
     model = hostile()
     assert all(is_safe(line) for line in text_lines(model, model.ranks[0]))
     last = model.ranks[0].allocator.last
@@ -100,7 +100,7 @@ def test_nor_on_the_command_line_or_in_an_alert():
 
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_no_row_of_the_waterfall_is_wider_than_the_screen(theme, width):
+def test_no_row_of_the_waterfall_is_wider_than_the_screen(theme: Theme, width: int) -> None:
     rank = model_of(ranks=1, steps=8).ranks[0]
     fall = fall_of(rank, MemoryChoice(), None)
     assert fall is not None
@@ -109,7 +109,7 @@ def test_no_row_of_the_waterfall_is_wider_than_the_screen(theme, width):
 
 
 @pytest.mark.parametrize("theme", [Theme(), Theme(DARK, ASCII)])
-def test_a_bar_is_as_wide_as_its_room_and_never_invisible(theme):
+def test_a_bar_is_as_wide_as_its_room_and_never_invisible(theme: Theme) -> None:
     for begin, length in ((0, 1), (0, 1000), (999, 1), (333, 5), (500, 250), (124, 2)):
         line = bar(begin, length, 1000, 40, theme, "accent")
         assert line.width == 40
@@ -119,7 +119,7 @@ def test_a_bar_is_as_wide_as_its_room_and_never_invisible(theme):
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64, 512])
 @pytest.mark.parametrize("size", [(80, 20), (200, 56)])
-def test_bars_of_any_number_of_ranks_fit(ranks, size):
+def test_bars_of_any_number_of_ranks_fit(ranks: int, size: tuple[int, int]) -> None:
     width, height = size
     bars = rank_bars(model_of(ranks=ranks, steps=2).ranks.values(), "")
     lines = peak_bars(bars, "", ranks - 1, 2**37, width, height, Theme())
@@ -127,7 +127,7 @@ def test_bars_of_any_number_of_ranks_fit(ranks, size):
     assert all(line.width <= width for line in lines[1:-2])
 
 
-def test_groups_of_ranks_lose_nobody():
+def test_groups_of_ranks_lose_nobody() -> None:
     bars = rank_bars(model_of(ranks=30, steps=2).ranks.values(), "")
     assert [bar.rank for group in grouped(bars, 7) for bar in group] == list(range(30))
     assert len(grouped(bars, 7)) <= 7
@@ -141,7 +141,7 @@ def shown(model: RunModel, phase: str, width: int = 80) -> list[str]:
     return [line.plain for line in body_lines(rank, fall, choice, None, "why", width, Theme(), model.prediction)]
 
 
-def test_a_prediction_stands_beside_each_part_with_the_difference():
+def test_a_prediction_stands_beside_each_part_with_the_difference() -> None:
     lines = shown(model_of(ranks=1, predicted={"activations": 0.5}), "backward", 160)
     head, activations = lines[0], next(line for line in lines if line.startswith(" activations"))
     assert head.split()[:3] == ["GiB", "predicted", "difference"]
@@ -156,7 +156,7 @@ def test_a_prediction_stands_beside_each_part_with_the_difference():
     assert "activations +" in parted
 
 
-def test_a_prediction_that_holds_says_so_and_warns_of_nothing():
+def test_a_prediction_that_holds_says_so_and_warns_of_nothing() -> None:
     model = model_of(ranks=1, predicted={})
     lines = " ".join(shown(model, "backward", 160))
     assert "backward 13.49 GiB (measured 0.0 %)" in lines
@@ -170,19 +170,19 @@ def test_a_prediction_that_holds_says_so_and_warns_of_nothing():
     assert "predicted" not in second_line(summary, 80, Theme()).plain
 
 
-def test_on_a_cpu_the_screen_says_why_there_is_nothing_to_compare():
+def test_on_a_cpu_the_screen_says_why_there_is_nothing_to_compare() -> None:
     lines = " ".join(shown(model_of(ranks=1, cuda=False, refused="the ranks train on the CPU"), "backward", 160))
     assert "no prediction to compare: the ranks train on the CPU" in lines
     assert "difference" not in lines
 
 
-def test_the_first_step_is_not_compared():
+def test_the_first_step_is_not_compared() -> None:
     lines = " ".join(shown(model_of(ranks=1, steps=1, predicted={}), "backward", 160))
     assert "nothing to compare yet" in lines
 
 
 @pytest.mark.parametrize("cuda", [True, False])
-def test_not_attributed_is_grey_and_explained_on_a_cpu_only(cuda):
+def test_not_attributed_is_grey_and_explained_on_a_cpu_only(cuda: bool) -> None:
     model = model_of(ranks=1, steps=4, cuda=cuda)
     phase = PhaseComposition("backward", 20 * MIB, {"parameters": 15 * MIB, "unattributed": 5 * MIB}, 0, 0)
     measure = "cuda" if cuda else "glibc"

@@ -28,7 +28,7 @@ def done(changes: list[Change], fits: bool = False) -> WhatIf:
     return WhatIf("done", answer=answer)
 
 
-def test_the_cheapest_that_fits_stands_first_with_what_to_set():
+def test_the_cheapest_that_fits_stands_first_with_what_to_set() -> None:
     shown = lines(done(CHANGES), 100)
     assert "verified by dry runs of this job" in shown[1]
     assert shown[3].split() == ["as", "it", "is,", "4,736", "tokens", "no", "150.00", "GiB", "x", "1.00"]
@@ -37,12 +37,12 @@ def test_the_cheapest_that_fits_stands_first_with_what_to_set():
     assert "136.00 GiB that PyTorch could have" in shown[-1]
 
 
-def test_no_change_that_fits_and_a_job_that_should_have_fitted_are_told():
+def test_no_change_that_fits_and_a_job_that_should_have_fitted_are_told() -> None:
     assert "none of them fits" in lines(done(CHANGES[1:]))[-1]
     assert any("should have fitted" in line for line in lines(done(CHANGES, fits=True)))
 
 
-def test_progress_names_the_dry_run_and_the_key_that_ends_it():
+def test_progress_names_the_dry_run_and_the_key_that_ends_it() -> None:
     (_, _, line) = lines(WhatIf("running", 0.0, ["the run as it is", "checkpointing"]))
     assert "checkpointing, 1 done, " in line
     assert "w: cancel" in line
@@ -51,7 +51,7 @@ def test_progress_names_the_dry_run_and_the_key_that_ends_it():
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_no_line_is_wider_than_asked_whatever_a_process_says(width):
+def test_no_line_is_wider_than_asked_whatever_a_process_says(width: int) -> None:
     hostile = [Change(EVIL, EVIL, True, 1, 1.0, 1.0), Change(EVIL, EVIL, False, 1, refused=EVIL)]
     for found in (done(hostile), WhatIf("running", 0.0, [EVIL])):
         for line in what_if_lines(found, width, Theme())[2:]:
@@ -59,7 +59,7 @@ def test_no_line_is_wider_than_asked_whatever_a_process_says(width):
             assert line.width <= width
 
 
-def test_the_job_gets_what_that_gpu_had_and_the_length_of_that_batch():
+def test_the_job_gets_what_that_gpu_had_and_the_length_of_that_batch() -> None:
     oom = oom_of()
     assert capacity_of(oom) == oom.reserved_bytes + oom.room_bytes
     assert length_of(oom) == 4736
@@ -70,7 +70,7 @@ START = 1_700_000_000.0
 STACK = [f"model.py:{line} forward" for line in range(40)]
 
 
-def test_two_columns_have_what_one_has():
+def test_two_columns_have_what_one_has() -> None:
     model = RunModel()
     for index, message in enumerate(messages(START, held=False)):
         if isinstance(message, OomReport):  # without remedies: the right column is the longer one

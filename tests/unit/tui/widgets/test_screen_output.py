@@ -20,7 +20,7 @@ def piece(random_: random.Random, wide: bool) -> str:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_the_screen_is_the_same_after_rewriting(seed):
+def test_the_screen_is_the_same_after_rewriting(seed: int) -> None:
     random_, wide = random.Random(seed), seed % 4 == 0
     plain, thrifty, output = Screen(), Screen(), ScreenOutput()
     for _ in range(12):
@@ -35,7 +35,7 @@ def test_the_screen_is_the_same_after_rewriting(seed):
         assert (thrifty.row, thrifty.column) == (plain.row, plain.column)
 
 
-def test_what_is_shown_already_is_not_sent_again():
+def test_what_is_shown_already_is_not_sent_again() -> None:
     output = ScreenOutput()
     line = "\x1b[3;1H\x1b[1;38;2;1;2;3;48;2;4;5;6mloss 1.234\x1b[0m\x1b[1;1H"
     assert "loss 1.234" in output.rewrite(line)
@@ -44,7 +44,7 @@ def test_what_is_shown_already_is_not_sent_again():
     assert changed == "\x1b[3;10H\x1b[1;38;2;1;2;3;48;2;4;5;6m9\x1b[0m\x1b[1;1H"
 
 
-def test_everything_is_sent_again_once_the_screen_is_unknown():
+def test_everything_is_sent_again_once_the_screen_is_unknown() -> None:
     output = ScreenOutput()
     line = "\x1b[3;1Htext\x1b[1;1H"
     first = output.rewrite(line)
@@ -53,25 +53,25 @@ def test_everything_is_sent_again_once_the_screen_is_unknown():
     assert output.rewrite("\x1b[?1049h" + line) == "\x1b[?1049h" + first, "the alternate screen is another one"
 
 
-def test_other_sequences_keep_their_place():
+def test_other_sequences_keep_their_place() -> None:
     output = ScreenOutput()
     assert output.rewrite("\x1b[?2026h") == "\x1b[?2026h"
     assert [output.rewrite("\x07"), output.rewrite("\x07")] == ["\x07", "\x07"], "a bell is no cell"
     assert output.rewrite("a\x1b]9;note\x07b\x1b[?25l").replace("\x1b[1;1H", "") == "a\x1b]9;note\x07b\x1b[?25l"
 
 
-def test_after_a_character_of_uncertain_width_the_cursor_is_placed():
+def test_after_a_character_of_uncertain_width_the_cursor_is_placed() -> None:
     assert ScreenOutput().rewrite("\x1b[1;1H漢b") == "\x1b[1;1H漢\x1b[1;3Hb"
 
 
-def test_ascii_only_replaces_every_character_by_one_of_its_width():
+def test_ascii_only_replaces_every_character_by_one_of_its_width() -> None:
     output = ScreenOutput(ascii_only=True)
     sent = output.rewrite("\x1b[1;1H╭─┤é漢→…±4 °C⣿🔎\x1b]9;né\x07")
     assert sent.isascii()
     assert "+-+e??>~~4 oC.??" in sent
 
 
-def test_what_is_beyond_the_terminal_is_not_sent():
+def test_what_is_beyond_the_terminal_is_not_sent() -> None:
     output = ScreenOutput()
     output.size = (4, 2)
     assert output.rewrite("\x1b[2;1Habcdef\x1b[3;1Hrow\x1b[1;1H") == "\x1b[2;1Habcd\x1b[1;1H"
