@@ -38,7 +38,6 @@ def main():
         "gradient_accumulation_steps": ACCUMULATION,
         "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
         "zero_optimization": {"stage": int(os.environ.get("STAGE", "2"))},
-        "bf16": {"enabled": "BF16" in os.environ},
         "steps_per_print": 1000,
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

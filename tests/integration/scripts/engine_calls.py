@@ -23,7 +23,8 @@ def main():
     deepspeed.init_distributed("gloo")
     layers = [torch.nn.Embedding(WORDS, 8), torch.nn.Linear(8, WORDS)]
     model = torch.nn.Sequential(*layers)
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[0]
+    config = {**CONFIG, "bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}  # updates while it starts
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     for number, batch in enumerate(torch.utils.data.DataLoader(torch.randint(0, WORDS, (24, 16)), batch_size=4)):
         if number == 5:
             engine.eval()
@@ -37,6 +38,7 @@ def main():
         engine.backward(loss)
         engine.step()
     engine.destroy()
+    layers = [torch.nn.Embedding(WORDS, 8), torch.nn.Linear(8, WORDS)]
     pipeline = PipelineModule(layers, num_stages=2, loss_fn=loss_of)
     data = [(each, each) for each in torch.randint(0, WORDS, (64, 16))]
     config = {**CONFIG, "gradient_accumulation_steps": 4}

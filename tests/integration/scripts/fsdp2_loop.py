@@ -26,9 +26,6 @@ class TinyNet(torch.nn.Module):
 
 
 def main():
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
-    if DEVICE == "cuda":
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     mesh = dist.device_mesh.init_device_mesh(DEVICE, (dist.get_world_size(),))
     model = TinyNet().to(DEVICE)
     model.layers[0].requires_grad_(False)
@@ -50,8 +47,11 @@ def main():
         optimizer.zero_grad()
     print("norms", json.dumps(norms), flush=True)
     print("optimised", json.dumps(told), flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+    if DEVICE == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     main()
+    dist.destroy_process_group()

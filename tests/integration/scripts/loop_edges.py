@@ -1,5 +1,9 @@
-"""Small loops of kinds that public scripts use; each prints what it optimised, step by step. Argument: the mode."""
+"""Small loops of kinds that public scripts use, one after the other. Arguments: the modes.
 
+Prints what each has optimised, step by step.
+"""
+
+import gc
 import json
 import pickle
 import sys
@@ -11,6 +15,10 @@ import torch
 
 PAUSE = 0.3
 """Seconds of work after an epoch, and between a batch and its forward."""
+
+
+def alone():
+    return {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
 
 
 def model_of(size=8):
@@ -57,6 +65,9 @@ def validated(told):
             if epoch and number == 5:
                 break
         model.train()
+
+
+validated_last = validated
 
 
 def validated_within(told):
@@ -202,14 +213,18 @@ def failed_and_evaluated(told):
 
 
 def left_out(told):
-    """Every third batch has no backward: its loss is not finite. Then DDP: first, every third forward fails."""
+    """Every third batch has no backward: its loss is not finite."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for number, batch in enumerate(torch.utils.data.DataLoader(torch.randn(36, 8), batch_size=4)):
         if not torch.isfinite(model(batch / 0 if number % 3 == 1 else batch).pow(2).mean()):
             continue
         update(model, optimizer, batch, told)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
+def left_out_of_ddp(told):
+    """Every third forward fails; then every third batch has no backward."""
+    torch.distributed.init_process_group("gloo", **alone())
     model = torch.nn.parallel.DistributedDataParallel(model_of())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for number, batch in enumerate(torch.utils.data.DataLoader(torch.randn(36, 8), batch_size=4)):
@@ -281,10 +296,11 @@ def ahead_and_saved(told):
         optimizer.step()
         optimizer.zero_grad()
         told.append(loss.item())
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("gloo", **alone())
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.async_save(model.state_dict(), checkpoint_id=folder).result()
     update(model, optimizer, torch.randn(4, 8), told)
+    torch.distributed.destroy_process_group()
 
 
 def ahead(told):
@@ -340,6 +356,35 @@ def in_backward(told):
         told.append(loss.item())
 
 
+def adversarial(told):
+    """A generator and a discriminator with an optimizer each, in the loops that such scripts have.
+
+    Told are the losses since the step before, by optimizer: a step is the discriminator's.
+    """
+    since = {}
+    for loop, every in (("alternating", 1), ("every third", 3), ("by turns", 2), ("inner loop", 4)):
+        generator, discriminator = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+        opt_g = torch.optim.Adam(generator.parameters(), lr=0.01)
+        opt_d = torch.optim.SGD(discriminator.parameters(), lr=0.02)
+        softplus = torch.nn.functional.softplus
+        for number, real in enumerate(torch.utils.data.DataLoader(torch.randn(52, 8), batch_size=4)):
+            if loop != "by turns" or number % 2 == 0:
+                opt_d.zero_grad()
+                on_real = softplus(-discriminator(real)).mean()
+                on_real.backward()
+                on_fake = softplus(discriminator(generator(torch.randn(len(real), 4)).detach())).mean()
+                on_fake.backward()
+                opt_d.step()
+                told.append(since | {"SGD": (on_real + on_fake).item()})
+                since = {}
+            if number % every == every - 1 and number < 12:
+                opt_g.zero_grad()
+                loss = -discriminator(generator(torch.randn(4, 4))).mean()
+                loss.backward()
+                opt_g.step()
+                since = {"Adam": loss.item()}
+
+
 class Broken(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -379,7 +424,7 @@ def threads(told):
 
 def under_ddp(told):
     """Work on a batch before its forward; an evaluation past the wrapper."""
-    torch.distributed.init_process_group()
+    torch.distributed.init_process_group(**alone())
     model = torch.nn.parallel.DistributedDataParallel(model_of())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for batch in torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4):
@@ -397,33 +442,17 @@ def under_ddp(told):
     torch.distributed.destroy_process_group()
 
 
-MODES = {
-    each.__name__: each
-    for each in (
-        after_epochs,
-        validated,
-        validated_within,
-        alike,
-        shared,
-        stages,
-        dropped,
-        repeated,
-        failed_and_evaluated,
-        left_out,
-        looked_at,
-        ahead,
-        ahead_and_saved,
-        in_backward,
-        broken,
-        threads,
-        under_ddp,
-    )
-}
+def leave(told):
+    """No training: a way out with a status."""
+    sys.exit(3)
+
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.set_default_device("cuda")
-    told: list = []
-    MODES[sys.argv[1]](told)
-    print("optimised", json.dumps(told), flush=True)
+    for mode in sys.argv[1:]:
+        told: list = []
+        globals()[mode](told)
+        print("optimised", json.dumps([mode, told]), flush=True)
+        gc.collect()  # the optimizers: an updater that lives owns the steps

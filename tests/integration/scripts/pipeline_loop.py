@@ -14,7 +14,6 @@ MICRO_BATCHES = 4
 
 
 def main():
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(rank)
     layers = [torch.nn.Linear(8, 16), torch.nn.Tanh()] if rank == 0 else [torch.nn.Linear(16, 1)]
@@ -39,10 +38,4 @@ def main():
             told.append(total / MICRO_BATCHES if number < 3 else total)
         optimizer.step()
         optimizer.zero_grad()
-    print("optimised", json.dumps(told), flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
+    print("piped", json.dumps(told), flush=True)

@@ -1,4 +1,7 @@
-"""A single-process PyTorch loop; reads its own peak memory, and can end badly or wait to be looked at."""
+"""Single-process PyTorch loops, one for each argument; they read their own peak memory, can end badly or wait.
+
+An argument is a list of what its loop has, with commas.
+"""
 
 import os
 import resource
@@ -7,8 +10,6 @@ import sys
 import time
 
 import torch
-
-MODES = sys.argv[1].split(",") if len(sys.argv) > 1 else []
 
 
 class OwnScaler(torch.amp.GradScaler):
@@ -20,26 +21,23 @@ class OwnScaler(torch.amp.GradScaler):
         return (outputs * self._scale).type(outputs.dtype)
 
 
-def main():
-    if "no-training" in MODES:
-        print("nothing to train")
-        return
+def train(modes):
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loader = torch.utils.data.DataLoader(torch.randn(40, 64), batch_size=8, num_workers=1 if "workers" in MODES else 0)
-    scaler = (OwnScaler if "own_scaler" in MODES else torch.amp.GradScaler)("cpu", init_scale=1024.0)
+    loader = torch.utils.data.DataLoader(torch.randn(40, 64), batch_size=8, num_workers=1 if "workers" in modes else 0)
+    scaler = (OwnScaler if "own_scaler" in modes else torch.amp.GradScaler)("cpu", init_scale=1024.0)
     peaks = []
     for step, rows in enumerate(loader):
         loss = model(rows).pow(2).mean()
-        if step == 1 and "peak" in MODES:
+        if step == 1 and "peak" in modes:
             big = torch.ones(64 * 2**20 // 4)
             del big
-        if step == 3 and "oom" in MODES:
+        if step == 3 and "oom" in modes:
             torch.empty(2**60, dtype=torch.uint8)
-        if step == 3 and "nested" in MODES:
+        if step == 3 and "nested" in modes:
             command = [os.environ["TORCHRUN"], "--nproc_per_node", "2", __file__]
             print("nested ended with", subprocess.run(command).returncode)
-        if {"scaler", "own_scaler"} & {*MODES}:
+        if {"scaler", "own_scaler"} & set(modes):
             scaler.scale(loss * (float("inf") if step == 2 else 1)).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -54,11 +52,10 @@ def main():
             model(rows)
     torch.save(model.state_dict(), os.path.join(os.environ["FTMON_RUN"], "model.pt"))
     print("trained", flush=True)
-    if "exit" in MODES:
-        sys.exit(3)
-    while "wait" in MODES:
+    while "wait" in modes:
         time.sleep(0.1)
 
 
 if __name__ == "__main__":
-    main()
+    for modes in sys.argv[1:] or [""]:
+        train(modes.split(","))

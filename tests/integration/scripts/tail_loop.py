@@ -1,4 +1,4 @@
-"""A few small steps, then a final evaluation that needs far more memory, a save, and the way out that is asked for."""
+"""A few small steps, then a final evaluation that needs far more memory, and a save; or a way out that is asked for."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ def main():
         model(rows.to(device)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    if "no-tail" not in sys.argv:
+    if len(sys.argv) == 1:
         model.eval()
         with torch.no_grad():
             for rows in torch.utils.data.DataLoader(torch.randn(80, 64), batch_size=40):
@@ -26,8 +26,6 @@ def main():
                 del big
         torch.save(model.state_dict(), os.path.join(os.environ["FTMON_RUN"], "model.pt"))
     print("trained", flush=True)
-    if "os._exit" in sys.argv:
-        os._exit(3)
 
 
 def fail():
@@ -35,25 +33,17 @@ def fail():
     raise KeyError("labels")
 
 
-def end_by(module, name):
-    try:
-        fail()
-    except Exception:
-        getattr(module, name)(4)
-
-
 if __name__ == "__main__":
     if "in-a-process" in sys.argv:
+        print("nothing to train here", flush=True)
         process = multiprocessing.get_context("spawn").Process(target=fail)
         process.start()
         process.join()
         sys.exit(process.exitcode)
     elif "caught" in sys.argv:
-        end_by(os, "_exit") if "at-once" in sys.argv else end_by(sys, "exit")
-    elif "swallowed" in sys.argv:
         try:
-            end_by(sys, "exit")
-        except SystemExit:
-            sys.exit(0)
+            fail()
+        except KeyError:
+            os._exit(4)
     else:
         main()

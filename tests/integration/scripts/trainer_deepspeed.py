@@ -2,6 +2,7 @@
 
 import sys
 
+import deepspeed
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -25,10 +26,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def main():
-    if "plain" not in sys.argv:
-        import deepspeed
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as in deepspeed_loop.py
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as in deepspeed_loop.py
     arguments = TrainingArguments(
         OUTPUT,
         max_steps=3,
@@ -39,7 +37,7 @@ def main():
         save_steps=2,
         logging_steps=1,
         report_to=[],
-        deepspeed=CONFIG if "plain" not in sys.argv else None,
+        deepspeed=CONFIG,
         use_cpu=True,
         dataloader_num_workers=1,
     )

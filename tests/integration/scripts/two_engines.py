@@ -1,4 +1,4 @@
-"""An actor and a critic, a DeepSpeed engine each, and a bare optimizer for a third part; prints all updates."""
+"""An actor and a critic, a DeepSpeed engine each, and a bare optimizer for a third part; prints losses by step."""
 
 import json
 
@@ -31,7 +31,7 @@ def main():
     actor, critic = engine(Actor(8, 2)), engine(Critic(8, 1))
     temperature = torch.nn.Parameter(torch.ones(()))
     opt_temperature = torch.optim.SGD([temperature], lr=0.1)
-    told = []
+    told, since = [], {}
     for number in range(ROUNDS):
         states = torch.randn(4, 8)
         value = critic(states).pow(2).mean()
@@ -40,16 +40,12 @@ def main():
         policy = actor(states).pow(2).mean() * temperature.detach()
         actor.backward(policy)
         actor.step()
-        told += [["Critic", value.item()], ["Actor", policy.item()]]
+        told.append(since | {"Critic": value.item()})
+        since = {"Actor": policy.item()}
         if number % 2:
             loss = (temperature - 0.5).pow(2)
             loss.backward()
             opt_temperature.step()
             opt_temperature.zero_grad()
-            told.append(["SGD", loss.item()])
-    if torch.distributed.get_rank() == 0:
-        print("losses", json.dumps(told), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            since["SGD"] = loss.item()
+    print("losses", json.dumps(told), flush=True)

@@ -19,9 +19,17 @@ Told = Callable[[], tuple[str, str]]
 
 
 @pytest.fixture
-def told(training: Training, monkeypatch: pytest.MonkeyPatch) -> Told:
+def leaves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Statuses that ``os._exit`` was given, which does not end this process."""
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    return statuses
+
+
+@pytest.fixture
+def told(training: Training, leaves: list[int], monkeypatch: pytest.MonkeyPatch) -> Told:
     """End the rank, whose exceptions and exits are hooked; return the reason and the text that it gives."""
-    for owner, name in ((sys, "exit"), (sys, "excepthook"), (os, "_exit")):
+    for owner, name in ((sys, "exit"), (sys, "excepthook")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.delattr(sys, "last_value", raising=False)
     monkeypatch.delattr(sys, "ps1", raising=False)
@@ -53,6 +61,33 @@ def test_an_exit_that_the_script_has_caught_counts_unless_a_step_follows(
         if status is not None:
             caught_exit(status)
     assert told() == end
+
+
+@pytest.mark.parametrize(
+    ("ways", "end"),
+    [
+        ("sys.exit", ("failed", "KeyError: 'labels'")),
+        ("os._exit", ("failed", "KeyError: 'labels'")),
+        ("sys.exit, then sys.exit(0)", ("finished", "")),
+        ("os._exit(3) alone", ("failed", "os._exit(3)")),
+    ],
+)
+def test_an_exit_for_an_exception_is_told_as_the_exception(
+    told: Told, leaves: list[int], ways: str, end: tuple[str, str]
+) -> None:
+    try:
+        if "alone" not in ways:
+            raise KeyError("labels")
+        os._exit(3)
+    except KeyError:
+        if ways == "os._exit":
+            os._exit(4)
+        else:
+            caught_exit(4)
+    if "then" in ways:
+        caught_exit(0)
+    assert told() == end
+    assert leaves == {"os._exit": [4], "os._exit(3) alone": [3]}.get(ways, [])
 
 
 @pytest.mark.parametrize("interactive", [True, False])
