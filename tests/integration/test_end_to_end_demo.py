@@ -1,4 +1,4 @@
-"""One finished demo, started by the real executable without a terminal, and everything that can be asked of it."""
+"""One finished demo, with a spike of memory, started by the real executable without a terminal, and what it answers."""
 
 import json
 import sqlite3
@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir
 from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
 
-STEPS = 4
+STEPS = 10
+SPIKE = 8
+"""The step of a fault in it: late enough for a history to compare with."""
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +24,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ftmon]:
 
 @pytest.fixture(scope="module")
 def demo(home: Ftmon) -> "subprocess.CompletedProcess[str]":
-    return home.run("demo", "--steps", str(STEPS))
+    return home.run("demo", "--steps", str(STEPS), "--fault", f"spike:step={SPIKE}")
 
 
 def output_of(done: "subprocess.CompletedProcess[str]") -> str:
@@ -39,6 +42,14 @@ def test_without_a_terminal_it_prints_progress_and_ends_with_0(demo: "subprocess
     (last,) = lines_with(demo.stdout, [f"step {STEPS}/{STEPS} "])
     assert all(word in last for word in ("loss ", " tok/s", " s/step", "peak ", "iB"))
     assert "\x1b" not in demo.stdout
+
+
+def test_a_spike_in_the_optimizer_step_is_flagged_and_training_goes_on(
+    demo: "subprocess.CompletedProcess[str]", run: RunDir
+) -> None:
+    (spike,) = (alert for alert in Reader(run.recording).alerts() if alert.kind == "spike")
+    assert "rank 1" in spike.title, demo.stdout
+    assert "spike: " in demo.stdout
 
 
 def test_nothing_of_a_finished_run_is_left(run: RunDir) -> None:

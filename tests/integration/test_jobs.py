@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import start_ranks
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.telemetry import Closing, Step
@@ -26,7 +27,13 @@ def home(tmp_path: Path) -> Iterator[Ftmon]:
 
 
 def test_each_job_of_a_driver_script_has_its_own_steps_peaks_loss_and_end(home: Ftmon) -> None:
-    words = [str(SCRIPTS / "sweep.sh"), sys.executable, str(free_port()), str(SCRIPTS / "short_loop.py")]
+    words = [
+        str(SCRIPTS / "sweep.sh"),
+        sys.executable,
+        str(free_port()),
+        str(SCRIPTS / "short_loop.py"),
+        start_ranks.__file__,
+    ]
     done = home.run("run", "--plain", "--", "bash", *words, seconds=1000)
     assert done.returncode == 0, done.stdout + done.stderr
     run = home.newest()

@@ -29,7 +29,7 @@ def slow(recording: Path) -> list[Alert]:
         return []
 
 
-@pytest.mark.parametrize(("library", "where"), [("ddp", "forward"), ("ddp", "data"), ("fsdp", "idle")])
+@pytest.mark.parametrize(("library", "where"), [("ddp", "data"), ("fsdp", "idle")])
 def test_the_rank_that_loses_time_is_named_with_where_and_the_one_that_waits_is_not(
     home: Ftmon, library: str, where: str
 ) -> None:

@@ -1,17 +1,17 @@
 """Optimizers that call a closure, in loops of their own making; it knows nothing of ftmon.
 
-The first argument says which: ``lbfgs`` (several evaluations a step), ``sam`` (work of its own before and after the
-closure), ``accumulate`` (the last of three micro-batches runs inside ``AdamW.step``). Prints its own times and losses
-as one line of JSON a step.
+The arguments say which, one after the other: ``lbfgs`` (several evaluations a step), ``sam`` (work of its own before
+and after the closure), ``accumulate`` (the last of three micro-batches runs inside ``AdamW.step``). Prints its own
+times and losses as one line of JSON a step.
 """
 
+import gc
 import json
 import sys
 import time
 
 import torch
 
-MODE = sys.argv[1]
 STEPS = 6
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -42,52 +42,53 @@ class Sam(torch.optim.Optimizer):
         spent["optimizer"] += time.perf_counter() - before
 
 
-model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 512))
-data = torch.randn(STEPS * 3 * 64, 2, 512)
-loader = torch.utils.data.DataLoader(data, batch_size=64)
-optimizer = {
-    "lbfgs": lambda: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4),
-    "sam": lambda: Sam(model.parameters()),
-    "accumulate": lambda: torch.optim.AdamW(model.parameters(), lr=1e-3),
-}[MODE]()
-spent, losses, evaluations = {}, [], 0
+def train(mode):
+    global spent, losses, evaluations
+    model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 512))
+    batches = iter(torch.utils.data.DataLoader(torch.randn(STEPS * 3 * 64, 2, 512), batch_size=64))
+    optimizer = {
+        "lbfgs": lambda: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4),
+        "sam": lambda: Sam(model.parameters()),
+        "accumulate": lambda: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    }[mode]()
 
+    def micro_step(rows, scale=1.0):
+        global evaluations
+        evaluations += 1
+        before = time.perf_counter()
+        loss = (model(rows[:, 0]) - rows[:, 1]).pow(2).mean()
+        time.sleep(0.004)
+        scaled = loss / scale if scale != 1 else loss
+        middle = time.perf_counter()
+        scaled.backward()
+        spent["forward"] += middle - before
+        spent["backward"] += time.perf_counter() - middle
+        losses.append(loss.item())
+        return loss
 
-def micro_step(rows, scale=1.0):
-    global evaluations
-    evaluations += 1
-    before = time.perf_counter()
-    loss = (model(rows[:, 0]) - rows[:, 1]).pow(2).mean()
-    time.sleep(0.004)
-    scaled = loss / scale if scale != 1 else loss
-    middle = time.perf_counter()
-    scaled.backward()
-    spent["forward"] += middle - before
-    spent["backward"] += time.perf_counter() - middle
-    losses.append(loss.item())
-    return loss
-
-
-batches = iter(loader)
-for _step in range(STEPS):
-    spent, losses, evaluations = dict.fromkeys(("forward", "backward", "optimizer"), 0.0), [], 0
-    begun = time.perf_counter()
-    if MODE == "accumulate":
-        for _ in range(2):
-            micro_step(next(batches), 3.0)
-        rows = next(batches)
-        optimizer.step(lambda rows=rows: micro_step(rows, 3.0))
-        optimizer.zero_grad()
-    else:
-        rows = next(batches)
-        if MODE == "sam":
-            micro_step(rows)
-
-        def closure(rows=rows):
+    for _ in range(STEPS):
+        spent, losses, evaluations = dict.fromkeys(("forward", "backward", "optimizer"), 0.0), [], 0
+        if mode == "accumulate":
+            for _ in range(2):
+                micro_step(next(batches), 3.0)
+            rows = next(batches)
+            optimizer.step(lambda rows=rows: micro_step(rows, 3.0))
             optimizer.zero_grad()
-            return micro_step(rows)
+        else:
+            rows = next(batches)
+            if mode == "sam":
+                micro_step(rows)
 
-        optimizer.step(closure)
-        if MODE == "sam":
-            optimizer.zero_grad()
-    print(json.dumps({"losses": losses, "evaluations": evaluations, "s": time.perf_counter() - begun} | spent))
+            def closure(rows=rows):
+                optimizer.zero_grad()
+                return micro_step(rows)
+
+            optimizer.step(closure)
+            if mode == "sam":
+                optimizer.zero_grad()
+        print(json.dumps({"mode": mode, "losses": losses, "evaluations": evaluations} | spent))
+
+
+for mode in sys.argv[1:]:
+    train(mode)
+    gc.collect()  # its optimizer

@@ -1,13 +1,13 @@
 """A policy that trains beside models that do not, as in DPO; it knows nothing of ftmon.
 
-The first argument is what the policy runs in (``ddp`` or ``engine``). Every step does something else with the frozen
+First it runs in DDP, then another one in an engine. Every step does something else with the frozen
 models; after the third one there is an evaluation, which goes back to training through the wrapped module alone, as
 Lightning does. Prints its own times as one line of JSON a step.
 """
 
 import copy
+import gc
 import json
-import sys
 import time
 
 import deepspeed
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute; for inference only
-POLICY = sys.argv[1]
 torch.manual_seed(0)
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -40,23 +39,6 @@ def engine_of(model, **extra):
     return engine
 
 
-raw = Net()
-frozen = copy.deepcopy(raw)
-if POLICY == "ddp":
-    policy = DistributedDataParallel(raw)
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
-else:
-    policy = engine_of(raw, optimizer={"type": "SGD", "params": {"lr": 1e-2}})
-references = {
-    "parallel": DistributedDataParallel(copy.deepcopy(frozen)).eval(),
-    "engine": engine_of(copy.deepcopy(frozen), zero_optimization={"stage": 0}),
-    "plain": frozen.eval(),
-}
-loader = torch.utils.data.DataLoader(torch.randn(32, 16), batch_size=4)
-held_out = torch.utils.data.DataLoader(torch.randn(12, 16), batch_size=4)
-spent = {"forward": 0.0, "eval": 0.0}
-
-
 def forward(model, rows, phase="forward"):
     before = time.perf_counter()
     found = model(rows)
@@ -64,39 +46,56 @@ def forward(model, rows, phase="forward"):
     return found
 
 
-def evaluate():
-    policy.eval()
-    for rows in held_out:
-        with torch.no_grad():
-            forward(references["parallel"], rows, "eval")
-            forward(policy, rows, "eval")
-    policy.module.train()
-
-
-for step, rows in enumerate(loader, 1):
-    kind = ("parallel", "engine", "plain", "parallel", "engine", "self", "self_eval", "before")[step - 1]
-    with torch.no_grad():
-        if kind == "self":  # a LoRA policy without its adapters
-            forward(policy, rows)
-        if kind == "self_eval":
-            policy.eval()
-            forward(policy, rows)
-            policy.train()
-        if kind == "before":
-            forward(references["parallel"], rows)
-    found = forward(policy, rows)
-    with torch.no_grad():
-        wanted = forward(references[kind], rows) if kind in references else rows
-    loss = (found - wanted).pow(2).mean()
-    if POLICY == "ddp":
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def train(in_ddp):
+    global spent
+    raw = Net()
+    frozen = copy.deepcopy(raw)
+    if in_ddp:
+        policy = DistributedDataParallel(raw)
+        optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
     else:
-        policy.backward(loss)
-        policy.step()
-    print(json.dumps({"kind": kind, "loss": loss.item(), **spent}), flush=True)
-    spent = dict.fromkeys(spent, 0.0)
-    if step == 3:
-        evaluate()
+        policy = engine_of(raw, optimizer={"type": "SGD", "params": {"lr": 1e-2}})
+    references = {
+        "parallel": DistributedDataParallel(copy.deepcopy(frozen)).eval(),
+        "engine": engine_of(copy.deepcopy(frozen), zero_optimization={"stage": 0}),
+        "plain": frozen.eval(),
+    }
+    held_out = torch.utils.data.DataLoader(torch.randn(12, 16), batch_size=4)
+    for step, rows in enumerate(torch.utils.data.DataLoader(torch.randn(32, 16), batch_size=4), 1):
+        kind = ("parallel", "engine", "plain", "parallel", "engine", "self", "self_eval", "before")[step - 1]
+        with torch.no_grad():
+            if kind == "self":  # a LoRA policy without its adapters
+                forward(policy, rows)
+            if kind == "self_eval":
+                policy.eval()
+                forward(policy, rows)
+                policy.train()
+            if kind == "before":
+                forward(references["parallel"], rows)
+        found = forward(policy, rows)
+        with torch.no_grad():
+            wanted = forward(references[kind], rows) if kind in references else rows
+        loss = (found - wanted).pow(2).mean()
+        if in_ddp:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            policy.backward(loss)
+            policy.step()
+        print(json.dumps({"kind": kind, "loss": loss.item(), **spent}), flush=True)
+        spent = dict.fromkeys(spent, 0.0)
+        if step == 3:
+            policy.eval()
+            for rows in held_out:
+                with torch.no_grad():
+                    forward(references["parallel"], rows, "eval")
+                    forward(policy, rows, "eval")
+            policy.module.train()
+
+
+spent = {"forward": 0.0, "eval": 0.0}
+for in_ddp in (True, False):
+    train(in_ddp)
+    gc.collect()
 dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """How a fault is asked for, and how much a slow rank is slowed."""
 
+import select
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -48,3 +49,14 @@ def test_a_slow_rank_s_steps_do_not_grow_with_their_number_or_the_micro_steps() 
         durations.append(time.perf_counter() - began)
     usual, slow = sorted(durations[2:7])[2], sorted(durations[-5:])[2]
     assert 2 * usual < slow < 4 * usual
+
+
+def test_a_rank_that_hangs_waits_once_from_its_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    world: Any = SimpleNamespace(rank=1, size=2, on_gpu=False)
+    faults = FaultMaker(Fault("hang", 1, 3), world, engine=None)
+    waited: list[int] = []
+    monkeypatch.setattr(select, "select", lambda *_: waited.append(step))
+    for step in range(1, 6):
+        faults.begin(step)
+        faults.in_data()
+    assert waited == [3]
