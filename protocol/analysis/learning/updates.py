@@ -136,7 +136,7 @@ def _still(finding: Finding) -> Words:
         f"no sampled weight has changed for {facts.steps} steps, at a learning rate of {number(facts.lr)}",
         f"Since step {facts.since_step}; gradient norm {number(facts.grad_norm)}.{share}",
         "Check that the optimizer has the parameters of this model, that they require gradients and take part in the "
-        "loss, and that no gradient scaler skips each update.",
+        "loss, and that no gradient scaler skips each update; weights kept in bf16 round small updates away.",
         "Weights change again.",
     )
 
