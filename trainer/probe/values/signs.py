@@ -100,8 +100,8 @@ class WeightSampler:
 def _spread(owner: Any, updater: Any) -> list[Any]:
     """Return the first, a middle and the last matrix that is trained and updated; else other parameters.
 
-    ``owner`` is a model or an optimizer. What ``updater`` does not have may stand still on purpose; embeddings change in
-    the rows that a step uses.
+    ``owner`` is a model or an optimizer. What ``updater`` does not have may stand still on purpose; embeddings change
+    in the rows that a step uses.
     """
     model = None if hasattr(owner, "param_groups") else owner
     parameters = parameters_of(owner) if model is None else model.parameters()

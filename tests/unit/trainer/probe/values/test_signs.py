@@ -1,5 +1,7 @@
 """Signs of silent faults: what is sampled of weights, and which batches and modes are no fault."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from ftmon.trainer.probe.phases.tracker import Notes
@@ -38,14 +40,10 @@ def test_only_positions_that_go_back_begin_another_document(positions, mixed):
     assert (found is not None) == mixed
 
 
-class Model(nn.Linear):
-    class config:
-        eos_token_id = 2
-
-
 @pytest.mark.parametrize(("generates", "ends"), [(None, 2), (True, 2), (False, 0)])
 def test_ends_are_counted_for_models_that_generate(generates, ends):
-    model = Model(2, 2)
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(eos_token_id=2)
     if generates is not None:
         model.can_generate = lambda: generates
     ids = torch.tensor([[5, 6, 2], [5, 2, 7]])
