@@ -28,9 +28,10 @@ def states(detector: Inputs, steps: list[Step]) -> list[tuple[int, str, str]]:
         ([HALF, *[EMPTY] * 6], [(5, "no_labels", "raised")]),
         ([HALF] * 30, [(20, "no_labels", "raised")]),
         ([{}] * 5 + [{"labelled": 2, "unlabelled": 2}, {}, {}] * 20, []),
+        ([{}] * 100 + [EMPTY] * 3 + [{}] * 100, []),
         ([{}] * 2000, []),
     ],
-    ids=["from the start", "in a row", "half of them", "one in six is too long", "fine"],
+    ids=["from the start", "in a row", "half of them", "one in six is too long", "three long ones", "fine"],
 )
 def test_rows_without_labels_are_raised_when_they_are_no_exception(
     signs: list[dict[str, int]], expected: list[tuple[int, str, str]]
