@@ -6,7 +6,7 @@ import pytest
 import torch
 from ftmon.trainer.probe.phases.tracker import Notes
 from ftmon.trainer.probe.rank.model import Trained
-from ftmon.trainer.probe.values.batch import Seen
+from ftmon.trainer.probe.values.batch import Seen, note, on_host
 from ftmon.trainer.probe.values.signs import Attended, SignReader, WeightSampler
 from torch import nn
 
@@ -99,3 +99,24 @@ def test_the_mode_is_that_of_the_model_inside_a_wrapper():
     wrapper.module.eval()
     assert wrapper.training
     assert WeightSampler(trained_on(wrapper)).in_evaluation()
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.eye(4).to_sparse(),
+        torch.ones(2, 3, dtype=torch.cfloat).conj(),
+        torch.ones(2, 3, dtype=torch.cfloat).conj().imag,
+        torch.ones(2, 3, device="meta"),
+        torch.zeros(0, 3),
+        torch.ones(1, 1, dtype=torch.bool).expand(2, 3),
+    ],
+    ids=["sparse", "conjugate", "negative", "meta", "empty", "expanded"],
+)
+def test_a_batch_that_cannot_be_read_loses_no_step(ids):
+    for found, is_forward in (({"input_ids": ids}, False), (((ids,), {}), True), (ids, False)):
+        notes = Notes()
+        note(notes, found, is_forward, fetched=on_host(found) if not is_forward else None)
+        reader = SignReader(Trained())
+        assert isinstance(reader.batch_id(notes.seen), int)
+        assert reader.read(1, notes) is None
