@@ -98,9 +98,9 @@ _MIXED = {
 def _labels(finding: Finding) -> Words:
     facts: LabelFacts = finding.facts
     return Words(
-        f"no label tokens in {facts.unlabelled} of {facts.of} micro-batches",
-        f"Since step {facts.since_step}{_on(finding)} every label of them is ignored (-100): nothing is learned from "
-        "them, whatever loss is logged.",
+        f"no label tokens in {facts.unlabelled} of {facts.of} micro-batches{_on(finding)} since step "
+        f"{facts.since_step}",
+        "Every label of them is ignored (-100): nothing is learned from them, whatever loss is logged.",
         _LABELS,
         "Micro-batches have labels again.",
     )
@@ -121,8 +121,8 @@ def _mixed(finding: Finding) -> Words:
     facts: MixedFacts = finding.facts
     why, remedy = _MIXED.get(facts.by, _MIXED["mask"])
     return Words(
-        "documents packed into one row see each other",
-        f"Since step {facts.since_step}{_on(finding)}: {why}. Attention goes across documents, and the model learns "
+        f"documents packed into one row see each other since step {facts.since_step}",
+        f"What was seen{_on(finding)}: {why}. Attention goes across documents, and the model learns "
         "from text that has nothing to do with the answer.",
         remedy,
         "Another training has begun.",
