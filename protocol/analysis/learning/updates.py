@@ -148,8 +148,8 @@ def _pending(finding: Finding) -> Words:
     several = counted(facts.micro_batches, "micro-batch")
     if not facts.applied:
         return Words(
-            f"{several} at the end were never applied",
-            "Their gradients were computed after the last update.",
+            f"{several} at the end {'was' if facts.micro_batches == 1 else 'were'} never applied",
+            "Gradients were computed after the last update.",
             "Step the optimizer after the last micro-batch, or drop incomplete groups.",
             "Another training has begun.",
         )

@@ -80,6 +80,8 @@ def test_micro_batches_that_join_the_next_pass_and_those_that_are_never_applied(
     assert "2 micro-batches of one pass" in words_of(joined[0]).title
     (left,) = detector.goodbye(Goodbye(0, 2.0, 9, "finished", pending=3))
     assert words_of(left).title == "3 micro-batches at the end were never applied"
+    (one,) = detector.goodbye(Goodbye(0, 2.0, 9, "finished", pending=1))
+    assert words_of(one).title == "1 micro-batch at the end was never applied"
     assert detector.goodbye(Goodbye(0, 2.0, 9, "failed", pending=3)) == []
 
 
