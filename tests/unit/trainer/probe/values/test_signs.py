@@ -1,122 +1,83 @@
-"""Signs of silent faults: what is sampled of weights, and which batches and modes are no fault."""
+"""The signs of silent faults in tensors, as the publisher reads them."""
 
+import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from ftmon.protocol.messages.telemetry import Signs
 from ftmon.trainer.probe.phases.tracker import Notes
 from ftmon.trainer.probe.rank.model import Trained
-from ftmon.trainer.probe.values.batch import Seen, note, on_host
-from ftmon.trainer.probe.values.signs import Attended, SignReader, WeightSampler
-from torch import nn
+from ftmon.trainer.probe.values.batch import Seen
+from ftmon.trainer.probe.values.signs import SAMPLED, SignReader, WeightSampler, attended
+
+RESTARTS = torch.arange(8).repeat(2)[None]
+ONES = torch.ones(1, 16, dtype=torch.long)
+PADDED_LEFT = torch.tensor([[0] * 8 + [1] * 8])
 
 
-def signs_of(trained: Trained, **figures):
-    notes = Notes()
-    for name, value in figures.items():
-        setattr(notes, name, value)
-    return SignReader(trained).read(1, notes)
-
-
-def trained_on(model) -> Trained:
-    trained = Trained()
-    trained.found = lambda: model
-    return trained
+def read(reader: SignReader, **notes: Any) -> tuple[int, Signs]:
+    number, signs = reader.of_step(1, Notes(**notes))
+    return number, signs or Signs()
 
 
 @pytest.mark.parametrize(
-    ("positions", "mixed"),
+    ("implementation", "mask", "positions", "cached", "by"),
     [
-        ([0, 1, 2, 3, 4, 5], False),
-        ([0, 1, 2, 0, 1, 2], True),
-        ([0, 0, 1, 2, 0, 1], True),
-        ([0, 1, 2, 40, 41, 42], False),  # a window of a longer context
-        ([0, 1, 1, 1, 2, 3], False),  # an image at one position
+        ("sdpa", ONES, RESTARTS, False, "mask"),
+        ("eager", ONES.bool(), RESTARTS, False, "mask"),
+        ("sdpa", None, RESTARTS, True, "cache"),
+        ("sdpa", None, RESTARTS, False, ""),
+        ("sdpa", ONES, torch.arange(16)[None], False, ""),
+        ("sdpa", PADDED_LEFT, RESTARTS, False, ""),
+        ("sdpa", torch.ones(1, 1, 16, 16), RESTARTS, False, ""),
+        ("flash_attention_2", ONES, RESTARTS, False, ""),
+        ("flash_attention_2", None, RESTARTS.repeat(2, 1), False, "batch"),
+        (None, ONES, RESTARTS, False, ""),
     ],
 )
-def test_only_positions_that_go_back_begin_another_document(positions, mixed):
-    rows = torch.tensor([positions] * 2)
-    found = signs_of(Trained(), attended=[Attended("sdpa", torch.ones_like(rows), rows, False)])
-    assert (found is not None) == mixed
+def test_documents_see_each_other_where_the_model_ignores_their_beginnings(
+    implementation: str | None, mask: Any, positions: Any, cached: bool, by: str
+) -> None:
+    found = attended(SimpleNamespace(_attn_implementation=implementation), mask, positions, cached)
+    _, signs = read(SignReader(Trained()), attended=[] if found is None else [found])
+    assert (signs.mixed_by, signs.mixed) == (by, int(bool(by)))
 
 
-@pytest.mark.parametrize(("generates", "ends"), [(None, 2), (True, 2), (False, 0)])
-def test_ends_are_counted_for_models_that_generate(generates, ends):
-    model = nn.Linear(2, 2)
-    model.config = SimpleNamespace(eos_token_id=2)
-    if generates is not None:
-        model.can_generate = lambda: generates
-    ids = torch.tensor([[5, 6, 2], [5, 2, 7]])
-    found = signs_of(trained_on(model), seen=[Seen(ids, None, torch.where(ids == 2, -100, ids))])
-    assert (found.ends if found is not None else 0) == ends
+def test_a_batch_has_one_number_however_it_is_held_and_other_data_another() -> None:
+    reader = SignReader(Trained())
+    ids = torch.arange(64).reshape(4, 16)
+    numbers = [read(reader, seen=[Seen(each, None, None)])[0] for each in (ids, ids.t().contiguous().t(), ids + 1)]
+    assert numbers[0] == numbers[1] != numbers[2]
+    assert all(numbers)
+    assert read(reader, seen=[Seen(None, None, None)])[0] == 0
+    assert read(reader, seen=[Seen(ids.bfloat16(), None, None)])[0]
 
 
-def changes(model, optimizer, sampler, reader) -> str:
-    model(torch.ones(3, 8)).square().mean().backward()
-    optimizer.step()
-    model.zero_grad()
-    notes = Notes()
-    notes.weights = sampler.take(optimizer)
-    found = reader.read(1, notes)
-    return found.weights if found is not None else ""
+def test_tensors_that_nobody_foresaw_end_the_signs_and_nothing_else() -> None:
+    reader = SignReader(Trained())
+    assert reader.of_step(1, Notes(seen=[Seen(torch.ones(2, 3).to_sparse(), None, None)])) == (0, None)
+    assert reader.of_step(2, Notes(seen=[Seen(ONES, None, None)])) == (0, None)
 
 
-def test_weights_are_sampled_of_what_the_optimizer_updates():
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
-    trained = trained_on(model)
+def test_weights_are_sampled_at_three_places_and_a_change_or_a_value_that_is_not_finite_is_seen() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(5)))
+    trained = Trained()
+    trained.model = weakref.ref(model)
     sampler, reader = WeightSampler(trained), SignReader(trained)
-    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    assert [changes(model, first, sampler, reader) for _ in range(3)] == [""] * 3
-    second = torch.optim.SGD(model[3].parameters(), lr=0.1)  # another stage of the training
-    assert [changes(model, second, sampler, reader) for _ in range(3)] == [""] * 3
-    model[3].requires_grad_(False)
-    second.add_param_group({"params": list(model[1].parameters())})
-    assert [changes(model, second, sampler, reader) for _ in range(3)] == [""] * 3
-    lost = torch.optim.SGD([nn.Parameter(torch.ones(8, 8))], lr=0.1)  # of a model that was copied
-    assert [changes(model, lost, sampler, reader) for _ in range(3)] == ["", "same", "same"]
 
+    def after(place: int, value: float) -> str:
+        with torch.no_grad():
+            model[place].weight.view(-1)[SAMPLED - 1] += value
+        return read(reader, weights=sampler.take(None))[1].weights
 
-def test_embeddings_are_not_sampled():
-    model = nn.ModuleList([nn.Embedding(100, 8), nn.Embedding(100, 8)])
-    assert WeightSampler(trained_on(model)).take(torch.optim.SGD(model.parameters(), lr=0.1)) is None
-    model.append(nn.Linear(8, 2))
-    assert len(WeightSampler(trained_on(model)).take(torch.optim.SGD(model.parameters(), lr=0.1))) == 1
-
-
-def test_a_model_with_parts_in_training_mode_is_not_in_evaluation():
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), nn.Sequential(nn.Dropout(0.1)))
-    sampler = WeightSampler(trained_on(model))
+    assert [after(1, 0.0), after(1, 0.0), after(1, 0.1), after(4, 0.1), after(2, 0.1)] == ["", "same", "", "", ""]
+    assert after(3, 0.1) == "same", "not sampled"
+    assert after(4, float("nan")) == "nan"
     assert not sampler.in_evaluation()
     model.eval()
-    assert sampler.in_evaluation()
-    model[1].train()
-    assert not sampler.in_evaluation()
-
-
-def test_the_mode_is_that_of_the_model_inside_a_wrapper():
-    wrapper = type("DistributedDataParallel", (nn.Module,), {})()
-    wrapper.module = nn.Sequential(nn.Dropout(0.1))
-    wrapper.module.eval()
-    assert wrapper.training
-    assert WeightSampler(trained_on(wrapper)).in_evaluation()
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [
-        torch.eye(4).to_sparse(),
-        torch.ones(2, 3, dtype=torch.cfloat).conj(),
-        torch.ones(2, 3, dtype=torch.cfloat).conj().imag,
-        torch.ones(2, 3, device="meta"),
-        torch.zeros(0, 3),
-        torch.ones(1, 1, dtype=torch.bool).expand(2, 3),
-    ],
-    ids=["sparse", "conjugate", "negative", "meta", "empty", "expanded"],
-)
-def test_a_batch_that_cannot_be_read_loses_no_step(ids):
-    for found, is_forward in (({"input_ids": ids}, False), (((ids,), {}), True), (ids, False)):
-        notes = Notes()
-        note(notes, found, is_forward, fetched=on_host(found) if not is_forward else None)
-        reader = SignReader(Trained())
-        assert isinstance(reader.batch_id(notes.seen), int)
-        assert reader.read(1, notes) is None
+    assert not sampler.in_evaluation(), "no layer behaves differently"
+    model.append(torch.nn.Dropout(0.1).eval())
+    assert not sampler.in_evaluation(), "looked at once for each model"
+    assert WeightSampler(trained).in_evaluation()
