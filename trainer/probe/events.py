@@ -15,13 +15,13 @@ from .loop.training import Training
 from .phases.forwards import updates_parameters
 from .phases.tracker import DRIVEN
 from .rank.context import BatchShare, plain
-from .rank.model import describe_model, dtype_name, dtype_of, own_class, own_model
+from .rank.model import describe_model, dtype_name, dtype_of, learning_rate, own_class, own_model
 from .values.batch import OnHost
 from .values.edits import Edits
 from .values.model_flops import model_flops
 from .values.signs import EVERY, FIRST, attended
 
-__all__ = ["Events", "OnHost", "TorchEvents", "dtype_name"]
+__all__ = ["Events", "OnHost", "TorchEvents", "dtype_name", "learning_rate"]
 
 MOST_WAITS = 32
 """Waits timed on the device in one step; a step with more micro-steps is timed on the host alone."""

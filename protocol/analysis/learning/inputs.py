@@ -49,6 +49,8 @@ class _Rank:
     def __init__(self) -> None:
         self.empty: deque[bool] = deque(maxlen=WINDOW)
         """Whether the latest micro-batches had no label."""
+        self.had_labels = False
+        """Whether steps were sound before the first micro-batch without labels."""
         self.run = 0
         self.unlabelled = self.micro_batches = 0
         self.since = 0
@@ -63,7 +65,7 @@ class _Rank:
             self.since = step.step
         self.run = self.run + signs.unlabelled if signs.unlabelled == count else 0
         self.empty.extend([True] * signs.unlabelled + [False] * (count - signs.unlabelled))
-        from_the_start = self.unlabelled == self.micro_batches >= FROM_THE_START
+        from_the_start = not self.had_labels and self.unlabelled == self.micro_batches >= FROM_THE_START
         return from_the_start or self.run >= IN_A_ROW or sum(self.empty) * 2 >= WINDOW
 
 
@@ -96,9 +98,9 @@ _MIXED = {
 def _labels(finding: Finding) -> Words:
     facts: LabelFacts = finding.facts
     return Words(
-        f"no label tokens in {facts.unlabelled} of {facts.of} micro-batches",
-        f"Since step {facts.since_step}{_on(finding)} every label of them is ignored (-100): nothing is learned from "
-        "them, whatever loss is logged.",
+        f"no label tokens in {facts.unlabelled} of {facts.of} micro-batches{_on(finding)} since step "
+        f"{facts.since_step}",
+        "Every label of them is ignored (-100): nothing is learned from them, whatever loss is logged.",
         _LABELS,
         "Micro-batches have labels again.",
     )
@@ -119,8 +121,8 @@ def _mixed(finding: Finding) -> Words:
     facts: MixedFacts = finding.facts
     why, remedy = _MIXED.get(facts.by, _MIXED["mask"])
     return Words(
-        "documents packed into one row see each other",
-        f"Since step {facts.since_step}{_on(finding)}: {why}. Attention goes across documents, and the model learns "
+        f"documents packed into one row see each other since step {facts.since_step}",
+        f"What was seen{_on(finding)}: {why}. Attention goes across documents, and the model learns "
         "from text that has nothing to do with the answer.",
         remedy,
         "Another training has begun.",
@@ -182,9 +184,12 @@ class Inputs(Detector):
         return [*self._of_labels(step, signs), *self._of_ends(step, signs), *self._of_documents(step, signs)]
 
     def _of_labels(self, step: Step, signs: Signs) -> list[Finding]:
-        if not signs.unlabelled and not self._ranks:
-            return []  # most runs never get here
-        rank = self._ranks.setdefault(step.rank, _Rank())
+        rank = self._ranks.get(step.rank)
+        if rank is None:
+            rank = self._ranks[step.rank] = _Rank()
+        if not signs.unlabelled and not rank.unlabelled:
+            rank.had_labels = True
+            return []  # most runs never get further
         bad = rank.add(step, signs)
         if bad == (step.rank in self._unlabelled):
             return []

@@ -19,6 +19,8 @@ ZERO = 20
 """Steps in a row at a learning rate of 0."""
 EVALUATING = 5
 """Updates in a row of a model in evaluation mode."""
+EDITED = 8
+"""Places in a script whose lost changes are told."""
 
 
 class SkippedFacts(msgspec.Struct, frozen=True):
@@ -101,8 +103,8 @@ class _Rank:
 def _skipped(finding: Finding) -> Words:
     facts: SkippedFacts = finding.facts
     return Words(
-        f"gradients are not finite: {counted(facts.skipped, 'update')} in a row without effect",
-        f"Since step {facts.since_step} the gradient norm is {number(facts.grad_norm)} at a loss of "
+        f"gradients are not finite since step {facts.since_step}: {counted(facts.skipped, 'update')} without effect",
+        f"The gradient norm is {number(facts.grad_norm)} at a loss of "
         f"{number(facts.loss)} and a learning rate of {number(facts.lr)}; the weights do not change.",
         "Lower the learning rate and resume from a checkpoint before that step; look for a square root, a logarithm or "
         "a division near 0 in the loss.",
@@ -136,7 +138,7 @@ def _still(finding: Finding) -> Words:
         f"no sampled weight has changed for {facts.steps} steps, at a learning rate of {number(facts.lr)}",
         f"Since step {facts.since_step}; gradient norm {number(facts.grad_norm)}.{share}",
         "Check that the optimizer has the parameters of this model, that they require gradients and take part in the "
-        "loss, and that no gradient scaler skips each update.",
+        "loss, and that no gradient scaler skips each update; weights kept in bf16 round small updates away.",
         "Weights change again.",
     )
 
@@ -146,8 +148,8 @@ def _pending(finding: Finding) -> Words:
     several = counted(facts.micro_batches, "micro-batch")
     if not facts.applied:
         return Words(
-            f"{several} at the end were never applied",
-            "Their gradients were computed after the last update.",
+            f"{several} at the end {'was' if facts.micro_batches == 1 else 'were'} never applied",
+            "Gradients were computed after the last update.",
             "Step the optimizer after the last micro-batch, or drop incomplete groups.",
             "Another training has begun.",
         )
@@ -227,6 +229,7 @@ class Updates(Detector):
         self._sizes = 0, 0
         self._told: set[str] = set()
         """Findings that are told once."""
+        self._edited: set[str] = set()
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return the method for each type of message."""
@@ -271,7 +274,10 @@ class Updates(Detector):
     def edit(self, edit: LostEdit) -> list[Finding]:
         """Process a lost change of parameters."""
         facts = EditFacts(tuple(edit.parameters), edit.count, edit.where, edit.overwritten)
-        return self._once("lost_edit", facts, edit.rank, edit.step, "warning")
+        if len(self._edited) >= EDITED or edit.where in self._edited:
+            return []
+        self._edited.add(edit.where)
+        return [Finding("lost_edit", facts, "raised", "warning", (edit.rank,), edit.where, edit.step)]
 
     def goodbye(self, goodbye: Goodbye) -> list[Finding]:
         """Process the end of a rank."""

@@ -35,7 +35,8 @@ class WaitedFor(msgspec.Struct, frozen=True):
 
 def _words(finding: Finding) -> Words:
     facts: WaitedFor = finding.facts
-    does = "polls" if facts.polls else "has been"
+    has = "has" if len(facts.waited_for) == 1 else "have"
+    does = f"{has} polled" if facts.polls else f"{has} been"
     return Words(
         f"{ranks_in_words(facts.waiting)} wait{'s' if len(facts.waiting) == 1 else ''} for "
         f"{ranks_in_words(facts.waited_for)}: {facts.place}",

@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import active
 from ..active import mine, switched_on
-from ..events import TorchEvents, dtype_name
+from ..events import TorchEvents, dtype_name, learning_rate
 from ..guard import replace
 from .torch import around, before, scaling, scoped
 
@@ -143,8 +143,7 @@ def _is_boundary(engine: Any) -> bool:
 
 
 def _rate(engine: Any) -> Any:
-    rates = engine.get_lr()
-    return rates[0] if rates else None
+    return learning_rate(engine.get_lr() or ())
 
 
 def _figures(engine: Any) -> dict[str, Any]:

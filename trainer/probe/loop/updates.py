@@ -11,6 +11,7 @@ from ..guard import guarded
 from ..phases.tracker import Notes
 from ..phases.updaters import Updaters
 from ..rank.context import of_optimizer
+from ..rank.model import learning_rate
 from ..values.signs import WeightSampler
 from .state import Loop
 
@@ -55,8 +56,7 @@ class Updates:
         if self._trained.primary() is None:
             self._trained.primary = weakref.ref(optimizer)  # a strong reference would keep its states alive
             self._trained.tensor_parallel = of_optimizer(optimizer)
-        groups = optimizer.param_groups
-        self.updating(groups[0].get("lr") if groups else None, optimizer)
+        self.updating(learning_rate([group.get("lr") for group in optimizer.param_groups]), optimizer)
         return True
 
     @guarded

@@ -8,6 +8,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch
 from torch.nn.parameter import is_lazy
 
 from ..guard import frame_locals, nothing
@@ -91,6 +92,14 @@ def parameters_of(optimizer: Any) -> list[Any]:
     """List the parameters that an optimizer updates; none without an optimizer, or of an engine without groups."""
     groups = getattr(optimizer, "param_groups", None) or []
     return [parameter for group in groups for parameter in group["params"]]
+
+
+def learning_rate(rates: Sequence[Any]) -> Any:
+    """Return the first of the groups' rates that is not 0, else the first; a tensor is not read, and counts as one."""
+    rate = rates[0] if rates else None
+    if isinstance(rate, int | float) and not rate:  # a group that stands still, beside others
+        return next((other for other in rates if isinstance(other, torch.Tensor) or other), rate)
+    return rate
 
 
 def number_of_elements(parameter: Any) -> int:

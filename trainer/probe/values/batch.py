@@ -209,7 +209,13 @@ def _is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor) and not value.is_nested
+    """Return whether the probe can read a tensor's values: sparse ones, and other devices' and views, it leaves out."""
+    return (
+        isinstance(value, torch.Tensor)
+        and (value.is_cpu or value.is_cuda)
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_conj() or value.is_neg())
+    )
 
 
 def _are_ids(tensor: Any) -> bool:

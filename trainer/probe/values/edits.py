@@ -9,6 +9,8 @@ import time
 from types import FrameType
 from typing import Any
 
+import torch
+
 from ....protocol.messages.telemetry import LostEdit
 from ..rank.model import Trained
 
@@ -48,10 +50,16 @@ class Edits:
 
 
 def _sum(parameter: Any) -> Any:
-    """Return a number that changes with a parameter's values. It waits for the device, as gathering does anyway."""
+    """Return numbers that change with a parameter's values, without a copy of them.
+
+    It waits for the device, as gathering does anyway.
+    """
     values = parameter.detach()
-    return values.float().sum(), values.float().square().sum()
+    total = values.sum(dtype=torch.float32)
+    is_real = values.is_floating_point()
+    return total, torch.linalg.vector_norm(values, dtype=torch.float32) if is_real else total
 
 
 def _differs(before: Any, after: Any) -> bool:
-    return any(bool(one != other) for one, other in zip(before, after, strict=True))
+    pairs = zip(before, after, strict=True)
+    return not all(torch.equal(one, other) or bool(one.isnan() & other.isnan()) for one, other in pairs)

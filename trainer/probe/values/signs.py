@@ -60,19 +60,21 @@ class WeightSampler:
     def __init__(self, trained: Trained) -> None:
         self._trained = trained
         self._of: Callable[[], Any] = nothing
-        self._parameters: list[Any] = []
+        self._parameters: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+        """Sampled ones of the present owner, by what updates them."""
         self._looked_at: Callable[[], Any] = nothing
         self._has_modes = False
 
     def in_evaluation(self) -> bool:
         """Return whether the model is in evaluation mode, and has layers that behave differently there."""
-        model = self._trained.any_model()
+        model = own_model(self._trained.any_model())  # a script may switch the model inside a wrapper
         if model is None or model.training:
             return False
         if model is not self._looked_at():
             self._looked_at = weakref.ref(model)
             self._has_modes = any(map(_differs_in_evaluation, model.modules()))
-        return self._has_modes
+        # A part in training mode: the modes were chosen for each part, as for a backbone that is frozen.
+        return self._has_modes and not any(child.training for child in model.children())
 
     def take(self, updater: Any) -> tuple[Any, ...] | None:
         """Return weights after an update by ``updater``, on the host or on their way there; None: nothing to sample."""
@@ -80,19 +82,38 @@ class WeightSampler:
         owner = self._trained.primary() or updater if owner is None else owner
         if owner is not self._of():
             self._of = weakref.ref(owner) if owner is not None else nothing
-            self._parameters = [weakref.ref(each) for each in _spread(owner)]
-        values = tuple(_copy(parameter) for reference in self._parameters if (parameter := reference()) is not None)
+            self._parameters.clear()
+        by = owner if updater is None else updater
+        if by is None:
+            return None
+        references = self._parameters.get(by)
+        if references is None:
+            references = self._parameters[by] = [weakref.ref(each) for each in _spread(owner, updater)]
+        parameters = [parameter for reference in references if (parameter := reference()) is not None]
+        if not all(parameter.requires_grad for parameter in parameters):
+            del self._parameters[by]  # others are trained now
+            return None
+        values = tuple(map(_copy, parameters))
         return values if values and all(value is not None for value in values) else None
 
 
-def _spread(owner: Any) -> list[Any]:
-    """Return the first, a middle and the last trained matrix of a model or an optimizer; else other parameters."""
-    has_groups = hasattr(owner, "param_groups")
-    parameters = parameters_of(owner) if owner is None or has_groups else owner.parameters()
+def _spread(owner: Any, updater: Any) -> list[Any]:
+    """Return the first, a middle and the last matrix that is trained and updated; else other parameters.
+
+    ``owner`` is a model or an optimizer. What ``updater`` does not have may stand still on purpose; embeddings change
+    in the rows that a step uses.
+    """
+    model = None if hasattr(owner, "param_groups") else owner
+    parameters = parameters_of(owner) if model is None else model.parameters()
     trained = [each for each in parameters if each.requires_grad]
+    updated = [each for each in parameters_of(updater) if each.requires_grad]
+    own = set(map(id, updated))
+    trained = [each for each in trained if id(each) in own] or updated or trained
+    modules = () if model is None else model.modules()
+    rows = {id(each.weight) for each in modules if isinstance(each, torch.nn.Embedding)}
+    trained = [each for each in trained if id(each) not in rows]
     shapes = [getattr(each, "ds_shape", each.shape) for each in trained]
     matrices = [each for each, shape in zip(trained, shapes, strict=True) if len(shape) >= 2] or trained
-    # The first one is often an embedding, of which a step changes a few rows.
     places = sorted({min(1, len(matrices) - 1), len(matrices) // 2, len(matrices) - 1})
     return [matrices[place] for place in places[:SPREAD] if matrices]
 
@@ -167,7 +188,11 @@ class SignReader:
         model = own_model(self._trained.any_model())
         config = getattr(model, "config", None)
         figures: dict[str, Any] = {}
-        if (ends := _ends_of(config, model)) and all(_here(each.ids) and _here(each.labels) for each in seen):
+        if (
+            _generates(model)
+            and (ends := _ends_of(config, model))
+            and all(_here(each.ids) and _here(each.labels) for each in seen)
+        ):
             inputs = learned = 0
             for each in seen:
                 ids, labels = each.ids.numpy(), each.labels.numpy()
@@ -200,6 +225,12 @@ def _labels(seen: Sequence[Seen]) -> dict[str, int]:
     return {"labelled": len(labelled), "unlabelled": empty} if empty else {}
 
 
+def _generates(model: Any) -> bool:
+    """Return whether a model may learn where to end: masked language models and classifiers do not."""
+    can_generate = getattr(model, "can_generate", None)
+    return not callable(can_generate) or bool(can_generate())
+
+
 def _ends_of(config: Any, model: Any) -> list[int]:
     """Return the ids of a model's end-of-sequence tokens."""
     for holder in (config, getattr(config, "text_config", None), getattr(model, "generation_config", None)):
@@ -220,7 +251,7 @@ def _mixed(attended: Attended) -> str:
         (each.tensor() if isinstance(each, cuda.Fetched) else each) for each in (attended.mask, attended.positions)
     )
     positions = positions.numpy()
-    restarts = positions[:, 1:] != positions[:, :-1] + 1
+    restarts = positions[:, 1:] < positions[:, :-1]  # a skip, or an image at one position, is no other document
     if mask is not None:
         real = mask.numpy() != 0
         if real.shape != positions.shape:

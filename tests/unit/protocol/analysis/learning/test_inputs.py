@@ -28,9 +28,10 @@ def states(detector: Inputs, steps: list[Step]) -> list[tuple[int, str, str]]:
         ([HALF, *[EMPTY] * 6], [(5, "no_labels", "raised")]),
         ([HALF] * 30, [(20, "no_labels", "raised")]),
         ([{}] * 5 + [{"labelled": 2, "unlabelled": 2}, {}, {}] * 20, []),
+        ([{}] * 100 + [EMPTY] * 3 + [{}] * 100, []),
         ([{}] * 2000, []),
     ],
-    ids=["from the start", "in a row", "half of them", "one in six is too long", "fine"],
+    ids=["from the start", "in a row", "half of them", "one in six is too long", "three long ones", "fine"],
 )
 def test_rows_without_labels_are_raised_when_they_are_no_exception(
     signs: list[dict[str, int]], expected: list[tuple[int, str, str]]
@@ -45,7 +46,7 @@ def test_each_rank_without_labels_is_named_with_the_figures_of_its_end() -> None
         detector.step(step(number, 1, 2, **(EMPTY if number > 10 else {})))
     (found,) = detector.goodbye(Goodbye(1, 2.0, 40, "finished"))
     assert (found.state, found.ranks, found.step) == ("updated", (1,), 11)
-    assert words_of(found).title == "no label tokens in 60 of 60 micro-batches"
+    assert words_of(found).title == "no label tokens in 60 of 60 micro-batches on rank 1 since step 11"
     assert detector.goodbye(Goodbye(0, 2.0, 40, "finished")) == []
     (last,) = [found for number in range(41, 90) for found in detector.step(step(number, 1, 2))]
     assert last.state == "resolved"

@@ -7,6 +7,7 @@ import pytest
 from ftmon.protocol.analysis.kinds import words_of
 from ftmon.protocol.analysis.learning.updates import STILL, ZERO, Updates
 from ftmon.protocol.messages.telemetry import Goodbye, LostEdit, Signs, Step
+from msgspec.structs import replace
 from simulated_run import Sim
 
 INF = math.inf
@@ -29,7 +30,7 @@ def test_three_skipped_updates_in_a_row_are_told_where_there_is_no_scaler_and_co
     assert found(detector, steps) == [(23, "updates_skipped", "raised", 21)]
     (last,) = detector.goodbye(Goodbye(0, 2.0, 60, "finished"))
     words = words_of(last)
-    assert words.title == "gradients are not finite: 40 updates in a row without effect"
+    assert words.title == "gradients are not finite since step 21: 40 updates without effect"
     assert "scaler" not in f"{words.text} {words.remedy}"
     assert found(detector, [step(61)]) == [(61, "updates_skipped", "resolved", 21)]
 
@@ -79,6 +80,8 @@ def test_micro_batches_that_join_the_next_pass_and_those_that_are_never_applied(
     assert "2 micro-batches of one pass" in words_of(joined[0]).title
     (left,) = detector.goodbye(Goodbye(0, 2.0, 9, "finished", pending=3))
     assert words_of(left).title == "3 micro-batches at the end were never applied"
+    (one,) = detector.goodbye(Goodbye(0, 2.0, 9, "finished", pending=1))
+    assert words_of(one).title == "1 micro-batch at the end was never applied"
     assert detector.goodbye(Goodbye(0, 2.0, 9, "failed", pending=3)) == []
 
 
@@ -90,3 +93,5 @@ def test_a_change_inside_gathered_parameters_is_told_with_its_line(overwritten: 
     assert "0.weight at train.py:52 main" in words_of(told).text
     assert why in words_of(told).text
     assert detector.edit(edit) == []
+    (other,) = detector.edit(replace(edit, where="train.py:60 main"))
+    assert other.condition != told.condition

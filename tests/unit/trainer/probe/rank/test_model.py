@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from ftmon.trainer.probe.guard import frame_locals
-from ftmon.trainer.probe.rank.model import Optimized, Trained, describe_model, dtype_of
+from ftmon.trainer.probe.rank.model import Optimized, Trained, describe_model, dtype_of, learning_rate
 from ftmon.trainer.probe.values.batch import model_sizes
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -114,3 +114,9 @@ def test_what_a_script_has_made_with_exec_is_there_afterwards():
     exec("made = 3")
     frame_locals(sys._getframe())
     assert sys.version_info >= (3, 13) or eval("made") == 3
+
+
+def test_the_learning_rate_is_that_of_a_group_that_moves():
+    tensor = torch.tensor(0.1)
+    given = [], [0.1, 0.2], [0.0, 0.2], [0.0, None, tensor], [0.0, 0.0], [tensor, 0.2]
+    assert [learning_rate(rates) for rates in given] == [None, 0.1, 0.2, tensor, 0.0, tensor]

@@ -1,0 +1,123 @@
+"""Signs of silent faults: what is sampled of weights, and which batches and modes are no fault."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ftmon.trainer.probe.phases.tracker import Notes
+from ftmon.trainer.probe.rank.model import Trained
+from ftmon.trainer.probe.values.batch import Seen, note, on_host
+from ftmon.trainer.probe.values.signs import Attended, SignReader, WeightSampler
+from torch import nn
+
+
+def signs_of(trained: Trained, **figures):
+    notes = Notes()
+    for name, value in figures.items():
+        setattr(notes, name, value)
+    return SignReader(trained).of_step(1, notes)[1]
+
+
+def trained_on(model) -> Trained:
+    trained = Trained()
+    trained.found = lambda: model
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("positions", "mixed"),
+    [
+        ([0, 1, 2, 3, 4, 5], False),
+        ([0, 1, 2, 0, 1, 2], True),
+        ([0, 0, 1, 2, 0, 1], True),
+        ([0, 1, 2, 40, 41, 42], False),  # a window of a longer context
+        ([0, 1, 1, 1, 2, 3], False),  # an image at one position
+    ],
+)
+def test_only_positions_that_go_back_begin_another_document(positions, mixed):
+    rows = torch.tensor([positions] * 2)
+    found = signs_of(Trained(), attended=[Attended("sdpa", torch.ones_like(rows), rows, False)])
+    assert (found is not None) == mixed
+
+
+@pytest.mark.parametrize(("generates", "ends"), [(None, 2), (True, 2), (False, 0)])
+def test_ends_are_counted_for_models_that_generate(generates, ends):
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(eos_token_id=2)
+    if generates is not None:
+        model.can_generate = lambda: generates
+    ids = torch.tensor([[5, 6, 2], [5, 2, 7]])
+    found = signs_of(trained_on(model), seen=[Seen(ids, None, torch.where(ids == 2, -100, ids))])
+    assert (found.ends if found is not None else 0) == ends
+
+
+def changes(model, optimizer, sampler, reader) -> str:
+    model(torch.ones(3, 8)).square().mean().backward()
+    optimizer.step()
+    model.zero_grad()
+    notes = Notes()
+    notes.weights = sampler.take(optimizer)
+    found = reader.of_step(1, notes)[1]
+    return found.weights if found is not None else ""
+
+
+def test_weights_are_sampled_of_what_the_optimizer_updates():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    trained = trained_on(model)
+    sampler, reader = WeightSampler(trained), SignReader(trained)
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    assert [changes(model, first, sampler, reader) for _ in range(3)] == [""] * 3
+    second = torch.optim.SGD(model[3].parameters(), lr=0.1)  # another stage of the training
+    assert [changes(model, second, sampler, reader) for _ in range(3)] == [""] * 3
+    model[3].requires_grad_(False)
+    second.add_param_group({"params": list(model[1].parameters())})
+    assert [changes(model, second, sampler, reader) for _ in range(3)] == [""] * 3
+    lost = torch.optim.SGD([nn.Parameter(torch.ones(8, 8))], lr=0.1)  # of a model that was copied
+    assert [changes(model, lost, sampler, reader) for _ in range(3)] == ["", "same", "same"]
+
+
+def test_embeddings_are_not_sampled():
+    model = nn.ModuleList([nn.Embedding(100, 8), nn.Embedding(100, 8)])
+    assert WeightSampler(trained_on(model)).take(torch.optim.SGD(model.parameters(), lr=0.1)) is None
+    model.append(nn.Linear(8, 2))
+    assert len(WeightSampler(trained_on(model)).take(torch.optim.SGD(model.parameters(), lr=0.1))) == 1
+
+
+def test_a_model_with_parts_in_training_mode_is_not_in_evaluation():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), nn.Sequential(nn.Dropout(0.1)))
+    sampler = WeightSampler(trained_on(model))
+    assert not sampler.in_evaluation()
+    model.eval()
+    assert sampler.in_evaluation()
+    model[1].train()
+    assert not sampler.in_evaluation()
+
+
+def test_the_mode_is_that_of_the_model_inside_a_wrapper():
+    wrapper = type("DistributedDataParallel", (nn.Module,), {})()
+    wrapper.module = nn.Sequential(nn.Dropout(0.1))
+    wrapper.module.eval()
+    assert wrapper.training
+    assert WeightSampler(trained_on(wrapper)).in_evaluation()
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.eye(4).to_sparse(),
+        torch.ones(2, 3, dtype=torch.cfloat).conj(),
+        torch.ones(2, 3, dtype=torch.cfloat).conj().imag,
+        torch.ones(2, 3, device="meta"),
+        torch.zeros(0, 3),
+        torch.ones(1, 1, dtype=torch.bool).expand(2, 3),
+    ],
+    ids=["sparse", "conjugate", "negative", "meta", "empty", "expanded"],
+)
+def test_a_batch_that_cannot_be_read_ends_no_signs(ids):
+    for found, is_forward in (({"input_ids": ids}, False), (((ids,), {}), True), (ids, False)):
+        notes = Notes()
+        note(notes, found, is_forward, fetched=on_host(found) if not is_forward else None)
+        reader = SignReader(Trained())
+        reader.of_step(1, notes)
+        sound = Notes(seen=[Seen(torch.ones(1, 4, dtype=torch.long), None, None)])
+        assert reader.of_step(2, sound)[0], "signs are still read"
