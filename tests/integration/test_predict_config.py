@@ -20,7 +20,7 @@ from ftmon.tui.model.peaks import Answer as WhatIfAnswer
 
 SCRIPT = Path(__file__).parent / "scripts" / "predict_many.py"
 MIB = 1 << 20
-RANKS, LENGTH, VOCABULARY, WIDTH = 4, 16384, 32000, 4096
+RANKS, LENGTH, VOCABULARY, WIDTH = 2, 16384, 32000, 4096
 WORKSPACES = 2 * 32 * MIB
 BUCKETS = 4 * MIB
 H200 = 989.4e12
@@ -88,7 +88,7 @@ REFUSED = {
     ),
     "no data set without a network": (
         ["--data", "--json", "--", *ON_THE_HUB],
-        "data.name me/words: cannot reach 127.0.0.1",
+        "command line: data.name me/words: cannot reach 127.0.0.1",
     ),
     "not an object": (["--model", "MODEL", "--deepspeed", "DS"], "DS: zero_optimization: must be an object, not int"),
     "DeepSpeed's own words": (
