@@ -333,7 +333,7 @@ KINDS = (
             "above the usual, other phases": _above(spike.OTHER_PHASES),
             "and at least, on a GPU": _floor(spike.FLOORS),
             "and at least, on the CPU": _floor(spike.CPU_FLOORS),
-            "steps without one that resolve it": str(spike.CALM_STEPS),
+            "steps without a spike until it is resolved": str(spike.CALM_STEPS),
         },
         restore=from_evidence(SpikeFacts),
         counted=True,

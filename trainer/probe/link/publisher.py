@@ -145,8 +145,7 @@ def step_message(
 
     A step begins at the end of the previous one. The first step begins at the end of the ``init`` phase, and has its
     record with a negative ``start_us``. ``share`` is this rank's part of the batches; what the loop counts itself
-    (``notes.counts``) is the rank's own. ``signs``
-    examines its batches and weights.
+    (``notes.counts``) is the rank's own. ``signs`` examines its batches and weights.
     """
     times = _phase_records(raw, read)
     host_us, notes, last = times.host_us, raw.notes, times.last
@@ -164,6 +163,7 @@ def step_message(
     else:
         tokens = sum(cuda.read_count(count) for count in notes.tokens if count is not None)
         labels = sum(map(batch.count_labels, notes.labels)) if len(notes.labels) == notes.micro_steps else 0
+    batch_id, found = signs.of_step(raw.number, notes) if signs is not None else (0, None)
     return Step(
         rank=rank,
         step=raw.number,
@@ -190,8 +190,8 @@ def step_message(
         cpu_us=raw.cpu_ns // 1000,
         flops=_flops(notes, tokens, flops, share),
         fetch_us=notes.fetch_ns // 1000 if notes.fetches else None,
-        batch_id=signs.batch_id(notes.seen) if signs is not None else 0,
-        signs=signs.read(raw.number, notes) if signs is not None else None,
+        batch_id=batch_id,
+        signs=found,
     )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from ....protocol.messages.telemetry import Signs
 from ..device import cuda
-from ..guard import nothing
+from ..guard import log_error, nothing
 from ..phases.tracker import Notes
 from ..rank.model import Trained, own_model, parameters_of
 from .batch import IGNORED, Seen
@@ -37,7 +37,7 @@ class Attended(NamedTuple):
     implementation: str
     """Of the attention: ``sdpa``, ``eager``, ``flash_attention_2`` ..."""
     mask: Any
-    """The 2-D mask; None: none was passed. A count, and copies on their way from the device."""
+    """The 2-D mask, here or on its way from the device; None: none was passed."""
     positions: Any
     cached: bool
 
@@ -48,10 +48,10 @@ def attended(config: Any, mask: Any, positions: Any, cached: bool) -> Attended |
     wanted = isinstance(implementation, str) and positions is not None and positions.dim() == 2
     if not wanted or (mask is not None and mask.dim() != 2):
         return None
-    mask, positions = (
-        None if each is None else cuda.fetch(each) if each.is_cuda else each for each in (mask, positions)
-    )
-    return Attended(str(implementation), mask, positions, cached)
+    here = [None if each is None else cuda.fetch(each) if each.is_cuda else each for each in (mask, positions)]
+    if here[1] is None or (mask is not None and here[0] is None):
+        return None  # too many copies are under way
+    return Attended(str(implementation), here[0], here[1], cached)
 
 
 class WeightSampler:
@@ -112,10 +112,23 @@ class SignReader:
     def __init__(self, trained: Trained) -> None:
         self._trained = trained
         self._examined = 0
+        self._broken = False
         self._weights: dict[int, bytes] = {}
 
-    def batch_id(self, seen: Sequence[Seen]) -> int:
-        """Return the fingerprint of a step's micro-batches; 0: one of them is not on the host."""
+    def of_step(self, number: int, notes: Notes) -> tuple[int, Signs | None]:
+        """Return the fingerprint of a step's data, 0 if unknown, and its signs, None if there are none.
+
+        After an error, of tensors that nobody foresaw, there are none in any step.
+        """
+        if not self._broken:
+            try:
+                return self._batch_id(notes.seen), self._read(number, notes)
+            except Exception as error:
+                self._broken = True
+                log_error("the signs of silent faults", error)
+        return 0, None
+
+    def _batch_id(self, seen: Sequence[Seen]) -> int:
         found = 0
         for each in seen:
             ids = each.ids
@@ -125,8 +138,7 @@ class SignReader:
             found = zlib.crc32(content[:: 1 + len(content) // _MOST_BYTES].tobytes(), found)
         return found
 
-    def read(self, number: int, notes: Notes) -> Signs | None:
-        """Return the signs of one step; None: there is nothing to tell."""
+    def _read(self, number: int, notes: Notes) -> Signs | None:
         weights = self._of_weights(notes.weights)
         figures: dict[str, Any] = {"pending": notes.pending, "evaluating": notes.evaluating, "weights": weights}
         figures |= _labels(notes.seen)

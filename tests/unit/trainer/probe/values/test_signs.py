@@ -1,0 +1,83 @@
+"""The signs of silent faults in tensors, as the publisher reads them."""
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ftmon.protocol.messages.telemetry import Signs
+from ftmon.trainer.probe.phases.tracker import Notes
+from ftmon.trainer.probe.rank.model import Trained
+from ftmon.trainer.probe.values.batch import Seen
+from ftmon.trainer.probe.values.signs import SAMPLED, SignReader, WeightSampler, attended
+
+RESTARTS = torch.arange(8).repeat(2)[None]
+ONES = torch.ones(1, 16, dtype=torch.long)
+PADDED_LEFT = torch.tensor([[0] * 8 + [1] * 8])
+
+
+def read(reader: SignReader, **notes: Any) -> tuple[int, Signs]:
+    number, signs = reader.of_step(1, Notes(**notes))
+    return number, signs or Signs()
+
+
+@pytest.mark.parametrize(
+    ("implementation", "mask", "positions", "cached", "by"),
+    [
+        ("sdpa", ONES, RESTARTS, False, "mask"),
+        ("eager", ONES.bool(), RESTARTS, False, "mask"),
+        ("sdpa", None, RESTARTS, True, "cache"),
+        ("sdpa", None, RESTARTS, False, ""),
+        ("sdpa", ONES, torch.arange(16)[None], False, ""),
+        ("sdpa", PADDED_LEFT, RESTARTS, False, ""),
+        ("sdpa", torch.ones(1, 1, 16, 16), RESTARTS, False, ""),
+        ("flash_attention_2", ONES, RESTARTS, False, ""),
+        ("flash_attention_2", None, RESTARTS.repeat(2, 1), False, "batch"),
+        (None, ONES, RESTARTS, False, ""),
+    ],
+)
+def test_documents_see_each_other_where_the_model_ignores_their_beginnings(
+    implementation: str | None, mask: Any, positions: Any, cached: bool, by: str
+) -> None:
+    found = attended(SimpleNamespace(_attn_implementation=implementation), mask, positions, cached)
+    _, signs = read(SignReader(Trained()), attended=[] if found is None else [found])
+    assert (signs.mixed_by, signs.mixed) == (by, int(bool(by)))
+
+
+def test_a_batch_has_one_number_however_it_is_held_and_other_data_another() -> None:
+    reader = SignReader(Trained())
+    ids = torch.arange(64).reshape(4, 16)
+    numbers = [read(reader, seen=[Seen(each, None, None)])[0] for each in (ids, ids.t().contiguous().t(), ids + 1)]
+    assert numbers[0] == numbers[1] != numbers[2]
+    assert all(numbers)
+    assert read(reader, seen=[Seen(None, None, None)])[0] == 0
+    assert read(reader, seen=[Seen(ids.bfloat16(), None, None)])[0]
+
+
+def test_tensors_that_nobody_foresaw_end_the_signs_and_nothing_else() -> None:
+    reader = SignReader(Trained())
+    assert reader.of_step(1, Notes(seen=[Seen(torch.ones(2, 3).to_sparse(), None, None)])) == (0, None)
+    assert reader.of_step(2, Notes(seen=[Seen(ONES, None, None)])) == (0, None)
+
+
+def test_weights_are_sampled_at_three_places_and_a_change_or_a_value_that_is_not_finite_is_seen() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(5)))
+    trained = Trained()
+    trained.model = weakref.ref(model)
+    sampler, reader = WeightSampler(trained), SignReader(trained)
+
+    def after(place: int, value: float) -> str:
+        with torch.no_grad():
+            model[place].weight.view(-1)[SAMPLED - 1] += value
+        return read(reader, weights=sampler.take(None))[1].weights
+
+    assert [after(1, 0.0), after(1, 0.0), after(1, 0.1), after(4, 0.1), after(2, 0.1)] == ["", "same", "", "", ""]
+    assert after(3, 0.1) == "same", "not sampled"
+    assert after(4, float("nan")) == "nan"
+    assert not sampler.in_evaluation()
+    model.eval()
+    assert not sampler.in_evaluation(), "no layer behaves differently"
+    model.append(torch.nn.Dropout(0.1).eval())
+    assert not sampler.in_evaluation(), "looked at once for each model"
+    assert WeightSampler(trained).in_evaluation()
