@@ -1,5 +1,6 @@
 """``ftmon chat`` with a tiny model: over pipes as a script uses it, and on a real terminal."""
 
+import io
 import os
 import subprocess
 import sys
@@ -11,6 +12,9 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from eventually import eventually
+from ftmon.protocol.errors import UsageError
+from ftmon.trainer.recipe.chat import session
+from ftmon.trainer.recipe.chat.__main__ import _parser, main
 from ftmon.trainer.recipe.model import tokenizer as tokenizers
 from terminal import command, open_terminal, wait_for
 
@@ -43,58 +47,49 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def chat(*words: str, text: str = "") -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [*CHAT, *words], input=text, capture_output=True, text=True, timeout=300, check=False, env=os.environ
-    )
+@pytest.fixture(scope="module")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters of the model."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("adapters")
+    base: Any = AutoModelForCausalLM.from_pretrained(model)
+    get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
 
 
-def test_each_line_of_a_pipe_is_answered_by_one_line_of_its_own(model: Path) -> None:
-    words = (str(model), "--temperature", "0", "--max-tokens", "8", "--device", "cpu")
-    done = chat(*words, "--debug", text="a few\n\nwords\na few\n")
-    assert done.returncode == 0, done.stderr
-    first, blank, second, third = done.stdout.removesuffix("\n").split("\n")
+def test_each_line_of_a_pipe_is_answered_by_one_line_until_bytes_that_are_no_text_without_the_words_of_a_library(
+    adapters: Path,
+) -> None:
+    words = (str(adapters), "--temperature", "0", "--max-tokens", "8", "--device", "cpu", "--debug")
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}  # as in most locales
+    given = b"a few\n\nwords\na few\na few\xff\n"
+    done = subprocess.run([*CHAT, *words], input=given, capture_output=True, timeout=300, check=False, env=environment)
+    *debug, refusal = done.stderr.decode().splitlines()
+    assert (done.returncode, refusal) == (2, "ftmon: standard input, line 5: not UTF-8")
+    first, blank, second, third = done.stdout.decode().removesuffix("\n").split("\n")
     assert (first, blank) == (third, "")
     assert second != "" or first != ""
-    sent = [line for line in done.stderr.splitlines() if line.startswith("sent ")]
-    assert len(sent) == 3
-    assert "'<|user|>'" in sent[0]
-    assert sent[0].endswith("'<|assistant|>'")
-    received = [line for line in done.stderr.splitlines() if line.startswith("received ")]
-    assert received[0].startswith("received 8 tokens: ") or "'<|end|>'" in received[0]
+    assert [line.split()[0] for line in debug] == ["sent", "received"] * 3
+    assert "'<|user|>'" in debug[0]
+    assert debug[0].endswith("'<|assistant|>'")
+    assert debug[1].startswith("received 8 tokens: ") or "'<|end|>'" in debug[1]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["/nowhere/model"], "no such folder"),
-        (["no-such-run"], "no such run, folder or model"),
-        (["{empty}"], "holds neither a model (config.json) nor a complete checkpoint"),
-    ],
-)
-def test_what_is_no_model_is_refused_in_one_line(tmp_path: Path, words: list[str], said: str) -> None:
-    done = chat(*(word.replace("{empty}", str(tmp_path)) for word in words), text="a\n")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert said in line
-    assert done.stdout == ""
-
-
-def test_a_prompt_that_the_model_cannot_take_and_bytes_that_are_no_text_are_refused_in_one_line(model: Path) -> None:
-    done = chat(str(model), "--device", "cpu", text="words " * 5000)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
-    assert "and the model takes 4,096 at the most" in done.stderr
-    broken = subprocess.run(
-        [*CHAT, str(model)],
-        input=b"a few\xff\n",
-        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},  # as in most locales
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
-    assert (broken.returncode, broken.stdout) == (2, b""), broken.stderr
-    assert broken.stderr.decode().endswith("standard input, line 1: not UTF-8\n")
+def test_lines_are_answered_with_status_0_and_a_prompt_that_the_model_cannot_take_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = _parser().parse_args([str(model), "--max-tokens", "2"])
+    conversation = session.Session(session.load(session.find(str(model)), "cpu"), options)
+    monkeypatch.setattr("sys.stdin", io.StringIO("a few\n\n"))
+    assert conversation.answer_lines() == 0
+    assert capsys.readouterr().out.count("\n") == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO("words " * 5000))
+    with pytest.raises(UsageError, match=r"and the model takes 4,096 at the most$"):
+        conversation.answer_lines()
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -103,22 +98,16 @@ def test_a_prompt_that_the_model_cannot_take_and_bytes_that_are_no_text_are_refu
         (["--top-p", "0"], "--top-p must be above 0 and at most 1, not 0"),
         (["--seed", "9" * 23], f"--seed must be a whole number from 0 to 4,294,967,295, not {'9' * 23}"),
         (["--seed=-1"], "--seed must be a whole number from 0 to 4,294,967,295, not -1"),
+        ([], "/nowhere/model: no such folder; give a model's folder, a run, or a name on the Hugging Face hub"),
     ],
 )
-def test_an_option_out_of_range_is_refused_before_a_model_is_looked_for(words: list[str], said: str) -> None:
-    done = chat("/nowhere/model", *words, text="a\n")
-    assert (done.returncode, done.stderr) == (2, f"ftmon: {said}\n")
-
-
-def test_adapters_are_talked_to_without_the_words_of_a_library(model: Path, tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    base: Any = AutoModelForCausalLM.from_pretrained(model)
-    get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path)
-    done = chat(str(tmp_path), "--max-tokens", "2", "--device", "cpu", text="a few\n")
-    assert (done.returncode, done.stderr) == (0, "")
+def test_an_option_out_of_range_is_refused_before_a_model_is_looked_for(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.environ", os.environ.copy())  # it sets what the libraries read
+    monkeypatch.setattr("sys.argv", ["chat", "/nowhere/model", *words])
+    assert main() == 2
+    assert capsys.readouterr() == ("", f"ftmon: {said}\n")
 
 
 def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(model: Path, tmp_path: Path) -> None:
@@ -135,5 +124,5 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(model: Path, tmp_p
         terminal.press("/help", "Enter")
         wait_for(terminal, "/new begins a new conversation")
         terminal.press("\x04")
-        command(terminal, "printf", "%s-%s", "it", "ended")
-        wait_for(terminal, "it-ended")
+        terminal.press("echo status-$?", "Enter")
+        wait_for(terminal, "status-0")

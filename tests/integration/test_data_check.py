@@ -10,33 +10,35 @@ import pytest
 
 pytest.importorskip("datasets")
 
+from ftmon.trainer.recipe.data_check.__main__ import main
 from ftmon.trainer.recipe.start import DATA
 
 
-def check(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "ftmon.tui.cli", "data", "check", *words]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-
-
-def test_the_demos_data_are_clean_and_a_fault_is_named_with_its_line(tmp_path: Path) -> None:
+def test_the_demos_data_are_clean_and_a_fault_is_named_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "train.yaml"
     config.write_text(
         "model: {config: {model_type: qwen2}}\ntokenizer: {vocab_size: 1024}\n"
         f"data: {{path: {DATA}, packing: true}}\ntraining: {{sequence_length: 128}}\nrun: {{device: cuda}}\n"
     )
-    clean = check(tmp_path, "train.yaml", "--samples", "1")
-    assert (clean.returncode, clean.stderr) == (0, "")
-    assert "⟦Stockholm is the capital of Sweden.<|end|>⟧" in clean.stdout
-    assert "747 of 747 learned" in clean.stdout
+    assert main([str(config), "--samples", "1"]) == 0
+    clean, errors = capsys.readouterr()
+    assert errors == ""
+    assert "⟦Stockholm is the capital of Sweden.<|end|>⟧" in clean
+    assert "747 of 747 learned" in clean
     (tmp_path / "broken.jsonl").write_text(DATA.read_text() + '{"prompt": "Hi", "response": null}\n')
-    broken = check(tmp_path, "train.yaml", "--json", "data.path=broken.jsonl")
-    assert broken.returncode == 1
+    command = [sys.executable, "-m", "ftmon.tui.cli", "data", "check", "train.yaml", "--json", "data.path=broken.jsonl"]
+    broken = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (broken.returncode, broken.stderr) == (1, "")
     (finding,) = json.loads(broken.stdout)["findings"]
     assert (finding["kind"], finding["first"]) == ("refused", [["broken.jsonl:748", "response is null"]])
     assert finding["fix"] == "repair or remove them; none is trained on"
-    wrong = check(tmp_path, "train.yaml", "data.packnig=true")
-    assert wrong.returncode == 2
-    assert wrong.stderr == "command line: unknown key data.packnig; did you mean data.packing?\n"

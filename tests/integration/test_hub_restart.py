@@ -97,7 +97,7 @@ def test_what_hubs_that_are_killed_take_along_is_counted_to_the_message():
     assert "a hub ended before it had recorded them" in Reader(run.recording).info().missing
 
 
-def test_ranks_that_a_new_hub_does_not_know_are_asked_who_they_are():
+def test_ranks_that_a_new_hub_does_not_know_are_asked_who_they_are_and_two_hubs_of_one_run_cannot_live():
     with started(fake_ranks({}, {})) as run:
         with App(run) as app:
             app.wait_for(Step, lambda step: step.rank == 1)
@@ -111,6 +111,14 @@ def test_ranks_that_a_new_hub_does_not_know_are_asked_who_they_are():
             eventually(lambda: sorted(app.hellos()) == [0, 1], "the ranks' introduction")
             stats = app.wait_for(HubStats)
             assert stats.lost == {}
+            command = [sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)]
+            second = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+            assert second.returncode == 1
+            assert "another hub of this run is alive" in second.stderr
+            with pytest.raises(HubError):
+                run.lock_hub()
+            app.frames.clear()
+            app.wait_for(Step)
             assert app.command("kill", ranks=[1], signal="KILL").ok
 
 
@@ -134,23 +142,6 @@ def test_a_rank_that_died_while_no_hub_lived_is_found_gone():
         assert exit_of(run).state == "failed"
 
 
-def test_two_hubs_of_one_run_cannot_live():
-    with started(fake_ranks({})) as run, App(run) as app:
-        app.wait_for(Step)
-        second = subprocess.run(
-            [sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)],
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert second.returncode == 1
-        assert "another hub of this run is alive" in second.stderr
-        with pytest.raises(HubError):
-            run.lock_hub()
-        app.frames.clear()
-        app.wait_for(Step)
-
-
 def test_a_hub_that_was_asked_to_end_stays_away_and_training_goes_on(tmp_path):
     go = tmp_path / "go"
     with started(fake_ranks({"rate": 20, "steps": 40, "awaits": str(go), "flush_s": 1})) as run:
@@ -164,17 +155,7 @@ def test_a_hub_that_was_asked_to_end_stays_away_and_training_goes_on(tmp_path):
         assert run.living_hub() is None
 
 
-def test_a_run_that_is_over_needs_no_hub():
-    with started(fake_ranks({"steps": 3})) as run:
-        exit_of(run)
-        hub_gone(run)
-        size = run.recording.stat().st_size
-        done = subprocess.run([sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], timeout=200)
-        assert done.returncode == 0
-        assert run.recording.stat().st_size == size
-
-
-def test_a_damaged_recording_is_moved_aside_and_a_new_one_begun():
+def test_a_damaged_recording_is_moved_aside_and_a_hub_whose_run_directory_was_removed_ends():
     run = rundir.create("damaged", ["true"], "watch")
     run.recording.write_bytes(b"not a database at all" * 1000)
     hub = _hub(run)
@@ -184,30 +165,21 @@ def test_a_damaged_recording_is_moved_aside_and_a_new_one_begun():
             alerts = [frame.message for frame in app.history() if isinstance(frame.message, Alert)]
             assert [(alert.kind, alert.evidence["rule"]) for alert in alerts] == [("disk", "damaged")]
             assert len(list(run.path.glob("recording.damaged-*.sqlite"))) == 1
+        os.kill(hub.pid, signal.SIGSTOP)  # it writes into the directory
+        shutil.rmtree(run.path)
+        os.kill(hub.pid, signal.SIGCONT)
+        assert hub.wait(200) == 0
     finally:
-        hub.terminate()
+        hub.kill()
         hub.wait(200)
-
-
-def test_a_hub_whose_run_directory_was_removed_ends():
-    run = rundir.create("removed", ["true"], "watch")
-    hub = _hub(run)
-    os.kill(hub.pid, signal.SIGSTOP)  # it writes into the directory
-    shutil.rmtree(run.path)
-    os.kill(hub.pid, signal.SIGCONT)
-    assert hub.wait(200) == 0
 
 
 def test_with_a_full_disk_the_stream_goes_on_the_app_is_told_and_recording_resumes():
     run = rundir.create("full", ["true"], "watch")
     # A limit on the size of files the hub writes: what it meets is the same as a full disk, an error from write(2).
     hub = _hub(run, limit=1_500_000)
-    ranks = [
-        subprocess.Popen(
-            [*fake_ranks({"rate": 800})[:1], str(_fake_rank()), '{"rate": 800}'],
-            env={**os.environ, "FTMON_RUN": str(run.path)},
-        )
-    ]
+    words = [sys.executable, str(SCRIPTS / "fake_rank.py"), '{"rate": 800}']
+    rank = subprocess.Popen(words, env={**os.environ, "FTMON_RUN": str(run.path)})
     try:
         with App(run) as app:
             app.wait_for(HubStats, lambda stats: stats.recording_error != "")
@@ -223,9 +195,8 @@ def test_with_a_full_disk_the_stream_goes_on_the_app_is_told_and_recording_resum
 
             eventually(resolved, "that the alert is resolved")
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait(200)
+        rank.kill()
+        rank.wait(200)
         hub.terminate()
         assert hub.wait(200) == 128 + signal.SIGTERM
     info = Reader(run.recording).info()
@@ -242,10 +213,6 @@ def _hub(run, limit: int = 0) -> subprocess.Popen[bytes]:
     )
     eventually(lambda: run.living_hub() or hub.poll() is not None, "the hub's start")
     return hub
-
-
-def _fake_rank():
-    return SCRIPTS / "fake_rank.py"
 
 
 def _messages(frames, kind):

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sqlite3
+import subprocess
 import sys
 
 import msgspec
@@ -21,6 +22,7 @@ from ftmon.protocol.run.rundir import RunOptions
 from ftmon.protocol.run.start import StartRequest, spawn_start, started_run
 from ftmon.trainer.launch.start import spawn_launcher
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, members, started
+from run_picture import pictured
 
 
 @pytest.fixture(autouse=True)
@@ -29,26 +31,48 @@ def _home(tmp_path, monkeypatch):
     monkeypatch.delenv("FTMON_RUN", raising=False)
 
 
-def test_a_finished_run_is_recorded_whole_and_nothing_of_it_stays():
-    with started(fake_ranks({"steps": 30, "workers": 1}, {"steps": 30})) as run:
+def test_a_run_started_by_a_request_is_recorded_whole_to_the_end_that_is_told_and_nothing_of_it_stays(tmp_path):
+    go = tmp_path / "go"
+    rank = {"rate": 100, "steps": 300, "awaits": str(go)}
+    options = RunOptions(logs=False, hang_grace=7.0)
+    request = StartRequest("run", "x", options, command=fake_ranks({**rank, "workers": 1}, rank))
+    process, written = spawn_start(request, environ=os.environ)
+    output, errors = process.communicate(written, timeout=200)
+    assert (process.returncode, errors) == (0, b"")
+    run = started_run(output)
+    assert run.read_run().options == options
+    with pictured(run):
+        try:
+            with App(run) as app:
+                app.told(Step)
+                go.touch()
+                end = app.wait_for(RunState, lambda state: state.state == "finished")
+                with Reader(run.recording) as reader:
+                    found = [frame.message for frame in reader.frames(0, 100_000)]
+                    assert end in found, "who hears of the end finds it there"
+        finally:
+            go.touch()
         assert exit_of(run).state == "finished"
         hub_gone(run)
         assert members(run) == []
-        info = Reader(run.recording).info()
-        assert (info.steps, list(info.ranks), info.state, info.exit_code) == (60, [0, 1], "finished", 0)
-        assert info.complete
-        frames = Reader(run.recording).frames(0, 10_000)
-        kinds = {type(frame.message) for frame in frames}
-        assert {Hello, Step, Goodbye, LogLine, RunState, RankState, HubStats} <= kinds
-        stats = [frame.message for frame in frames if isinstance(frame.message, HubStats)][-1]
-        assert (stats.lost, stats.refused, stats.unknown) == ({}, 0, 0)
-        assert [p.name for p in run.path.glob("*.sock")] == []
-        assert oct(run.path.stat().st_mode & 0o777) == "0o700"
-        assert oct((run.path / "hub.json").stat().st_mode & 0o777) == "0o600"
+    info = Reader(run.recording).info()
+    assert (info.steps, list(info.ranks), info.state, info.exit_code) == (600, [0, 1], "finished", 0)
+    assert info.complete
+    frames = Reader(run.recording).frames(0, 10_000)
+    kinds = {type(frame.message) for frame in frames}
+    assert {Hello, Step, Goodbye, LogLine, RunState, RankState, HubStats} <= kinds
+    stats = [frame.message for frame in frames if isinstance(frame.message, HubStats)][-1]
+    assert (stats.lost, stats.refused, stats.unknown) == ({}, 0, 0)
+    assert [p.name for p in run.path.glob("*.sock")] == []
+    assert oct(run.path.stat().st_mode & 0o777) == "0o700"
+    assert oct((run.path / "hub.json").stat().st_mode & 0o777) == "0o600"
+    size = run.recording.stat().st_size
+    again = subprocess.run([sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)], timeout=200, check=False)
+    assert (again.returncode, run.recording.stat().st_size) == (0, size), "a run that is over needs no hub"
 
 
-def test_an_app_that_joins_late_asks_for_what_it_missed_and_has_every_step_once():
-    with started(fake_ranks({"rate": 50})) as run, App(run) as app:
+def test_an_app_that_joins_late_has_every_step_once_and_a_read_only_hub_refuses_every_verb_that_acts():
+    with started(fake_ranks({"rate": 50, "workers": 1}), read_only=True) as run, App(run) as app:
         app.wait_for(Step, lambda step: step.step >= 20)
 
         def recorded() -> list[wire.Frame]:
@@ -71,6 +95,11 @@ def test_an_app_that_joins_late_asks_for_what_it_missed_and_has_every_step_once(
         connection.close()
         assert app.query("no_such_query").ok is False
         assert "frames" in app.query("frames", nonsense=1).error
+        for verb in ("kill", "stop", "stacks", "snapshot", "arm", "compose", "shutdown"):
+            assert "--read-only" in app.refused(verb)
+        assert app.command("ping").ok
+        assert hub_of(run).read_only
+        assert run.read_exit() is None
 
 
 def test_a_command_that_fails_before_its_first_step_says_so_with_its_last_words():
@@ -112,33 +141,7 @@ def test_a_command_that_cannot_be_executed_fails_the_run_in_words(tmp_path):
         assert "cannot be started" in end.text
 
 
-def test_a_stopped_and_a_killed_rank_are_noticed_at_once():
-    with started(fake_ranks({}, {})) as run, App(run) as app:
-        app.wait_for(Step, lambda step: step.rank == 1)
-        pid = app.hellos()[1].pid
-        os.kill(pid, signal.SIGSTOP)
-        stopped = app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "stopped"))
-        os.kill(pid, signal.SIGCONT)
-        app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "training") and s.time > stopped.time)
-        os.kill(pid, signal.SIGKILL)
-        gone = app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "gone") and s.signal == 9)
-        assert "SIGKILL" in gone.text
-        assert exit_of(run).state == "failed"
-        app.wait_for(RunState, lambda s: s.state == "failed")
-        app.wait_for(Alert, lambda alert: alert.kind == "died" and alert.rank == 1)
-
-
-def test_a_read_only_hub_refuses_every_verb_that_acts():
-    with started(fake_ranks({"workers": 1}), read_only=True) as run, App(run) as app:
-        app.wait_for(Step)
-        for verb in ("kill", "stop", "stacks", "snapshot", "arm", "compose", "shutdown"):
-            assert "--read-only" in app.refused(verb)
-        assert app.command("ping").ok
-        assert hub_of(run).read_only
-        assert run.read_exit() is None
-
-
-def test_what_is_wrong_is_refused_counted_and_told_and_those_that_do_not_answer_are_named():
+def test_what_is_wrong_is_refused_counted_and_told_and_ranks_that_do_not_answer_stop_or_die_are_named():
     with started(fake_ranks({}, {"silent": True})) as run, App(run) as app:
         for rank in (0, 1):
             app.wait_for(Step, lambda step, rank=rank: step.rank == rank)
@@ -178,16 +181,17 @@ def test_what_is_wrong_is_refused_counted_and_told_and_those_that_do_not_answer_
         )
         assert alert.count == 1
         context.destroy(linger=0)
-
-
-def test_who_hears_of_the_end_finds_it_in_the_recording(tmp_path):
-    go = tmp_path / "go"
-    with started(fake_ranks({"rate": 100, "steps": 300, "awaits": str(go)})) as run, App(run) as app:
-        app.told(Step)
-        go.touch()
-        end = app.wait_for(RunState, lambda state: state.state == "finished")
-        with Reader(run.recording) as reader:
-            assert end in [frame.message for frame in reader.frames(0, 100_000)]
+        pid = app.hellos()[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        stopped = app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "stopped"))
+        os.kill(pid, signal.SIGCONT)
+        app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "training") and s.time > stopped.time)
+        os.kill(pid, signal.SIGKILL)
+        gone = app.wait_for(RankState, lambda s: (s.rank, s.state) == (1, "gone") and s.signal == 9)
+        assert "SIGKILL" in gone.text
+        assert exit_of(run).state == "failed"
+        app.wait_for(RunState, lambda s: s.state == "failed")
+        app.wait_for(Alert, lambda alert: alert.kind == "died" and alert.rank == 1)
 
 
 def test_a_port_that_was_taken_meanwhile_leaves_the_run_watched_locally():
@@ -244,15 +248,3 @@ def test_a_run_whose_launcher_died_is_ended_by_its_hub(tmp_path):
         assert "the launcher died" in end.text
         hub_gone(run)
         assert Reader(run.recording).info().steps == 60
-
-
-def test_start_prints_one_line_of_json_and_returns_at_once(tmp_path):
-    options = RunOptions(logs=False, hang_grace=7.0)
-    request = StartRequest("run", "x", options, command=fake_ranks({"steps": 3}))
-    process, written = spawn_start(request, environ=os.environ)
-    output, errors = process.communicate(written, timeout=200)
-    assert (process.returncode, errors) == (0, b"")
-    run = started_run(output)
-    assert run.read_run().options == options
-    assert exit_of(run).state == "finished"
-    hub_gone(run)

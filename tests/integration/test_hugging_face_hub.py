@@ -8,21 +8,26 @@ from pathlib import Path
 
 import fake_hub
 import pytest
+from ftmon.trainer.recipe.data_check import __main__ as data_check
 from ftmon.trainer.recipe.preflight.resolve import hub_refusal
 
-PUSH = "import sys; from pathlib import Path; from ftmon.trainer.recipe.export.export import push; "
-PUSH += "print(push(Path(sys.argv[1]), sys.argv[2]))"
-PUSH_LAST = """
+PUSH = """
+import os
 import sys
 from pathlib import Path
 import torch.distributed as dist
 from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.export import export
+folder, name = Path(sys.argv[1]), sys.argv[2]
+for token in (os.environ["HF_TOKEN"], os.environ["HF_TOKEN"], "hf_reads"):
+    os.environ["HF_TOKEN"], kept = token, os.environ["HF_TOKEN"]
+    print(export.push(folder, name))
+os.environ["HF_TOKEN"] = kept
 world = World()
 assert dist.is_initialized()
 upload = export.push
 export.push = lambda *arguments: f"{upload(*arguments)}, in a group: {dist.is_initialized()}"
-export.push_last(Path(sys.argv[1]), sys.argv[2], world)
+export.push_last(folder, "me/last", world)
 """
 UNREACHABLE = """
 import sys, time
@@ -60,31 +65,24 @@ def run(code: str, *arguments: str, **environ: str) -> str:
     return done.stdout
 
 
-def test_a_model_is_pushed_to_a_private_repository_with_every_file(tmp_path: Path) -> None:
+def test_a_model_is_pushed_to_a_private_repository_with_every_file_and_by_rank_0_outside_of_its_group(
+    tmp_path: Path,
+) -> None:
     model = tmp_path / "model"
     model.mkdir()
     written = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 100, "README.md": b"---\n---\n# model\n"}
     for name, content in written.items():
         (model / name).write_bytes(content)
     with fake_hub.serving() as hub:
-        for _ in range(2):  # the second time the repository is there
-            said = run(PUSH, str(model), "me/poems", HF_ENDPOINT=hub.address, HF_TOKEN=hub.token)
-            assert said.strip() == f"pushed to {hub.address}/me/poems"
-        assert hub.files == {"me/poems": written}
-        created = hub.repositories["me/poems"]
-        assert created.get("private") is True or created.get("visibility") == "private", json.dumps(created)
-        refused = run(PUSH, str(model), "me/poems", HF_ENDPOINT=hub.address, HF_TOKEN="hf_reads").strip()
+        said = run(PUSH, str(model), "me/poems", HF_ENDPOINT=hub.address, HF_TOKEN=hub.token)
+    first, again, refused, *_ = said.splitlines()
+    assert first == again == f"pushed to {hub.address}/me/poems", "the second time the repository is there"
     assert refused.startswith("note: the model could not be pushed to me/poems: ")
     assert refused.endswith(f"it is whole in {model}: hf upload me/poems {model}")
-    assert "\n" not in refused
-
-
-def test_ranks_have_left_their_group_when_rank_0_pushes(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with fake_hub.serving() as hub:
-        said = run(PUSH_LAST, str(tmp_path), "me/poems", HF_ENDPOINT=hub.address, HF_TOKEN=hub.token)
-        assert f"pushed to {hub.address}/me/poems, in a group: False\n" in said
-        assert hub.files["me/poems"] == {"config.json": b"{}"}
+    assert f"pushed to {hub.address}/me/last, in a group: False\n" in said, "ranks have left their group"
+    assert hub.files == {"me/poems": written, "me/last": written}
+    created = hub.repositories["me/poems"]
+    assert created.get("private") is True or created.get("visibility") == "private", json.dumps(created)
 
 
 def test_a_hub_that_cannot_be_reached_is_said_in_one_line_for_data_and_for_a_model(tmp_path: Path) -> None:
@@ -95,40 +93,23 @@ def test_a_hub_that_cannot_be_reached_is_said_in_one_line_for_data_and_for_a_mod
     assert all("hub" in line.lower() or "connect" in line.lower() for line in said), said
 
 
-def command(tmp_path: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "HF_ENDPOINT": NOWHERE, "HF_HOME": str(tmp_path), "FTMON_HOME": str(tmp_path / "runs")}
-    environment.pop("HF_HUB_OFFLINE", None)
-    started = [sys.executable, "-m", "ftmon.tui.cli", *words]
-    return subprocess.run(started, env=environment, capture_output=True, text=True, timeout=120, check=False)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("train", "model.name=me/model", "data.name=me/words", "--plain"),
-        ("data", "check", "model.name=me/model", "data.name=me/words"),
-        ("predict", "--model", "me/model"),
-        ("chat", "me/model"),
-    ],
-    ids=lambda words: words[0],
-)
 def test_a_name_on_an_unreachable_hub_is_refused_in_one_line_without_retries(
-    tmp_path: Path, words: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = command(tmp_path, *words)
-    assert done.returncode == 2
-    (line,) = (line for line in done.stderr.splitlines() if not line.startswith("predicting: "))
-    assert "me/model: cannot reach 127.0.0.1 (Connection refused), and the cache has no copy; give a local" in line
-
-
-def test_a_prediction_needs_the_data_set_of_its_configuration_only_with_data(tmp_path: Path) -> None:
-    model = "{model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 1}"
-    words = ("predict", f"model.config={model}", "data.name=me/words", "training.sequence_length=64", "--json")
-    done = command(tmp_path, *words)
-    assert done.returncode == 0, done.stderr
-    refused = command(tmp_path, *words, "--data")
-    assert refused.returncode == 2
-    assert "data.name me/words: cannot reach 127.0.0.1" in refused.stderr
+    """By a process and within this one; a chat's is in its unit test, a prediction's in test_predict_config."""
+    for name, value in {"HF_ENDPOINT": NOWHERE, "HF_HOME": str(tmp_path), "FTMON_HOME": str(tmp_path / "runs")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    said = "me/model: cannot reach 127.0.0.1 (Connection refused), and the cache has no copy; give a local"
+    words = ["model.name=me/model", "data.name=me/words"]
+    command = [sys.executable, "-m", "ftmon.tui.cli", "train", *words, "--plain"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert said in done.stderr
+    assert data_check.main(words) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert said in errors
 
 
 def test_without_a_connection_the_cache_is_used_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,13 +64,16 @@ def test_a_killed_run_leaves_nothing_whatever_its_ranks_do():
         assert Reader(run.recording).info().state == "stopped"
 
 
-def test_a_run_that_was_killed_without_its_launcher_has_not_succeeded():
-    with started(fake_ranks({}, {})) as run, App(run) as app:
+def test_a_run_that_was_killed_without_its_launcher_has_not_succeeded_and_stacks_are_saved_before_the_first_signal():
+    with started(fake_ranks({}, {"silent": True})) as run, App(run) as app:
         training(app, 2)
         launcher = run.read_run().launcher
         assert launcher is not None
         os.kill(launcher.pid, signal.SIGKILL)
-        assert app.command("kill").ok
+        result = app.command("kill")
+        assert result.ok, result.text
+        assert result.data["stacks_saved"] == [0]
+        assert app.wait_for(Stacks).reason == "kill asked by test"
         end = exit_of(run)
         assert (end.state, end.exit_code) == ("stopped", 1)
         assert "killed on request" in end.text
@@ -103,25 +106,19 @@ def test_a_run_whose_slurm_job_is_over_time_was_stopped_and_nobody_in_it_is_to_b
         assert [alert for alert in Reader(run.recording).alerts() if alert.severity == "error"] == []
 
 
-def test_a_run_whose_ranks_are_all_stopped_is_killed():
-    with started(fake_ranks({"workers": 1}, {})) as run, App(run) as app:
+def test_a_signal_of_ones_choice_reports_who_withstood_it_and_a_run_whose_ranks_are_all_stopped_is_killed():
+    with started(fake_ranks({"workers": 1}, {"deaf": True})) as run, App(run) as app:
         training(app, 2)
+        result = app.command("kill", ranks=[1], signal="INT")
+        assert not result.ok
+        assert "still alive" in result.text
+        assert run.read_exit() is None
         for hello in app.hellos().values():
             os.kill(hello.pid, signal.SIGSTOP)
         app.wait_for(RankState, lambda state: state.state == "stopped")
         result = app.command("kill")
         assert result.ok, result.text
         assert members(run) == []
-
-
-def test_stacks_are_saved_before_the_first_signal():
-    with started(fake_ranks({}, {"silent": True})) as run, App(run) as app:
-        training(app, 2)
-        result = app.command("kill")
-        assert result.data["stacks_saved"] == [0]
-        stacks = app.wait_for(Stacks)
-        assert stacks.reason == "kill asked by test"
-        exit_of(run)
 
 
 def test_one_killed_rank_takes_its_workers_with_it_and_its_launcher_ends_the_others():
@@ -158,17 +155,6 @@ def test_daemons_of_a_killed_rank_are_ended_with_it_or_named():
         exit_of(run)
         eventually(lambda: members(run) == [], "the end of all")
         assert not any(processes.read(pid) for pid in result.data["strays"]), "the launcher ends what is left"
-
-
-def test_a_signal_of_ones_choice_reports_who_withstood_it():
-    with started(fake_ranks({"deaf": True})) as run, App(run) as app:
-        training(app, 1)
-        result = app.command("kill", ranks=[0], signal="INT")
-        assert not result.ok
-        assert "still alive" in result.text
-        assert run.read_exit() is None
-        assert app.command("kill", signal="KILL").ok
-        assert members(run) == []
 
 
 def test_a_kill_is_not_held_up_by_a_flood_of_telemetry():

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from eventually import eventually
 from ftmon.protocol.messages.control import RankState
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.exits import HANG
-from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
-from sleeping_loader import WHERE, job
+from ftmon_process import Ftmon, follow_to_end, ftmon_home, wait_until_nothing_is_left
+from sleeping_loader import WHERE, job, store_is_back
 
 
 @pytest.fixture
@@ -23,10 +24,18 @@ def home(tmp_path: Path) -> Iterator[Ftmon]:
 
 
 def test_stacks_are_saved_and_the_run_goes_on_when_the_stall_is_over(home: Ftmon, tmp_path: Path) -> None:
-    done = home.run("run", "--on-hang", "stacks", "--hang-grace", "1", "--", *job(tmp_path, 30), seconds=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("all rows seen") == 2
-    run = home.newest()
+    with home.start("run", "--on-hang", "stacks", "--hang-grace", "1", "--", *job(tmp_path)) as process:
+        run = home.newest()
+
+        def told() -> bool:
+            with Reader(run.recording) as reader:
+                return any(alert.evidence.get("rule") == "on-hang" for alert in reader.alerts())
+
+        eventually(lambda: run.recording.exists() and told(), "what is done about the hang", every=0.2)
+        store_is_back(tmp_path)
+        status, output, errors = follow_to_end(process)
+    assert status == 0, output + errors
+    assert output.count("all rows seen") == 2
     (saved,) = [path.read_text() for path in (run.path / "stacks").iterdir()]
     assert WHERE in saved
     assert "==== rank 0" in saved
@@ -36,7 +45,7 @@ def test_stacks_are_saved_and_the_run_goes_on_when_the_stall_is_over(home: Ftmon
     assert hang.evidence["hung"] == [1]
     assert hang.resolved is not None
     assert note.severity == "warning"
-    assert "stacks saved" in done.stdout
+    assert "stacks saved" in output
     wait_until_nothing_is_left(run)
 
 
@@ -75,7 +84,7 @@ def test_stop_interrupts_the_ranks_so_that_they_can_end_by_themselves_in_time_th
     home: Ftmon, tmp_path: Path
 ) -> None:
     home.environ["LD_PRELOAD"] = slow_disk(tmp_path)
-    done = home.run("run", "--on-hang", "stop", "--hang-grace", "1", "--", *job(tmp_path, 600), seconds=500)
+    done = home.run("run", "--on-hang", "stop", "--hang-grace", "1", "--", *job(tmp_path), seconds=500)
     assert done.returncode == HANG, done.stdout + done.stderr
     assert "interrupted: the script puts its affairs in order" in done.stdout
     run = home.newest()

@@ -20,7 +20,7 @@ from ftmon.tui.model.peaks import Answer as WhatIfAnswer
 
 SCRIPT = Path(__file__).parent / "scripts" / "predict_many.py"
 MIB = 1 << 20
-RANKS, LENGTH, VOCABULARY, WIDTH = 4, 16384, 32000, 4096
+RANKS, LENGTH, VOCABULARY, WIDTH = 2, 16384, 32000, 4096
 WORKSPACES = 2 * 32 * MIB
 BUCKETS = 4 * MIB
 H200 = 989.4e12
@@ -74,12 +74,21 @@ QUANTIZED = {
 LENGTHS = ["125,1024", "125"]
 """Of packed rows."""
 GRID = range(512, 2049, 512)
+ON_THE_HUB = [
+    "model.config={model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 1}",
+    "data.name=me/words",
+    "training.sequence_length=64",
+]
 REFUSED = {
     "no such folder": (["--model", "/no/such/folder"], "/no/such/folder: no such folder or file"),
     "no configuration": (["--model", "FOLDER"], "FOLDER: has no config.json"),
     "no network": (
         ["--model", "someone/some-model"],
         "someone/some-model: cannot reach 127.0.0.1 (Connection refused), and the cache has no copy",
+    ),
+    "no data set without a network": (
+        ["--data", "--json", "--", *ON_THE_HUB],
+        "command line: data.name me/words: cannot reach 127.0.0.1",
     ),
     "not an object": (["--model", "MODEL", "--deepspeed", "DS"], "DS: zero_optimization: must be an object, not int"),
     "DeepSpeed's own words": (
@@ -126,6 +135,7 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run.config.write_text(config)
     run.write_run(RunFile("run", "run", 1.0, ["ftmon"], str(folder), "here", "train"))
     words.append(["live", str(run.path), "NVIDIA H200"])
+    words.append(["--json", "--", *ON_THE_HUB])
     words += [[_in(folder, word) for word in given] for given, _ in REFUSED.values()]
     command = [sys.executable, str(SCRIPT), json.dumps(words)]
     # A port that nobody listens on: no network.
@@ -135,7 +145,11 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for answer in answers:
         answer["output"] = answer["output"].replace(str(folder / "ds.json"), "DS").replace(str(folder), "FOLDER")
     return dict(
-        zip([*CASES, "data", "documents", *LENGTHS, "largest", "quantized", "live", *REFUSED], answers, strict=True)
+        zip(
+            [*CASES, "data", "documents", *LENGTHS, "largest", "quantized", "live", "hub", *REFUSED],
+            answers,
+            strict=True,
+        )
     )
 
 
@@ -369,3 +383,8 @@ def test_the_prediction_beside_a_run_has_the_figures_of_the_command(predictions:
         assert phase.allocated_peak_bytes == pytest.approx(expected["allocated_peak_bytes"], rel=0.001)
         assert sum(phase.parts.values()) == phase.allocated_peak_bytes
     assert found.nvml_bytes == pytest.approx(point["nvml_bytes"], rel=0.01)
+
+
+def test_a_data_set_of_the_hub_is_needed_only_with_data(predictions: dict[str, Any]) -> None:
+    assert predictions["hub"]["status"] == 0, predictions["hub"]["output"]
+    assert json.loads(predictions["hub"]["output"])["points"][0]["sequence_length"] == 64

@@ -11,6 +11,7 @@ from ftmon.protocol.host.process import this_process
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run import exits
 from ftmon.protocol.run.rundir import ExitFile, RunDir, RunFile
+from ftmon.tui.cli.main import main
 from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
 
 SMALL = (
@@ -80,11 +81,18 @@ def test_a_run_that_crashed_continues_with_its_configuration_from_its_newest_che
     ids=["another script", "no configuration", "running", "no checkpoint"],
 )
 def test_what_cannot_be_resumed_is_refused_in_one_line(
-    home: Ftmon, kind: str, facts: dict[str, bool], text: str
+    home: Ftmon,
+    kind: str,
+    facts: dict[str, bool],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(home.home))
     run = planted(home, kind, **facts)
-    done = home.run("resume", "planted", "--plain")
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
+    assert main(["resume", "planted", "--plain"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
     assert line.startswith(f"ftmon: {run.id}: {text}")
     assert [each.id for each in home.runs()] == [run.id]

@@ -91,32 +91,6 @@ def test_a_killed_sweep_goes_on_and_what_failed_is_a_row(home: Ftmon, tmp_path: 
     assert answer["used_seconds"] >= sum(row["seconds"] for row in answer["rows"]) + killed.seconds - 0.1
 
 
-TRAIN = """
-model: {config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
-                 num_attention_heads: 4}}
-tokenizer: {vocab_size: 512}
-data: {path: DATA, packing: true}
-training: {epochs: 3, sequence_length: 64}
-evaluation: {share: 0.1, every: 5, patience: 2, samples: 1}
-checkpoint: {every: 10}
-run: {ranks: 1, device: cpu}
-"""
-
-
-def test_a_configuration_that_evaluates_and_saves_is_measured_without_either(home: Ftmon, tmp_path: Path) -> None:
-    (tmp_path / "train.yaml").write_text(TRAIN.replace("DATA", str(DATA)))
-    sweep = tmp_path / "lengths.yaml"
-    axes = "axes: {training.sequence_length: [48]}\n"
-    sweep.write_text(f"config: train.yaml\n{axes}predict: false\nsteps: 2\nwarm_up: 1\n")
-    done = home.run("sweep", str(sweep), "--json", seconds=500)
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)["rows"]
-    assert row["verdict"] == "done", row["text"]
-    (rank,) = row["ranks"]
-    assert {"forward", "backward", "optimizer"} <= set(rank["phases"])
-    assert not {"eval", "checkpoint"} & set(rank["phases"])
-
-
 def test_a_sweep_that_its_budget_does_not_cover_runs_nothing_more(home: Ftmon, tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path, "ok, oom", budget="{hours: 0.000001}")
     sweep.write_text(sweep.read_text().replace("budget: {money: 10, price_per_hour: 20}\n", ""))
@@ -174,46 +148,42 @@ def test_a_sweep_goes_on_without_its_screen_until_it_is_ended_there(home: Ftmon,
         wait_until_nothing_is_left(run)
 
 
-def swept_in_one_process(home: Ftmon, folder: Path, config: str, axes: str) -> list[dict[str, Any]]:
-    (folder / "train.yaml").write_text(config.replace("DATA", str(DATA)))
-    sweep = folder / "lengths.yaml"
-    sweep.write_text(f"config: train.yaml\none_process: true\npredict: false\nsteps: 2\nwarm_up: 1\naxes: {axes}\n")
-    done = home.run("sweep", str(sweep), "--json", seconds=500)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["rows"]
-
-
-def test_lengths_in_one_process_are_rows_of_their_own(home: Ftmon, tmp_path: Path) -> None:
-    axes = "{training.sequence_length: [64, 16, 40], training.micro_batch: [1, 2]}"
-    rows = swept_in_one_process(home, tmp_path, TRAIN, axes)
-    assert len({row["run"] for row in rows}) == len(home.runs()) == 2, "a process for each micro-batch"
-    found = {(row["settings"]["training.micro_batch"], row["settings"]["training.sequence_length"]) for row in rows}
-    assert found == {(batch, length) for batch in (1, 2) for length in (16, 40, 64)}
-    for row in rows:
-        assert row["verdict"] == "done", row["text"]
-        (rank,) = row["ranks"]
-        assert rank["steps"] == 2
-        assert rank["loss"] > 1
-    with Reader(RunDir(home.home / "runs" / rows[0]["run"]).recording) as reader:
-        steps = [one.message for one in reader.frames(0, 100_000) if isinstance(one.message, Step)]
-    batch = rows[0]["settings"]["training.micro_batch"]
-    assert [step.tokens for step in steps] == [batch * length for length in (16, 40, 64) for _ in range(3)]
-
-
-POSITIONS = """
+TRAIN = """
 model: {config: {model_type: gpt2, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 32}}
 tokenizer: {vocab_size: 512}
 data: {path: DATA, packing: true}
-training: {sequence_length: 64}
+training: {epochs: 3, sequence_length: 64, micro_batch: 2}
+evaluation: {share: 0.1, every: 5, patience: 2, samples: 1}
+checkpoint: {every: 10}
 run: {ranks: 1, device: cpu}
 """
 
 
-def test_after_a_length_that_fails_the_next_has_a_process_of_its_own(home: Ftmon, tmp_path: Path) -> None:
-    rows = swept_in_one_process(home, tmp_path, POSITIONS, "{training.sequence_length: [16, 40, 48]}")
-    assert [row["verdict"] for row in rows] == ["done", "crash", "crash"], rows
-    assert len({row["run"] for row in rows}) == 2
-    assert rows[1]["run"] == rows[0]["run"]
-    assert "index out of range" in rows[1]["text"]
-    assert "48 tokens are more than the model's n_positions" in rows[2]["text"]
-    assert rows[1]["step"] == 1, "of the length, not of the process"
+def test_lengths_in_one_process_are_rows_of_their_own_until_one_fails_and_nothing_else_is_measured(
+    home: Ftmon, tmp_path: Path
+) -> None:
+    (tmp_path / "train.yaml").write_text(TRAIN.replace("DATA", str(DATA)))
+    sweep = tmp_path / "lengths.yaml"
+    axes = "axes: {training.sequence_length: [40, 16, 48, 24]}\n"
+    sweep.write_text(f"config: train.yaml\none_process: true\npredict: false\nsteps: 2\nwarm_up: 1\n{axes}")
+    done = home.run("sweep", str(sweep), "--json", seconds=500)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["settings"]["training.sequence_length"] for row in rows] == [16, 24, 40, 48]
+    assert [row["verdict"] for row in rows] == ["done", "done", "crash", "crash"], rows
+    for row in rows[:2]:
+        (rank,) = row["ranks"]
+        assert rank["steps"] == 2
+        assert rank["loss"] > 1
+        assert {"forward", "backward", "optimizer"} <= set(rank["phases"])
+        assert not {"eval", "checkpoint"} & set(rank["phases"]), "though the configuration has both"
+    assert "index out of range" in rows[2]["text"]
+    assert rows[2]["step"] == 1, "of the length, not of the process"
+    assert "48 tokens are more than the model's n_positions" in rows[3]["text"]
+    first, *same, last = (row["run"] for row in rows)
+    assert same == [first, first]
+    assert last != first, "after a length that fails the next has a process of its own"
+    assert len(home.runs()) == 2
+    with Reader(RunDir(home.home / "runs" / first).recording) as reader:
+        steps = [one.message for one in reader.frames(0, 100_000) if isinstance(one.message, Step)]
+    assert [step.tokens for step in steps] == [2 * length for length in (16, 24) for _ in range(3)]

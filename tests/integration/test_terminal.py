@@ -113,18 +113,12 @@ def test_a_snapshot_opens_in_the_explorer(terminal: Terminal) -> None:
     assert "Traceback" not in shown
 
 
-def test_a_recording_is_replayed(home: Ftmon, terminal: Terminal, tmp_path: Path) -> None:
-    write(tmp_path / "recording.sqlite", Stream(ranks=2, steps=20).frames())
-    command(terminal, PROGRAM, "replay", str(tmp_path / "recording.sqlite"))
-    wait_for(terminal, "rank 0", "rank 1", "play")
-    terminal.press("q")
-    wait_for(terminal, "$ ")
-
-
-def test_ctrl_z_goes_back_to_the_shell_and_fg_to_the_app(home: Ftmon, terminal: Terminal, tmp_path: Path) -> None:
+def test_a_recording_is_replayed_and_ctrl_z_goes_back_to_the_shell_and_fg_to_the_app(
+    home: Ftmon, terminal: Terminal, tmp_path: Path
+) -> None:
     write(tmp_path / "recording.sqlite", Stream(ranks=2, steps=20, finished=False).frames())
     command(terminal, PROGRAM, "replay", str(tmp_path / "recording.sqlite"))
-    wait_for(terminal, "rank 0", "rank 1", "q detach")
+    wait_for(terminal, "rank 0", "rank 1", "play", "q detach")
     terminal.press("C-z")
     wait_for(terminal, "topped", "$ ")  # "Stopped", or "[1] + Stopped"
     terminal.press("fg", "Enter")
@@ -143,7 +137,8 @@ def test_in_the_c_locale_every_byte_is_ascii(tmp_path: Path, variable: str) -> N
         try:
             wait_for(terminal, "$")
             command(terminal, PROGRAM, "replay", str(tmp_path / "recording.sqlite"))
-            for key, words in SCREENS.items():
+            # What LC_ALL and the others mean is a unit test's; a C in LANG alone is overridden by Python itself.
+            for key, words in list(SCREENS.items())[: None if variable == "LANG" else 3]:
                 wait_for(terminal, "rank 1", "q detach")
                 terminal.press(key)
                 wait_for(terminal, words, seconds=20)

@@ -4,6 +4,8 @@ import os
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,7 +15,9 @@ from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.collect import RecordedRun
 from ftmon.protocol.run.rundir import ExitFile, RunDir
 from ftmon.protocol.run.start import CommandEnd, LauncherMessage
+from ftmon.protocol.sweep.rows import Planned
 from ftmon.trainer.sweep import run
+from ftmon.trainer.sweep.plan import LENGTH
 from ftmon.trainer.sweep.run import Ending, Running, progress, why
 from streams import Stream, write
 
@@ -75,3 +79,22 @@ def test_a_run_that_ends_by_itself_while_it_is_waited_for_was_not_ended(
     ending = running.wait(deadline, lambda: why)
     timer.join()
     assert (ending.ended_for, ending.exit) == ("", end)
+
+
+def test_what_differs_in_more_than_its_length_has_a_process_of_its_own_and_so_has_what_follows_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[list[tuple[object, object]]] = []
+
+    class Process:
+        def __init__(self, _session: object, runs: list[Planned], *_: object) -> None:
+            begun.append([(one.settings["training.micro_batch"], one.settings[LENGTH]) for one in runs])
+
+        def measure(self) -> int:
+            return min(2, len(begun[-1]))
+
+    monkeypatch.setattr(run, "Process", Process)
+    plan = [Planned({LENGTH: length, "training.micro_batch": batch}) for length in (64, 16, 40) for batch in (1, 2)]
+    run.measure_plan(cast("Any", SimpleNamespace(has=lambda *_: False)), plan, 0)
+    whole = [[(batch, length) for length in (16, 40, 64)] for batch in (1, 2)]
+    assert begun == [whole[0], whole[0][2:], whole[1], whole[1][2:]]

@@ -30,3 +30,14 @@ def test_the_run_that_was_taken_is_named_and_a_name_of_several_refused(
     assert all(identifier in str(raised.value) for identifier in (one, two))
     with pytest.raises(UsageError, match="no such run, folder or model; 'ftmon ls' lists runs"):
         session.find("other")
+
+
+def test_a_folder_without_a_model_and_a_name_on_an_unreachable_hub_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"holds neither a model \(config.json\) nor a complete checkpoint"):
+        session.find(str(tmp_path))
+    with pytest.raises(UsageError, match=r"^me/model: cannot reach 127.0.0.1 .*, and the cache has no copy"):
+        session.find("me/model")
