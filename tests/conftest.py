@@ -51,7 +51,14 @@ gc.disable()
 INTEGRATION_SECONDS = 1500
 """The timeout of an integration test, for hangs: a fixture that trains many configurations takes minutes under load."""
 INTEGRATION = Path(__file__).with_name("integration")
-LONGEST = ("test_two_hosts.py", "test_predict_config.py", "test_resume.py", "test_sweep.py", "test_stall_verdicts.py")
+LONGEST = (
+    "test_two_hosts.py",
+    "test_predict_config.py",
+    "test_predict.py",
+    "test_resume.py",
+    "test_sweep.py",
+    "test_stall_verdicts.py",
+)
 """Modules of a minute and more that would otherwise begin late."""
 WORKERS_PER_CORE = 2.5
 """Half of the integration tests' time is spent waiting: for a patience to pass, for a process to end. Without them a
