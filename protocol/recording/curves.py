@@ -9,6 +9,7 @@ neither averaged away nor moved; times by sum, with the longest step beside it; 
 """
 
 import sqlite3
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, pairwise
 from math import isfinite
@@ -287,7 +288,7 @@ def _mean(values: Sequence[Any], weights: Sequence[int]) -> float | None:
     return sum([value * weight for value, weight in known]) / total if total else None
 
 
-class _Levels:
+class _Levels(ABC):
     """Collects the items of each rank until they fill a pooled row of a level, and calls ``emit`` with it."""
 
     table = ""
@@ -322,15 +323,17 @@ class _Levels:
             for step in self._steps_after(connection, rank, pooled[0]):
                 self._add(rank, step)
 
+    @abstractmethod
     def _pool(self, rank: int, level: int, items: list[Any]) -> Any:
         """Emit the pooled row of a level, and return its item."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _item_of(self, row: Row) -> Any:
-        raise NotImplementedError
+        """Return the item of a row of the table."""
 
+    @abstractmethod
     def _steps_after(self, connection: sqlite3.Connection, rank: int, seq: int) -> list[Any]:
-        raise NotImplementedError
+        """Return the items of a rank's recorded steps after a stream number."""
 
 
 class Curves(_Levels):

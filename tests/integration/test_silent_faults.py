@@ -1,4 +1,4 @@
-"""Faults that raise no error, in real trainings: what the probe says of each step, and what a person is told."""
+"""Faults that raise no error, in real trainings: the signs of each step, and the alerts."""
 
 import json
 

@@ -167,7 +167,7 @@ class HostMemory(Detector):
         return [host.standing]
 
     def _phase(self, ranks: list[int]) -> str:
-        """Return the phase of a host's ranks: of one that is not judged, of an evaluation, or ``training``."""
+        """Return ``init``, ``checkpoint``, ``eval`` or ``generate`` if one of the ranks is in it, else ``training``."""
         phases = {self._phases.get(rank, "init") for rank in ranks} or {"init"}
         return next((phase for phase in ("init", "checkpoint", "eval", "generate") if phase in phases), "training")
 

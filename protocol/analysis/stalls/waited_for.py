@@ -1,8 +1,8 @@
 """Ranks that others wait for, early and without an action: a rank that stands at one line of its script.
 
-A rank that polls for a lock file, or retries a download, keeps waking up, which counts as work: the patience of a hang
-is then minutes. Who waits for whom is known after seconds, and is told at once: as ``info``, and as a warning once it
-has lasted. A verdict on a hang takes its place.
+A rank that polls for a lock file, or retries a download, keeps waking up, which counts as work: a hang is raised only
+after minutes. Which ranks wait, and for which rank, is known after seconds and reported then: as ``info``, and as a
+warning after ``LONG_S``. A verdict on a hang replaces it.
 """
 
 from collections.abc import Iterable, Sequence

@@ -58,6 +58,11 @@ def test_an_ordinary_step_needs_no_extra_rows_and_little_detail(cuda: bool) -> N
             assert step_from_row(row) == frame.message
 
 
+def test_a_step_that_started_at_no_time_is_refused() -> None:
+    with pytest.raises(OverflowError):
+        step_rows(1, 1.0, Step(0, 1, math.nan, 1, []))
+
+
 def test_every_field_is_recorded() -> None:
     # Whoever adds a field to Step or PhaseRecord records it too: in step_rows, step_from_row, and the strategies above.
     assert len(Step.__struct_fields__) == 27

@@ -10,6 +10,7 @@ from ftmon.trainer.predict import deepspeed_file
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
+        ('{"zero_optimization": true}', "zero_optimization: must be an object, not bool"),
         ('{"zero_optimization": 3}', "zero_optimization: must be an object, not int"),
         ('{"zero_optimization": {"stage": "x"}}', "zero_optimization.stage: must be 0, 1, 2 or 3, not 'x'"),
         ('{"zero_optimization": {"stage": 7}}', "zero_optimization.stage: must be 0, 1, 2 or 3, not 7"),
