@@ -1,14 +1,16 @@
 """What the probe costs a training loop: blocks of steps with the probe on and off in turn, in one process.
 
-    ftmon run --plain -- python bench/gpu/probe_cost.py [--loop torch|engine] [--rounds 40] [--block 20]
-        [--states off,recorder,on] [--out FILE]
+    ftmon run --plain -- python bench/gpu/probe_cost.py [--loop torch|engine] [--layers 24] [--hidden 512] [--rows 2]
+        [--length 256] [--rounds 40] [--block 20] [--states off,recorder,on] [--out FILE]
+    ftmon run --plain -- traceml run bench/gpu/probe_cost.py --args --states off,on,traceml ...
 
-A host-bound loop (a Qwen2 of 24 small layers, two dataloader workers). A block is some steps between two
+A Qwen2 with two dataloader workers, bound by the host at the default sizes. A block is some steps between two
 synchronisations of the device; the first two steps after a switch are not timed. "Off" leaves the hooks in place,
 asleep, with PyTorch's memory recorder off: a function call or two a step remain, which no bare loop has; "recorder" has
-that on alone. The order inside a round is drawn, so that a drift of the host's speed hits all alike. Beside the time
+that on alone; "traceml" has ftmon asleep and each step inside ``trace_step`` of TraceML (traceml-ai), started by its
+own launcher. The order inside a round is drawn, so that a drift of the host's speed hits all alike. Beside the time
 that passes, the CPU time of the training thread and of the probe's own thread is measured, which other load on a host
-moves less.
+moves less. Ratios come with a 95 % confidence interval: percentiles of the median over resampled rounds (bootstrap).
 """
 
 import argparse
@@ -18,21 +20,28 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 WARM_STEPS = 2
 STATES = ("off", "recorder", "on")
-QWEN = {
-    "vocab_size": 32000,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": True,
-    "use_cache": False,
-}
+VOCABULARY = 32000
+
+
+def qwen(layers: int, hidden: int) -> dict[str, Any]:
+    """Return a Qwen2's configuration."""
+    heads = hidden // 64
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 11 // 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "tie_word_embeddings": True,
+        "use_cache": False,
+    }
 
 
 class Times(NamedTuple):
@@ -48,13 +57,16 @@ class Times(NamedTuple):
 class Rows:
     """Random token ids, drawn in the loader's workers."""
 
+    def __init__(self, length: int) -> None:
+        self.length = length
+
     def __len__(self) -> int:
         return 10_000_000
 
     def __getitem__(self, index: int) -> Any:
         import torch
 
-        return torch.randint(0, 32000, (256,), generator=torch.Generator().manual_seed(index))
+        return torch.randint(0, VOCABULARY, (self.length,), generator=torch.Generator().manual_seed(index))
 
 
 def torch_step(model: Any) -> Callable[[Any], None]:
@@ -122,7 +134,7 @@ class Switch:
         self.watch._wanted = on
         self.training.guard.enabled = on
         time.sleep(0.25)  # two turns of the publisher, which gives up or takes up the recorder
-        if state == "off":
+        if state in ("off", "traceml"):
             self.watch._recording.off()
         elif state == "recorder":
             self.watch._recording.numbers()
@@ -136,11 +148,14 @@ def compared(blocks: list[Times], off: list[Times]) -> dict[str, Any]:
     for name in ("wall_ms", "thread_ms"):
         mine, other = [getattr(one, name) for one in blocks], [getattr(one, name) for one in off]
         ratios = sorted(a / b for a, b in zip(mine, other, strict=True))
+        draw = random.Random(0)
+        drawn = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
         tenth = len(mine) // 10
         found[name] = {
             "median": statistics.median(mine),
             "ratio": statistics.median(ratios),
-            "middle_half": [ratios[len(ratios) // 4], ratios[-len(ratios) // 4]],
+            "interval_95": [drawn[50], drawn[-51]],
+            "added_us": (statistics.median(mine) - statistics.median(other)) * 1000,
             "fastest_block": min(mine) / min(other),
             "tenth_percentile": sorted(mine)[tenth] / sorted(other)[tenth],
         }
@@ -150,6 +165,10 @@ def compared(blocks: list[Times], off: list[Times]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loop", choices=["torch", "engine"], default="torch")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--block", type=int, default=20, help="timed steps of a block")
     parser.add_argument("--states", type=lambda text: text.split(","), default=STATES)
@@ -158,18 +177,27 @@ def main() -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    traced: Callable[[Any], AbstractContextManager[None]] = lambda _: nullcontext()  # noqa: E731
+    if "traceml" in args.states:
+        import traceml_ai
+
+        traceml_ai.init(mode="auto")
+        traced = traceml_ai.trace_step
     torch.manual_seed(0)
     torch.cuda.set_device(0)
     with torch.device("cuda"):
-        model = Qwen2ForCausalLM(Qwen2Config(**QWEN)).to(torch.bfloat16)
+        model: Any = Qwen2ForCausalLM(Qwen2Config(**qwen(args.layers, args.hidden)))
+    model.to(torch.bfloat16)
     step = (torch_step if args.loop == "torch" else engine_step)(model)
-    loader = iter(torch.utils.data.DataLoader(Rows(), batch_size=2, num_workers=2, pin_memory=True))  # type: ignore[arg-type]
+    rows = Rows(args.length)
+    loader = iter(torch.utils.data.DataLoader(rows, batch_size=args.rows, num_workers=2, pin_memory=True))  # type: ignore[arg-type]
 
-    def steps(count: int) -> Times:
+    def steps(count: int, state: str = "") -> Times:
         torch.cuda.synchronize()
         begin = time.perf_counter(), time.thread_time(), switch.publisher_seconds()
         for _ in range(count):
-            step(next(loader).cuda(non_blocking=True))
+            with traced(model) if state == "traceml" else nullcontext():
+                step(next(loader).cuda(non_blocking=True))
         torch.cuda.synchronize()
         end = time.perf_counter(), time.thread_time(), switch.publisher_seconds()
         return Times(*((after - before) * 1000 / count for before, after in zip(begin, end, strict=True)))
@@ -181,13 +209,14 @@ def main() -> None:
     for _ in range(args.rounds):
         for state in draw.sample(args.states, len(args.states)):
             switch.set(state)
-            steps(WARM_STEPS)
-            blocks[state].append(steps(args.block))
+            steps(WARM_STEPS, state)
+            blocks[state].append(steps(args.block, state))
             print(f"{state}: {blocks[state][-1].wall_ms:.3f} ms a step", flush=True)
     switch.set("on")
     found = {
         "loop": args.loop,
         "device": torch.cuda.get_device_name(0),
+        "sizes": [args.layers, args.hidden, args.rows, args.length],
         "rounds": args.rounds,
         "block": args.block,
         **{state: compared(blocks[state], blocks["off"]) for state in args.states},

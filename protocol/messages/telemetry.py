@@ -300,6 +300,9 @@ class PhaseRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     waited_us: Whole | None = None
     """Device time for which the stream waited for other ranks inside DDP's reducer, or for its buffers (part of
     ``device_us``); None: not measured. On the CPU that time is in ``collective_us``."""
+    coarse: bool = False
+    """Memory was not read at both ends of the phase: its spans are those of the stretch of phases between two reads
+    that it is a part of; ``allocations``, ``frees`` and ``allocated_bytes`` are 0."""
 
     @property
     def peak_span(self) -> Span:
@@ -498,6 +501,8 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """CRC-32 over the input ids (or first tensors) of its micro-batches; 0: unknown. Equal: the same data."""
     signs: Signs | None = None
     """None: nothing to tell."""
+    memory_every: Whole = 1
+    """Every how many steps memory is read at each boundary of phases; in the others, phases are ``coarse``."""
 
     def phase(self, name: str) -> PhaseRecord | None:
         """Return the record of the phase ``name``; None if the step had no such phase."""
@@ -505,8 +510,15 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
 
     @property
     def peak_phase(self) -> PhaseRecord | None:
-        """The phase with the highest memory peak; None for a step without phases."""
-        return max(self.phases, key=lambda record: record.peak_span.peak, default=None)
+        """The phase with the highest memory peak, of a stretch of coarse ones the longest; None: no phases."""
+        return max(self.phases, key=lambda record: (record.peak_span.peak, record.host_us), default=None)
+
+    def owns_peak(self, record: PhaseRecord, highest: int) -> bool:
+        """Return whether a record's peak counts as that of its phase.
+
+        The peak of a coarse stretch does, for its longest phase, if it exceeds ``highest``, that of all phases so far.
+        """
+        return not record.coarse or (record.peak_span.peak > highest and record is self.peak_phase)
 
     @property
     def training_us(self) -> int:

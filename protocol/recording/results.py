@@ -77,6 +77,7 @@ class PhasePeaks:
             PeakMark(step.rank, step.step, record.name, record.peak_span.peak, step.batch_shape)
             for record in step.phases
             if record.peak_span.peak > self._of_shape.get(record.name, 0)
+            and step.owns_peak(record, max(self._of_shape.values(), default=0))
         ]
         for mark in found:
             self.put(mark)

@@ -62,6 +62,7 @@ class _PhaseRest(msgspec.Struct, array_like=True, gc=False):
     requested: _Margin | None
     resident: Span | None
     waited_us: int | None
+    coarse: bool = False
 
 
 class _Rare(msgspec.Struct, omit_defaults=True, gc=False):
@@ -97,6 +98,7 @@ class _Rest(msgspec.Struct, array_like=True, gc=False):
     """All phases in the order they ran; None stands for the next of ``rare.others``."""
     rare: _Rare
     batch_id: int = 0
+    memory_every: int = 1
 
 
 _decode = msgspec.msgpack.Decoder(_Rest).decode
@@ -135,6 +137,7 @@ def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
         *(step.micro_steps, step.samples, step.padded_tokens - step.tokens, step.probe_us, step.loss_scale),
         *(step.batch_shape, step.label_tokens, step.cpu_us, step.flops or None, step.fetch_us, phases, rare),
         batch_id=step.batch_id,
+        memory_every=step.memory_every,
     )
     row = (
         *(seq, t, step.rank, step.step, step.started, step.host_us, step.device_us, *numbers, step.tokens),
@@ -154,7 +157,7 @@ def _phase_rest(position: int, phase: PhaseRecord, ended: int) -> _PhaseRest:
         *(phase.collective_us, phase.collectives),
         None if phase.active is None else _margin(allocated, phase.active),
         None if phase.requested is None else _margin(allocated, phase.requested),
-        *(phase.resident, phase.waited_us),
+        *(phase.resident, phase.waited_us, phase.coarse),
     )
 
 
@@ -217,7 +220,7 @@ def step_from_row(row: Sequence[Any]) -> Step:
         *(rank, number, started, host_us, phases, device_us, rest.micro_steps, loss, lr, grad_norm, rest.loss_scale),
         *(rare.overflow, rest.batch_shape, rest.samples, tokens, tokens + rest.padding, rare.retries, rare.ooms),
         *(rest.probe_us, rare.dropped, rest.label_tokens, rare.updates, rest.cpu_us, rest.flops or 0.0, rest.fetch_us),
-        *(rest.batch_id, rare.signs),
+        *(rest.batch_id, rare.signs, rest.memory_every),
     )
 
 
@@ -229,6 +232,7 @@ def _phase_from(row: Sequence[Any], rest: _PhaseRest, ended: int) -> PhaseRecord
         *(STEP_PHASES[rest.position], ended + rest.gap_us, host_us, allocated, Span(*reserved), device_us),
         *(_lower(allocated, rest.active), _lower(allocated, rest.requested), rest.resident, rest.count),
         *(rest.allocations, rest.frees, rest.allocated_bytes, rest.collective_us, rest.collectives, rest.waited_us),
+        rest.coarse,
     )
 
 

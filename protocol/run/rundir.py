@@ -74,6 +74,9 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """The ranks' output is written to the run's log files."""
     allocator_events: bool = True
     """Single steps of a rank are captured with the allocator's trace."""
+    probe_budget: float = 0.5
+    """Percent of a step that the probe may cost the training thread; where it costs more, memory is read at each
+    boundary of phases in every k-th step only. 0: in every step."""
     predict: bool = True
     """With ftmon's own trainer on GPUs: the memory of its configuration is predicted during the run."""
     on_oom: OnOom = "raise"
@@ -102,6 +105,8 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
             seconds: float = getattr(self, option)
             if not (math.isfinite(seconds) and seconds >= 0):
                 raise UsageError(f"--{option.replace('_', '-')} must be seconds, 0 or more")
+        if not 0 <= self.probe_budget <= 100:
+            raise UsageError("--probe-budget must be a percentage of a step's time, 0 to 100 (0: no limit)")
         if self.allow_console and self.read_only:
             raise UsageError("--allow-console and --read-only: a read-only run runs no code from outside")
         if self.read_only and (self.on_hang in ("stop", "kill") or self.exit_timeout):

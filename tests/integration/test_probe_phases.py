@@ -5,6 +5,7 @@ from statistics import median
 
 import pytest
 from ftmon.protocol.messages.telemetry import Heartbeat, Hello, Step
+from ftmon.trainer.probe.phases.budget import CHOICES, FIRST
 from ftmon.tui.model.rank import shares
 from ports import free_port
 from probe_collector import BIN, SCRIPTS
@@ -106,3 +107,28 @@ def test_a_rollout_is_a_phase_of_its_own_and_start_up_is_in_no_step(collector):
     assert found.parts["generate"] == pytest.approx(generated, abs=0.01)
     beats = {beat.phase for beat in collector.of(Heartbeat)}
     assert "init" in beats
+
+
+def test_short_steps_read_memory_by_phase_now_and_then_and_tell_all_else_as_before(collector):
+    single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    script = SCRIPTS / "deepspeed_loop.py"
+    collector.start(BIN / "python", script, MASTER_PORT=str(free_port()), STEPS="200", **single).finish(280)
+    assert collector.job.returncode == 0, collector.output()
+    steps = collector.of(Step)
+    lines = collector.run.rank_log(0, "out").read_text().splitlines()
+    losses = [float(line.split()[1]) for line in lines if line.startswith("loss")]
+    assert [step.step for step in steps] == list(range(1, 201))
+    assert not any(phase.coarse for step in steps[:FIRST] for phase in step.phases)
+    later = steps[FIRST + 20 :]
+    assert later[-1].memory_every == CHOICES[-1], "a millisecond's step has no time for it"
+    coarse = [step for step in later if step.phase("forward").coarse]
+    assert len(coarse) > len(later) * 0.6
+    for number, step in enumerate(steps):
+        both = losses[2 * number : 2 * number + 2]
+        assert step.loss == pytest.approx(sum(both) / 2, rel=1e-5)
+        assert (step.micro_steps, step.samples, step.tokens, step.padded_tokens) == (2, 4, 24, 32)
+        assert {name: step.phase(name).count for name in ("forward", "backward")} == {"forward": 2, "backward": 2}
+    for step in coarse:
+        assert not step.phase("optimizer").coarse
+        assert step.phase("forward").resident == step.phase("backward").resident, "of one stretch"
+        assert step.phase("backward").resident.end == step.phase("optimizer").resident.start

@@ -80,6 +80,8 @@ class RankTally:
             if phase is None:
                 phase = self.phases[record.name] = _PhaseTally(record.name)
             phase.host_us += record.host_us
+            if isinstance(step, Step) and record.coarse and not step.owns_peak(record, self._highest()):
+                continue
             if record.reserved.peak > phase.reserved:
                 phase.reserved = record.reserved.peak
             resident = record.resident
@@ -88,6 +90,9 @@ class RankTally:
                 phase.step = step.step if resident is None else phase.step
             if resident is not None and (phase.resident is None or resident.peak > phase.resident):
                 phase.resident, phase.step = resident.peak, step.step
+
+    def _highest(self) -> int:
+        return max(phase.resident or phase.allocated for phase in self.phases.values())
 
     def message(self) -> JobRank:
         """Return the message about this rank."""

@@ -11,6 +11,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from .guard import guarded
+from .loop.regular import Code
 from .loop.training import Training
 from .phases.forwards import updates_parameters
 from .phases.tracker import DRIVEN
@@ -71,17 +72,43 @@ class Events:
     def __init__(self, training: Training) -> None:
         self.guard, self._training, self._state = training.guard, training, training.state
         self._loading, self._micro_steps, self._updates = training.loading, training.micro_steps, training.updates
-        self.fetching = training.loading.fetching
-        """A dataloader's iterator is asked for a batch; then ``fetched``, or ``exhausted`` if it has no more."""
-        self.fetched = training.loading.fetched
-        self.exhausted = training.loading.exhausted
-        self.failed = training.saw_error
-        """An exception came through a hook; an allocation failure is reported with all that is known about it."""
+        self._regular = training.regular
+        self._forward_scope, self._backward_scope = _Scope(self._end_forward), _Scope(self._end_backward)
+        training.regular.handlers |= {
+            Code.FETCHING: self._loading.fetching,
+            Code.FETCHED: self._loading.fetched,
+            Code.FORWARD: self._judge_forward,
+            Code.FORWARD_ENDS: lambda: self._end_forward(None),
+            Code.BACKWARD: self._micro_steps.going_backward,
+            Code.BACKWARD_ENDS: self._micro_steps.went_backward,
+            Code.UPDATE: self._begin_update,
+            Code.UPDATE_ENDS: lambda: self._end_update(None),
+        }
 
     @property
     def in_backward(self) -> bool:
         """Whether a backward is under way."""
         return self._state.in_backward
+
+    def fetching(self, iterator: Any) -> None:
+        """A dataloader's iterator is asked for a batch; then ``fetched``, or ``exhausted`` if it has no more."""
+        if not self._regular.goes_on(Code.FETCHING, iterator):
+            self._loading.fetching(iterator)
+
+    def fetched(self, found: Any) -> None:
+        """The iterator returns this batch."""
+        if not self._regular.goes_on(Code.FETCHED, None, found):
+            self._loading.fetched(found)
+
+    def exhausted(self, iterator: Any) -> None:
+        """The iterator has no more batches."""
+        self._regular.leave()
+        self._loading.exhausted(iterator)
+
+    def failed(self, error: BaseException) -> None:
+        """An exception came through a hook; an allocation failure is reported with all that is known about it."""
+        self._regular.leave()
+        self._training.saw_error(error)
 
     def forward(
         self, module: Any, args: Any = (), kwargs: Any = None, framework: str = "", *, always: bool = False
@@ -93,17 +120,23 @@ class Events:
         """
         if self._state.in_forward or self._state.in_backward:
             return _NOTHING
-        self._begin_forward(module, args, kwargs or {}, framework, always)
-        self._state.in_forward = True
-        return _Scope(self._end_forward)
+        given = args, kwargs or {}, framework, always
+        if not self._regular.goes_on(Code.FORWARD, module, *given):
+            self._judge_forward(module, *given)
+        return self._forward_scope
 
     def backward(self, losses: Sequence[Any], *, scaled: bool = False) -> _Scope:
         """A backward from ``losses``, all of one micro-batch, for the length of a ``with`` block.
 
         ``scaled``: they add up to the step's loss although an engine updates.
         """
-        outermost = self._micro_steps.going_backward(losses, scaled)
-        return _Scope(self._end_backward) if outermost else _NOTHING
+        if self._state.in_backward:
+            return _NOTHING
+        if self._regular.goes_on(Code.BACKWARD, None, losses, scaled) or self._micro_steps.going_backward(
+            losses, scaled
+        ):
+            return self._backward_scope
+        return _NOTHING
 
     def update(self, by: Any, lr: Any = None) -> _Update:
         """An update ``by`` an engine or optimizer, for the length of a ``with`` block; no update without ``done``.
@@ -112,11 +145,13 @@ class Events:
         """
         if self._state.in_update:
             return _Update(None)
-        self._begin_update(by, lr)
+        if not self._regular.goes_on(Code.UPDATE, by, lr):
+            self._begin_update(by, lr)
         return _Update(self, self._end_update)
 
     def phase(self, name: str) -> _Scope:
         """Work of a phase (``protocol.messages.telemetry.PHASES``), for the length of a ``with`` block."""
+        self._regular.leave()
         training = self._training
         is_eval = name == "generate" and training.tracker.phase == "eval"
         if is_eval and not self._loading.evaluated(trains=False):
@@ -128,10 +163,12 @@ class Events:
 
     def evaluating(self, model: Any) -> bool:
         """A module was put into evaluation mode; return whether an evaluation begins."""
+        self._regular.leave()
         return bool(self._loading.evaluating(model))
 
     def evaluated(self) -> None:
         """It was put into training mode again."""
+        self._regular.leave()
         self._loading.evaluated(trains=True)
 
     @guarded
@@ -141,6 +178,7 @@ class Events:
         An empty framework only names the model; a known, more specific one stays. ``step`` is the last finished one,
         after a resume; ``facts`` are fields of ``Hello``.
         """
+        self._regular.leave()
         training = self._training
         known = training.introduction.facts
         if framework and known["framework"] in ("pytorch", framework):
@@ -152,6 +190,10 @@ class Events:
         if model is not None:
             self._register(model)
         training.outbox.send_hello()
+
+    def _judge_forward(self, module: Any, args: Any, kwargs: Any, framework: str, always: bool) -> None:
+        self._begin_forward(module, args, kwargs, framework, always)
+        self._state.in_forward = True
 
     @guarded
     def _begin_forward(self, module: Any, args: Any, kwargs: Any, framework: str, always: bool) -> None:
@@ -167,14 +209,17 @@ class Events:
         self._micro_steps.forwarding(module, args, kwargs)
 
     def _end_forward(self, error: BaseException | None) -> None:
-        self._state.in_forward = False
+        if error is None and self._regular.goes_on(Code.FORWARD_ENDS):
+            return
         if error is not None:
             self.failed(error)
             self._micro_steps.failed_forward()
+        self._state.in_forward = False
 
     def _end_backward(self, error: BaseException | None) -> None:
         if error is None:
-            self._micro_steps.went_backward()
+            if not self._regular.goes_on(Code.BACKWARD_ENDS):
+                self._micro_steps.went_backward()
         else:
             self.failed(error)
             self._micro_steps.failed_backward()
@@ -183,8 +228,12 @@ class Events:
     def _begin_update(self, by: Any, lr: Any) -> None:
         self._updates.updating(lr() if callable(lr) else lr, by)
 
-    @guarded
     def _updated(self, figures: Callable[[], dict[str, Any]]) -> None:
+        if not self._regular.goes_on(Code.UPDATED, None, figures):
+            self._judge_updated(figures)
+
+    @guarded
+    def _judge_updated(self, figures: Callable[[], dict[str, Any]]) -> None:
         found = figures()
         self._training.tracker.notes.accumulation = found.pop("accumulation", 0)
         self._updates.updated(**found)
@@ -193,7 +242,7 @@ class Events:
         if error is not None:
             self.failed(error)
             self._updates.abandon_update()
-        elif self._state.in_update:
+        elif not self._regular.goes_on(Code.UPDATE_ENDS) and self._state.in_update:
             self._updates.not_updated()
 
     def _register(self, model: Any) -> None:
@@ -210,25 +259,44 @@ class TorchEvents(Events):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        loading, updates = training.loading, training.updates
-        self.stepped = updates.end_update
-        """A bare optimizer's step has ended."""
-        self.zeroing = updates.zeroing
-        """An optimizer or a module sets its gradients to zero."""
+        updates = training.updates
+        training.regular.handlers |= {
+            Code.STEPPING: updates.begin_update,
+            Code.ZEROING: updates.zeroing,
+            Code.CLIPPED: updates.note_grad_norm,
+        }
         self.scaled = training.micro_steps.note_scaling
         """A loss was multiplied by a loss scale: the backward of the first argument is that of the second."""
-        self.prefetching, self.delivered = loading.prefetching, loading.delivered
-        """A loader that fetches ahead is asked for a batch (its argument receives counts), and returns it."""
-        self.prefetched_all = loading.prefetched_all
         self.leaving_group = training.introduction.note_backend
         """The process groups are about to be destroyed; the hello, which names their backend, may be sent later."""
         self._edits = Edits()
         self._attended = 0
 
+    def zeroing(self, owner: Any) -> None:
+        """An optimizer or a module sets its gradients to zero."""
+        if not self._regular.goes_on(Code.ZEROING, None, owner):
+            self._updates.zeroing(owner)
+
+    def prefetching(self, prefetched: Any) -> None:
+        """A loader that fetches ahead is asked for a batch; ``prefetched`` receives counts."""
+        self._regular.leave()
+        self._loading.prefetching(prefetched)
+
+    def delivered(self, found: Any) -> None:
+        """It returns a batch."""
+        self._loading.delivered(found)
+
+    def prefetched_all(self) -> None:
+        """It has no more batches, or failed."""
+        self._regular.leave()
+        self._loading.prefetched_all()
+
     @guarded
     def made_optimizer(self, optimizer: Any, frame: FrameType | None = None) -> None:
         """An optimizer was made, in this frame; None: on another thread."""
         training = self._training
+        if frame is not None:
+            self._regular.leave()
         self._updates.found_optimizer(optimizer)
         if frame is None or self._state.making_engine:
             return
@@ -247,12 +315,18 @@ class TorchEvents(Events):
         """A bare optimizer's step begins; return whether it is an update rather than a part of one."""
         if self._state.in_update and self._updates.updater is not optimizer:
             return False
-        return bool(self._updates.begin_update(optimizer))
+        return self._regular.goes_on(Code.STEPPING, optimizer) or bool(self._updates.begin_update(optimizer))
+
+    def stepped(self, optimizer: Any) -> None:
+        """A bare optimizer's step has ended."""
+        if not (self._updates.updater is optimizer and self._regular.goes_on(Code.STEPPED, optimizer)):
+            self._updates.end_update(optimizer)
 
     def closure(self) -> _Scope:
         """A call of the closure of a step, for the length of a ``with`` block: its work is no part of the update."""
         if not self._state.in_update:
             return _NOTHING
+        self._regular.leave()
         self._updates.open_closure()
         return _Scope(lambda error: self._updates.close_closure(failed=error is not None))
 
@@ -264,13 +338,16 @@ class TorchEvents(Events):
 
         def over(error: BaseException | None) -> None:
             if error is None and self._training.updaters.updates == before:
+                self._regular.leave()
                 self._updates.skipped_update(optimizer, scale)
 
         return _Scope(over)
 
     def clipped(self, norm: Any) -> None:
         """The script has clipped its gradients, whose norm was ``norm``."""
-        if norm is not None and not self._state.engine_steps:
+        if norm is None or self._state.engine_steps:
+            return
+        if not self._regular.goes_on(Code.CLIPPED, None, norm):
             self._updates.note_grad_norm(norm)
 
     def adopt(self, *, updates: bool = True) -> bool:
@@ -342,6 +419,7 @@ class TorchEvents(Events):
 
         ``over_ranks``: losses are also divided by the label tokens of all ranks.
         """
+        self._regular.leave()
         state = self._state
         state.sum_losses, state.normalised_over_ranks = True, over_ranks
         if state.forward_by != "engine":
@@ -414,7 +492,7 @@ class TorchEvents(Events):
 
     def cost(self, ns: int) -> None:
         """Count the time of a hook's own work."""
-        self._training.tracker.cost_ns += ns
+        self.guard.spent_ns += ns
 
     @guarded
     def watch(self, updater: Any) -> None:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from threading import get_ident
+from time import perf_counter_ns
 from types import CodeType, FrameType, ModuleType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -23,13 +24,17 @@ def nothing(*_: object) -> None:
 
 
 class Guard:
-    """The probe's switch, and the training thread: only that thread moves phases."""
+    """The probe's switch, its cost, and the training thread: only that thread moves phases."""
 
-    __slots__ = ("enabled", "thread")
+    __slots__ = ("enabled", "inside", "spent_ns", "thread")
 
     def __init__(self) -> None:
         self.enabled = True
         self.thread = get_ident()
+        self.inside = False
+        """Whether a guarded method is under way on the training thread."""
+        self.spent_ns = 0
+        """Time of guarded methods so far: what the probe costs the training thread."""
 
     def is_training_thread(self) -> bool:
         """Return whether the caller is the thread that trains."""
@@ -52,18 +57,29 @@ class Guard:
 def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R | None]:
     """Wrap a method that hooks call: it does nothing while the probe is off, and an exception disables the probe.
 
-    Its object has the switch as ``guard``.
+    Its object has the switch as ``guard``, which counts the time of the outermost such method.
     """
 
     @functools.wraps(method)
     def safe(self: Any, *args: P.args, **kwargs: P.kwargs) -> R | None:
-        if not self.guard.enabled:
+        guard = self.guard
+        if not guard.enabled:
             return None
+        if guard.inside:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                guard.disable(error)
+                return None
+        guard.inside, start = True, perf_counter_ns()
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            self.guard.disable(error)
+            guard.disable(error)
             return None
+        finally:
+            guard.inside = False
+            guard.spent_ns += perf_counter_ns() - start
 
     return safe
 

@@ -408,7 +408,12 @@ def job(spec: Spec, settings: Settings, name: str, lengths: Sequence[int] = ()) 
     ``lengths``: sequence lengths to measure in it, one after the other; empty: the configuration's own.
     """
     options = RunOptions(
-        allocator_events=False, predict=False, on_hang="kill", hang_grace=spec.hang_grace, stop_grace=STOP_GRACE_SECONDS
+        allocator_events=False,
+        probe_budget=0.0,  # the peaks of phases are what is measured
+        predict=False,
+        on_hang="kill",
+        hang_grace=spec.hang_grace,
+        stop_grace=STOP_GRACE_SECONDS,
     )
     varied = {name: value for name, value in settings.items() if name.startswith(ENVIRONMENT)}
     own = {name.removeprefix(ENVIRONMENT): "" if value is None else str(value) for name, value in varied.items()}

@@ -197,6 +197,13 @@ START_OPTIONS = (
     argument("--name", None, "name of the run"),
     argument("--listen", "HOST:PORT", "also let other hosts attach, encrypted and by key"),
     flag("--no-allocator-events", "do not sample the allocator's own trace"),
+    argument(
+        "--probe-budget",
+        "PERCENT",
+        "of a step's time that watching may cost the training thread (default: 0.5); where it costs more, memory is "
+        "read by phase in 1 of k steps. 0: in every step",
+        type=seconds,
+    ),
     flag("--detach", "start the run and return at once"),
     argument(
         "--on-oom",

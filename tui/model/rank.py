@@ -384,6 +384,7 @@ class RankModel:
         self.signal: int | None = None
         self.beat: telemetry.Heartbeat | None = None
         self.last: telemetry.Step | None = None
+        self.read: telemetry.Step | None = None  # the last one whose memory was read at each boundary of phases
         self.steps: deque[telemetry.Step] = deque(maxlen=keep_steps)
         self.peak: Peak | None = None
         self.reserved_peak = 0
@@ -441,14 +442,15 @@ class RankModel:
 
     @property
     def phases(self) -> list[telemetry.PhaseRecord]:
-        """The phases of the last finished step, in the order they ran."""
-        return sorted(self.last.phases, key=lambda record: record.start_us) if self.last is not None else []
+        """The phases of the last step whose memory was read in each, in the order they ran."""
+        step = self.read or self.last
+        return sorted(step.phases, key=lambda record: record.start_us) if step is not None else []
 
     def begin_job(self, now: float) -> None:
         """Reset for another job of the run; memory over time and snapshots are kept."""
         self.state, self.state_text, self.state_since = "starting", "", now
         self.exit_code = self.signal = None
-        self.hello = self.beat = self.last = self.goodbye = self.oom = self.failure = None
+        self.hello = self.beat = self.last = self.read = self.goodbye = self.oom = self.failure = None
         self.stacks = self.native_stacks = self.peak = None
         self.steps.clear()
         self.reserved_peak = 0
@@ -468,13 +470,16 @@ class RankModel:
         at_once = column == int(started + step.host_us * 1e-6)
         allocated_peak = reserved_peak = resident_peak = EMPTY
         allocated = reserved = resident = None
+        coarse = False
         for record in step.phases:
             allocated, reserved, resident = record.allocated, record.reserved, record.resident
             highs = allocated.peak, reserved.peak, EMPTY if resident is None else resident.peak
             true = highs[0] if resident is None else highs[2]
+            coarse |= record.coarse
             if true > highest:
                 highest = true
-                self.peak = Peak(true, record.name, step.step, started + record.start_us * 1e-6, self.rank)
+                top = (record.coarse and step.peak_phase) or record
+                self.peak = Peak(true, top.name, step.step, started + top.start_us * 1e-6, self.rank)
             if not at_once:
                 begin = started + record.start_us * 1e-6
                 self.timeline.add_range(int(begin), int(begin + record.host_us * 1e-6), *highs)
@@ -495,6 +500,8 @@ class RankModel:
         self.steps.append(step)
         self.dropped = step.dropped
         self.last = step
+        if not coarse:
+            self.read = step
         if self.state == "starting":
             self.state, self.state_since = "training", started
         self.version += 1

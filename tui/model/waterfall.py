@@ -97,7 +97,7 @@ def waterfall(rank: RankModel, composition: Composition, phase: str, sample: Dev
 
 def unanalysed(rank: RankModel, phase: str, sample: DeviceSample | None) -> Waterfall | None:
     """Return a waterfall without parts, before any step was analysed: the last step's peaks; None before the first."""
-    step = rank.last
+    step = rank.read or rank.last
     if step is None or not step.phases:
         return None
     standing = tuple(step_standing(step))

@@ -94,7 +94,7 @@ class MemoryCanvas(Canvas):
             return []
         ranking = rank.memory.ranking
         names = [mark.phase for mark in ranking.standing[:3]] if ranking is not None else []
-        steps = [step for step in steps if all(step.phase(each) is not None for each in names)]
+        steps = [step for step in steps if all(_is_read(step, each) for each in names)]
         series = [
             Series(each, self.theme.phase(each), [_peak(step, each) for step in steps]) for each in reversed(names)
         ]
@@ -102,6 +102,11 @@ class MemoryCanvas(Canvas):
             return []
         chart = Chart("peaks by phase", "GiB", [step.step for step in steps], series)
         return [Line(), *chart_lines(chart, width, min(height, 24), self.theme)]
+
+
+def _is_read(step: Any, phase: str) -> bool:
+    record = step.phase(phase)
+    return record is not None and not record.coarse
 
 
 def _peak(step: Any, phase: str) -> float:

@@ -97,8 +97,13 @@ class RankHead(Canvas):
         lines = [title(view, width, self.theme, True)]
         lines += figure_lines(self.app_state.model, rank, view, width, self.theme)
         lines.append(Line())
-        table = phase_table(rank.phases, width, self.theme)
-        return [*lines, *table][:height]
+        lines += phase_table(rank.phases, width, self.theme)
+        if rank.last is not None and rank.last.memory_every > 1 and rank.read is not None:
+            words = (
+                f" memory by phase is read in 1 of {rank.last.memory_every} steps: above, in step {rank.read.step:,}"
+            )
+            lines.append(Line(words, self.theme.style("dim")))
+        return lines[:height]
 
 
 class StepChart(Canvas):

@@ -247,6 +247,8 @@ class LeakDetector:
             rank.place = names.index("forward") if "forward" in names else len(names) - 1
             rank.name = names[rank.place]
         record = phases[rank.place]
+        if record.coarse:
+            return []
         at_start = rank.name == "forward"
         span = record.allocated
         level, second = (span.start if at_start else span.end), -1

@@ -141,7 +141,7 @@ class SpikeDetector:
             history = histories.get(record.name)
             if history is None:
                 history = histories[record.name] = _PhaseHistory()
-            if rank.steps == 1:
+            if rank.steps == 1 or record.coarse:
                 continue
             if transient > history.limit:
                 suspects.append((record, transient, history))

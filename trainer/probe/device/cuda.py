@@ -417,11 +417,13 @@ def _find_copy() -> Any:
     return by_driver
 
 
-_NUMBERS = (int, float)
+_NUMBERS = (int, float, Fetched)
 
 
 def fetch_values(value: Any) -> Any:
-    """Begin to fetch a number or a tensor of one element; return what ``read`` reads, or None if it is no scalar.
+    """Begin to fetch a tensor of one element; return what ``read`` reads, or None if it is no scalar.
+
+    A number, or one that is on its way, is returned as it is.
 
     A DTensor that is not the same on all ranks is no scalar: the probe enters no collective.
     """

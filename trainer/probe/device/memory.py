@@ -76,8 +76,10 @@ class Layout(NamedTuple):
 
     def picker(self, places: Sequence[Place]) -> Callable[[bytes], tuple[int, ...]]:
         """Return a function that returns the figures at some places (two or more) of a sample."""
-        unpack = struct.Struct(f"{self.words}q").unpack
-        pick = itemgetter(*(self.places[place] for place in places))
+        words = sorted({self.places[place] for place in places})
+        gaps = [word - before - 1 for before, word in zip([-1, *words], words, strict=False)]
+        unpack = struct.Struct("".join(f"{gap * 8}xq" for gap in gaps)).unpack_from
+        pick = itemgetter(*(words.index(self.places[place]) for place in places))
         return lambda sample: pick(unpack(sample))
 
 

@@ -38,11 +38,13 @@ from ..memory.snapshots import CaptureContext, PhaseMarks, Recording, Snapshots
 from ..memory.stacks import StackCapture
 from ..oom.console import Hold
 from ..oom.report import OomHistory
+from ..phases.budget import Unusual
 from ..phases.tracker import (
     ClosingRaw,
     Mark,
     Notes,
     Pace,
+    Reads,
     StepRaw,
     StopRequest,
     Tracker,
@@ -78,11 +80,16 @@ class _Phase:
         self.waited_us: int | None = None
         self.count = 0
         self.allocations = self.frees = self.allocated_bytes = 0
+        self.coarse = False
+        self._stretch: list[Reading] = []
         self.collectives = self.collective_ns = 0
         self.figures = [[at_start[place], -1, -1] for place in _FIGURES]
 
-    def add(self, marks: list[Mark], readings: list[Reading]) -> None:
-        """Add one occurrence: from the first mark to the last, peaks taken from all but the first."""
+    def add(self, marks: list[Mark], readings: list[Reading], coarse: bool) -> None:
+        """Add one occurrence: from the first mark to the last, peaks taken from all readings but the first.
+
+        ``coarse``: the readings are those around a longer stretch.
+        """
         first, last = marks[0], marks[-1]
         start, end = readings[0], readings[-1]
         self.count += 1
@@ -90,12 +97,18 @@ class _Phase:
         spent = elapsed_us(first.event, last.event)
         if spent is not None:
             self.device_us = (self.device_us or 0) + spent
-        if end.allocations > start.allocations:  # also guards against counters that the script has reset
-            self.allocations += end.allocations - start.allocations
-            self.allocated_bytes += max(0, end.allocated_bytes - start.allocated_bytes)
-        self.frees += max(0, end.frees - start.frees)
         self.collectives += last.collectives - first.collectives
         self.collective_ns += last.collective_ns - first.collective_ns
+        if coarse:
+            self.coarse = True
+            if readings is self._stretch:
+                return
+            self._stretch = readings
+        else:
+            if end.allocations > start.allocations:  # also guards against counters that the script has reset
+                self.allocations += end.allocations - start.allocations
+                self.allocated_bytes += max(0, end.allocated_bytes - start.allocated_bytes)
+            self.frees += max(0, end.frees - start.frees)
         for place, figure in zip(_FIGURES, self.figures, strict=True):
             figure[1] = now = end[place]
             highest = end[place + 1]  # ifs, not max(): this is most of the publisher's work
@@ -129,6 +142,7 @@ class _Phase:
             self.collective_ns // 1000,
             self.collectives,
             self.waited_us,
+            self.coarse,
         )
 
 
@@ -192,6 +206,7 @@ def step_message(
         fetch_us=notes.fetch_ns // 1000 if notes.fetches else None,
         batch_id=batch_id,
         signs=found,
+        memory_every=raw.every,
     )
 
 
@@ -238,7 +253,8 @@ class _Times(NamedTuple):
 
 def _phase_records(raw: StepRaw, read: Callable[[Any], Reading]) -> _Times:
     marks = lend_events(raw.marks)
-    figures = readings(marks, read)
+    figures = [] if raw.coarse else readings(marks, read)
+    reads = Reads(marks, read) if raw.coarse else None
     first = first_of_step(marks)
     origin = marks[first]
     host_us = (marks[-1].ns - origin.ns) // 1000
@@ -248,9 +264,10 @@ def _phase_records(raw: StepRaw, read: Callable[[Any], Reading]) -> _Times:
         if marks[end].phase in ("", marks[start].phase) and end + 1 < len(marks):
             continue  # the same phase goes on
         name = marks[start].phase if start >= first else "init"
+        around, coarse = (figures[start : end + 1], False) if reads is None else reads.around(start, end)
         if name not in phases:
-            phases[name] = _Phase(name, marks[start].ns, figures[start])
-        phases[name].add(marks[start : end + 1], figures[start : end + 1])
+            phases[name] = _Phase(name, marks[start].ns, around[0])
+        phases[name].add(marks[start : end + 1], around, coarse)
         start = end
     for name, begun, ended in raw.notes.waits:
         waited, phase = elapsed_us(begun, ended), phases.get(name)
@@ -259,7 +276,8 @@ def _phase_records(raw: StepRaw, read: Callable[[Any], Reading]) -> _Times:
     records = [phase.record(origin.ns) for phase in phases.values()]
     least_us = host_us * IDLE_SHARE
     shown = [each for each in records if each.name != "idle" or each.host_us >= least_us or _moves(each)]
-    return _Times(host_us, elapsed_us(origin.event, marks[-1].event), shown, figures[-1])
+    last = figures[-1] if reads is None else reads.last
+    return _Times(host_us, elapsed_us(origin.event, marks[-1].event), shown, last)
 
 
 def without_device(raw: StepRaw) -> StepRaw:
@@ -281,7 +299,7 @@ def without_device(raw: StepRaw) -> StepRaw:
 
 def _moves(idle: PhaseRecord) -> bool:
     peak = idle.peak_span
-    return peak.transient >= IDLE_BYTES or abs(peak.growth) >= IDLE_BYTES
+    return not idle.coarse and (peak.transient >= IDLE_BYTES or abs(peak.growth) >= IDLE_BYTES)
 
 
 def _is_here(value: Any) -> bool:
@@ -382,6 +400,12 @@ ALONE_SECONDS = 0.5
 LAST_STEPS_SECONDS = 0.25
 """Time limit for the device to pass the last steps, when the rank ends."""
 YIELD_SECONDS = 0.0002
+YIELD_EVERY = 4
+"""Coarse steps between two yields of the interpreter's lock; after every other step there is one."""
+TOGETHER_SECONDS = 0.25
+MOST_TOGETHER = 16
+"""Coarse steps, which are short, are made into messages so long after each other, or so many at once: the interpreter
+does the same work in a third of the time if it has just done it."""
 BEAT_SECONDS = 1.0
 CHANGED_BEAT_SECONDS = 0.1
 """Silence after which a heartbeat reports a change."""
@@ -414,11 +438,12 @@ class Publisher(threading.Thread):
         self._outbox = outbox = training.outbox
         self._steps = outbox.pending
         self._pace, self._hold = pace, hold
+        self._unusual = Unusual()
         self._oom_history, self._phase_marks = oom_history, phase_marks
         self._sequence = 0
         self._changes = 0.0
         """Progress and hold as of the latest heartbeat, in one number."""
-        self._last_beat = self._last_sent = self._last_tended = 0.0
+        self._last_beat = self._last_sent = self._last_steps = self._last_tended = 0.0
         """Times of the latest heartbeat, of the latest heartbeat or step, and of ``_tend``."""
         self._closed = False
         """Whether the closing messages have begun: no heartbeat follows."""
@@ -491,12 +516,12 @@ class Publisher(threading.Thread):
             if poller.poll(POLL_MS):
                 self._commands.receive(ranks)
             self._drain()
-            self._send_steps()
             now = time.time()
+            if self._is_due(now):
+                self._send_steps()
             beat = self._next_beat(now)
             if beat is not None and not self._closed:
                 self.send(beat)
-            self._rank.device.memory.tidy()
             self._captures.tick()
             self._hold.tick()
             if not 0 <= now - self._last_tended < TEND_SECONDS:
@@ -507,6 +532,7 @@ class Publisher(threading.Thread):
 
     def _tend(self) -> None:
         """Restart the agent and the stack handler if they were lost, and send changed facts; once a second."""
+        self._rank.device.memory.tidy()
         output.tend()
         loader = self._slow_facts.loader()
         if loader is not None:
@@ -549,7 +575,13 @@ class Publisher(threading.Thread):
         if introduction.plan is not None:
             self.send(introduction.plan)
 
+    def _is_due(self, now: float) -> bool:
+        steps = self._steps
+        waits = bool(steps) and steps[-1].coarse and len(steps) < MOST_TOGETHER
+        return not (waits and 0 <= now - self._last_steps < TOGETHER_SECONDS)
+
     def _send_steps(self) -> None:
+        self._last_steps, sent = time.time(), 0
         while self._steps:
             try:
                 if not has_passed(self._steps[0].marks[-1].event):
@@ -559,7 +591,8 @@ class Publisher(threading.Thread):
                 # The device is in an error state: missing figures never arrive.
                 raw = without_device(self._steps.popleft())
             self._send_step(raw)
-            if self._steps:
+            sent += 1
+            if self._steps and not (raw.coarse and sent % YIELD_EVERY):
                 # Yields the interpreter's lock: the training thread waits for one step's work at most.
                 time.sleep(YIELD_SECONDS)
 
@@ -604,6 +637,8 @@ class Publisher(threading.Thread):
         self._captures.steps.note_sent(raw.number)
         self._captures.stacks.note(step)
         self._oom_history.note(step)
+        if self._unusual.is_so(step):
+            self._tracker.budget.suspect()
         events = device.events
         if events is not None:
             for mark in raw.marks[:-1]:  # the last one begins the next step

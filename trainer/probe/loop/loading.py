@@ -327,11 +327,21 @@ class Loading:
 
     def _begin_forward(self, found: Any, fetched: batch.OnHost | None = None) -> None:
         """Note a batch that no forward hook will report, and begin its forward."""
-        tracker = self._tracker
-        start = perf_counter_ns()
         self._pass.fetched(id(self._last_iterator()))
-        batch.note(tracker.notes, found, False, self._device.events is not None, fetched)
-        if self._state.normalised_over_ranks:
-            tracker.notes.labels = []
-        tracker.cost_ns += perf_counter_ns() - start
+        self._note_batch(found, fetched)
         self._phases.enter("forward")
+
+    def note_fetched(self, found: Any) -> None:
+        """Note a batch of the training, whose phases are known."""
+        notes, key = self._tracker.notes, id(self._last_iterator())
+        notes.fetches[key] = notes.fetches.get(key, 0) + 1
+        if not self._state.forward_by or self._state.calls_module:
+            self._note_batch(found)
+        elif self._device.events is not None:
+            self._fetched.add(self._last_iterator(), notes, found)
+
+    def _note_batch(self, found: Any, fetched: batch.OnHost | None = None) -> None:
+        notes = self._tracker.notes
+        batch.note(notes, found, False, self._device.events is not None, fetched)
+        if self._state.normalised_over_ranks:
+            notes.labels = []

@@ -1,7 +1,6 @@
 """Follows micro-steps: the forward of a batch, and the backward of its loss."""
 
 from collections.abc import Callable, Sequence
-from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -62,13 +61,15 @@ class MicroSteps:
         notes = tracker.notes
         if state.evaluations > 1 or notes.discarded:
             return
-        start = perf_counter_ns()
-        fetched = self._loading.take()
         self._leave_out(id(module))
-        batch.note(notes, (args, kwargs), True, self._device.events is not None, fetched, self._trained.shifts_labels)
-        if state.normalised_over_ranks:
+        self.note_batch(args, kwargs)
+
+    def note_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the batch of a forward of the training."""
+        notes, fetched, later = self._tracker.notes, self._loading.take(), self._device.events is not None
+        batch.note(notes, (args, kwargs), True, later, fetched, self._trained.shifts_labels)
+        if self._state.normalised_over_ranks:
             notes.labels = []
-        tracker.cost_ns += perf_counter_ns() - start
 
     @guarded
     def failed_forward(self) -> None:
@@ -102,15 +103,19 @@ class MicroSteps:
             return True
         if state.evaluations > 1:
             return True
-        start = perf_counter_ns()
+        self.note_losses(losses, scaled)
+        return True
+
+    def note_losses(self, losses: Sequence[Any], scaled: bool) -> list[Any]:
+        """Note a micro-step and its losses; return them, on their way from the device."""
+        notes, state = self._tracker.notes, self._state
         notes.micro_steps += 1
         unscaled, self._unscaled = self._unscaled, None
         notes.sum_losses, notes.added_ranks = state.sum_losses or scaled, state.added_ranks
-        for loss in losses:
-            original = unscaled[1] if unscaled is not None and unscaled[0] == id(loss) else loss
-            notes.losses.append(cuda.fetch_values(original))
-        tracker.cost_ns += perf_counter_ns() - start
-        return True
+        originals = [unscaled[1] if unscaled is not None and unscaled[0] == id(loss) else loss for loss in losses]
+        fetched = list(map(cuda.fetch_values, originals))
+        notes.losses += fetched
+        return fetched
 
     @guarded
     def went_backward(self) -> None:

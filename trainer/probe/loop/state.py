@@ -20,6 +20,8 @@ class Phases:
         self.enter: Callable[[str], None] = self._enter_unsettled
         """Moves to a phase; the tracker's own method once the device is settled."""
         self.met_cuda: Callable[[], None] = nothing
+        self.leave: Callable[[], None] = nothing
+        """Called before something moves the phase that no step is followed by (``Regular.leave``)."""
         self._device, self._tracker, self._outbox = rank.device, tracker, outbox
 
     def interrupt(self, phase: str) -> None:
@@ -30,6 +32,7 @@ class Phases:
     @guarded
     def open(self, phase: str) -> str:
         """Begin an explicit phase; the result, None after an error, goes to ``close``."""
+        self.leave()
         self._settle_device()
         return self._tracker.open_scope(phase)
 
@@ -59,6 +62,7 @@ class Phases:
     def _note_script_reset(self, stats: Any) -> None:
         guard = self.guard
         if guard.enabled and guard.is_training_thread():
+            self.leave()
             self._tracker.note_reset(stats)
 
 

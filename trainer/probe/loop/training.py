@@ -4,13 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 from ..guard import guarded, nothing
+from ..phases.budget import Budget
 from ..phases.forwards import Forwards
-from ..phases.tracker import ClosingRaw, Counts, Outbox, Tracker
+from ..phases.tracker import ClosingRaw, Counts, Outbox, StepRaw, Tracker
 from ..phases.updaters import Updaters
 from ..rank.context import Introduction, RankContext
 from ..rank.model import Optimized, Trained, describe_models
 from .loading import Loading
 from .micro_steps import MicroSteps
+from .regular import Regular
 from .state import Loop, Phases
 from .updates import Updates
 
@@ -28,7 +30,8 @@ class Training:
         self.outbox = outbox = Outbox()
         self.on_error: Callable[[BaseException], None] = nothing
         """Called with every exception that comes through a hook."""
-        self.tracker = tracker = Tracker(device.memory, device.mark_event, counts, outbox.hand_over_step)
+        budget = Budget(rank.options.probe_budget / 100)
+        self.tracker = tracker = Tracker(device.memory, device.mark_event, counts, self._end_step, rank.guard, budget)
         self.updaters = Updaters(tracker, self._met_engine)
         self.forwards = forwards = Forwards(tracker)
         self.phases = phases = Phases(rank, tracker, outbox)
@@ -37,6 +40,8 @@ class Training:
         self.loading = Loading(loop)
         self.micro_steps = MicroSteps(loop, self.loading, self._saw_forward)
         self.updates = Updates(loop, self.updaters)
+        self.regular = Regular(loop, self.loading, self.micro_steps, self.updates)
+        phases.leave = self.regular.leave
 
     @guarded
     def saw_error(self, error: BaseException) -> None:
@@ -46,8 +51,13 @@ class Training:
     @guarded
     def hand_over_closing(self) -> None:
         """Pass the record after the last step to the publisher; the process is about to end."""
+        self.regular.leave()
         self.loading.finish()
         self.outbox.hand_over(ClosingRaw(self.tracker.closing_step(measured=self.guard.is_training_thread())))
+
+    def _end_step(self, raw: StepRaw) -> None:
+        self.regular.end_step(raw)
+        self.outbox.hand_over_step(raw)
 
     def _saw_forward(self, dtype: str) -> None:
         self.introduction.forward_dtype = dtype

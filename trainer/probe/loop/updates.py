@@ -1,7 +1,6 @@
 """Follows updates: an optimizer, an engine or a loss scaler ends or skips a step."""
 
 import weakref
-from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -102,20 +101,36 @@ class Updates:
         self, number: int | None = None, grad_norm: Any = None, loss_scale: Any = None, overflow: bool = False
     ) -> None:
         """Handle the end of an update, which ends the step."""
-        tracker = self._tracker
-        notes = tracker.notes
+        notes = self._tracker.notes
         if self._state.rehearsing:
             self._end()
             self._forwards.end_step()
             return
         if grad_norm is not None:
-            start = perf_counter_ns()
             notes.grad_norm = cuda.fetch_values(grad_norm)
-            tracker.cost_ns += perf_counter_ns() - start
         if loss_scale is not None:
             notes.loss_scale = cuda.fetch_values(loss_scale)
         notes.overflow = overflow
         self._end_step(number)
+
+    def end_regular(
+        self,
+        number: int | None = None,
+        grad_norm: Any = None,
+        loss_scale: Any = None,
+        overflow: bool = False,
+        accumulation: int = 0,
+    ) -> None:
+        """End a step whose owner and next phase are those of the step before."""
+        notes = self._tracker.notes
+        if grad_norm is not None:
+            notes.grad_norm = cuda.fetch_values(grad_norm)
+        if loss_scale is not None:
+            notes.loss_scale = cuda.fetch_values(loss_scale)
+        notes.overflow, notes.accumulation = overflow, accumulation
+        self._end()
+        self._updaters.updates += 1
+        self._tracker.end_step(number)
 
     @guarded
     def skipped_update(self, optimizer: Any, loss_scale: Any = None) -> None:
@@ -177,11 +192,11 @@ class Updates:
             self._updaters.end(updater, number, "backward" if self._state.in_backward else "idle")
 
     def _note_weights(self, updater: Any) -> None:
-        start = perf_counter_ns()
+        if not self._tracker.budget.full:
+            return
         notes = self._tracker.notes
         notes.weights = self._weights.take(updater)
         notes.evaluating = self._weights.in_evaluation()
-        self._tracker.cost_ns += perf_counter_ns() - start
 
     def _end(self) -> None:
         state = self._state

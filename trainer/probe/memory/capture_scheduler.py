@@ -21,6 +21,9 @@ HUB_SECONDS = 15e-6
 FIRST_STEPS = 3
 PATIENCE_SECONDS = 45.0
 AFTER_FAILURE_SECONDS = 60.0
+DECISION_SECONDS = 1.0
+NEARLY_FULL = 0.7
+"""Share of the device's memory that is reserved, beyond which the recorder stays on."""
 REASONS = ("asked", "spike", "leak")
 
 
@@ -34,6 +37,10 @@ class CaptureScheduler:
         self._capture: StepCapture | None = None
         self._cleared = 0
         self._captured = self._reserved = 0
+        self._decides = 0.0
+        """When the recorder is next switched."""
+        self._entries = 0
+        """Entries of the latest captured step."""
         self._next = 0.0
         self._reason: Any = ""
         self._answers: list[Answer] = []
@@ -85,7 +92,7 @@ class CaptureScheduler:
         if cuda and (recording.by_script or recording.owner):
             self._drop()
         elif capture is None:
-            if not cuda or recording.mode != "off" or recording.numbers():
+            if not cuda or self._keep_recording():
                 self._begin_when_due(cuda)
         elif capture.done:
             self._finish(cuda)
@@ -96,6 +103,22 @@ class CaptureScheduler:
             self._tracker.watchers = (*self._tracker.watchers, capture)
         if self._answers and time.monotonic() > self._deadline:
             self._answer(False, "no step ended in time")
+
+    def _keep_recording(self) -> bool:
+        """Switch the recorder on or off between captures; return False if it is the script's.
+
+        It is off where its entries cost more of a step than the budget, unless the device is nearly full: what it has
+        recorded explains a failed allocation.
+        """
+        recording, device, now = self._recording, self._rank.device, time.monotonic()
+        if now < self._decides:
+            return not recording.by_script
+        self._decides = now + DECISION_SECONDS
+        reserved = device.memory.read(self._tracker.sample).reserved
+        is_full = reserved > NEARLY_FULL * device.info.capacity_bytes
+        if is_full or self._tracker.budget.affords(self._entries):
+            return recording.mode != "off" or recording.numbers()
+        return recording.mode == "off" or recording.off()
 
     def _begin_when_due(self, cuda: bool) -> None:
         if self._answers or (self._wanted and (self._captured < FIRST_STEPS or time.monotonic() >= self._next)):
@@ -141,7 +164,11 @@ class CaptureScheduler:
             entries = entries_of_step(found)
             if entries:
                 recording.fit(entries)
-            (recording.numbers if self._wanted else recording.off)()
+                self._entries = entries
+            if self._wanted and self._tracker.budget.affords(entries):
+                recording.numbers()
+            else:
+                recording.off()
             self._reserved = sum(segment.size for segment in found.snapshot.segments)
             self._ready.append(found)
         else:

@@ -5,6 +5,7 @@ computed that the publisher could compute.
 """
 
 import contextlib
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 
 from ....protocol.messages.telemetry import STEP_PHASES
 from ..device.memory import MemoryBackend, Reading
+from ..guard import Guard
+from .budget import Budget
 
 
 def wall_offset_ns() -> int:
@@ -34,8 +37,8 @@ class Mark(NamedTuple):
     """Empty: the previous phase continues, and only the peak in ``memory`` counts (the script reset its counters)."""
     ns: int
     memory: Any
-    """The memory back end's raw sample, with peaks since the previous mark; None: use the next mark's figures.
-    The same object as in an earlier mark: nothing was measured in between."""
+    """The memory back end's raw sample, with peaks since the previous mark; None: use the next mark's figures (in a
+    coarse step: nothing was read here). The same object as in an earlier mark: nothing was measured in between."""
     event: Any
     """A recorded CUDA event, or None; if ``memory`` is None too, use the next mark's event."""
     collectives: int
@@ -180,6 +183,10 @@ class StepRaw(NamedTuple):
     cost_ns: int
     cpu_ns: int = 0
     """CPU time of the training thread in this step."""
+    every: int = 1
+    """Every how many steps memory is read at each boundary of phases (``Budget``)."""
+    coarse: bool = False
+    """Memory was read at the step's ends and around the optimizer's phase alone."""
 
 
 FETCHING: frozenset[str] = frozenset(("data",))
@@ -191,6 +198,9 @@ DRIVEN: frozenset[str] = frozenset(("data", "idle"))
 """The same if a framework drives the steps: between backward and update it does not change memory, and gradients are
 freed inside the update. So a step's first forward begins with the figures of the step's beginning, unless something was
 measured in between: device memory of the batch counts as the forward's."""
+
+COARSE: frozenset[str] = frozenset(("data", "forward", "backward", "idle"))
+"""Phases between which a coarse step reads no memory."""
 
 RECENT = 400
 """Number of collectives whose names and sizes are kept, to compare ranks that are stuck in different ones."""
@@ -234,10 +244,19 @@ class Tracker:
     """Phases of the unfinished step."""
 
     def __init__(
-        self, memory: MemoryBackend, mark_event: Callable[[], Any], counts: Counts, finish: Callable[[StepRaw], None]
+        self,
+        memory: MemoryBackend,
+        mark_event: Callable[[], Any],
+        counts: Counts,
+        finish: Callable[[StepRaw], None],
+        guard: Guard,
+        budget: Budget,
     ) -> None:
-        self.memory, self.mark_event = memory, mark_event
+        self.memory, self.mark_event, self.clock = memory, mark_event, perf_counter_ns
         self.counts, self._finish = counts, finish
+        self._guard, self.budget = guard, budget
+        self._spent_ns = 0
+        """The probe's cost until the step began."""
         self.step = 0
         self.phase = "init"
         self.phase_ns = perf_counter_ns()
@@ -251,7 +270,6 @@ class Tracker:
         """Micro-steps of the last finished step."""
         self.crowded = False
         """Whether many optimizers update in a row; marks of their updates reuse the previous memory sample."""
-        self.cost_ns = 0
         self.cpu_ns = thread_time_ns()
         self.step_collectives = counts.entered
         self.watchers: tuple[Callable[[str, str], None], ...] = ()
@@ -322,10 +340,14 @@ class Tracker:
             return
         marks = self.marks
         last = marks[-1]
-        sliver = last.phase == self.phase and last.memory is not None and perf_counter_ns() - last.ns <= SLIVER_NS
+        read = last.memory is not None or not self.budget.full
+        sliver = last.phase == self.phase and read and self.clock() - last.ns <= SLIVER_NS
         if len(marks) < 2 or not sliver:
             self._move(phase)
             return
+        if last.memory is None:
+            self.sample = sample = self.memory.sample()
+            last = last._replace(memory=sample)
         before = self.phase
         earlier = next((mark.phase for mark in reversed(marks[:-1]) if mark.phase), "")
         # The sample of the sliver's mark began a new peak, so the mark itself must stay.
@@ -364,10 +386,12 @@ class Tracker:
         for watcher in self.watchers:
             watcher(before, "end")
         cpu, self.cpu_ns = self.cpu_ns, thread_time_ns()
-        spent = self.cost_ns + perf_counter_ns() - start
-        self.cost_ns = 0
-        cpu_ns = self.cpu_ns - cpu
-        self._finish(_new(StepRaw, (self.step, marks, ended, notes, spent, cpu_ns if cpu_ns > 0 else 0)))
+        spent, self._spent_ns = self._guard.spent_ns - self._spent_ns, self._guard.spent_ns
+        budget, coarse = self.budget, not self.budget.full
+        every = budget.every
+        budget.end_step(spent, start - marks[0].ns)
+        cpu_ns = max(0, self.cpu_ns - cpu)
+        self._finish(_new(StepRaw, (self.step, marks, ended, notes, spent, cpu_ns, every, coarse)))
 
     def closing_step(self, measured: bool) -> StepRaw:
         """Return the marks after the last step, as a step of that number; no further step follows.
@@ -389,9 +413,11 @@ class Tracker:
         self.marks = [self.marks[0]._replace(phase=self.phase, memory=blank, event=None)]
 
     def _move(self, phase: str) -> None:
-        start = perf_counter_ns()
+        start = self.clock()
         if phase in self.light:
             sample = event = None
+        elif not self.budget.full and phase in COARSE and self.phase in COARSE and not self.watchers:
+            sample, event = None, self.mark_event()
         elif (self.crowded and phase in ("optimizer", "idle")) or (
             phase == "forward" and self.light is DRIVEN and self._is_unmeasured()
         ):
@@ -409,7 +435,6 @@ class Tracker:
         if self.watchers:
             for watcher in self.watchers:
                 watcher(before, phase)
-        self.cost_ns += perf_counter_ns() - start
 
     def _merge_oldest(self) -> None:
         """Replace the older half of the marks, in a new list, by one for each phase with its host time and collectives.
@@ -463,10 +488,10 @@ def first_of_step(marks: list[Mark]) -> int:
 
 
 def lend_events(marks: list[Mark]) -> list[Mark]:
-    """Give marks without figures the device event of the next mark: no kernel is launched in between."""
+    """Give marks without an event, and figures, the device event of the next mark: no kernel is launched in between."""
     found = list(marks)
     for place in range(len(found) - 2, -1, -1):
-        if found[place].memory is None:
+        if found[place].memory is None and found[place].event is None:
             found[place] = found[place]._replace(event=found[place + 1].event)
     return found
 
@@ -490,6 +515,36 @@ def readings(marks: list[Mark], read: Callable[[Any], Reading]) -> list[Reading]
         found += [reading, *[reading.without_peaks()] * waiting] if waiting else [reading]
         waiting = 0
     return found
+
+
+class Reads:
+    """The figures of a coarse step's marks: of those at which memory was read."""
+
+    def __init__(self, marks: list[Mark], read: Callable[[Any], Reading]) -> None:
+        self._places: list[int] = []
+        self._figures: list[Reading] = []
+        self._stretches: dict[tuple[int, int], list[Reading]] = {}
+        latest: Any = None
+        for place, mark in enumerate(marks):
+            if mark.memory is not None:
+                reading = read(mark.memory)
+                self._figures.append(reading.without_peaks() if mark.memory is latest else reading)
+                self._places.append(place)
+                latest = mark.memory
+
+    @property
+    def last(self) -> Reading:
+        """The figures at the step's end."""
+        return self._figures[-1]
+
+    def around(self, start: int, end: int) -> tuple[list[Reading], bool]:
+        """Return the readings around two marks, the same list for the same stretch; whether they reach beyond them."""
+        places = self._places
+        first, last = ends = bisect_right(places, start) - 1, bisect_left(places, end)
+        found = self._stretches.get(ends)
+        if found is None:
+            found = self._stretches[ends] = self._figures[first : last + 1]
+        return found, places[first] < start or places[last] > end
 
 
 LIMIT = 20_000

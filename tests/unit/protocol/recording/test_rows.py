@@ -23,7 +23,9 @@ some, measured, floats = st.none() | counts, st.none() | spans, st.none() | st.f
 numbers = [st.none() | st.floats(allow_nan=False)] * 4
 updates = st.builds(Update, st.text(max_size=8), counts, counts, *numbers, st.booleans())
 ours = st.sampled_from([*PHASES, "something new"]), st.integers(-(2**40), 2**40), counts, spans, spans, some
-phases = st.builds(PhaseRecord, *ours, measured, measured, measured, st.integers(0, 1000), *[counts] * 5, some)
+phases = st.builds(
+    PhaseRecord, *ours, measured, measured, measured, st.integers(0, 1000), *[counts] * 5, some, st.booleans()
+)
 steps = st.builds(
     Step,
     *(st.integers(0, 5000), counts, st.floats(allow_nan=False), counts, st.lists(phases, max_size=6), some),
@@ -31,6 +33,7 @@ steps = st.builds(
     *(st.lists(st.integers(0, 2**31), max_size=4), *[counts] * 8, st.lists(updates, max_size=3), counts),
     *(st.floats(0, 1e30), some, counts),
     st.none() | st.builds(Signs, unlabelled=counts, weights=st.sampled_from(["", "same", "nan"])),
+    st.integers(1, 20),
 )
 
 
@@ -65,8 +68,8 @@ def test_a_step_that_started_at_no_time_is_refused() -> None:
 
 def test_every_field_is_recorded() -> None:
     # Whoever adds a field to Step or PhaseRecord records it too: in step_rows, step_from_row, and the strategies above.
-    assert len(Step.__struct_fields__) == 27
-    assert len(PhaseRecord.__struct_fields__) == 16
+    assert len(Step.__struct_fields__) == 28
+    assert len(PhaseRecord.__struct_fields__) == 17
 
 
 def test_phases_that_ran_out_of_order_have_their_columns() -> None:

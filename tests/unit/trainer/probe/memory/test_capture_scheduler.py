@@ -10,9 +10,11 @@ from ftmon.protocol.messages.memory import Composition, StepTrace
 from ftmon.protocol.messages.telemetry import AllocatorEvents
 from ftmon.protocol.run.rundir import RunOptions
 from ftmon.trainer.probe.device.memory import Reading
+from ftmon.trainer.probe.guard import Guard
 from ftmon.trainer.probe.memory import capture_scheduler
 from ftmon.trainer.probe.memory.capture_scheduler import FIRST_STEPS, CaptureScheduler
 from ftmon.trainer.probe.memory.snapshots import CaptureContext
+from ftmon.trainer.probe.phases.budget import Budget
 from ftmon.trainer.probe.phases.tracker import Counts, Pace, Tracker
 from ftmon.trainer.probe.rank.model import Trained
 
@@ -69,8 +71,13 @@ class Recorder:
 def rank(monkeypatch):
     monkeypatch.setattr(capture_scheduler, "MIN_SECONDS", 0.0)
     device, sent = Device(), []
-    tracker = Tracker(device, lambda: None, Counts(), lambda _: None)
-    context = SimpleNamespace(device=SimpleNamespace(memory=device), rank=5, world_size=1, options=RunOptions())
+    tracker = Tracker(device, lambda: None, Counts(), lambda _: None, Guard(), Budget(0))
+    context = SimpleNamespace(
+        device=SimpleNamespace(memory=device, info=SimpleNamespace(capacity_bytes=0)),
+        rank=5,
+        world_size=1,
+        options=RunOptions(),
+    )
     pace = Pace()
     pace.note(0.01)
     recorder = Recorder(device)

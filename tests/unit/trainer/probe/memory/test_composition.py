@@ -17,6 +17,7 @@ from ftmon.protocol.messages.telemetry import AllocatorEvents
 from ftmon.protocol.snapshot.columns import compact
 from ftmon.trainer.hub import trace_worker
 from ftmon.trainer.probe.device.memory import Reading
+from ftmon.trainer.probe.guard import Guard
 from ftmon.trainer.probe.memory import composition
 from ftmon.trainer.probe.memory.composition import (
     Held,
@@ -31,6 +32,7 @@ from ftmon.trainer.probe.memory.composition import (
     tensors,
     walk,
 )
+from ftmon.trainer.probe.phases.budget import Budget
 from ftmon.trainer.probe.phases.tracker import Counts, Mark, Tracker
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,7 +58,7 @@ class Memory:
 
 def capturing(roots, measure="cuda"):
     """Make a capture that watches a tracker; ``roots`` is what it walks, or a function that returns that."""
-    tracker = Tracker(Memory(measure), lambda: None, Counts(), lambda _: None)
+    tracker = Tracker(Memory(measure), lambda: None, Counts(), lambda _: None, Guard(), Budget(0))
     index = 0 if measure == "cuda" else None
     capture = StepCapture(tracker, roots if callable(roots) else lambda: roots, index, "first")
     tracker.watchers = (capture,)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from ftmon.protocol.messages.memory import Cause
 from ftmon.trainer.probe.device.memory import Reading
+from ftmon.trainer.probe.guard import Guard
 from ftmon.trainer.probe.link.publisher import step_message
 from ftmon.trainer.probe.memory.snapshots import CaptureContext, Recording
 from ftmon.trainer.probe.memory.stacks import StackCapture
+from ftmon.trainer.probe.phases.budget import Budget
 from ftmon.trainer.probe.phases.tracker import Counts, Pace, Tracker
 from ftmon.trainer.probe.rank.model import Trained
 
@@ -77,7 +79,7 @@ class Rig:
         self.steps: list[Any] = []
         self.sent: list[Any] = []
         self.answers: list[tuple[bool, str]] = []
-        self.tracker = Tracker(self.memory, lambda: None, Counts(), self.steps.append)
+        self.tracker = Tracker(self.memory, lambda: None, Counts(), self.steps.append, Guard(), Budget(0))
         model = torch.nn.Linear(64, 1024)
         rank: Any = SimpleNamespace(rank=3, world_size=2, device=SimpleNamespace(memory=self.memory))
         trained = Trained()

@@ -3,8 +3,10 @@
 import pytest
 from ftmon.protocol.messages.telemetry import Span
 from ftmon.trainer.probe.device.memory import Reading
+from ftmon.trainer.probe.guard import Guard
 from ftmon.trainer.probe.link.publisher import closing_message, step_message
 from ftmon.trainer.probe.phases import tracker as tracker_module
+from ftmon.trainer.probe.phases.budget import Budget
 from ftmon.trainer.probe.phases.tracker import BatchCounts, Counts, Pace, Tracker
 
 MIB = 2**20
@@ -55,7 +57,7 @@ class Rig:
 
     def start(self):
         self.memory, self.counts, self.steps = Memory(), Counts(), []
-        self.tracker = Tracker(self.memory, lambda: None, self.counts, self.steps.append)
+        self.tracker = Tracker(self.memory, lambda: None, self.counts, self.steps.append, Guard(), Budget(0))
 
     def pass_ms(self, ms):
         self.ns += int(ms * 1e6)

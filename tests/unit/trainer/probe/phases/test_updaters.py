@@ -5,8 +5,10 @@ import gc
 import pytest
 import torch
 from ftmon.trainer.probe.device.memory import Reading
+from ftmon.trainer.probe.guard import Guard
 from ftmon.trainer.probe.link.publisher import MOST_UPDATES, step_message
 from ftmon.trainer.probe.phases import updaters as module
+from ftmon.trainer.probe.phases.budget import Budget
 from ftmon.trainer.probe.phases.tracker import Counts, Tracker
 from ftmon.trainer.probe.phases.updaters import OTHERS, Updaters
 
@@ -39,7 +41,7 @@ class Loop:
         self.memory = CountingMemory()
         self.steps = []
         self.met = []
-        self.tracker = Tracker(self.memory, lambda: None, Counts(), self.steps.append)
+        self.tracker = Tracker(self.memory, lambda: None, Counts(), self.steps.append, Guard(), Budget(0))
         self.updaters = Updaters(self.tracker, self.met.append)
 
     def backward(self, loss=1.0):

@@ -1,0 +1,227 @@
+"""Loops that are followed by the order of earlier steps: each step is told as if every event had been judged."""
+
+from itertools import chain
+
+import msgspec
+import pytest
+import torch
+from ftmon.protocol.run.rundir import RunDir
+from ftmon.trainer.probe import active
+from ftmon.trainer.probe.events import TorchEvents
+from ftmon.trainer.probe.hooks import torch as hooks_torch
+from ftmon.trainer.probe.link.publisher import step_message
+from ftmon.trainer.probe.loop import regular
+from ftmon.trainer.probe.loop.training import Training
+from ftmon.trainer.probe.phases.tracker import Counts, StepRaw
+from ftmon.trainer.probe.rank.context import RankContext
+
+BATCHES = 14
+
+
+class Loop:
+    """A model, its optimizer, and a loader of token ids with labels."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 9, (2 * BATCHES, 5))]
+        self.loader = torch.utils.data.DataLoader(rows, batch_size=2)
+
+    def loss(self, batch):
+        return torch.nn.functional.cross_entropy(self.model(batch["input_ids"]).mT, batch["labels"])
+
+    def update(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def plain(loop):
+    for _ in range(2):
+        for batch in loop.loader:
+            loop.loss(batch).backward()
+            loop.update()
+
+
+def accumulating(loop):
+    for number, batch in enumerate(loop.loader):
+        (loop.loss(batch) / 2).backward()
+        if number % 2:
+            torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+            loop.update()
+
+
+def more_micro_batches_later(loop):
+    every = 1
+    for number, batch in enumerate(chain(loop.loader, loop.loader)):
+        every = 3 if number == BATCHES else every
+        loop.loss(batch).backward()
+        if number % every == 0:
+            loop.update()
+
+
+def evaluating(loop):
+    for number, batch in enumerate(loop.loader):
+        loop.loss(batch).backward()
+        loop.update()
+        if number % 5 == 4:
+            loop.model.eval()
+            with torch.no_grad():
+                for other in loop.loader:
+                    loop.loss(other)
+            loop.model.train()
+
+
+def leaving_a_batch_out(loop):
+    for number, batch in enumerate(loop.loader):
+        loss = loop.loss(batch)
+        if number == 9:
+            continue
+        loss.backward()
+        loop.update()
+
+
+def gradients_zeroed_after_a_backward(loop):
+    for number, batch in enumerate(loop.loader):
+        loop.loss(batch).backward()
+        if number == 9:
+            loop.optimizer.zero_grad()
+            continue
+        loop.update()
+
+
+def a_backward_that_fails(loop):
+    for number, batch in enumerate(loop.loader):
+        loss = loop.loss(batch)
+        if number == 9:
+            loss.register_hook(lambda _: 1 / 0)
+        try:
+            loss.backward()
+        except ZeroDivisionError:
+            continue
+        loop.update()
+
+
+def saving(loop):
+    for number, batch in enumerate(loop.loader):
+        loop.loss(batch).backward()
+        if number == 8:
+            with open("/dev/null", "wb") as file:
+                torch.save(loop.model.state_dict(), file)
+        loop.update()
+
+
+def scaling(loop):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    for number, batch in enumerate(loop.loader):
+        loss = loop.loss(batch) * (float("inf") if number == 9 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(loop.optimizer)
+        scaler.update()
+        loop.optimizer.zero_grad()
+
+
+def another_optimizer_later(loop):
+    for number, batch in enumerate(loop.loader):
+        if number == 8:
+            loop.optimizer = torch.optim.Adam(loop.model.parameters(), lr=0.2)
+        loop.loss(batch).backward()
+        loop.update()
+
+
+def two_losses(loop):
+    for batch in loop.loader:
+        loss = loop.loss(batch)
+        torch.autograd.backward([loss, 2 * loss])
+        loop.update()
+
+
+def an_engine(loop):
+    """As a hook into a framework tells its loop, with an evaluation in the middle."""
+    active.events._micro_steps.expect_forward("engine")
+    for number, batch in enumerate(loop.loader):
+        events = active.events
+        with events.forward(loop.model, (), batch, "tiny", always=True):
+            loss = loop.loss(batch)
+        with events.backward((loss,)):
+            loss.backward()
+        with events.update(loop.model, lambda: 0.5) as update:
+            loop.optimizer.step()
+            update.done(lambda number=number: {"number": number + 1, "grad_norm": 1.5, "accumulation": 1})
+        loop.optimizer.zero_grad()
+        if number == 9:
+            with events.phase("eval"):
+                loop.loss(batch)
+
+
+LOOPS = [plain, accumulating, more_micro_batches_later, evaluating, leaving_a_batch_out]
+LOOPS += [gradients_zeroed_after_a_backward, a_backward_that_fails, saving, scaling, another_optimizer_later]
+LOOPS += [two_losses, an_engine]
+
+
+def told(script, monkeypatch, like):
+    """Run a script; return what is told of its steps but for times and sizes, and how many were followed."""
+    training = Training(RankContext(0, 0, 1, RunDir("run")), Counts())
+    training.device.settled = True
+    budget = training.tracker.budget
+    budget.end_step = lambda *_: None
+    budget.full = False
+    monkeypatch.setattr(regular, "LIKE", like)
+    monkeypatch.setattr(active, "events", TorchEvents(training))
+    hooks_torch.install(torch)
+    followed, end_step = [], training.regular.end_step
+
+    def count(raw):
+        followed.append(training.regular.on)
+        end_step(raw)
+
+    training.regular.end_step = count
+    try:
+        script(Loop())
+        training.hand_over_closing()
+    finally:
+        monkeypatch.setattr(active, "events", None)
+    assert training.guard.enabled, "the probe has switched itself off"
+    raws = [item for item in training.outbox.items if type(item) is StepRaw]
+    steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
+    kept = ("step", "micro_steps", "loss", "lr", "grad_norm", "loss_scale", "overflow", "batch_shape", "samples")
+    kept += ("tokens", "padded_tokens", "label_tokens")
+    figures = [{name: getattr(step, name) for name in kept} for step in steps]
+    phases = [[(each.name, each.count, each.coarse) for each in step.phases if each.name != "idle"] for step in steps]
+    return msgspec.json.encode([figures, phases]).decode(), sum(followed)
+
+
+@pytest.mark.parametrize("script", LOOPS, ids=lambda each: each.__name__)
+def test_a_followed_step_is_told_as_a_judged_one(script, monkeypatch):
+    judged, none = told(script, monkeypatch, 10**9)
+    followed, count = told(script, monkeypatch, 1)
+    assert none == 0
+    assert followed == judged
+    assert count >= 2
+
+
+class Samples:
+    """A memory back end whose samples are numbered."""
+
+    measure, device_index, taken = "cuda", 0, 0
+    tidy = read = None
+
+    def sample(self):
+        self.taken += 1
+        return self.taken
+
+
+def test_the_optimizer_s_memory_is_read_in_each_followed_step(monkeypatch):
+    training = Training(RankContext(0, 0, 1, RunDir("run")), Counts())
+    training.device.settled = True
+    training.tracker.budget.end_step = lambda *_: None
+    training.tracker.budget.full = False
+    training.tracker.memory = Samples()
+    monkeypatch.setattr(active, "events", TorchEvents(training))
+    hooks_torch.install(torch)
+    plain(Loop())
+    raws = [item for item in training.outbox.items if type(item) is StepRaw]
+    for raw in raws[-5:]:
+        read = [mark.phase for mark in raw.marks if mark.memory is not None]
+        assert raw.coarse
+        assert read == ["idle", "optimizer", "idle"], "at the step's two ends and where the optimizer begins"
