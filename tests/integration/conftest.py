@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 
 import pytest
 from ftmon.protocol.run.rundir import RunDir
-from ftmon_process import Ftmon
+from ftmon_process import Ftmon, ftmon_home
 from run_picture import picture
 
 Spawn = Callable[..., subprocess.Popen[str]]
@@ -36,6 +37,13 @@ def _no_extension() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", os.path.join(os.devnull, "no extension is compiled in a test"))
         yield
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Ftmon]:
+    """Make an ``ftmon`` of this test's own, whose ranks compute on the CPU."""
+    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
+        yield ftmon
 
 
 @pytest.fixture

@@ -3,23 +3,15 @@
 import os
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import start_ranks
 from ftmon.protocol.messages.memory import OomReport
 from ftmon.protocol.recording.reader import Reader
-from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
+from ftmon_process import Ftmon, lines_with, wait_until_nothing_is_left
 from ports import free_port
 
 SCRIPT = Path(__file__).parent / "scripts" / "short_loop.py"
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
-        yield ftmon
 
 
 def torchrun(port: int) -> list[str]:

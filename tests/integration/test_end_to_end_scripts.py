@@ -1,7 +1,6 @@
 """``ftmon run`` on scripts that know nothing of ftmon, and what it says of commands that cannot work."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,12 +28,6 @@ if "ftmon.trainer.hub" in sys.orig_argv:
 elif "ftmon" in [pathlib.Path(word).name for word in sys.orig_argv[:2]]:
     sys.addaudithook(note)
 """
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
-        yield ftmon
 
 
 GENERATES = """

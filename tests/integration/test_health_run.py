@@ -1,24 +1,16 @@
 """Findings of real ranks, from the probe over the hub to the recording and ``ftmon status``."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import start_ranks
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import Compiles, DiskSpace, Hello
 from ftmon.protocol.messages.wire import Message
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir
-from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
+from ftmon_process import Ftmon, wait_until_nothing_is_left
 
 SCRIPT = Path(__file__).parent / "scripts" / "health_loop.py"
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1") as ftmon:
-        yield ftmon
 
 
 def played(home: Ftmon, faults: str, *options: str, **environ: str) -> tuple[RunDir, list[Message], str]:

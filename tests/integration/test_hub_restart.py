@@ -19,11 +19,7 @@ from ftmon.protocol.run import rundir
 from ftmon.trainer.host.inspection.inspect import switches
 from hub_client import SCRIPTS, App, exit_of, fake_ranks, hub_gone, hub_of, started
 
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path, monkeypatch):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("FTMON_RUN", raising=False)
+pytestmark = pytest.mark.usefixtures("private_home")
 
 
 def test_a_killed_hub_is_replaced_and_the_stream_goes_on_where_it_ended():

@@ -12,11 +12,7 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.trainer.host import processes
 from hub_client import SCRIPTS, App, exit_of, fake_ranks, hub_gone, members, started
 
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path, monkeypatch):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("FTMON_RUN", raising=False)
+pytestmark = pytest.mark.usefixtures("private_home")
 
 
 def training(app: App, ranks: int) -> None:

@@ -1,12 +1,11 @@
 """A leak in a real script, found by the real probe and hub."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ftmon.protocol.recording.reader import Reader
-from ftmon_process import Ftmon, ftmon_home
+from ftmon_process import Ftmon
 
 SCRIPT = """
 import torch
@@ -25,12 +24,6 @@ for step in range(95):
     optimizer.zero_grad()
     kept.append(torch.ones(size // 4))
 """
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home", CUDA_VISIBLE_DEVICES="") as ftmon:
-        yield ftmon
 
 
 def test_a_script_that_keeps_memory_in_every_step_is_told_so_with_the_rate(home: Ftmon, tmp_path: Path) -> None:

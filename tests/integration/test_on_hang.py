@@ -5,22 +5,14 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from eventually import eventually
 from ftmon.protocol.messages.control import RankState
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.exits import HANG
-from ftmon_process import Ftmon, follow_to_end, ftmon_home, wait_until_nothing_is_left
+from ftmon_process import Ftmon, follow_to_end, wait_until_nothing_is_left
 from sleeping_loader import WHERE, job, store_is_back
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
-        yield ftmon
 
 
 def test_stacks_are_saved_and_the_run_goes_on_when_the_stall_is_over(home: Ftmon, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """A recording that is removed while it is written: a new one is begun, and says what is missing."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,7 @@ from ftmon.protocol.recording.writer import Writer
 from hub_client import App, exit_of, fake_ranks, hub_gone, started
 from streams import RUN, Stream
 
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("FTMON_RUN", raising=False)
-    return
+pytestmark = pytest.mark.usefixtures("private_home")
 
 
 @pytest.mark.parametrize("logs", [True, False])

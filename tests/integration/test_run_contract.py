@@ -4,27 +4,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-import pytest
 from eventually import eventually
 from ftmon.protocol.run import exits
 from ftmon.protocol.run.rundir import RunDir
-from ftmon_process import LONG_SECONDS, PROGRAM, Ftmon, command_line, follow_to_end, ftmon_home, processes_of
+from ftmon_process import LONG_SECONDS, PROGRAM, Ftmon, command_line, follow_to_end, processes_of
 
 PRINTS_SIGNALS = str(Path(__file__).parent / "scripts" / "prints_signals.py")
 ENDS = {
     "abrupt": ("import os; os._exit(2)", 2),
     "killed": ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL),
 }
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
-        yield ftmon
 
 
 def launch(home: Ftmon, *words: str, **options: object) -> "subprocess.Popen[str]":
