@@ -73,16 +73,6 @@ def test_an_abort_in_generate_is_told_with_the_library_s_own_words(home: Ftmon, 
     assert alert.evidence["reason"] in why
 
 
-def test_a_script_that_ends_before_its_first_step_fails_with_its_own_words(home: Ftmon, tmp_path: Path) -> None:
-    script = tmp_path / "early.py"
-    script.write_text("raise SystemExit('no data at /nowhere')\n")
-    done = home.run("run", "--", sys.executable, str(script))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "no data at /nowhere" in done.stdout
-    assert "failed" in done.stdout
-    wait_until_nothing_is_left(home.newest())
-
-
 def test_the_words_of_a_script_that_was_over_before_its_hub_was_up_are_told(tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.mkdir()
@@ -123,3 +113,19 @@ def test_what_cannot_start_is_refused_in_one_line(home: Ftmon, words: list[str],
     assert complaint in done.stderr
     assert done.stderr.count("\n") == 1
     assert home.runs() == []
+
+
+def test_a_model_type_that_is_not_one_is_told_on_the_terminal_as_wrong_usage(home: Ftmon, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "name a colour", "response": "blue"}\n' * 8)
+    words = ["model.config={model_type: lama, hidden_size: 32}", f"data.path={tmp_path / 'data.jsonl'}", "run.ranks=1"]
+    ended = home.run("train", *words, "--plain", seconds=480)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "model.config.model_type: Unrecognized model identifier: lama; did you mean llama?" in ended.stdout
+    assert "Traceback" not in ended.stdout + ended.stderr
+    why = next(line for line in ended.stdout.splitlines() if line.startswith("why:"))
+    assert "Unrecognized model identifier: lama" in why
+    wait_until_nothing_is_left(home.newest())  # the hub has recorded the end
+    with Reader(home.newest().recording) as reader:
+        (failure,) = [alert for alert in reader.alerts() if alert.kind == "failure"]
+        assert not [alert for alert in reader.alerts() if alert.kind == "exit"], "it is said once"
+    assert failure.evidence["error"] in why

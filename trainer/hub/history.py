@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import zmq
 from ...protocol.analysis.findings.finding import Finding
 from ...protocol.analysis.hub_facts import RemovedRecordingFacts
 from ...protocol.errors import FtmonError, ProtocolError
+from ...protocol.link.sockets import received
 from ...protocol.messages import wire
 from ...protocol.messages.control import Answer, HubStats, Query
 from ...protocol.recording.reader import Reader
@@ -83,7 +85,7 @@ class Commits:
 
     def commit_when_due(self) -> None:
         """Commit at once if too many messages are uncommitted to wait for the next tick."""
-        if self._stream.commit_due:
+        if self._stream.waiting >= _ENOUGH_ROWS:
             self.commit()
 
     def then_set(self, done: threading.Event) -> None:
@@ -106,6 +108,8 @@ MOST = 5_000
 """Maximum frames, points or columns in one answer; the app requests the rest with another query."""
 
 _COMMIT_SECONDS = 5.0
+_ENOUGH_ROWS = 4_000
+"""Uncommitted messages above which a commit is due at once, so that memory stays bounded."""
 _POLL_MS = 500
 
 
@@ -158,10 +162,7 @@ class HistoryServer(threading.Thread):
 
     def _serve(self, socket: "zmq.Socket[Any]") -> None:
         """Answer the waiting queries of one socket, after one commit for all of them."""
-        waiting: list[list[bytes]] = []
-        with contextlib.suppress(zmq.Again):
-            while len(waiting) < 64:
-                waiting.append(socket.recv_multipart(zmq.NOBLOCK))
+        waiting = list(islice(received(socket), 64))
         committed = threading.Event()
         self._request_commit(committed)
         committed.wait(_COMMIT_SECONDS)
