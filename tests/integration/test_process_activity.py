@@ -1,10 +1,12 @@
 """Whether a process tree works: real processes that send, write, compute in a child, wake up, or do nothing."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,18 @@ CHILD = "subprocess.Popen([sys.executable, '-c', %r])\nprint('up', flush=True)\n
 PIPE = "import os\na, b = os.pipe()\nwhile True: os.write(b, bytes(60000)); os.read(a, 60000)"
 
 
+@contextlib.contextmanager
+def running(script: str) -> Iterator[tuple["subprocess.Popen[bytes]", bytes]]:
+    """A process that runs a script, with the first line that it wrote; it has nothing to read."""
+    command = [sys.executable, "-c", BEGIN + script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline()
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     ("script", "work"),
     [
@@ -45,13 +59,7 @@ PIPE = "import os\na, b = os.pipe()\nwhile True: os.write(b, bytes(60000)); os.r
     ],
 )
 def test_what_a_process_tree_does_is_seen_from_outside(script: str, work: Work):
-    process = subprocess.Popen(
-        [sys.executable, "-c", BEGIN + script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == b"up\n"
+    with running(script) as (process, _):
         looks = [inspect.measure(process.pid, None, processes.table(), time.monotonic())]
 
         def seen() -> Work:
@@ -65,22 +73,12 @@ def test_what_a_process_tree_does_is_seen_from_outside(script: str, work: Work):
             each=lambda: time.sleep(JUDGED_SECONDS),
             state=lambda: looks[-2:],
         )
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
 
 
 def test_a_rank_started_by_another_does_not_work_for_that_one():
     child = "print(subprocess.Popen([sys.executable, '-c', 'while True: pass']).pid, flush=True)\nsys.stdin.read()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", BEGIN + child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        other = int(process.stdout.readline())
+    with running(child) as (process, line):
+        other = int(line)
         ranks = [
             DumpTarget(rank, pid, processes.table()[pid].start_ticks, None)
             for rank, pid in ((0, process.pid), (1, other))
@@ -88,11 +86,6 @@ def test_a_rank_started_by_another_does_not_work_for_that_one():
         eventually(lambda: inspect_ranks(ranks, ()).activities[1].cpu_seconds > 0.1, "rank 1 computes")
         seen = inspect_ranks(ranks, ()).activities
         assert (seen[0].processes, seen[0].below_seconds) == (1, 0.0), seen
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
 
 
 def still(**changes: object) -> Activity:

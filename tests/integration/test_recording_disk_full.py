@@ -75,16 +75,22 @@ print(run.read_exit())
 """
 
 
-def test_a_disk_that_was_full_for_a_while_costs_nothing(tmp_path: Path) -> None:
+def on_a_small_disk(script: str, disk: Path) -> str:
+    """Return the output of a script that mounts a file system of its own."""
     if shutil.which("unshare") is None:
         pytest.skip("no unshare: a small file system cannot be mounted")
-    (tmp_path / "disk").mkdir()
-    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", REAL_FULL_DISK]
-    done = subprocess.run([*command, str(tmp_path / "disk")], capture_output=True, text=True, timeout=300)
-    if "mount" in done.stderr or "unshare" in done.stderr:
+    disk.mkdir()
+    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", script, str(disk)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
         pytest.skip(f"a small file system cannot be mounted here: {done.stderr.splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
-    errors, same, missing, error, lost, recorded, count = json.loads(done.stdout)
+    return done.stdout
+
+
+def test_a_disk_that_was_full_for_a_while_costs_nothing(tmp_path: Path) -> None:
+    found = json.loads(on_a_small_disk(REAL_FULL_DISK, tmp_path / "disk"))
+    errors, same, missing, error, lost, recorded, count = found
     told = [words for _, words in errors if words]
     assert told
     assert all("the disk is full; free space there and recording resumes by itself" in words for words in told)
@@ -104,16 +110,8 @@ def frames() -> list[Frame]:
 
 
 def test_how_a_job_ended_is_written_though_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if shutil.which("unshare") is None:
-        pytest.skip("no unshare: a small file system cannot be mounted")
-    (tmp_path / "disk").mkdir()
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "disk" / "home"))
-    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", FULL_AT_THE_END]
-    done = subprocess.run([*command, str(tmp_path / "disk")], capture_output=True, text=True, timeout=200, check=False)
-    if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
-        pytest.skip(f"a small file system cannot be mounted: {done.stderr.strip().splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr
-    assert "exit_code=3" in done.stdout
+    assert "exit_code=3" in on_a_small_disk(FULL_AT_THE_END, tmp_path / "disk")
 
 
 def test_beyond_the_limit_bulk_is_let_go_and_counted_and_alerts_are_kept(
