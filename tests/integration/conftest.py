@@ -61,7 +61,6 @@ def spawn() -> Iterator[Spawn]:
             env={**os.environ, **environment},
         )
         started.append(process)
-        assert process.stdout is not None
         assert process.stdout.readline().strip() == "ready"
         return process
 
@@ -70,7 +69,5 @@ def spawn() -> Iterator[Spawn]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(200)
-        assert process.stdout is not None
-        assert process.stdin is not None
         process.stdout.close()
         process.stdin.close()

@@ -33,7 +33,6 @@ def sleeper() -> Iterator[processes.Process]:
     """A process in state D."""
     process = subprocess.Popen([sys.executable, "-c", UNINTERRUPTIBLE], stdout=subprocess.PIPE, start_new_session=True)
     try:
-        assert process.stdout is not None
         process.stdout.readline()
         yield eventually(lambda: (it := processes.read(process.pid)) and it.state == "D" and it, "state D")
     finally:

@@ -81,7 +81,6 @@ def test_stop_interrupts_the_ranks_so_that_they_can_end_by_themselves_in_time_th
     assert "interrupted: the script puts its affairs in order" in done.stdout
     run = home.newest()
     end = run.read_exit()
-    assert end is not None
     assert (end.state, end.cause) == ("failed", "hang")
     assert "--on-hang stop" in end.text
     assert "(exit code" not in done.stdout, "the status is ftmon's own"

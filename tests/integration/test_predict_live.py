@@ -68,7 +68,6 @@ PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv
 def test_a_background_process_yields_to_everything_and_ends_with_its_parent() -> None:
     words = [sys.executable, "-c", PARENT, BACKGROUND]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         told = parent.stdout.readline()
         os.kill(parent.pid, signal.SIGKILL)
         assert told == "True 19 1000\n"

@@ -40,7 +40,6 @@ def running(script: str) -> Iterator[tuple["subprocess.Popen[bytes]", bytes]]:
     """A process that runs a script, with the first line that it wrote; it has nothing to read."""
     command = [sys.executable, "-c", BEGIN + script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
-        assert process.stdout is not None
         try:
             yield process, process.stdout.readline()
         finally:
@@ -124,7 +123,6 @@ def test_a_process_blocked_on_a_file_lock_is_found_with_the_file_and_its_holder(
     script = "import fcntl,sys,time; f=open(sys.argv[1],'w'); fcntl.flock(f,2); print('up',flush=True); time.sleep(600)"
     command = [sys.executable, "-c", script, str(path)]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert holder.stdout is not None
     assert holder.stdout.readline() == b"up\n"
     waiter = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
@@ -167,7 +165,6 @@ def test_daemons_that_forked_twice_are_known_as_their_ranks_with_and_without_exe
     found: dict[int, list[processes.Process]] = {}
     try:
         for process in ranks:
-            assert process.stdout is not None
             for _ in "rank", "daemon":  # the daemon's after its exec, in which it has no environment in /proc
                 assert process.stdout.readline() == b"up\n"
 
@@ -189,7 +186,6 @@ def test_daemons_that_forked_twice_are_known_as_their_ranks_with_and_without_exe
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
                 pipe.close()
 
 
@@ -222,7 +218,6 @@ time.sleep(600)
 
 def announced(process: "subprocess.Popen[str]", rank: int, path: Path) -> DumpTarget:
     """Return the target that a ``RANK`` announces on its standard output."""
-    assert process.stdout is not None
     receiver, descriptor, thread = process.stdout.readline().split()
     dump = SelfDump(signal.SIGRTMIN + 9, int(receiver), int(descriptor), str(path), thread, process.pid)
     return DumpTarget(rank, process.pid, processes.table()[process.pid].start_ticks, dump)

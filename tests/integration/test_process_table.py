@@ -22,7 +22,6 @@ time.sleep(600)
 def test_a_process_is_read_with_parent_group_and_start_time(spawn):
     child = spawn(SLEEP)
     found = processes.read(child.pid)
-    assert found is not None
     assert (found.parent, found.group, found.session) == (os.getpid(), child.pid, child.pid)
     assert found.alive
     assert found.start_ticks > 0
@@ -33,7 +32,6 @@ def test_a_process_is_read_with_parent_group_and_start_time(spawn):
 def test_a_process_name_that_is_no_text_or_looks_like_other_fields_can_be_read(spawn, name: bytes):
     child = spawn(f"import ctypes; ctypes.CDLL(None).prctl(15, b'{name.decode()}', 0, 0, 0); " + SLEEP)
     found = processes.read(child.pid)
-    assert found is not None
     assert found.alive
     assert (found.name == "a) R (b") is (name == b"a) R (b")
     assert (found.parent, found.start_ticks) == (os.getpid(), start_ticks(child.pid))
@@ -70,7 +68,6 @@ def test_of_run_includes_what_descends_from_a_marked_process_and_leaves_out_the_
 def test_a_signal_meant_for_an_earlier_process_with_that_pid_is_not_sent(spawn):
     child = spawn(SLEEP)
     found = processes.read(child.pid)
-    assert found is not None
     earlier = found._replace(start_ticks=found.start_ticks - 1)
     assert processes.send_signal(earlier, signal.SIGKILL) is False
     assert child.poll() is None
@@ -99,7 +96,6 @@ def test_a_zombie_tells_how_it_ended():
             exec(end)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         found = processes.read(pid)
-        assert found is not None
         assert not found.alive
         assert processes.exit_of(found.wait_status) == expected
         os.waitpid(pid, 0)

@@ -158,7 +158,6 @@ def test_a_process_whose_launcher_told_its_end_first_is_no_longer_polled(spawn):
 def test_a_process_that_ftmon_itself_killed_was_killed_though_its_parent_reaped_it_first(watch, spawn):
     child = spawn(SLEEP)
     process = processes.read(child.pid)
-    assert process is not None
     assert processes.send_signal(process, signal.SIGKILL)
     child.wait()
     watch.supervisor.watch(3, child.pid, process.start_ticks)

@@ -315,8 +315,6 @@ def writing_child(path: Path) -> "subprocess.Popen[str]":
 
 
 def next_commit(child: "subprocess.Popen[str]", *, go_on: bool = True) -> int:
-    assert child.stdin is not None
-    assert child.stdout is not None
     seq = int(child.stdout.readline())
     if go_on:
         child.stdin.write("\n")
@@ -397,7 +395,6 @@ def test_readers_in_other_threads_see_a_growing_recording(tmp_path: Path) -> Non
             frames = reader.frames(seen[-1], 10**6)
             seen += [frame.seq for frame in frames]
             assert seen[-1] == seq, "what was committed is there at once"
-            assert child.stdin is not None
             child.stdin.write("\n")
             child.stdin.flush()
         done.set()

@@ -243,7 +243,6 @@ def test_a_query_ends_at_ctrl_c(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, text=True
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "asks\n"
     for _ in range(100):
         process.send_signal(signal.SIGINT)

@@ -100,7 +100,6 @@ def test_a_disk_that_was_full_for_a_while_costs_nothing(tmp_path: Path) -> None:
 
 def limit_pages(writer: Writer, pages: int) -> None:
     """Make SQLite refuse to let the file grow (SQLITE_FULL), as on a full disk."""
-    assert writer._connection is not None
     writer._connection.execute(f"PRAGMA max_page_count={pages}")
 
 
@@ -219,7 +218,6 @@ def test_a_writer_that_had_to_open_its_file_again_pools_nothing_twice(tmp_path: 
         writer.append(frame.seq, frame.t, frame.message)
         if count % 333 == 0:
             writer.commit()
-            assert writer._connection is not None
             writer._end_checkpointer()
             writer._connection.close()
             writer._connection = None

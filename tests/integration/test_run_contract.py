@@ -68,8 +68,6 @@ def test_a_command_that_ends_before_what_it_started_is_the_alert_and_its_process
     assert "the job's command ended (exit code 3) before its ranks" in output
     run = home.newest()
     left, end = run.read_leftovers(), run.read_exit()
-    assert left is not None
-    assert end is not None
     assert (left.exit_code, left.count, end.left) == (3, 1, [])
     assert sleeping(run) == []
 
@@ -87,7 +85,6 @@ def test_signals_reach_the_script_its_answer_is_the_status_and_it_reads_the_comm
     begun = [PROGRAM, "run", "--plain", "--", sys.executable, PRINTS_SIGNALS]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(begun, text=True, env=home.environ, **pipes)  # pyright: ignore
-    assert process.stdin is not None
     process.stdin.write("a line\n")
     process.stdin.flush()
     printed(process, r"read 'a line\n'")
@@ -122,12 +119,10 @@ def test_a_command_that_was_killed_and_one_under_timeout_leave_no_process_and_a_
         run = runs[name]
         eventually(lambda run=run: not processes_of(run), "nothing of it alive")
         end = run.read_exit()
-        assert end is not None
         assert (end.state, end.exit_code) == ("stopped", -signal.SIGKILL), end
         shown = home.run("status", run.id).stdout
         assert shown.startswith(f"{run.id}  stopped, killed by SIGKILL"), shown
     end = runs["killed"].read_exit()
-    assert end is not None
     assert "the command that started it is gone" in end.text
     assert processes_of(runs["kept"])
 
@@ -140,7 +135,6 @@ def test_a_reader_that_goes_away_ends_the_printing_and_not_the_run(home: Ftmon, 
     script += "while not go.exists(): print('more', flush=True); print('more', file=lines); time.sleep(0.1)\nexit(7)"
     process = launch(home, "--", sys.executable, "-c", script)
     printed(process, "up")
-    assert process.stdout is not None
     process.stdout.close()
     printed_before = lines.stat().st_size
     eventually(lambda: lines.stat().st_size > printed_before + 10 * len("more\n"), "lines into the closed pipe")

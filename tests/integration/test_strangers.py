@@ -196,7 +196,6 @@ class Relay:
         threading.Thread(target=self._run, daemon=True).start()
 
     def again(self) -> None:
-        assert self.far is not None
         self.far.sendall(self.last)
 
     def _run(self) -> None:
@@ -273,7 +272,6 @@ def test_a_run_directory_that_others_could_have_made_is_refused_by_hub_and_comma
     try:
         hub = start_hub(run)
         assert hub.wait(SECONDS) != 0
-        assert hub.stderr is not None
         assert words in hub.stderr.read().decode()
         with pytest.raises(RunDirError, match=words):
             run.check()
