@@ -70,12 +70,18 @@ worker a core is best, as each imports what the tests need: 10 s of processor ti
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "RunDir":
+def private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the test's own ``FTMON_HOME``, outside of any run."""
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("FTMON_RUN", raising=False)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def run(private_home: Path) -> "RunDir":
     """Make the directory of a run in a private home."""
     from ftmon.protocol.run import rundir
 
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("FTMON_RUN", raising=False)
     return rundir.create("unit", ["true"], "run")
 
 
@@ -90,12 +96,11 @@ def context() -> Iterator["zmq.Context[Any]"]:
 
 
 @pytest.fixture
-def collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["Collector"]:
+def collector(private_home: Path) -> Iterator["Collector"]:
     """What hears a job's ranks in the hub's place, in a private home."""
     from probe_collector import Collector
 
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    collector = Collector(tmp_path / "home")
+    collector = Collector(private_home)
     yield collector
     collector.close()
 

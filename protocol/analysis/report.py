@@ -40,11 +40,6 @@ class Measure(msgspec.Struct, frozen=True):
     gated: bool = False
     """Whether the gate checks it."""
 
-    @property
-    def higher_is_better(self) -> bool:
-        """True for throughput only."""
-        return self.unit == "tokens/s"
-
 
 class StepRange(msgspec.Struct, frozen=True):
     """The common steps of two runs, over which all their figures are compared."""
@@ -117,7 +112,8 @@ def compare(before: Side, after: Side, gate: float | None = None, tests: int = 0
         tests: number of noisy gated figures in all comparisons made together; 0: those of this one.
     """
     names = [name for name in before.measures if name in after.measures]
-    z = z_for(tests or noisy(before, after))
+    # The number of standard errors that is significant in so many tests (Bonferroni's correction).
+    z = NormalDist().inv_cdf(1 - FALSE_ALARMS / max(1, tests or noisy(before, after)))
     found = [_difference(name, before.measures[name], after.measures[name], gate, z) for name in names]
     regressions = [f"{one.name} {one.change:+.1%}" for one in found if one.gated and one.judgement == "worse"]
     if before.verdict == "done" and after.verdict != "done":
@@ -144,17 +140,12 @@ def noisy(before: Side, after: Side) -> int:
     return max(1, sum(one.gated and bool(one.error or other.error) for one, other in both))
 
 
-def z_for(tests: int) -> float:
-    """Return the number of standard errors that is significant in ``tests`` tests (Bonferroni's correction)."""
-    return NormalDist().inv_cdf(1 - FALSE_ALARMS / max(1, tests))
-
-
 def _difference(name: str, before: Measure, after: Measure, gate: float | None, z: float) -> Difference:
     if not before.value:
         return Difference(name, before, after, 0.0, 0.0, "same" if not after.value else "cannot tell", False)
     change = (after.value - before.value) / abs(before.value)
     error = math.hypot(before.error, after.error) / abs(before.value)
-    worse = -change if before.higher_is_better else change
+    worse = -change if before.unit == "tokens/s" else change
     gated = before.gated and after.gated
     return Difference(name, before, after, change, error, _judge(worse, error, gate if gated else None, z), gated)
 

@@ -2,6 +2,8 @@
 
 import errno
 import socket as os_socket
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -92,6 +94,13 @@ def peer_socket(context: "zmq.Context[Any]", channel: str, identity: bytes | Non
         socket.setsockopt(zmq.RCVHWM, SEND_HIGH_WATER)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
     return socket
+
+
+def received(socket: "zmq.Socket[Any] | None") -> Iterator[list[bytes]]:
+    """Yield the messages that have arrived at a socket, each as its frames; none without a socket."""
+    with suppress(zmq.Again):
+        while socket is not None and not socket.closed:
+            yield socket.recv_multipart(zmq.NOBLOCK)
 
 
 def is_listening(address: str) -> bool:

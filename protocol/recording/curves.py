@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec.structs import astuple
 
-from ..messages.telemetry import PAUSES, STEP_PHASES, Checkpoint, Evaluation, Step
+from ..messages.telemetry import PAUSES, STEP_PHASES, Step
 from ..messages.throughput import mfu
 from .results import MemoryColumn, StepPoint, TrainingPoint
 from .schema import PHASE_COLUMNS, ROLLUP_COLUMNS, ROLLUP_SIZES, STEP_COLUMNS
@@ -190,16 +190,6 @@ def training_row(seq: int, step: Step, training_us: int, peak: float | None) -> 
         return None
     share = mfu(step.flops, training_us / 1e6, peak)
     return (seq, training_us if rested else None, step.label_tokens or None, step.flops or None, share)
-
-
-def evaluation_row(seq: int, t: float, evaluation: Evaluation) -> Row:
-    """Return a row of ``evaluations``, without the metrics."""
-    return (seq, t, *astuple(evaluation)[:-1])
-
-
-def checkpoint_row(seq: int, t: float, checkpoint: Checkpoint) -> Row:
-    """Return a row of ``checkpoints``."""
-    return (seq, t, *astuple(checkpoint))
 
 
 def figures_of(step: Step, t: float) -> StepFigures:

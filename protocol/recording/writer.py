@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import astuple
 
 from ..errors import RecordingError
 from ..host.process import this_process
@@ -27,7 +28,7 @@ from ..messages.telemetry import Checkpoint, Closing, DeviceSample, Evaluation, 
 from ..messages.throughput import peak_flops
 from ..messages.wire import RESTART_LEAP, VERSION, Message
 from ..run.rundir import RunFile
-from .curves import Curves, Rollups, checkpoint_row, evaluation_row, figures_of, training_row
+from .curves import Curves, Rollups, figures_of, training_row
 from .opening import is_cut_short, is_damage, read_header
 from .results import Marks
 from .rows import (
@@ -630,9 +631,9 @@ class Writer:
             if isinstance(message, Closing):
                 rows["extra_phases"] += closing_rows(seq, t, message)
             elif isinstance(message, Evaluation):
-                rows["evaluations"].append(evaluation_row(seq, t, message))
+                rows["evaluations"].append((seq, t, *astuple(message)[:-1]))  # without the metrics
             elif isinstance(message, Checkpoint):
-                rows["checkpoints"].append(checkpoint_row(seq, t, message))
+                rows["checkpoints"].append((seq, t, *astuple(message)))
             self._marks.message(seq, message)
 
     def _write(self) -> None:

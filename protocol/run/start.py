@@ -42,7 +42,7 @@ class CommandEnd:
     """
 
     def __init__(self) -> None:
-        self._socket, self._other = socket.socketpair()
+        self._socket, self.other = socket.socketpair()
         self._socket.setblocking(False)
         self._text = b""
         self.launcher: ProcessId | None = None
@@ -55,15 +55,11 @@ class CommandEnd:
     @property
     def launchers_end(self) -> int:
         """The descriptor for the launcher to inherit."""
-        return self._other.fileno()
+        return self.other.fileno()
 
     def fileno(self) -> int:
         """Return the command's own descriptor, for ``select``."""
         return self._socket.fileno()
-
-    def handed_over(self) -> None:
-        """Close this process's copy of the launcher's end."""
-        self._other.close()
 
     def untie(self) -> None:
         """Let the run outlive this process."""
@@ -221,7 +217,7 @@ def spawn_start(
         if input_copy is not None:
             os.close(input_copy)
     if line is not None:
-        line.handed_over()
+        line.other.close()
     return process, written
 
 

@@ -2,10 +2,11 @@
 
 import fcntl
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from ftmon_process import Ftmon, ftmon_home
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -15,3 +16,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     with Path(tempfile.gettempdir(), "ftmon-test-gpus.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         return (yield)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Ftmon]:
+    """Make an ``ftmon`` of this test's own."""
+    with ftmon_home(tmp_path / "home") as ftmon:
+        yield ftmon

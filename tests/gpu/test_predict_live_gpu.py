@@ -1,6 +1,5 @@
 """The prediction beside a run on a real GPU: it uses no GPU itself, and the measured peaks agree with it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,9 @@ from ftmon.trainer.recipe.hardware import usable_gpus
 from ftmon.trainer.recipe.start import demo_config
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.prediction import compared_phases
-from ftmon_process import Ftmon, ftmon_home
+from ftmon_process import Ftmon
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use")]
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home") as ftmon:
-        yield ftmon
 
 
 def model_of(run: RunDir) -> RunModel:

@@ -1,7 +1,6 @@
 """Stragglers under NCCL: waiting happens on the device, inside DDP's reducer, and is measured between CUDA events."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,13 @@ from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir
-from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
+from ftmon_process import Ftmon, wait_until_nothing_is_left
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 SCRIPT = Path(__file__).parents[1] / "integration" / "scripts" / "straggler.py"
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home") as ftmon:
-        yield ftmon
 
 
 def start(home: Ftmon, library: str, where: str) -> RunDir:

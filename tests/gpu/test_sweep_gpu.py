@@ -1,6 +1,5 @@
 """A sweep on real GPUs: predicted beside measured, out of memory as a row, and GPUs that are empty afterwards."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,15 +7,9 @@ from ftmon.protocol.sweep.store import read
 from ftmon.trainer.recipe.config import write
 from ftmon.trainer.recipe.hardware import usable_gpus
 from ftmon.trainer.recipe.start import demo_config
-from ftmon_process import Ftmon, ftmon_home
+from ftmon_process import Ftmon
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use")]
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home") as ftmon:
-        yield ftmon
 
 
 @pytest.mark.timeout(900)

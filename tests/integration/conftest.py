@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 
 import pytest
 from ftmon.protocol.run.rundir import RunDir
-from ftmon_process import Ftmon
+from ftmon_process import Ftmon, ftmon_home
 from run_picture import picture
 
 Spawn = Callable[..., subprocess.Popen[str]]
@@ -39,6 +40,13 @@ def _no_extension() -> Iterator[None]:
 
 
 @pytest.fixture
+def home(tmp_path: Path) -> Iterator[Ftmon]:
+    """Make an ``ftmon`` of this test's own, whose ranks compute on the CPU."""
+    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
+        yield ftmon
+
+
+@pytest.fixture
 def spawn() -> Iterator[Spawn]:
     """Start ``python -c code`` in its own session, its stdin held open; it is ready when it prints ``ready``."""
     started: list[subprocess.Popen[str]] = []
@@ -53,7 +61,6 @@ def spawn() -> Iterator[Spawn]:
             env={**os.environ, **environment},
         )
         started.append(process)
-        assert process.stdout is not None
         assert process.stdout.readline().strip() == "ready"
         return process
 
@@ -62,7 +69,5 @@ def spawn() -> Iterator[Spawn]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(200)
-        assert process.stdout is not None
-        assert process.stdin is not None
         process.stdout.close()
         process.stdin.close()

@@ -25,6 +25,8 @@ from ftmon.tui.cli.main import main
 from hostile import HOSTILE, TRACES, examples
 from streams import RUN, STARTED
 
+pytestmark = pytest.mark.usefixtures("private_home")
+
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["completion", shell]) == 0
@@ -52,11 +54,6 @@ def test_bash_completes_commands_options_and_run_names(tmp_path: Path, capsys: p
     assert "--signal" in complete("ftmon", "kill", "--s")
     for command in ("oom", "report", "compare"):
         assert complete("ftmon", command, "de") == ["demo-20250101-000000"]
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
 
 
 def test_nothing_that_is_piped_moves_a_cursor_and_json_keeps_every_character(
@@ -164,8 +161,7 @@ def test_its_json_is_json_alone_whatever_libraries_print() -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+def run() -> RunDir:
     return rundir.create("two", ["deepspeed", "train.py"], "run", {"logs": True, "listen": "0.0.0.0:7420"})
 
 

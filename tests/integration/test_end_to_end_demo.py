@@ -27,46 +27,30 @@ def demo(home: Ftmon) -> "subprocess.CompletedProcess[str]":
     return home.run("demo", "--steps", str(STEPS), "--fault", f"spike:step={SPIKE}")
 
 
-def output_of(done: "subprocess.CompletedProcess[str]") -> str:
-    return f"{done.stdout}\n{done.stderr}"
-
-
 @pytest.fixture(scope="module")
 def run(home: Ftmon, demo: "subprocess.CompletedProcess[str]") -> RunDir:
-    assert demo.returncode == 0, output_of(demo)
+    assert demo.returncode == 0, demo.stdout + demo.stderr
     return home.newest()
 
 
-def test_without_a_terminal_it_prints_progress_and_ends_with_0(demo: "subprocess.CompletedProcess[str]") -> None:
-    assert demo.returncode == 0, output_of(demo)
+def test_without_a_terminal_it_prints_progress_and_a_spike_and_leaves_no_process(
+    demo: "subprocess.CompletedProcess[str]", run: RunDir
+) -> None:
     (last,) = lines_with(demo.stdout, [f"step {STEPS}/{STEPS} "])
     assert all(word in last for word in ("loss ", " tok/s", " s/step", "peak ", "iB"))
     assert "\x1b" not in demo.stdout
-
-
-def test_a_spike_in_the_optimizer_step_is_flagged_and_training_goes_on(
-    demo: "subprocess.CompletedProcess[str]", run: RunDir
-) -> None:
     (spike,) = (alert for alert in Reader(run.recording).alerts() if alert.kind == "spike")
     assert "rank 1" in spike.title, demo.stdout
     assert "spike: " in demo.stdout
-
-
-def test_nothing_of_a_finished_run_is_left(run: RunDir) -> None:
     wait_until_nothing_is_left(run)
 
 
-def test_the_last_lines_say_where_model_and_recording_are(
+def test_the_last_lines_say_where_the_recording_and_the_model_are_which_loads_and_speaks(
     demo: "subprocess.CompletedProcess[str]", run: RunDir
 ) -> None:
     assert f"recording:  {run.recording}" in demo.stdout
     assert f"replay it:  ftmon replay {run.id}" in demo.stdout
     assert f"chat:       ftmon chat {run.id}" in demo.stdout
-    (line,) = lines_with(demo.stdout, ["model:  "])
-    assert (Path(line.split(":", 1)[1].strip()) / "config.json").exists()
-
-
-def test_the_model_loads_and_speaks(demo: "subprocess.CompletedProcess[str]", run: RunDir) -> None:
     (line,) = lines_with(demo.stdout, ["model:  "])
     folder = line.split(":", 1)[1].strip()
     import torch
@@ -87,37 +71,23 @@ def test_the_recording_holds_every_step_of_every_rank(run: RunDir) -> None:
     assert found == [(0, STEPS, STEPS), (1, STEPS, STEPS)]
 
 
-def test_the_recording_replays_as_the_same_lines(home: Ftmon, run: RunDir) -> None:
-    for name in (run.id, str(run.path), str(run.recording)):
-        told = home.run("replay", name, "--plain")
+def test_the_recording_replays_as_the_same_lines_which_attach_tells_again(home: Ftmon, run: RunDir) -> None:
+    replays = [("replay", name, "--plain") for name in (run.id, str(run.path), str(run.recording))]
+    for words in (*replays, ("attach", run.id[:6])):
+        told = home.run(*words)
         assert told.returncode == 0, told.stderr
         assert lines_with(told.stdout, [f"step {STEPS}/{STEPS} ", "loss "])
         assert lines_with(told.stdout, ["finished"])
 
 
-def test_attach_to_a_finished_run_tells_it_again(home: Ftmon, run: RunDir) -> None:
-    told = home.run("attach", run.id[:6])
-    assert told.returncode == 0, told.stderr
-    assert lines_with(told.stdout, [f"step {STEPS}/{STEPS} "])
-
-
-def test_ls_lists_it(home: Ftmon, run: RunDir) -> None:
+def test_ls_status_and_logs_have_it(home: Ftmon, run: RunDir) -> None:
     listed = home.run("ls")
     assert listed.returncode == 0, listed.stderr
     assert lines_with(listed.stdout, [run.id, "finished"])
     (entry,) = json.loads(home.run("ls", "--json").stdout)
     assert entry["id"] == run.id
-
-
-def test_status_tells_how_it_ended(home: Ftmon, run: RunDir) -> None:
-    told = home.run("status", run.id)
-    assert told.returncode == 0, told.stderr
-    assert "finished" in told.stdout
-    status = home.status(run.id)
-    assert status["state"] == "finished"
-
-
-def test_logs_prints_what_the_ranks_printed(home: Ftmon, run: RunDir) -> None:
+    assert "finished" in home.run("status", run.id).stdout
+    assert home.status(run.id)["state"] == "finished"
     told = home.run("logs", run.id, "--text", "final model")
     assert told.returncode == 0, told.stderr
     (line,) = told.stdout.splitlines()

@@ -4,24 +4,14 @@ A spike is in test_end_to_end_demo, a rank that crashes in test_resume_command; 
 in test_on_hang.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 from eventually import eventually
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run import exits
 from ftmon.protocol.run.rundir import RunDir
-from ftmon_process import LONG_SECONDS, SMALL, Ftmon, follow_to_end, ftmon_home, wait_until_nothing_is_left
+from ftmon_process import LONG_SECONDS, SMALL, Ftmon, follow_to_end, wait_until_nothing_is_left
 
 FAULT_STEP = 8
 """Late enough for a history to compare with; the demo's own default is later."""
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home") as ftmon:
-        yield ftmon
 
 
 def alerts(run: RunDir) -> dict[str, str]:

@@ -79,10 +79,8 @@ def test_another_host_attaches_with_the_hubs_key_once_its_own_is_let_in(
 ) -> None:
     listen = run.read_run().options.listen
     hub = run.living_hub()
-    assert hub is not None
     elsewhere = Ftmon(tmp_path / "elsewhere")
     own = re.search(r"^  (\S{40})$", elsewhere.run("keys").stdout, re.MULTILINE)
-    assert own is not None
     assert home.run("keys", f"--allow={own[1]}", "--remark", "elsewhere").returncode == 0
     follower = elsewhere.start("attach", f"tcp://{listen}", f"--key={hub.server_key}")
     assert follower.stdout is not None
@@ -117,7 +115,6 @@ def test_a_wrong_request_is_one_line_and_harms_nothing(
 def test_training_outlives_its_hub_and_a_new_one_has_the_whole_history(home: Ftmon, run: RunDir) -> None:
     follower = home.start("attach", run.id)
     old = run.living_hub()
-    assert old is not None
     before = steps_done(home, run)
     old_process = old.process
     os.kill(old_process.pid, signal.SIGKILL)
@@ -149,7 +146,6 @@ def test_kill_finds_a_run_whose_launcher_and_hub_are_gone(home: Ftmon) -> None:
     eventually(lambda: hub_is_alive(run) and steps_done(home, run) >= 1, "the first step", every=1.0)
     launcher, hub = run.read_run().launcher, run.living_hub()
     assert launcher is not None
-    assert hub is not None
     for process in (launcher, hub.process):  # the launcher first: it would bring the hub back
         os.kill(process.pid, signal.SIGKILL)
     eventually(lambda: not (is_alive(launcher) or is_alive(hub.process)), "both gone")

@@ -1,14 +1,17 @@
-"""``ftmon run`` on scripts that know nothing of ftmon, and what it says of commands that cannot work."""
+"""``ftmon run`` on scripts that know nothing of ftmon, what ends a job before its first step, and wrong commands."""
 
+import os
+import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import start_ranks
+from ftmon.protocol.messages.memory import OomReport
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run import exits
 from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
+from ports import free_port
 
 SCRIPTS = Path(__file__).parents[1] / "support"
 
@@ -29,12 +32,6 @@ if "ftmon.trainer.hub" in sys.orig_argv:
 elif "ftmon" in [pathlib.Path(word).name for word in sys.orig_argv[:2]]:
     sys.addaudithook(note)
 """
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
-        yield ftmon
 
 
 GENERATES = """
@@ -80,16 +77,6 @@ def test_an_abort_in_generate_is_told_with_the_library_s_own_words(home: Ftmon, 
     assert alert.evidence["reason"] in why
 
 
-def test_a_script_that_ends_before_its_first_step_fails_with_its_own_words(home: Ftmon, tmp_path: Path) -> None:
-    script = tmp_path / "early.py"
-    script.write_text("raise SystemExit('no data at /nowhere')\n")
-    done = home.run("run", "--", sys.executable, str(script))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "no data at /nowhere" in done.stdout
-    assert "failed" in done.stdout
-    wait_until_nothing_is_left(home.newest())
-
-
 def test_the_words_of_a_script_that_was_over_before_its_hub_was_up_are_told(tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.mkdir()
@@ -130,3 +117,68 @@ def test_what_cannot_start_is_refused_in_one_line(home: Ftmon, words: list[str],
     assert complaint in done.stderr
     assert done.stderr.count("\n") == 1
     assert home.runs() == []
+
+
+def test_a_model_type_that_is_not_one_is_told_on_the_terminal_as_wrong_usage(home: Ftmon, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "name a colour", "response": "blue"}\n' * 8)
+    words = ["model.config={model_type: lama, hidden_size: 32}", f"data.path={tmp_path / 'data.jsonl'}", "run.ranks=1"]
+    ended = home.run("train", *words, "--plain", seconds=480)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "model.config.model_type: Unrecognized model identifier: lama; did you mean llama?" in ended.stdout
+    assert "Traceback" not in ended.stdout + ended.stderr
+    why = next(line for line in ended.stdout.splitlines() if line.startswith("why:"))
+    assert "Unrecognized model identifier: lama" in why
+    wait_until_nothing_is_left(home.newest())  # the hub has recorded the end
+    with Reader(home.newest().recording) as reader:
+        (failure,) = [alert for alert in reader.alerts() if alert.kind == "failure"]
+        assert not [alert for alert in reader.alerts() if alert.kind == "exit"], "it is said once"
+    assert failure.evidence["error"] in why
+
+
+SCRIPT = Path(__file__).parent / "scripts" / "short_loop.py"
+
+
+def torchrun(port: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", str(port)]
+
+
+def test_a_master_port_that_is_taken_is_named_with_who_holds_it(home: Ftmon) -> None:
+    with socket.socket(socket.AF_INET6) as server:
+        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        server.bind(("::", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        done = home.run("run", "--plain", "--", *torchrun(port), str(SCRIPT), "1", "1", "ok", seconds=480)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert lines_with(done.stdout, ["failure:", f"port {port} is taken by", f"pid {os.getpid()}"]), done.stdout
+    assert lines_with(done.stdout, ["why:", f"port {port} is taken"])
+    assert not lines_with(done.stdout, ["ended before its first step"]), "it is said once"
+    told = home.status(home.newest().id)
+    alert = next(alert for alert in told["alerts"] if "is taken" in alert["title"])
+    assert alert["evidence"]["pid"] == os.getpid()
+    assert "--master_port" in alert["text"]
+
+
+def test_a_script_that_is_missing_or_gives_up_is_named_with_its_own_words(home: Ftmon, tmp_path: Path) -> None:
+    missing = home.run("run", "--plain", "--", *start_ranks.command(1, tmp_path / "trian.py"))
+    assert missing.returncode == 1, missing.stdout + missing.stderr
+    assert lines_with(missing.stdout, ["why:", "can't open file", "trian.py'"]), missing.stdout
+    (tmp_path / "gives_up.py").write_text("raise SystemExit('no data at /nowhere')\n")
+    gave_up = home.run("run", "--plain", "--", *start_ranks.command(1, tmp_path / "gives_up.py"))
+    assert lines_with(gave_up.stdout, ["why:", "the last line that rank 0 wrote: no data at /nowhere"]), gave_up.stdout
+
+
+def test_a_failed_cuda_allocation_before_the_first_step_has_its_report(home: Ftmon) -> None:
+    done = home.run("run", "--plain", "--", *torchrun(free_port()), str(SCRIPT), "1", "1", "oom", seconds=480)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert lines_with(done.stdout, ["oom: rank 0 out of memory", "20.00 GiB", "3.25 GiB free"]), done.stdout
+    wait_until_nothing_is_left(home.newest())  # the hub has recorded the end
+    with Reader(home.newest().recording) as reader:
+        frames = reader.frames(0, 10_000)
+    reports = [frame.message for frame in frames if isinstance(frame.message, OomReport)]
+    assert len(reports) == 1
+    oom = reports[0].oom
+    assert oom.requested_bytes == 20 * 2**30
+    assert oom.measure == "cuda"
+    assert (oom.allocated_bytes, oom.step) == (int(70.10 * 2**30), 1)
+    assert any("short_loop.py" in frame for frame in oom.stack)

@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 
 import pytest
 from eventually import eventually
@@ -16,14 +17,12 @@ from ftmon.protocol.messages.control import Alert, HubStats, RankState
 from ftmon.protocol.messages.telemetry import LogLine, Step
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run import rundir
+from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.host.inspection.inspect import switches
+from ftmon.trainer.launch.launcher import HubKeeper
 from hub_client import SCRIPTS, App, exit_of, fake_ranks, hub_gone, hub_of, started
 
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path, monkeypatch):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("FTMON_RUN", raising=False)
+pytestmark = pytest.mark.usefixtures("private_home")
 
 
 def test_a_killed_hub_is_replaced_and_the_stream_goes_on_where_it_ended():
@@ -226,3 +225,18 @@ def _children(pid: int) -> list[int]:
         return [int(word) for word in words] if len(words) >= 2 else []
 
     return eventually(found, "the launcher's children")
+
+
+def test_each_start_that_fails_is_followed_by_another_later(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    keeper = HubKeeper(run)
+    keeper.start()
+    delays: list[float] = []
+    while len(delays) < 3:
+        delay = keeper.tend()
+        assert delay is not None, "the launcher would wait for a signal without end"
+        delays.append(delay)
+        if len(delays) < 3:
+            time.sleep(delay)
+    assert delays == sorted(delays)
+    assert not keeper.alive

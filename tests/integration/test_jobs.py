@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,11 @@ from ftmon.protocol.messages.telemetry import Closing, Step
 from ftmon.protocol.recording.reader import Reader
 from ftmon.tui.model.runs import job_rows
 from ftmon.tui.source.load import describe, load
-from ftmon_process import Ftmon, ftmon_home, lines_with
+from ftmon_process import Ftmon, lines_with
 from hub_client import App, fake_ranks, hub_gone, started
 from ports import free_port
 
 SCRIPTS = Path(__file__).parent / "scripts"
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
-        yield ftmon
 
 
 def test_each_job_of_a_driver_script_has_its_own_steps_peaks_loss_and_end(home: Ftmon) -> None:
@@ -94,7 +87,6 @@ def _the_recording_agrees(reader: Reader) -> None:
             continue
         model = load(reader, final[number].ended or info.last_t, describe(info))
         assert (model.job, model.leading_step) == (number, final[number].steps)
-        assert model.peak is not None
         assert model.peak.bytes <= final[number].peak, "what came after the last step counts for the job"
         assert [point.step for point in model.losses.points()] == list(range(1, final[number].steps + 1))
     rows = job_rows(load(reader, info.last_t, describe(info)).jobs, info.last_t)

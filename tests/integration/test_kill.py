@@ -12,11 +12,7 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.trainer.host import processes
 from hub_client import SCRIPTS, App, exit_of, fake_ranks, hub_gone, members, started
 
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path, monkeypatch):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("FTMON_RUN", raising=False)
+pytestmark = pytest.mark.usefixtures("private_home")
 
 
 def training(app: App, ranks: int) -> None:
@@ -68,7 +64,6 @@ def test_a_run_that_was_killed_without_its_launcher_has_not_succeeded_and_stacks
     with started(fake_ranks({}, {"silent": True})) as run, App(run) as app:
         training(app, 2)
         launcher = run.read_run().launcher
-        assert launcher is not None
         os.kill(launcher.pid, signal.SIGKILL)
         result = app.command("kill")
         assert result.ok, result.text
@@ -139,7 +134,6 @@ def test_daemons_of_a_killed_rank_are_ended_with_it_or_named():
     with started(fake_ranks({"daemons": True}, {"daemons": True})) as run, App(run) as app:
         training(app, 2)
         launcher = run.read_run().launcher
-        assert launcher is not None
         # Once the job has ended it ends what is left, perhaps before the kill has looked for it.
         os.kill(launcher.pid, signal.SIGSTOP)
         try:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from eventually import eventually
 from ftmon.protocol.analysis.hub_facts import left_process
-from ftmon.protocol.analysis.stalls.evidence import Activity
 from ftmon.protocol.run.rundir import RunFile
 from ftmon.trainer.host import processes
 from ftmon.trainer.host.inspection import inspect
@@ -34,7 +33,6 @@ def sleeper() -> Iterator[processes.Process]:
     """A process in state D."""
     process = subprocess.Popen([sys.executable, "-c", UNINTERRUPTIBLE], stdout=subprocess.PIPE, start_new_session=True)
     try:
-        assert process.stdout is not None
         process.stdout.readline()
         yield eventually(lambda: (it := processes.read(process.pid)) and it.state == "D" and it, "state D")
     finally:
@@ -77,50 +75,3 @@ def test_a_process_that_waits_for_the_kernel_is_not_asleep(sleeper: processes.Pr
     assert look.on_disk
     assert look._replace(time=2.0).work_since(look) == "disk"
     assert "uninterruptible" in left_process(facts_of(sleeper))
-
-
-@contextlib.contextmanager
-def running(script: str) -> Iterator[processes.Process]:
-    """A process that runs a script, past the interpreter's own start; it has nothing to read."""
-    command = [sys.executable, "-c", "import subprocess, sys, time\nprint('up', flush=True)\n" + script]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == b"up\n"
-        found = processes.read(process.pid)
-        assert found is not None
-        yield found
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
-
-
-def measure(process: processes.Process) -> Activity:
-    return inspect.measure(process.pid, None, processes.table(), time.monotonic())
-
-
-def test_a_sleeping_process_rests_and_one_that_computes_or_wakes_up_or_whose_child_does_does_not():
-    child = "subprocess.Popen([sys.executable, '-c', 'while True: pass'])"
-    at_work = (f"{child}; sys.stdin.read()", "while True: pass", "while True: time.sleep(0.1)")
-    with contextlib.ExitStack() as stack:
-        resting = stack.enter_context(running("sys.stdin.read()"))
-        working = [stack.enter_context(running(script)) for script in at_work]
-        eventually(lambda: (found := processes.read(resting.pid)) is not None and found.state == "S", "it waits")
-        rested = measure(resting)
-        before = [measure(process) for process in working]
-        # The time that is judged: in which one that wakes up now and then has done so several times.
-        wakes = before[-1].switches + 5
-        eventually(
-            lambda: (
-                measure(working[-1]).switches >= wakes
-                and all(measure(process).work_since(first) for process, first in zip(working, before, strict=True))
-            ),
-            "their work",
-            state=lambda: [(script, measure(each)) for script, each in zip(at_work, working, strict=True)],
-        )
-        now = measure(resting)
-        assert rested.state == now.state == "S", (rested, now)
-        assert not now.work_since(rested), (rested, now)

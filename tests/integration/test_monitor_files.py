@@ -6,12 +6,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon_process import Ftmon, follow_to_end, ftmon_home
+from ftmon_process import Ftmon, follow_to_end
 
 TESTS = Path(__file__).parents[1]
 PRINTS = """
@@ -57,12 +56,6 @@ with ftmon_home(disk / "home") as ftmon:
         found["end"] = [end.state, end.exit_code, end.text]
 print(json.dumps(found))
 """
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
-        yield ftmon
 
 
 def test_on_a_full_disk_the_hub_is_replaced_signals_are_passed_on_and_the_status_is_the_scripts(tmp_path: Path) -> None:

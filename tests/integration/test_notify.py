@@ -18,7 +18,7 @@ from ftmon.protocol.run.notices import Notice, Notify
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.hub import notify
 from ftmon.trainer.hub.notify import DeliveryError, Notifier, deliver
-from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
+from ftmon_process import Ftmon, wait_until_nothing_is_left
 
 NOTICE = Notice("oom", "train-1", "node", 5.0, "rank 0 out of memory", "try a smaller batch")
 
@@ -56,12 +56,6 @@ def server() -> Iterator[Server]:
     yield found
     found.http.shutdown()
     found.http.server_close()
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
-        yield ftmon
 
 
 def rules(run: RunDir) -> list[str]:

@@ -5,22 +5,14 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from eventually import eventually
 from ftmon.protocol.messages.control import RankState
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.exits import HANG
-from ftmon_process import Ftmon, follow_to_end, ftmon_home, wait_until_nothing_is_left
+from ftmon_process import Ftmon, follow_to_end, wait_until_nothing_is_left
 from sleeping_loader import WHERE, job, store_is_back
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
-        yield ftmon
 
 
 def test_stacks_are_saved_and_the_run_goes_on_when_the_stall_is_over(home: Ftmon, tmp_path: Path) -> None:
@@ -89,7 +81,6 @@ def test_stop_interrupts_the_ranks_so_that_they_can_end_by_themselves_in_time_th
     assert "interrupted: the script puts its affairs in order" in done.stdout
     run = home.newest()
     end = run.read_exit()
-    assert end is not None
     assert (end.state, end.cause) == ("failed", "hang")
     assert "--on-hang stop" in end.text
     assert "(exit code" not in done.stdout, "the status is ftmon's own"

@@ -2,22 +2,14 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from eventually import eventually
-from ftmon_process import Ftmon, follow_to_end, ftmon_home, processes_of, wait_until_nothing_is_left
+from ftmon_process import Ftmon, follow_to_end, processes_of, wait_until_nothing_is_left
 
 SCRIPT = Path(__file__).parent / "scripts/oom_loop.py"
 TOO_MUCH = 1 << 55
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home") as ftmon:
-        yield ftmon
 
 
 def start_held(home: Ftmon, *options: str) -> tuple[Any, str]:

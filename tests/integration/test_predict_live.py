@@ -1,19 +1,23 @@
-"""The prediction of a run that is going on, sent by its hub: real hub, real process, pretended GPU ranks."""
+"""The prediction of a run that is going on, sent by its hub, and what becomes of the processes of a prediction."""
 
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 from eventually import eventually
+from ftmon.protocol.errors import ConfigError
 from ftmon.protocol.messages.memory import PredictedPhase, PredictedPoint, Prediction
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir, RunOptions
 from ftmon.protocol.run.start import StartRequest
 from ftmon.trainer.launch.start import start_run
+from ftmon.trainer.predict import ranks
+from ftmon.trainer.predict.dry import DryRun
 from ftmon.trainer.predict.live import cache_file
 from hub_client import exit_of, fake_ranks, hub_gone, hub_of
 from run_picture import pictured
@@ -68,8 +72,46 @@ PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv
 def test_a_background_process_yields_to_everything_and_ends_with_its_parent() -> None:
     words = [sys.executable, "-c", PARENT, BACKGROUND]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         told = parent.stdout.readline()
         os.kill(parent.pid, signal.SIGKILL)
         assert told == "True 19 1000\n"
         assert parent.stdout.read() == ""  # the other end is closed once the child has gone, too
+
+
+def test_a_refusal_in_a_ranks_process_is_raised_here() -> None:
+    def refuse(rank: int) -> DryRun:
+        raise ConfigError(f"rank {rank}: no such stage")
+
+    with pytest.raises(ConfigError, match="rank 3: no such stage"):
+        ranks.run(refuse, [3], [8])
+
+
+def test_a_ranks_process_that_dies_is_told_by_its_signal() -> None:
+    def die(rank: int) -> DryRun:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    with pytest.raises(ConfigError, match="rank 1 was killed by SIGKILL"):
+        ranks.run(die, [1], [8])
+
+
+def _raise() -> None:
+    raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    ("call", "words", "traceback"),
+    [
+        (lambda: os._exit(7), "the dry run ended with exit status 7, without a result", False),
+        (lambda: os._exit(0), "the dry run ended with exit status 0, without a result", False),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "the dry run was killed by SIGKILL", False),
+        (_raise, "the dry run failed; its traceback is above", True),
+    ],
+)
+def test_how_a_process_without_a_result_ended_is_reported(
+    call: Callable[[], None], words: str, traceback: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        ranks.once(call, type(None))
+    assert str(refusal.value) == words
+    assert ("RuntimeError: no" in capfd.readouterr().err) is traceback

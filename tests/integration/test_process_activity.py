@@ -1,20 +1,26 @@
 """Whether a process tree works: real processes that send, write, compute in a child, wake up, or do nothing."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from eventually import eventually
 from ftmon.protocol.analysis.stalls.evidence import Activity, Work
 from ftmon.protocol.messages.telemetry import SelfDump
-from ftmon.trainer.host import processes
+from ftmon.protocol.run.rundir import RunDir
+from ftmon.trainer.host import loop, processes
+from ftmon.trainer.host.end.kill import Target
 from ftmon.trainer.host.inspection import inspect
 from ftmon.trainer.host.inspection.inspect import RANKS_AT_ONCE, DumpTarget, Inspection, inspect_ranks
 from ftmon.trainer.host.processes import Origin, escaped, origin
+from stall_bench import Bench
 
 JUDGED_SECONDS = 0.7
 BEGIN = "import os, socket, subprocess, sys, threading, time\n"
@@ -33,6 +39,17 @@ CHILD = "subprocess.Popen([sys.executable, '-c', %r])\nprint('up', flush=True)\n
 PIPE = "import os\na, b = os.pipe()\nwhile True: os.write(b, bytes(60000)); os.read(a, 60000)"
 
 
+@contextlib.contextmanager
+def running(script: str) -> Iterator[tuple["subprocess.Popen[bytes]", bytes]]:
+    """A process that runs a script, with the first line that it wrote; it has nothing to read."""
+    command = [sys.executable, "-c", BEGIN + script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            yield process, process.stdout.readline()
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     ("script", "work"),
     [
@@ -45,13 +62,7 @@ PIPE = "import os\na, b = os.pipe()\nwhile True: os.write(b, bytes(60000)); os.r
     ],
 )
 def test_what_a_process_tree_does_is_seen_from_outside(script: str, work: Work):
-    process = subprocess.Popen(
-        [sys.executable, "-c", BEGIN + script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == b"up\n"
+    with running(script) as (process, _):
         looks = [inspect.measure(process.pid, None, processes.table(), time.monotonic())]
 
         def seen() -> Work:
@@ -65,22 +76,12 @@ def test_what_a_process_tree_does_is_seen_from_outside(script: str, work: Work):
             each=lambda: time.sleep(JUDGED_SECONDS),
             state=lambda: looks[-2:],
         )
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
 
 
 def test_a_rank_started_by_another_does_not_work_for_that_one():
     child = "print(subprocess.Popen([sys.executable, '-c', 'while True: pass']).pid, flush=True)\nsys.stdin.read()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", BEGIN + child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        other = int(process.stdout.readline())
+    with running(child) as (process, line):
+        other = int(line)
         ranks = [
             DumpTarget(rank, pid, processes.table()[pid].start_ticks, None)
             for rank, pid in ((0, process.pid), (1, other))
@@ -88,11 +89,6 @@ def test_a_rank_started_by_another_does_not_work_for_that_one():
         eventually(lambda: inspect_ranks(ranks, ()).activities[1].cpu_seconds > 0.1, "rank 1 computes")
         seen = inspect_ranks(ranks, ()).activities
         assert (seen[0].processes, seen[0].below_seconds) == (1, 0.0), seen
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
 
 
 def still(**changes: object) -> Activity:
@@ -131,7 +127,6 @@ def test_a_process_blocked_on_a_file_lock_is_found_with_the_file_and_its_holder(
     script = "import fcntl,sys,time; f=open(sys.argv[1],'w'); fcntl.flock(f,2); print('up',flush=True); time.sleep(600)"
     command = [sys.executable, "-c", script, str(path)]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert holder.stdout is not None
     assert holder.stdout.readline() == b"up\n"
     waiter = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
@@ -174,7 +169,6 @@ def test_daemons_that_forked_twice_are_known_as_their_ranks_with_and_without_exe
     found: dict[int, list[processes.Process]] = {}
     try:
         for process in ranks:
-            assert process.stdout is not None
             for _ in "rank", "daemon":  # the daemon's after its exec, in which it has no environment in /proc
                 assert process.stdout.readline() == b"up\n"
 
@@ -196,7 +190,6 @@ def test_daemons_that_forked_twice_are_known_as_their_ranks_with_and_without_exe
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
                 pipe.close()
 
 
@@ -229,7 +222,6 @@ time.sleep(600)
 
 def announced(process: "subprocess.Popen[str]", rank: int, path: Path) -> DumpTarget:
     """Return the target that a ``RANK`` announces on its standard output."""
-    assert process.stdout is not None
     receiver, descriptor, thread = process.stdout.readline().split()
     dump = SelfDump(signal.SIGRTMIN + 9, int(receiver), int(descriptor), str(path), thread, process.pid)
     return DumpTarget(rank, process.pid, processes.table()[process.pid].start_ticks, dump)
@@ -279,3 +271,41 @@ def test_all_ranks_write_their_stacks_where_they_are_more_than_are_sampled_toget
         for process in ranks:
             process.kill()
             process.communicate()
+
+
+def test_that_py_spy_pauses_a_rank_is_no_work_of_it(run: RunDir, monkeypatch: Any) -> None:
+    bench = Bench(run, monkeypatch)
+    with subprocess.Popen(["sleep", "600"]) as child:
+        try:
+            process = processes.read(child.pid)
+            eventually(lambda: "nanosleep" in inspect.wchan(child.pid, child.pid), "it sleeps")
+            target = Target(0, child.pid, process.start_ticks)
+            bench.parts.targets = lambda: [target]
+
+            def observe() -> None:
+                found = inspect.measure(child.pid, None, processes.table(), time.monotonic())
+                bench.patch("_activity_of", lambda _: found)
+                bench.look({})
+
+            def is_in(state: str) -> bool:
+                now = processes.read(child.pid)
+                return now is not None and now.state == state
+
+            def pause(process: processes.Process) -> tuple[str, str]:
+                for _ in range(3):
+                    os.kill(process.pid, signal.SIGSTOP)
+                    eventually(lambda: is_in("T"), "it is stopped")
+                    os.kill(process.pid, signal.SIGCONT)
+                    eventually(lambda: is_in("S"), "it sleeps again")
+                return "Process 1: native", ""
+
+            monkeypatch.setattr("ftmon.trainer.host.inspection.inspect.native", pause)
+            observe()
+            before = inspect.switches(child.pid, child.pid)
+            loop.start(bench.stall_probe.read_native([0], "why"))
+            eventually(lambda: bench.emitted, "its stacks")
+            assert inspect.switches(child.pid, child.pid) > before
+            observe()
+        finally:
+            child.kill()
+    assert bench.rank.evidence.work == ""

@@ -31,6 +31,12 @@ class Watch:
         self.ready.get(timeout=200)
         return self.supervisor.poll()[-1]
 
+    def death(self) -> ProcessFact:
+        """Wait for the process's end."""
+        while (fact := self.change()).alive:
+            pass
+        return fact
+
 
 @pytest.fixture
 def watch():
@@ -100,9 +106,7 @@ def test_a_death_is_read_from_the_zombie(watch, spawn, end, expected):
     child = spawn(f"import os, sys; print('ready', flush=True); sys.stdin.readline(); {end}")
     begin(watch, child)
     child.stdin.close()
-    fact = watch.change()
-    while fact.alive:
-        fact = watch.change()
+    fact = watch.death()
     assert (fact.exit_code, fact.signal) == expected
     assert watch.supervisor.alive() == []
 
@@ -126,10 +130,7 @@ def test_a_launchers_line_about_a_process_of_the_same_pid_on_another_host_is_ign
     assert all(fact.alive for fact in watch.supervisor.poll())
     assert [pid for _, pid, _ in watch.supervisor.alive()] == [child.pid]
     child.kill()
-    fact = watch.change()
-    while fact.alive:
-        fact = watch.change()
-    assert fact.signal == 9
+    assert watch.death().signal == 9
 
 
 def pidfds() -> int:
@@ -157,7 +158,6 @@ def test_a_process_whose_launcher_told_its_end_first_is_no_longer_polled(spawn):
 def test_a_process_that_ftmon_itself_killed_was_killed_though_its_parent_reaped_it_first(watch, spawn):
     child = spawn(SLEEP)
     process = processes.read(child.pid)
-    assert process is not None
     assert processes.send_signal(process, signal.SIGKILL)
     child.wait()
     watch.supervisor.watch(3, child.pid, process.start_ticks)

@@ -62,14 +62,12 @@ def test_the_stream_comes_back_exactly_and_in_order(reader: Reader, recorded: li
     assert read_all(reader) == recorded
 
 
-@pytest.mark.parametrize("cuda", [True, False])
-def test_cuda_and_cpu_ranks_are_recorded_exactly(tmp_path: Path, cuda: bool) -> None:
-    frames = list(Stream(ranks=2, steps=40, cuda=cuda).frames())
-    with Reader(write(tmp_path / "r.sqlite", frames)) as reader:
+def test_ranks_on_the_cpu_and_every_type_of_message_are_recorded_exactly_but_heartbeats_and_history(
+    tmp_path: Path,
+) -> None:
+    frames = list(Stream(ranks=2, steps=40, cuda=False).frames())
+    with Reader(write(tmp_path / "cpu.sqlite", frames)) as reader:
         assert read_all(reader) == frames
-
-
-def test_every_type_of_message_is_recorded_exactly_but_heartbeats_and_history(tmp_path: Path) -> None:
     frames = [Frame(seq, STARTED + seq, message) for seq, message in enumerate(EXAMPLES, 1)]
     with Reader(write(tmp_path / "r.sqlite", frames)) as reader:
         kept = [frame for frame in frames if not isinstance(frame.message, Heartbeat | Query | Answer)]
@@ -317,8 +315,6 @@ def writing_child(path: Path) -> "subprocess.Popen[str]":
 
 
 def next_commit(child: "subprocess.Popen[str]", *, go_on: bool = True) -> int:
-    assert child.stdin is not None
-    assert child.stdout is not None
     seq = int(child.stdout.readline())
     if go_on:
         child.stdin.write("\n")
@@ -399,7 +395,6 @@ def test_readers_in_other_threads_see_a_growing_recording(tmp_path: Path) -> Non
             frames = reader.frames(seen[-1], 10**6)
             seen += [frame.seq for frame in frames]
             assert seen[-1] == seq, "what was committed is there at once"
-            assert child.stdin is not None
             child.stdin.write("\n")
             child.stdin.flush()
         done.set()

@@ -2,8 +2,6 @@
 
 import os
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,19 +10,13 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run import exits
 from ftmon.protocol.run.rundir import ExitFile, RunDir, RunFile
 from ftmon.tui.cli.main import main
-from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
+from ftmon_process import Ftmon, lines_with, wait_until_nothing_is_left
 
 SMALL = (
     *("--ranks", "1", "--plain", "--steps", "6", "training.rehearsal=false", "data.limit=80", "optimizer.lr=2e-3"),
     "model.config={model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
     " num_attention_heads: 2, num_key_value_heads: 1}",
 )
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home") as ftmon:
-        yield ftmon
 
 
 def planted(home: Ftmon, kind: str, *, config: bool = True, alive: bool = False, state: str = "") -> RunDir:

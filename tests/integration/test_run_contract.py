@@ -4,27 +4,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-import pytest
 from eventually import eventually
 from ftmon.protocol.run import exits
 from ftmon.protocol.run.rundir import RunDir
-from ftmon_process import LONG_SECONDS, PROGRAM, Ftmon, command_line, follow_to_end, ftmon_home, processes_of
+from ftmon_process import LONG_SECONDS, PROGRAM, Ftmon, command_line, follow_to_end, processes_of
 
 PRINTS_SIGNALS = str(Path(__file__).parent / "scripts" / "prints_signals.py")
 ENDS = {
     "abrupt": ("import os; os._exit(2)", 2),
     "killed": ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL),
 }
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
-        yield ftmon
 
 
 def launch(home: Ftmon, *words: str, **options: object) -> "subprocess.Popen[str]":
@@ -76,8 +68,6 @@ def test_a_command_that_ends_before_what_it_started_is_the_alert_and_its_process
     assert "the job's command ended (exit code 3) before its ranks" in output
     run = home.newest()
     left, end = run.read_leftovers(), run.read_exit()
-    assert left is not None
-    assert end is not None
     assert (left.exit_code, left.count, end.left) == (3, 1, [])
     assert sleeping(run) == []
 
@@ -95,7 +85,6 @@ def test_signals_reach_the_script_its_answer_is_the_status_and_it_reads_the_comm
     begun = [PROGRAM, "run", "--plain", "--", sys.executable, PRINTS_SIGNALS]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(begun, text=True, env=home.environ, **pipes)  # pyright: ignore
-    assert process.stdin is not None
     process.stdin.write("a line\n")
     process.stdin.flush()
     printed(process, r"read 'a line\n'")
@@ -130,12 +119,10 @@ def test_a_command_that_was_killed_and_one_under_timeout_leave_no_process_and_a_
         run = runs[name]
         eventually(lambda run=run: not processes_of(run), "nothing of it alive")
         end = run.read_exit()
-        assert end is not None
         assert (end.state, end.exit_code) == ("stopped", -signal.SIGKILL), end
         shown = home.run("status", run.id).stdout
         assert shown.startswith(f"{run.id}  stopped, killed by SIGKILL"), shown
     end = runs["killed"].read_exit()
-    assert end is not None
     assert "the command that started it is gone" in end.text
     assert processes_of(runs["kept"])
 
@@ -148,7 +135,6 @@ def test_a_reader_that_goes_away_ends_the_printing_and_not_the_run(home: Ftmon, 
     script += "while not go.exists(): print('more', flush=True); print('more', file=lines); time.sleep(0.1)\nexit(7)"
     process = launch(home, "--", sys.executable, "-c", script)
     printed(process, "up")
-    assert process.stdout is not None
     process.stdout.close()
     printed_before = lines.stat().st_size
     eventually(lambda: lines.stat().st_size > printed_before + 10 * len("more\n"), "lines into the closed pipe")

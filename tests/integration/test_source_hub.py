@@ -18,11 +18,7 @@ from ftmon.tui.source.live import LiveSource
 from ftmon.tui.source.replay import ReplaySource
 from hub_client import exit_of, fake_ranks, hub_gone, hub_of, started
 
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("FTMON_RUN", raising=False)
+pytestmark = pytest.mark.usefixtures("private_home")
 
 
 def pump(source: Source, until: Callable[[], bool]) -> None:

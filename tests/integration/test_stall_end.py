@@ -15,6 +15,8 @@ from ftmon.protocol.run import exits
 from ftmon.trainer.host.end import cleanup
 from hub_client import App, exit_of, fake_ranks, hub_gone, members, started
 
+pytestmark = pytest.mark.usefixtures("private_home")
+
 HOLDS_THE_LOCK = """
 import ctypes, os, sys, time, torch, torch.distributed as dist
 from itertools import count
@@ -40,12 +42,6 @@ for step in count():
         dist.all_reduce(parameter.grad)
     optimizer.step()
 """
-
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path, monkeypatch):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("FTMON_RUN", raising=False)
 
 
 def test_a_rank_that_holds_pythons_lock_is_named_with_its_line_and_the_run_is_ended_as_a_hang(tmp_path):

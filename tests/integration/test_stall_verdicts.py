@@ -1,23 +1,15 @@
 """What is said, and not done, of real DDP ranks that wait for each other: uploads, early ends, locks, skipped steps."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import start_ranks
 from ftmon.protocol.analysis.deaths.detector import is_lost_peer
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import Failure
 from ftmon.protocol.recording.reader import Reader
-from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
+from ftmon_process import Ftmon, wait_until_nothing_is_left
 from hub_client import SCRIPTS, App, exit_of, started
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
-        yield ftmon
 
 
 def job(mode: str, folder: Path) -> list[str]:
@@ -41,10 +33,8 @@ def test_an_upload_is_no_hang_and_not_ended_and_a_script_that_ends_early_is_name
 
 
 def test_a_rank_that_waits_for_a_lock_and_one_that_skips_collectives_are_named_before_their_patience(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, private_home: Path
 ) -> None:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("FTMON_RUN", raising=False)
     with started(job("late", tmp_path)) as run, App(run) as app:
 
         def accuses(alert: Any) -> bool:

@@ -21,13 +21,9 @@ from ftmon.trainer.host import processes
 from ftmon.trainer.hub.analyses import TraceAnalysis
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, started
 
+pytestmark = pytest.mark.usefixtures("private_home")
+
 STEP = Path(__file__).parents[1] / "data" / "step_zero3.pickle.gz"
-
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path, monkeypatch):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("FTMON_RUN", raising=False)
 
 
 @pytest.fixture

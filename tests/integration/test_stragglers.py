@@ -1,6 +1,5 @@
 """A rank that makes the others wait is named, with where, whichever library hides the waiting."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,9 @@ from ftmon.protocol.errors import FtmonError
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon_process import Ftmon, ftmon_home, wait_until_nothing_is_left
+from ftmon_process import Ftmon, wait_until_nothing_is_left
 
 SCRIPT = Path(__file__).parent / "scripts" / "straggler.py"
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1") as ftmon:
-        yield ftmon
 
 
 def slow(recording: Path) -> list[Alert]:

@@ -184,10 +184,10 @@ def test_who_may_watch_may_neither_run_code_nor_speak_for_a_rank(
 
 
 class Relay:
-    """Passes one connection on to the hub and keeps what the near side said; ``again`` says the last of it twice."""
+    """Passes one connection on to the hub and keeps what both sides said; ``again`` says the near side's last twice."""
 
     def __init__(self, target: tuple[str, int]) -> None:
-        self.said = bytearray()
+        self.said, self.answered = bytearray(), bytearray()
         self.last = b""
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
@@ -196,27 +196,28 @@ class Relay:
         threading.Thread(target=self._run, daemon=True).start()
 
     def again(self) -> None:
-        assert self.far is not None
         self.far.sendall(self.last)
 
     def _run(self) -> None:
         near, _ = self._server.accept()
         self.far = socket.create_connection(self._target)
-        threading.Thread(target=self._pump, args=(self.far, near, False), daemon=True).start()
-        self._pump(near, self.far, True)
+        threading.Thread(target=self._pump, args=(self.far, near, self.answered), daemon=True).start()
+        self._pump(near, self.far, self.said)
 
-    def _pump(self, source: socket.socket, sink: socket.socket, keep: bool) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, kept: bytearray) -> None:
         try:
             while piece := source.recv(65536):
-                if keep:
-                    self.said += piece
+                kept += piece
+                if kept is self.said:
                     self.last = piece
                 sink.sendall(piece)
         except OSError:
             return
 
 
-def test_what_was_said_once_does_nothing_when_it_is_said_again(listening: RunDir, context: "zmq.Context[Any]") -> None:
+def test_what_was_said_is_read_by_no_eavesdropper_and_does_nothing_when_it_is_said_again(
+    listening: RunDir, context: "zmq.Context[Any]"
+) -> None:
     hub = hub_of(listening)
     relay = Relay(place(hub.listen["control"]))
     line = peer_socket(context, "control")
@@ -228,6 +229,11 @@ def test_what_was_said_once_does_nothing_when_it_is_said_again(listening: RunDir
         assert line.poll(int(SECONDS * 1000))
         answers.append(wire.decode_body(line.recv_multipart()[1]))
     assert isinstance(answers[0], Accepted)
+    assert answers[0].id == "once"
+    heard = bytes(relay.said + relay.answered)
+    assert len(heard) > 200
+    for secret in (b"once", b"stacks", keys.client_pair().secret.encode()):
+        assert secret not in heard
     eventually(lambda: commands(listening), "the command in the recording")
     assert [command.id for command in commands(listening)] == ["once"]
 
@@ -266,7 +272,6 @@ def test_a_run_directory_that_others_could_have_made_is_refused_by_hub_and_comma
     try:
         hub = start_hub(run)
         assert hub.wait(SECONDS) != 0
-        assert hub.stderr is not None
         assert words in hub.stderr.read().decode()
         with pytest.raises(RunDirError, match=words):
             run.check()

@@ -4,11 +4,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from eventually import eventually
 from ftmon.protocol.host.process import is_alive
 from ftmon.protocol.messages.telemetry import Step
@@ -17,16 +15,10 @@ from ftmon.protocol.run.rundir import RunDir
 from ftmon.protocol.sweep.rows import Row
 from ftmon.protocol.sweep.store import read
 from ftmon.trainer.recipe.start import DATA
-from ftmon_process import PROGRAM, Ftmon, ftmon_home, wait_until_nothing_is_left
+from ftmon_process import PROGRAM, Ftmon, wait_until_nothing_is_left
 from terminal import command, open_terminal, wait_for
 
 SCRIPT = Path(__file__).parent / "scripts" / "sweep_loop.py"
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Ftmon]:
-    with ftmon_home(tmp_path / "home", CUDA_VISIBLE_DEVICES="") as ftmon:
-        yield ftmon
 
 
 def write_sweep(folder: Path, whats: str, **keys: str) -> Path:
@@ -131,7 +123,6 @@ def test_a_sweep_goes_on_without_its_screen_until_it_is_ended_there(home: Ftmon,
         terminal.press("q")
         wait_for(terminal, "the sweep continues")
         plan = read(results).plan
-        assert plan is not None
         assert is_alive(plan.process)
         command(terminal, PROGRAM, "sweep", str(path))
         wait_for(terminal, "sleeps: s=900", "running")
@@ -141,7 +132,6 @@ def test_a_sweep_goes_on_without_its_screen_until_it_is_ended_there(home: Ftmon,
         terminal.press("q")
         wait_for(terminal, "the run exited with status 0")
     end = read(results).end
-    assert end is not None
     assert (end.reason, end.not_run) == ("interrupted", 2)
     eventually(lambda: not is_alive(plan.process), "the end of the sweep's process")
     for run in home.runs():

@@ -43,7 +43,6 @@ def _counted(table: JobTable, message: Message, t: float) -> Iterator[Message]:
     elif isinstance(message, RankState):
         table.state(message)
     elif isinstance(message, Step | Goodbye | Failure):
-        assert table.shown is not None
         sender = identity_of(table.shown.ranks[message.rank].hello)
         if isinstance(message, Step):
             table.step(sender, message)

@@ -81,7 +81,6 @@ async def _run(process: "asyncssh.SSHServerProcess[bytes]") -> None:
     """Run one command in a shell; its input ends with the connection."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
     child = await asyncio.create_subprocess_shell(process.command or "true", **pipes)
-    assert child.stdin is not None
     assert child.stdout is not None
     assert child.stderr is not None
     receiving = asyncio.create_task(_copy(process.stdin, child.stdin))

@@ -138,8 +138,6 @@ class TwoHosts:
     def _hold(self, words: list[str]) -> int:
         holder = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._holders.append(holder)
-        assert holder.stdout is not None
-        assert holder.stderr is not None
         if holder.stdout.readline().strip() != "up":
             raise RuntimeError(f"{words[0]} was refused: {holder.stderr.read().strip()}")
         return holder.pid

@@ -9,10 +9,9 @@ import os
 import re
 import signal
 import socket as host_sockets
-import sys
 import time
-import traceback
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,11 +32,11 @@ from ...protocol.messages.wire import Message
 from ...protocol.run.rundir import RunDir
 from ...protocol.text import all_ranks
 from ..host import loop, processes
-from ..host.end.kill import NO_THREAD, KillScope, Outcome, Target, interrupt_job, interrupt_ranks, kill, sweep
+from ..host.end.kill import NO_THREAD, KillScope, Outcome, Target, at_once, interrupt_job, interrupt_ranks, kill, sweep
 from ..host.hardware.watch import DeviceSampler, HostWatch
 from ..host.inspection.inspect import answer_look
 from ..host.log_tail import LogTail
-from ..host.loop import Failures, Flow, Mailbox, Post
+from ..host.loop import Flow, Mailbox, Post
 from ..host.supervisor import Supervisor
 from .uplink import Proxies, Route, Uplink
 
@@ -85,11 +84,7 @@ class Commands:
 
     def receive(self) -> None:
         """Receive all waiting commands, and start their execution."""
-        while self.socket is not None:
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        for frames in sockets.received(self.socket):
             with contextlib.suppress(ProtocolError, IndexError):
                 wire.decode_header(frames[0])
                 command = wire.decode_body(frames[1])
@@ -127,7 +122,7 @@ class Commands:
             case control.Look() as verb:
                 return self._inspect(verb)
             case control.Ping():
-                return self._ping()
+                return at_once("alive", {"pid": os.getpid()})
 
     async def _kill(self, verb: control.Kill) -> Outcome:
         ranks, known = verb.ranks, self._targets()
@@ -157,9 +152,6 @@ class Commands:
 
         return await loop.in_thread(inspect, self._post, "inspect", NO_THREAD)
 
-    async def _ping(self) -> Outcome:
-        return Outcome(True, "alive", {"pid": os.getpid()})
-
     def _send(self, message: Accepted | Result) -> None:
         self._answers[message.id] = message
         while len(self._answers) > _ANSWERS_KEPT:
@@ -169,7 +161,6 @@ class Commands:
                 self.socket.send_multipart(wire.encode(self._identity, 0, time.time(), message), zmq.NOBLOCK)
 
 
-TICK_SECONDS = 0.25
 BEAT_SECONDS = 1.0
 ALONE_SECONDS = 60.0
 """After this many seconds without a rank here and without the hub, the run counts as over."""
@@ -226,7 +217,7 @@ class Agent:
         self._route.search()
         print(f"{time.ctime()}: agent of {self._join.id} on {self._host}", flush=True)
         try:
-            self._loop()
+            loop.serve(self._turn, self._tick, lambda: self._ending)
             if not self._end_requested:
                 self._sweep()
             self._flush()
@@ -235,22 +226,6 @@ class Agent:
         if not self._end_requested:  # after a failure a rank starts another agent, which needs the key
             self._remove_traces()
         return 0
-
-    def _loop(self) -> None:
-        failures = Failures()
-        next_tick = 0.0
-        while not self._ending:
-            now = time.monotonic()
-            try:
-                if now >= next_tick:
-                    next_tick = now + TICK_SECONDS
-                    self._turn(0)  # a tick judges: what arrived in time is read before
-                    self._tick(now)
-                self._turn(max(0, int((next_tick - now) * 1000) + 1))
-            except Exception:  # as in the hub: one bad message must not end the agent
-                traceback.print_exc(file=sys.stderr)
-                if failures.too_many(now):
-                    raise
 
     def _turn(self, wait_ms: int) -> None:
         poller = zmq.Poller()
@@ -268,13 +243,11 @@ class Agent:
         self._uplink.pump()
 
     def _drain(self) -> None:
-        with contextlib.suppress(zmq.Again):
-            for _ in range(_DRAIN):
-                frames = self._telemetry.recv_multipart(zmq.NOBLOCK)
-                if len(frames) == 2:
-                    with contextlib.suppress(ProtocolError):
-                        self._register_rank(wire.decode_header(frames[0]).src)
-                    self._uplink.put(frames[0], frames[1])
+        for frames in islice(sockets.received(self._telemetry), _DRAIN):
+            if len(frames) == 2:
+                with contextlib.suppress(ProtocolError):
+                    self._register_rank(wire.decode_header(frames[0]).src)
+                self._uplink.put(frames[0], frames[1])
 
     def _register_rank(self, sender: str) -> None:
         found = _RANK.fullmatch(sender) if sender not in self._names else None

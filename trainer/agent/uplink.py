@@ -134,19 +134,12 @@ class Uplink:
 
     def receive(self) -> None:
         """Receive all answers."""
-        socket = self.socket
-        if socket is None:
-            return
-        with contextlib.suppress(zmq.Again):
-            while True:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-                if len(frames) != 2:
-                    continue
-                with contextlib.suppress(ProtocolError):
-                    wire.decode_header(frames[0])
-                    message = wire.decode_body(frames[1])
-                    if isinstance(message, AgentAck):
-                        self._confirmed(message)
+        for frames in sockets.received(self.socket):
+            with contextlib.suppress(ProtocolError, IndexError):
+                wire.decode_header(frames[0])
+                message = wire.decode_body(frames[1])
+                if isinstance(message, AgentAck):
+                    self._confirmed(message)
 
     def _confirmed(self, ack: AgentAck) -> None:
         self._last_ack = time.monotonic()
@@ -216,22 +209,18 @@ class Proxies:
     def pass_commands(self) -> None:
         """Forward commands of the hub to the ranks."""
         for name, channel in self._by_name.items():
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    frames = channel.recv_multipart(zmq.NOBLOCK)
-                    # EHOSTUNREACH, EAGAIN: it is gone or does not read; the hub's command then reaches its deadline.
-                    with contextlib.suppress(zmq.ZMQError):
-                        self._ranks.send_multipart([name, *frames], zmq.NOBLOCK)
+            for frames in sockets.received(channel):
+                # EHOSTUNREACH, EAGAIN: it is gone or does not read; the hub's command then reaches its deadline.
+                with contextlib.suppress(zmq.ZMQError):
+                    self._ranks.send_multipart([name, *frames], zmq.NOBLOCK)
 
     def pass_answers(self) -> None:
         """Forward answers of the ranks to the hub."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                name, *frames = self._ranks.recv_multipart(zmq.NOBLOCK)
-                socket = self.add(name)
-                if socket is not None:
-                    with contextlib.suppress(zmq.Again):
-                        socket.send_multipart(frames, zmq.NOBLOCK)
+        for name, *frames in sockets.received(self._ranks):
+            socket = self.add(name)
+            if socket is not None:
+                with contextlib.suppress(zmq.Again):
+                    socket.send_multipart(frames, zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close all sockets."""

@@ -1,7 +1,10 @@
-"""Parts of a main loop (the hub's, an agent's): coroutines that wait for replies, calls by other threads, failures."""
+"""The main loop of a hub or an agent, coroutines that wait for replies in it, and calls by other threads."""
 
 import os
+import sys
 import threading
+import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
@@ -107,21 +110,31 @@ class Mailbox:
                 os.eventfd_write(self._descriptor, 1)
 
 
-_MOST = 100
-_SECONDS = 30.0
-"""A tick that always fails, four times a second, reaches the limit within a window."""
+TICK_SECONDS = 0.25
+_MOST, _SECONDS = 100, 30.0
+"""Maximum number of exceptions within this many seconds: a tick that always fails, four times a second, exceeds it."""
 
 
-class Failures:
-    """Counts the failures of a main loop, which ends beyond a limit so that another process replaces it."""
+def serve(turn: Callable[[int], None], tick: Callable[[float], None], ended: Callable[[], bool]) -> None:
+    """Run a main loop until it has ``ended``.
 
-    def __init__(self) -> None:
-        self._count = 0
-        self._since = 0.0
+    ``turn`` reads what arrives within that many milliseconds; ``tick`` is called every ``TICK_SECONDS`` with
+    ``time.monotonic``.
 
-    def too_many(self, now: float) -> bool:
-        """Count a failure at ``now`` (``time.monotonic``); return whether its window has more than 100."""
-        if now - self._since > _SECONDS:
-            self._since, self._count = now, 0
-        self._count += 1
-        return self._count > _MOST
+    Raises:
+        Exception: one of theirs, after too many of them in a short time, so that another process takes over.
+    """
+    next_tick, since, count = time.monotonic(), 0.0, 0
+    while not ended():
+        now = time.monotonic()
+        try:
+            if now >= next_tick:
+                next_tick = now + TICK_SECONDS
+                turn(0)  # a tick judges: what arrived in time is read before
+                tick(now)
+            turn(max(0, int((next_tick - now) * 1000) + 1))
+        except Exception:  # one bad message or file must not end the process
+            traceback.print_exc(file=sys.stderr)
+            since, count = (now, 1) if now - since > _SECONDS else (since, count + 1)
+            if count > _MOST:
+                raise

@@ -30,7 +30,7 @@ _EXIT_CODE_AT = 60
 _AGENT = "ftmon.trainer.agent"
 """Agents are not part of a run: an agent of "another host" may share our pid namespace, as with containers."""
 _KILLS_KEPT = 4096
-_killed: dict[tuple[int, int], None] = {}
+killed: dict[tuple[int, int], None] = {}
 """Pid and start time of the processes that were sent SIGKILL most recently."""
 
 
@@ -193,16 +193,11 @@ def send_signal(process: Process, number: signal.Signals) -> bool:
             os.close(descriptor)
 
 
-def was_killed(pid: int, start_ticks: int) -> bool:
-    """Return whether this process sent it SIGKILL: then its end is known regardless of which process reaped it."""
-    return (pid, start_ticks) in _killed
-
-
 def _note(process: Process, number: signal.Signals) -> None:
     if number == signal.SIGKILL:
-        _killed[process.key] = None
-        while len(_killed) > _KILLS_KEPT:
-            _killed.pop(next(iter(_killed)), None)
+        killed[process.key] = None
+        while len(killed) > _KILLS_KEPT:
+            killed.pop(next(iter(killed)), None)
 
 
 def status_of_reaped(pidfd: int) -> int | None:

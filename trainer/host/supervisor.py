@@ -168,7 +168,7 @@ class Supervisor(threading.Thread):
 
     @staticmethod
     def _status_of_reaped(watched: _Watched) -> int | None:
-        if processes.was_killed(watched.pid, watched.start_ticks):
+        if (watched.pid, watched.start_ticks) in processes.killed:
             return signal.SIGKILL.value
         return processes.status_of_reaped(watched.descriptor) if watched.descriptor >= 0 else None
 

@@ -7,6 +7,7 @@ restart loses only messages that an agent dropped because its queue was full.
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import zmq
 
 from ...protocol.analysis.stalls.tracker import ProcessFact
 from ...protocol.errors import ProtocolError
+from ...protocol.link.sockets import received
 from ...protocol.messages import wire
 from ...protocol.messages.control import RankState
 from ...protocol.messages.hosts import AgentAck, AgentBeat, HostState, HostStateName, decode_numbers
@@ -166,21 +168,19 @@ class Agents:
     def receive(self, socket: "zmq.Socket[Any]", limit: int) -> int:
         """Receive up to ``limit`` waiting messages from one of the sockets; return their number."""
         count = 0
-        with contextlib.suppress(zmq.Again):
-            while count < limit:
-                identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
-                count += 1
-                if identity.startswith(_NAMELESS):
-                    continue
-                agent = self._by_identity.get(identity)
-                if agent is None:
-                    agent = self._by_identity[identity] = Agent(identity, socket, time.monotonic())
-                agent.last_message, agent.socket = time.monotonic(), socket
-                with contextlib.suppress(ProtocolError):
-                    if len(frames) == 3:
-                        self._receive_forwarded(agent, frames)
-                    elif len(frames) == 2:
-                        self._receive_beat(agent, frames)
+        for identity, *frames in islice(received(socket), limit):
+            count += 1
+            if identity.startswith(_NAMELESS):
+                continue
+            agent = self._by_identity.get(identity)
+            if agent is None:
+                agent = self._by_identity[identity] = Agent(identity, socket, time.monotonic())
+            agent.last_message, agent.socket = time.monotonic(), socket
+            with contextlib.suppress(ProtocolError):
+                if len(frames) == 3:
+                    self._receive_forwarded(agent, frames)
+                elif len(frames) == 2:
+                    self._receive_beat(agent, frames)
         return count
 
     def unconfirmed(self) -> dict[bytes, int]:

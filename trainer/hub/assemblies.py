@@ -12,7 +12,7 @@ import time
 from ...protocol.analysis.findings.finding import Finding
 from ...protocol.analysis.hub_facts import NotNotifiedFacts, RefusedFacts
 from ...protocol.errors import FtmonError
-from ...protocol.messages.control import RankState
+from ...protocol.messages.control import HubStats, RankState
 from ...protocol.messages.memory import StepTrace
 from ...protocol.messages.telemetry import Closing, DeviceSample, Failure, Goodbye, Hello, LogLine, Plan, Step
 from ...protocol.messages.wire import Frame, Message
@@ -29,7 +29,7 @@ from .core import Core, of_the_last_job
 from .detect import Leftovers, MissingRanks, PortWatch, ProcessFacts, Unhooked
 from .end import EndDetector, RunEnd
 from .hang_policy import HangPolicy
-from .history import Commits, HistoryServer, Stats
+from .history import Commits, HistoryServer
 from .inspection import HostInspection, StackRequests, StallProbe
 from .jobs import JobStream
 from .notify import Notifier
@@ -208,7 +208,8 @@ class IntakeAssembly:
         )
         self._sources = [(each, self.agents.receive) for each in self.agents.sockets]
         self._sources += [(each, self.intake.drain) for each in core.channels.of("telemetry")]
-        self._stats = Stats(self.intake, core.stream, judge.traces)
+        self._traces = judge.traces
+        self._measured = time.monotonic(), time.process_time()
         frames = core.history.frames
         last = frames[-1].t if frames else core.file.created
         self._commits = Commits(core.stream, self.agents, core.analysis, self.report, core.post, last)
@@ -241,8 +242,20 @@ class IntakeAssembly:
                 self._core.stream.flush()
 
     def report(self) -> None:
-        """Emit the monitor's own figures."""
-        self._core.emit(self._stats.measure())
+        """Emit the monitor's own figures; the CPU share covers the time since the last call."""
+        (wall, cpu), self._measured = self._measured, (time.monotonic(), time.process_time())
+        intake, stream, recorder = self.intake, self._core.stream, self._core.stream.recorder
+        stats = HubStats(
+            *(time.time(), os.getpid(), intake.received, recorder.writer.recorded, stream.published),
+            lost=intake.lost,
+            unknown=intake.unknown,
+            refused=intake.refused,
+            recording_bytes=recorder.bytes,
+            recording_error=recorder.error,
+            cpu_percent=round(100.0 * (self._measured[1] - cpu) / max(self._measured[0] - wall, 1e-6), 2),
+            dropped_traces=self._traces.dropped,
+        )
+        self._core.emit(stats)
 
     def finish(self) -> None:
         """Report and commit for the last time."""

@@ -15,6 +15,7 @@ import zmq
 from ...protocol.analysis.findings.alerts import Action
 from ...protocol.errors import FtmonError, ProtocolError, UsageError
 from ...protocol.host.process import is_alive
+from ...protocol.link.sockets import received
 from ...protocol.messages import control, wire
 from ...protocol.messages.control import Accepted, Command, Result
 from ...protocol.messages.telemetry import Hello
@@ -22,7 +23,7 @@ from ...protocol.messages.wire import UNREADABLE, Message
 from ...protocol.run.end import write_end_request
 from ...protocol.text import all_ranks
 from ..host import loop
-from ..host.end.kill import KillScope, Outcome, Target, interrupt_job, interrupt_ranks, kill
+from ..host.end.kill import KillScope, Outcome, Target, at_once, interrupt_job, interrupt_ranks, kill
 from ..host.loop import Flow, Reply
 from .agents import BACK_SECONDS, Agent, Agents
 from .core import Core
@@ -60,7 +61,7 @@ class Kills:
             agent = self.agents.of(rank)
             if rank in here or (agent is not None and agent.state == "reachable"):
                 continue
-            why = f"rank {rank} runs on {self._rank_hosts.host_of(rank)}, and no agent there answers for it"
+            why = f"rank {rank} runs on {self._rank_hosts.hellos[rank].host}, and no agent there answers for it"
             if agent is not None:
                 why = f"{agent.host}, where rank {rank} runs, is cut off; it can be killed once it is back"
             raise UsageError(f"kill: {why}")
@@ -187,11 +188,9 @@ class Commands:
 
     def receive(self, socket: "zmq.Socket[Any]") -> None:
         """Receive every waiting command of one socket."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-                if len(frames) == 3:
-                    self._receive_one(socket, *frames)
+        for frames in received(socket):
+            if len(frames) == 3:
+                self._receive_one(socket, *frames)
 
     def _receive_one(self, socket: "zmq.Socket[Any]", identity: bytes, header: bytes, body: bytes) -> None:
         nobody = _Caller(socket, identity, "", Command("", ""))
@@ -257,9 +256,9 @@ class Commands:
             case control.Console():
                 return self._prepare_console(caller, verb)
             case control.Shutdown():
-                return "the hub ends; the ranks go on", _at_once("the hub ends; the ranks go on unwatched", {})
+                return "the hub ends; the ranks go on", at_once("the hub ends; the ranks go on unwatched", {})
             case _:
-                return "alive", _at_once("alive", {"pid": os.getpid()})
+                return "alive", at_once("alive", {"pid": os.getpid()})
 
     def _ranks(self, verb: control.OnRanks) -> list[int]:
         """Return a command's ranks, which the run must have, sorted; empty means all."""
@@ -364,10 +363,6 @@ class Commands:
     async def _pass_on(self, verb: control.OnRanks, ranks: list[int]) -> Outcome:
         to_rank = msgspec.structs.replace(verb, ranks=[])
         return _of_answers(verb.name, ranks, await self._core.link.ask(to_rank, ranks, _SNAPSHOT_SECONDS))
-
-
-async def _at_once(text: str, data: dict[str, Any]) -> Outcome:
-    return Outcome(True, text, data)
 
 
 def _of_answers(verb: str, ranks: list[int], answers: Answers) -> Outcome:

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ import zmq
 from ...protocol.analysis.findings.finding import Finding
 from ...protocol.analysis.hub_facts import RemovedRecordingFacts
 from ...protocol.errors import FtmonError, ProtocolError
+from ...protocol.link.sockets import received
 from ...protocol.messages import wire
-from ...protocol.messages.control import Answer, HubStats, Query
+from ...protocol.messages.control import Answer, Query
 from ...protocol.recording.reader import Reader
 from ...protocol.recording.results import answer_query
 from ..host.loop import Post
 from .agents import Agents
-from .analyses import Analysis, TraceAnalysis
-from .telemetry import Intake, Stream
+from .analyses import Analysis
+from .telemetry import Stream
 
 
 class Commits:
@@ -83,7 +85,7 @@ class Commits:
 
     def commit_when_due(self) -> None:
         """Commit at once if too many messages are uncommitted to wait for the next tick."""
-        if self._stream.commit_due:
+        if self._stream.waiting >= _ENOUGH_ROWS:
             self.commit()
 
     def then_set(self, done: threading.Event) -> None:
@@ -106,6 +108,8 @@ MOST = 5_000
 """Maximum frames, points or columns in one answer; the app requests the rest with another query."""
 
 _COMMIT_SECONDS = 5.0
+_ENOUGH_ROWS = 4_000
+"""Uncommitted messages above which a commit is due at once, so that memory stays bounded."""
 _POLL_MS = 500
 
 
@@ -158,10 +162,7 @@ class HistoryServer(threading.Thread):
 
     def _serve(self, socket: "zmq.Socket[Any]") -> None:
         """Answer the waiting queries of one socket, after one commit for all of them."""
-        waiting: list[list[bytes]] = []
-        with contextlib.suppress(zmq.Again):
-            while len(waiting) < 64:
-                waiting.append(socket.recv_multipart(zmq.NOBLOCK))
+        waiting = list(islice(received(socket), 64))
         committed = threading.Event()
         self._request_commit(committed)
         committed.wait(_COMMIT_SECONDS)
@@ -202,35 +203,3 @@ def _bounded(args: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(number, int | float):
             raise ProtocolError(f"{name} must be a number, not {type(number).__name__}")
     return args | {name: number if 0 <= number <= MOST else MOST for name, number in asked.items()}
-
-
-class Stats:
-    """Builds ``HubStats`` messages."""
-
-    def __init__(self, intake: Intake, stream: Stream, traces: TraceAnalysis) -> None:
-        self._intake = intake
-        self._stream = stream
-        self._traces = traces
-        self._pid = os.getpid()
-        self._wall = time.monotonic()
-        self._cpu = time.process_time()
-
-    def measure(self) -> HubStats:
-        """Return the current figures; the CPU share covers the time since the last call."""
-        wall, cpu = time.monotonic(), time.process_time()
-        share = 100.0 * (cpu - self._cpu) / max(wall - self._wall, 1e-6)
-        self._wall, self._cpu = wall, cpu
-        return HubStats(
-            time=time.time(),
-            pid=self._pid,
-            received=self._intake.received,
-            recorded=self._stream.recorder.writer.recorded,
-            published=self._stream.published,
-            lost=self._intake.lost,
-            unknown=self._intake.unknown,
-            refused=self._intake.refused,
-            recording_bytes=self._stream.recorder.bytes,
-            recording_error=self._stream.recorder.error,
-            cpu_percent=round(share, 2),
-            dropped_traces=self._traces.dropped,
-        )

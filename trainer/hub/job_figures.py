@@ -142,11 +142,6 @@ class JobTally:
         """Whether all ranks that reported have ended."""
         return bool(self.ranks) and all(rank.ended for rank in self.ranks.values())
 
-    @property
-    def may_grow(self) -> bool:
-        """Whether further ranks may still report: some have not, and those that did ended without an error."""
-        return len(self.ranks) < self.world_size and all(rank.succeeded for rank in self.ranks.values())
-
     def join(self, hello: Hello) -> None:
         """Register a rank's ``Hello``, or a later one of the same process."""
         known = self.ranks.get(hello.rank)

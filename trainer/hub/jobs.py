@@ -205,7 +205,8 @@ class JobTable:
             self._all_ended.pop(job.number, None)
             return False
         since = self._all_ended.setdefault(job.number, now)
-        return not job.may_grow or not 0 <= now - since < LATE_S
+        may_grow = len(job.ranks) < job.world_size and all(rank.succeeded for rank in job.ranks.values())
+        return not may_grow or not 0 <= now - since < LATE_S
 
     def _renames(self, job: JobTally, hello: Hello) -> bool:
         rank = job.ranks.get(hello.rank)

@@ -13,6 +13,7 @@ import zmq
 
 from ...protocol.analysis.stalls.tracker import RankTracker
 from ...protocol.errors import ProtocolError
+from ...protocol.link.sockets import received
 from ...protocol.messages import wire
 from ...protocol.messages.control import Accepted, Command, Identify, Result, Verb
 from ...protocol.messages.telemetry import Hello
@@ -119,11 +120,8 @@ class RankLink:
 
     def receive(self, socket: "zmq.Socket[Any]") -> None:
         """Receive every waiting answer of one socket."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-                if len(frames) != 3:
-                    continue
+        for frames in received(socket):
+            if len(frames) == 3:
                 with contextlib.suppress(ProtocolError):
                     wire.decode_header(frames[1])
                     self._answer(frames[0], wire.decode_body(frames[2]))
@@ -170,7 +168,8 @@ class RankHosts:
 
     def __init__(self) -> None:
         self._host = socket.gethostname()
-        self._hellos: dict[int, Hello] = {}
+        self.hellos: dict[int, Hello] = {}
+        """The latest of each rank, by rank."""
         self._away: set[int] = set()
         """Ranks whose messages an agent forwards."""
         self.senders: set[str] = set()
@@ -178,38 +177,38 @@ class RankHosts:
 
     def register(self, hello: Hello, away: bool = False) -> None:
         """Record a rank's ``Hello``, replacing an earlier one, and whether an agent forwarded it."""
-        self._hellos[hello.rank] = hello
+        self.hellos[hello.rank] = hello
         (self._away.add if away else self._away.discard)(hello.rank)
         self.senders.add(identity_of(hello))
 
     def begin_job(self) -> None:
         """Forget the ranks of the previous job; known senders are kept."""
-        self._hellos.clear()
+        self.hellos.clear()
         self._away.clear()
 
     @property
     def ranks(self) -> list[int]:
         """All known ranks, ascending."""
-        return sorted(self._hellos)
+        return sorted(self.hellos)
 
     @property
     def world_size(self) -> int:
         """World size as reported by the known ranks; 0 before the first."""
-        return max((hello.world_size for hello in self._hellos.values()), default=0)
+        return max((hello.world_size for hello in self.hellos.values()), default=0)
 
     @property
     def on_gpu(self) -> bool:
         """Whether any rank computes on a GPU."""
-        return any(hello.device.kind == "cuda" for hello in self._hellos.values())
+        return any(hello.device.kind == "cuda" for hello in self.hellos.values())
 
     @property
     def any_elsewhere(self) -> bool:
         """Whether any rank runs on another host, where the supervisor cannot observe it."""
-        return any(not self._is_here(hello) for hello in self._hellos.values())
+        return any(not self._is_here(hello) for hello in self.hellos.values())
 
     def target(self, rank: int) -> Target | None:
         """Return a rank's process if it runs on this host, else None."""
-        hello = self._hellos.get(rank)
+        hello = self.hellos.get(rank)
         if hello is None or not self._is_here(hello):
             return None
         return Target(rank, hello.pid, hello.start_ticks)
@@ -218,10 +217,6 @@ class RankHosts:
         """Return the processes of all ranks on this host."""
         found = [self.target(rank) for rank in self.ranks]
         return [target for target in found if target is not None]
-
-    def host_of(self, rank: int) -> str:
-        """Return the host of a known rank."""
-        return self._hellos[rank].host
 
     def _is_here(self, hello: Hello) -> bool:
         # After a restart of the hub, ranks from the history have sent nothing yet: then the host's name decides.

@@ -2,9 +2,6 @@
 
 import contextlib
 import os
-import sys
-import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +10,8 @@ import zmq
 from ...protocol.errors import FtmonError
 from ...protocol.link import keys, sockets
 from ...protocol.run.rundir import RunDir
-from ..host.loop import Failures
+from ..host.loop import serve
 from ..host.sockets import parse_listen
-
-TICK_SECONDS = 0.25
 
 
 class RemoteSockets:
@@ -109,7 +104,7 @@ class Channels:
 class PollLoop:
     """The main loop: polls sources and calls their handlers; telemetry reaches 20,000 messages a second.
 
-    ``tick`` is called every ``TICK_SECONDS`` with ``time.monotonic``; the others around each wait for the sources.
+    ``tick`` is called regularly with ``time.monotonic``; the others around each wait for the sources.
     """
 
     def __init__(
@@ -119,7 +114,6 @@ class PollLoop:
         self._before_wait = before_wait
         self._after_read = after_read
         self._handlers: dict[Any, Callable[[], object]] = {}
-        self._failures = Failures()
         self._stopped = False
 
     def add(self, source: Any, handler: Callable[[], object]) -> None:
@@ -131,27 +125,11 @@ class PollLoop:
         self._stopped = True
 
     def run(self) -> None:
-        """Serve until stopped.
-
-        Raises:
-            Exception: a handler's exception, after too many of them in a short time.
-        """
+        """Serve until stopped; raise a handler's exception after too many of them in a short time."""
         poller = zmq.Poller()
         for source in self._handlers:
             poller.register(source, zmq.POLLIN)
-        next_tick = time.monotonic()
-        while not self._stopped:
-            now = time.monotonic()
-            try:
-                if now >= next_tick:
-                    next_tick = now + TICK_SECONDS
-                    self._round(poller, 0)  # a tick judges: what arrived in time is read before
-                    self._tick(now)
-                self._round(poller, max(0, int((next_tick - now) * 1000) + 1))
-            except Exception:  # one bad message or file must not end the hub; a repeated failure does
-                traceback.print_exc(file=sys.stderr)
-                if self._failures.too_many(now):
-                    raise
+        serve(lambda wait_ms: self._round(poller, wait_ms), self._tick, lambda: self._stopped)
 
     def _round(self, poller: zmq.Poller, timeout_ms: int) -> None:
         self._before_wait()

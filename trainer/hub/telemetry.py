@@ -268,25 +268,17 @@ class Recorder(threading.Thread):
         self._work.set()
 
 
-_ENOUGH_ROWS = 4_000
-"""Uncommitted messages above which a commit is due at once, so that memory stays bounded."""
-
-
 class Stream:
     """Numbers, records and publishes. ``sockets`` are bound PUBs; ``first_seq`` is the first number to assign."""
 
     def __init__(self, sockets: "Sequence[zmq.Socket[Any]]", recorder: Recorder, first_seq: int) -> None:
         self._sockets = list(sockets)
         self.recorder = recorder
-        self._waiting = 0
+        self.waiting = 0
+        """Number of uncommitted messages."""
         self._outbox: list[bytes] = []
         self.seq = first_seq - 1
         self.published = 0
-
-    @property
-    def commit_due(self) -> bool:
-        """Whether too many messages are uncommitted to wait for the next regular commit."""
-        return self._waiting >= _ENOUGH_ROWS
 
     def put(self, message: Message, t: float, body: bytes | None = None) -> int:
         """Append ``message`` to the stream, to be published by the next ``flush``; return its number.
@@ -296,7 +288,7 @@ class Stream:
         self.seq = seq = self.seq + 1
         if type(message) is not Heartbeat:  # the recording does not need heartbeats
             self.recorder.writer.append(seq, t, message)
-            self._waiting += 1
+            self.waiting += 1
         if body is None:
             body = wire.encode_body(message)
         header = wire.encode_header("hub", seq, t)
@@ -325,5 +317,5 @@ class Stream:
 
     def commit(self, then: Callable[[], object] | None = None) -> None:
         """Write the messages appended since the last commit; ``then`` is called as by ``Recorder.commit``."""
-        self._waiting = 0
+        self.waiting = 0
         self.recorder.commit(then)

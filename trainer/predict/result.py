@@ -236,7 +236,8 @@ def read_config(where: str) -> Any:
     except ConfigError:
         raise
     except OSError as error:
-        raise ConfigError(f"{where}: {error.strerror or _why_not_found(error)}") from None
+        why = next((reason for mark, reason in _NOT_FOUND.items() if mark in str(error)), _first_line(error))
+        raise ConfigError(f"{where}: {error.strerror or why}") from None
     except Exception as error:  # transformers and huggingface_hub raise various classes for a wrong value
         raise ConfigError(f"{where}: {_first_line(error.__cause__ or error)}") from None
     _check_kind(config, where)
@@ -284,11 +285,6 @@ def _make_config(path: Path, fields: dict[str, Any]) -> Any:
     for name in ("architectures", "transformers_version"):
         fields.pop(name, None)
     return AutoConfig.for_model(kind, **fields)
-
-
-def _why_not_found(error: BaseException) -> str:
-    """Return the reason why a name on the hub has no configuration, by the text of transformers' error."""
-    return next((reason for mark, reason in _NOT_FOUND.items() if mark in str(error)), _first_line(error))
 
 
 def make(config: Any, dtype: Any, checkpointing: bool, lora_rank: int | None, attention: str) -> Any:

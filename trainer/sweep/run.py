@@ -222,7 +222,8 @@ def why(ending: Ending, recorded: RecordedRun | None, timeout: float) -> Why:
     if hung or (ending.ended_for == "timeout" and any(alert.resolved is None for alert in hangs)):
         return _hang(hangs, ending)
     if ending.ended_for == "timeout":
-        return Why("timeout", f"ended after {timeout:.0f} s", step=_step_reached(recorded))
+        last = [steps[-1].step for rank in recorded.ranks if (steps := recorded.steps(rank))]
+        return Why("timeout", f"ended after {timeout:.0f} s", step=min(last, default=None))
     return _failure(ending, recorded)
 
 
@@ -250,10 +251,6 @@ def _hang(alerts: Sequence[Alert], ending: Ending) -> Why:
     hung = alert.evidence.get("hung")
     rank = hung[0] if isinstance(hung, list) and hung and isinstance(hung[0], int) else alert.rank
     return Why("hang", alert.title, alert.phase, rank, alert.step)
-
-
-def _step_reached(recorded: RecordedRun) -> int | None:
-    return min((recorded.steps(rank)[-1].step for rank in recorded.ranks if recorded.steps(rank)), default=None)
 
 
 def _last_words(ending: Ending) -> str:

@@ -8,7 +8,7 @@ the report of the rank of origin may arrive last. Resolved after ``CLEAN_STEPS``
 from collections import defaultdict, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -106,8 +106,8 @@ class NonFinite:
         self._what = what
         self._ranks: defaultdict[int, _Rank] = defaultdict(_Rank)
         self._case: _Case | None = None
-        self._explained = False
-        """Whether weights were not finite before any loss was: another finding tells that."""
+        self._explained_by = inf
+        """The step after which weights were not finite although no loss was: another finding tells that."""
 
     def step(self, step: Step, precision: str = "", ranks: Collection[int] = ()) -> list[Finding]:
         """Process one rank's step; the finding waits for the reports of ``ranks``, which still train."""
@@ -117,14 +117,15 @@ class NonFinite:
         found: list[Finding] = []
         signs = step.signs
         if signs is not None and self._what == "loss":
-            self._explained |= signs.weights == "nan" and value is not None and isfinite(value)
+            if signs.weights == "nan" and value is not None and isfinite(value):
+                self._explained_by = min(self._explained_by, step.step)
             if signs.unlabelled:
                 value = None  # a mean over no labels, which another finding tells
         if value is not None and isfinite(value):
             rank.good.append(_Good(step.step, step.loss, step.grad_norm, step.lr))
             if rank.bad:
                 found = self._clean(rank)
-        elif value is not None and not step.overflow and not self._explained:
+        elif value is not None and not step.overflow and step.step <= self._explained_by:
             found = self._bad(step, rank, value, precision)
         return found if self._case is None else found + self.raise_complete(ranks)
 
@@ -155,7 +156,7 @@ class NonFinite:
 
     def reset(self) -> list[Finding]:
         """Reset for another job; return the resolved finding, if any."""
-        case, self._case, self._explained = self._case, None, False
+        case, self._case, self._explained_by = self._case, None, inf
         self._ranks.clear()
         return self._finding(case, "resolved") if case is not None and case.raised else []
 

@@ -418,10 +418,6 @@ class _Rank:
         self.sizes: deque[tuple[int, int]] = deque(maxlen=STEPS_KEPT)
         """Latest steps, each with the elements of its largest micro-batch."""
 
-    def elements_of(self, step: int) -> int:
-        """Return the elements of a step's batch, or of the latest batch if the step is unknown; 0: none is known."""
-        return dict(self.sizes).get(step, self.sizes[-1][1] if self.sizes else 0)
-
 
 class KnownCauses:
     """Known causes of each rank's and phase's transients."""
@@ -471,7 +467,9 @@ class KnownCauses:
                 self._stacks[condition] = StackCause(cause)
             return
         self._with_stacks.add(Condition("spike", cause.rank, cause.phase))
-        named = name_cause(cause, rank.elements_of(cause.step))
+        # Of the step's batch, or of the latest batch if the step is unknown; 0: none is known.
+        elements = dict(rank.sizes).get(cause.step, rank.sizes[-1][1] if rank.sizes else 0)
+        named = name_cause(cause, elements)
         remedy = remedy_of(named.pattern, named.parts[0].bytes, rank.hello) if named.pattern else Remedy("", "")
         self._stacks[condition] = StackCause(cause, named, remedy)
 

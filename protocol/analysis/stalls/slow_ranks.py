@@ -65,11 +65,6 @@ class DeviceFacts(msgspec.Struct, frozen=True):
         own, others = self.sm_clock_mhz, self.others_sm_clock_mhz
         return own is not None and others is not None and own < CLOCK_SHARE * others
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether any reason was found."""
-        return bool(self.own_reasons or self.strangers) or self.is_clocked_lower
-
 
 class SlowDevices:
     """Keeps the latest sample of every rank's device."""
@@ -278,7 +273,7 @@ def _evidence(finding: Finding) -> dict[str, Any]:
 
 def _hindrance(device: DeviceFacts | None) -> str:
     """Return the reason why a device is slow, as a clause; empty: none found."""
-    if device is None or not device.is_slow:
+    if device is None:
         return ""
     reasons: list[str] = []
     if device.own_reasons:
@@ -288,7 +283,7 @@ def _hindrance(device: DeviceFacts | None) -> str:
     if device.strangers:
         count = len(device.strangers)
         reasons.append(f"shared with {count} process{'es' if count > 1 else ''} of others")
-    return f"its GPU is {'; '.join(reasons)}"
+    return f"its GPU is {'; '.join(reasons)}" if reasons else ""
 
 
 def _device(device: DeviceFacts) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def _what_the_script_does(cause: Cause, verdict: Verdict) -> Words:
             title += f", which all ranks must call; {where_others}"
             remedy = f"Call {first.call} on all ranks, outside of a condition on the rank."
         case "unequal_gathers":
-            counts = _ways({spot.rank: _times(spot.gathers) for spot in spots})
+            counts = _ways({s.rank: {0: "never", 1: "once"}.get(s.gathers, f"{s.gathers} times") for s in spots})
             times = ", ".join(f"{count} on {ranks_in_words(ranks)}" for count, ranks in counts.items())
             at = next((spot for spot in spots if spot.call == GATHERED), first)
             rest = [spot for spot in spots if spot.rank != at.rank]
@@ -134,10 +134,6 @@ def _together(spots: Sequence[Spot]) -> str:
 
 def _at(spot: Spot) -> str:
     return f"{spot.call}, {spot.line}" if spot.call and spot.line else spot.call or spot.line or "an unknown line"
-
-
-def _times(count: int) -> str:
-    return {0: "never", 1: "once"}.get(count, f"{count} times")
 
 
 def _ranks(spots: Sequence[Spot]) -> str:

@@ -87,6 +87,11 @@ class Outcome(NamedTuple):
     data: dict[str, Any]
 
 
+async def at_once(text: str, data: dict[str, Any]) -> Outcome:
+    """Return a successful outcome."""
+    return Outcome(True, text, data)
+
+
 NO_THREAD = Outcome(False, "no thread can be started on this host", {})
 
 

@@ -112,7 +112,6 @@ def test_its_alert_leads_back_to_it_and_goes_on_under_its_id_after_a_restart(fin
         assert restored is None, "its detector finds it again"
         assert alert.evidence["finding"] == finding.kind
         return
-    assert restored is not None
     assert (restored.condition, restored.state) == (finding.condition, "raised")
     assert (restored.facts is not None) == (KINDS[finding.kind].restore is not None)
     (again,) = later.put(11.0, [added(restored.condition, LastLog(["last"]))])

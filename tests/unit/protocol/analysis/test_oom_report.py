@@ -13,7 +13,6 @@ OOM = DATA / "oom_backward.pickle.gz"
 def test_a_real_failure_at_the_loss_is_reported_as_logits_with_who_held_most() -> None:
     snapshot = read_snapshot(OOM)
     report = report_of(snapshot, [Replay(snapshot, 0)])
-    assert report is not None
     assert report.phase == "forward"
     assert (report.verdict.kind, report.verdict.sure) == ("logits", True)
     oom, first = report.oom, report.remedies[0]
@@ -36,7 +35,5 @@ def test_free_memory_of_another_stream_serves_no_request() -> None:
     snapshot = compact(allocator.snapshot(), "made")
     replay = Replay(snapshot, 0)
     oom, report = find_oom(replay), report_of(snapshot, [replay])
-    assert oom is not None
-    assert report is not None
     assert (report.oom.usable_free_bytes, report.oom.largest_free_bytes) == (80 * MIB, 20 * MIB)
     assert (oom.kind, report.verdict.kind) == ("fragmentation", "fragmentation")

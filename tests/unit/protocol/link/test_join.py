@@ -16,8 +16,7 @@ from ftmon.trainer.probe.link.output import read_options
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+def run(private_home: Path) -> RunDir:
     return rundir.create("two", ["deepspeed", "train.py"], "run", RunOptions(on_oom="hold", listen="0.0.0.0:7420"))
 
 

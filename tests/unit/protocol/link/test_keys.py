@@ -9,27 +9,23 @@ from ftmon.protocol.errors import RunDirError, UsageError
 from ftmon.protocol.link import keys
 from ftmon.protocol.run import rundir
 
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
+pytestmark = pytest.mark.usefixtures("private_home")
 
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_key_file_is_private_even_under_an_open_umask(home: Path) -> None:
+def test_a_key_file_is_private_even_under_an_open_umask(private_home: Path) -> None:
     before = os.umask(0)
     try:
         keys.client_pair()
         keys.allow(keys.make_pair().public)
     finally:
         os.umask(before)
-    assert mode(home / "keys") == 0o700
-    assert mode(home / "keys" / "client.key") == 0o600
-    assert mode(home / "keys" / "allowed") == 0o600
+    assert mode(private_home / "keys") == 0o700
+    assert mode(private_home / "keys" / "client.key") == 0o600
+    assert mode(private_home / "keys" / "allowed") == 0o600
 
 
 def test_a_pair_is_made_once_and_kept() -> None:
@@ -40,13 +36,13 @@ def test_a_pair_is_made_once_and_kept() -> None:
     assert keys.client_pair().secret not in f"{keys.client_pair()!r} {keys.client_pair()}"
 
 
-def test_a_secret_that_others_can_read_or_is_damaged_is_refused(home: Path) -> None:
+def test_a_secret_that_others_can_read_or_is_damaged_is_refused(private_home: Path) -> None:
     keys.client_pair()
-    (home / "keys" / "client.key").chmod(0o644)
+    (private_home / "keys" / "client.key").chmod(0o644)
     with pytest.raises(RunDirError, match="chmod 600"):
         keys.client_pair()
-    (home / "keys" / "client.key").chmod(0o600)
-    (home / "keys" / "client.key").write_text("{")
+    (private_home / "keys" / "client.key").chmod(0o600)
+    (private_home / "keys" / "client.key").write_text("{")
     with pytest.raises(RunDirError, match=r"client\.key: is not a key file.*remove it"):
         keys.client_pair()
 
@@ -63,20 +59,20 @@ def test_the_list_holds_who_was_allowed_and_the_user_and_nobody_else() -> None:
     assert not let_in.callback(keys.ZAP_DOMAIN, friend.public.encode())
 
 
-def test_a_damaged_list_and_one_that_others_can_write_let_nobody_in(home: Path) -> None:
+def test_a_damaged_list_and_one_that_others_can_write_let_nobody_in(private_home: Path) -> None:
     friend = keys.make_pair().public
     keys.allow(friend)
     assert keys.AllowList().callback(keys.ZAP_DOMAIN, friend.encode())
-    (home / "keys" / "allowed").chmod(0o666)
+    (private_home / "keys" / "allowed").chmod(0o666)
     assert not keys.AllowList().callback(keys.ZAP_DOMAIN, friend.encode())
-    (home / "keys" / "allowed").chmod(0o600)
-    (home / "keys" / "allowed").write_text("# my laptops\n\nnonsense\n")
+    (private_home / "keys" / "allowed").chmod(0o600)
+    (private_home / "keys" / "allowed").write_text("# my laptops\n\nnonsense\n")
     with pytest.raises(RunDirError, match="allowed:3: not a public key"):
         keys.allowed()
     assert not keys.AllowList().callback(keys.ZAP_DOMAIN, keys.client_pair().public.encode())
 
 
-def test_what_is_no_key_and_removing_one_that_is_not_let_in_are_refused(home: Path) -> None:
+def test_what_is_no_key_and_removing_one_that_is_not_let_in_are_refused(private_home: Path) -> None:
     other = keys.make_pair().public
     keys.allow(other, "a colleague")
     with pytest.raises(UsageError, match="is not a public key"):

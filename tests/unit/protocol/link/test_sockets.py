@@ -1,5 +1,6 @@
 """The hub's sockets over TCP."""
 
+import contextlib
 import socket
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,10 @@ from typing import Any
 import pytest
 import zmq
 from eventually import eventually
-from ftmon.protocol.link import sockets
+from ftmon.protocol.errors import UsageError
+from ftmon.protocol.link import keys, sockets
+from ftmon.protocol.messages import wire
+from ftmon.protocol.messages.control import Command
 
 
 @pytest.fixture
@@ -43,3 +47,36 @@ def test_whether_an_address_is_bound_is_seen_without_a_message(context: "zmq.Con
     assert sockets.is_listening(address)
     socket.unbind(address)
     eventually(lambda: not sockets.is_listening(address), "the end of the socket")
+
+
+REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+)
+
+
+@pytest.mark.usefixtures("private_home")
+def test_nobody_comes_in_where_no_authenticator_guards_the_server(context: "zmq.Context[Any]") -> None:
+    server, made = keys.make_pair(), sockets.hub_socket(context, "control")
+    sockets.secure_server(made, server)
+    sockets.bind(made, "tcp://127.0.0.1:*")
+    client = sockets.peer_socket(context, "control")
+    watch = client.get_monitor_socket(REFUSALS)
+    sockets.secure_client(client, keys.client_pair(), server.public)
+    client.connect(made.getsockopt_string(zmq.LAST_ENDPOINT))
+    with contextlib.suppress(zmq.Again):  # refused already: then there is nobody to send it to
+        client.send_multipart(wire.encode("app", 1, 0.0, Command(id="1", verb="ping")), zmq.NOBLOCK)
+    assert watch.poll(200_000), "the connection was not refused"
+    assert not made.poll(100)
+
+
+def test_a_server_key_that_is_none_and_a_taken_port_are_refused_in_words(context: "zmq.Context[Any]") -> None:
+    client = sockets.peer_socket(context, "control")
+    with pytest.raises(UsageError, match=r"not a hub's public key.*hub\.json"):
+        sockets.secure_client(client, keys.make_pair(), "abc")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(UsageError, match=f"127.0.0.1:{port}: already in use; choose another port"):
+            sockets.bind(sockets.hub_socket(context, "control"), f"tcp://127.0.0.1:{port}")

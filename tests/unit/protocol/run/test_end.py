@@ -10,7 +10,6 @@ def test_a_request_for_the_whole_run_explains_any_end_and_is_not_replaced_by_one
     write_end_request(run, "kill", "cli")
     write_end_request(run, "kill", ranks=[0])
     end_request = read_end_request(run)
-    assert end_request is not None
     assert (end_request.verb, end_request.ranks) == ("kill", [])
     assert end_request.explains(-9, end_request.time + 10_000)
     assert end_request.explains(0, end_request.time)

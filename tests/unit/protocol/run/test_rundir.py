@@ -15,11 +15,7 @@ from ftmon.protocol.link import keys, sockets
 from ftmon.protocol.run import rundir
 from ftmon.protocol.run.rundir import ExitFile, HubFile, RunDir
 
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
+pytestmark = pytest.mark.usefixtures("private_home")
 
 
 def make(name: str, created: float | None = None) -> RunDir:
@@ -33,7 +29,7 @@ def live(run: RunDir) -> None:
     run.write_hub(HubFile(this_process(), {}, "0.1.0", "here", 0.0))
 
 
-def test_everything_in_it_is_for_its_owner_alone_even_under_an_open_umask(home: Path) -> None:
+def test_everything_in_it_is_for_its_owner_alone_even_under_an_open_umask(private_home: Path) -> None:
     before = os.umask(0)
     try:
         run = make("demo")
@@ -42,7 +38,7 @@ def test_everything_in_it_is_for_its_owner_alone_even_under_an_open_umask(home: 
         os.close(run.lock_hub())
     finally:
         os.umask(before)
-    for folder in (home / "runs", run.path, run.logs, run.snapshots):
+    for folder in (private_home / "runs", run.path, run.logs, run.snapshots):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700, folder
     for file in ("run.json", "hub.json", "exit.json", "hub.lock"):
         assert stat.S_IMODE((run.path / file).stat().st_mode) == 0o600, file
@@ -51,7 +47,7 @@ def test_everything_in_it_is_for_its_owner_alone_even_under_an_open_umask(home: 
 
 @pytest.mark.parametrize(("name", "words"), [(b"caf\xe9", "not UTF-8"), (b"gone", "no longer exists")])
 def test_nothing_is_made_of_a_run_whose_working_directory_cannot_be_written_down(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes, words: str
+    private_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes, words: str
 ) -> None:
     folder = tmp_path / os.fsdecode(name)
     folder.mkdir()
@@ -60,7 +56,7 @@ def test_nothing_is_made_of_a_run_whose_working_directory_cannot_be_written_down
         folder.rmdir()
     with pytest.raises(RunDirError, match=words):
         make("demo")
-    assert not home.exists()
+    assert not private_home.exists()
 
 
 def test_a_link_a_stranger_and_an_open_directory_are_refused(tmp_path: Path) -> None:
@@ -81,28 +77,28 @@ def test_a_link_a_stranger_and_an_open_directory_are_refused(tmp_path: Path) -> 
             run.check()
 
 
-def test_no_run_is_made_where_others_could_exchange_it_or_nothing_can_be_made(home: Path) -> None:
-    (home / "runs").mkdir(parents=True)
-    (home / "runs").chmod(0o777)
+def test_no_run_is_made_where_others_could_exchange_it_or_nothing_can_be_made(private_home: Path) -> None:
+    (private_home / "runs").mkdir(parents=True)
+    (private_home / "runs").chmod(0o777)
     with pytest.raises(RunDirError, match="others may write there; run: chmod 700"):
         make("demo")
-    (home / "runs").rmdir()
-    (home / "runs").write_text("")
+    (private_home / "runs").rmdir()
+    (private_home / "runs").write_text("")
     with pytest.raises(RunDirError, match=r"^[^\n]*set FTMON_HOME$"):
         make("demo")
 
 
 @pytest.mark.parametrize("use", [rundir.all_runs, lambda: rundir.find(None), lambda: make("demo"), keys.keys_dir])
 def test_a_home_that_is_another_users_or_open_to_others_is_refused_on_every_use(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[], object]
+    private_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[], object]
 ) -> None:
-    home.mkdir(mode=0o700)
-    home.chmod(0o777)
+    private_home.mkdir(mode=0o700)
+    private_home.chmod(0o777)
     with pytest.raises(RunDirError, match="others may write there; run: chmod go-w"):
         use()
-    home.chmod(0o700)
+    private_home.chmod(0o700)
     link = tmp_path / "link"
-    link.symlink_to(home)
+    link.symlink_to(private_home)
     monkeypatch.setenv("FTMON_HOME", str(link))
     make("demo")
     use()  # a link of one's own to a directory of one's own
@@ -112,7 +108,7 @@ def test_a_home_that_is_another_users_or_open_to_others_is_refused_on_every_use(
         theirs = os.stat_result((*real[:4], os.getuid() + 1, *real[5:]))
         with monkeypatch.context() as patch:
             patch.setattr(Path, owned, lambda _, theirs=theirs, **__: theirs)
-            with pytest.raises(RunDirError, match=f"{link} -> {home}: belongs to another user"):
+            with pytest.raises(RunDirError, match=f"{link} -> {private_home}: belongs to another user"):
                 use()
     link.unlink()
     link.symlink_to(tmp_path / "nothing")
@@ -153,10 +149,10 @@ def test_a_name_that_several_share_means_the_one_alive_else_is_refused() -> None
     assert rundir.find("demo").id == first.id
 
 
-def test_what_is_no_run_and_a_damaged_neighbour_are_passed_over(home: Path) -> None:
+def test_what_is_no_run_and_a_damaged_neighbour_are_passed_over(private_home: Path) -> None:
     run, damaged = make("demo", 1.0), make("other", 2.0)
-    (home / "runs" / "stray").mkdir()
-    (home / "runs" / "file").write_text("")
+    (private_home / "runs" / "stray").mkdir()
+    (private_home / "runs" / "file").write_text("")
     (damaged.path / "hub.json").write_text("{")
     assert {found.id for found in rundir.all_runs()} == {run.id, damaged.id}
     assert rundir.find("demo").id == run.id

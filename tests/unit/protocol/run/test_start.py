@@ -13,11 +13,7 @@ from ftmon.protocol.run.start import StartRequest, spawn_start
 from ftmon.trainer.host.sockets import check_free, parse_listen
 from ftmon.trainer.launch import start
 
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
+pytestmark = pytest.mark.usefixtures("private_home")
 
 
 @pytest.fixture
@@ -55,7 +51,9 @@ def run_of(*command, **options):
         (b"", "must be a request to start a run"),
     ],
 )
-def test_wrong_usage_is_one_line_with_a_status_of_its_own_and_leaves_no_run(request_, said, home, start_with, capsys):
+def test_wrong_usage_is_one_line_with_a_status_of_its_own_and_leaves_no_run(
+    request_, said, private_home, start_with, capsys
+):
     assert start_with(request_) == (exits.NOT_STARTED if "not found" in said else exits.RUN_USAGE)
     printed = capsys.readouterr()
     assert said in printed.err
@@ -71,7 +69,9 @@ def test_no_number_of_seconds_and_a_word_that_is_not_utf_8_are_refused_before_an
         spawn_start(run_of("python", b"caf\xe9.py".decode("utf-8", "surrogateescape")), environ={})
 
 
-def test_how_to_run_a_script_that_is_not_executable_and_a_taken_port_are_named(home, tmp_path, start_with, capsys):
+def test_how_to_run_a_script_that_is_not_executable_and_a_taken_port_are_named(
+    private_home, tmp_path, start_with, capsys
+):
     script = tmp_path / "train.py"
     script.write_text("pass\n")
     assert start_with(run_of(str(script))) == exits.NOT_STARTED

@@ -9,6 +9,7 @@ from ftmon.protocol.link import keys
 from ftmon.protocol.link.join import JoinFile, read_join, write_join
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.agent.agent import Agent
+from ftmon.trainer.host import loop
 
 
 @pytest.fixture(autouse=True)
@@ -30,15 +31,15 @@ def agent(run: RunDir) -> Agent:
 def test_the_key_stays_for_the_next_agent_where_this_one_failed_and_goes_with_an_orderly_end(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> None:
+    def fail(*_: object) -> None:
         raise ValueError("too many failures")
 
     failing = agent(run)
-    monkeypatch.setattr(failing, "_loop", fail)
+    monkeypatch.setattr(loop, "serve", fail)
     with pytest.raises(ValueError, match="too many failures"):
         failing.run()
     assert (run.path / "join.json").exists()
     orderly = agent(run)
-    monkeypatch.setattr(orderly, "_loop", lambda: None)
+    monkeypatch.setattr(loop, "serve", lambda *_: None)
     assert orderly.run() == 0
     assert not (run.path / "join.json").exists()

@@ -173,7 +173,6 @@ def test_a_beat_introduces_the_host_measures_its_clock_and_tells_of_its_ranks(hu
     (state,) = hub.agents.tick()
     assert (state.host, state.state, state.ranks) == ("nodeb", "reachable", [3])
     found = hub.agents.of(3)
-    assert found is not None
     assert found.identity == NAME.encode()
     # The kernel's part in a death on another host is known here, and cannot command a terminal.
     kill = KernelKill(True, "host", "\x1b]0;x\x07py", 7, limits_bytes=[9])
@@ -183,7 +182,6 @@ def test_a_beat_introduces_the_host_measures_its_clock_and_tells_of_its_ranks(hu
     assert found.facts[3].kernel_kill == KernelKill(True, "host", "py", 7, limits_bytes=[9])
     hub.agents.run_is_over(2.0)
     turning(hub, uplink, lambda: uplink.run_end)
-    assert uplink.run_end is not None
     assert uplink.run_end.grace == 2.0
 
 
@@ -238,7 +236,6 @@ def test_what_is_left_on_a_connection_that_a_newer_one_replaced_is_no_other_agen
     assert hub.socket.poll(60_000), "a message in the queue"
     uplink.disconnect()
     uplink.connect(hub.address)
-    assert uplink.socket is not None
     assert uplink.socket.poll(60_000, zmq.POLLOUT)
     turning(hub, uplink, lambda: uplink.send_beat(beat()) or uplink.connected)
     assert hub.agents.all() == [known]

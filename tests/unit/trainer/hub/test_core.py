@@ -38,7 +38,6 @@ def test_the_write_ahead_log_goes_with_the_recording(run: RunDir, tmp_path: Path
         file.write((SCHEMA_VERSION + 1).to_bytes(4, "big"))
     writer, damage = open_recording(run, run.read_run())
     writer.close()
-    assert damage is not None
     aside = run.path / damage.moved_to
     assert Path(f"{aside}-wal").read_bytes() == log
 
@@ -53,7 +52,6 @@ def test_a_damaged_recording_is_replaced_by_one_that_records(run: RunDir, tmp_pa
         file.seek(PAGE)
         file.write(b"\xff" * (size - PAGE))
     writer, damage = open_recording(run, run.read_run())
-    assert damage is not None
     assert (run.path / damage.moved_to).stat().st_size == size
     record(writer)
     assert (writer.error, writer.lost) == ("", 0)

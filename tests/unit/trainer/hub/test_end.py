@@ -22,7 +22,6 @@ def detector(folder: Path, step: int) -> EndDetector:
 
 def facts(found: Finding | None, severity: str) -> NoStepFacts:
     """Return the facts of the finding that there was no step; it concerns the whole run."""
-    assert found is not None
     assert (found.kind, found.state, found.severity, found.ranks) == ("no_step", "raised", severity, ())
     return found.facts
 

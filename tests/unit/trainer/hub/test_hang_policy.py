@@ -118,7 +118,6 @@ def test_a_hang_is_acted_on_once_it_has_stood_and_its_stacks_are_saved_first(run
     assert ", and has not entered " in first
     assert second == "rank 1: train.py:5 in main"
     end_request = read_end_request(run)
-    assert end_request is not None
     assert (end_request.verb, end_request.cause, end_request.state) == ("--on-hang kill", "hang", "failed")
     assert any(isinstance(message, Command) and message.verb == "kill" for message in bench.sent)
     assert bench.after(100.0) == 1
@@ -202,5 +201,4 @@ def test_the_rest_may_go_on_for_so_long_after_a_rank_has_finished(run: RunDir):
     assert bench.after(SURE_SECONDS - 1.0) == 0
     assert bench.after(3.0) == 1
     end_request = read_end_request(run)
-    assert end_request is not None
     assert (end_request.cause, end_request.state) == ("hang-at-exit", "stopped")

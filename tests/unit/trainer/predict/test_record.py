@@ -177,7 +177,6 @@ def test_a_repeated_step_has_the_peaks_of_one_that_is_taken() -> None:
         first = taken.peaks()
         again = repeated.repeat(start)
         gradients[0] = _step(taken, gradients[0], size)
-        assert again is not None
         assert [name for name, _ in again] == ["forward", "backward"]
         assert again[-1][1] == taken.peaks()
         assert first.allocated_bytes == taken.peaks().allocated_bytes

@@ -65,7 +65,7 @@ def test_a_run_that_ends_by_itself_while_it_is_waited_for_was_not_ended(
     monkeypatch.setattr(run, "_POLL_SECONDS", 200.0)  # the wait ends with the run, however late that is
     line = CommandEnd()
     launcher = socket.socket(fileno=os.dup(line.launchers_end))
-    line.handed_over()
+    line.other.close()
     running = Running.__new__(Running)  # of a launcher that is this process
     running.run, running._line = RunDir(tmp_path), line
     end = ExitFile(0, 1.0, "finished")

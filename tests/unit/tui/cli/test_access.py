@@ -15,16 +15,13 @@ from ftmon.protocol.text import escape_json
 from ftmon.tui.cli.main import main
 from streams import RUN, Stream, write
 
+pytestmark = pytest.mark.usefixtures("private_home")
+
 DUMP = """Thread 0x00007f0000000001 (most recent call first):
   File "/home/user/train.py", line 12 in main
 """
 COMMANDS = ["replay", "status", "ls", "stacks", "logs", "memory", "events", "oom"]
 NO_RECORDINGS = ["fifo", "socket", "device", "empty folder", "missing", "long", "notes"]
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture

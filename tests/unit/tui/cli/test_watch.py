@@ -1,7 +1,6 @@
 """The table of ``ftmon ls`` in narrow and wide terminals, and in pipes."""
 
 from argparse import Namespace
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,10 +10,7 @@ from ftmon.protocol.text import cells_of
 from ftmon.tui.cli.watch import show_status, table
 from ftmon.tui.model.runs import RunEntry
 
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("private_home")
 
 
 def test_a_run_that_a_signal_ended_is_shown_with_the_signals_name(capsys):

@@ -1,6 +1,5 @@
 import os
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,10 +12,7 @@ from ftmon.protocol.run.rundir import ExitFile, Recipe, RunDir
 from ftmon.tui.model.runs import RunList, script_words
 from streams import Stream, write
 
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("private_home")
 
 
 def made(name: str, launcher: ProcessId | None = None) -> RunDir:

@@ -33,54 +33,6 @@ def test_requests_are_rounded_and_packed_into_small_segments_and_empty_tensors_t
     assert (model.requested, model.allocated, model.reserved) == (2100, 3 * 1024, 2 * MIB)
 
 
-def test_large_blocks_are_split_only_where_more_than_a_mebibyte_is_left() -> None:
-    model = CachingAllocator()
-    model.allocate(19 * MIB + 512 * 1024)  # a segment of its own, rounded up to 20 MiB, not split
-    assert (model.allocated, model.reserved) == (20 * MIB, 20 * MIB)
-    model.allocate(3 * MIB)  # the rest of a 20 MiB segment is split off
-    assert (model.allocated, model.reserved) == (23 * MIB, 40 * MIB)
-
-
-def test_the_smallest_free_block_that_is_large_enough_is_taken() -> None:
-    model = CachingAllocator()
-    first, second = model.allocate(40 * MIB), model.allocate(30 * MIB)
-    at = model.address(second)
-    model.free(first)
-    model.free(second)
-    assert model.address(model.allocate(28 * MIB)) == at
-
-
-def test_free_neighbours_become_one_block() -> None:
-    model = CachingAllocator()
-    parts = [model.allocate(5 * MIB) for _ in range(4)]
-    assert model.reserved == 20 * MIB
-    for part in (parts[0], parts[2], parts[1], parts[3]):
-        model.free(part)
-    model.allocate(20 * MIB)
-    assert model.reserved == 20 * MIB
-
-
-def test_a_stream_does_not_use_another_streams_blocks() -> None:
-    model = CachingAllocator()
-    model.free(model.allocate(30 * MIB, stream=1))
-    model.allocate(30 * MIB, stream=2)
-    assert model.reserved == 60 * MIB
-
-
-def test_a_block_recorded_on_another_stream_is_free_only_after_its_event() -> None:
-    model = CachingAllocator()
-    handle = model.allocate(30 * MIB)
-    model.record_stream(handle, 7)
-    model.free(handle)
-    assert (model.allocated, model.active) == (0, 30 * MIB)
-    model.allocate(30 * MIB)
-    assert model.reserved == 60 * MIB
-    model.complete_events(7)
-    assert model.active == 30 * MIB
-    model.allocate(30 * MIB)
-    assert model.reserved == 60 * MIB
-
-
 def test_cached_memory_is_released_before_the_error() -> None:
     model = CachingAllocator(capacity_bytes=100 * MIB)
     model.free(model.allocate(60 * MIB))
@@ -147,14 +99,6 @@ def test_garbage_collection_releases_the_segments_that_were_unused_longest() -> 
     model.free(new)
     model.allocate(64 * MIB)  # 234 MiB are reserved, of which 210 may be
     assert sizes(model) == [50 * MIB, 62 * MIB, 62 * MIB, 64 * MIB]
-
-
-def test_empty_cache_returns_whole_free_segments_only() -> None:
-    model = CachingAllocator()
-    model.allocate(3 * MIB)
-    model.free(model.allocate(30 * MIB))
-    model.empty_cache()
-    assert model.reserved == 20 * MIB
 
 
 def test_expandable_segments_grow_by_pages_in_one_range() -> None:

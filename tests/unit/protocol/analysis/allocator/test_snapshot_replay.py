@@ -91,7 +91,6 @@ def test_sizes_worked_out_from_the_rules_are_those_of_the_blocks_that_stand_at_t
 def test_the_out_of_memory_error_is_as_the_allocators_message_told_it(replays: dict[str, Replay]) -> None:
     """Tried to allocate 4.64 GiB; 18.28 GiB allocated by PyTorch; 183.27 MiB reserved but unallocated."""
     oom = find_oom(replays["oom_backward"])
-    assert oom is not None
     figures = oom.requested_bytes / 2**30, oom.allocated_bytes / 2**30, (oom.reserved_bytes - oom.allocated_bytes) / MIB
     assert [f"{figure:.2f}" for figure in figures] == ["4.64", "18.28", "183.27"]
     assert oom.kind == "limit"
@@ -292,7 +291,6 @@ def test_an_out_of_memory_error_gets_its_verdict_from_the_numbers(asked: int, de
             allocator.free(address)
     allocator.fail(asked, device_free)
     oom = find_oom(replay_of(allocator))
-    assert oom is not None
     assert (oom.kind, oom.requested_bytes, oom.device_free_bytes) == (kind, asked, device_free)
     assert oom.allocated_bytes == allocator.now().allocated
     assert oom.largest_free_block_bytes == (20 * MIB if kind == "fragmentation" else 0)
@@ -411,12 +409,10 @@ def test_free_memory_in_pieces_is_to_blame_only_where_it_would_have_sufficed_for
     snapshot = compact(failed(made).snapshot(), "made")
     replay = Replay(snapshot, 0)
     oom = find_oom(replay)
-    assert oom is not None
     assert oom.usable_free_bytes > ASKED > oom.largest_free_block_bytes
     assert oom.usable_free_bytes > 0.05 * oom.reserved_bytes
     assert pending_states(replay, oom.entry) == sum(SNAPSHOT_TO_COME_SIZES[made:])
     report = report_of(snapshot, [replay])
-    assert report is not None
     assert (oom.kind, report.verdict.kind) == (kind, verdict)
     assert ("missing optimizer states" in oom.verdict) == (made == 73)
     assert (report.remedies[0].kind == "expandable_segments") == (made == 195)

@@ -192,7 +192,6 @@ def test_an_address_in_use_names_its_port_where_the_error_does(text: str, port: 
 def test_the_process_that_listens_on_a_port_is_named_and_a_free_one_is_held_by_none() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         found = holder_of(server.getsockname()[1])
-    assert found is not None
     assert (found.pid, found.user) == (os.getpid(), pwd.getpwuid(os.getuid()).pw_name)
     with socket.socket() as bound:  # not listening; no other process can bind the port
         bound.bind(("127.0.0.1", 0))

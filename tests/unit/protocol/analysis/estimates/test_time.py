@@ -174,11 +174,9 @@ PREDICTION = Prediction(
 
 def test_a_prediction_is_that_of_the_nearest_rank_on_the_line_between_two_lengths() -> None:
     found = predicted(PREDICTION, 0, "backward", 2 * 2048)
-    assert found is not None
     assert found.allocated_peak_bytes == 12 * GIB
     assert found.parts == {"parameters": 10 * GIB, "activations": 2 * GIB}
     near = predicted(PREDICTION, 3, "backward", 2 * 4096)
-    assert near is not None
     assert near.parts["activations"] == 8 * GIB
     for name, elements in (("backward", 2 * 8192), ("backward", 0), ("eval", 2 * 2048)):
         assert predicted(PREDICTION, 0, name, elements) is None
@@ -221,5 +219,4 @@ def test_without_parts_the_phases_tell_where_it_is() -> None:
 def test_a_few_mebibytes_of_a_small_run_are_no_difference() -> None:
     small = Prediction(1.0, [PredictedPoint(0, 8, [PredictedPhase("backward", 2**26)])], micro_batch=1, error=0.02)
     found = compared(small, 0, "backward", 2**26 + 2**22, 8)
-    assert found is not None
     assert not found.parted

@@ -30,6 +30,7 @@ from ftmon.protocol.messages.telemetry import (
     DeviceSample,
     Hello,
     PhaseRecord,
+    Signs,
     Span,
     Step,
     Update,
@@ -70,12 +71,10 @@ def test_dynamos_own_metrics_are_read_once_each(monkeypatch: pytest.MonkeyPatch)
     facts.note_step(50_000_000_000)
     facts.note_step(500_000_000_000)  # not the first
     first = facts.compiles()
-    assert first is not None
     assert (first.total, first.functions) == (1, [Compilation("forward (model.py:40)", 1, 0.5)])
     assert facts.compiles() is None
     kept.append(metric("forward", 250.0, "size mismatch"))
     second = facts.compiles()
-    assert second is not None
     assert second.functions == [Compilation("forward (model.py:40)", 8, 0.5, "size mismatch")]
 
 
@@ -148,6 +147,16 @@ def test_the_first_rank_is_that_of_the_lowest_step_whichever_message_comes_first
     assert (found[-1].facts.first_rank, found[-1].facts.first_step) == (1, 5)
     raised = [one for one in found if one.state == "raised"]
     assert [one.facts.first_rank for one in raised] == [1], "no rank is named before all have reported the step"
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
+def test_a_loss_that_is_nan_in_the_step_that_ruins_the_weights_of_all_ranks_is_named_in_any_order(ranks: Any):
+    rows = {
+        0: step(5, 0, loss=1.0, signs=Signs(weights="nan")),
+        1: step(5, 1, loss=math.nan, signs=Signs(weights="nan")),
+    }
+    found = fed([*(step(at, rank, loss=1.0) for at in range(1, 5) for rank in (0, 1)), *map(rows.get, ranks)])
+    assert ("nan_loss", 1) in [(one.kind, getattr(one.facts, "first_rank", None)) for one in found]
 
 
 def test_a_norm_that_is_nan_on_all_ranks_at_once_is_named_after_all_of_them():

@@ -179,7 +179,11 @@ def test_any_numbers_have_a_verdict_and_no_remedy_frees_less_than_nothing(
     oom: Oom, processes: list[ProcessMemory]
 ) -> None:
     around = OomContext(HELLO, processes)
-    verdict = judge(oom, around)
+    verdict, said = judge(oom, around), explain(oom, around)
+    assert (said.kind, said.sure, said.short_bytes) == (verdict.kind, verdict.sure, verdict.short_bytes)
+    assert said.title
+    assert said.text
+    assert said.evidence
     assert 0 <= verdict.short_bytes <= oom.requested_bytes
     assert verdict.kind not in verdict.also
     assert all(size > 0 for size in verdict.figures.values())

@@ -3,16 +3,15 @@
 from typing import NamedTuple, get_args
 
 import pytest
-from failed_allocations import GIB, HELLO, MIB, OOMS, PROCESSES, of
+from failed_allocations import GIB, HELLO, MIB, of
 from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.findings.finding import Finding
-from ftmon.protocol.analysis.oom.detector import ALONE, OomContext, judge
+from ftmon.protocol.analysis.oom.detector import ALONE, OomContext
 from ftmon.protocol.analysis.oom.words import explain
 from ftmon.protocol.analysis.remedies import remedies
 from ftmon.protocol.analysis.words import Words
 from ftmon.protocol.messages.memory import OomKind, OomReport, OomVerdict, Remedy
 from ftmon.protocol.messages.telemetry import Oom, ProcessMemory
-from hypothesis import given
 
 KNOWN = OomContext(HELLO)
 LIMIT = "torch.cuda.set_per_process_memory_fraction allows 20.00 GiB"
@@ -209,16 +208,6 @@ def test_a_verdict_in_words(case: Case) -> None:
     verdict = explain(case.oom, case.around)
     assert (verdict.kind, verdict.title, verdict.text) == (case.kind, TITLES[case.kind], case.text)
     assert {case.kind for case in CASES} == set(get_args(OomKind))
-
-
-@given(OOMS, PROCESSES)
-def test_any_numbers_have_a_verdict_in_words_with_evidence(oom: Oom, processes: list[ProcessMemory]) -> None:
-    around = OomContext(HELLO, processes)
-    verdict, judged = explain(oom, around), judge(oom, around)
-    assert (verdict.kind, verdict.sure, verdict.short_bytes) == (judged.kind, judged.sure, judged.short_bytes)
-    assert verdict.title
-    assert verdict.text
-    assert verdict.evidence
 
 
 def test_other_causes_without_which_it_would_have_fitted_are_named_beside_the_verdict() -> None:

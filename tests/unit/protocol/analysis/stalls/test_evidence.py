@@ -96,7 +96,6 @@ def test_only_the_dataloader_s_wait_for_a_worker_wakes_up_by_itself():
 def test_the_training_thread_is_the_one_that_is_named_else_the_last():
     threads = parse(COLLECTIVE)
     named = training_thread(threads, "0x7f0000000001")
-    assert named is not None
     assert named.frames[0].function == "wait"
     assert training_thread(threads, "0x7") == threads[-1]
     assert training_thread([]) is None
@@ -128,7 +127,6 @@ def test_what_faulthandler_writes_here_is_read():
     names = {int(one.name, 16): one for one in threads}
     assert any(frame.function == "sleeper" for frame in names[thread.ident or 0].frames)
     main = training_thread(threads, hex(threading.get_ident()))
-    assert main is not None
     assert main.frames[0].function == "test_what_faulthandler_writes_here_is_read"
 
 

@@ -95,7 +95,6 @@ def test_repeats_are_pooled_with_their_spread_and_the_curve_names_its_phases() -
     assert curve.axis == "seq"
     assert [piece.phase for piece in curve.pieces] == ["optimizer", "backward"]
     best = fastest(pooled)
-    assert best is not None
     assert best.settings["seq"] == 4096
     assert any("optimizer leads to 1,024 tokens" in line for line in result_lines(rows, None))
 
@@ -106,7 +105,6 @@ def test_a_run_that_ended_within_its_warm_up_has_no_figures() -> None:
     assert (pool(rows)[0].peak_bytes, pool(rows)[0].step_ms) == (None, None)
     assert [list(curve.points) for curve in curves(pool(rows))] == [[128, 512]]
     best = fastest(pool([rows[0], row(128)]))
-    assert best is not None
     assert best.settings["seq"] == 128
     assert fastest(pool(rows[:2])) is None
     assert result_lines(rows[:2], None) == []

@@ -138,7 +138,6 @@ def test_the_run_the_ranks_and_their_open_files_say_where_to_look(tmp_path: Path
     disks = looked.Disks("h", folders["run"], lambda: {0: 7}, statvfs, tmp_path)
     disks.note_output(0, "../out/not-yet")
     message = disks.measure(0.0)
-    assert message is not None
     found = {volume.path: volume.use for volume in message.volumes if volume.path.startswith(str(tmp_path))}
     assert found.pop(f"{folders['work']}/../out") == "output"
     expected = {"run": "run directory", "work": "working directory", "tmp": "TMPDIR", "checkpoints": "output"}
@@ -205,7 +204,6 @@ def test_a_record_of_the_kernels_log_says_who_was_killed_and_for_whose_limit() -
 def test_a_process_that_the_log_names_was_surely_killed_by_the_kernel(root: Path, kills: KernelKills) -> None:
     log(root)
     found = kills.find(PID, 1.0)
-    assert found is not None
     assert found == KernelKill(True, "group", "python", 419692 * 1024, [201326592], resident_bytes=found.resident_bytes)
     assert found.resident_bytes > 0
 
@@ -214,7 +212,6 @@ def test_a_count_that_rose_just_before_makes_it_probable_and_no_more(root: Path,
     count(root, 1)
     kills.record(PID, 1.0)  # large processes still live for a moment after the kernel killed them
     found = kills.find(PID, 2.0)
-    assert found is not None
     assert (found.sure, found.exhausted, found.kills, found.recent_kills) == (False, "group", 1, 1)
 
 

@@ -1,19 +1,21 @@
-"""A disk that is full, or goes away, under the recording: the hub goes on, counts, says so, and resumes."""
+"""A disk that is full, or a recording that is removed, under the hub: it goes on, counts, says so, and resumes."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from eventually import eventually
 from ftmon.protocol.messages.control import Alert
-from ftmon.protocol.messages.telemetry import LogLine, Step
+from ftmon.protocol.messages.telemetry import Hello, LogLine, Step
 from ftmon.protocol.messages.wire import Frame
-from ftmon.protocol.recording import writer as batch_module
 from ftmon.protocol.recording import writer as writer_module
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.writer import Writer
+from hub_client import App, exit_of, fake_ranks, hub_gone, started
 from streams import RUN, Stream
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -75,16 +77,22 @@ print(run.read_exit())
 """
 
 
-def test_a_disk_that_was_full_for_a_while_costs_nothing(tmp_path: Path) -> None:
+def on_a_small_disk(script: str, disk: Path) -> str:
+    """Return the output of a script that mounts a file system of its own."""
     if shutil.which("unshare") is None:
         pytest.skip("no unshare: a small file system cannot be mounted")
-    (tmp_path / "disk").mkdir()
-    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", REAL_FULL_DISK]
-    done = subprocess.run([*command, str(tmp_path / "disk")], capture_output=True, text=True, timeout=300)
-    if "mount" in done.stderr or "unshare" in done.stderr:
+    disk.mkdir()
+    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", script, str(disk)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
         pytest.skip(f"a small file system cannot be mounted here: {done.stderr.splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
-    errors, same, missing, error, lost, recorded, count = json.loads(done.stdout)
+    return done.stdout
+
+
+def test_a_disk_that_was_full_for_a_while_costs_nothing(tmp_path: Path) -> None:
+    found = json.loads(on_a_small_disk(REAL_FULL_DISK, tmp_path / "disk"))
+    errors, same, missing, error, lost, recorded, count = found
     told = [words for _, words in errors if words]
     assert told
     assert all("the disk is full; free space there and recording resumes by itself" in words for words in told)
@@ -94,7 +102,6 @@ def test_a_disk_that_was_full_for_a_while_costs_nothing(tmp_path: Path) -> None:
 
 def limit_pages(writer: Writer, pages: int) -> None:
     """Make SQLite refuse to let the file grow (SQLITE_FULL), as on a full disk."""
-    assert writer._connection is not None
     writer._connection.execute(f"PRAGMA max_page_count={pages}")
 
 
@@ -104,23 +111,15 @@ def frames() -> list[Frame]:
 
 
 def test_how_a_job_ended_is_written_though_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if shutil.which("unshare") is None:
-        pytest.skip("no unshare: a small file system cannot be mounted")
-    (tmp_path / "disk").mkdir()
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "disk" / "home"))
-    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", FULL_AT_THE_END]
-    done = subprocess.run([*command, str(tmp_path / "disk")], capture_output=True, text=True, timeout=200, check=False)
-    if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
-        pytest.skip(f"a small file system cannot be mounted: {done.stderr.strip().splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr
-    assert "exit_code=3" in done.stdout
+    assert "exit_code=3" in on_a_small_disk(FULL_AT_THE_END, tmp_path / "disk")
 
 
 def test_beyond_the_limit_bulk_is_let_go_and_counted_and_alerts_are_kept(
     tmp_path: Path, frames: list[Frame], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "RETRY_S", 0.0)
-    monkeypatch.setattr(batch_module, "PENDING_LIMIT", 300)
+    monkeypatch.setattr(writer_module, "PENDING_LIMIT", 300)
     writer = Writer(tmp_path / "r.sqlite", RUN)
     for count, frame in enumerate(frames, 1):
         writer.append(frame.seq, frame.t, frame.message)
@@ -221,7 +220,6 @@ def test_a_writer_that_had_to_open_its_file_again_pools_nothing_twice(tmp_path: 
         writer.append(frame.seq, frame.t, frame.message)
         if count % 333 == 0:
             writer.commit()
-            assert writer._connection is not None
             writer._end_checkpointer()
             writer._connection.close()
             writer._connection = None
@@ -230,3 +228,76 @@ def test_a_writer_that_had_to_open_its_file_again_pools_nothing_twice(tmp_path: 
         assert reader.frames(limit=10**6) == frames
         points = reader.series(0, frames[0].t, frames[-1].t, limit=3)
         assert sum(point.count for point in points) == 400
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_what_explains_the_run_is_carried_over_and_the_rest_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: bool
+) -> None:
+    monkeypatch.setattr(writer_module, "SETTLE_S", 0.0)
+    frames = list(Stream(ranks=2, steps=200, spike_every=20).frames())
+    writer = Writer(tmp_path / "r.sqlite", RUN)
+    half = len(frames) // 2
+    for count, frame in enumerate(frames, 1):
+        writer.append(frame.seq, frame.t, frame.message)
+        if count % 50 == 0 or count == half:
+            writer.commit()
+        if count == half:
+            reader = Reader(tmp_path / "r.sqlite")
+            whole = reader.state_at(frame.t)
+            for path in tmp_path.glob("r.sqlite*"):
+                if logs or not path.name.endswith(("-wal", "-shm")):
+                    path.unlink()
+            if not logs:
+                reader.close()
+    writer.close()
+    assert writer.error == ""
+    assert writer.notice
+    with Reader(tmp_path / "r.sqlite") as found:
+        kept = found.frames(limit=10**6)
+        assert [frame for frame in kept if frame.seq > frames[half - 1].seq] == frames[half:]
+        earlier = {frame.seq for frame in kept if frame.seq <= frames[half - 1].seq}
+        assert {frame.seq for frame in whole if isinstance(frame.message, Hello | Alert)} <= earlier
+        info = found.info()
+        assert f"{half - len(earlier)} messages between " in info.missing
+        assert "the recording was removed; a new one was begun" in info.missing
+        assert not info.complete
+    assert os.path.exists(tmp_path / "r.sqlite")
+    assert not os.path.exists(tmp_path / "r.sqlite-wal")
+
+
+def test_a_directory_on_its_way_out_gets_no_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "SETTLE_S", 0.0)
+    (tmp_path / "run.json").touch()
+    frames = list(Stream(ranks=2, steps=20).frames())
+    writer = Writer(tmp_path / "r.sqlite", RUN)
+    for frame in frames[:20]:
+        writer.append(frame.seq, frame.t, frame.message)
+    writer.commit()
+    for path in [tmp_path / "run.json", *tmp_path.glob("r.sqlite*")]:
+        path.unlink()
+    for frame in frames[20:]:
+        writer.append(frame.seq, frame.t, frame.message)
+        writer.commit()
+    assert not (tmp_path / "r.sqlite").exists()
+
+
+@pytest.mark.usefixtures("private_home")
+def test_a_live_runs_recording_that_is_removed_goes_on_in_a_new_file_and_apps_have_its_history() -> None:
+    with started(fake_ranks({"rate": 50}, {"rate": 50})) as run:
+        with App(run) as app:
+            app.wait_for(Step, lambda step: step.rank == 1 and step.step > 20)
+            app.history()
+            run.recording.unlink()
+            app.wait_for(Alert, lambda alert: (alert.kind, alert.evidence.get("rule")) == ("disk", "removed"))
+            app.frames.clear()
+            later = app.wait_for(Step, lambda step: step.rank == 0)
+            history = app.history()
+            assert {frame.message.rank for frame in history if isinstance(frame.message, Hello)} == {0, 1}
+            eventually(lambda: any(f.message == later for f in app.history()), "the step in the new file")
+            assert app.command("kill", signal="KILL").ok
+        exit_of(run)
+        hub_gone(run)
+        info = Reader(run.recording).info()
+        assert info.steps > 0
+        assert "the recording was removed" in info.missing
