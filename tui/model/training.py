@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import exp, isfinite
+from statistics import fmean
 from typing import Literal, TypeVar
 
 from ...protocol.messages.telemetry import Activity, Checkpoint, EarlyStop, Evaluation, Plan, Step
@@ -165,6 +166,12 @@ class TrainingHistory:
             seconds, tokens = (sum(getattr(each, name) for each in kept) for name in ("training_us", "tokens"))
             self._mean = (self.version, (seconds / 1e6 / count, tokens / count, flops / count))
         return self._mean[1]
+
+    def loss_means(self, width: int) -> list[float]:
+        """Return the job's losses as at most ``width`` means of neighbouring buckets, oldest first: a sparkline."""
+        known = [each.loss / each.loss_weight for _, each in sorted(self._buckets.items()) if each.loss_weight]
+        group = max(1, -(-len(known) // width))
+        return [fmean(known[at : at + group]) for at in range(0, len(known), group)]
 
     def _moments(self, ranks: int, peak: float | None) -> list[HistoryPoint]:
         found: list[HistoryPoint] = []

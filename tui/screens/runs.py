@@ -204,8 +204,7 @@ class JobDetail(Canvas):
 
     def key(self) -> object:
         model = self.app_state.model
-        losses = model.losses_of(self.number)
-        return self.number, self.top, model.jobs.get(self.number), losses.version if losses is not None else 0
+        return self.number, self.top, model.jobs.get(self.number), model.losses_of(self.number)
 
     def draw(self, width: int, height: int) -> list[Line]:
         model = self.app_state.model
@@ -213,8 +212,7 @@ class JobDetail(Canvas):
         if job is None:
             return []
         row = next(row for row in job_rows(model.jobs, model.now) if row.number == self.number)
-        losses = model.losses_of(self.number)
-        lines = detail_lines(job, row, losses.means(60) if losses is not None else [], width, self.theme)
+        lines = detail_lines(job, row, model.losses_of(self.number), width, self.theme)
         self.top = max(0, min(self.top, len(lines) - height))
         shown = lines[self.top : self.top + height]
         below = len(lines) - self.top - height

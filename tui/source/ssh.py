@@ -382,7 +382,6 @@ class RemoteReader:
     frames = _asked(Reader.frames)
     state_at = _asked(Reader.state_at)
     memory = _asked(Reader.memory)
-    series = _asked(Reader.series)
     training = _asked(Reader.training)
     alerts = _asked(Reader.alerts)
     logs = _asked(Reader.logs)

@@ -40,7 +40,7 @@ def test_a_rank_far_behind_does_not_hold_the_loss_back() -> None:
 def test_ranks_are_weighted_by_their_label_tokens_where_all_know_them() -> None:
     weighted = model_of(step(0, 1, 8.0, label_tokens=300), step(1, 1, 4.0, label_tokens=100))
     assert weighted.loss == pytest.approx(7.0)
-    assert weighted.losses.means(10) == [pytest.approx(7.0)]
+    assert weighted.losses_of(0) == [pytest.approx(7.0)]
     assert model_of(step(0, 1, 8.0, label_tokens=300), step(1, 1, 4.0)).loss == 6.0
 
 
@@ -184,7 +184,7 @@ def test_the_runs_peak_is_the_highest_true_peak_of_any_phase(streamed: tuple[lis
 def test_losses_are_means_over_ranks() -> None:
     losses = ((0, 1, 1.0), (1, 1, 3.0), (0, 2, 5.0), (1, 2, math.nan))
     model = model_of(*(run_model_step(rank, number, loss=loss) for rank, number, loss in losses))
-    assert [(point.step, point.mean) for point in model.losses.points()] == [(1, 2.0), (2, 5.0)]
+    assert model.losses_of(0) == [2.0, 5.0]
 
 
 def test_the_runs_step_is_that_of_the_slowest_rank() -> None:
