@@ -232,8 +232,8 @@ def _news(model: RunModel, wanted: int | None, printed: dict[int, float]) -> Ite
 def _print_events(events: AllocatorEvents, as_json: bool) -> None:
     if as_json:
         rates = {
-            row.name: {"allocations_per_second": row.allocations_per_second, "bytes_per_second": row.bytes_per_second}
-            for row in phase_rates(events, ())
+            phase.name: {"allocations_per_second": allocations, "bytes_per_second": size}
+            for phase, allocations, size in phase_rates(events, ())
         }
         whole = {**msgspec.to_builtins(events), "segment_bytes": segment_bytes(events), "rates": rates}
         print_json(whole, indent=False)
@@ -250,9 +250,10 @@ def event_lines(events: AllocatorEvents) -> Iterator[str]:
         speed = ""
         if row.allocations_per_second is not None and row.bytes_per_second is not None:
             speed = f"  {row.allocations_per_second:,.0f}/s  {gib(row.bytes_per_second)}/s"
-        grown = f"  reserved {_signed(row.segment_bytes)}" if row.segment_bytes else ""
-        counts = f"{row.allocations:,} allocations, {gib(row.allocated_bytes)}, largest {gib(row.largest)}"
-        yield f"{head} {sanitize(row.name, 16):<9} {counts}{speed}{grown}"
+        phase = row.phase
+        grown = f"  reserved {_signed(phase.segment_bytes)}" if phase.segment_bytes else ""
+        counts = f"{phase.allocations:,} allocations, {gib(phase.allocated_bytes)}, largest {gib(row.largest)}"
+        yield f"{head} {sanitize(phase.name, 16):<9} {counts}{speed}{grown}"
     more = [f"{events.retries} retries, each after the allocator freed its cache"] if events.retries else []
     if events.reserved_bytes:
         share = max(0.0, 1 - events.allocated_bytes / events.reserved_bytes)

@@ -180,19 +180,20 @@ def _lines(kind: RowKind, text: str, ranks: tuple[int, ...]) -> list[Row]:
 KEPT = 240
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseRates:
-    """Allocator activity in one phase of a sampled step; rates are per second of the phase."""
+class PhaseRates(NamedTuple):
+    """Allocator activity in one phase of a sampled step, with rates per second of the phase.
 
-    name: str
-    allocations: int
-    frees: int
-    allocated_bytes: int
-    largest: int
-    segments: int  # cudaMalloc calls minus cudaFree calls
-    segment_bytes: int
-    allocations_per_second: float | None  # none if the phase's duration is unknown
+    The rates are None if the phase's duration is unknown.
+    """
+
+    phase: telemetry.AllocatorPhase
+    allocations_per_second: float | None
     bytes_per_second: float | None
+
+    @property
+    def largest(self) -> int:
+        """The largest single allocation, bytes."""
+        return max(self.phase.largest, default=0)
 
 
 class AllocatorHistory:
@@ -269,19 +270,8 @@ def phase_rates(events: telemetry.AllocatorEvents, steps: Iterable[telemetry.Ste
         time = phase.host_us
         if record is not None and not time:
             time = record.host_us if record.device_us is None else record.device_us
-        found.append(
-            PhaseRates(
-                name=phase.name,
-                allocations=phase.allocations,
-                frees=phase.frees,
-                allocated_bytes=phase.allocated_bytes,
-                largest=max(phase.largest, default=0),
-                segments=phase.segment_allocations - phase.segment_frees,
-                segment_bytes=phase.segment_bytes,
-                allocations_per_second=phase.allocations * 1e6 / time if time > 0 else None,
-                bytes_per_second=phase.allocated_bytes * 1e6 / time if time > 0 else None,
-            )
-        )
+        rates = (amount * 1e6 / time if time > 0 else None for amount in (phase.allocations, phase.allocated_bytes))
+        found.append(PhaseRates(phase, *rates))
     return found
 
 

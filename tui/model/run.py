@@ -129,6 +129,11 @@ class RunInfo:
     micro_batch: int | None = None
     grad_accumulation: int | None = None
 
+    @classmethod
+    def of(cls, found: Any) -> "RunInfo":
+        """Return the information in a ``run.json``, or in a relay's greeting."""
+        return cls(found.id, found.name, found.kind, list(found.command), found.created, found.host)
+
 
 _MOST_DEVICES = 4_096
 _FAR_FUTURE = 1e11  # upper bound of valid times, seconds since the epoch

@@ -10,8 +10,8 @@ from textual.screen import ModalScreen
 
 from ...protocol.messages.control import Result, Verb
 from ...protocol.text import sanitize
+from ..model.oom import CommandRecord
 from ..model.run import RunModel
-from ..source.base import CommandRecord
 from ..widgets.base import Canvas, Prompt
 from ..widgets.drawing import Line, marked
 from ..widgets.header import time_of_day

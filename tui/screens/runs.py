@@ -12,7 +12,7 @@ from textual.widget import Widget
 from ...protocol.errors import FtmonError
 from ...protocol.run.rundir import RunDir, home
 from ...protocol.text import duration
-from ..model.runs import JobRow, RunEntry, RunList, job_rows
+from ..model.runs import RunEntry, RunList, job_row, job_rows
 from ..widgets.base import Canvas, Listing, Prompt
 from ..widgets.drawing import Line
 from ..widgets.state import AppState
@@ -176,10 +176,6 @@ class JobList(Listing):
     empty = "no job yet: none of its ranks has reported"
     follow = True
 
-    def rows(self) -> list[JobRow]:
-        model = self.app_state.model
-        return job_rows(model.jobs, model.now)
-
     def key(self) -> object:
         """Return a value that changes with the jobs, the selection, and while a job runs with each second."""
         model = self.app_state.model
@@ -192,8 +188,9 @@ class JobList(Listing):
         return [head_line(width, self.theme)]
 
     def item(self, index: int, width: int, selected: bool) -> Line:
-        row = self.rows()[index]
-        return job_line(row, width, self.theme, selected, row.number == self.app_state.model.job)
+        model = self.app_state.model
+        row = job_rows(model.jobs, model.now)[index]
+        return job_line(row, width, self.theme, selected, row.job.number == model.job)
 
 
 class JobDetail(Canvas):
@@ -208,11 +205,10 @@ class JobDetail(Canvas):
 
     def draw(self, width: int, height: int) -> list[Line]:
         model = self.app_state.model
-        job = model.jobs.get(self.number)
-        if job is None:
+        if self.number not in model.jobs:
             return []
-        row = next(row for row in job_rows(model.jobs, model.now) if row.number == self.number)
-        lines = detail_lines(job, row, model.losses_of(self.number), width, self.theme)
+        row = job_row(model.jobs, self.number, model.now)
+        lines = detail_lines(row, model.losses_of(self.number), width, self.theme)
         self.top = max(0, min(self.top, len(lines) - height))
         shown = lines[self.top : self.top + height]
         below = len(lines) - self.top - height

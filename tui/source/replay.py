@@ -18,8 +18,9 @@ from ...protocol.messages.telemetry import Hello, Step
 from ...protocol.messages.wire import Frame
 from ...protocol.recording.reader import Reader
 from ...protocol.recording.results import RecordingInfo
+from ..model.oom import CommandRecord
 from ..model.run import RunInfo, RunModel
-from .base import AlertMark, CommandRecord, Connection, Request, Transport, next_speed
+from .base import AlertMark, Connection, Request, Transport, next_speed
 from .load import History, Overview, Superseded, adopt, describe, load, read_overview
 
 _LATEST_S = 60.0  # maximum seconds between an alert's own time and its first message

@@ -246,10 +246,7 @@ class SshEndpoint(Endpoint):
 
     @property
     def info(self) -> RunInfo:
-        found = self.greeting
-        return (
-            RunInfo(found.id, found.name, found.kind, found.command, found.created, found.host) if found else RunInfo()
-        )
+        return RunInfo.of(self.greeting) if self.greeting is not None else RunInfo()
 
     @property
     def trouble(self) -> str:
@@ -426,11 +423,7 @@ class RemoteReader:
         socket.send_multipart(wire.encode("app", self._asked, time.time(), query), zmq.NOBLOCK)
         while True:
             self._await(socket, zmq.POLLIN, deadline)
-            frames = socket.recv_multipart()
-            if len(frames) != 2:
-                continue
-            wire.decode_header(frames[0])
-            answer = wire.decode_body(frames[1])
+            answer = wire.decode_answer(socket.recv_multipart())
             if isinstance(answer, Answer) and answer.id == query.id:
                 return answer
 

@@ -46,8 +46,9 @@ def phase_lines(rank: RankModel, width: int, theme: Theme) -> list[Line]:
     head += f"{'frees':>10}{'allocated':>13}{'segments':>10}" if wide else ""
     lines = [Line(head, theme.style("dim"))]
     for row in table:
-        line = Line(" ", theme.base).add(" ", theme.style("text", theme.phase(row.name)))
-        line.add(f" {sanitize(row.name, 9):<9}", theme.style(bold=True))
+        name = row.phase.name
+        line = Line(" ", theme.base).add(" ", theme.style("text", theme.phase(name)))
+        line.add(f" {sanitize(name, 9):<9}", theme.style(bold=True))
         lines.append(_figures(line, row, wide, theme))
     line = Line(f" {'step':<11}", theme.style("dim"))
     line.add(f"{allocations(last):>12,}{'':>10}{'':>9}{'':>13}", theme.style("dim"))
@@ -59,10 +60,12 @@ def phase_lines(rank: RankModel, width: int, theme: Theme) -> list[Line]:
 def _figures(line: Line, row: PhaseRates, wide: bool, theme: Theme) -> Line:
     rate = "-" if row.allocations_per_second is None else count(row.allocations_per_second)
     speed = "-" if row.bytes_per_second is None else f"{row.bytes_per_second / 2**30:.1f}"
-    line.add(f"{row.allocations:>12,}{rate:>10}{speed:>9}{gib_words(row.largest):>13}", theme.base)
-    line.add(f"{_grown(row.segment_bytes):>15}", theme.style("warning") if row.segment_bytes else theme.style("dim"))
-    segments = f"{row.segments:+,}" if row.segments else "0"
-    more = f"{row.frees:>10,}{gib_words(row.allocated_bytes):>13}{segments:>10}" if wide else ""
+    phase = row.phase
+    line.add(f"{phase.allocations:>12,}{rate:>10}{speed:>9}{gib_words(row.largest):>13}", theme.base)
+    line.add(f"{_grown(phase.segment_bytes):>15}", theme.style("warning" if phase.segment_bytes else "dim"))
+    segments = phase.segment_allocations - phase.segment_frees
+    words = f"{segments:+,}" if segments else "0"
+    more = f"{phase.frees:>10,}{gib_words(phase.allocated_bytes):>13}{words:>10}" if wide else ""
     return line.add(more, theme.style("dim"))
 
 

@@ -13,6 +13,7 @@ from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.protocol.recording.reader import Reader
 from ftmon.tui.model.oom import (
     MOST_LINES,
+    CommandRecord,
     ConsoleSession,
     cause_of_alert,
     evidence_groups,
@@ -25,7 +26,6 @@ from ftmon.tui.model.oom import (
 from ftmon.tui.model.rank import RankMemory, phase_rates
 from ftmon.tui.model.run import HeldWatch, RunModel, first_to_show, held_cases, held_since, hold_words
 from ftmon.tui.model.waterfall import next_phase, rank_bars, unanalysed, waterfall
-from ftmon.tui.source.base import CommandRecord
 from ftmon.tui.source.load import adopt, describe, load, read_overview
 from ftmon.tui.source.replay import ReplaySource
 from hypothesis import given
@@ -125,7 +125,7 @@ def test_the_latest_and_the_highest_composition_are_kept_whatever_their_order() 
 def test_rates_are_counted_over_the_phase_s_own_time(model: RunModel) -> None:
     last = model.ranks[0].allocator.last
     assert last is not None
-    rates = {row.name: row for row in phase_rates(last, ())}
+    rates = {row.phase.name: row for row in phase_rates(last, ())}
     assert list(rates) == ["data", "forward", "backward", "optimizer"]
     assert rates["optimizer"].allocations_per_second == pytest.approx(410 / (0.31 * 0.18), rel=0.01)
 
