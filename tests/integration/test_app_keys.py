@@ -159,9 +159,9 @@ async def test_a_filter_narrows_the_alerts_and_escape_ends_it(stuck: ReplaySourc
         await until(pilot, lambda: app.focused, "the filter's prompt")
         await pilot.press(*"spike")
         alerts = app.screen.query_one(AlertList)
-        await until(pilot, lambda: alerts.count() == 1, "the filter")
+        await until(pilot, lambda: len(alerts.items()) == 1, "the filter")
         await pilot.press("escape")
-        await until(pilot, lambda: alerts.count() == 2, "the filter's end")
+        await until(pilot, lambda: len(alerts.items()) == 2, "the filter's end")
         assert isinstance(app.screen, AlertsScreen)
 
 

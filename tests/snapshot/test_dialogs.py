@@ -78,7 +78,7 @@ def test_the_list_of_runs(
     app = FtmonApp()
 
     async def look(pilot: Any) -> None:
-        await until(pilot, lambda: app.screen.query_one(runs.RunRows).count() == len(ends), "the runs")
+        await until(pilot, lambda: len(app.screen.query_one(runs.RunRows).items()) == len(ends), "the runs")
         await pilot.press("down")
         await until(pilot, lambda: app.screen.query_one(runs.RunRows).selected == 1, "the second run selected")
         app.pump()

@@ -58,8 +58,9 @@ def _plot(chart: Chart, width: int, height: int, theme: Theme) -> list[Line]:
     figure = new_figure(width - 1, height)
     figure.axes(False)
     markers = _markers(theme)[0]
+    tones: dict[str, str] = {}
     for index, series in enumerate(chart.series):
-        color = _rgb(theme.tone(series.tone)) if theme.color else None
+        color = _number_color(index, series.tone, tones) if theme.color else None
         draw(figure, chart.steps, series.values, markers[index], line=True, color=color)
     low = min(min(series.values) for series in chart.series)
     high = max(max(series.values) for series in chart.series)
@@ -72,30 +73,12 @@ def _plot(chart: Chart, width: int, height: int, theme: Theme) -> list[Line]:
     first, last = chart.steps[0], chart.steps[-1]
     shown = sorted({first, *(round(first + (last - first) * part / 4) for part in range(1, 4)), last})
     figure.ruler("x").ticks(shown, [f"{step:,}" for step in shown])
-    return [_line(row, width, theme) for row in rows(figure)[:height]]
+    cells = (_cells(row, width - 1, tones) for row in rows(figure)[:height])
+    return [Line(" ", theme.style("dim")).join(row_line(row, theme)) for row in cells]
 
 
 def _tick(value: float, high: float) -> str:
     return f"{value:.0f}" if high >= 100 else f"{value:.1f}" if high >= 10 else f"{value:.2f}"
-
-
-def _rgb(color: str) -> tuple[int, int, int]:
-    return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
-
-
-def _line(ansi: str, width: int, theme: Theme) -> Line:
-    text = Text.from_ansi(ansi)
-    dim = theme.style("dim")
-    line = Line()
-    position = 0
-    for span in sorted(text.spans, key=lambda each: each.start):
-        line.add(text.plain[position : span.start], dim)
-        color = getattr(span.style, "color", None)
-        style = theme.style(color.triplet.hex) if color is not None and color.triplet and theme.color else theme.base
-        line.add(text.plain[span.start : span.end], style if color is not None else dim)
-        position = span.end
-    line.add(text.plain[position:], dim)
-    return Line(" ", dim).join(line).fit(width, theme.base)
 
 
 class Column(NamedTuple):
@@ -293,9 +276,7 @@ def plot_cells(
     for number, curve in enumerate(curves):
         if not curve.xs:
             continue
-        # One colour per curve identifies it in plotext's output, also without colour or with equal tones on screen.
-        color = (number + 1, 0, 0)
-        tones[f"#{number + 1:02x}0000"] = curve.tone
+        color = _number_color(number, curve.tone, tones)
         values = [min(max(value, ys[0]), ys[1]) for value in curve.ys]
         marker = sign_of(curve.kind, theme) if theme.glyphs.is_ascii or curve.kind == "marks" else None
         is_line = curve.kind == "line"
@@ -306,6 +287,15 @@ def plot_cells(
         figure.ruler(axis).ticks([], [])
     cells = [_cells(row, width, tones) for row in rows(figure)[:height]]
     return cells + [[(" ", "dim")] * width for _ in range(height - len(cells))]
+
+
+def _number_color(number: int, tone: str, tones: dict[str, str]) -> tuple[int, int, int]:
+    """Return a colour that identifies a curve in plotext's output, and add its tone to ``tones``.
+
+    Colours on screen may be equal, or there are none.
+    """
+    tones[f"#{number + 1:02x}0000"] = tone
+    return number + 1, 0, 0
 
 
 def _cells(ansi: str, width: int, tones: dict[str, str]) -> list[Cell]:
