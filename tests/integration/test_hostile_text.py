@@ -23,26 +23,7 @@ LINES = """
 ls; status EVIL; logs EVIL; replay EVIL --plain; memory EVIL; events EVIL; oom EVIL; kill EVIL --yes; ls --json;
 status EVIL --json; replay ./EVIL.sqlite; snapshot ./EVIL.pickle --text; attach EVIL-none
 """.replace("\n", " ").split("; ")
-KEYS = (
-    "\r",
-    "\x1b",
-    *"a\r",
-    "\x1b",
-    "\x1b",
-    *"vl",
-    "\x1b",
-    "m",
-    "\x1b",
-    "e",
-    "\x1b",
-    "o",
-    "\x1b",
-    "k",
-    "\x1b",
-    "?",
-    "\x1b",
-    *"nR",
-)
+KEYS = "\r\x1ba\r\x1b\x1bvl\x1bm\x1be\x1bo\x1bk\x1b?\x1bnR"
 
 
 @pytest.fixture

@@ -2,12 +2,11 @@
 
 import os
 import shlex
-import signal
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -31,7 +30,7 @@ from ..model.waterfall import REASONS, Waterfall, unanalysed, waterfall
 from ..source.load import describe, find_recording, find_run, load, open_replays
 from . import output
 from .access import ask, check_rank, living_hub, opened
-from .follow import DRAIN_SECONDS, POLL_SECONDS, Standing, kept
+from .follow import DRAIN_SECONDS, Standing, pumped
 from .output import print_json
 
 _LABEL = 24
@@ -198,22 +197,16 @@ def _follow(run: RunDir, rank: int | None, printed: dict[int, float], as_json: b
 
     source, standing = LiveSource(run), Standing(run)
     drained_by = 0.0
-    with kept([signal.SIGINT]) as interrupts:
-        source.start()
-        try:
-            while not interrupts:
-                source.pump(POLL_SECONDS)
-                for events in _news(source.model, rank, printed):
-                    _print_events(events, as_json)
-                sys.stdout.flush()
-                end = standing.end() or standing.end_without_launcher(source.model)
-                if end is not None:
-                    drained_by = drained_by or time.monotonic() + DRAIN_SECONDS
-                    if source.model.ended or time.monotonic() > drained_by:
-                        return exits.of_run(end)
-                time.sleep(POLL_SECONDS)
-        finally:
-            source.close()
+    with closing(pumped(source)) as pumping:
+        for _ in pumping:
+            for events in _news(source.model, rank, printed):
+                _print_events(events, as_json)
+            sys.stdout.flush()
+            end = standing.end() or standing.end_without_launcher(source.model)
+            if end is not None:
+                drained_by = drained_by or time.monotonic() + DRAIN_SECONDS
+                if source.model.ended or time.monotonic() > drained_by:
+                    return exits.of_run(end)
     return exits.INTERRUPTED
 
 

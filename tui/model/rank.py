@@ -468,15 +468,6 @@ class RankModel:
             self.timeline.current = (EMPTY, EMPTY, EMPTY)
         self.version += 1
 
-    def forget_steps(self) -> None:
-        """Drop the recent steps, and keep their results: peaks, the last step, the timeline."""
-        self.steps.clear()
-        self.version += 1
-
-    def remember_step(self, step: telemetry.Step) -> None:
-        self.steps.append(step)
-        self.version += 1
-
     def _now(self, allocated: int, reserved: int, resident: int) -> None:
         self.allocated_bytes, self.reserved_bytes, self.resident_bytes = allocated, reserved, resident
         self.timeline.current = (allocated, reserved, resident or EMPTY)

@@ -144,15 +144,12 @@ class MonitorScreen(Screen[Any]):
     def tick(self) -> None:
         """Draw changes; called by the app's timer."""
         self.set_class(self.app_state.replaying, "replaying")
-        for widget in self.canvases():
+        for widget in [child for child in self.children if isinstance(child, Canvas) and child.display]:
             widget.tick()
 
     def in_question(self) -> set[int]:
         """Return the ranks that a kill from this screen suggests."""
         return suggested(self.app_state.model, self.app_state.selected)
-
-    def canvases(self) -> list[Canvas]:
-        return [child for child in self.children if isinstance(child, Canvas) and child.display]
 
 
 class ListScreen(MonitorScreen):

@@ -155,12 +155,6 @@ def read_memory(history: History, first: int, columns: int, span: int, until: fl
     return levels
 
 
-def fine_begin(t: float, seconds: int, span: int) -> int:
-    """Return the begin of the one-second columns that end at ``t``: a multiple of 16 s, not within the first column."""
-    step = min(span, RATIO * RATIO)
-    return ceil((floor(t) - seconds) / step) * step
-
-
 TAIL_FRAMES = 1200  # maximum number of frames before the requested time that are folded one by one
 QUICK_TAIL = 400
 QUICK_TAIL_A_RANK = 40  # the same for a quick seek, per rank (at least)
@@ -260,15 +254,15 @@ def _fold(model: RunModel, frames: list[Frame], begin: int) -> None:
             model.apply(frame)
     job, older = model.job, {number: rank.last for number, rank in model.ranks.items()}
     for rank in model.ranks.values():
-        rank.forget_steps()
-    model.training.forget_course()
+        rank.steps.clear()
+    model.training.course = TrainingHistory()
     for frame in frames:
         if frame.seq > begin:
             model.apply(frame)
     for number, last in older.items() if model.job == job else ():
         rank = model.ranks[number]
         if last is not None and not rank.steps:
-            rank.remember_step(last)
+            rank.steps.append(last)
 
 
 def adopt(model: RunModel, overview: Overview, until: float | None = None, now: float | None = None) -> None:
@@ -312,7 +306,9 @@ def adopt_steps(model: RunModel, overview: Overview) -> None:
 def _load_memory(history: History, begin: float, t: float, model: RunModel, overview: Overview | None) -> None:
     """Load the memory before ``begin``, the start of the folded frames: by the second, and pooled before that."""
     span = overview.span if overview is not None else 1
-    fine = fine_begin(begin, FINE_SECONDS, span)
+    # By the second up to `begin`: from a multiple of 16 s on, not within the first pooled column.
+    step = min(span, RATIO * RATIO)
+    fine = ceil((floor(begin) - FINE_SECONDS) / step) * step
     parts: list[dict[int, Level]] = []
     if overview is not None:
         fine = max(fine, overview.first * span)

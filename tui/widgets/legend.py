@@ -56,8 +56,7 @@ def _legend(title: str, rows: Iterable[tuple[str, Style, str, str]], theme: Them
     return lines
 
 
-def graph_legend(theme: Theme) -> list[Line]:
-    """Explain the memory graph."""
+def _graph(theme: Theme) -> list[Line]:
     glyphs, spike = theme.glyphs, theme.style("warning", bold=True)
     behind = glyphs.reserved * 2 if theme.plain_graphs else "  "
     rows = [
@@ -74,30 +73,26 @@ def _fill(letters: Mapping[str, str], name: str, other: str, color: str, theme: 
     return letters.get(name, other) * 2 if theme.plain_graphs else "  ", theme.style("on_color", color)
 
 
-def phase_legend(theme: Theme) -> list[Line]:
-    """Explain the phase bar."""
+def _phases(theme: Theme) -> list[Line]:
     fills = ((*_fill(FILLS, name, "_", theme.phase(name), theme), name) for name in PHASE_WORDS)
     rows = [(sign, style, f"  {SHORT[name]:<6}", PHASE_WORDS[name]) for sign, style, name in fills]
     return _legend("shares of a step", rows, theme)
 
 
-def state_legend(theme: Theme) -> list[Line]:
-    """Explain the states of a rank."""
+def _states(theme: Theme) -> list[Line]:
     signs = ((*theme.state(state), state) for state in STATE_WORDS)
     rows = [(f"  {glyph}   ", theme.style(tone), f"{state:<12}", STATE_WORDS[state]) for glyph, tone, state in signs]
     return _legend("states", rows, theme, lead="")
 
 
-def alert_legend(theme: Theme) -> list[Line]:
-    """Explain the severities."""
+def _alerts(theme: Theme) -> list[Line]:
     words = {"error": "the run is blocked or ends", "warning": "needs attention", "info": "for information"}
     signs = ((*theme.severity(severity), text) for severity, text in words.items())
     rows = [(f"  {glyph}   ", theme.style(tone), "", text) for glyph, tone, text in signs]
     return _legend("alerts", rows, theme, lead="")
 
 
-def heat_legend(theme: Theme) -> list[Line]:
-    """Explain the heat map."""
+def _heat(theme: Theme) -> list[Line]:
     ramp = Line("  ", theme.base)
     for color in theme.palette.heat if theme.color else ():
         ramp.add(" ", theme.style("text", color))
@@ -105,16 +100,14 @@ def heat_legend(theme: Theme) -> list[Line]:
     return [*_legend("heat map", (), theme), ramp.add(words, theme.style("dim"))]
 
 
-def part_legend(theme: Theme) -> list[Line]:
-    """Explain the colours of a memory peak's parts (in stacked bars without colour: their letters)."""
+def _parts(theme: Theme) -> list[Line]:
     labels = LABELS | {"unused": "unused, reserved"}
     fills = ((*_fill(PART_FILLS, name, "?", theme.part(name), theme), name) for name in PART_WORDS)
     rows = [(sign, style, f"  {labels.get(name, name):<22}", PART_WORDS[name]) for sign, style, name in fills]
     return _legend("composition of a peak", rows, theme)
 
 
-def training_legend(theme: Theme) -> list[Line]:
-    """Explain the curves and marks of a training."""
+def _training(theme: Theme) -> list[Line]:
     points = "loss of single steps; where several share a dot, the lowest and the highest"
     signs = (
         (sign_of("points", theme), "dim", points),
@@ -128,11 +121,11 @@ def training_legend(theme: Theme) -> list[Line]:
 
 
 LEGENDS: dict[str, Callable[[Theme], list[Line]]] = {
-    "graph": graph_legend,
-    "phases": phase_legend,
-    "states": state_legend,
-    "alerts": alert_legend,
-    "heat": heat_legend,
-    "parts": part_legend,
-    "training": training_legend,
+    "graph": _graph,
+    "phases": _phases,
+    "states": _states,
+    "alerts": _alerts,
+    "heat": _heat,
+    "parts": _parts,
+    "training": _training,
 }
