@@ -226,7 +226,7 @@ def _print_events(events: AllocatorEvents, as_json: bool) -> None:
     if as_json:
         rates = {
             phase.name: {"allocations_per_second": allocations, "bytes_per_second": size}
-            for phase, allocations, size in phase_rates(events, ())
+            for phase, allocations, size in phase_rates(events)
         }
         whole = {**msgspec.to_builtins(events), "segment_bytes": segment_bytes(events), "rates": rates}
         print_json(whole, indent=False)
@@ -239,7 +239,7 @@ def event_lines(events: AllocatorEvents) -> Iterator[str]:
     """Yield the lines of a sampled step: one per phase, and one for growth, flushes or much unused memory."""
     at = time.strftime("%H:%M:%S", time.localtime(events.time))
     head = f"{at} rank {events.rank} step {events.step}"
-    for row in phase_rates(events, ()):
+    for row in phase_rates(events):
         speed = ""
         if row.allocations_per_second is not None and row.bytes_per_second is not None:
             speed = f"  {row.allocations_per_second:,.0f}/s  {gib(row.bytes_per_second)}/s"

@@ -257,21 +257,13 @@ def segment_bytes(events: telemetry.AllocatorEvents) -> int:
     return sum(phase.segment_bytes for phase in events.phases)
 
 
-def phase_rates(events: telemetry.AllocatorEvents, steps: Iterable[telemetry.Step]) -> list[PhaseRates]:
-    """Return the allocator activity in each phase of a sampled step, in the order of phases.
-
-    ``steps``: recent ones, for probes that do not send phase durations with the sample.
-    """
+def phase_rates(events: telemetry.AllocatorEvents) -> list[PhaseRates]:
+    """Return the allocator activity in each phase of a sampled step, in the order of phases."""
     order = {name: index for index, name in enumerate(telemetry.PHASES)}
-    step = next((step for step in steps if step.step == events.step), None)
     found: list[PhaseRates] = []
     for phase in sorted(events.phases, key=lambda phase: order.get(phase.name, len(order))):
-        record = step.phase(phase.name) if step is not None else None
-        time = phase.host_us
-        if record is not None and not time:
-            time = record.host_us if record.device_us is None else record.device_us
-        rates = (amount * 1e6 / time if time > 0 else None for amount in (phase.allocations, phase.allocated_bytes))
-        found.append(PhaseRates(phase, *rates))
+        time, amounts = phase.host_us, (phase.allocations, phase.allocated_bytes)
+        found.append(PhaseRates(phase, *(amount * 1e6 / time if time > 0 else None for amount in amounts)))
     return found
 
 

@@ -40,12 +40,11 @@ def phase_lines(rank: RankModel, width: int, theme: Theme) -> list[Line]:
     last = rank.allocator.last
     if last is None:
         return []
-    table = phase_rates(last, reversed(rank.steps))
     wide = width >= 100
     head = f" {'phase':<11}{'allocations':>12}{'a second':>10}{'GiB/s':>9}{'largest':>13}{'reserved grew':>15}"
     head += f"{'frees':>10}{'allocated':>13}{'segments':>10}" if wide else ""
     lines = [Line(head, theme.style("dim"))]
-    for row in table:
+    for row in phase_rates(last):
         name = row.phase.name
         line = Line(" ", theme.base).add(" ", theme.style("text", theme.phase(name)))
         line.add(f" {sanitize(name, 9):<9}", theme.style(bold=True))

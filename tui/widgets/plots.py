@@ -168,14 +168,14 @@ SHORT = {name: name for name in ("init", "data", "eval", "idle", "wait", "other"
 FILLS = {"data": ".", "generate": "+", "forward": "-", "backward": "=", "optimizer": "#", "wait": "~"}
 
 
-def phase_bar(shares: Sequence[tuple[str, float]], width: int, theme: Theme, figures: bool = True) -> Line:
+def phase_bar(shares: Sequence[tuple[str, float]], width: int, theme: Theme) -> Line:
     """Draw the bar ``width`` cells wide. ``shares`` are (phase, share 0..1) in drawing order, their sum at most 1."""
     line = Line()
     for (name, share), cells in zip(shares, cells_of([share for _, share in shares], width), strict=True):
         if not cells:
             continue
         # Without colour the last cell of a part is its edge.
-        label = _label(name, share, cells - 1 if theme.plain_graphs and cells > 1 else cells, figures)
+        label = _label(name, share, cells - 1 if theme.plain_graphs and cells > 1 else cells)
         if theme.plain_graphs:
             filled = (label.strip() if cells > 1 else "") + FILLS.get(name, "_") * cells
             edge = cells > 1 and line.width + cells < width
@@ -199,11 +199,11 @@ def cells_of(shares: Sequence[float], width: int) -> list[int]:
     return cells
 
 
-def _label(name: str, share: float, cells: int, figures: bool) -> str:
+def _label(name: str, share: float, cells: int) -> str:
     short = SHORT.get(name, name)
     percent = f"{share * 100:.0f}"
     initial = short[:1] if name in FILLS else ""
-    candidates = [f" {short} {percent} % ", f"{short} {percent}", short, initial] if figures else [short, initial]
+    candidates = (f" {short} {percent} % ", f"{short} {percent}", short, initial)
     return next((text for text in candidates if len(text) <= cells), "")
 
 
@@ -326,12 +326,12 @@ def row_line(cells: Sequence[Cell], theme: Theme) -> Line:
     return line
 
 
-def spark(values: Sequence[float | None], width: int, theme: Theme, tone: str = "accent") -> Line:
+def spark(values: Sequence[float | None], width: int, theme: Theme) -> Line:
     """Draw the newest values, oldest left, scaled to their own range; None and NaN leave a gap."""
     shown = pool_mean(values, width)
     known = [value for value in shown if value is not None]
     line = Line()
-    style = theme.style(tone)
+    style = theme.style("accent")
     low, high = (min(known), max(known)) if known else (0.0, 0.0)
     for value in shown:
         level = 0 if value is None else 1 + round((value - low) / (high - low) * 7) if high > low else 4

@@ -112,7 +112,7 @@ def test_the_latest_and_the_highest_composition_are_kept_whatever_their_order() 
 def test_rates_are_counted_over_the_phase_s_own_time(model: RunModel) -> None:
     last = model.ranks[0].allocator.last
     assert last is not None
-    rates = {row.phase.name: row for row in phase_rates(last, ())}
+    rates = {row.phase.name: row for row in phase_rates(last)}
     assert list(rates) == ["data", "forward", "backward", "optimizer"]
     assert rates["optimizer"].allocations_per_second == pytest.approx(410 / (0.31 * 0.18), rel=0.01)
 
