@@ -145,25 +145,14 @@ def _graph(
     label: str, figure: str, values: Sequence[int], top: int, room: int, height: int, tone: str, theme: Theme
 ) -> list[Line]:
     shown = stretched(pooled(values, room), room)
-    rows = memory_graph([Column(value, 0) for value in shown], len(shown), height, Scale(max(1, top)), theme)
+    rows = memory_graph([Column(value, 0) for value in shown], len(shown), height, Scale(max(1, top)), theme, tone)
     lines = [Line()] if height > 2 else []
     for index, row in enumerate(rows):
         foot = index == len(rows) - 1
         line = Line(f" {label:<{_LABEL - 13}}" if foot else " " * (_LABEL - 12), theme.base)
         line.add(f"{figure:>10}  " if foot else " " * 12, theme.style(bold=True))
-        lines.append(line.join(_toned(row, tone, theme)))
+        lines.append(line.join(row))
     return lines
-
-
-def _toned(row: Line, tone: str, theme: Theme) -> Line:
-    """Return a row drawn in the tone of allocated memory in another tone."""
-    if tone == "allocated" or theme.plain_graphs:
-        return row
-    others = {theme.style("text", "allocated"): theme.style("text", tone), theme.style("allocated"): theme.style(tone)}
-    line = Line()
-    for text, style in row.parts:
-        line.add(text, others.get(style, style))
-    return line
 
 
 def pooled(values: Sequence[int], width: int) -> list[int]:

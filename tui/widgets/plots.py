@@ -104,14 +104,19 @@ def eighths(count: float, top: float, height: int) -> int:
     return max(1, min(height * 8, round(count / top * height * 8)))
 
 
-def memory_graph(columns: Sequence[Column | None], width: int, height: int, scale: Scale, theme: Theme) -> list[Line]:
-    """Draw the newest ``width`` columns, right-aligned, as ``height`` lines from top to bottom. None: no data."""
+def memory_graph(
+    columns: Sequence[Column | None], width: int, height: int, scale: Scale, theme: Theme, tone: str = "allocated"
+) -> list[Line]:
+    """Draw the newest ``width`` columns, right-aligned, as ``height`` lines from top to bottom. None: no data.
+
+    ``tone``: of allocated memory, where there are colours.
+    """
     shown = [column or Column(0, 0) for column in columns[-width:]]
     shown = [Column(0, 0)] * (width - len(shown)) + shown
     reach = partial(eighths, top=scale.top, height=height)
     tops = [(reach(each.allocated), reach(each.reserved), each.mark, each.spike) for each in shown]
     peak_row = (eighths(scale.peak, scale.top, height) - 1) // 8 if 0 < scale.peak <= scale.top else -1
-    draw = _plain_cell if theme.plain_graphs else _colour_cell
+    draw = _plain_cell if theme.plain_graphs else partial(_colour_cell, tone)
     lines: list[Line] = []
     for row in range(height - 1, -1, -1):
         line = Line()
@@ -132,12 +137,14 @@ def _mark_style(allocated: int, reserved: int, tone: str, theme: Theme) -> Style
     return theme.style(tone, "reserved" if reserved >= 4 else "background", bold=True)
 
 
-def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, theme: Theme) -> tuple[str, Style]:
+def _colour_cell(
+    tone: str, allocated: int, reserved: int, spike: bool, at_peak: bool, theme: Theme
+) -> tuple[str, Style]:
     # A character cell has two colours, and block characters fill it from below in eighths. So the background is the
     # tone of reserved memory in the cell where allocated memory ends, and the screen's in the cell where reserved
     # memory ends. Both boundaries are drawn to an eighth of a row unless they fall into the same cell.
     blocks = theme.glyphs.eighths
-    solid, back = ("warning", "spike_behind") if spike else ("allocated", "reserved")
+    solid, back = ("warning", "spike_behind") if spike else (tone, "reserved")
     if allocated >= 8:
         # A blank on a coloured background: a full block leaves seams in some fonts.
         return " ", theme.style("text", solid)
