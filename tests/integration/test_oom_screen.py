@@ -118,25 +118,9 @@ async def test_a_console_is_refused_with_the_reason(tmp_path: Path, options: dic
         assert not source.commands
 
 
-async def test_letting_go_asks_first_and_its_default_is_no(tmp_path: Path) -> None:
+async def test_its_snapshot_opens_in_the_explorer_and_letting_go_asks_first_with_no_as_default(tmp_path: Path) -> None:
     source = HeldRun(tmp_path)
     async with opened(source) as (app, pilot):
-        await pilot.press("r")
-        await shown(pilot, lambda: isinstance(app.screen, ReleaseDialog), "the dialog")
-        await shown(pilot, lambda: "raised in the failing frame" in text_of(app), "what follows")
-        assert "launcher ends every rank of its node" in text_of(app).replace("\n", " ")
-        await pilot.press("enter")
-        await held(pilot)
-        assert not source.commands
-        await pilot.press("r")
-        await shown(pilot, lambda: isinstance(app.screen, ReleaseDialog), "the dialog again")
-        await pilot.press("right", "enter")
-        await shown(pilot, lambda: source.commands, "the command")
-        assert source.commands["0"].verb == control.Release([1])
-
-
-async def test_the_snapshot_of_that_moment_opens_in_the_explorer_and_escape_comes_back(tmp_path: Path) -> None:
-    async with opened(HeldRun(tmp_path)) as (app, pilot):
         await pilot.press("4")
         await shown(pilot, lambda: isinstance(app.screen, CapturedScreen), "the explorer")
         await shown(pilot, lambda: "rank-1-step-45-oom.pickle" in text_of(app), "the timeline")
@@ -149,6 +133,18 @@ async def test_the_snapshot_of_that_moment_opens_in_the_explorer_and_escape_come
         await shown(pilot, lambda: isinstance(app.screen, CapturedScreen), "the explorer again")
         await pilot.press("escape")
         await held(pilot)
+        await pilot.press("r")
+        await shown(pilot, lambda: isinstance(app.screen, ReleaseDialog), "the dialog")
+        await shown(pilot, lambda: "raised in the failing frame" in text_of(app), "what follows")
+        assert "launcher ends every rank of its node" in text_of(app).replace("\n", " ")
+        await pilot.press("enter")
+        await held(pilot)
+        assert not source.commands
+        await pilot.press("r")
+        await shown(pilot, lambda: isinstance(app.screen, ReleaseDialog), "the dialog again")
+        await pilot.press("right", "enter")
+        await shown(pilot, lambda: source.commands, "the command")
+        assert source.commands["0"].verb == control.Release([1])
 
 
 def test_a_snapshot_elsewhere_is_said_to_be_there_and_nothing_outside_of_the_run_is_opened(tmp_path: Path) -> None:

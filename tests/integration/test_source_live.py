@@ -50,10 +50,10 @@ def settle(source: LiveSource) -> None:
     pump(source, lambda: not source.transport.seeking)
 
 
-def now_frames(steps: int, ranks: int = 2, *, heartbeats: bool = False, finished: bool = False) -> list[Frame]:
+def now_frames(steps: int, *, heartbeats: bool = False, finished: bool = False) -> list[Frame]:
     """A stream whose last message is of this moment."""
     length = 0.05
-    stream = Stream(ranks=ranks, steps=steps, step_s=length, heartbeats=heartbeats, finished=finished)
+    stream = Stream(ranks=2, steps=steps, step_s=length, heartbeats=heartbeats, finished=finished)
     stream.started = time.time() - steps * length * 1.1
     return list(stream.frames())
 

@@ -192,9 +192,9 @@ def test_speed_counts_the_tokens_of_all_ranks_and_the_pauses_between_steps() -> 
     assert found == pytest.approx((2.0, 0.5, 1000.0))
 
 
-def fast_steps(model: RunModel, count: int = 30) -> float:
-    """Fold steps of 0.1 s and 1,000 tokens; return when the last one ended."""
-    for number in range(1, count + 1):
+def fast_steps(model: RunModel) -> float:
+    """Fold 30 steps of 0.1 s and 1,000 tokens; return when the last one ended."""
+    for number in range(1, 31):
         begun = STARTED + number * 0.1
         done = Step(0, number, begun, 100_000, [phase("data", 1)], tokens=1000)
         model.apply(Frame(model.last_seq + 1, begun + 0.1, done))

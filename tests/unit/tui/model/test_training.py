@@ -27,11 +27,8 @@ from streams import STARTED, Stream
 BEGUN = 1000.0
 
 
-def course(steps: int, per: int = 1) -> list[HistoryPoint]:
-    return [
-        HistoryPoint(last - per + 1, last, BEGUN + last * 2.0, last * 100.0, loss=1.0)
-        for last in range(per, steps + 1, per)
-    ]
+def course(steps: int) -> list[HistoryPoint]:
+    return [HistoryPoint(step, step, BEGUN + step * 2.0, step * 100.0, loss=1.0) for step in range(1, steps + 1)]
 
 
 def steps_of(view: ChartView, moments: list[HistoryPoint]) -> tuple[int, int]:
@@ -223,11 +220,11 @@ def test_what_is_done_every_so_many_steps_is_counted_to_the_end(
     assert times_left(every, at_end, step, total) == left
 
 
-def stepping(model: RunModel, steps: int, pause_s: float = 0.0, every: int = 10) -> None:
+def stepping(model: RunModel, steps: int, pause_s: float = 0.0) -> None:
     """Give a model steps of a second, after every tenth of which the next one begins with an evaluation."""
     t, seq = STARTED, model.last_seq
     for number in range(1, steps + 1):
-        evaluated = pause_s and number > 1 and number % every == 1
+        evaluated = pause_s and number > 1 and number % 10 == 1
         pause = [PhaseRecord("eval", 0, int(pause_s * 1e6), NO_MEMORY, NO_MEMORY)] if evaluated else []
         length = 1.0 + (pause_s if evaluated else 0.0)
         data = PhaseRecord("data", 0, 1000, NO_MEMORY, NO_MEMORY)
