@@ -5,7 +5,6 @@ from ftmon.protocol.errors import UsageError
 from ftmon.tui.cli.main import parse
 from ftmon.tui.cli.train import words
 
-
 WRONG = "sequence-length 512,x; sequence-length 99999999999999; capacity much; capacity 80; ranks 0; optimizer x"
 
 
