@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 from textual.binding import Binding
 from textual.events import Key
 from textual.geometry import Region
+from textual.keys import format_key
 from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
@@ -299,27 +300,16 @@ _ALWAYS = ("app.kill", "app.stop", "app.help", "app.detach")
 _ACTING = ("app.kill", "app.stop", "app.stacks", "compose", "arm", "take")
 
 
-_NAMES = {
-    "question_mark": "?",
-    "left_square_bracket": "[",
-    "right_square_bracket": "]",
-    "left_curly_bracket": "{",
-    "right_curly_bracket": "}",
-    "plus": "+",
-    "minus": "-",
-    "equals_sign": "=",
-    "slash": "/",
-    "ctrl+p": "^p",
-    "ctrl+l": "^l",
-    "ctrl+z": "^z",
-    "comma": ",",
-    "full_stop": ".",
-}
+def key_name(key: str) -> str:
+    """Return a key's character, or its name if it has none: ``?`` of ``question_mark``, ``enter``."""
+    sign = format_key(key)
+    return sign if len(sign) == 1 and sign.isascii() else key
 
 
 def key_words(binding: Binding, theme: Theme) -> str:
     """Return a binding's key as labelled on a keyboard."""
-    return " ".join(theme.glyphs.keys.get(key, _NAMES.get(key, key)) for key in binding.key.split(","))
+    keys = theme.glyphs.keys
+    return " ".join(keys.get(key) or key_name(key).replace("ctrl+", "^") for key in binding.key.split(","))
 
 
 class Prompt(Canvas, can_focus=True):
