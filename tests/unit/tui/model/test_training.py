@@ -168,6 +168,10 @@ def test_a_long_course_is_bounded_and_loses_neither_tokens_nor_extremes() -> Non
     (high,) = [moment for moment in moments if moment.high_loss == 9.0]
     assert high.first_step <= 5000 <= high.step
     assert high.max_grad_norm == 70.0
+    means = course.loss_means(60)
+    assert 30 < len(means) <= 60
+    assert sum(means) / len(means) == pytest.approx(1 + 8 / steps, rel=1e-3)
+    assert max(means) > means[0] == 1.0, "the outlier is in one of them"
 
 
 def test_pooled_history_and_live_steps_join_without_a_hole_or_a_token_twice() -> None:
