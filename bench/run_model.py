@@ -45,7 +45,7 @@ def picture_ms(model: RunModel, times: int = 50) -> float:
         for rank in model.ranks.values():
             rank.timeline.window(CARD_COLUMNS, model.now)
             _ = rank.shares, rank.peak, model.device_of(rank)
-        _ = model.rates, model.fit, model.seconds_left, model.loss, model.losses.means(20), model.alerts.unresolved()
+        _ = model.rates, model.fit, model.seconds_left, model.loss, model.losses_of(0), model.alerts.unresolved()
     return (time.perf_counter() - begun) / times * 1e3
 
 

@@ -117,6 +117,14 @@ def decode_body(frame: bytes) -> Message | None:
     return None
 
 
+def decode_answer(frames: list[bytes]) -> Message | None:
+    """Decode the frames of a message received as an answer; None for a number other than two, or an unknown type."""
+    if len(frames) != 2:
+        return None
+    decode_header(frames[0])
+    return decode_body(frames[1])
+
+
 def is_leap(gap: int) -> bool:
     """Return whether a gap in the numbering is due to a new hub, not to lost messages.
 

@@ -76,41 +76,120 @@ def shown(app: Any) -> str:
     return "\n".join(widget.plain for widget in app.screen.query(Canvas) if widget.display)
 
 
-async def test_the_first_screen_answers_the_first_questions(source: ReplaySource) -> None:
-    async with opened(source, (200, 60)) as (app, _pilot):
+async def test_the_first_screen_answers_the_first_questions_and_arrows_and_enter_open_a_rank(
+    source: ReplaySource,
+) -> None:
+    async with opened(source, (200, 60)) as (app, pilot):
         text = shown(app)
         assert "training" in text
         assert "step 60 / 60" in text
         assert "/ 139.8 GiB" in text
         assert all(f"rank {rank}" in text for rank in range(8))
-
-
-async def test_arrows_move_the_selection_and_enter_opens_that_rank(source: ReplaySource) -> None:
-    async with opened(source, (200, 60)) as (app, pilot):
         await pilot.press("down", "right", "enter")
         await until(pilot, lambda: isinstance(app.screen, RankScreen) and "rank 4" in shown(app), "rank 4")
         assert app.app_state.selected == 4, "three cards side by side"
+        for word in ("data", "forward", "backward", "optimizer", "growth", "transient", "step time", "output"):
+            assert word in shown(app)
         await pilot.press("left", "escape")
         await until(pilot, lambda: isinstance(app.screen, OverviewScreen), "the overview")
         assert app.app_state.selected == 3
 
 
-async def test_a_rank_shows_every_phase_with_growth_and_transient(source: ReplaySource) -> None:
-    async with opened(source) as (app, pilot):
-        await pilot.press("enter")
-        await settled(pilot)
-        text = shown(app)
-        for word in ("data", "forward", "backward", "optimizer", "growth", "transient", "step time", "output"):
-            assert word in text
-
-
-async def test_a_hung_rank_says_what_it_does_in_place_of_its_power(stuck: ReplaySource) -> None:
-    async with opened(stuck) as (app, _pilot):
+async def test_a_hung_rank_is_in_the_overview_and_in_an_alert_with_evidence_that_opens_it(
+    stuck: ReplaySource,
+) -> None:
+    async with opened(stuck) as (app, pilot):
         text = shown(app)
         assert "1 hung, 3 waiting" in text
         assert "hung 34 s" in text
         assert "in data" in text
-        assert " W" not in text
+        assert " W" not in text, "in place of its power"
+        await look_at(app, pilot, "a", AlertsScreen)
+        await settled(pilot)
+        text = shown(app)
+        assert "evidence" in text
+        assert "8,841" in text
+        assert "34 s" in text
+        await pilot.press("slash")
+        await until(pilot, lambda: app.focused, "the filter's prompt")
+        await pilot.press(*"spike")
+        alerts = app.screen.query_one(AlertList)
+        await until(pilot, lambda: len(alerts.items()) == 1, "the filter")
+        await pilot.press("escape")
+        await until(pilot, lambda: len(alerts.items()) == 2, "the filter's end")
+        assert isinstance(app.screen, AlertsScreen)
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, RankScreen), "the rank")
+        assert app.app_state.selected == 3
+
+
+async def test_logs_follow_until_one_scrolls_are_of_all_or_one_rank_and_filtered_by_any_letters(
+    source: ReplaySource,
+) -> None:
+    async with opened(source) as (app, pilot):
+        await look_at(app, pilot, "l", LogsScreen)
+        await settled(pilot)
+        assert "following" in shown(app)
+        await pilot.press("up")
+        await until(pilot, lambda: "held" in shown(app), "that it is held")
+        await pilot.press("f")
+        await settled(pilot)
+        assert "following" in shown(app)
+        await pilot.press("right", "right")
+        await settled(pilot)
+        assert "output of rank 0" in shown(app)
+        await pilot.press("slash")
+        await until(pilot, lambda: app.focused, "the filter's prompt")
+        await pilot.press(*"qk?a", "enter")
+        await until(pilot, lambda: app.screen.query_one(LogList).text == "qk?a", "the filter")
+        assert app.is_running
+        assert isinstance(app.screen, LogsScreen)
+
+
+async def test_scale_theme_size_and_palette_of_the_overview_and_q_leaves(source: ReplaySource) -> None:
+    async with opened(source) as (app, pilot):
+        assert "graphs 0 to 139.8 GiB (device)" in shown(app)
+        await pilot.press("z")
+        await until(pilot, lambda: "graphs 0 to 40 GiB (the run's peak)" in shown(app), "the other scale")
+        await pilot.press("d")
+        await until(pilot, lambda: app.theme == "ftmon-light", "the light theme")
+        assert not app.app_state.theme.palette.dark
+        await pilot.press("d")
+        await until(pilot, lambda: app.app_state.theme.palette.dark, "the dark theme")
+        titles = " ".join(command.title for command in app.get_system_commands(app.screen))
+        for word in ("open", "alerts", "logs", "kill", "stop", "zoom", "go to", "light/dark", "runs", "detach", "help"):
+            assert word in titles
+        assert titles.startswith("open  (enter) training  (t) alerts  (a) memory  (m) logs  (l) stacks  (s)")
+        assert titles.index("kill") < titles.index("go to") < titles.index("light/dark")
+        await pilot.resize_terminal(50, 10)
+        await until(pilot, lambda: "terminal 50x10 is too small" in shown(app), "the message")
+        assert "rank 0" not in shown(app)
+        await pilot.resize_terminal(80, 24)
+        await until(pilot, lambda: "GPU 0" in shown(app), "the overview again")
+        await pilot.press("q")
+        await until(pilot, lambda: not app.is_running, "the end")
+
+
+async def test_steps_alerts_and_typed_places_are_gone_to(source: ReplaySource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "MESSAGE_SECONDS", SECONDS)
+    async with opened(source) as (app, pilot):
+        before = app.app_state.model.leading_step
+        await pilot.press("left_square_bracket")
+        await until(pilot, lambda: app.app_state.model.leading_step == before - 1, "a step back")
+        await pilot.press("right_square_bracket")
+        await until(pilot, lambda: app.app_state.model.leading_step == before, "a step forward")
+        await pilot.press("N")
+        await until(pilot, lambda: app.app_state.model.leading_step == 40, "the alert of step 40")
+        await settled(pilot)
+        assert "rank 1 optimizer" in shown(app)
+        for typed, arrived in (
+            ("12", lambda: app.app_state.model.leading_step == 12),
+            ("99999", lambda: "99999" in app.app_state.message[0]),
+        ):
+            await pilot.press("g")
+            await until(pilot, lambda: app.focused, "the prompt")
+            await pilot.press(*typed, "enter")
+            await until(pilot, arrived, f"step {typed}, or a line that says why not")
 
 
 async def test_the_timer_that_outlives_the_widgets_while_the_app_is_taken_down_does_no_harm(
@@ -136,64 +215,6 @@ async def test_the_timer_that_outlives_the_widgets_while_the_app_is_taken_down_d
         await app.screen.mount(Slow())
         app.set_interval(0.01, pump)
     assert bare > 1
-
-
-async def test_alerts_open_with_their_evidence_and_enter_goes_to_the_rank(stuck: ReplaySource) -> None:
-    async with opened(stuck) as (app, pilot):
-        await pilot.press("a")
-        await settled(pilot)
-        assert isinstance(app.screen, AlertsScreen)
-        text = shown(app)
-        assert "evidence" in text
-        assert "8,841" in text
-        assert "34 s" in text
-        await pilot.press("enter")
-        await until(pilot, lambda: isinstance(app.screen, RankScreen), "the rank")
-        assert app.app_state.selected == 3
-
-
-async def test_a_filter_narrows_the_alerts_and_escape_ends_it(stuck: ReplaySource) -> None:
-    async with opened(stuck) as (app, pilot):
-        await look_at(app, pilot, "a", AlertsScreen)
-        await pilot.press("slash")
-        await until(pilot, lambda: app.focused, "the filter's prompt")
-        await pilot.press(*"spike")
-        alerts = app.screen.query_one(AlertList)
-        await until(pilot, lambda: alerts.count() == 1, "the filter")
-        await pilot.press("escape")
-        await until(pilot, lambda: alerts.count() == 2, "the filter's end")
-        assert isinstance(app.screen, AlertsScreen)
-
-
-async def test_letters_typed_into_a_filter_are_no_commands(source: ReplaySource) -> None:
-    async with opened(source) as (app, pilot):
-        await look_at(app, pilot, "l", LogsScreen)
-        await pilot.press("slash")
-        await until(pilot, lambda: app.focused, "the filter's prompt")
-        await pilot.press(*"qk?a", "enter")
-        await until(pilot, lambda: app.screen.query_one(LogList).text == "qk?a", "the filter")
-        assert app.is_running
-        assert isinstance(app.screen, LogsScreen)
-
-
-async def test_logs_follow_until_one_scrolls_and_f_follows_again(source: ReplaySource) -> None:
-    async with opened(source) as (app, pilot):
-        await pilot.press("l")
-        await settled(pilot)
-        assert "following" in shown(app)
-        await pilot.press("up")
-        await until(pilot, lambda: "held" in shown(app), "that it is held")
-        await pilot.press("f")
-        await settled(pilot)
-        assert "following" in shown(app)
-
-
-async def test_logs_of_one_rank(source: ReplaySource) -> None:
-    async with opened(source) as (app, pilot):
-        await look_at(app, pilot, "l", LogsScreen)
-        await pilot.press("right", "right")
-        await settled(pilot)
-        assert "output of rank 0" in shown(app)
 
 
 async def test_logs_of_a_rank_that_failed_before_its_first_message(tmp_path: Path) -> None:
@@ -227,45 +248,6 @@ async def test_help_explains_the_screen_in_view(source: ReplaySource) -> None:
         await until(pilot, lambda: "Alerts: spikes" in shown(app), "the alerts' help")
 
 
-async def test_z_switches_between_the_device_and_the_runs_peak_and_says_so(source: ReplaySource) -> None:
-    async with opened(source) as (app, pilot):
-        assert "graphs 0 to 139.8 GiB (device)" in shown(app)
-        await pilot.press("z")
-        await until(pilot, lambda: "graphs 0 to 40 GiB (the run's peak)" in shown(app), "the other scale")
-
-
-async def test_steps_back_and_forward(source: ReplaySource) -> None:
-    async with opened(source) as (app, pilot):
-        before = app.app_state.model.leading_step
-        await pilot.press("left_square_bracket")
-        await until(pilot, lambda: app.app_state.model.leading_step == before - 1, "a step back")
-        await pilot.press("right_square_bracket")
-        await until(pilot, lambda: app.app_state.model.leading_step == before, "a step forward")
-
-
-async def test_alerts_are_jumped_to(source: ReplaySource) -> None:
-    async with opened(source) as (app, pilot):
-        await pilot.press("N")
-        await until(pilot, lambda: app.app_state.model.leading_step == 40, "the alert of step 40")
-        await settled(pilot)
-        assert "rank 1 optimizer" in shown(app)
-
-
-async def test_going_to_a_step_and_to_one_that_is_not_there(
-    source: ReplaySource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(state, "MESSAGE_SECONDS", SECONDS)
-    async with opened(source) as (app, pilot):
-        await pilot.press("g")
-        await until(pilot, lambda: app.focused, "the prompt")
-        await pilot.press(*"12", "enter")
-        await until(pilot, lambda: app.app_state.model.leading_step == 12, "step 12")
-        await pilot.press("g")
-        await until(pilot, lambda: app.focused, "the prompt")
-        await pilot.press(*"99999", "enter")
-        await until(pilot, lambda: "99999" in app.app_state.message[0], "a line that says why not")
-
-
 async def test_a_replay_plays_and_holds(eight: Path) -> None:
     source = ReplaySource(eight)
     app = FtmonApp(source, play=True)
@@ -293,24 +275,6 @@ async def test_a_replay_kills_and_stops_nothing_and_says_so(
         assert isinstance(app.screen, OverviewScreen)
 
 
-async def test_the_theme_changes_everywhere(source: ReplaySource) -> None:
-    async with opened(source) as (app, pilot):
-        await pilot.press("d")
-        await until(pilot, lambda: app.theme == "ftmon-light", "the light theme")
-        assert not app.app_state.theme.palette.dark
-        await pilot.press("d")
-        await until(pilot, lambda: app.app_state.theme.palette.dark, "the dark theme")
-
-
-async def test_every_action_is_in_the_command_palette(source: ReplaySource) -> None:
-    async with opened(source) as (app, _pilot):
-        titles = " ".join(command.title for command in app.get_system_commands(app.screen))
-        for word in ("open", "alerts", "logs", "kill", "stop", "zoom", "go to", "light/dark", "runs", "detach", "help"):
-            assert word in titles
-        assert titles.startswith("open  (enter) training  (t) alerts  (a) memory  (m) logs  (l) stacks  (s)")
-        assert titles.index("kill") < titles.index("go to") < titles.index("light/dark")
-
-
 @pytest.mark.parametrize("size", [(60, 16), (80, 24), (200, 60)])
 async def test_kill_and_stop_are_on_every_key_bar(eight: Path, size: tuple[int, int]) -> None:
     source = Commanded(eight, at_end=True)
@@ -322,21 +286,6 @@ async def test_kill_and_stop_are_on_every_key_bar(eight: Path, size: tuple[int, 
             if key:
                 await pilot.press("escape")
     source.close()
-
-
-async def test_a_terminal_that_shrinks_says_what_it_needs_and_comes_back(source: ReplaySource) -> None:
-    async with opened(source) as (app, pilot):
-        await pilot.resize_terminal(50, 10)
-        await until(pilot, lambda: "terminal 50x10 is too small" in shown(app), "the message")
-        assert "rank 0" not in shown(app)
-        await pilot.resize_terminal(80, 24)
-        await until(pilot, lambda: "GPU 0" in shown(app), "the overview again")
-
-
-async def test_q_leaves(source: ReplaySource) -> None:
-    async with opened(source) as (app, pilot):
-        await pilot.press("q")
-        await until(pilot, lambda: not app.is_running, "the end")
 
 
 def test_an_error_that_ends_the_app_is_its_status(source: ReplaySource, monkeypatch: pytest.MonkeyPatch) -> None:

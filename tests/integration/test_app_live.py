@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,8 @@ async def both_train(pilot: Any) -> None:
 
 
 async def test_a_kill_asks_first_then_shows_that_nothing_is_left(run: RunDir) -> None:
-    source = LiveSource(run)
-    app = FtmonApp(source)
-    try:
+    with closing(LiveSource(run)) as source:
+        app = FtmonApp(source)
         async with app.run_test(size=(80, 24)) as pilot:
             await both_train(pilot)
             behind = app.screen.query_one(SummaryBar)
@@ -66,17 +66,14 @@ async def test_a_kill_asks_first_then_shows_that_nothing_is_left(run: RunDir) ->
             await until(pilot, lambda: "nothing is left of the run" in " ".join(shown(app).split()), "the result")
             await until(pilot, lambda: not [p for p in members(run) if "fake" in str(p)], "the processes' end")
             assert exit_of(run).state in ("stopped", "failed")
-    finally:
-        source.close()
 
 
 async def test_a_live_view_is_held_rewound_and_returns_and_read_only_it_refuses_to_kill(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state, "MESSAGE_SECONDS", SECONDS)
-    source = LiveSource(run)
-    app = FtmonApp(source, read_only=True)
-    try:
+    with closing(LiveSource(run)) as source:
+        app = FtmonApp(source, read_only=True)
         async with app.run_test(size=(80, 24)) as pilot:
             await both_train(pilot)
             await until(pilot, lambda: app.app_state.model.leading_step >= 4, "four steps")
@@ -89,8 +86,6 @@ async def test_a_live_view_is_held_rewound_and_returns_and_read_only_it_refuses_
             await until(pilot, lambda: "read-only" in app.app_state.message[0], "the refusal")
             assert isinstance(app.screen, OverviewScreen)
             assert "read-only" in shown(app)
-    finally:
-        source.close()
 
 
 def notified(app: FtmonApp) -> list[str]:

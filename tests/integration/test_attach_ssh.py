@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
@@ -42,6 +43,16 @@ def pumped(source: LiveSource, condition: Callable[[], object]) -> None:
     eventually(condition, "what was to be shown", each=lambda: source.pump(0.05), state=lambda: source.connection)
 
 
+@contextmanager
+def followed(address: str) -> Generator[tuple[SshEndpoint, LiveSource]]:
+    """Follow a run over ssh."""
+    with closing(SshEndpoint(command(parse_place(address)))) as endpoint:
+        endpoint.open()
+        with closing(LiveSource(endpoint=endpoint, info=endpoint.info)) as source:
+            source.start()
+            yield endpoint, source
+
+
 def relays() -> list[psutil.Process]:
     """List the relays that this process has started and that live."""
     return [child for child in psutil.Process().children(recursive=True) if "relay" in command_line(child)]
@@ -51,11 +62,8 @@ def test_a_run_is_followed_commanded_and_found_again_over_ssh(server: SshServer)
     with started(fake_ranks({"rank": 0, "rate": 20}, {"rank": 1, "rate": 20})) as run:
         with App(run) as app:
             app.wait_for(Step, lambda step: step.step > 5)
-        endpoint = SshEndpoint(command(parse_place(f"{server.url}/{run.id}")))
-        assert endpoint.open().id == run.id
-        source = LiveSource(endpoint=endpoint, info=endpoint.info)
-        source.start()
-        try:
+        with followed(f"{server.url}/{run.id}") as (endpoint, source):
+            assert endpoint.info.id == run.id
             pumped(source, lambda: source.connection.state == "live")
             pumped(source, lambda: len(source.model.ranks) == 2 and source.model.step > 5)
             assert source.connection.state == "live"
@@ -76,31 +84,20 @@ def test_a_run_is_followed_commanded_and_found_again_over_ssh(server: SshServer)
             assert result.ok, result.text
             pumped(source, lambda: source.model.ended)
             pumped(source, lambda: source.connection.state == "ended")
-        finally:
-            source.close()
-            endpoint.close()
         eventually(lambda: not relays(), "the end of the relay")
 
 
 def test_a_run_that_ends_while_there_is_no_connection_is_over_and_not_tried_again(server: SshServer) -> None:
-    with started(fake_ranks({"rank": 0, "rate": 20})) as run:
-        endpoint = SshEndpoint(command(parse_place(server.url)))
-        endpoint.open()
-        source = LiveSource(endpoint=endpoint, info=endpoint.info)
-        source.start()
-        try:
-            pumped(source, lambda: source.connection.state == "live" and source.model.step > 5)
-            (relay,) = relays()
-            relay.suspend()  # it cannot report the end
-            source.send(control.Kill())
-            exit_of(run)
-            hub_gone(run)
-            relay.kill()
-            pumped(source, lambda: source.connection.state == "ended")
-            assert str(run.recording) in source.connection.text
-        finally:
-            source.close()
-            endpoint.close()
+    with started(fake_ranks({"rank": 0, "rate": 20})) as run, followed(server.url) as (_, source):
+        pumped(source, lambda: source.connection.state == "live" and source.model.step > 5)
+        (relay,) = relays()
+        relay.suspend()  # it cannot report the end
+        source.send(control.Kill())
+        exit_of(run)
+        hub_gone(run)
+        relay.kill()
+        pumped(source, lambda: source.connection.state == "ended")
+        assert str(run.recording) in source.connection.text
 
 
 def test_an_interrupt_while_connecting_leaves_no_folder(server: SshServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,15 +144,12 @@ def test_what_the_users_configuration_adds_neither_fails_nor_outlives_it(
     )
     monkeypatch.setenv("FTMON_SSH", server.client.replace("-F none", f"-F {config}"))
     with started(fake_ranks({"rank": 0, "rate": 20})) as run:
-        endpoint = SshEndpoint(command(parse_place(f"{server.url}/{run.id}")))
-        try:
+        with closing(SshEndpoint(command(parse_place(f"{server.url}/{run.id}")))) as endpoint:
             assert endpoint.open().id == run.id
             hub = endpoint.hub()
             assert hub is not None
             folder = str(Path(hub.addresses["query"].removeprefix("ipc://")).parent)
             assert ssh_with(folder)
-        finally:
-            endpoint.close()
         eventually(lambda: not ssh_with(folder), "the end of ssh")
         eventually(lambda: not relays(), "the end of the relay")
 

@@ -148,13 +148,8 @@ def test_print_config_needs_no_torch() -> None:
 
 def test_its_json_is_json_alone_whatever_libraries_print() -> None:
     pytest.importorskip("deepspeed")
-    done = subprocess.run(
-        [sys.executable, "-m", "ftmon.trainer.doctor", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    command = [sys.executable, "-m", "ftmon.trainer.doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     checks = json.loads(done.stdout)
     assert all(set(check) == {"name", "state", "text", "remedy"} for check in checks)
     assert done.returncode == int(any(check["state"] == "error" for check in checks))
@@ -167,18 +162,8 @@ def run() -> RunDir:
 
 def test_a_further_host_becomes_its_command_as_a_part_of_the_run(run: RunDir, tmp_path: Path) -> None:
     path = prepare(run, "0.0.0.0:7420")
-    words = [
-        sys.executable,
-        "-P",
-        "-m",
-        "ftmon.trainer.launch.start",
-        "join",
-        str(path),
-        "--",
-        "sh",
-        "-c",
-        "env; exit 7",
-    ]
+    join = f"-P -m ftmon.trainer.launch.start join {shlex.quote(str(path))} -- sh -c 'env; exit 7'"
+    words = [sys.executable, *shlex.split(join)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 7, done.stderr
     assert f"FTMON_RUN={run.path}" in done.stdout.splitlines()

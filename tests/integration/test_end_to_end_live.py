@@ -55,12 +55,7 @@ def steps_done(home: Ftmon, run: RunDir) -> int:
     return int(home.status(run.id).get("step") or 0)
 
 
-def test_a_detached_run_trains_on(home: Ftmon, run: RunDir) -> None:
-    before = steps_done(home, run)
-    eventually(lambda: steps_done(home, run) > before, "more steps", every=0.5)
-
-
-def test_a_late_follower_is_told_the_present_and_leaves_without_harm(home: Ftmon, run: RunDir) -> None:
+def test_a_late_follower_of_a_detached_run_is_told_the_present_and_leaves_no_harm(home: Ftmon, run: RunDir) -> None:
     follower = home.start("attach", run.id)
     assert follower.stdout is not None
     for line in follower.stdout:
@@ -70,6 +65,8 @@ def test_a_late_follower_is_told_the_present_and_leaves_without_harm(home: Ftmon
     status, output, errors = follow_to_end(follower)
     assert status == 130, errors
     assert f"attach again: ftmon attach {run.id}" in output
+    (entry,) = json.loads(home.run("ls", "--json").stdout)
+    assert (entry["id"], entry["live"]) == (run.id, True)
     before = steps_done(home, run)
     eventually(lambda: steps_done(home, run) > before, "more steps after the follower left", every=0.5)
 
@@ -88,11 +85,6 @@ def test_another_host_attaches_with_the_hubs_key_once_its_own_is_let_in(
     follower.send_signal(signal.SIGINT)
     _, _, errors = follow_to_end(follower)
     assert "loss" in told, errors
-
-
-def test_ls_shows_it_live(home: Ftmon, run: RunDir) -> None:
-    (entry,) = json.loads(home.run("ls", "--json").stdout)
-    assert (entry["id"], entry["live"]) == (run.id, True)
 
 
 @pytest.mark.parametrize(

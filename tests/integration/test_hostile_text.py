@@ -1,48 +1,25 @@
 """What a recording, a log line, a name or a path says never makes a terminal do anything: the real program shows it."""
 
-import contextlib
-import fcntl
-import os
-import pty
-import select
 import shlex
-import struct
-import termios
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from eventually import eventually
 from ftmon.protocol.host.process import ProcessId
 from ftmon.protocol.recording.writer import Writer
 from ftmon.protocol.run.rundir import ExitFile, RunDir, RunFile
 from ftmon_process import PROGRAM, Ftmon, ftmon_home
 from hostile import C1, HOSTILE, OSC, TRACES, examples
+from terminal import PtyTerminal
 
 LINES = """
 ls; status EVIL; logs EVIL; replay EVIL --plain; memory EVIL; events EVIL; oom EVIL; kill EVIL --yes; ls --json;
 status EVIL --json; replay ./EVIL.sqlite; snapshot ./EVIL.pickle --text; attach EVIL-none
 """.replace("\n", " ").split("; ")
-KEYS = (
-    "\r",
-    "\x1b",
-    *"a\r",
-    "\x1b",
-    "\x1b",
-    *"vl",
-    "\x1b",
-    "m",
-    "\x1b",
-    "e",
-    "\x1b",
-    "o",
-    "\x1b",
-    "k",
-    "\x1b",
-    "?",
-    "\x1b",
-    *"nR",
-)
+KEYS = "\r\x1ba\r\x1b\x1bvl\x1bm\x1be\x1bo\x1bk\x1b?\x1bnR"
 
 
 @pytest.fixture
@@ -71,44 +48,29 @@ def evil_run(home: Path) -> RunDir:
     return run
 
 
-class Screen:
-    """A program in a pseudo-terminal, and every byte that it wrote."""
+END = b"THE-END"
 
-    def __init__(self, words: list[str], home: Ftmon, folder: Path) -> None:
-        self.bytes = b""
-        self.ended = False
-        self.pid, self.descriptor = pty.fork()
-        if self.pid == 0:
-            os.chdir(folder)
-            os.execvpe(words[0], words, home.environ)
-        fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
 
-    def read(self, seconds: float, until: bytes = b"") -> bool:
-        """Take what it writes, until it writes ``until`` or ends; False when neither happened in time."""
-        deadline = time.monotonic() + seconds
-        begun = len(self.bytes)
-        while not self.ended and (left := deadline - time.monotonic()) > 0:
-            if until and until in self.bytes[begun:]:
-                return True
-            if not select.select([self.descriptor], [], [], left)[0]:
-                continue
-            try:
-                piece = os.read(self.descriptor, 65536)
-            except OSError:
-                piece = b""
-            if not piece:
-                self.ended = True
-                return True
-            self.bytes += piece
-        return self.ended
+@contextmanager
+def running(lines: list[str], home: Ftmon, folder: Path) -> Iterator[PtyTerminal]:
+    """Run a script in a terminal of 120x40; at last it writes ``END``."""
+    script = folder / "script.sh"  # typed words would be echoed
+    script.write_text("\n".join([f"cd {folder}", *lines, f"echo {END.decode()}", ""]))
+    terminal = PtyTerminal(120, 40, home.environ, folder)
+    try:
+        terminal.press(f"sh {script}", "Enter")
+        yield terminal
+    finally:
+        terminal.close()
 
-    def settle(self) -> None:
-        """Take what it writes until it is quiet, for 5 s at most."""
-        for _ in range(20):
-            before = len(self.bytes)
-            self.read(0.25)
-            if self.ended or len(self.bytes) == before:
-                return
+
+def settle(terminal: PtyTerminal) -> None:
+    """Wait until it writes nothing for a moment, for 5 s at most."""
+    for _ in range(20):
+        before = len(terminal.raw)
+        time.sleep(0.25)
+        if len(terminal.raw) == before:
+            return
 
 
 def traces(written: bytes) -> dict[bytes, bytes]:
@@ -120,31 +82,23 @@ def traces(written: bytes) -> dict[bytes, bytes]:
 def test_no_command_lets_anything_through(home: Ftmon, tmp_path: Path) -> None:
     name = f"evil{OSC}{C1}"
     lines = [f"{shlex.quote(PROGRAM)} {line.replace('EVIL', shlex.quote(name))}; echo" for line in LINES]
-    screen = Screen(["sh", "-c", "\n".join(lines)], home, tmp_path)
-    assert screen.read(500), screen.bytes[-2000:]
-    os.waitpid(screen.pid, 0)
-    assert screen.bytes.count(b"PWNED") > 50, screen.bytes
-    assert b"Traceback" not in screen.bytes, screen.bytes
-    assert not traces(screen.bytes)
+    with running(lines, home, tmp_path) as terminal:
+        eventually(lambda: END in terminal.raw, "the last command's end", 500, state=lambda: terminal.raw[-2000:])
+    assert terminal.raw.count(b"PWNED") > 50, terminal.raw
+    assert b"Traceback" not in terminal.raw, terminal.raw
+    assert not traces(terminal.raw)
 
 
 def test_no_screen_of_the_app_lets_anything_through(home: Ftmon, tmp_path: Path) -> None:
-    recording = home.newest().recording
-    screen = Screen([PROGRAM, "replay", str(recording)], home, tmp_path)
-    assert screen.read(200, b"rank 3"), screen.bytes[-2000:]
-    for key in KEYS:
-        os.write(screen.descriptor, key.encode())
-        assert not screen.ended, (key, screen.bytes[-2000:])
-        screen.settle()
-    # An escape and a key that a busy program reads together are another key.
-    deadline = time.monotonic() + 200
-    while not screen.ended and time.monotonic() < deadline:
-        for key in ("\x1b", "q"):
-            with contextlib.suppress(OSError):  # it ends
-                os.write(screen.descriptor, key.encode())
-            screen.read(2.0)
-    assert screen.ended, screen.bytes[-2000:]
-    os.waitpid(screen.pid, 0)
-    assert screen.bytes.count(b"PWNED") > 10
-    assert b"Traceback" not in screen.bytes, screen.bytes[-4000:]
-    assert not traces(screen.bytes)
+    replay = f"{shlex.quote(PROGRAM)} replay {shlex.quote(str(home.newest().recording))}"
+    with running([replay], home, tmp_path) as terminal:
+        eventually(lambda: b"rank 3" in terminal.raw, "the app", 200, state=lambda: terminal.raw[-2000:])
+        for key in KEYS:
+            terminal.press(key)
+            settle(terminal)
+            assert END not in terminal.raw, (key, terminal.raw[-2000:])
+        # An escape and a key that a busy program reads together are another key.
+        eventually(lambda: END in terminal.raw, "its end", 200, each=lambda: terminal.press("Escape", "q"), every=2.0)
+    assert terminal.raw.count(b"PWNED") > 10
+    assert b"Traceback" not in terminal.raw, terminal.raw[-4000:]
+    assert not traces(terminal.raw)

@@ -88,7 +88,7 @@ def _the_recording_agrees(reader: Reader) -> None:
         model = load(reader, final[number].ended or info.last_t, describe(info))
         assert (model.job, model.leading_step) == (number, final[number].steps)
         assert model.peak.bytes <= final[number].peak, "what came after the last step counts for the job"
-        assert [point.step for point in model.losses.points()] == list(range(1, final[number].steps + 1))
+        assert [moment.step for moment in model.moments] == list(range(1, final[number].steps + 1))
     rows = job_rows(load(reader, info.last_t, describe(info)).jobs, info.last_t)
     assert [row.words for row in rows] == ["6 32 ok", "5 16 once", "5 16 once, restart 1"]
 

@@ -1,6 +1,7 @@
 """The out-of-memory screen in the real app: opened by itself, the console, letting go, the captured snapshot."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,17 @@ async def held(pilot: Any) -> OomScreen:
     return pilot.app.screen
 
 
-async def test_it_opens_by_itself_once_and_says_what_becomes_of_the_others(tmp_path: Path) -> None:
-    app = FtmonApp(HeldRun(tmp_path))
-    async with app.run_test(size=(80, 40)) as pilot:
+@asynccontextmanager
+async def opened(source: HeldRun, size: tuple[int, int] = (80, 24), **options: bool) -> AsyncIterator[tuple[Any, Any]]:
+    """Open the app on a run with a held rank, whose screen opens by itself."""
+    app = FtmonApp(source, **options)
+    async with app.run_test(size=size) as pilot:
         await held(pilot)
+        yield app, pilot
+
+
+async def test_it_opens_by_itself_once_and_says_what_becomes_of_the_others(tmp_path: Path) -> None:
+    async with opened(HeldRun(tmp_path), (80, 40)) as (app, pilot):
         await shown(pilot, lambda: "logits and loss" in text_of(app), "the verdict")
         for words in ("held", "ranks 0, 2 and 3 wait for it", "what to try, in this order", "r: release it"):
             await shown(pilot, lambda words=words: words in text_of(app), words)
@@ -67,11 +75,9 @@ async def test_enter_on_its_alert_opens_it(tmp_path: Path) -> None:
 
 async def test_code_goes_to_the_held_rank_and_its_output_comes_back_harmless(tmp_path: Path) -> None:
     source = HeldRun(tmp_path)
-    app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        screen = await held(pilot)
+    async with opened(source) as (app, pilot):
         await pilot.press("c")
-        await shown(pilot, lambda: screen.focused is not None, "the console's line")
+        await shown(pilot, lambda: app.screen.focused is not None, "the console's line")
         await pilot.press(*"x.shapf", "backspace", "e", "enter")
         await shown(pilot, lambda: source.commands, "the command")
         (record,) = source.commands.values()
@@ -105,19 +111,27 @@ async def test_code_goes_to_the_held_rank_and_its_output_comes_back_harmless(tmp
 async def test_a_console_is_refused_with_the_reason(tmp_path: Path, options: dict[str, bool], words: str) -> None:
     read_only = options.pop("read_only", False)
     source = HeldRun(tmp_path, **options)
-    app = FtmonApp(source, read_only=read_only)
-    async with app.run_test(size=(100, 30)) as pilot:
-        await held(pilot)
+    async with opened(source, (100, 30), read_only=read_only) as (app, pilot):
         await pilot.press("c")
         await shown(pilot, lambda: words in text_of(app), "the reason")
         await pilot.press(*"1+1", "enter")
         assert not source.commands
 
 
-async def test_letting_go_asks_first_and_its_default_is_no(tmp_path: Path) -> None:
+async def test_its_snapshot_opens_in_the_explorer_and_letting_go_asks_first_with_no_as_default(tmp_path: Path) -> None:
     source = HeldRun(tmp_path)
-    app = FtmonApp(source)
-    async with app.run_test(size=(80, 24)) as pilot:
+    async with opened(source) as (app, pilot):
+        await pilot.press("4")
+        await shown(pilot, lambda: isinstance(app.screen, CapturedScreen), "the explorer")
+        await shown(pilot, lambda: "rank-1-step-45-oom.pickle" in text_of(app), "the timeline")
+        assert app.screen.explorer.view == "segments"
+        await pilot.press("1")
+        await shown(pilot, lambda: "ForCausalLMLoss" in text_of(app), "the stacks")
+        await pilot.press("question_mark")
+        await shown(pilot, lambda: isinstance(app.screen, SnapshotHelp) and "figures" in text_of(app), "help")
+        await pilot.press("escape")
+        await shown(pilot, lambda: isinstance(app.screen, CapturedScreen), "the explorer again")
+        await pilot.press("escape")
         await held(pilot)
         await pilot.press("r")
         await shown(pilot, lambda: isinstance(app.screen, ReleaseDialog), "the dialog")
@@ -131,24 +145,6 @@ async def test_letting_go_asks_first_and_its_default_is_no(tmp_path: Path) -> No
         await pilot.press("right", "enter")
         await shown(pilot, lambda: source.commands, "the command")
         assert source.commands["0"].verb == control.Release([1])
-
-
-async def test_the_snapshot_of_that_moment_opens_in_the_explorer_and_escape_comes_back(tmp_path: Path) -> None:
-    app = FtmonApp(HeldRun(tmp_path))
-    async with app.run_test(size=(80, 24)) as pilot:
-        await held(pilot)
-        await pilot.press("4")
-        await shown(pilot, lambda: isinstance(app.screen, CapturedScreen), "the explorer")
-        await shown(pilot, lambda: "rank-1-step-45-oom.pickle" in text_of(app), "the timeline")
-        assert app.screen.explorer.view == "segments"
-        await pilot.press("1")
-        await shown(pilot, lambda: "ForCausalLMLoss" in text_of(app), "the stacks")
-        await pilot.press("question_mark")
-        await shown(pilot, lambda: isinstance(app.screen, SnapshotHelp) and "figures" in text_of(app), "help")
-        await pilot.press("escape")
-        await shown(pilot, lambda: isinstance(app.screen, CapturedScreen), "the explorer again")
-        await pilot.press("escape")
-        await held(pilot)
 
 
 def test_a_snapshot_elsewhere_is_said_to_be_there_and_nothing_outside_of_the_run_is_opened(tmp_path: Path) -> None:
@@ -178,9 +174,7 @@ async def test_dry_runs_of_the_job_are_cancelled_with_the_same_key_and_what_refu
     (tmp_path / "rows.jsonl").write_text('{"text": "some text"}\n')
     (tmp_path / "config.yaml").write_text(CONFIG.replace("COMPILED", "off"))
     source.model.info.kind, source.model.info.command = "run", ["deepspeed", "train.py"]
-    app = FtmonApp(source)
-    async with app.run_test(size=(100, 40)) as pilot:
-        await held(pilot)
+    async with opened(source, (100, 40)) as (app, pilot):
         await pilot.press("w")
         await shown(
             pilot, lambda: "ftmon predict --what-if -- deepspeed train.py" in app.app_state.message[0], "the hint"

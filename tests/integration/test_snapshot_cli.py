@@ -12,15 +12,9 @@ from snapshot_files import DATA
 OOM, STEP = str(DATA / "oom_backward.pickle.gz"), str(DATA / "step_zero3.pickle.gz")
 
 
-def test_json_is_one_object_with_devices_stacks_and_the_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["snapshot", OOM, "--json", "--top", "3"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["devices"][0]["allocated_bytes"] == 19630109184
-    assert len(told["top_stacks"]) == 3
-    assert told["oom"]["device_free_bytes"] == 128973930496
-
-
-def test_json_has_every_field_that_scripts_may_count_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_field_that_scripts_may_count_on_and_of_two_files_the_difference(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["snapshot", OOM, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     device = "device allocated_bytes active_bytes requested_bytes reserved_bytes segments blocks free_bytes peak_index"
@@ -32,13 +26,11 @@ def test_json_has_every_field_that_scripts_may_count_on(capsys: pytest.CaptureFi
     assert set(oom.split()) <= told["oom"].keys()
     assert {"bytes", "count", "frames"} <= told["top_stacks"][0].keys()
     assert sum(stack["bytes"] for stack in told["top_stacks"]) <= told["devices"][0]["peak_allocated_bytes"]
-
-
-def test_json_of_two_files_has_their_difference(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["snapshot", STEP, OOM, "--json"]) == 0
+    assert told["devices"][0]["allocated_bytes"] == 19630109184
+    assert told["oom"]["device_free_bytes"] == 128973930496
+    assert main(["snapshot", STEP, OOM, "--json", "--top", "3"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["file"] == OOM
-    assert told["difference"]["before"] == STEP
+    assert (told["file"], told["difference"]["before"], len(told["top_stacks"])) == (OOM, STEP, 3)
     assert told["difference"]["devices"][0]["allocated_bytes"] == 19630109184 - 8491010560
 
 
@@ -48,28 +40,21 @@ def test_text_names_the_peak_the_error_and_what_holds_the_memory(capsys: pytest.
     assert "highest allocated 18.28 GiB at entry 3,338" in out
     assert "a limit on this process, not a full device: 4.64 GiB was requested" in out
     assert "ForCausalLMLoss  loss_utils.py:59" in out
-
-
-def test_without_a_terminal_it_prints_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["snapshot", STEP, OOM]) == 0
-    assert capsys.readouterr().out.startswith(f"from {STEP} to {OOM}")
+    assert capsys.readouterr().out.startswith(f"from {STEP} to {OOM}"), "text, without a terminal"
 
 
-def test_a_file_that_is_none_ends_with_one_line_and_status_2(
+def test_a_file_or_device_that_is_none_ends_with_one_line_and_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "nothing"
     path.write_bytes(b"")
-    for file in (str(path), str(tmp_path / "missing"), str(tmp_path)):
-        assert main(["snapshot", file, "--json"]) == 2
+    for words in ((str(path), "--json"), (str(tmp_path / "missing"), "--json"), (str(tmp_path),), (OOM, "--device=3")):
+        assert main(["snapshot", *words]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.count("\n") == 1
-
-
-def test_a_device_that_is_not_there_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["snapshot", OOM, "--device", "3"]) == 2
-    assert "no device 3" in capsys.readouterr().err
+    assert "no device 3" in captured.err
 
 
 def test_a_snapshot_without_anything_in_it_is_told_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

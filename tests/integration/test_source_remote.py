@@ -30,7 +30,6 @@ def test_every_query_answers_as_the_file_does(run: RunDir, context: "zmq.Context
             assert remote.frames(10, 50, t) == local.frames(10, 50, t)
             assert remote.state_at(t) == local.state_at(t)
             assert remote.memory(first, t, 40) == local.memory(first, t, 40)
-            assert remote.series(1, first, t, 20) == local.series(1, first, t, 20)
             assert remote.alerts() == local.alerts()
             assert remote.logs(rank=1, text="step", limit=5) == local.logs(rank=1, text="step", limit=5)
             assert remote.step_time(40) == local.step_time(40)

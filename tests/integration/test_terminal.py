@@ -75,7 +75,12 @@ def kill_the_run(terminal: Terminal, run: RunDir) -> None:
     wait_until_gone(terminal, "escape: close")
 
 
-def test_a_terminal_that_cannot_draw_gets_lines(home: Ftmon, terminal: Terminal) -> None:
+def test_a_snapshot_opens_in_the_explorer_and_a_terminal_that_cannot_draw_gets_lines(terminal: Terminal) -> None:
+    command(terminal, PROGRAM, "snapshot", str(SNAPSHOT))
+    wait_for(terminal, "libraries folded", "q quit")
+    terminal.press("q")
+    shown = wait_for(terminal, "$ ")
+    assert "Traceback" not in shown
     command(terminal, "TERM=dumb", PROGRAM)
     wait_for(terminal, "no runs in")
 
@@ -103,14 +108,6 @@ def test_ftmon_alone_lists_runs_and_opens_the_chosen_one(
     wait_for(terminal, "recorded-", "finished")
     terminal.press("q")
     wait_for(terminal, "$ ")
-
-
-def test_a_snapshot_opens_in_the_explorer(terminal: Terminal) -> None:
-    command(terminal, PROGRAM, "snapshot", str(SNAPSHOT))
-    wait_for(terminal, "libraries folded", "q quit")
-    terminal.press("q")
-    shown = wait_for(terminal, "$ ")
-    assert "Traceback" not in shown
 
 
 def test_a_recording_is_replayed_and_ctrl_z_goes_back_to_the_shell_and_fg_to_the_app(

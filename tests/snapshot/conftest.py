@@ -20,6 +20,14 @@ from textual.app import App
 STEPS = {"1": 60, "2": 60, "8": 22, "64": 8, "512": 4}
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test of each picture of a module in each of its sizes."""
+    if "picture" in metafunc.fixturenames:
+        rows = [(name, size, one) for name, one in metafunc.module.PICTURES.items() for size in one.sizes]
+        ids = [f"{name} {size[0]}x{size[1]}" for name, size, _ in rows]
+        metafunc.parametrize("picture", [((size, *one.how), one.options) for _, size, one in rows], ids=ids)
+
+
 @pytest.fixture(autouse=True)
 def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TZ", "UTC")
@@ -93,10 +101,14 @@ def snap_compare(snapshot: SnapshotAssertion, tmp_path: Path) -> Callable[..., b
 
 
 @pytest.fixture
-def plays(snap_compare: Any) -> Callable[..., bool]:
+def plays(snap_compare: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
     """Compare the app's screen after some keys, a recording at its end; ``options`` are the app's."""
 
-    def compare(source: Path | ReadyReplay, size: tuple[int, int], *keys: str, **options: Any) -> bool:
+    def compare(
+        source: Path | ReadyReplay, size: tuple[int, int], *keys: str, color: bool = True, **options: Any
+    ) -> bool:
+        if not color:
+            monkeypatch.setenv("NO_COLOR", "1")
         source = ReadyReplay(source, at_end=True) if isinstance(source, Path) else source
         app = FtmonApp(source, **options)
 

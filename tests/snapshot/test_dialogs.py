@@ -10,10 +10,19 @@ import pytest
 from ftmon.protocol.run.rundir import ExitFile, Recipe, RunDir, RunFile
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.screens import runs
-from scenes import ReadyReplay, recorded, until
+from scenes import LARGE, SMALL, ReadyReplay, both, picture, recorded, until
 
-SMALL, LARGE = (80, 24), (200, 60)
 CREATED = 1_780_000_000.0
+
+
+PICTURES = {
+    "a kill offers the whole run and says no": both("k"),
+    "a kill of the whole run in ASCII": picture("k", "a", "right", ascii=True),
+    "a kill that is refused says why": picture("k", "y"),
+    "a stop asks first": both("S"),
+    "the stacks of all ranks with equal ones together": both("s"),
+    "the stacks of one group with all its threads": picture("s", "right", "enter"),
+}
 
 
 class Commanded(ReadyReplay):
@@ -23,37 +32,14 @@ class Commanded(ReadyReplay):
 
 
 @pytest.fixture
-def asks(plays: Callable[..., bool], recording: Callable[[str], Path]) -> Callable[..., bool]:
+def shows(plays: Callable[..., bool], recording: Callable[[str], Path]) -> Callable[..., bool]:
     """Compare the screen after some keys on a run in which a rank hangs."""
 
     return partial(plays, Commanded(recording("hang"), at_end=True))
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_a_kill_offers_the_whole_run_and_says_no(asks: Callable[..., bool], size: tuple[int, int]) -> None:
-    assert asks(size, "k")
-
-
-def test_a_kill_of_the_whole_run_in_ascii(asks: Callable[..., bool]) -> None:
-    assert asks(SMALL, "k", "a", "right", ascii=True)
-
-
-def test_a_kill_that_is_refused_says_why(asks: Callable[..., bool]) -> None:
-    assert asks(SMALL, "k", "y")
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_a_stop_asks_first(asks: Callable[..., bool], size: tuple[int, int]) -> None:
-    assert asks(size, "S")
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_the_stacks_of_all_ranks_with_equal_ones_together(asks: Callable[..., bool], size: tuple[int, int]) -> None:
-    assert asks(size, "s")
-
-
-def test_the_stacks_of_one_group_with_all_its_threads(asks: Callable[..., bool]) -> None:
-    assert asks(SMALL, "s", "right", "enter")
+def test_picture(shows: Callable[..., bool], picture: tuple[Any, Any]) -> None:
+    assert shows(*picture[0], **picture[1])
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -78,7 +64,7 @@ def test_the_list_of_runs(
     app = FtmonApp()
 
     async def look(pilot: Any) -> None:
-        await until(pilot, lambda: app.screen.query_one(runs.RunRows).count() == len(ends), "the runs")
+        await until(pilot, lambda: len(app.screen.query_one(runs.RunRows).items()) == len(ends), "the runs")
         await pilot.press("down")
         await until(pilot, lambda: app.screen.query_one(runs.RunRows).selected == 1, "the second run selected")
         app.pump()

@@ -3,11 +3,18 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobscenes import driven
+from scenes import both, picture
 
-SIZES = [(80, 24), (200, 60)]
+PICTURES = {
+    "the jobs with the one that trains": both("J"),
+    "a job out of memory": both("J", "up", "up"),
+    "a job that failed before its first step": picture("J", "up"),
+    "the overview names the job": picture(),
+}
 
 
 @pytest.fixture(scope="module")
@@ -20,19 +27,5 @@ def shows(plays: Callable[..., bool], driver: Path) -> Callable[..., bool]:
     return partial(plays, driver)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_the_jobs_with_the_one_that_trains(shows: Callable[..., bool], size: tuple[int, int]) -> None:
-    assert shows(size, "J")
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_job_out_of_memory(shows: Callable[..., bool], size: tuple[int, int]) -> None:
-    assert shows(size, "J", "up", "up")
-
-
-def test_a_job_that_failed_before_its_first_step(shows: Callable[..., bool]) -> None:
-    assert shows((80, 24), "J", "up")
-
-
-def test_the_overview_names_the_job(shows: Callable[..., bool]) -> None:
-    assert shows((80, 24))
+def test_picture(shows: Callable[..., bool], picture: tuple[Any, Any]) -> None:
+    assert shows(*picture[0], **picture[1])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from peaks import explained
+from scenes import LARGE, both, picture
 
-SMALL, LARGE = (80, 24), (200, 60)
 # So few steps that a replay holds all of them at once: what it fetches later, when it rests, changes no picture.
 SCENES: dict[str, dict[str, Any]] = {
     "one": {"ranks": 1, "steps": 48},
@@ -15,6 +15,20 @@ SCENES: dict[str, dict[str, Any]] = {
     "many": {"ranks": 512, "steps": 2},
     "cpu": {"ranks": 2, "steps": 24, "cuda": False},
     "plain": {"ranks": 1, "steps": 24, "taken_apart": False},
+}
+
+
+PICTURES = {
+    "the waterfall of a rank": both("one", "m"),
+    "the waterfall of another phase in the light theme": picture("one", "m", "tab", light=True),
+    "the cause below the waterfall in ASCII": picture("one", "m", "enter", "pagedown", ascii=True),
+    "the waterfall without colour": picture("one", "m", color=False),
+    "the waterfall of a rank on a CPU says so": picture("cpu", "m"),
+    "before anything was taken apart": picture("plain", "m"),
+    "the bars of eight ranks": picture("eight", "m", "v", "down", sizes=(LARGE,)),
+    "the bars of 512 ranks": picture("many", "m", "v"),
+    "what the allocators do": both("eight", "e"),
+    "the cause of a spike where its alert is read": picture("one", "a", "enter"),
 }
 
 
@@ -33,47 +47,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def shows(plays: Callable[..., bool], scene: Callable[[str], Path]) -> Callable[..., bool]:
-    return lambda name, *how, **options: plays(scene(name), *how, **options)
+    return lambda size, name, *keys, **options: plays(scene(name), size, *keys, **options)
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_the_waterfall_of_a_rank(shows: Callable[..., bool], size: tuple[int, int]) -> None:
-    assert shows("one", size, "m")
-
-
-def test_the_waterfall_of_another_phase_in_the_light_theme(shows: Callable[..., bool]) -> None:
-    assert shows("one", SMALL, "m", "tab", light=True)
-
-
-def test_the_cause_below_the_waterfall_in_ascii(shows: Callable[..., bool]) -> None:
-    assert shows("one", SMALL, "m", "enter", "pagedown", ascii=True)
-
-
-def test_the_waterfall_without_colour(shows: Callable[..., bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert shows("one", SMALL, "m")
-
-
-def test_the_waterfall_of_a_rank_on_a_cpu_says_so(shows: Callable[..., bool]) -> None:
-    assert shows("cpu", SMALL, "m")
-
-
-def test_before_anything_was_taken_apart(shows: Callable[..., bool]) -> None:
-    assert shows("plain", SMALL, "m")
-
-
-def test_the_bars_of_eight_ranks(shows: Callable[..., bool]) -> None:
-    assert shows("eight", LARGE, "m", "v", "down")
-
-
-def test_the_bars_of_512_ranks(shows: Callable[..., bool]) -> None:
-    assert shows("many", SMALL, "m", "v")
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_what_the_allocators_do(shows: Callable[..., bool], size: tuple[int, int]) -> None:
-    assert shows("eight", size, "e")
-
-
-def test_the_cause_of_a_spike_where_its_alert_is_read(shows: Callable[..., bool]) -> None:
-    assert shows("one", SMALL, "a", "enter")
+def test_picture(shows: Callable[..., bool], picture: tuple[Any, Any]) -> None:
+    assert shows(*picture[0], **picture[1])

@@ -8,9 +8,16 @@ from ftmon.tui.app import FtmonApp
 from ftmon.tui.screens import oom
 from ftmon.tui.screens.oom import OomScreen
 from oomscenes import TENSORS, HeldRun
-from scenes import until
+from scenes import both, picture, until
 
-SMALL, LARGE = (80, 24), (200, 60)
+NAMES = {"(": "left_parenthesis", ")": "right_parenthesis", "'": "apostrophe", "\n": "enter"}
+TYPED = [NAMES.get(each, each) for each in "tensors(2)\nfree('hidden')\nretry()"]
+PICTURES = {
+    "the report of a held rank": both(),
+    "further down the report in ASCII": picture("pagedown", "pagedown", ascii=True),
+    "the console": both("c", *TYPED),
+    "letting go is asked first": picture("r"),
+}
 
 
 def unanswered(source: HeldRun) -> str | None:
@@ -25,13 +32,13 @@ def shows(snap_compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(oom, "place_words", lambda *_: "~/ftmon/runs/llama3/snapshots/rank-1-oom.pickle")
     monkeypatch.setattr("ftmon.tui.screens.oom.place_words", oom.place_words)
 
-    def compare(size: tuple[int, int], *keys: str, answers: tuple[str, ...] = (), **options: Any) -> bool:
+    def compare(size: tuple[int, int], *keys: str, **options: Any) -> bool:
         source = HeldRun(tmp_path)
         app = FtmonApp(source, **options)
 
         async def play(pilot: Any) -> None:
             await until(pilot, lambda: isinstance(app.screen, OomScreen), "the screen of a held rank")
-            waiting = list(answers)
+            waiting = [TENSORS, "freed 61.00 GiB"]
             for key in keys:
                 await pilot.press(key)
                 await pilot.pause()
@@ -46,25 +53,5 @@ def shows(snap_compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return compare
 
 
-def _key(character: str) -> str:
-    names = {"(": "left_parenthesis", ")": "right_parenthesis", "'": "apostrophe"}
-    return names.get(character, character)
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_the_report_of_a_held_rank(shows: Any, size: tuple[int, int]) -> None:
-    assert shows(size)
-
-
-def test_further_down_the_report_in_ascii(shows: Any) -> None:
-    assert shows(SMALL, "pagedown", "pagedown", ascii=True)
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_the_console(shows: Any, size: tuple[int, int]) -> None:
-    typed = [*map(_key, "tensors(2)"), "enter", *map(_key, "free('hidden')"), "enter", *map(_key, "retry()")]
-    assert shows(size, "c", *typed, answers=(TENSORS, "freed 61.00 GiB"))
-
-
-def test_letting_go_is_asked_first(shows: Any) -> None:
-    assert shows(SMALL, "r")
+def test_picture(shows: Any, picture: tuple[Any, Any]) -> None:
+    assert shows(*picture[0], **picture[1])

@@ -14,7 +14,8 @@ from ftmon.protocol.messages.telemetry import Oom
 from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.protocol.recording.reader import Reader
 from ftmon.tui.model import RunModel
-from ftmon.tui.source.base import CommandRecord, Connection, Transport
+from ftmon.tui.model.oom import CommandRecord
+from ftmon.tui.source.base import Connection, Transport
 from msgspec import structs
 from streams import GIB, Stream, write
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from eventually import SECONDS, eventually
 from ftmon.protocol.messages.control import Alert, RankState
@@ -105,3 +105,22 @@ async def settled(pilot: Any) -> None:
     await pilot.pause(0.1)
     app.pump()
     await pilot.pause(0.1)
+
+
+SMALL, LARGE = (80, 24), (200, 60)
+
+
+class Picture(NamedTuple):
+    """A row of a module's ``PICTURES``: what its fixture ``shows`` gets after the size, in each of the sizes."""
+
+    how: tuple[str, ...]
+    options: dict[str, Any]
+    sizes: tuple[tuple[int, int], ...]
+
+
+def picture(*how: str, sizes: tuple[tuple[int, int], ...] = (SMALL,), **options: Any) -> Picture:
+    return Picture(how, options, sizes)
+
+
+def both(*how: str) -> Picture:
+    return picture(*how, sizes=(SMALL, LARGE))

@@ -69,11 +69,7 @@ def ask(
         while (left := deadline - time.monotonic()) > 0:
             if not socket.poll(round(left * 1000) or 1):
                 break
-            frames = socket.recv_multipart()
-            if len(frames) != 2:
-                continue
-            wire.decode_header(frames[0])
-            answer = wire.decode_body(frames[1])
+            answer = wire.decode_answer(socket.recv_multipart())
             if isinstance(answer, Accepted) and answer.id == command.id:
                 if not answer.ok:
                     raise HubError(answer.text)

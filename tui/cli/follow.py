@@ -159,6 +159,19 @@ class Standing:
             self._line.untie()
 
 
+def pumped(source: Source) -> Generator[None]:
+    """Start a source, yield each time its new messages were applied, and close it; ctrl-c ends the iteration."""
+    with kept((signal.SIGINT,)) as interrupts:
+        source.start()
+        try:
+            while not interrupts:
+                source.pump(POLL_SECONDS)
+                yield
+                time.sleep(POLL_SECONDS)
+        finally:
+            source.close()
+
+
 POLL_SECONDS = 0.1
 DRAIN_SECONDS = 5.0  # time limit of waiting for the rest of the stream after the run's end
 _LATE_SECONDS = 25.0

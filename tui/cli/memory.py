@@ -2,12 +2,11 @@
 
 import os
 import shlex
-import signal
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -31,7 +30,7 @@ from ..model.waterfall import REASONS, Waterfall, unanalysed, waterfall
 from ..source.load import describe, find_recording, find_run, load, open_replays
 from . import output
 from .access import ask, check_rank, living_hub, opened
-from .follow import DRAIN_SECONDS, POLL_SECONDS, Standing, kept
+from .follow import DRAIN_SECONDS, Standing, pumped
 from .output import print_json
 
 _LABEL = 24
@@ -198,22 +197,16 @@ def _follow(run: RunDir, rank: int | None, printed: dict[int, float], as_json: b
 
     source, standing = LiveSource(run), Standing(run)
     drained_by = 0.0
-    with kept([signal.SIGINT]) as interrupts:
-        source.start()
-        try:
-            while not interrupts:
-                source.pump(POLL_SECONDS)
-                for events in _news(source.model, rank, printed):
-                    _print_events(events, as_json)
-                sys.stdout.flush()
-                end = standing.end() or standing.end_without_launcher(source.model)
-                if end is not None:
-                    drained_by = drained_by or time.monotonic() + DRAIN_SECONDS
-                    if source.model.ended or time.monotonic() > drained_by:
-                        return exits.of_run(end)
-                time.sleep(POLL_SECONDS)
-        finally:
-            source.close()
+    with closing(pumped(source)) as pumping:
+        for _ in pumping:
+            for events in _news(source.model, rank, printed):
+                _print_events(events, as_json)
+            sys.stdout.flush()
+            end = standing.end() or standing.end_without_launcher(source.model)
+            if end is not None:
+                drained_by = drained_by or time.monotonic() + DRAIN_SECONDS
+                if source.model.ended or time.monotonic() > drained_by:
+                    return exits.of_run(end)
     return exits.INTERRUPTED
 
 
@@ -232,8 +225,8 @@ def _news(model: RunModel, wanted: int | None, printed: dict[int, float]) -> Ite
 def _print_events(events: AllocatorEvents, as_json: bool) -> None:
     if as_json:
         rates = {
-            row.name: {"allocations_per_second": row.allocations_per_second, "bytes_per_second": row.bytes_per_second}
-            for row in phase_rates(events, ())
+            phase.name: {"allocations_per_second": allocations, "bytes_per_second": size}
+            for phase, allocations, size in phase_rates(events)
         }
         whole = {**msgspec.to_builtins(events), "segment_bytes": segment_bytes(events), "rates": rates}
         print_json(whole, indent=False)
@@ -246,13 +239,14 @@ def event_lines(events: AllocatorEvents) -> Iterator[str]:
     """Yield the lines of a sampled step: one per phase, and one for growth, flushes or much unused memory."""
     at = time.strftime("%H:%M:%S", time.localtime(events.time))
     head = f"{at} rank {events.rank} step {events.step}"
-    for row in phase_rates(events, ()):
+    for row in phase_rates(events):
         speed = ""
         if row.allocations_per_second is not None and row.bytes_per_second is not None:
             speed = f"  {row.allocations_per_second:,.0f}/s  {gib(row.bytes_per_second)}/s"
-        grown = f"  reserved {_signed(row.segment_bytes)}" if row.segment_bytes else ""
-        counts = f"{row.allocations:,} allocations, {gib(row.allocated_bytes)}, largest {gib(row.largest)}"
-        yield f"{head} {sanitize(row.name, 16):<9} {counts}{speed}{grown}"
+        phase = row.phase
+        grown = f"  reserved {_signed(phase.segment_bytes)}" if phase.segment_bytes else ""
+        counts = f"{phase.allocations:,} allocations, {gib(phase.allocated_bytes)}, largest {gib(row.largest)}"
+        yield f"{head} {sanitize(phase.name, 16):<9} {counts}{speed}{grown}"
     more = [f"{events.retries} retries, each after the allocator freed its cache"] if events.retries else []
     if events.reserved_bytes:
         share = max(0.0, 1 - events.allocated_bytes / events.reserved_bytes)

@@ -13,7 +13,7 @@ from ...protocol.run.end import FATAL, first_failure, last_lines, standing
 from ...protocol.run.rundir import ExitFile, RunDir
 from ...protocol.text import counted, duration, gib, sanitize
 from ..model.run import RunModel, early_stop_words
-from ..model.runs import JobRow, failed, job_rows
+from ..model.runs import JobRow, failed, job_row, job_rows
 from ..model.training import perplexity_of
 
 _SHOWN = 40  # maximum number of listed jobs: the last ones
@@ -25,7 +25,7 @@ def job_table(jobs: Mapping[int, Job], now: float) -> Iterator[str]:
     if len(rows) > _SHOWN:
         yield f"jobs: the last {_SHOWN} of {len(rows)}; all of them: --json"
     shown = rows[-_SHOWN:]
-    resident = any(row.peak != row.allocated_peak for row in shown)
+    resident = any(row.job.peak != row.job.allocated_peak for row in shown)
     heads = ("allocated", "reserved", *(("resident",) if resident else ()))
     table = [("job", "outcome", "ranks", "steps", "s/step", "loss", *heads, "time", "command")]
     table += [_cells(row, resident) for row in shown]
@@ -39,14 +39,15 @@ def job_table(jobs: Mapping[int, Job], now: float) -> Iterator[str]:
 
 
 def _cells(row: JobRow, resident: bool) -> tuple[str, ...]:
-    peaks = [row.allocated_peak, row.reserved_peak, *([row.peak] if resident else [])]
-    outcome = row.outcome if row.shown else f"{row.outcome} (not shown)"
+    job = row.job
+    peaks = [job.allocated_peak, job.reserved_peak, *([job.peak] if resident else [])]
+    outcome = row.outcome if job.shown else f"{row.outcome} (not shown)"
     return (
-        *(str(row.number), outcome, str(row.ranks)),
-        f"{row.steps:,}",
-        f"{row.step_seconds:.3f}" if row.step_seconds else "-",
-        f"{row.loss:.4f}" if row.loss is not None else "-",
-        *(gib(peak) if row.steps else "-" for peak in peaks),
+        *(str(job.number), outcome, str(job.world_size)),
+        f"{job.steps:,}",
+        f"{job.step_us / 1e6:.3f}" if job.step_us else "-",
+        f"{job.loss:.4f}" if job.loss is not None else "-",
+        *(gib(peak) if job.steps else "-" for peak in peaks),
         duration(row.seconds),
         row.words,
     )
@@ -54,12 +55,13 @@ def _cells(row: JobRow, resident: bool) -> tuple[str, ...]:
 
 def job_line(jobs: Mapping[int, Job], number: int, now: float) -> str:
     """Return the state of a job in one line."""
-    row = next(row for row in job_rows(jobs, now) if row.number == number)
-    parts = [f"job {number} {row.outcome}", row.words, counted(row.steps, "step")]
-    if row.loss is not None:
-        parts.append(f"loss {row.loss:.4f}")
-    if row.peak:
-        parts.append(f"peak {gib(row.peak)} (rank {row.peak_rank}, {row.peak_phase} of step {row.peak_step:,})")
+    row = job_row(jobs, number, now)
+    job, rank = row.job, row.job.peak_rank
+    parts = [f"job {number} {row.outcome}", row.words, counted(job.steps, "step")]
+    if job.loss is not None:
+        parts.append(f"loss {job.loss:.4f}")
+    if rank is not None and (top := rank.peak_phase) is not None and job.peak:
+        parts.append(f"peak {gib(job.peak)} (rank {rank.rank}, {top.name} of step {top.peak_step:,})")
     parts.append(duration(row.seconds))
     return "  ".join(filter(None, parts)) + (f": {row.text}" if row.text else "")
 
@@ -170,7 +172,7 @@ class Narrator:
                 self._step, self._step_at, self._introduced = 0, float("-inf"), False
                 self._printed_results.clear()
                 self._activities = 0
-                row = next(row for row in job_rows(model.jobs, model.now) if row.number == model.job)
+                row = job_row(model.jobs, model.job, model.now)
                 yield _at(model.jobs[model.job].started, f"job {model.job} begins  {row.words}")
             self._job = model.job
 

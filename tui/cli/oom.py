@@ -8,19 +8,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...protocol.analysis.oom.detector import OomContext
-from ...protocol.analysis.oom.words import explain
-from ...protocol.analysis.remedies import remedies
 from ...protocol.analysis.stalls import evidence
 from ...protocol.errors import FtmonError, HubError, UsageError
 from ...protocol.messages import control
 from ...protocol.messages.control import Result
 from ...protocol.messages.memory import OomReport, RankMoment
-from ...protocol.messages.telemetry import Hello, Oom, Stacks
-from ...protocol.recording.reader import Reader
+from ...protocol.messages.telemetry import Oom, Stacks
 from ...protocol.run import rundir
 from ...protocol.run.rundir import HubFile
 from ...protocol.text import duration, gib, ranks_counted, sanitize
+from ..model.oom import OomCase
 from ..source.load import find_recording, find_run, recording_file
 from .access import ask, check_rank, living_hub, opened
 from .output import print_json
@@ -144,23 +141,12 @@ def _of_recording(name: str) -> tuple[str, list[OomReport]]:
             for frame in reader.sampled("oom_report", rank, _MOST)
             if isinstance(frame.message, OomReport)
         ]
-        if not reports:
-            reports = _without_hub(reader, info.ranks)
+        if not reports:  # no hub has judged them
+            frames = (frame for rank in info.ranks for frame in reader.sampled("oom", rank, _MOST))
+            for case in (OomCase(frame.message) for frame in frames if isinstance(frame.message, Oom)):
+                oom = case.oom
+                reports.append(OomReport(oom.rank, oom.step, oom.phase, oom.time, oom, case.verdict, case.remedies))
     return info.run_id or path.parent.name, sorted(reports, key=lambda report: report.time)
-
-
-def _without_hub(reader: Reader, ranks: list[int]) -> list[OomReport]:
-    """Return the ranks' reports with a verdict, for a recording without the hub's (of an earlier version)."""
-    state = [frame.message for frame in reader.state_at(float("inf"))]
-    hellos = {message.rank: message for message in state if isinstance(message, Hello)}
-    reports: list[OomReport] = []
-    for oom in (frame.message for rank in ranks for frame in reader.sampled("oom", rank, _MOST)):
-        if isinstance(oom, Oom):
-            around = OomContext(hellos.get(oom.rank))
-            verdict = explain(oom, around)
-            found = remedies(oom, verdict, around)
-            reports.append(OomReport(oom.rank, oom.step, oom.phase, oom.time, oom, verdict, found))
-    return reports
 
 
 _WELCOME = (

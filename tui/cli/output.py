@@ -119,10 +119,10 @@ def why_no_app(environ: Mapping[str, str] = os.environ) -> str:
     return ""
 
 
-def wants_ascii(environ: Mapping[str, str] = os.environ) -> bool:
+def wants_ascii() -> bool:
     """Return whether the locale or TERM=linux (the text console) lacks the app's block characters."""
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
-    return not encoding.startswith("utf") or environ.get("TERM") == "linux" or names_c_locale(environ)
+    return not encoding.startswith("utf") or os.environ.get("TERM") == "linux" or names_c_locale()
 
 
 def draws_ascii(arguments: Namespace) -> bool:

@@ -4,7 +4,6 @@ import os
 import re
 import select
 import shlex
-import signal
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from ..source.live import LiveSource
 from ..source.ssh import APP_CHANNELS, Greeting, SshCommand, SshEndpoint, SshError
 from . import output
 from .access import living_hub
-from .follow import POLL_SECONDS, Outages, kept
+from .follow import Outages, pumped
 from .narrate import Narrator, attach_line
 
 _POLL_SECONDS = 0.5
@@ -142,20 +141,16 @@ def watch_remote(
 def _print_lines(source: LiveSource, arguments: Namespace, no_answer: Callable[[], UsageError]) -> int:
     narrator, outages = Narrator(ascii_only=output.draws_ascii(arguments)), Outages()
     deadline = time.monotonic() + CONNECT_SECONDS
-    with kept([signal.SIGINT]) as interrupts:
-        source.start()
-        try:
-            while not source.model.ended and source.connection.state != "ended":
-                source.pump(POLL_SECONDS)
-                for line in [*narrator.new_lines(source.model), *outages.new_lines(source.connection)]:
-                    print(line, flush=True)
-                if interrupts:
-                    return exits.INTERRUPTED
-                if not source.model.last_seq and time.monotonic() > deadline:
-                    raise no_answer()
-                time.sleep(POLL_SECONDS)
-        finally:
-            source.close()
+    with closing(pumped(source)) as pumping:
+        for _ in pumping:
+            for line in [*narrator.new_lines(source.model), *outages.new_lines(source.connection)]:
+                print(line, flush=True)
+            if source.model.ended or source.connection.state == "ended":
+                break
+            if not source.model.last_seq and time.monotonic() > deadline:
+                raise no_answer()
+        else:
+            return exits.INTERRUPTED
     if not source.model.ended:  # the run ended without a connection
         print(source.connection.text or "the run has ended; how is unknown here")
         return 1

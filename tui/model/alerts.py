@@ -64,8 +64,8 @@ class LogEntry:
 class LogHistory:
     """A ring of log lines, oldest first."""
 
-    def __init__(self, capacity: int = LOG_CAPACITY) -> None:
-        self._entries: deque[LogEntry] = deque(maxlen=capacity)
+    def __init__(self) -> None:
+        self._entries: deque[LogEntry] = deque(maxlen=LOG_CAPACITY)
         self.ranks: set[int] = set()
         self.version = 0
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,7 +17,7 @@ from ...protocol.analysis.oom.detector import OomContext
 from ...protocol.analysis.oom.words import explain
 from ...protocol.analysis.remedies import remedies
 from ...protocol.code_owner import library_of
-from ...protocol.messages.control import Accepted, Alert, Result
+from ...protocol.messages.control import Accepted, Alert, Result, Verb
 from ...protocol.messages.memory import Cause, OomReport, OomVerdict, RankMoment, Remedy
 from ...protocol.messages.telemetry import Oom, StackGroup
 from ...protocol.text import duration, gib, sanitize
@@ -117,13 +117,20 @@ MOST_LINES = 5000  # maximum number of output lines kept; the oldest are dropped
 Kind = Literal["in", "out", "error", "note"]
 
 
-class SentCommand(Protocol):
-    """A sent command and its answers, once received."""
+@dataclass(slots=True)
+class CommandRecord:
+    """A sent command and its two answers, once received."""
+
+    id: str
+    verb: Verb
+    sent: float = 0.0
+    accepted: Accepted | None = None
+    result: Result | None = None
 
     @property
-    def accepted(self) -> Accepted | None: ...
-    @property
-    def result(self) -> Result | None: ...
+    def done(self) -> bool:
+        """Whether it is complete: it was refused, or its result was received."""
+        return self.result is not None or (self.accepted is not None and not self.accepted.ok)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +171,7 @@ class ConsoleSession:
         for line in text.splitlines():
             self._add(kind, line)
 
-    def receive(self, commands: Mapping[str, SentCommand]) -> None:
+    def receive(self, commands: Mapping[str, CommandRecord]) -> None:
         for number in list(self._waiting):
             record = commands.get(number)
             if record is None:

@@ -4,7 +4,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Literal, NamedTuple
 
 from ...protocol.analysis.stalls import evidence
@@ -129,69 +128,6 @@ def _on_device(step: telemetry.Step) -> bool:
     return bool(within) and all(record.device_us is not None for record in within)
 
 
-CAPACITY = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One bucket: the mean of the values of the steps from ``step`` on; ``count``: steps times ranks."""
-
-    step: int
-    mean: float
-    count: int
-
-
-class StepSeries:
-    """Values keyed by step number, from any number of ranks, in any order."""
-
-    def __init__(self) -> None:
-        self.per = 1  # steps per bucket
-        self.version = 0
-        self._buckets: dict[int, tuple[float, int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._buckets)
-
-    def add(self, step: int, mean: float, count: int = 1) -> None:
-        """Add ``count`` values of a step, or of several that a recording has pooled; no NaN, no infinities."""
-        self._put(step // self.per, mean * count, count)
-        while len(self._buckets) > CAPACITY:
-            self._halve()
-        self.version += 1
-
-    def adopt(self, past: "StepSeries", before: int) -> None:
-        """Prepend the steps of ``past`` before ``before`` to those known here (which are not older).
-
-        ``past`` is not changed. Its buckets that reach to ``before`` or beyond are omitted.
-        """
-        while self.per < past.per:
-            self._halve()
-        for key, (total, count) in past._buckets.items():
-            if key < before // past.per:
-                self.add(key * past.per, total / count, count)
-        self.version += 1
-
-    def points(self) -> list[Point]:
-        """Return the buckets, oldest first."""
-        return [Point(key * self.per, total / count, count) for key, (total, count) in sorted(self._buckets.items())]
-
-    def means(self, width: int) -> list[float]:
-        """Return the whole run's means pooled into at most ``width`` values, oldest first: a sparkline."""
-        means = [point.mean for point in self.points()]
-        group = max(1, -(-len(means) // width))
-        return [fmean(means[index : index + group]) for index in range(0, len(means), group)]
-
-    def _put(self, key: int, total: float, count: int) -> None:
-        before = self._buckets.get(key, (0.0, 0))
-        self._buckets[key] = before[0] + total, before[1] + count
-
-    def _halve(self) -> None:
-        self.per *= 2
-        old, self._buckets = self._buckets, {}
-        for key, (total, count) in old.items():
-            self._put(key // 2, total, count)
-
-
 RowKind = Literal["group", "frame", "thread", "native"]
 
 
@@ -244,19 +180,20 @@ def _lines(kind: RowKind, text: str, ranks: tuple[int, ...]) -> list[Row]:
 KEPT = 240
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseRates:
-    """Allocator activity in one phase of a sampled step; rates are per second of the phase."""
+class PhaseRates(NamedTuple):
+    """Allocator activity in one phase of a sampled step, with rates per second of the phase.
 
-    name: str
-    allocations: int
-    frees: int
-    allocated_bytes: int
-    largest: int
-    segments: int  # cudaMalloc calls minus cudaFree calls
-    segment_bytes: int
-    allocations_per_second: float | None  # none if the phase's duration is unknown
+    The rates are None if the phase's duration is unknown.
+    """
+
+    phase: telemetry.AllocatorPhase
+    allocations_per_second: float | None
     bytes_per_second: float | None
+
+    @property
+    def largest(self) -> int:
+        """The largest single allocation, bytes."""
+        return max(self.phase.largest, default=0)
 
 
 class AllocatorHistory:
@@ -320,32 +257,13 @@ def segment_bytes(events: telemetry.AllocatorEvents) -> int:
     return sum(phase.segment_bytes for phase in events.phases)
 
 
-def phase_rates(events: telemetry.AllocatorEvents, steps: Iterable[telemetry.Step]) -> list[PhaseRates]:
-    """Return the allocator activity in each phase of a sampled step, in the order of phases.
-
-    ``steps``: recent ones, for probes that do not send phase durations with the sample.
-    """
+def phase_rates(events: telemetry.AllocatorEvents) -> list[PhaseRates]:
+    """Return the allocator activity in each phase of a sampled step, in the order of phases."""
     order = {name: index for index, name in enumerate(telemetry.PHASES)}
-    step = next((step for step in steps if step.step == events.step), None)
     found: list[PhaseRates] = []
     for phase in sorted(events.phases, key=lambda phase: order.get(phase.name, len(order))):
-        record = step.phase(phase.name) if step is not None else None
-        time = phase.host_us
-        if record is not None and not time:
-            time = record.host_us if record.device_us is None else record.device_us
-        found.append(
-            PhaseRates(
-                name=phase.name,
-                allocations=phase.allocations,
-                frees=phase.frees,
-                allocated_bytes=phase.allocated_bytes,
-                largest=max(phase.largest, default=0),
-                segments=phase.segment_allocations - phase.segment_frees,
-                segment_bytes=phase.segment_bytes,
-                allocations_per_second=phase.allocations * 1e6 / time if time > 0 else None,
-                bytes_per_second=phase.allocated_bytes * 1e6 / time if time > 0 else None,
-            )
-        )
+        time, amounts = phase.host_us, (phase.allocations, phase.allocated_bytes)
+        found.append(PhaseRates(phase, *(amount * 1e6 / time if time > 0 else None for amount in amounts)))
     return found
 
 
@@ -547,15 +465,6 @@ class RankModel:
         self.exit_code, self.signal = state.exit_code, state.signal
         if not self.alive:
             self.timeline.current = (EMPTY, EMPTY, EMPTY)
-        self.version += 1
-
-    def forget_steps(self) -> None:
-        """Drop the recent steps, and keep their results: peaks, the last step, the timeline."""
-        self.steps.clear()
-        self.version += 1
-
-    def remember_step(self, step: telemetry.Step) -> None:
-        self.steps.append(step)
         self.version += 1
 
     def _now(self, allocated: int, reserved: int, resident: int) -> None:

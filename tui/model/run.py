@@ -6,7 +6,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import isfinite
 from statistics import median
 from typing import Any, ClassVar
 
@@ -22,7 +21,7 @@ from ...protocol.run.rundir import RunDir
 from ...protocol.text import counted, duration, sanitize
 from .alerts import AlertHistory, LogHistory
 from .oom import CaseKey, OomCase, OomCases
-from .rank import RECENT_STEPS, Fit, Peak, RankModel, StepSeries, fit
+from .rank import RECENT_STEPS, Fit, Peak, RankModel, fit
 from .timeline import Mark
 from .training import HistoryPoint, Training, perplexity_of, seconds_of_pauses_left, times_left
 
@@ -130,11 +129,17 @@ class RunInfo:
     micro_batch: int | None = None
     grad_accumulation: int | None = None
 
+    @classmethod
+    def of(cls, found: Any) -> "RunInfo":
+        """Return the information in a ``run.json``, or in a relay's greeting."""
+        return cls(found.id, found.name, found.kind, list(found.command), found.created, found.host)
+
 
 _MOST_DEVICES = 4_096
 _FAR_FUTURE = 1e11  # upper bound of valid times, seconds since the epoch
 _ALL_STEPS = 20_000  # maximum number of steps kept in full for all ranks together (about 40 MB)
 KEPT_JOBS = 64
+SPARK = 60  # maximum number of values of a sparkline
 
 MARKED_ALERTS = ("spike", "hang", "oom", "died", "growth", "slow", "failure")
 """Kinds of alert that are marked in the timelines of their ranks."""
@@ -160,12 +165,10 @@ class RunModel:
         self.hub: control.HubStats | None = None
         self.hosts: dict[str, hosts.HostState] = {}
         self.results: deque[control.Result] = deque(maxlen=100)
-        self.losses = StepSeries()
-        """Mean over ranks of each step's loss, weighted by label tokens where they are known, over the whole job."""
         self.training = Training()
         self.job = 0  # number of the job of ranks, steps, losses and peaks; 0 if the hub reports no jobs
         self.jobs: dict[int, hosts.Job] = {}
-        self.job_losses: dict[int, StepSeries] = {}
+        self.job_losses: dict[int, list[float]] = {}  # `losses_of` each earlier job
         self.first_t = 0.0  # hub time of the first frame; 0 before any
         self.now = 0.0  # time of this state, seconds since the epoch: the latest frame's, or later (see `tick`)
         self.last_t = 0.0
@@ -357,9 +360,9 @@ class RunModel:
         """Whether the run has had more than one job."""
         return len(self.jobs) > 1
 
-    def losses_of(self, job: int) -> StepSeries | None:
-        """Return the known losses of a job."""
-        return self.losses if job == self.job else self.job_losses.get(job)
+    def losses_of(self, job: int) -> list[float]:
+        """Return the known losses of a job, means over ranks pooled into a sparkline."""
+        return self.training.course.loss_means(SPARK) if job == self.job else self.job_losses.get(job, [])
 
     def rank_states(self) -> dict[control.RankStateName, int]:
         return dict(Counter(rank.state for rank in self.ranks.values()))
@@ -413,8 +416,6 @@ class RunModel:
         if not rank.on_step(step):
             return
         self.training.on_step(step, point_of(step, frame.t))
-        if step.loss is not None and isfinite(step.loss):
-            self.losses.add(step.step, step.loss, step.label_tokens or 1)
         self._update_names += [each.name for each in step.updates if each.name not in self._update_names]
         if self.state == "starting":
             self.state = "training"
@@ -452,10 +453,9 @@ class RunModel:
 
     def _begin_job(self, job: hosts.Job) -> None:
         """Reset for a new job; the state of the run and its hosts is kept."""
-        self.job_losses[self.job] = self.losses
+        self.job_losses[self.job] = self.losses_of(self.job)
         while len(self.job_losses) > KEPT_JOBS:
             del self.job_losses[next(iter(self.job_losses))]
-        self.losses = StepSeries()
         self.training = Training()
         self.plan, self._update_names = None, []
         info = self.info

@@ -4,9 +4,8 @@ import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -223,61 +222,37 @@ _WORDS_LIMIT = 120
 _RANK_OPTIONS = ("--local_rank=", "--local-rank=")
 
 
-@dataclass(frozen=True, slots=True)
-class JobRow:
-    """One job in the table; bytes, seconds."""
+class JobRow(NamedTuple):
+    """One job in the table."""
 
-    number: int
+    job: Job
     words: str  # the words of its command line that differ from other jobs; for a single job, its script
-    state: str
-    text: str
-    ranks: int
-    steps: int
-    step_seconds: float | None
-    loss: float | None
-    peak: int
-    peak_rank: int | None
-    peak_phase: str
-    peak_step: int
-    allocated_peak: int
-    reserved_peak: int
     seconds: float
-    shown: bool
+
+    @property
+    def text(self) -> str:
+        """Why it failed."""
+        return sanitize(self.job.text)
 
     @property
     def outcome(self) -> str:
         """The state in one word; ``oom`` if memory ran out."""
-        return "oom" if self.state == "failed" and is_oom(self.text) else self.state
+        return "oom" if self.job.state == "failed" and is_oom(self.job.text) else self.job.state
 
 
 def job_rows(jobs: Mapping[int, Job], now: float) -> list[JobRow]:
     """Return the table's rows, by number; ``now`` is the end of running jobs for their duration."""
-    words = differing_words([job.argv for job in jobs.values()])
-    return [_row(job, text, now) for job, text in zip(jobs.values(), words, strict=True)]
+    found: list[JobRow] = []
+    for job, words in zip(jobs.values(), differing_words([job.argv for job in jobs.values()]), strict=True):
+        restart = f"restart {job.restart}" if job.restart else ""
+        seconds = max(0.0, (job.ended if job.ended is not None else now) - job.started)
+        found.append(JobRow(job, ", ".join(filter(None, (words, restart))), seconds))
+    return found
 
 
-def _row(job: Job, words: str, now: float) -> JobRow:
-    rank = job.peak_rank
-    phase = rank.peak_phase if rank is not None else None
-    restart = f"restart {job.restart}" if job.restart else ""
-    return JobRow(
-        number=job.number,
-        words=", ".join(filter(None, (words, restart))),
-        state=job.state,
-        text=sanitize(job.text),
-        ranks=job.world_size,
-        steps=job.steps,
-        step_seconds=job.step_us / 1e6 if job.step_us else None,
-        loss=job.loss,
-        peak=job.peak,
-        peak_rank=rank.rank if rank is not None else None,
-        peak_phase=phase.name if phase is not None else "",
-        peak_step=phase.peak_step if phase is not None else 0,
-        allocated_peak=job.allocated_peak,
-        reserved_peak=job.reserved_peak,
-        seconds=max(0.0, (job.ended if job.ended is not None else now) - job.started),
-        shown=job.shown,
-    )
+def job_row(jobs: Mapping[int, Job], number: int, now: float) -> JobRow:
+    """Return a job's row of the table."""
+    return next(row for row in job_rows(jobs, now) if row.job.number == number)
 
 
 def differing_words(commands: Sequence[Sequence[str]]) -> list[str]:

@@ -210,12 +210,12 @@ class Timeline:
         """
         return self._columns(floor(now / span) - width + 1, width, span)
 
-    def whole(self, width: int, now: float | None = None) -> Columns:
+    def whole(self, width: int) -> Columns:
         """Return everything from the first column on in at most ``width`` columns of 1, 2, 4, 8 ... seconds each."""
         begin, end = self.start, self.end
         if begin is None or end is None:
             return Columns(0.0, 1, [], [], [], [])
-        last = max(end - 1, now or 0.0)
+        last = end - 1
         span = 1
         while floor(last / span) - floor(begin / span) + 1 > max(width, 1):
             span *= 2

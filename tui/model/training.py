@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import exp, isfinite
+from statistics import fmean
 from typing import Literal, TypeVar
 
 from ...protocol.messages.telemetry import Activity, Checkpoint, EarlyStop, Evaluation, Plan, Step
@@ -166,6 +167,12 @@ class TrainingHistory:
             self._mean = (self.version, (seconds / 1e6 / count, tokens / count, flops / count))
         return self._mean[1]
 
+    def loss_means(self, width: int) -> list[float]:
+        """Return the job's losses as at most ``width`` means of neighbouring buckets, oldest first: a sparkline."""
+        known = [each.loss / each.loss_weight for _, each in sorted(self._buckets.items()) if each.loss_weight]
+        group = max(1, -(-len(known) // width))
+        return [fmean(known[at : at + group]) for at in range(0, len(known), group)]
+
     def _moments(self, ranks: int, peak: float | None) -> list[HistoryPoint]:
         found: list[HistoryPoint] = []
         total = 0.0
@@ -251,10 +258,6 @@ class Training:
             self.begun.append(activity)
         self.version += 1
 
-    def forget_course(self) -> None:
-        """Drop the steps; evaluations and checkpoints are kept."""
-        self.course = TrainingHistory()
-
     @property
     def evaluation(self) -> Evaluation | None:
         """The latest evaluation with a loss, of the split evaluated first if there are several."""
@@ -266,7 +269,7 @@ class Training:
         """The evaluation with the lowest loss, of the same split."""
         last = self.evaluation
         known = [each for each in self.evaluations if last is not None and each.name == last.name]
-        return min(known, key=lambda each: _finite(each.loss), default=None)
+        return min(with_loss(known), key=lambda each: each.loss or 0.0, default=known[0] if known else None)
 
     def seconds_of(self, kind: str) -> float | None:
         """Return the seconds for which an evaluation (``eval``) or checkpoint pauses training; None before any."""
@@ -281,10 +284,6 @@ class Training:
             by_step[each.step] = by_step.get(each.step, 0.0) + each.seconds
         last = [seconds for _, seconds in sorted(by_step.items())[-_PAUSES_KEPT:] if seconds]
         return sum(last) / len(last) if last else None
-
-
-def _finite(value: float | None) -> float:
-    return value if value is not None and isfinite(value) else float("inf")
 
 
 def _put(known: list[_Result], new: _Result) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from ...protocol.analysis.memory.leak import footprint
 from ...protocol.analysis.words import PART_LABELS
 from ...protocol.messages.memory import PARTS, Composition, PhaseComposition
-from ...protocol.messages.telemetry import PHASES, DeviceSample, MemoryMeasure, Step
+from ...protocol.messages.telemetry import PHASES, DeviceSample, MemoryMeasure
 from .rank import RankModel
 
 LABELS = PART_LABELS | {"other": "other, held by torch", "untraced": "not attributed"}
@@ -100,7 +100,7 @@ def unanalysed(rank: RankModel, phase: str, sample: DeviceSample | None) -> Wate
     step = rank.read or rank.last
     if step is None or not step.phases:
         return None
-    standing = tuple(step_standing(step))
+    standing = tuple(sorted(((each.name, each.peak_span.peak) for each in step.phases), key=lambda each: -each[1]))
     chosen = phase if any(phase == name for name, _ in standing) else standing[0][0]
     peak = dict(standing)[chosen]
     record = step.phase(chosen)
@@ -110,11 +110,6 @@ def unanalysed(rank: RankModel, phase: str, sample: DeviceSample | None) -> Wate
     measure = "glibc" if on_cpu else "cuda"
     made = Waterfall(rank.rank, step.step, chosen, measure, peak, parts, standing, taken_apart=False)
     return made if on_cpu else _on_device(made, rank, record.reserved.peak, sample)
-
-
-def step_standing(step: Step) -> list[tuple[str, int]]:
-    """List a step's phases with their peaks, the highest first."""
-    return sorted(((each.name, each.peak_span.peak) for each in step.phases), key=lambda each: -each[1])
 
 
 def next_phase(known: Collection[str], phase: str, direction: int) -> str:

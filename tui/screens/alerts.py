@@ -12,12 +12,12 @@ from ..model.oom import cause_of_alert
 from ..widgets.alerts import alert_detail, alert_line
 from ..widgets.base import Canvas, Listing, Prompt, pressing
 from ..widgets.drawing import Line
-from .base import ListScreen, key
+from .base import BACK, LOGS, ListScreen, key
 from .kill import suggested
 from .memory import MemoryScreen
 
 
-class AlertList(Listing):
+class AlertList(Listing[Alert]):
     """Unresolved alerts first, then resolved ones, each newest first."""
 
     text = ""
@@ -27,24 +27,16 @@ class AlertList(Listing):
         replay = self.app_state.source is not None and self.app_state.source.transport.mode == "replay"
         return "no alert in this recording" if replay else "no alerts: nothing to report"
 
-    def alerts(self) -> list[Alert]:
+    def items(self) -> list[Alert]:
         wanted = self.text.casefold()
         found = pressing(list(self.app_state.model.alerts))
         return [alert for alert in found if wanted in f"{alert.kind} {alert.title} {alert.text}".casefold()]
 
-    @property
-    def chosen(self) -> Alert | None:
-        alerts = self.alerts()
-        return alerts[min(self.selected, len(alerts) - 1)] if alerts else None
-
     def key(self) -> object:
         return id(self.app_state.model.alerts), self.app_state.model.alerts.version, self.text, self.selected
 
-    def count(self) -> int:
-        return len(self.alerts())
-
-    def item(self, index: int, width: int, selected: bool) -> Line:
-        return alert_line(self.alerts()[index], width, self.theme, selected)
+    def item(self, item: Alert, width: int, selected: bool) -> Line:
+        return alert_line(item, width, self.theme, selected)
 
 
 class AlertDetail(Canvas):
@@ -88,7 +80,7 @@ class AlertsScreen(ListScreen):
     LEGEND = ("alerts",)
     TITLE_LINES = 1
     BINDINGS: ClassVar[list[BindingType]] = [
-        key("escape", "app.back", "back", "back to the overview"),
+        BACK,
         key("up", "move(-1)", "up", "the alert above", show=False),
         key("down", "move(1)", "down", "the alert below", show=False),
         key("pageup", "page(-1)", "page up", "scroll the evidence up", show=False),
@@ -97,7 +89,7 @@ class AlertsScreen(ListScreen):
         key("m", "memory", "memory", "the memory of the alert's rank and phase"),
         key("j", "jump", "jump there", "go to the moment it was raised"),
         key("slash", "filter", "filter", "show only alerts that contain a text"),
-        key("l", "app.logs", "logs", "the output of all ranks"),
+        LOGS,
     ]
 
     def body(self) -> Iterable[Widget]:

@@ -14,11 +14,11 @@ from textual.binding import Binding, BindingType
 from textual.command import Provider
 from textual.driver import Driver
 from textual.events import Resize
-from textual.keys import format_key
 from textual.screen import Screen
 from textual.theme import Theme as AppTheme
 
 from ..source.base import Source
+from ..widgets.base import key_name
 from ..widgets.drawing import ASCII, choose
 from ..widgets.screen_output import ScreenOutput
 from ..widgets.state import AppState
@@ -137,10 +137,11 @@ class ThemedApp(App[None]):
             if binding.action in seen or not enabled or not binding.tooltip or binding.action == "command_palette":
                 continue
             seen.add(binding.action)
-            sign = format_key(binding.key)  # "?" of question_mark
-            name = sign if len(sign) == 1 and sign.isascii() else binding.key
             action = binding.action if "." in binding.action else f"screen.{binding.action}"
-            title, run = f"{binding.description}  ({name})", partial(self.call_later, self.run_action, action)
+            title, run = (
+                f"{binding.description}  ({key_name(binding.key)})",
+                partial(self.call_later, self.run_action, action),
+            )
             yield SystemCommand(title, tooltip or binding.tooltip, run)
 
     def action_detach(self) -> None:

@@ -1,6 +1,7 @@
 """Base of the full screens (summary, replay bar, keys, minimum size), and the help screen."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from textual.app import ComposeResult
@@ -41,6 +42,20 @@ LINE_KEYS: list[BindingType] = [
     key("pagedown", "page(1)", "page down", "a screen down", show=False),
 ]
 """Keys of a list of lines."""
+BACK = key("escape", "app.back", "back", "back to the overview")
+TRAINING = key("t", "app.training", "training", "loss, evaluations, learning rate, speed and MFU over the run")
+ALERTS = key("a", "app.alerts", "alerts", "all alerts, each with its evidence")
+MEMORY = key("m", "app.memory", "memory", "where the memory of a step's peak goes")
+LOGS = key("l", "app.logs", "logs", "the output of all ranks")
+STACKS = key("s", "app.stacks", "stacks", "where every rank is: Python stacks, equal ones together")
+EVENTS = key("e", "app.events", "events", "what the allocator does, by phase")
+"""Keys of the screens of a run."""
+
+
+def hidden(binding: Binding) -> Binding:
+    """Return a binding that is not on the key bar."""
+    return replace(binding, show=False)
+
 
 COMMON_KEYS: list[BindingType] = [
     key("k", "app.kill", "kill", "end ranks, or the run; asks first"),
@@ -129,15 +144,12 @@ class MonitorScreen(Screen[Any]):
     def tick(self) -> None:
         """Draw changes; called by the app's timer."""
         self.set_class(self.app_state.replaying, "replaying")
-        for widget in self.canvases():
+        for widget in [child for child in self.children if isinstance(child, Canvas) and child.display]:
             widget.tick()
 
     def in_question(self) -> set[int]:
         """Return the ranks that a kill from this screen suggests."""
         return suggested(self.app_state.model, self.app_state.selected)
-
-    def canvases(self) -> list[Canvas]:
-        return [child for child in self.children if isinstance(child, Canvas) and child.display]
 
 
 class ListScreen(MonitorScreen):

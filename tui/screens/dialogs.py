@@ -10,8 +10,8 @@ from textual.screen import ModalScreen
 
 from ...protocol.messages.control import Result, Verb
 from ...protocol.text import sanitize
+from ..model.oom import CommandRecord
 from ..model.run import RunModel
-from ..source.base import CommandRecord
 from ..widgets.base import Canvas, Prompt
 from ..widgets.drawing import Line, marked
 from ..widgets.header import time_of_day
@@ -49,9 +49,6 @@ class Dialog(ModalScreen[Any]):
     def lines(self, width: int, height: int) -> list[Line]:
         raise NotImplementedError
 
-    def wanted_height(self) -> int:
-        return len(self.lines(self.inner_width, 1000))
-
     @property
     def inner_width(self) -> int:
         return min(self.WIDTH, self.app.size.width - 2) - 4
@@ -62,7 +59,7 @@ class Dialog(ModalScreen[Any]):
         if self.theme.glyphs.is_ascii:
             styles.border = ("ascii", self.theme.tone("accent"))
         styles.width = self.inner_width + 4
-        styles.height = min(self.wanted_height() + 2, self.app.size.height)
+        styles.height = min(len(self.lines(self.inner_width, 1000)) + 2, self.app.size.height)
 
     def on_mount(self) -> None:
         self.fit()
@@ -219,7 +216,7 @@ class CommandStatus:
 
 def result_words(verb: str, result: Result) -> str:
     """Return a command's result in one line; for a snapshot its path; for native stacks why a rank has none."""
-    paths = snapshot_paths(result)
+    paths = [*_told(result, "path").values()]
     if verb == "snapshot" and result.ok and paths:
         return f"snapshot written: {paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
     for rank, why in without_native(result).items():
@@ -227,11 +224,6 @@ def result_words(verb: str, result: Result) -> str:
     if result.ok and verb in _DONE:
         return _DONE[verb]
     return sanitize(result.text or f"{verb}: {'done' if result.ok else 'failed'}", 300)
-
-
-def snapshot_paths(result: Result) -> list[str]:
-    """Return the files in the answers of a ``snapshot`` command's ranks."""
-    return [*_told(result, "path").values()]
 
 
 def without_native(result: Result) -> dict[str, str]:

@@ -7,9 +7,9 @@ from textual.binding import Binding, BindingType
 
 from ...protocol.messages.control import Alert, Kill, Stop
 from ...protocol.text import counted
+from ..model.oom import CommandRecord
 from ..model.rank import RankModel
 from ..model.run import RunModel
-from ..source.base import CommandRecord
 from ..widgets.drawing import Line, cut, gib, marked, wrap
 from ..widgets.state import AppState
 from ..widgets.theme import Theme

@@ -11,10 +11,10 @@ from ..widgets.alerts import log_line
 from ..widgets.base import Listing, Prompt
 from ..widgets.drawing import Line
 from ..widgets.theme import ruled
-from .base import LINE_KEYS, ListScreen, key
+from .base import ALERTS, BACK, LINE_KEYS, ListScreen, key
 
 
-class LogList(Listing):
+class LogList(Listing[LogEntry]):
     """The lines that pass the filter."""
 
     follow = True
@@ -28,7 +28,7 @@ class LogList(Listing):
         logs = self.app_state.model.logs
         return id(logs), logs.version, self.rank, self.text, self.follow, self.selected
 
-    def entries(self) -> list[LogEntry]:
+    def items(self) -> list[LogEntry]:
         """Return the lines that pass the filter, cached until log or filter changes."""
         logs = self.app_state.model.logs
         made_of = (id(logs), logs.version, self.rank, self.text)
@@ -37,18 +37,15 @@ class LogList(Listing):
             self._entries = logs.select(rank=self.rank, text=self.text)
         return self._entries
 
-    def count(self) -> int:
-        return len(self.entries())
-
-    def item(self, index: int, width: int, selected: bool) -> Line:
-        return log_line(self.entries()[index], width, self.theme, self.rank is None, selected and not self.follow)
+    def item(self, item: LogEntry, width: int, selected: bool) -> Line:
+        return log_line(item, width, self.theme, self.rank is None, selected and not self.follow)
 
     def head(self, width: int) -> list[Line]:
         theme = self.theme
         dim = theme.style("dim")
         who = "all ranks" if self.rank is None else "the launcher" if self.rank < 0 else f"rank {self.rank}"
         left = Line(f" output of {who} ", theme.style("text", bold=True))
-        left.add(f"{self.count():,} lines ", dim)
+        left.add(f"{len(self.items()):,} lines ", dim)
         if self.text:
             left.add(f"with {self.text!r} ", theme.style("accent"))
         right = Line(
@@ -67,7 +64,7 @@ class LogsScreen(ListScreen):
     )
     TITLE_LINES = 1
     BINDINGS: ClassVar[list[BindingType]] = [
-        key("escape", "app.back", "back", "back to the overview"),
+        BACK,
         key("slash", "filter", "filter", "show only lines that contain a text"),
         key("left", "whose(-1)", "rank", "the output of another rank"),
         key("right", "whose(1)", "next rank", "the output of the next rank", show=False),
@@ -75,7 +72,7 @@ class LogsScreen(ListScreen):
         *LINE_KEYS,
         key("home", "end(0)", "first", "the first line", show=False),
         key("end", "end(-1)", "last", "the last line", show=False),
-        key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
+        ALERTS,
     ]
 
     def body(self) -> Iterable[Widget]:

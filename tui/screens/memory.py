@@ -17,7 +17,7 @@ from ..widgets.drawing import Line, wrap
 from ..widgets.plots import Chart, Series, chart_lines
 from ..widgets.ranks import name
 from ..widgets.state import AppState, rank_view
-from .base import TALL, SelectedRankScreen, key
+from .base import ALERTS, BACK, EVENTS, MEMORY, TALL, SelectedRankScreen, hidden, key
 from .dialogs import CommandStatus
 
 _CHART_LINES = 14  # minimum remaining rows for the chart of peaks over steps
@@ -128,7 +128,7 @@ class MemoryScreen(SelectedRankScreen):
     LEGEND = ("parts",)
     TITLE_LINES = 1
     BINDINGS: ClassVar[list[BindingType]] = [
-        key("escape", "app.back", "back", "back to the overview"),
+        BACK,
         key("right,tab", "phase(1)", "phase", "the next phase of the step", bar="tab"),
         key("left,shift+tab", "phase(-1)", "phase before", "the phase before", show=False),
         key("up", "rank(-1)", "previous", "the rank before", show=False),
@@ -141,8 +141,7 @@ class MemoryScreen(SelectedRankScreen):
         key("enter", "unfold", "all stacks", "all stacks of the cause with all frames, or the first ones", show=False),
         key("pageup", "page(-1)", "page up", "scroll up", show=False),
         key("pagedown", "page(1)", "page down", "scroll down", show=False),
-        key("e", "app.events", "events", "what the allocator does, by phase"),
-        key("a", "app.alerts", "alerts", "all alerts, each with its evidence", show=False),
+        *(EVENTS, hidden(ALERTS)),
     ]
 
     def __init__(self, app_state: AppState, phase: str = "") -> None:
@@ -273,11 +272,10 @@ class EventsScreen(SelectedRankScreen):
     )
     TITLE_LINES = 1
     BINDINGS: ClassVar[list[BindingType]] = [
-        key("escape", "app.back", "back", "back to the overview"),
+        BACK,
         key("up,left", "rank(-1)", "previous", "the rank before"),
         key("down,right", "rank(1)", "next rank", "the rank after"),
-        key("m", "app.memory", "memory", "where the memory of a step's peak goes"),
-        key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
+        *(MEMORY, ALERTS),
     ]
 
     def body(self) -> Iterable[Widget]:

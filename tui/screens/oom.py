@@ -25,7 +25,7 @@ from ..source.load import open_replays
 from ..widgets.drawing import Line, wrap
 from ..widgets.oom import VIEWS, ConsoleInput, ConsoleOutput, OomHead, OomReportView
 from ..widgets.state import AppState
-from .base import MonitorScreen, key
+from .base import LINE_KEYS, MonitorScreen, key
 from .dialogs import CommandDialog, answer_lines, button_line, refusal
 from .snapshot import SnapshotScreen
 
@@ -195,10 +195,7 @@ class OomScreen(MonitorScreen):
     LEGEND = ("states",)
     BINDINGS: ClassVar[list[BindingType]] = [
         key("escape", "leave", "back", "back; from the console to the report"),
-        key("up", "scroll(-1)", "up", "one line up", show=False),
-        key("down", "scroll(1)", "down", "one line down", show=False),
-        key("pageup", "page(-1)", "page up", "a screen up", show=False),
-        key("pagedown", "page(1)", "page down", "a screen down", show=False),
+        *LINE_KEYS,
         key("c,5", "console", "console", "run code in the failing frame of a held rank", bar="c"),
         key("r", "release", "release", "release a held rank; asks first"),
         key(
@@ -332,13 +329,13 @@ class OomScreen(MonitorScreen):
     def on_console_input_scrolled(self, event: ConsoleInput.Scrolled) -> None:
         self.action_page(event.direction)
 
-    def action_scroll(self, lines: int) -> None:
+    def action_move(self, lines: int) -> None:
         shown = self._output if self.has_class("console") else self._report
         shown.scroll(lines)
 
     def action_page(self, direction: int) -> None:
         shown = self._output if self.has_class("console") else self._report
-        self.action_scroll(direction * max(1, shown.size.height - 2))
+        self.action_move(direction * max(1, shown.size.height - 2))
 
     def action_case(self, delta: int) -> None:
         keys = [case.key for case in self.app_state.model.ooms.ordered()]

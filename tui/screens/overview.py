@@ -16,7 +16,7 @@ from ..widgets.ranks import RankGrid, figure_lines, grid_plan, title
 from ..widgets.state import AppState, rank_view
 from ..widgets.theme import ruled
 from ..widgets.training import FEWEST_COLUMNS, STRIP_LINES, TrainingStrip
-from .base import MonitorScreen, SelectedRankScreen, key
+from .base import ALERTS, BACK, EVENTS, LOGS, MEMORY, STACKS, TRAINING, MonitorScreen, SelectedRankScreen, hidden, key
 
 
 class OverviewScreen(MonitorScreen):
@@ -32,12 +32,7 @@ class OverviewScreen(MonitorScreen):
     LEGEND = ("graph", "phases", "states", "alerts", "heat")
     BINDINGS: ClassVar[list[BindingType]] = [
         key("enter", "app.open", "open", "open the selected rank"),
-        key("t", "app.training", "training", "loss, evaluations, learning rate, speed and MFU over the run"),
-        key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
-        key("m", "app.memory", "memory", "where the memory of a step's peak goes"),
-        key("l", "app.logs", "logs", "the output of all ranks"),
-        key("s", "app.stacks", "stacks", "where every rank is: Python stacks, equal ones together"),
-        key("e", "app.events", "events", "what the allocator does, by phase", show=False),
+        *(TRAINING, ALERTS, MEMORY, LOGS, STACKS, hidden(EVENTS)),
         key("z", "zoom", "zoom", "scale graphs to the device's capacity, or to the run's highest peak"),
         key("v", "view", "view", "cards, rows or heat map", show=False),
         key("left", "move(-1,0)", "left", "select the rank to the left", show=False),
@@ -163,17 +158,10 @@ class RankScreen(SelectedRankScreen):
     LEGEND = ("phases", "states")
     TITLE_LINES = 1
     BINDINGS: ClassVar[list[BindingType]] = [
-        key("escape", "app.back", "back", "back to the overview"),
+        BACK,
         key("left,up", "rank(-1)", "previous", "the rank before"),
         key("right,down", "rank(1)", "next rank", "the rank after"),
-        key(
-            "t", "app.training", "training", "loss, evaluations, learning rate, speed and MFU over the run", show=False
-        ),
-        key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
-        key("m", "app.memory", "memory", "where the memory of a step's peak goes"),
-        key("l", "app.logs", "logs", "the output of all ranks"),
-        key("s", "app.stacks", "stacks", "where every rank is: Python stacks, equal ones together"),
-        key("e", "app.events", "events", "what the allocator does, by phase", show=False),
+        *(hidden(TRAINING), ALERTS, MEMORY, LOGS, STACKS, hidden(EVENTS)),
     ]
 
     def __init__(self, app_state: AppState) -> None:

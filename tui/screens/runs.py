@@ -12,12 +12,12 @@ from textual.widget import Widget
 from ...protocol.errors import FtmonError
 from ...protocol.run.rundir import RunDir, home
 from ...protocol.text import duration
-from ..model.runs import JobRow, RunEntry, RunList, job_rows
+from ..model.runs import JobRow, RunEntry, RunList, job_row, job_rows
 from ..widgets.base import Canvas, Listing, Prompt
 from ..widgets.drawing import Line
 from ..widgets.state import AppState
 from ..widgets.tables import detail_lines, head_line, job_line
-from .base import COMMON_KEYS, ListScreen, MonitorScreen, key
+from .base import ALERTS, BACK, COMMON_KEYS, LOGS, ListScreen, MonitorScreen, key
 
 POLL_SECONDS = 1.0
 
@@ -29,7 +29,7 @@ NEED_A_RUN = frozenset(
 _NO_RUNS = "no runs yet: start one with 'ftmon demo' or 'ftmon run -- COMMAND'"
 
 
-class RunRows(Listing):
+class RunRows(Listing[RunEntry]):
     """The runs that pass the filter, newest first."""
 
     empty = _NO_RUNS
@@ -52,7 +52,7 @@ class RunRows(Listing):
         except FtmonError:  # the directory of runs was changed: commands report the problem
             self._entries = []
         if chosen is not None:
-            ids = [entry.id for entry in self.entries()]
+            ids = [entry.id for entry in self.items()]
             self.selected = ids.index(chosen.id) if chosen.id in ids else self.selected
 
     def filter(self, text: str) -> None:
@@ -60,27 +60,19 @@ class RunRows(Listing):
         self.text = text
         self.empty = f"no run contains '{text}'; / changes the filter" if text else _NO_RUNS
 
-    def entries(self) -> list[RunEntry]:
+    def items(self) -> list[RunEntry]:
         wanted = self.text.casefold()
         return [
             e for e in self._entries if wanted in f"{e.id} {e.kind} {e.condition} {e.subject} {e.reason}".casefold()
         ]
 
-    @property
-    def chosen(self) -> RunEntry | None:
-        entries = self.entries()
-        return entries[min(self.selected, len(entries) - 1)] if entries else None
-
     def key(self) -> object:
         return (
-            self.entries(),
+            self.items(),
             self.text,
             self.selected,
             int(self._read_at) if any(e.live for e in self._entries) else 0,
         )
-
-    def count(self) -> int:
-        return len(self.entries())
 
     def head(self, width: int) -> list[Line]:
         theme = self.theme
@@ -104,8 +96,8 @@ class RunRows(Listing):
     def _name_width(width: int) -> int:
         return max(20, min(48, width - 58))
 
-    def item(self, index: int, width: int, selected: bool) -> Line:
-        entry, theme = self.entries()[index], self.theme
+    def item(self, item: RunEntry, width: int, selected: bool) -> Line:
+        entry, theme = item, self.theme
         ground = "raised" if selected else "background"
         names = self._name_width(width)
         glyph, tone = theme.state(entry.condition if entry.condition != "lost" else "unreachable")
@@ -170,30 +162,25 @@ class RunsScreen(ListScreen):
         self.query_one(RunRows).filter(text)
 
 
-class JobList(Listing):
+class JobList(Listing[JobRow]):
     """All jobs, by number."""
 
     empty = "no job yet: none of its ranks has reported"
     follow = True
-
-    def rows(self) -> list[JobRow]:
-        model = self.app_state.model
-        return job_rows(model.jobs, model.now)
 
     def key(self) -> object:
         """Return a value that changes with the jobs, the selection, and while a job runs with each second."""
         model = self.app_state.model
         return model.job, tuple(model.jobs.values()), self.selected, int(model.now)
 
-    def count(self) -> int:
-        return len(self.app_state.model.jobs)
+    def items(self) -> list[JobRow]:
+        return job_rows(self.app_state.model.jobs, self.app_state.model.now)
 
     def head(self, width: int) -> list[Line]:
         return [head_line(width, self.theme)]
 
-    def item(self, index: int, width: int, selected: bool) -> Line:
-        row = self.rows()[index]
-        return job_line(row, width, self.theme, selected, row.number == self.app_state.model.job)
+    def item(self, item: JobRow, width: int, selected: bool) -> Line:
+        return job_line(item, width, self.theme, selected, item.job.number == self.app_state.model.job)
 
 
 class JobDetail(Canvas):
@@ -204,17 +191,14 @@ class JobDetail(Canvas):
 
     def key(self) -> object:
         model = self.app_state.model
-        losses = model.losses_of(self.number)
-        return self.number, self.top, model.jobs.get(self.number), losses.version if losses is not None else 0
+        return self.number, self.top, model.jobs.get(self.number), model.losses_of(self.number)
 
     def draw(self, width: int, height: int) -> list[Line]:
         model = self.app_state.model
-        job = model.jobs.get(self.number)
-        if job is None:
+        if self.number not in model.jobs:
             return []
-        row = next(row for row in job_rows(model.jobs, model.now) if row.number == self.number)
-        losses = model.losses_of(self.number)
-        lines = detail_lines(job, row, losses.means(60) if losses is not None else [], width, self.theme)
+        row = job_row(model.jobs, self.number, model.now)
+        lines = detail_lines(row, model.losses_of(self.number), width, self.theme)
         self.top = max(0, min(self.top, len(lines) - height))
         shown = lines[self.top : self.top + height]
         below = len(lines) - self.top - height
@@ -236,13 +220,12 @@ class JobsScreen(MonitorScreen):
     )
     TITLE_LINES = 1
     BINDINGS: ClassVar[list[BindingType]] = [
-        key("escape", "app.back", "back", "back to the overview"),
+        BACK,
         key("up", "move(-1)", "previous", "the job before"),
         key("down", "move(1)", "next job", "the job after"),
         key("pagedown", "scroll(1)", "scroll", "further down in the selected job"),
         key("pageup", "scroll(-1)", "scroll up", "further up in it", show=False),
-        key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
-        key("l", "app.logs", "logs", "the output of all ranks"),
+        *(ALERTS, LOGS),
     ]
 
     def body(self) -> Iterable[Widget]:
@@ -251,11 +234,10 @@ class JobsScreen(MonitorScreen):
 
     def tick(self) -> None:
         listing, detail = self.query_one(JobList), self.query_one(JobDetail)
-        listing.styles.height = min(listing.count() + 2, max(4, self.size.height // 3))
+        listing.styles.height = min(len(self.app_state.model.jobs) + 2, max(4, self.size.height // 3))
         listing.tick()
-        numbers = list(self.app_state.model.jobs)
-        if numbers:
-            detail.number = numbers[max(0, min(listing.selected, len(numbers) - 1))]
+        if (row := listing.chosen) is not None:
+            detail.number = row.job.number
         super().tick()
 
     def action_move(self, delta: int) -> None:

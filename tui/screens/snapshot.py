@@ -174,7 +174,7 @@ class SnapshotScreen(ListScreen, inherit_bindings=False):
         self.tick()
 
     def action_branch(self) -> None:
-        row = self.rows.current()
+        row = self.rows.chosen
         if row is not None and row.branch:
             self.explorer.toggle(row.path, row.shown)
             self.tick()

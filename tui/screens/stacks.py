@@ -15,11 +15,11 @@ from ..widgets.drawing import Line
 from ..widgets.header import time_of_day
 from ..widgets.state import AppState
 from ..widgets.theme import ruled
-from .base import LINE_KEYS, ListScreen, key
+from .base import BACK, LINE_KEYS, ListScreen, key
 from .dialogs import CommandStatus, refusal
 
 
-class StackList(Listing):
+class StackList(Listing[Row]):
     """Groups of ranks, and their frames."""
 
     empty = "no stacks yet"
@@ -37,7 +37,7 @@ class StackList(Listing):
     def stacks(self) -> dict[int, Stacks]:
         return {rank: one.stacks for rank, one in self.app_state.model.ranks.items() if one.stacks is not None}
 
-    def rows(self) -> list[Row]:
+    def items(self) -> list[Row]:
         """Return the rows, cached until new stacks arrive or a group is folded."""
         made_for = (self._stack_ids(), self.unfolded)
         if self._made[0] != made_for:
@@ -46,15 +46,8 @@ class StackList(Listing):
             self._made = (made_for, rows(self.stacks(), native, self.unfolded))
         return self._made[1]
 
-    def row(self) -> Row | None:
-        found = self.rows()
-        return found[min(self.selected, len(found) - 1)] if found else None
-
-    def count(self) -> int:
-        return len(self.rows())
-
-    def item(self, index: int, width: int, selected: bool) -> Line:
-        row, theme = self.rows()[index], self.theme
+    def item(self, item: Row, width: int, selected: bool) -> Line:
+        row, theme = item, self.theme
         ground = "raised" if selected else "background"
         indent = {"group": " ", "thread": "   "}.get(row.kind, "     ")
         tone = {"group": "accent", "thread": "text"}.get(row.kind, "text" if selected else "dim")
@@ -87,7 +80,7 @@ class StacksScreen(ListScreen):
     )
     TITLE_LINES = 1
     BINDINGS: ClassVar[list[BindingType]] = [
-        key("escape", "app.back", "back", "back to the overview"),
+        BACK,
         key("s", "again", "again", "request the stacks of all ranks again"),
         key("enter", "unfold", "all threads", "all threads of this group's first rank, or only the training threads"),
         key("t", "native", "native", "native frames of this group's first rank, by py-spy"),
@@ -105,7 +98,7 @@ class StacksScreen(ListScreen):
 
     def on_mount(self) -> None:
         """Request stacks at once; if that is impossible, report it only if there are none to show."""
-        if not refusal(self.app_state, "stacks") or not self.query_one(StackList).count():
+        if not refusal(self.app_state, "stacks") or not self.query_one(StackList).items():
             self.action_again()
         self.tick()
 
@@ -118,7 +111,7 @@ class StacksScreen(ListScreen):
         self._ask(control.Stacks(), "the stacks of all ranks are asked for")
 
     def action_native(self) -> None:
-        row = self.query_one(StackList).row()
+        row = self.query_one(StackList).chosen
         if row is not None:
             self.query_one(StackList).unfolded |= {row.ranks[0]}
             self._ask(control.Stacks([row.ranks[0]], native=True), f"rank {row.ranks[0]}: native frames are asked for")
@@ -129,7 +122,7 @@ class StacksScreen(ListScreen):
 
     def action_unfold(self) -> None:
         lines = self.query_one(StackList)
-        row = lines.row()
+        row = lines.chosen
         if row is None:
             return
         ranks = frozenset(row.ranks)
@@ -138,20 +131,20 @@ class StacksScreen(ListScreen):
 
     def action_group(self, delta: int) -> None:
         lines = self.query_one(StackList)
-        row = lines.row()
+        row = lines.chosen
         if row is None:
             return
-        heads = [one.ranks for one in lines.rows() if one.kind == "group"]
+        heads = [one.ranks for one in lines.items() if one.kind == "group"]
         index = max(0, min(heads.index(row.ranks) + delta, len(heads) - 1))
         self.app_state.select(heads[index][0])
         self._go_to_group(heads[index])
 
     def _go_to_group(self, ranks: tuple[int, ...]) -> None:
         lines = self.query_one(StackList)
-        found = [index for index, one in enumerate(lines.rows()) if one.kind == "group" and one.ranks == ranks]
+        found = [index for index, one in enumerate(lines.items()) if one.kind == "group" and one.ranks == ranks]
         if found:
             lines.go_to(found[0])
 
     def in_question(self) -> set[int]:
-        row = self.query_one(StackList).row()
+        row = self.query_one(StackList).chosen
         return set(row.ranks) if row is not None and len(row.ranks) == 1 else super().in_question()

@@ -12,7 +12,7 @@ from ..widgets.base import Canvas
 from ..widgets.drawing import Line
 from ..widgets.state import AppState
 from ..widgets.training import GUTTER, training_lines
-from .base import MonitorScreen, key
+from .base import ALERTS, BACK, LOGS, MonitorScreen, hidden, key
 
 RESTS = 8.0  # new steps are drawn only after this multiple of the last drawing's duration
 
@@ -64,7 +64,7 @@ class TrainingScreen(MonitorScreen):
     LEGEND = ("training", "alerts")
     TITLE_LINES = 2
     BINDINGS: ClassVar[list[BindingType]] = [
-        key("escape", "app.back", "back", "back to the overview"),
+        BACK,
         key("left", "cursor(-1)", "cursor", "move the cursor one column back", bar="← →"),
         key(
             "right",
@@ -85,8 +85,7 @@ class TrainingScreen(MonitorScreen):
         key("home", "edge(0)", "first", "the cursor to the first step", show=False),
         key("end", "edge(-1)", "last", "the cursor to the newest step", show=False),
         key("j", "jump", "replay there", "move the whole view (replay, or rewind) to the cursor's step", show=False),
-        key("a", "app.alerts", "alerts", "all alerts, each with its evidence"),
-        key("l", "app.logs", "logs", "the output of all ranks", show=False),
+        *(ALERTS, hidden(LOGS)),
     ]
     HIDDEN: ClassVar[frozenset[str]] = frozenset(("finer", "coarser"))
 

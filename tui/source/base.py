@@ -11,7 +11,8 @@ from functools import partialmethod
 from pathlib import Path
 from typing import Literal, Protocol
 
-from ...protocol.messages.control import Accepted, AlertKind, Result, Severity, Verb
+from ...protocol.messages.control import AlertKind, Severity, Verb
+from ..model.oom import CommandRecord
 from ..model.run import RunModel
 
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
@@ -123,22 +124,6 @@ class Connection:
     text: str = ""
     since: float = 0.0
     lost: int = 0  # number of frames missed here that are not in the recording either (heartbeats never are)
-
-
-@dataclass(slots=True)
-class CommandRecord:
-    """A sent command and its two answers, once received."""
-
-    id: str
-    verb: Verb
-    sent: float = 0.0
-    accepted: Accepted | None = None
-    result: Result | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether it is complete: it was refused, or its result was received."""
-        return self.result is not None or (self.accepted is not None and not self.accepted.ok)
 
 
 class Source(Protocol):

@@ -19,8 +19,9 @@ from ...protocol.messages import wire
 from ...protocol.messages.control import Accepted, Command, HubStats, Result, Verb
 from ...protocol.messages.wire import RESTART_LEAP, Frame, is_leap
 from ...protocol.run.rundir import RunDir
+from ..model.oom import CommandRecord
 from ..model.run import RunInfo, RunModel
-from .base import CommandRecord, Connection, ConnectionState, Request, Transport
+from .base import Connection, ConnectionState, Request, Transport
 from .load import TAIL_FRAMES, Endpoint, History, Hub, Overview, adopt, load, read_overview
 from .replay import Playback, marks
 from .ssh import RemoteReader
@@ -280,11 +281,7 @@ class Feed(threading.Thread):
                 self._refuse(command)
 
     def _receive_answer(self, control: "zmq.Socket[Any]") -> None:
-        parts = control.recv_multipart()
-        if len(parts) != 2:
-            return
-        wire.decode_header(parts[0])
-        answer = wire.decode_body(parts[1])
+        answer = wire.decode_answer(control.recv_multipart())
         if isinstance(answer, Accepted | Result):
             self.arrivals.append(Arrival(answer=answer))
 
@@ -490,7 +487,6 @@ def _info(run: RunDir | None) -> RunInfo:
     if run is None:
         return RunInfo()
     try:
-        content = run.read_run()
+        return RunInfo.of(run.read_run())
     except FtmonError:
         return RunInfo(id=run.id, name=run.id)
-    return RunInfo(content.id, content.name, content.kind, content.command, content.created, content.host)

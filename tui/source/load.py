@@ -18,12 +18,12 @@ from ...protocol.messages.hosts import Job
 from ...protocol.messages.telemetry import AllocatorEvents, Checkpoint, Evaluation, Step
 from ...protocol.messages.wire import RESTART_LEAP, Frame
 from ...protocol.recording.reader import Reader
-from ...protocol.recording.results import MemoryColumn, PeakMark, RecordingInfo, StepPoint, TrainingPoint
+from ...protocol.recording.results import MemoryColumn, PeakMark, RecordingInfo, TrainingPoint
 from ...protocol.run import rundir
 from ...protocol.run.rundir import RunDir
 from ...protocol.snapshot.reader import SnapshotReading
-from ..model.rank import KEPT, StepSeries
-from ..model.run import RunInfo, RunModel
+from ..model.rank import KEPT
+from ..model.run import SPARK, RunInfo, RunModel
 from ..model.timeline import EMPTY, RATIO, Level
 from ..model.training import TrainingHistory
 
@@ -35,7 +35,6 @@ class History(Protocol):
     def frames(self, after_seq: int, limit: int, until_t: float | None = None) -> list[Frame]: ...
     def state_at(self, t: float) -> list[Frame]: ...
     def memory(self, t0: float, t1: float, columns: int) -> list[MemoryColumn]: ...
-    def series(self, rank: int, t0: float, t1: float, limit: int) -> list[StepPoint]: ...
     def training(self, rank: int, t0: float, t1: float, limit: int) -> list[TrainingPoint]: ...
     def alerts(self, t0: float | None = None, t1: float | None = None) -> list[Alert]: ...
     def logs(
@@ -53,20 +52,17 @@ MAX_COLUMNS = 512
 MAX_CELLS = 40_000  # maximum number of columns of all ranks together; with many ranks each has fewer
 MAX_SAMPLES = 3_000  # maximum number of sampled steps of all ranks together
 FEWEST_SAMPLES = 8  # minimum per rank, below which none are read
-SERIES_POINTS = 512
-SERIES_RANKS = 64
-FEWEST_RANKS = 4  # minimum number of ranks per job
 JOBS_READ = 16  # maximum number of jobs whose curves are read
-COURSE_POINTS = 2048
-COURSE_RANKS = 4  # number of training points read, and of ranks: the other ranks are assumed to be similar
+COURSE_POINTS = 2048  # maximum number of training points read of a rank
+COURSE_RANKS = 4  # minimum number of ranks whose training points are read: the others are assumed to be similar
+COURSE_CELLS = 8192  # points of all ranks together up to which more of them are read, at most 64
 RESULTS_READ = 1000  # maximum number of evaluations, and of checkpoints, that are read, spread over the recording
 
 
 class Curves:
-    """Losses, training figures and results of one job."""
+    """Training figures and results of one job."""
 
     def __init__(self) -> None:
-        self.losses = StepSeries()
         self.course = TrainingHistory()
         self.results: list[Frame] = []
 
@@ -100,13 +96,7 @@ def read_overview(history: History, info: RecordingInfo, cancelled: Callable[[],
     spans = _job_spans(history, info)
     for job, (begin, until) in spans.items():
         curves = overview.curves[job] = Curves()
-        for rank in info.ranks[: max(FEWEST_RANKS, SERIES_RANKS // len(spans))]:
-            if cancelled():
-                break
-            for point in history.series(rank, begin, until, SERIES_POINTS):
-                if point.loss is not None:
-                    curves.losses.add(point.step, point.loss, point.count)
-        for rank in info.ranks[:COURSE_RANKS]:
+        for rank in info.ranks[: max(COURSE_RANKS, min(64, COURSE_CELLS // max(info.last_step, 1)))]:
             if cancelled():
                 break
             for point in history.training(rank, begin, until, COURSE_POINTS):
@@ -163,12 +153,6 @@ def read_memory(history: History, first: int, columns: int, span: int, until: fl
         level.reach(place)
         level.lift(place, place, column.allocated_peak, column.reserved_peak, resident)
     return levels
-
-
-def fine_begin(t: float, seconds: int, span: int) -> int:
-    """Return the begin of the one-second columns that end at ``t``: a multiple of 16 s, not within the first column."""
-    step = min(span, RATIO * RATIO)
-    return ceil((floor(t) - seconds) / step) * step
 
 
 TAIL_FRAMES = 1200  # maximum number of frames before the requested time that are folded one by one
@@ -270,15 +254,15 @@ def _fold(model: RunModel, frames: list[Frame], begin: int) -> None:
             model.apply(frame)
     job, older = model.job, {number: rank.last for number, rank in model.ranks.items()}
     for rank in model.ranks.values():
-        rank.forget_steps()
-    model.training.forget_course()
+        rank.steps.clear()
+    model.training.course = TrainingHistory()
     for frame in frames:
         if frame.seq > begin:
             model.apply(frame)
     for number, last in older.items() if model.job == job else ():
         rank = model.ranks[number]
         if last is not None and not rank.steps:
-            rank.remember_step(last)
+            rank.steps.append(last)
 
 
 def adopt(model: RunModel, overview: Overview, until: float | None = None, now: float | None = None) -> None:
@@ -308,8 +292,6 @@ def adopt_steps(model: RunModel, overview: Overview) -> None:
         firsts = [rank.steps[0].step for rank in model.ranks.values() if rank.steps]
         first = model.training.course.first_step
         firsts += [first] if first is not None else []
-        if firsts:
-            model.losses.adopt(curves.losses, min(firsts))
         model.training.course.adopt(curves.course, min(firsts, default=1 << 62))
         for frame in curves.results:
             if frame.t <= model.now and isinstance(frame.message, Evaluation):
@@ -318,13 +300,15 @@ def adopt_steps(model: RunModel, overview: Overview) -> None:
                 model.training.on_checkpoint(frame.message)
     for job, past in overview.curves.items():
         if 0 < job < model.job and not model.job_losses.get(job):
-            model.job_losses[job] = past.losses
+            model.job_losses[job] = past.course.loss_means(SPARK)
 
 
 def _load_memory(history: History, begin: float, t: float, model: RunModel, overview: Overview | None) -> None:
     """Load the memory before ``begin``, the start of the folded frames: by the second, and pooled before that."""
     span = overview.span if overview is not None else 1
-    fine = fine_begin(begin, FINE_SECONDS, span)
+    # By the second up to `begin`: from a multiple of 16 s on, not within the first pooled column.
+    step = min(span, RATIO * RATIO)
+    fine = ceil((floor(begin) - FINE_SECONDS) / step) * step
     parts: list[dict[int, Level]] = []
     if overview is not None:
         fine = max(fine, overview.first * span)

@@ -18,8 +18,9 @@ from ...protocol.messages.telemetry import Hello, Step
 from ...protocol.messages.wire import Frame
 from ...protocol.recording.reader import Reader
 from ...protocol.recording.results import RecordingInfo
+from ..model.oom import CommandRecord
 from ..model.run import RunInfo, RunModel
-from .base import AlertMark, CommandRecord, Connection, Request, Transport, next_speed
+from .base import AlertMark, Connection, Request, Transport, next_speed
 from .load import History, Overview, Superseded, adopt, describe, load, read_overview
 
 _LATEST_S = 60.0  # maximum seconds between an alert's own time and its first message
@@ -449,11 +450,6 @@ def first_ranks_time(reader: Reader, info: RecordingInfo) -> float:
     return found or info.first_t
 
 
-def ended_badly(info: RecordingInfo) -> bool:
-    """Return whether a recorded run failed, or ended with unresolved errors."""
-    return info.state == "failed" or bool(info.open_errors and not info.live)
-
-
 class ReplaySource:
     """Plays a recording, from ``start`` (seconds since the epoch), its end (``at_end``), or the most useful place.
 
@@ -471,7 +467,8 @@ class ReplaySource:
         self.folder: Path | None = self._path.parent
         with Reader(self._path) as reader:
             info = reader.info()
-            failed = start is None and not at_end and ended_badly(info)
+            ended_badly = info.state == "failed" or bool(info.open_errors and not info.live)
+            failed = start is None and not at_end and ended_badly
             if start is None:
                 start = info.last_t if failed or at_end else first_ranks_time(reader, info)
         self.transport = Transport("replay", self._request)

@@ -246,10 +246,7 @@ class SshEndpoint(Endpoint):
 
     @property
     def info(self) -> RunInfo:
-        found = self.greeting
-        return (
-            RunInfo(found.id, found.name, found.kind, found.command, found.created, found.host) if found else RunInfo()
-        )
+        return RunInfo.of(self.greeting) if self.greeting is not None else RunInfo()
 
     @property
     def trouble(self) -> str:
@@ -382,7 +379,6 @@ class RemoteReader:
     frames = _asked(Reader.frames)
     state_at = _asked(Reader.state_at)
     memory = _asked(Reader.memory)
-    series = _asked(Reader.series)
     training = _asked(Reader.training)
     alerts = _asked(Reader.alerts)
     logs = _asked(Reader.logs)
@@ -427,11 +423,7 @@ class RemoteReader:
         socket.send_multipart(wire.encode("app", self._asked, time.time(), query), zmq.NOBLOCK)
         while True:
             self._await(socket, zmq.POLLIN, deadline)
-            frames = socket.recv_multipart()
-            if len(frames) != 2:
-                continue
-            wire.decode_header(frames[0])
-            answer = wire.decode_body(frames[1])
+            answer = wire.decode_answer(socket.recv_multipart())
             if isinstance(answer, Answer) and answer.id == query.id:
                 return answer
 

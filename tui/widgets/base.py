@@ -1,11 +1,13 @@
 """Base of the widgets (line painting, scrolling list, input line), and the fixed parts of a screen."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from textual.binding import Binding
 from textual.events import Key
 from textual.geometry import Region
+from textual.keys import format_key
 from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
@@ -114,26 +116,36 @@ def _changed_span(old: Line, new: Line, y: int, width: int) -> tuple[int, int, i
     return 0, y, max(1, last), 1
 
 
-class Listing(Canvas):
-    """A list with one line per item. A subclass counts the items and draws one."""
+_Item = TypeVar("_Item")
+
+
+class Listing(Canvas, Generic[_Item]):
+    """A list with one line per item. A subclass lists the items and draws one."""
 
     selected = 0
     top = 0
     follow = False  # keep the last item selected as items are added
     empty = "nothing here"
 
-    def count(self) -> int:
+    def items(self) -> Sequence[_Item]:
         raise NotImplementedError
 
-    def item(self, index: int, width: int, selected: bool) -> Line:
+    def item(self, item: _Item, width: int, selected: bool) -> Line:
         raise NotImplementedError
+
+    @property
+    def chosen(self) -> _Item | None:
+        """The selected item; None in an empty list."""
+        items = self.items()
+        return items[min(self.selected, len(items) - 1)] if items else None
 
     def head(self, width: int) -> list[Line]:
         return []
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the visible items, with a scroll mark at the right if there are more."""
-        head, total = self.head(width), self.count()
+        head, items = self.head(width), self.items()
+        total = len(items)
         room = max(1, height - len(head))
         if self.follow:
             self.selected = max(0, total - 1)
@@ -142,13 +154,13 @@ class Listing(Canvas):
         if not total:
             return [*head, Line(f" {self.empty}", self.theme.style("dim"))]
         lines = [
-            self.item(index, width - 1, index == self.selected).fit(width - 1, self.theme.base)
-            for index in range(self.top, min(total, self.top + room))
+            self.item(item, width - 1, index == self.selected).fit(width - 1, self.theme.base)
+            for index, item in enumerate(items[self.top : self.top + room], self.top)
         ]
         return [*head, *scroll_marked(lines, self.top, total, room, self.theme)]
 
     def move(self, delta: int) -> None:
-        self.selected = max(0, min(self.selected + delta, self.count() - 1))
+        self.selected = max(0, min(self.selected + delta, len(self.items()) - 1))
         self.follow = False
         self.tick(force=True)
 
@@ -157,7 +169,7 @@ class Listing(Canvas):
 
     def go_to(self, index: int) -> None:
         """Select an item; -1 is the last."""
-        self.selected = index if index >= 0 else max(0, self.count() - 1)
+        self.selected = index if index >= 0 else max(0, len(self.items()) - 1)
         self.tick(force=True)
 
 
@@ -288,27 +300,16 @@ _ALWAYS = ("app.kill", "app.stop", "app.help", "app.detach")
 _ACTING = ("app.kill", "app.stop", "app.stacks", "compose", "arm", "take")
 
 
-_NAMES = {
-    "question_mark": "?",
-    "left_square_bracket": "[",
-    "right_square_bracket": "]",
-    "left_curly_bracket": "{",
-    "right_curly_bracket": "}",
-    "plus": "+",
-    "minus": "-",
-    "equals_sign": "=",
-    "slash": "/",
-    "ctrl+p": "^p",
-    "ctrl+l": "^l",
-    "ctrl+z": "^z",
-    "comma": ",",
-    "full_stop": ".",
-}
+def key_name(key: str) -> str:
+    """Return a key's character, or its name if it has none: ``?`` of ``question_mark``, ``enter``."""
+    sign = format_key(key)
+    return sign if len(sign) == 1 and sign.isascii() else key
 
 
 def key_words(binding: Binding, theme: Theme) -> str:
     """Return a binding's key as labelled on a keyboard."""
-    return " ".join(theme.glyphs.keys.get(key, _NAMES.get(key, key)) for key in binding.key.split(","))
+    keys = theme.glyphs.keys
+    return " ".join(keys.get(key) or key_name(key).replace("ctrl+", "^") for key in binding.key.split(","))
 
 
 class Prompt(Canvas, can_focus=True):

@@ -1,6 +1,6 @@
 """Draws the legends of a screen's signs, with the signs themselves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 from rich.style import Style
 
@@ -32,75 +32,6 @@ PHASE_WORDS = {
     "other": "between phases, evaluations, checkpoints",
 }
 
-
-def _head(text: str, theme: Theme) -> Line:
-    return Line(text, theme.style("accent", bold=True))
-
-
-def _sign(sign: str, style: Style, words: str, theme: Theme) -> Line:
-    return Line("  ", theme.base).add(sign, style).add(f"  {words}", theme.style("dim"))
-
-
-def graph_legend(theme: Theme) -> list[Line]:
-    """Explain the memory graph."""
-    glyphs = theme.glyphs
-    behind = glyphs.reserved * 2 if theme.plain_graphs else "  "
-    signs = (
-        (glyphs.eighths[8] * 2, theme.style("allocated"), "allocated (on a CPU: in use, by glibc)"),
-        (behind, theme.style("text", "reserved"), "reserved by the allocator (on a CPU: the resident set)"),
-        (glyphs.peak * 2, theme.style("peak"), "the highest peak of this rank so far"),
-        (
-            glyphs.spike + " ",
-            theme.style("warning", bold=True),
-            "a spike: memory allocated and freed; n jumps to it, a explains it",
-        ),
-    )
-    top = Line("  the top edge is the device's capacity, or after z the run's highest peak", theme.style("dim"))
-    return [_head("memory", theme), *(_sign(*sign, theme) for sign in signs), top]
-
-
-def phase_legend(theme: Theme) -> list[Line]:
-    """Explain the phase bar."""
-    lines = [_head("shares of a step", theme)]
-    for name, words in PHASE_WORDS.items():
-        sample = FILLS.get(name, "_") * 2 if theme.plain_graphs else "  "
-        line = Line("  ", theme.base).add(sample, theme.style("on_color", theme.phase(name)))
-        lines.append(line.add(f"  {SHORT[name]:<6}", theme.base).add(words, theme.style("dim")))
-    return lines
-
-
-def state_legend(theme: Theme) -> list[Line]:
-    """Explain the states of a rank."""
-    lines = [_head("states", theme)]
-    for state, words in STATE_WORDS.items():
-        glyph, tone = theme.state(state)
-        line = Line(f"  {glyph}   ", theme.style(tone)).add(f"{state:<12}", theme.base)
-        lines.append(line.add(words, theme.style("dim")))
-    return lines
-
-
-def alert_legend(theme: Theme) -> list[Line]:
-    """Explain the severities."""
-    lines = [_head("alerts", theme)]
-    for severity, words in (
-        ("error", "the run is blocked or ends"),
-        ("warning", "needs attention"),
-        ("info", "for information"),
-    ):
-        glyph, tone = theme.severity(severity)
-        lines.append(Line(f"  {glyph}   ", theme.style(tone)).add(words, theme.style("dim")))
-    return lines
-
-
-def heat_legend(theme: Theme) -> list[Line]:
-    """Explain the heat map."""
-    ramp = Line("  ", theme.base)
-    for color in theme.palette.heat if theme.color else ():
-        ramp.add(" ", theme.style("text", color))
-    words = "  a rank's peak as a share of its device, in percent (small cells: tens of percent)"
-    return [_head("heat map", theme), ramp.add(words, theme.style("dim"))]
-
-
 PART_WORDS = {
     "parameters": "the model's weights as it computes with them",
     "gradients": "gradients of the weights",
@@ -117,38 +48,84 @@ PART_WORDS = {
 }
 
 
-def part_legend(theme: Theme) -> list[Line]:
-    """Explain the colours of a memory peak's parts (in stacked bars without colour: their letters)."""
-    lines = [_head("composition of a peak", theme)]
-    for name, words in PART_WORDS.items():
-        sample = PART_FILLS.get(name, "?") * 2 if theme.plain_graphs else "  "
-        line = Line("  ", theme.base).add(sample, theme.style("on_color", theme.part(name)))
-        label = "unused, reserved" if name == "unused" else LABELS.get(name, name)
-        lines.append(line.add(f"  {label:<22}", theme.base).add(words, theme.style("dim")))
+def _legend(title: str, rows: Iterable[tuple[str, Style, str, str]], theme: Theme, lead: str = "  ") -> list[Line]:
+    """Draw a title, and a line for each sign: the sign with its style, its name, and what it means."""
+    lines = [Line(title, theme.style("accent", bold=True))]
+    for sign, style, name, words in rows:
+        lines.append(Line(lead, theme.base).add(sign, style).add(name, theme.base).add(words, theme.style("dim")))
     return lines
 
 
-def training_legend(theme: Theme) -> list[Line]:
-    """Explain the curves and marks of a training."""
-    lines = [_head("curves and marks", theme)]
+def _graph(theme: Theme) -> list[Line]:
+    glyphs, spike = theme.glyphs, theme.style("warning", bold=True)
+    behind = glyphs.reserved * 2 if theme.plain_graphs else "  "
+    rows = [
+        (glyphs.eighths[8] * 2, theme.style("allocated"), "", "  allocated (on a CPU: in use, by glibc)"),
+        (behind, theme.style("text", "reserved"), "", "  reserved by the allocator (on a CPU: the resident set)"),
+        (glyphs.peak * 2, theme.style("peak"), "", "  the highest peak of this rank so far"),
+        (glyphs.spike + " ", spike, "", "  a spike: memory allocated and freed; n jumps to it, a explains it"),
+    ]
+    top = Line("  the top edge is the device's capacity, or after z the run's highest peak", theme.style("dim"))
+    return [*_legend("memory", rows, theme), top]
+
+
+def _fill(letters: Mapping[str, str], name: str, other: str, color: str, theme: Theme) -> tuple[str, Style]:
+    return letters.get(name, other) * 2 if theme.plain_graphs else "  ", theme.style("on_color", color)
+
+
+def _phases(theme: Theme) -> list[Line]:
+    fills = ((*_fill(FILLS, name, "_", theme.phase(name), theme), name) for name in PHASE_WORDS)
+    rows = [(sign, style, f"  {SHORT[name]:<6}", PHASE_WORDS[name]) for sign, style, name in fills]
+    return _legend("shares of a step", rows, theme)
+
+
+def _states(theme: Theme) -> list[Line]:
+    signs = ((*theme.state(state), state) for state in STATE_WORDS)
+    rows = [(f"  {glyph}   ", theme.style(tone), f"{state:<12}", STATE_WORDS[state]) for glyph, tone, state in signs]
+    return _legend("states", rows, theme, lead="")
+
+
+def _alerts(theme: Theme) -> list[Line]:
+    words = {"error": "the run is blocked or ends", "warning": "needs attention", "info": "for information"}
+    signs = ((*theme.severity(severity), text) for severity, text in words.items())
+    rows = [(f"  {glyph}   ", theme.style(tone), "", text) for glyph, tone, text in signs]
+    return _legend("alerts", rows, theme, lead="")
+
+
+def _heat(theme: Theme) -> list[Line]:
+    ramp = Line("  ", theme.base)
+    for color in theme.palette.heat if theme.color else ():
+        ramp.add(" ", theme.style("text", color))
+    words = "  a rank's peak as a share of its device, in percent (small cells: tens of percent)"
+    return [*_legend("heat map", (), theme), ramp.add(words, theme.style("dim"))]
+
+
+def _parts(theme: Theme) -> list[Line]:
+    labels = LABELS | {"unused": "unused, reserved"}
+    fills = ((*_fill(PART_FILLS, name, "?", theme.part(name), theme), name) for name in PART_WORDS)
+    rows = [(sign, style, f"  {labels.get(name, name):<22}", PART_WORDS[name]) for sign, style, name in fills]
+    return _legend("composition of a peak", rows, theme)
+
+
+def _training(theme: Theme) -> list[Line]:
     points = "loss of single steps; where several share a dot, the lowest and the highest"
-    for sign, tone, words in (
+    signs = (
         (sign_of("points", theme), "dim", points),
         (sign_of("line", theme), "accent", "smoothed loss; below, the mean of the steps"),
         (sign_of("marks", theme), "warning", "loss of an evaluation"),
         ("c", "good", "a checkpoint; C is the best so far"),
         ("E", "accent", "the training stopped early"),
-    ):
-        lines.append(_sign(sign, theme.style(tone), f" {words}", theme))
-    return lines
+    )
+    rows = [(sign, theme.style(tone), "", f"   {words}") for sign, tone, words in signs]
+    return _legend("curves and marks", rows, theme)
 
 
 LEGENDS: dict[str, Callable[[Theme], list[Line]]] = {
-    "graph": graph_legend,
-    "phases": phase_legend,
-    "states": state_legend,
-    "alerts": alert_legend,
-    "heat": heat_legend,
-    "parts": part_legend,
-    "training": training_legend,
+    "graph": _graph,
+    "phases": _phases,
+    "states": _states,
+    "alerts": _alerts,
+    "heat": _heat,
+    "parts": _parts,
+    "training": _training,
 }

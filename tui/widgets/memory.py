@@ -40,14 +40,14 @@ def phase_lines(rank: RankModel, width: int, theme: Theme) -> list[Line]:
     last = rank.allocator.last
     if last is None:
         return []
-    table = phase_rates(last, reversed(rank.steps))
     wide = width >= 100
     head = f" {'phase':<11}{'allocations':>12}{'a second':>10}{'GiB/s':>9}{'largest':>13}{'reserved grew':>15}"
     head += f"{'frees':>10}{'allocated':>13}{'segments':>10}" if wide else ""
     lines = [Line(head, theme.style("dim"))]
-    for row in table:
-        line = Line(" ", theme.base).add(" ", theme.style("text", theme.phase(row.name)))
-        line.add(f" {sanitize(row.name, 9):<9}", theme.style(bold=True))
+    for row in phase_rates(last):
+        name = row.phase.name
+        line = Line(" ", theme.base).add(" ", theme.style("text", theme.phase(name)))
+        line.add(f" {sanitize(name, 9):<9}", theme.style(bold=True))
         lines.append(_figures(line, row, wide, theme))
     line = Line(f" {'step':<11}", theme.style("dim"))
     line.add(f"{allocations(last):>12,}{'':>10}{'':>9}{'':>13}", theme.style("dim"))
@@ -59,10 +59,12 @@ def phase_lines(rank: RankModel, width: int, theme: Theme) -> list[Line]:
 def _figures(line: Line, row: PhaseRates, wide: bool, theme: Theme) -> Line:
     rate = "-" if row.allocations_per_second is None else count(row.allocations_per_second)
     speed = "-" if row.bytes_per_second is None else f"{row.bytes_per_second / 2**30:.1f}"
-    line.add(f"{row.allocations:>12,}{rate:>10}{speed:>9}{gib_words(row.largest):>13}", theme.base)
-    line.add(f"{_grown(row.segment_bytes):>15}", theme.style("warning") if row.segment_bytes else theme.style("dim"))
-    segments = f"{row.segments:+,}" if row.segments else "0"
-    more = f"{row.frees:>10,}{gib_words(row.allocated_bytes):>13}{segments:>10}" if wide else ""
+    phase = row.phase
+    line.add(f"{phase.allocations:>12,}{rate:>10}{speed:>9}{gib_words(row.largest):>13}", theme.base)
+    line.add(f"{_grown(phase.segment_bytes):>15}", theme.style("warning" if phase.segment_bytes else "dim"))
+    segments = phase.segment_allocations - phase.segment_frees
+    words = f"{segments:+,}" if segments else "0"
+    more = f"{phase.frees:>10,}{gib_words(phase.allocated_bytes):>13}{words:>10}" if wide else ""
     return line.add(more, theme.style("dim"))
 
 
@@ -143,25 +145,14 @@ def _graph(
     label: str, figure: str, values: Sequence[int], top: int, room: int, height: int, tone: str, theme: Theme
 ) -> list[Line]:
     shown = stretched(pooled(values, room), room)
-    rows = memory_graph([Column(value, 0) for value in shown], len(shown), height, Scale(max(1, top)), theme)
+    rows = memory_graph([Column(value, 0) for value in shown], len(shown), height, Scale(max(1, top)), theme, tone)
     lines = [Line()] if height > 2 else []
     for index, row in enumerate(rows):
         foot = index == len(rows) - 1
         line = Line(f" {label:<{_LABEL - 13}}" if foot else " " * (_LABEL - 12), theme.base)
         line.add(f"{figure:>10}  " if foot else " " * 12, theme.style(bold=True))
-        lines.append(line.join(_toned(row, tone, theme)))
+        lines.append(line.join(row))
     return lines
-
-
-def _toned(row: Line, tone: str, theme: Theme) -> Line:
-    """Return a row drawn in the tone of allocated memory in another tone."""
-    if tone == "allocated" or theme.plain_graphs:
-        return row
-    others = {theme.style("text", "allocated"): theme.style("text", tone), theme.style("allocated"): theme.style(tone)}
-    line = Line()
-    for text, style in row.parts:
-        line.add(text, others.get(style, style))
-    return line
 
 
 def pooled(values: Sequence[int], width: int) -> list[int]:

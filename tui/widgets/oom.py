@@ -15,7 +15,7 @@ from ...protocol.code_owner import library_of
 from ...protocol.messages.memory import PARTS, RankMoment, Remedy
 from ...protocol.messages.telemetry import Oom
 from ...protocol.text import duration, gib, sanitize
-from ..model.oom import CaseKey, ConsoleSession, OomCase, is_complete, numbers, split_frame
+from ..model.oom import CaseKey, ConsoleSession, OomCase, group_parts, is_complete, numbers, split_frame
 from ..model.peaks import Answer, Change, WhatIf
 from ..model.run import RunModel, held_since, hold_words
 from ..model.waterfall import CPU_LABELS, LABELS
@@ -326,20 +326,9 @@ def _holders(oom: Oom, width: int, theme: Theme) -> Iterator[Line]:
     for group in oom.holders[:_HOLDERS]:
         blocks = f"{group.count:>6,} " + ("block " if group.count == 1 else "blocks")
         line = Line(f"  {gib(group.bytes):>12}", theme.style("text", bold=True)).add(f" {blocks}  ", theme.style("dim"))
-        yield line.add(theme.cut(_place(group.frames), width - line.width - 1), theme.base)
-
-
-def _place(frames: list[str]) -> str:
-    parts = [split_frame(frame) for frame in reversed(frames)]
-    if not parts:
-        return "no Python stack recorded"
-    own = next((part for part in parts if not library_of(part[0])), None)
-    words = _frame_words(*parts[0])
-    return words if own is None or own == parts[0] else f"{words} (from {_frame_words(*own)})"
-
-
-def _frame_words(filename: str, line: str, name: str) -> str:
-    return f"{name} {filename.replace(chr(92), '/').rpartition('/')[2]}:{line}" if filename else name
+        inner, own = (place.replace("  ", " ") for place in group_parts(group))
+        place = f"{inner} (from {own})" if own else inner if group.frames else "no Python stack recorded"
+        yield line.add(theme.cut(place, width - line.width - 1), theme.base)
 
 
 def _ranks(case: OomCase, width: int, theme: Theme) -> Iterator[Line]:

@@ -58,8 +58,9 @@ def _plot(chart: Chart, width: int, height: int, theme: Theme) -> list[Line]:
     figure = new_figure(width - 1, height)
     figure.axes(False)
     markers = _markers(theme)[0]
+    tones: dict[str, str] = {}
     for index, series in enumerate(chart.series):
-        color = _rgb(theme.tone(series.tone)) if theme.color else None
+        color = _number_color(index, series.tone, tones) if theme.color else None
         draw(figure, chart.steps, series.values, markers[index], line=True, color=color)
     low = min(min(series.values) for series in chart.series)
     high = max(max(series.values) for series in chart.series)
@@ -72,30 +73,12 @@ def _plot(chart: Chart, width: int, height: int, theme: Theme) -> list[Line]:
     first, last = chart.steps[0], chart.steps[-1]
     shown = sorted({first, *(round(first + (last - first) * part / 4) for part in range(1, 4)), last})
     figure.ruler("x").ticks(shown, [f"{step:,}" for step in shown])
-    return [_line(row, width, theme) for row in rows(figure)[:height]]
+    cells = (_cells(row, width - 1, tones) for row in rows(figure)[:height])
+    return [Line(" ", theme.style("dim")).join(row_line(row, theme)) for row in cells]
 
 
 def _tick(value: float, high: float) -> str:
     return f"{value:.0f}" if high >= 100 else f"{value:.1f}" if high >= 10 else f"{value:.2f}"
-
-
-def _rgb(color: str) -> tuple[int, int, int]:
-    return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
-
-
-def _line(ansi: str, width: int, theme: Theme) -> Line:
-    text = Text.from_ansi(ansi)
-    dim = theme.style("dim")
-    line = Line()
-    position = 0
-    for span in sorted(text.spans, key=lambda each: each.start):
-        line.add(text.plain[position : span.start], dim)
-        color = getattr(span.style, "color", None)
-        style = theme.style(color.triplet.hex) if color is not None and color.triplet and theme.color else theme.base
-        line.add(text.plain[span.start : span.end], style if color is not None else dim)
-        position = span.end
-    line.add(text.plain[position:], dim)
-    return Line(" ", dim).join(line).fit(width, theme.base)
 
 
 class Column(NamedTuple):
@@ -121,14 +104,19 @@ def eighths(count: float, top: float, height: int) -> int:
     return max(1, min(height * 8, round(count / top * height * 8)))
 
 
-def memory_graph(columns: Sequence[Column | None], width: int, height: int, scale: Scale, theme: Theme) -> list[Line]:
-    """Draw the newest ``width`` columns, right-aligned, as ``height`` lines from top to bottom. None: no data."""
+def memory_graph(
+    columns: Sequence[Column | None], width: int, height: int, scale: Scale, theme: Theme, tone: str = "allocated"
+) -> list[Line]:
+    """Draw the newest ``width`` columns, right-aligned, as ``height`` lines from top to bottom. None: no data.
+
+    ``tone``: of allocated memory, where there are colours.
+    """
     shown = [column or Column(0, 0) for column in columns[-width:]]
     shown = [Column(0, 0)] * (width - len(shown)) + shown
     reach = partial(eighths, top=scale.top, height=height)
     tops = [(reach(each.allocated), reach(each.reserved), each.mark, each.spike) for each in shown]
     peak_row = (eighths(scale.peak, scale.top, height) - 1) // 8 if 0 < scale.peak <= scale.top else -1
-    draw = _plain_cell if theme.plain_graphs else _colour_cell
+    draw = _plain_cell if theme.plain_graphs else partial(_colour_cell, tone)
     lines: list[Line] = []
     for row in range(height - 1, -1, -1):
         line = Line()
@@ -149,12 +137,14 @@ def _mark_style(allocated: int, reserved: int, tone: str, theme: Theme) -> Style
     return theme.style(tone, "reserved" if reserved >= 4 else "background", bold=True)
 
 
-def _colour_cell(allocated: int, reserved: int, spike: bool, at_peak: bool, theme: Theme) -> tuple[str, Style]:
+def _colour_cell(
+    tone: str, allocated: int, reserved: int, spike: bool, at_peak: bool, theme: Theme
+) -> tuple[str, Style]:
     # A character cell has two colours, and block characters fill it from below in eighths. So the background is the
     # tone of reserved memory in the cell where allocated memory ends, and the screen's in the cell where reserved
     # memory ends. Both boundaries are drawn to an eighth of a row unless they fall into the same cell.
     blocks = theme.glyphs.eighths
-    solid, back = ("warning", "spike_behind") if spike else ("allocated", "reserved")
+    solid, back = ("warning", "spike_behind") if spike else (tone, "reserved")
     if allocated >= 8:
         # A blank on a coloured background: a full block leaves seams in some fonts.
         return " ", theme.style("text", solid)
@@ -185,14 +175,14 @@ SHORT = {name: name for name in ("init", "data", "eval", "idle", "wait", "other"
 FILLS = {"data": ".", "generate": "+", "forward": "-", "backward": "=", "optimizer": "#", "wait": "~"}
 
 
-def phase_bar(shares: Sequence[tuple[str, float]], width: int, theme: Theme, figures: bool = True) -> Line:
+def phase_bar(shares: Sequence[tuple[str, float]], width: int, theme: Theme) -> Line:
     """Draw the bar ``width`` cells wide. ``shares`` are (phase, share 0..1) in drawing order, their sum at most 1."""
     line = Line()
     for (name, share), cells in zip(shares, cells_of([share for _, share in shares], width), strict=True):
         if not cells:
             continue
         # Without colour the last cell of a part is its edge.
-        label = _label(name, share, cells - 1 if theme.plain_graphs and cells > 1 else cells, figures)
+        label = _label(name, share, cells - 1 if theme.plain_graphs and cells > 1 else cells)
         if theme.plain_graphs:
             filled = (label.strip() if cells > 1 else "") + FILLS.get(name, "_") * cells
             edge = cells > 1 and line.width + cells < width
@@ -216,11 +206,11 @@ def cells_of(shares: Sequence[float], width: int) -> list[int]:
     return cells
 
 
-def _label(name: str, share: float, cells: int, figures: bool) -> str:
+def _label(name: str, share: float, cells: int) -> str:
     short = SHORT.get(name, name)
     percent = f"{share * 100:.0f}"
     initial = short[:1] if name in FILLS else ""
-    candidates = [f" {short} {percent} % ", f"{short} {percent}", short, initial] if figures else [short, initial]
+    candidates = (f" {short} {percent} % ", f"{short} {percent}", short, initial)
     return next((text for text in candidates if len(text) <= cells), "")
 
 
@@ -293,9 +283,7 @@ def plot_cells(
     for number, curve in enumerate(curves):
         if not curve.xs:
             continue
-        # One colour per curve identifies it in plotext's output, also without colour or with equal tones on screen.
-        color = (number + 1, 0, 0)
-        tones[f"#{number + 1:02x}0000"] = curve.tone
+        color = _number_color(number, curve.tone, tones)
         values = [min(max(value, ys[0]), ys[1]) for value in curve.ys]
         marker = sign_of(curve.kind, theme) if theme.glyphs.is_ascii or curve.kind == "marks" else None
         is_line = curve.kind == "line"
@@ -306,6 +294,15 @@ def plot_cells(
         figure.ruler(axis).ticks([], [])
     cells = [_cells(row, width, tones) for row in rows(figure)[:height]]
     return cells + [[(" ", "dim")] * width for _ in range(height - len(cells))]
+
+
+def _number_color(number: int, tone: str, tones: dict[str, str]) -> tuple[int, int, int]:
+    """Return a colour that identifies a curve in plotext's output, and add its tone to ``tones``.
+
+    Colours on screen may be equal, or there are none.
+    """
+    tones[f"#{number + 1:02x}0000"] = tone
+    return number + 1, 0, 0
 
 
 def _cells(ansi: str, width: int, tones: dict[str, str]) -> list[Cell]:
@@ -336,12 +333,12 @@ def row_line(cells: Sequence[Cell], theme: Theme) -> Line:
     return line
 
 
-def spark(values: Sequence[float | None], width: int, theme: Theme, tone: str = "accent") -> Line:
+def spark(values: Sequence[float | None], width: int, theme: Theme) -> Line:
     """Draw the newest values, oldest left, scaled to their own range; None and NaN leave a gap."""
     shown = pool_mean(values, width)
     known = [value for value in shown if value is not None]
     line = Line()
-    style = theme.style(tone)
+    style = theme.style("accent")
     low, high = (min(known), max(known)) if known else (0.0, 0.0)
     for value in shown:
         level = 0 if value is None else 1 + round((value - low) / (high - low) * 7) if high > low else 4

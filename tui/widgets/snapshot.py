@@ -25,7 +25,7 @@ _TITLES = {
 }
 
 
-class SnapshotList(Listing):
+class SnapshotList(Listing[Row]):
     """The rows of one view, with a selection."""
 
     empty = "nothing is live here"
@@ -39,19 +39,12 @@ class SnapshotList(Listing):
     def key(self) -> object:
         return self.explorer.version, self.selected, self.top
 
-    def rows(self) -> Sequence[Row]:
+    def items(self) -> Sequence[Row]:
         made_of = (self.explorer.version, self.size.width)
         if made_of != self._made_of:
             self._made_of = made_of
             self._rows = rows_of(self.explorer, self.size.width)
         return self._rows
-
-    def count(self) -> int:
-        return len(self.rows())
-
-    def current(self) -> Row | None:
-        rows = self.rows()
-        return rows[self.selected] if self.selected < len(rows) else None
 
     def head(self, width: int) -> list[Line]:
         theme, explorer = self.theme, self.explorer
@@ -67,8 +60,8 @@ class SnapshotList(Listing):
             right.add(" libraries folded " if explorer.fold else " all frames ", theme.style("dim"))
         return [ruled(left, right, width, theme)]
 
-    def item(self, index: int, width: int, selected: bool) -> Line:
-        row, theme = self.rows()[index], self.theme
+    def item(self, item: Row, width: int, selected: bool) -> Line:
+        row, theme = item, self.theme
         ground = "raised" if selected else "background"
         line = Line(theme.glyphs.selected if selected else " ", theme.style("accent", ground))
         if row.piece is not None:

@@ -177,7 +177,7 @@ def scale_of(view: RankView, zoom: bool, run_peak: int) -> Scale:
 def summary_of(model: RunModel, connection: Connection, read_only: bool = False) -> Summary:
     """Return the summary of a run."""
     info, fit, peak, rates = model.info, model.fit, model.peak, model.rates
-    losses = tuple(float(f"{value:.4g}") for value in model.losses.means(60))
+    losses = tuple(float(f"{value:.4g}") for value in model.losses_of(model.job))
     expected = highest_prediction(model)
     ended = ""
     if model.training.early_stop is not None and model.state != "failed":

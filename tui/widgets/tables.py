@@ -33,34 +33,35 @@ def head_line(width: int, theme: Theme) -> Line:
 
 def job_line(row: JobRow, width: int, theme: Theme, selected: bool, current: bool) -> Line:
     """Draw one job; ``width`` is one cell less than the head's, for the scroll mark."""
-    glyph, tone = theme.state(_STATES.get(row.state, "training" if row.state == "training" else "starting"))
+    job = row.job
+    glyph, tone = theme.state(_STATES.get(job.state, "training" if job.state == "training" else "starting"))
     wide = width + 1 >= _WIDE
     bold = selected or current
     line = Line(theme.glyphs.selected + " " if selected else "  ", theme.style("accent"))
-    line.add(f"{row.number:>3}  ", theme.style(bold=bold))
+    line.add(f"{job.number:>3}  ", theme.style(bold=bold))
     line.add(f"{glyph} {row.outcome:<9}", theme.style(tone, bold=bold))
-    loss = f"{row.loss:.4f}" if row.loss is not None else "-"
-    ranks = f"{row.ranks:>6}" if wide else ""
-    figures = f"{ranks}{row.steps:>8,}{step_time(row.step_seconds) if row.step_seconds else '-':>10}{loss:>9}"
+    loss = f"{job.loss:.4f}" if job.loss is not None else "-"
+    ranks = f"{job.world_size:>6}" if wide else ""
+    figures = f"{ranks}{job.steps:>8,}{step_time(job.step_us / 1e6) if job.step_us else '-':>10}{loss:>9}"
     line.add(figures, theme.style(bold=bold))
-    line.add(f"{gib_fixed(row.peak) if row.peak else '-':>9}", theme.style("peak", bold=bold))
+    line.add(f"{gib_fixed(job.peak) if job.peak else '-':>9}", theme.style("peak", bold=bold))
     line.add(f"{duration(row.seconds):>10}  " if wide else "  ", theme.style("dim"))
-    note = "" if row.shown else " (beside another job: only counted)"
+    note = "" if job.shown else " (beside another job: only counted)"
     return line.add(theme.cut(row.words + note, max(0, width - line.width)), theme.style(bold=bold))
 
 
-def detail_lines(job: Job, row: JobRow, losses: list[float], width: int, theme: Theme) -> list[Line]:
+def detail_lines(row: JobRow, losses: list[float], width: int, theme: Theme) -> list[Line]:
     """Draw the details of a job: its command, failure and loss, and each rank's peaks by phase."""
-    dim = theme.style("dim")
+    job, dim = row.job, theme.style("dim")
     lines = [Line(f" job {job.number}: ", theme.style("accent", bold=True)).add(row.words, theme.style(bold=True))]
     if row.text:
         lines += [Line(f" {part}", theme.style("error")) for part in wrap(row.text, width - 2)]
     lines += [Line(f" {part}", dim) for part in wrap(" ".join(job.argv), width - 2)[:3]]
     if losses:
         lines.append(Line(" loss ", dim).join(spark(losses, min(60, width - 24), theme)))
-        if row.loss is not None:
-            lines[-1].add(f" {row.loss:.4f}", theme.style(bold=True))
-    if not row.peak:
+        if job.loss is not None:
+            lines[-1].add(f" {job.loss:.4f}", theme.style(bold=True))
+    if not job.peak:
         return [*lines, *_without_steps(job, width, dim)]
     measure = any(phase.resident_peak is not None for rank in job.ranks for phase in rank.phases)
     lines.append(Line())

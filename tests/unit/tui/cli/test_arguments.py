@@ -40,24 +40,17 @@ def test_the_watched_command_keeps_its_own_options_untouched_and_may_come_withou
     arguments = parse(["run", "--plain", "torchrun", "--nproc-per-node", "2", "train.py", "--plain"])
     assert arguments.plain
     assert arguments.command == ["torchrun", "--nproc-per-node", "2", "train.py", "--plain"]
-
-
-@pytest.mark.parametrize(("command", "name"), [("ls", "runs"), ("logs", "run"), ("report", "targets")])
-def test_a_run_called_run_is_an_argument_of_another_command(command, name):
-    assert "run" in getattr(parse([command, "run", "--"]), name)
-
-
-def test_words_before_the_dashes_are_refused(capsys):
-    with pytest.raises(SystemExit) as ended:
-        parse(["run", "deepspeed", "--", "train.py"])
-    assert ended.value.code == 2
-    assert "unexpected 'deepspeed' before '--'" in capsys.readouterr().err
+    for command, name in (("ls", "runs"), ("logs", "run"), ("report", "targets")):
+        assert "run" in getattr(parse([command, "run", "--"]), name), "a run called run"
+    arguments = parse(["kill", "x", "--rank", "1", "--rank", "3", "--signal", "TERM", "--yes"])
+    assert (arguments.rank, arguments.signal, arguments.yes) == ([1, 3], "TERM", True)
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
         (["frobnicate"], "there is no command 'frobnicate'; ftmon --help lists them"),
+        (["run", "deepspeed", "--", "train.py"], "unexpected 'deepspeed' before '--'"),
         (["trian"], "there is no command 'trian'; did you mean train?"),
         (["kill"], "the following arguments are required: RUN"),
         (["kill", "x", "--signal", "HUP"], "invalid choice: 'HUP'"),
@@ -91,11 +84,6 @@ def test_an_unknown_option_is_refused_with_the_usage_of_its_command(words, capsy
 def test_a_recording_that_is_not_there_is_wrong_usage(command, capsys):
     assert main([command, "nope.sqlite"]) == 2
     assert capsys.readouterr().err == "ftmon: nope.sqlite: no such file\n"
-
-
-def test_rank_may_be_repeated():
-    arguments = parse(["kill", "x", "--rank", "1", "--rank", "3", "--signal", "TERM", "--yes"])
-    assert (arguments.rank, arguments.signal, arguments.yes) == ([1, 3], "TERM", True)
 
 
 def test_ascii_works_before_and_after_the_command_and_ftmon_alone_opens_the_list_of_runs():

@@ -21,16 +21,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return explained(tmp_path_factory.mktemp("runs") / "recording.sqlite", 2, steps=24)
 
 
-def test_memory_tells_parts_lead_and_cause(path, capsys):
+def test_memory_tells_parts_lead_and_cause_and_as_json_adds_up(path, capsys):
     assert main(["memory", str(path), "--rank", "0"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("rank 0, step 24: ")
     words = ("optimizer states", "used (NVML)", "unexplained", "up to length", "gradient upcast", "try: a smaller")
     assert all(one in text for one in words), text
     assert "rank 1" not in text
-
-
-def test_memory_as_json_adds_up(path, capsys):
     assert main(["memory", str(path), "--json"]) == 0
     ranks = json.loads(capsys.readouterr().out)["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 1]

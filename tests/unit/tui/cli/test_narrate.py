@@ -156,12 +156,9 @@ def test_ranks_are_introduced_once_when_all_have_said_hello_on_the_cpu_with_the_
     told = new_lines([*before, first])
     assert told[0] == "1 rank on Intel Xeon, Qwen2, ZeRO-2, bf16"
     assert told[1].startswith("step 1 ")
-
-
-def test_a_step_counts_when_every_rank_has_finished_it():
     told = new_lines([(0, hello(0)), (0, hello(1)), (1, step(0, 1, START + 1)), (1.2, step(1, 1, START + 1))])
     (progress,) = told[1:]
-    assert progress.startswith("step 1  loss 2.5000  ")
+    assert progress.startswith("step 1  loss 2.5000  "), "when every rank has finished it"
     assert "peak 3.00 GiB" in progress
 
 
@@ -182,12 +179,15 @@ def test_the_last_line_waits_for_the_figures_of_the_last_step():
     assert [line[:22] for line in told[1:]] == ["step 1/2  loss 2.5000 ", "step 2/2  loss 1.5000 "]
 
 
-def test_an_early_stop_is_told_after_the_last_step():
+def test_an_early_stop_and_the_end_with_its_reason_are_told_after_the_last_step():
     stop = telemetry.EarlyStop(0, 3, START + 1.3, 1, 2.25, 2)
     steps = [(1 + n / 10, step(0, n, START + 1)) for n in (1, 2, 3)]
     told = new_lines([(0, hello(0, 1)), *steps, (1.4, stop), (2, stop)])
     assert [line[:7] for line in told[1:-1]] == ["step 1 ", "step 3 "]
     assert told[-1] == "stopped early at step 3: no lower loss in 1 evaluation; best 2.2500 at step 2"
+    told = new_lines([(0, hello(0, 1)), *steps[:2], (2, control.RunState("failed", START + 2, "exit code 1"))])
+    assert told[-2].startswith("step 2 ")
+    assert told[-1] == "failed: exit code 1"
 
 
 def test_an_alert_is_told_once_when_it_is_over_and_when_it_is_raised_again():
@@ -210,13 +210,6 @@ def test_output_is_ascii_where_wanted_and_that_of_the_ranks_on_request_and_canno
     assert line == "rank 1| boom\N{REPLACEMENT CHARACTER}"
 
 
-def test_the_end_brings_the_last_step_and_the_reason():
-    steps = [(1, step(0, 1, START + 1)), (1.1, step(0, 2, START + 1.1))]
-    told = new_lines([(0, hello(0, 1)), *steps, (2, control.RunState("failed", START + 2, "exit code 1"))])
-    assert told[-2].startswith("step 2 ")
-    assert told[-1] == "failed: exit code 1"
-
-
 def test_evaluations_checkpoints_and_a_rehearsal_are_told_once():
     first = telemetry.Evaluation(0, 10, START + 3, "validation", 2.0, 7.389, seconds=1.5, metrics={"accuracy": 0.5})
     second = telemetry.Evaluation(0, 20, START + 5, "validation", 2.5)
@@ -230,20 +223,13 @@ def test_evaluations_checkpoints_and_a_rehearsal_are_told_once():
         "validation at step 20: loss 2.5000  perplexity 12.18  (best 2.0000 at step 10)",
         "checkpoint of step 20: out/step-20, 3.00 GiB in 2.5 s, the best so far",
     ]
-
-
-def test_an_activity_that_is_over_before_the_next_look_is_told_before_the_first_step():
+    later, earlier = (telemetry.Evaluation(0, step, START + step, "validation", 2.0) for step in (20, 10))
+    told = new_lines([(0, later), (1, earlier)])
+    assert [line[:24] for line in told] == ["validation at step 20: l"], "not one from before a late join"
     model, narrator = RunModel(), Narrator()
-    begun = telemetry.Activity(0, START, "rehearsal", text="the longest batch")
-    over = telemetry.Activity(0, START + 1, "rehearsal", over=True)
     for seq, message in enumerate((hello(0, 1), begun, over, step(0, 1, START + 1)), 1):
         model.apply(wire.Frame(seq, START + seq, message))
     told = [line[9:] for line in narrator.new_lines(model)]
-    assert told[1] == "rehearsal: the longest batch"
+    assert told[1] == "rehearsal: the longest batch, 4 x 2,048", "over before the first look"
     assert told[2].startswith("step 1 ")
     assert not list(narrator.new_lines(model))
-
-
-def test_an_evaluation_from_before_a_late_join_is_not_told_afterwards():
-    later, earlier = (telemetry.Evaluation(0, step, START + step, "validation", 2.0) for step in (20, 10))
-    assert [line[:24] for line in new_lines([(0, later), (1, earlier)])] == ["validation at step 20: l"]

@@ -5,28 +5,15 @@ from ftmon.protocol.errors import UsageError
 from ftmon.tui.cli.main import parse
 from ftmon.tui.cli.train import words
 
-
-@pytest.mark.parametrize(
-    ("lengths", "size", "expected"),
-    [("512,4096", "24GiB", ([512, 4096], 24 * 2**30)), ("64,32,64", "80gb", ([64, 32], 80 * 10**9))],
-)
-def test_lengths_and_sizes_are_numbers(lengths, size, expected):
-    arguments = parse(["predict", "--model", "m", "--sequence-length", lengths, "--capacity", size])
-    assert (arguments.sequence_length, arguments.capacity) == expected
+WRONG = "sequence-length 512,x; sequence-length 99999999999999; capacity much; capacity 80; ranks 0; optimizer x"
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        "sequence-length 512,x",
-        "sequence-length 99999999999999",
-        "capacity much",
-        "capacity 80",
-        "ranks 0",
-        "optimizer x",
-    ],
-)
-def test_a_wrong_value_is_refused_with_status_2(given, capsys):
+@pytest.mark.parametrize("given", WRONG.split("; "))
+def test_lengths_and_sizes_are_numbers_and_a_wrong_value_is_refused_with_status_2(given, capsys):
+    arguments = parse(["predict", "--model", "m", "--sequence-length", "64,32,64", "--capacity", "80gb"])
+    assert (arguments.sequence_length, arguments.capacity) == ([64, 32], 80 * 10**9)
+    arguments = parse(["predict", "--model", "m", "--sequence-length", "512,4096", "--capacity", "24GiB"])
+    assert (arguments.sequence_length, arguments.capacity) == ([512, 4096], 24 * 2**30)
     option, value = given.split()
     with pytest.raises(SystemExit) as refusal:
         parse(["predict", "--model", "m", f"--{option}", value])

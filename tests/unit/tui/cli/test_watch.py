@@ -62,14 +62,11 @@ def test_each_run_has_model_data_overrides_losses_and_reason_at_every_width(widt
     assert width is None or max(map(cells_of, lines)) <= width
 
 
-def test_columns_are_aligned_whatever_is_unknown():
+def test_columns_are_aligned_whatever_is_unknown_and_a_long_subject_has_its_own_line():
     young = msgspec.structs.replace(ENTRY, id="a", loss=None, evaluation_loss=None, reason="", step=1_234_567)
     head, *lines = (line for line in table([ENTRY, young], 80) if not line.startswith(" "))
     assert {line[: head.index("EVAL") + 9].rstrip()[-1] for line in lines} == {"0", "-"}
     assert len({len(line) for line in lines}) == 1
-
-
-def test_a_long_subject_of_a_wide_table_has_its_own_line():
     many = msgspec.structs.replace(ENTRY, overrides=[f"model.config.key_{n}={n}" for n in range(12)], reason="")
     head, first, second = list(table([many], 200))[:3]
     assert head.endswith("SCRIPT")

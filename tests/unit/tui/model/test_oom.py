@@ -13,6 +13,7 @@ from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.protocol.recording.reader import Reader
 from ftmon.tui.model.oom import (
     MOST_LINES,
+    CommandRecord,
     ConsoleSession,
     cause_of_alert,
     evidence_groups,
@@ -25,7 +26,6 @@ from ftmon.tui.model.oom import (
 from ftmon.tui.model.rank import RankMemory, phase_rates
 from ftmon.tui.model.run import HeldWatch, RunModel, first_to_show, held_cases, held_since, hold_words
 from ftmon.tui.model.waterfall import next_phase, rank_bars, unanalysed, waterfall
-from ftmon.tui.source.base import CommandRecord
 from ftmon.tui.source.load import adopt, describe, load, read_overview
 from ftmon.tui.source.replay import ReplaySource
 from hypothesis import given
@@ -57,28 +57,34 @@ def test_a_waterfall_s_parts_add_up_to_its_peak_each_beginning_where_the_last_en
     assert at == fall.peak
 
 
-def test_with_what_the_device_holds_besides_it_adds_up_to_what_nvml_counts(model: RunModel) -> None:
+def test_rows_keep_their_place_and_with_the_device_s_other_memory_add_up_to_what_nvml_counts(model: RunModel) -> None:
     rank = model.ranks[0]
-    fall = waterfall(rank, rank.memory.latest, "", model.device_of(rank))
+    sample = model.device_of(rank)
+    falls = [waterfall(rank, rank.memory.latest, phase, sample) for phase in ("", "forward", "optimizer")]
+    [names] = {tuple(part.name for part in fall.parts) for fall in falls}
+    assert "unattributed" in names
+    fall = falls[0]
     assert None not in (fall.unused, fall.context, fall.others, fall.unexplained)
-    total = fall.extent + fall.since + (fall.unexplained or 0)
-    assert total == fall.used
+    assert fall.extent + fall.since + (fall.unexplained or 0) == fall.used
     assert fall.others == 640 * MIB
+    bars = rank_bars(model.ranks.values(), "")
+    assert [bar.rank for bar in bars] == [0, 1]
+    assert all(sum(size for name, size in bar.parts if name != "unused") == bar.peak for bar in bars)
 
 
-def test_a_device_looked_at_after_the_rank_s_end_is_not_laid_beside_its_peak() -> None:
+def test_a_peak_has_no_parts_before_one_was_analysed_nothing_reserved_on_a_cpu_and_no_device_after_the_end() -> None:
+    rank = folded(taken_apart=False).ranks[0]
+    assert rank.memory.latest is None
+    fall = unanalysed(rank, "", None)
+    assert (fall.taken_apart, fall.parts[0].bytes) == (False, fall.peak)
+    rank = folded(cuda=False).ranks[0]
+    fall = waterfall(rank, rank.memory.latest, "", None)
+    assert (fall.measure, fall.unused, fall.used) == ("glibc", None, None)
     model = folded(ranks=1)
     rank = model.ranks[0]
     rank.state = "finished"
     fall = waterfall(rank, rank.memory.latest, "", model.device_of(rank))
     assert (fall.used, fall.context, fall.others, fall.ended) == (None, None, None, True)
-
-
-def test_rows_keep_their_place_from_phase_to_phase(model: RunModel) -> None:
-    rank = model.ranks[0]
-    falls = [waterfall(rank, rank.memory.latest, phase, None) for phase in ("forward", "optimizer")]
-    [names] = {tuple(part.name for part in fall.parts) for fall in falls}
-    assert "unattributed" in names
 
 
 def test_a_part_that_a_later_version_adds_is_shown_and_counted(model: RunModel) -> None:
@@ -89,30 +95,11 @@ def test_a_part_that_a_later_version_adds_is_shown_and_counted(model: RunModel) 
     assert "holograms" in [part.label for part in fall.parts]
 
 
-def test_before_a_step_was_taken_apart_its_peaks_are_shown_whole() -> None:
-    rank = folded(taken_apart=False).ranks[0]
-    assert rank.memory.latest is None
-    fall = unanalysed(rank, "", None)
-    assert (fall.taken_apart, fall.parts[0].bytes) == (False, fall.peak)
-
-
-def test_on_a_cpu_nothing_is_reserved() -> None:
-    rank = folded(cuda=False).ranks[0]
-    fall = waterfall(rank, rank.memory.latest, "", None)
-    assert (fall.measure, fall.unused, fall.used) == ("glibc", None, None)
-
-
 def test_phases_go_round_in_the_order_they_run() -> None:
     names = ["optimizer", "backward", "forward"]
     assert next_phase(names, "forward", 1) == "backward"
     assert next_phase(names, "optimizer", 1) == "forward"
     assert next_phase(names, "forward", -1) == "optimizer"
-
-
-def test_each_rank_has_a_bar_as_high_as_its_reserved_memory(model: RunModel) -> None:
-    bars = rank_bars(model.ranks.values(), "")
-    assert [bar.rank for bar in bars] == [0, 1]
-    assert all(sum(size for name, size in bar.parts if name != "unused") == bar.peak for bar in bars)
 
 
 def test_the_latest_and_the_highest_composition_are_kept_whatever_their_order() -> None:
@@ -125,25 +112,18 @@ def test_the_latest_and_the_highest_composition_are_kept_whatever_their_order() 
 def test_rates_are_counted_over_the_phase_s_own_time(model: RunModel) -> None:
     last = model.ranks[0].allocator.last
     assert last is not None
-    rates = {row.name: row for row in phase_rates(last, ())}
+    rates = {row.phase.name: row for row in phase_rates(last)}
     assert list(rates) == ["data", "forward", "backward", "optimizer"]
     assert rates["optimizer"].allocations_per_second == pytest.approx(410 / (0.31 * 0.18), rel=0.01)
 
 
-def test_retries_are_noted_with_the_step_they_came_in(model: RunModel) -> None:
-    allocator = model.ranks[0].allocator
-    assert allocator.retries == 3
-    assert list(allocator.retry_steps) == [(30, 1), (41, 2)]
-
-
-def test_retries_between_steps_that_are_apart_are_counted_and_put_on_no_step() -> None:
-    model = RunModel()
+def test_retries_are_noted_with_their_step_unless_steps_before_it_are_missing(model: RunModel) -> None:
+    apart = RunModel()
     for frame in Explained(1, 48).frames():
         if getattr(frame.message, "step", 48) in (5, 48):
-            model.apply(frame)
-    allocator = model.ranks[0].allocator
-    assert allocator.retries == 3
-    assert list(allocator.retry_steps) == []
+            apart.apply(frame)
+    found = [(each.ranks[0].allocator.retries, list(each.ranks[0].allocator.retry_steps)) for each in (model, apart)]
+    assert found == [(3, [(30, 1), (41, 2)]), (3, [])]
 
 
 def test_a_late_join_shows_what_one_who_was_there_sees(tmp_path: Path) -> None:
@@ -178,39 +158,25 @@ def spike(**evidence: object) -> Alert:
     return Alert(1, "spike", "warning", 1.0, "t", rank=0, phase="optimizer", evidence=dict(evidence))
 
 
-def test_the_hub_s_verdict_is_read_from_an_alert() -> None:
+def test_the_hub_s_verdict_and_the_cause_are_read_from_an_alert() -> None:
     found = verdict_of(spike(cause_pattern="foreach_temporaries", remedy="fused=True", saves_bytes=900, stacks=STACKS))
     assert (found.pattern, found.remedy, found.saves_bytes) == ("foreach temporaries", "fused=True", 900)
     assert verdict_of(spike(transient_bytes=1)) is None
-
-
-def test_what_is_told_as_the_cause_is_not_told_again_as_evidence() -> None:
-    alert = spike(transient_bytes=1, cause_where="x", remedy="y", stacks=STACKS, armed_us=3)
-    assert other_evidence(alert) == {"transient_bytes": 1}
-
-
-@pytest.mark.parametrize("stacks", ["no", [1], [{"bytes": "x"}], None])
-def test_stacks_that_cannot_be_read_are_none(stacks: object) -> None:
-    assert evidence_groups(spike(stacks=stacks)) == []
+    told = spike(transient_bytes=1, cause_where="x", remedy="y", stacks=STACKS, armed_us=3)
+    assert other_evidence(told) == {"transient_bytes": 1}, "and not told again as evidence"
+    cause = Cause(0, 5, "optimizer", 1.0, "spike", 700, [])
+    assert shown_bytes(cause, StackGroup(1000, 1, [], kept_bytes=300)) == 700, "what came and went"
+    assert cause_of_alert(spike(), {0: {"optimizer": cause}}) is cause
+    assert cause_of_alert(spike(), {1: {"optimizer": cause}}) is None
+    assert cause_of_alert(spike(cause_rank=1), {1: {"optimizer": cause}}) is cause
 
 
 def test_a_group_names_its_innermost_call_and_one_s_own() -> None:
     group = evidence_groups(spike(stacks=STACKS))[0]
     assert group_parts(group) == ("step  adamw.py:5", "main  train.py:3")
     assert group_parts(StackGroup(1, 1, [])) == ("allocated by native code", "")
+    assert [evidence_groups(spike(stacks=each)) for each in ("no", [1], [{"bytes": "x"}], None)] == [[]] * 4
     assert group_parts(StackGroup(1, 1, ["evil\x1b[2J:1 \x07f"]))[0] == "\ufffdf  evil:1"
-
-
-def test_of_a_spike_s_blocks_only_what_came_and_went_counts() -> None:
-    cause = Cause(0, 5, "optimizer", 1.0, "spike", 700, [])
-    assert shown_bytes(cause, StackGroup(1000, 1, [], kept_bytes=300)) == 700
-
-
-def test_an_alert_finds_the_cause_of_its_rank_and_phase() -> None:
-    cause = Cause(0, 5, "optimizer", 1.0, "spike", 700, [])
-    assert cause_of_alert(spike(), {0: {"optimizer": cause}}) is cause
-    assert cause_of_alert(spike(), {1: {"optimizer": cause}}) is None
-    assert cause_of_alert(spike(cause_rank=1), {1: {"optimizer": cause}}) is cause
 
 
 T = 1_780_000_000.0
@@ -236,21 +202,16 @@ def test_a_rank_is_held_until_its_state_or_its_heartbeat_says_otherwise() -> Non
     model = oom_model_folded(*messages(T))
     (case,) = held_cases(model)
     assert held_since(model, case) == T
+    model.tick(T + 600)
+    words = " ".join(hold_words(model, case))
+    for part in ("waits in the failing frame, for 10 m 00 s now", "ranks 0, 2 and 3 wait", "in about 20 m 00 s"):
+        assert part in words
     model.apply(Frame(100, T + 50, Heartbeat(1, 45, "forward", T, 1, T + 50, held_since=T + 1)))
     assert held_since(model, case) == T + 1
     model.apply(Frame(101, T + 60, Heartbeat(1, 45, "forward", T, 1, T + 60)))
     assert not held_cases(model)
     model.apply(Frame(102, T + 61, RankState(1, "gone", T + 61)))
     assert not held_cases(model)
-
-
-def test_what_being_held_means_is_told_with_the_time_that_is_left() -> None:
-    model = oom_model_folded(*messages(T))
-    model.tick(T + 600)
-    case = held_cases(model)[0]
-    words = " ".join(hold_words(model, case))
-    for part in ("waits in the failing frame, for 10 m 00 s now", "ranks 0, 2 and 3 wait", "in about 20 m 00 s"):
-        assert part in words
 
 
 def test_each_hold_is_told_of_once() -> None:
@@ -305,6 +266,8 @@ def test_a_session_shows_input_output_and_errors_in_order() -> None:
     assert not session.waiting_since
     assert session_with("").lines[-1].text == "(no output)"
     assert session_with("", ok=False, text="rank 1 does not answer").lines[-1].text == "rank 1 does not answer"
+    lines = session_with("\n".join(map(str, range(MOST_LINES + 100)))).lines
+    assert (len(lines), lines[-1].text) == (MOST_LINES, str(MOST_LINES + 99))
 
 
 def test_a_refused_command_says_why_and_is_waited_for_no_more() -> None:
@@ -314,12 +277,6 @@ def test_a_refused_command_says_why_and_is_waited_for_no_more() -> None:
     session.receive({"a": CommandRecord("a", Console("1"), T, Accepted("a", False, "read-only hub"))})
     assert session.lines[-1].text == "refused: read-only hub"
     assert not session.waiting_since
-
-
-def test_long_output_is_bounded() -> None:
-    session = session_with("\n".join(map(str, range(MOST_LINES + 100))))
-    assert len(session.lines) == MOST_LINES
-    assert session.lines[-1].text == str(MOST_LINES + 99)
 
 
 def test_history_goes_back_and_forth_and_keeps_what_was_being_typed() -> None:

@@ -40,7 +40,9 @@ def test_a_rank_far_behind_does_not_hold_the_loss_back() -> None:
 def test_ranks_are_weighted_by_their_label_tokens_where_all_know_them() -> None:
     weighted = model_of(step(0, 1, 8.0, label_tokens=300), step(1, 1, 4.0, label_tokens=100))
     assert weighted.loss == pytest.approx(7.0)
-    assert weighted.losses.means(10) == [pytest.approx(7.0)]
+    assert weighted.losses_of(0) == [pytest.approx(7.0)]
+    means = model_of(step(0, 1, 1.0), step(1, 1, 3.0), step(0, 2, 5.0), step(1, 2, math.nan))
+    assert means.losses_of(0) == [2.0, 5.0]
     assert model_of(step(0, 1, 8.0, label_tokens=300), step(1, 1, 4.0)).loss == 6.0
 
 
@@ -81,27 +83,27 @@ def stepped(lengths: Sequence[float], total: int = 0, pauses: dict[int, float] |
     return model
 
 
-def test_three_slower_steps_give_the_new_speed_and_time_left() -> None:
+def test_three_slower_steps_give_the_new_speed_and_time_left_also_in_plain_lines() -> None:
     model = stepped([3.8] * 30 + [11.6] * 3, total=43)
     assert model.rates.seconds_per_step == pytest.approx(11.6)
     assert model.rates.tokens_per_second == pytest.approx(100 / 11.6)
     assert model.seconds_left == pytest.approx(10 * 11.6)
+    text = "\n".join(Narrator().new_lines(model))
+    assert "11.600 s/step" in text
+    assert "1 m 56 s left" in text
 
 
-@pytest.mark.parametrize("since", [3, 4, 5, 6, 7, 8, 20])
-def test_after_a_change_the_earlier_speed_never_returns(since: int) -> None:
-    model = stepped([4.0] * 30 + [1.0] * since)
-    assert model.rates.seconds_per_step == pytest.approx(1.0)
-
-
-def test_one_slow_step_is_no_change_of_speed() -> None:
-    for after in range(4):
-        assert stepped([1.0] * 20 + [30.0] + [1.0] * after).rates.seconds_per_step == pytest.approx(1.0)
-
-
-def test_the_slow_first_step_counts_only_while_it_is_the_only_one() -> None:
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        *([4.0] * 30 + [1.0] * since for since in (3, 4, 5, 6, 7, 8, 20)),  # an earlier speed never returns
+        *([1.0] * 20 + [30.0] + [1.0] * after for after in range(4)),  # one slow step is no change
+        [60.0, 1.0],  # the slow first step counts only while it is the only one
+    ],
+)
+def test_the_speed_is_that_of_the_latest_usual_steps(lengths: list[float]) -> None:
+    assert stepped(lengths).rates.seconds_per_step == pytest.approx(1.0)
     assert stepped([60.0]).rates.seconds_per_step == pytest.approx(60.0)
-    assert stepped([60.0, 1.0]).rates.seconds_per_step == pytest.approx(1.0)
 
 
 def test_evaluations_are_part_of_time_left_and_of_no_step() -> None:
@@ -124,13 +126,6 @@ def test_an_ended_run_has_the_mean_over_its_steps_without_the_first() -> None:
     assert model.rates.seconds_per_step == pytest.approx(2.0)
     assert model.rates.tokens_per_second == pytest.approx(50.0)
     assert model.seconds_left is None
-
-
-def test_the_plain_lines_print_the_speed_of_the_last_steps() -> None:
-    model = stepped([3.8] * 30 + [11.6] * 3, total=43)
-    text = "\n".join(Narrator().new_lines(model))
-    assert "11.600 s/step" in text
-    assert "1 m 56 s left" in text
 
 
 EARLY_STOP = telemetry.EarlyStop(0, 14, STARTED + 2, 3, 1.234, 8)
@@ -181,12 +176,6 @@ def test_the_runs_peak_is_the_highest_true_peak_of_any_phase(streamed: tuple[lis
         assert rank.reserved_peak == max(whole.reserved)
 
 
-def test_losses_are_means_over_ranks() -> None:
-    losses = ((0, 1, 1.0), (1, 1, 3.0), (0, 2, 5.0), (1, 2, math.nan))
-    model = model_of(*(run_model_step(rank, number, loss=loss) for rank, number, loss in losses))
-    assert [(point.step, point.mean) for point in model.losses.points()] == [(1, 2.0), (2, 5.0)]
-
-
 def test_the_runs_step_is_that_of_the_slowest_rank() -> None:
     model = model_of(run_model_step(0, 1), run_model_step(1, 1), run_model_step(0, 2))
     assert (model.step, model.leading_step) == (1, 2)
@@ -203,64 +192,40 @@ def test_speed_counts_the_tokens_of_all_ranks_and_the_pauses_between_steps() -> 
     assert found == pytest.approx((2.0, 0.5, 1000.0))
 
 
-def test_a_run_that_stands_still_does_not_keep_its_speed() -> None:
-    model = RunModel()
+def fast_steps(model: RunModel) -> float:
+    """Fold 30 steps of 0.1 s and 1,000 tokens; return when the last one ended."""
     for number in range(1, 31):
-        begun = STARTED + number
-        model.apply(Frame(number, begun + 1, run_model_step(0, number, started=begun, tokens=1000)))
-    model.tick(STARTED + 30 + 3600)
-    assert model.rates.tokens_per_second < 10
-    assert model.rates.seconds_per_step == pytest.approx(1.0)
-
-
-def fast_steps(model: RunModel, count: int = 30) -> float:
-    """Fold steps of 0.1 s and 1,000 tokens; return when the last one ended."""
-    for number in range(1, count + 1):
         begun = STARTED + number * 0.1
         done = Step(0, number, begun, 100_000, [phase("data", 1)], tokens=1000)
         model.apply(Frame(model.last_seq + 1, begun + 0.1, done))
     return model.now
 
 
-def test_speed_does_not_fall_while_messages_are_on_their_way() -> None:
-    model = RunModel()
-    model.tick(fast_steps(model) + 1.5)
-    assert model.rates.tokens_per_second == pytest.approx(10_000)
-
-
 @pytest.mark.parametrize(
-    "last",
+    ("later", "seconds", "speed"),
     [
-        telemetry.Plan(0, total_steps=30),
-        telemetry.Activity(0, STARTED + 4, "export"),
-        control.RunState("finished", STARTED + 4),
+        ((), 1.5, 10_000),  # messages are on their way
+        ((), 3600, 30_000 / 3600),
+        ((telemetry.Plan(0, total_steps=30),), 60, 10_000),
+        ((telemetry.Activity(0, STARTED + 4, "export"),), 60, 10_000),
+        ((control.RunState("finished", STARTED + 4),), 60, 10_000),
+        ((telemetry.Activity(0, STARTED, "export"), control.RankState(0, "hung", STARTED + 63)), 60, 30_000 / 60),
+        ((HostState("node-2", "reachable", STARTED, ranks=[0], clock_offset=3600.0),), 3600, 10_000),
     ],
-    ids=["planned end", "export", "finished"],
+    ids=["on the way", "silence", "planned end", "export", "finished", "hung in an export", "a clock behind"],
 )
-def test_what_follows_the_last_step_does_not_slow_it_down(last: Message) -> None:
+def test_a_run_keeps_its_speed_only_where_no_step_is_due(
+    later: Sequence[Message], seconds: float, speed: float
+) -> None:
     model = RunModel()
     end = fast_steps(model)
-    model.apply(Frame(model.last_seq + 1, end + 1, last))
-    model.tick(end + 60)
-    assert model.rates.tokens_per_second == pytest.approx(10_000)
-
-
-def test_a_run_that_hangs_in_an_export_does_not_keep_its_speed() -> None:
-    model = RunModel()
-    end = fast_steps(model)
-    for later, message in enumerate((telemetry.Activity(0, end, "export"), control.RankState(0, "hung", end + 60)), 1):
-        model.apply(Frame(model.last_seq + 1, end + later, message))
-    model.tick(end + 60)
-    assert model.rates.tokens_per_second < 1000
-
-
-def test_a_host_whose_clock_is_behind_is_not_slow() -> None:
-    model = RunModel()
-    end = fast_steps(model)
-    away = HostState("node-2", "reachable", end, ranks=[0], clock_offset=3600.0)
-    model.apply(Frame(model.last_seq + 1, end, away))
-    model.tick(end + 3600)
-    assert model.rates.tokens_per_second == pytest.approx(10_000)
+    for number, message in enumerate(later, 1):
+        model.apply(Frame(model.last_seq + 1, end + number, message))
+    model.tick(end + seconds)
+    kept = speed == 10_000
+    found = model.rates.tokens_per_second
+    assert found == pytest.approx(speed) if kept else found < 2 * speed
+    assert model.rates.seconds_per_step == pytest.approx(0.1)
 
 
 def test_a_step_counts_as_reported_once_its_figures_are_there() -> None:
@@ -311,6 +276,9 @@ def test_an_alert_sent_again_replaces_itself_and_marks_its_rank_once() -> None:
     assert [alert.id for alert in model.alerts.unresolved()] == [8, 7]
     assert list(model.alerts) == [error, again]
     assert len(model.ranks[1].timeline.marks) == 1
+    model = model_of(error, control.Alert(8, "hang", "error", STARTED, "rank 0 hangs", rank=0, resolved=STARTED + 9))
+    assert (model.alerts.unresolved(), len(model.alerts)) == ([], 1)
+    assert model.alerts.counts() == {"info": 0, "warning": 0, "error": 0}
 
 
 def test_of_too_many_alerts_the_one_updated_least_recently_is_dropped() -> None:
@@ -321,25 +289,17 @@ def test_of_too_many_alerts_the_one_updated_least_recently_is_dropped() -> None:
     assert {0, 1} & {alert.id for alert in history} == {0}
 
 
-def test_a_resolved_alert_no_longer_stands() -> None:
-    model = model_of(
-        control.Alert(1, "hang", "error", STARTED, "hung", rank=0),
-        control.Alert(1, "hang", "error", STARTED, "hung", rank=0, resolved=STARTED + 9),
-    )
-    assert model.alerts.unresolved() == []
-    assert model.alerts.counts() == {"info": 0, "warning": 0, "error": 0}
-    assert len(model.alerts) == 1
-
-
-def test_shares_of_a_cpu_step_tell_waiting_in_collectives_apart() -> None:
-    rank = model_of(
-        run_model_step(0, 1, phase("forward", 9), phase("backward", 9, 100_000, 300_000, collective_us=200_000))
-    ).ranks[0]
-    shares = rank.shares
+def test_shares_are_of_device_time_where_every_phase_has_it_else_waiting_in_collectives_is_a_share() -> None:
+    waits = phase("backward", 9, 100_000, 300_000, collective_us=200_000)
+    shares = model_of(run_model_step(0, 1, phase("forward", 9), waits)).ranks[0].shares
     assert (shares.clock, shares.step_ms) == ("host", pytest.approx(500.0))
-    assert shares.parts == pytest.approx(
-        {"data": 0, "generate": 0, "forward": 0.2, "backward": 0.2, "optimizer": 0, "wait": 0.4, "other": 0.2}
-    )
+    expected = {"data": 0, "generate": 0, "forward": 0.2, "backward": 0.2, "optimizer": 0, "wait": 0.4, "other": 0.2}
+    assert shares.parts == pytest.approx(expected)
+    timed = phase("forward", 9, device_us=30_000), phase("backward", 9, device_us=60_000)
+    shares = model_of(run_model_step(0, 1, *timed, device_us=100_000)).ranks[0].shares
+    assert shares.clock == "device"
+    assert shares.parts["backward"] == pytest.approx(0.6)
+    assert shares.parts["other"] == pytest.approx(0.1)
 
 
 def test_start_up_is_in_no_step_s_time_and_a_rollout_is_a_share_of_its_own() -> None:
@@ -352,31 +312,17 @@ def test_start_up_is_in_no_step_s_time_and_a_rollout_is_a_share_of_its_own() -> 
     assert sum(shares.parts.values()) == pytest.approx(1)
 
 
-def test_shares_are_of_device_time_where_every_phase_has_it() -> None:
-    rank = model_of(
-        run_model_step(
-            0, 1, phase("forward", 9, device_us=30_000), phase("backward", 9, device_us=60_000), device_us=100_000
-        )
-    ).ranks[0]
-    assert rank.shares.clock == "device"
-    assert rank.shares.parts["backward"] == pytest.approx(0.6)
-    assert rank.shares.parts["other"] == pytest.approx(0.1)
-
-
 def test_a_phase_of_several_seconds_shows_in_each_of_its_columns() -> None:
     rank = model_of(run_model_step(0, 1, phase("forward", 70, 0, 3_200_000), started=STARTED)).ranks[0]
     assert rank.timeline.window(5, STARTED + 4).allocated[:4] == [70] * 4
 
 
-def test_a_device_is_matched_by_uuid_before_index() -> None:
+def test_a_device_is_matched_by_uuid_before_index_and_a_cpu_rank_to_its_host() -> None:
     hello = Stream(ranks=1, steps=1).hello(0, STARTED)
     wrong = telemetry.DeviceSample(hello.host, "gpu", 0, "H200", STARTED, 1, 2, uuid="GPU-other")
     right = telemetry.DeviceSample(hello.host, "gpu", 5, "H200", STARTED, 3, 4, uuid=hello.device.uuid)
     model = model_of(hello, wrong, right)
     assert model.device_of(model.ranks[0]) == right
-
-
-def test_a_cpu_rank_gets_the_sample_of_its_host() -> None:
     hello = Stream(ranks=1, steps=1, cuda=False).hello(0, STARTED)
     host = telemetry.DeviceSample(hello.host, "host", 0, "AMD", STARTED, 1, 2)
     model = model_of(hello, host)
@@ -434,8 +380,5 @@ def test_a_status_is_plain_json_with_every_rank_in_it() -> None:
     assert told["peak"]["bytes"] == max(rank["peak"]["bytes"] for rank in told["ranks"])
     assert told["ranks"][0]["device"]["kind"] == "gpu"
     assert abs(sum(told["ranks"][0]["shares"].values()) - 1) < 1e-6
-
-
-def test_a_run_nothing_is_known_of_has_a_status_too() -> None:
     told = json.loads(json.dumps(status(RunModel())))
-    assert (told["state"], told["peak"], told["ranks"]) == ("starting", None, [])
+    assert (told["state"], told["peak"], told["ranks"]) == ("starting", None, []), "nothing is known of the run"

@@ -33,32 +33,19 @@ def test_a_run_that_ended_has_its_end_from_the_exit_file_and_its_steps_from_the_
     assert entry.problem == ""
 
 
-def test_a_run_whose_launcher_lives_is_live_before_any_hub_has_written() -> None:
+def test_a_run_is_live_with_its_launcher_before_any_hub_has_written_and_lost_where_nobody_saw_its_end() -> None:
     made("young", this_process())
-    (entry,) = RunList().entries()
-    assert (entry.live, entry.state, entry.ended, entry.recording, entry.problem) == (True, "starting", None, "", "")
-    assert entry.duration_s(entry.created + 5) == pytest.approx(5)
-
-
-def test_a_run_that_nobody_saw_end_is_lost() -> None:
-    run = made("lost", ProcessId(2**22 + 1, 1))
-    write(run.recording, Stream(ranks=1, steps=5, finished=False).frames())
-    (entry,) = RunList().entries()
-    assert (entry.state, entry.live) == ("lost", False)
-
-
-def test_a_recording_that_cannot_be_read_says_why_and_hides_no_other_run() -> None:
-    made("good", this_process())
+    lost = made("lost", ProcessId(2**22 + 1, 1))
+    write(lost.recording, Stream(ranks=1, steps=5, finished=False).frames())
     made("bad").recording.write_bytes(b"this is no recording at all " * 100)
     entries = {entry.name: entry for entry in RunList().entries()}
-    assert entries["good"].problem == ""
+    young = entries["young"]
+    assert (young.live, young.state, young.ended, young.recording, young.problem) == (True, "starting", None, "", "")
+    assert young.duration_s(young.created + 5) == pytest.approx(5)
+    assert (entries["lost"].state, entries["lost"].live) == ("lost", False)
     assert "recording" in entries["bad"].problem
-
-
-def test_the_newest_run_comes_first() -> None:
-    older, newer = made("older"), made("newer")
-    os.utime(older.path / "run.json", (1, 1))
-    assert [entry.id for entry in RunList().entries()] == [newer.id, older.id]
+    os.utime(lost.path / "run.json", (1, 1))
+    assert RunList().entries()[-1].id == lost.id, "the newest first"
 
 
 def test_an_unchanged_recording_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from caching_allocator import CachingAllocator
 from ftmon.protocol.analysis.allocator.snapshot_replay import Replay
 from ftmon.protocol.snapshot.columns import compact
@@ -37,19 +38,29 @@ def test_phases_come_first_then_steps_then_other_spans() -> None:
     ]
 
 
-def test_a_span_that_is_called_like_a_phase_is_none_of_ftmons() -> None:
-    assert rows(snapshot(("forward", 0, 3))) == [[Band(0, 3, "forward")]]
+WITHIN = ("layer 1", 1, 2), ("layer 2", 3, 4)
 
 
-def test_of_spans_in_each_other_the_outermost_are_shown_unless_one_holds_all() -> None:
-    within = ("layer 1", 1, 2), ("layer 2", 3, 4)
-    assert rows(snapshot(("model", 0, 5), *within, ("other", 6, 9))) == [[Band(0, 5, "model"), Band(6, 9, "other")]]
-    assert rows(snapshot(("model", 0, 9), *within)) == [[Band(1, 2, "layer 1"), Band(3, 4, "layer 2")]]
+@pytest.mark.parametrize(
+    ("spans", "bands"),
+    [
+        ([("forward", 0, 3)], [Band(0, 3, "forward")]),  # called like a phase, and none of ftmon's
+        # Of spans in each other the outermost, unless one holds all.
+        ([("model", 0, 5), *WITHIN, ("other", 6, 9)], [Band(0, 5, "model"), Band(6, 9, "other")]),
+        ([("model", 0, 9), *WITHIN], [Band(1, 2, "layer 1"), Band(3, 4, "layer 2")]),
+        ([("before", -9, -1), ("after", 100, 200), ("across", -5, 2)], [Band(0, 2, "across")]),
+    ],
+)
+def test_other_spans_are_one_row(spans: list[tuple[str, int, int]], bands: list[Band]) -> None:
+    assert rows(snapshot(*spans)) == [bands]
 
 
-def test_spans_of_another_device_or_beyond_the_window_are_left_out() -> None:
+def test_spans_of_another_device_or_without_times_have_no_bands() -> None:
     assert rows(snapshot(("epoch", 0, 6), device=1)) == []
-    assert rows(snapshot(("before", -9, -1), ("after", 100, 200), ("across", -5, 2))) == [[Band(0, 2, "across")]]
+    made = snapshot(("epoch", 0, 6))
+    for entry in made["device_traces"][0]:
+        del entry["time_us"]
+    assert rows(made) == []
 
 
 def test_neighbouring_entries_with_the_same_user_metadata_are_a_band() -> None:
@@ -57,13 +68,6 @@ def test_neighbouring_entries_with_the_same_user_metadata_are_a_band() -> None:
     for entry, note in zip(made["device_traces"][0], ["", "a", "a", "b", "", "", "a"], strict=False):
         entry["user_metadata"] = note
     assert rows(made) == [[Band(1, 2, "a"), Band(3, 3, "b"), Band(6, 6, "a")]]
-
-
-def test_without_times_there_are_no_bands_of_spans() -> None:
-    made = snapshot(("epoch", 0, 6))
-    for entry in made["device_traces"][0]:
-        del entry["time_us"]
-    assert rows(made) == []
 
 
 def test_names_are_harmless_and_the_cursors_are_told_in_words() -> None:

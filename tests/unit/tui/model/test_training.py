@@ -27,11 +27,8 @@ from streams import STARTED, Stream
 BEGUN = 1000.0
 
 
-def course(steps: int, per: int = 1) -> list[HistoryPoint]:
-    return [
-        HistoryPoint(last - per + 1, last, BEGUN + last * 2.0, last * 100.0, loss=1.0)
-        for last in range(per, steps + 1, per)
-    ]
+def course(steps: int) -> list[HistoryPoint]:
+    return [HistoryPoint(step, step, BEGUN + step * 2.0, step * 100.0, loss=1.0) for step in range(1, steps + 1)]
 
 
 def steps_of(view: ChartView, moments: list[HistoryPoint]) -> tuple[int, int]:
@@ -57,13 +54,10 @@ def test_the_cursor_keeps_its_place_while_zooming() -> None:
     assert (500 - first) / 500 == pytest.approx(0.5, abs=0.01)
     view.zoom(-1, moments)
     assert steps_of(view, moments) == (1, 1000)
-
-
-def test_zooming_in_ends_at_a_few_steps() -> None:
-    view, moments = ChartView(), course(1000)
+    view.follow()
     for _ in range(20):
         view.zoom(1, moments)
-    assert steps_of(view, moments) == (993, 1000)
+    assert steps_of(view, moments) == (993, 1000), "not fewer"
 
 
 def test_the_window_moves_within_the_run_and_follows_again_at_its_end() -> None:
@@ -108,6 +102,9 @@ def test_axis_figure_and_smoothing_go_round() -> None:
     for _ in SMOOTHINGS:
         view.next_smoothing()
     assert view.smoothing is None
+    assert [view.smoothed_steps(steps) for steps in (20, 400, 10_000, 10_000_000)] == [5, 8, 200, 1000]
+    view.next_smoothing()
+    assert view.smoothed_steps(10_000) == 10
 
 
 def test_nothing_to_show_moves_nothing() -> None:
@@ -118,30 +115,16 @@ def test_nothing_to_show_moves_nothing() -> None:
     assert (view.visible([]), view.at_cursor([])) == ([], None)
 
 
-def test_columns_go_from_edge_to_edge() -> None:
-    assert [column_of(x, 1, 100, 80) for x in (1, 100)] == [0, 79]
-    assert column_of(5, 5, 5, 80) == 0
-
-
 def test_one_far_value_does_not_flatten_the_others() -> None:
     low, high = value_range([1.0 + index / 100 for index in range(100)] + [5000.0])
     assert low < 1.0
     assert 2.0 < high < 10.0
-    assert value_range([0.1, 0.4], floor=True)[0] == 0.0
+    assert [value_range(values, floor=True)[0] for values in ([0.1, 0.4], [10.0, 100.0])] == [0.0, 0.0]
+    assert value_range([99.0, 100.0], floor=True)[0] > 90
+    assert [column_of(x, 1, 100, 80) for x in (1, 100)] == [0, 79]
+    assert column_of(5, 5, 5, 80) == 0
     low, high = value_range([2.0, 2.0])
     assert low < 2.0 < high
-
-
-def test_the_loss_is_smoothed_over_a_part_of_the_run_unless_a_person_chose() -> None:
-    view = ChartView()
-    assert [view.smoothed_steps(steps) for steps in (20, 400, 10_000, 10_000_000)] == [5, 8, 200, 1000]
-    view.next_smoothing()
-    assert view.smoothed_steps(10_000) == 10
-
-
-def test_a_range_begins_at_zero_unless_all_values_are_far_from_it() -> None:
-    assert value_range([10.0, 100.0], floor=True)[0] == 0.0
-    assert value_range([99.0, 100.0], floor=True)[0] > 90
 
 
 NO_MEMORY = Span(0, 0, 0)
@@ -165,13 +148,10 @@ def test_a_moment_has_the_figures_of_its_step_over_all_ranks() -> None:
     # 2e12 FLOPs of each rank in half a second, against 8e12 a second.
     assert moment.mfu == pytest.approx(0.5)
     assert course.moments(2, None)[0].mfu is None
-
-
-def test_a_course_read_of_some_ranks_stands_for_all() -> None:
     course = TrainingHistory()
     for step in (1, 2, 3):
         course.add(point(step))
-    assert [moment.tokens for moment in course.moments(8)] == [800, 1600, 2400]
+    assert [moment.tokens for moment in course.moments(8)] == [800, 1600, 2400], "one rank read of eight"
     assert course.moments(8)[0].tokens_per_second == 8 * 100 / 0.5
 
 
@@ -188,6 +168,10 @@ def test_a_long_course_is_bounded_and_loses_neither_tokens_nor_extremes() -> Non
     (high,) = [moment for moment in moments if moment.high_loss == 9.0]
     assert high.first_step <= 5000 <= high.step
     assert high.max_grad_norm == 70.0
+    means = course.loss_means(60)
+    assert 30 < len(means) <= 60
+    assert sum(means) / len(means) == pytest.approx(1 + 8 / steps, rel=1e-3)
+    assert max(means) > means[0] == 1.0, "the outlier is in one of them"
 
 
 def test_pooled_history_and_live_steps_join_without_a_hole_or_a_token_twice() -> None:
@@ -212,23 +196,16 @@ def test_the_smoothed_loss_is_an_unbiased_moving_average() -> None:
     assert found[0] == pytest.approx(4.0), "not drawn towards zero at the start"
     assert found[1] == pytest.approx((4.0 * 0.9 + 2.0) / (0.9 + 1))
     assert found[2] == pytest.approx((4.0 * 0.81 + 2.0 * 0.9 + 3.0) / (0.81 + 0.9 + 1))
-
-
-def test_smoothing_forgets_by_steps_and_not_by_buckets() -> None:
-    single, pooled = TrainingHistory(), TrainingHistory()
+    sparse, single, pooled = TrainingHistory(), TrainingHistory(), TrainingHistory()
+    for step, loss in enumerate((None, 2.0, None), 1):
+        sparse.add(point(step, loss=loss))
+    assert smoothed(sparse.moments(1), 0.9) == [None, 2.0, 2.0]
     for step in range(1, 65):
         single.add(point(step, loss=1.0 if step <= 32 else 0.0))
     for first in (1, 33):
         pooled.add(point(first + 31, first_step=first, count=32, loss=1.0 if first == 1 else 0.0))
     fine, coarse = smoothed(single.moments(1), 0.95)[-1], smoothed(pooled.moments(1), 0.95)[-1]
-    assert fine == pytest.approx(coarse)
-
-
-def test_steps_without_a_loss_leave_the_average_as_it_was() -> None:
-    course = TrainingHistory()
-    for step, loss in enumerate((None, 2.0, None), 1):
-        course.add(point(step, loss=loss))
-    assert smoothed(course.moments(1), 0.9) == [None, 2.0, 2.0]
+    assert fine == pytest.approx(coarse), "it forgets by steps and not by buckets"
 
 
 @pytest.mark.parametrize(
@@ -247,11 +224,11 @@ def test_what_is_done_every_so_many_steps_is_counted_to_the_end(
     assert times_left(every, at_end, step, total) == left
 
 
-def stepping(model: RunModel, steps: int, pause_s: float = 0.0, every: int = 10) -> None:
+def stepping(model: RunModel, steps: int, pause_s: float = 0.0) -> None:
     """Give a model steps of a second, after every tenth of which the next one begins with an evaluation."""
     t, seq = STARTED, model.last_seq
     for number in range(1, steps + 1):
-        evaluated = pause_s and number > 1 and number % every == 1
+        evaluated = pause_s and number > 1 and number % 10 == 1
         pause = [PhaseRecord("eval", 0, int(pause_s * 1e6), NO_MEMORY, NO_MEMORY)] if evaluated else []
         length = 1.0 + (pause_s if evaluated else 0.0)
         data = PhaseRecord("data", 0, 1000, NO_MEMORY, NO_MEMORY)
@@ -322,7 +299,4 @@ def test_a_step_is_drawn_once_all_ranks_that_live_have_reported_it() -> None:
     assert model.moments[-1].step == 10
     model.apply(Frame(1_000_000, STARTED + 100, RankState(1, "gone", STARTED + 100)))
     assert model.moments[-1].step == 12, "nothing more comes of a rank that is gone"
-
-
-def test_a_rank_far_behind_the_others_does_not_hold_the_curves_back() -> None:
-    assert with_rank_1_until(3).moments[-1].step == 12
+    assert with_rank_1_until(3).moments[-1].step == 12, "nor is a rank waited for that is far behind"

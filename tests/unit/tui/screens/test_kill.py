@@ -12,6 +12,7 @@ from models import folded
 from streams import Stream
 
 NOW = 1_780_000_200.0
+STUCK = ("hung", "stopped", "unreachable")
 
 
 def of(states: dict[int, RankStateName], ranks: int = 4) -> RunModel:
@@ -27,31 +28,27 @@ def alert(rank: int | None = None, ranks: list[int] | None = None, resolved: flo
     )
 
 
-def test_a_healthy_run_offers_the_rank_at_the_cursor() -> None:
-    assert suggested(of({}), 2) == {2}
+TWO_HUNG, HUNG_AND_STOPPED = {1: "hung", 3: "hung"}, {1: "hung", 3: "stopped"}
 
 
-@pytest.mark.parametrize("state", ["hung", "stopped", "unreachable"])
-def test_a_stuck_rank_is_offered_in_place_of_the_one_at_the_cursor(state: str) -> None:
-    assert suggested(of({0: "waiting", 1: "waiting", 2: "waiting", 3: state}), 0) == {3}
-
-
-def test_of_several_stuck_ranks_the_one_at_the_cursor_is_offered() -> None:
-    model = of({1: "hung", 3: "hung"})
-    assert suggested(model, 0) == {1, 3}
-    assert suggested(model, 1) == {1}
-
-
-def test_the_selected_alert_names_the_rank() -> None:
-    model = of({1: "hung", 3: "stopped"})
-    assert suggested(model, 0, alert(3)) == {3}
-    assert suggested(model, 0, alert(ranks=[0, 1])) == {1}
-    assert suggested(of({}), 0, alert(2)) == {2}
-
-
-def test_an_alert_that_is_over_or_names_nobody_does_not_choose() -> None:
-    assert suggested(of({}), 0, alert(2, resolved=NOW)) == {0}
-    assert suggested(of({}), 0, alert()) == {0}
+@pytest.mark.parametrize(
+    ("states", "cursor", "selected", "offered"),
+    [
+        ({}, 2, None, {2}),
+        *(({0: "waiting", 1: "waiting", 2: "waiting", 3: state}, 0, None, {3}) for state in STUCK),
+        (TWO_HUNG, 0, None, {1, 3}),
+        (TWO_HUNG, 1, None, {1}),
+        (HUNG_AND_STOPPED, 0, alert(3), {3}),
+        (HUNG_AND_STOPPED, 0, alert(ranks=[0, 1]), {1}),
+        ({}, 0, alert(2), {2}),
+        ({}, 0, alert(2, resolved=NOW), {0}),
+        ({}, 0, alert(), {0}),
+    ],
+)
+def test_the_rank_of_the_alert_else_stuck_ranks_else_the_one_at_the_cursor_is_offered(
+    states, cursor, selected, offered
+) -> None:
+    assert suggested(of(states), cursor, selected) == offered
 
 
 def test_when_every_rank_is_stuck_the_run_is_offered() -> None:
@@ -82,11 +79,6 @@ def test_the_whole_run_is_offered_where_one_death_ends_it(command, framework, la
     assert targets.chosen == [3], "a single rank can still be chosen"
 
 
-def test_a_run_that_stands_says_for_how_long() -> None:
-    assert stalled_seconds(of({})) is None
-    assert stalled_seconds(of({0: "waiting", 3: "hung"})) == 34
-
-
 def test_a_rank_that_a_later_job_does_not_have_is_drawn_as_ended() -> None:
     model = of({})
     targets = Targets.of(model, {3})
@@ -94,8 +86,7 @@ def test_a_rank_that_a_later_job_does_not_have_is_drawn_as_ended() -> None:
     model.apply(Frame(model.last_seq + 1, NOW, Job(2, NOW, "training", NOW, world_size=2)))
     lines = [target_line(targets, row, model, 78, Theme(), False).plain for row in range(5)]
     assert ["has ended" in line for line in lines] == [False, False, False, True, True]
-
-
-def test_one_rank_is_counted_as_one() -> None:
     model = of({}, ranks=1)
     assert ": 1 rank, " in target_line(Targets.of(model, {0}), 0, model, 78, Theme(), False).plain
+    assert stalled_seconds(of({})) is None
+    assert stalled_seconds(of({0: "waiting", 3: "hung"})) == 34

@@ -130,12 +130,16 @@ def same(source: Source, frames: list[Frame] = FRAMES) -> None:
     assert list(model.alerts) == list(expected.alerts)
 
 
-def test_a_replay_begins_when_the_ranks_are_there_and_holds(source):
+def test_a_replay_begins_when_the_ranks_are_there_and_holds_and_takes_no_commands(source):
     hellos = [frame for frame in FRAMES if isinstance(frame.message, Hello)]
     transport = source.transport
     assert (transport.mode, source.connection.state, transport.playing) == ("replay", "replay", False)
     assert (transport.first, transport.position, transport.last) == (FRAMES[0].t, hellos[-1].t, FRAMES[-1].t)
     assert len(source.model.ranks) == len(hellos)
+    record = source.commands[source.send(control.Kill())]
+    assert record.done
+    assert not record.accepted.ok
+    assert not source.can_command
 
 
 def test_a_seek_before_the_marks_were_taken_does_not_lose_them(recording, opened):
@@ -246,8 +250,17 @@ def test_an_overview_that_comes_while_it_plays_adds_the_past_and_changes_nothing
     assert rank.last.step - 2 <= sum(point.steps for point in points) <= rank.last.step, "no step counts twice"
 
 
-def test_play_at_the_end_begins_again(source):
+def test_a_jump_lands_there_one_to_nowhere_moves_nothing_and_play_at_the_end_begins_again(source):
     transport = source.transport
+    middle = (transport.first + transport.last) / 2
+    for text, place in (("50%", middle), ("+5s", middle + 5), ("0%", transport.first)):
+        go(source, text)
+        assert transport.position == pytest.approx(place, abs=1e-3)
+        same(source)
+    for text in ("99999", "tomorrow"):
+        go(source, text)
+        assert transport.message
+        assert transport.position == pytest.approx(transport.first, abs=1e-3)
     go(source, "100%")
     transport.play()
     settle(source)
@@ -302,40 +315,14 @@ def test_alerts_are_visited_in_order_each_as_it_was_raised(source):
     assert transport.first_alert("oom") is None
 
 
-def test_a_jump_of_time_and_of_share_lands_there(source):
-    middle = (source.transport.first + source.transport.last) / 2
-    for text, place in (("50%", middle), ("+5s", middle + 5), ("0%", source.transport.first)):
-        go(source, text)
-        assert source.transport.position == pytest.approx(place, abs=1e-3)
-        same(source)
-
-
-@pytest.mark.parametrize("text", ["99999", "tomorrow"])
-def test_a_place_that_is_not_there_moves_nothing_and_says_why(source, text):
-    before = source.transport.position
-    go(source, text)
-    assert source.transport.message
-    assert source.transport.position == before
-
-
-def test_a_recording_takes_no_commands(source):
-    record = source.commands[source.send(control.Kill())]
-    assert record.done
-    assert not record.accepted.ok
-    assert not source.can_command
-
-
-def test_a_file_that_is_no_recording_is_refused_at_once(tmp_path):
+def test_an_empty_recording_opens_and_a_file_that_is_none_is_refused_at_once(tmp_path, opened):
+    source = opened(write(tmp_path / "empty.sqlite", []))
+    go(source, "50%")
+    assert source.model.ranks == {}
     (tmp_path / "notes.txt").write_text("not a recording, and long enough to be looked at as one would be looked at")
     for name in ("notes.txt", "missing.sqlite"):
         with pytest.raises(RecordingError):
             ReplaySource(tmp_path / name)
-
-
-def test_an_empty_recording_opens_and_shows_nothing(tmp_path, opened):
-    source = opened(write(tmp_path / "empty.sqlite", []))
-    go(source, "50%")
-    assert source.model.ranks == {}
 
 
 def test_a_replay_of_a_failed_run_begins_at_its_end_and_says_so(tmp_path):

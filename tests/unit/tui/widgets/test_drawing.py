@@ -79,10 +79,16 @@ def test_a_card_keeps_its_size(width: int, height: int, theme: Theme) -> None:
     assert {line.width for line in lines} == {width}
 
 
-def test_a_card_says_what_a_hung_rank_does_even_where_it_takes_two_lines() -> None:
+def test_a_card_and_a_row_have_state_spikes_host_and_of_the_health_what_fits_whole() -> None:
     text = " ".join(line.plain for line in card(HUNG, [], 38, 8, Scale(80 * GIB), THEME, selected=False))
     assert "hung 34 s" in text
-    assert "in data loading" in " ".join(text.split())
+    assert "in data loading" in " ".join(text.split()), "in two lines"
+    line = title(replace(HUNG, host="ip-10-0-112-34", spikes=3), 36, THEME, selected=False)
+    assert line.width == 36
+    assert line.plain.endswith("3  hung 34 s ─")
+    (line,) = label(replace(VIEW, host="node7", spikes=3), 20, 1, THEME, selected=False)
+    assert " 3 node7" in line.plain
+    assert [health_words(VIEW, width, THEME) for width in (24, 22)] == ["util 98 %  612 W  64 °C", "util 98 %  612 W"]
 
 
 def test_every_ascii_card_and_row_is_ascii() -> None:
@@ -91,9 +97,6 @@ def test_every_ascii_card_and_row_is_ascii() -> None:
         lines = card(view, [], 60, 9, Scale(80 * GIB, 40 * GIB), theme, selected=True)
         lines += label(view, 12, 1, theme, selected=False)
         assert all(line.plain.isascii() for line in lines)
-
-
-def test_ascii_has_a_twin_of_every_glyph() -> None:
     assert set(ASCII.states) == set(UNICODE.states)
     assert len(ASCII.eighths) == len(UNICODE.eighths) == 9
     assert all(value.isascii() for value in (*ASCII.states.values(), *ASCII.keys.values()))
@@ -112,10 +115,7 @@ def test_the_phase_bar_divides_its_width_by_the_shares(width: int) -> None:
     assert sum(cells) == width
     assert phase_bar(SHARES, width, THEME).width == width
     assert max(cells) == cells[2]
-
-
-def test_a_share_too_small_for_a_cell_still_shows() -> None:
-    assert cells_of([0.006, 0.994], 20) == [1, 19]
+    assert cells_of([0.006, 0.994], 20) == [1, 19], "a small share still shows"
 
 
 def test_figures_are_short_and_have_their_units() -> None:
@@ -148,6 +148,10 @@ def test_evidence_is_in_words_with_units() -> None:
     assert found == ["relative to usual 1.5×", "temperature 81 °C", "latest on rank 3", "measured over 20 steps"]
     assert evidence_text({"rule": "recent", "first_ranks": ()}) == ["first on ranks none"]
     assert evidence_text({"batch_shape": [4, 2048], "wait_ms": 0}) == ["batch 4 × 2048", "waited for data 0 s"]
+    assert evidence_text({"since": 1_780_000_000.25}) == [f"since {time_of_day(1_780_000_000.25)}"]
+    assert evidence_text({"since": 12.5}) == ["since 12.5"]
+    found = evidence_text({"spare_bytes": 2 * GIB, "host_us": 4000})
+    assert found == ["spare 2.00 GiB", "host 4 ms"], "of another version: the unit of the suffix"
 
 
 def test_evidence_in_evidence_is_in_words_too() -> None:
@@ -161,21 +165,9 @@ def test_evidence_in_evidence_is_in_words_too() -> None:
     assert evidence_text({"waiting": [0, 2]}) == ["ranks that wait 0, 2"]
 
 
-def test_evidence_of_another_version_has_the_unit_of_its_suffix() -> None:
-    assert evidence_text({"spare_bytes": 2 * GIB, "host_us": 4000}) == ["spare 2.00 GiB", "host 4 ms"]
-
-
-def test_evidence_that_is_a_moment_is_a_time_of_day() -> None:
-    assert evidence_text({"since": 1_780_000_000.25}) == [f"since {time_of_day(1_780_000_000.25)}"]
-    assert evidence_text({"since": 12.5}) == ["since 12.5"]
-
-
-def test_an_alert_that_is_over_says_how_long_it_lasted() -> None:
-    alert = Alert(1, "hang", "error", 1000.0, "rank 3 hangs", resolved=1034.0)
-    assert "over after 34 s" in alert_line(alert, 80, THEME).plain
-
-
 def test_control_characters_of_an_alert_never_reach_the_terminal() -> None:
+    over = Alert(1, "hang", "error", 1000.0, "rank 3 hangs", resolved=1034.0)
+    assert "over after 34 s" in alert_line(over, 80, THEME).plain
     alert = Alert(1, "died", "error", 0.0, "rank \x1b[31m0\x07 died", text="bad\x1b]0;x\x07 text")
     text = "".join(line.plain for line in [alert_line(alert, 80, THEME), *alert_detail(alert, 80, THEME)])
     assert "\x1b" not in text
@@ -198,9 +190,6 @@ def test_a_run_that_stands_says_so_in_place_of_the_time_left() -> None:
     first = summary_lines(summary, 100, THEME)[0]
     assert "stalled 34 s" in first.plain
     assert "left" not in first.plain
-
-
-def test_a_long_word_on_the_connection_is_cut_before_the_step() -> None:
     trouble = "no connection: its SSH server does not forward UNIX sockets; it is tried again"
     first = summary_lines(Summary("llama3", step=18, total_steps=120, connection=trouble), 80, THEME)[0].plain
     assert "no connection: its SSH server does" in first
@@ -236,12 +225,8 @@ def test_the_heat_map_fits_its_width(ranks: int, size: tuple[int, int]) -> None:
     assert max(line.width for line in lines) <= size[0]
     if size[0] >= 80:
         assert grid.rows(ranks) * grid.height <= size[1], "all ranks in view"
-
-
-def test_a_heat_cell_in_trouble_shows_its_state_before_its_memory() -> None:
-    grid = heat.Grid(2, 1, 8)
-    views = [RankView(rank=0, device="GPU", state="hung", capacity=80, peak=40)]
-    assert UNICODE.states["hung"] in heat.heat_map(views, grid, 0, 1, 5, THEME)[0].plain
+    hung = [RankView(rank=0, device="GPU", state="hung", capacity=80, peak=40)]
+    assert UNICODE.states["hung"] in heat.heat_map(hung, heat.Grid(2, 1, 8), 0, 1, 5, THEME)[0].plain
 
 
 def test_lines_are_cut_and_padded_by_cells() -> None:
@@ -265,23 +250,6 @@ def test_text_is_wrapped_at_blanks_and_long_words_anywhere() -> None:
     assert wrap("  x = 1", 20) == ["  x = 1"]
     assert wrap("in 日本語のファイル now", 10) == ["in 日本語", "のファイル", "now"]
     assert wrap("", 10) == [""]
-
-
-def test_at_the_end_of_a_narrow_card_stand_state_and_spikes() -> None:
-    hung = replace(HUNG, host="ip-10-0-112-34", spikes=3)
-    line = title(hung, 36, THEME, selected=False)
-    assert line.width == 36
-    assert line.plain.endswith("3  hung 34 s ─")
-
-
-def test_spikes_and_the_host_stand_apart_in_a_row() -> None:
-    (line,) = label(replace(VIEW, host="node7", spikes=3), 20, 1, THEME, selected=False)
-    assert " 3 node7" in line.plain
-
-
-def test_what_does_not_fit_of_the_health_is_left_out_whole() -> None:
-    assert health_words(VIEW, 24, THEME) == "util 98 %  612 W  64 °C"
-    assert health_words(VIEW, 22, THEME) == "util 98 %  612 W"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from ftmon.tui.widgets.theme import Theme
 def details(*ranks: JobRank) -> list[str]:
     job = Job(1, 5.0, "failed", 0.0, 5.0, ranks=list(ranks))
     (row,) = job_rows({1: job}, 5.0)
-    return [line.plain for line in detail_lines(job, row, [], 100, Theme())]
+    return [line.plain for line in detail_lines(row, [], 100, Theme())]
 
 
 def test_the_end_of_each_rank_is_named_alike_with_and_without_steps() -> None:
