@@ -9,7 +9,11 @@ from ftmon.trainer.recipe.hardware import usable_gpus
 from ftmon.trainer.recipe.start import demo_config
 from ftmon_process import Ftmon
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.gpu_alone,
+    pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use"),
+]
 
 
 @pytest.mark.timeout(900)
