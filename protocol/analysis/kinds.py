@@ -9,6 +9,7 @@ from typing import Any
 from ..messages.control import Alert
 from . import hub_facts
 from .deaths import words as deaths
+from .deaths.stop_waits import StopWaits
 from .findings.alerts import AlertStore, Key, key_of
 from .findings.finding import HIDDEN, Condition, Detector, Finding, Kind, Shown
 from .health import monitor
@@ -22,7 +23,9 @@ from .oom import words as oom
 from .stalls import slow_ranks, waited_for, words
 from .words import Added, Words
 
-DETECTORS: list[type[Detector]] = [monitor.HealthMonitor, Gpus, Disks, HostMemory, Inputs, Updates, KnownFaults]
+DETECTORS: list[type[Detector]] = [
+    *(monitor.HealthMonitor, Gpus, Disks, HostMemory, Inputs, Updates, KnownFaults, StopWaits),
+]
 """Created once a run, in this order."""
 
 KINDS: dict[str, Kind] = {}

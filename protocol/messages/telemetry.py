@@ -790,6 +790,27 @@ class LostEdit(msgspec.Struct, tag="lost_edit", frozen=True, omit_defaults=True)
     """True: the next update overwrites it from the fp32 copy; False: it is lost at once (no ``modifier_rank``)."""
 
 
+class StopAsked(msgspec.Struct, tag="stop_asked", frozen=True, omit_defaults=True):
+    """A rank was asked to end, and its script does when it next checks: it handles SIGTERM, or supports ``ftmon stop``.
+
+    Sent once in a rank's life, at the first request.
+    """
+
+    rank: Rank
+    time: Time
+    step: Whole
+    """The last finished step."""
+    phase: str
+    phase_started: Time
+    by: Literal["SIGTERM", "ftmon stop"] = "SIGTERM"
+    grace_s: float = 0.0
+    """Seconds after which the rank is killed (``--stop-grace``); 0: it is not."""
+    done: Whole = 0
+    """Batches of the evaluation under way that are done."""
+    total: Whole = 0
+    """All of its batches; 0: unknown, or there is no evaluation."""
+
+
 class ProcessMemory(msgspec.Struct, frozen=True, omit_defaults=True):
     """One process that holds memory of a device. ``rank`` is None if it does not belong to this run."""
 

@@ -1,8 +1,12 @@
 """SIGTERM asks a training that makes progress to end, and ends one that does not."""
 
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
+
+from ftmon_process import ftmon_home, lines_with
 
 STEPS_ON = """
 import sys, time
@@ -85,3 +89,20 @@ def test_a_training_thread_that_is_stuck_dies_of_the_signal() -> None:
 def test_a_forked_worker_dies_of_its_own_sigterm_without_ending_the_training() -> None:
     status, _ = signalled(WITH_WORKER)
     assert status == -signal.SIGTERM  # it made no step either
+
+
+def test_a_trainer_asked_to_end_in_an_evaluation_says_at_once_when_it_acts_and_that_the_grace_is_too_short(
+    tmp_path: Path,
+) -> None:
+    script = Path(__file__).parent / "scripts" / "stopped_trainer.py"
+    with ftmon_home(tmp_path / "home") as home:
+        words = ("run", "--plain", "--stop-grace", "2", "--", sys.executable, str(script), str(tmp_path / "output"))
+        done = home.run(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The fourth evaluated row of 20, each of 0.2 s and more: 3.2 s are left of at least 4 s.
+    title = r"stop requested at step 4: acts after the evaluation, about [3-9]\.\d s left, but the grace is 2 s"
+    raised = next(line for line in done.stdout.splitlines() if re.search(title, line))
+    saved = next(line for line in done.stdout.splitlines() if "evaluation at step 4" in line)
+    assert done.stdout.index(raised) < done.stdout.index(saved)
+    assert lines_with(done.stdout, ["over: stop requested at step 4"])
+    assert list((tmp_path / "output").glob("checkpoint-*"))

@@ -156,8 +156,9 @@ class Commands:
         if not request.supported:
             return False, "the script does not ask whether to stop; it has to be interrupted", {}
         step = verb.step or agree_on_step(self._rank.run.path / "stop-after", done, self._pace.usual)
-        request.after = step if self._rank.world_size > 1 else done
-        return True, f"will stop after step {max(request.after, done)}", {"step": request.after}
+        after = step if self._rank.world_size > 1 else done
+        request.ask(after)
+        return True, f"will stop after step {max(after, done)}", {"step": after}
 
 
 def agree_on_step(path: Path, step: int, step_seconds: float) -> int:

@@ -160,6 +160,8 @@ class Loading:
         self._data_iterator: Callable[[], Any] = nothing
         """The iterator that the latest batch outside of an evaluation was fetched from."""
         self._trained_data = 0
+        self._scoped_iterator: Callable[[], Any] = nothing
+        """The iterator that the latest batch inside an explicit phase was fetched from."""
         self._eval_end: tuple[list[Mark], int] = [], 0
         """The mark at which an evaluation's loader was exhausted."""
         self._pass_ended = False
@@ -171,12 +173,22 @@ class Loading:
         """Return the dataloader iterator that was fetched from last, while it lives; any thread."""
         return self._last_iterator()
 
+    def evaluated_batches(self) -> tuple[int, int]:
+        """Return how many batches of the evaluation under way are done, and of how many; (0, 0): unknown."""
+        iterator = self._scoped_iterator() if self._tracker.depth else self._last_iterator()
+        try:
+            return max(0, int(iterator._num_yielded) - 1), len(iterator)
+        except (AttributeError, TypeError, ValueError):  # no DataLoader's, or its data set has no length
+            return 0, 0
+
     @guarded
     def fetching(self, iterator: Any) -> None:
         """The training thread asks a dataloader for a batch; inside ``no_grad`` or an eval's loader it is ``eval``."""
         self._fetching_ns = perf_counter_ns()
         tracker, state = self._tracker, self._state
         if tracker.depth or (state.in_update and not state.closures):
+            if tracker.phase == "eval" and self._scoped_iterator() is not iterator:
+                self._scoped_iterator = weakref.ref(iterator)
             return
         if tracker.notes.discarded:
             tracker.notes.drop_batch()  # its backward has run; its loss is not the step's

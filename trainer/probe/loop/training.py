@@ -1,8 +1,11 @@
 """The training thread of a rank: the parts behind the events of hooks."""
 
+import os
 from collections.abc import Callable
-from typing import Any
+from time import perf_counter_ns, time
+from typing import Any, Literal
 
+from ....protocol.messages.telemetry import StopAsked
 from ..guard import guarded, nothing
 from ..phases.budget import Budget
 from ..phases.forwards import Forwards
@@ -42,11 +45,24 @@ class Training:
         self.updates = Updates(loop, self.updaters)
         self.regular = Regular(loop, self.loading, self.micro_steps, self.updates)
         phases.leave = self.regular.leave
+        self._asked_to_stop = False
 
     @guarded
     def saw_error(self, error: BaseException) -> None:
         """Handle an exception that came through a hook."""
         self.on_error(error)
+
+    @guarded
+    def asked_to_stop(self, by: Literal["SIGTERM", "ftmon stop"] = "SIGTERM") -> None:
+        """Report, once, that the script was asked to stop; from any thread, and from a handler of a signal."""
+        tracker, rank, now = self.tracker, self.rank, time()
+        if self._asked_to_stop or os.getpid() != rank.process.pid:
+            return
+        self._asked_to_stop = True
+        done, total = self.loading.evaluated_batches() if tracker.phase == "eval" else (0, 0)
+        began = now - (perf_counter_ns() - tracker.phase_ns) / 1e9
+        grace = rank.options.stop_grace if by == "SIGTERM" else 0.0
+        self.outbox.hand_over(StopAsked(rank.rank, now, tracker.step, tracker.phase, began, by, grace, done, total))
 
     @guarded
     def hand_over_closing(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ....protocol.messages.telemetry import STEP_PHASES
 from ..device.memory import MemoryBackend, Reading
-from ..guard import Guard
+from ..guard import Guard, nothing
 from .budget import Budget
 
 
@@ -620,6 +620,13 @@ class StopRequest:
         """Whether the script checks for requests."""
         self.after: int | None = None
         """The step to stop after; None: no stop is requested."""
+        self.asked: Callable[[], object] = nothing
+        """Called at each request, on the publisher thread."""
+
+    def ask(self, after: int) -> None:
+        """Request to end after that step."""
+        self.after = after
+        self.asked()
 
     def is_due(self, step: int) -> bool:
         """Return whether to end after step ``step``; the call shows that the script supports requests."""

@@ -1,6 +1,7 @@
 """Makes this process a rank: its probe, its publisher, and the hooks for its end."""
 
 import os
+from functools import partial
 
 from ....protocol.run.environment import RANK_PID_ENV
 from ....protocol.run.rundir import RunDir
@@ -53,6 +54,7 @@ def _begin(rank: RankContext) -> Probe:
     reporter = OomReporter(rank, training.tracker, training.trained, training.outbox, hold, history, phase_marks)
     failures = AllocationFailures(rank, reporter, hold, training.phases.check_device)
     training.on_error, training.phases.met_cuda = failures.report, failures.watch_cuda
+    stop.asked = partial(training.asked_to_stop, "ftmon stop")
     publisher = Publisher(training, pace, stop, hold, history, phase_marks)
     ending.install(training, stop, publisher)
     active.events, active.probe = TorchEvents(training), Probe(training, stop)

@@ -1,11 +1,17 @@
-"""Ends a rank: sends its last messages, which delays the end a little (``Publisher.finish``)."""
+"""Ends a rank: sends its last messages, which delays the end a little (``Publisher.finish``).
+
+Also reports a SIGTERM that the script handles, at the moment when it comes: the script acts on it later.
+"""
 
 import atexit
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
-from types import TracebackType
+from collections.abc import Callable
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from ....protocol.messages.telemetry import Failure, Goodbye
@@ -15,17 +21,55 @@ from ..loop.training import Training
 from ..phases.tracker import StopRequest
 
 _TRACEBACK_LIMIT = 16_384
+_OWN = "_ftmon_handler"
+"""Attribute of a reporting handler: the script's own."""
 
 
 def install(training: Training, stop: StopRequest, publisher: Publisher) -> None:
     """Hook into exceptions that end the script, ``sys.exit``, and the interpreter's exit."""
     ending = _Ending(training, stop, publisher)
     ending.hook_exceptions()
+    _report_sigterm(training.asked_to_stop)
     atexit.register(ending.finish)
     multiprocessing: Any = sys.modules.get("multiprocessing")
     if multiprocessing is not None and multiprocessing.parent_process() is not None:
         # A process of multiprocessing (torch.multiprocessing.spawn) ends without running atexit.
         multiprocessing.util.Finalize(None, ending.finish, exitpriority=-100)
+
+
+def _report_sigterm(asked: Callable[[], None]) -> None:
+    """Call ``asked`` before the handler of SIGTERM that the script has, or sets later.
+
+    ``signal.signal`` and ``signal.getsignal`` still return the script's own handlers.
+    """
+    set_handler, get_handler = signal.signal, signal.getsignal
+
+    def reporting(handler: Any) -> Any:
+        if not callable(handler):
+            return handler  # SIG_DFL: the process ends at once
+
+        def caught(number: int, frame: FrameType | None) -> Any:
+            asked()
+            return handler(number, frame)
+
+        setattr(caught, _OWN, handler)
+        return caught
+
+    def set_reporting(signalnum: Any, handler: Any) -> Any:
+        return _own(set_handler(signalnum, reporting(handler) if signalnum == signal.SIGTERM else handler))
+
+    def get_own(signalnum: Any) -> Any:
+        return _own(get_handler(signalnum))
+
+    guard.replace(signal, "signal", lambda _: set_reporting)
+    guard.replace(signal, "getsignal", lambda _: get_own)
+    known = get_handler(signal.SIGTERM)
+    if callable(known) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, known)
+
+
+def _own(handler: Any) -> Any:
+    return getattr(handler, _OWN, handler)
 
 
 def _is_interactive() -> bool:

@@ -1,11 +1,12 @@
 """How a rank says that it has ended."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 
 import pytest
-from ftmon.protocol.messages.telemetry import Goodbye
+from ftmon.protocol.messages.telemetry import Goodbye, StopAsked
 from ftmon.protocol.run.rundir import RunOptions
 from ftmon.trainer.probe.link.publisher import Publisher
 from ftmon.trainer.probe.loop.training import Training
@@ -13,7 +14,7 @@ from ftmon.trainer.probe.memory.snapshots import PhaseMarks
 from ftmon.trainer.probe.oom.console import Hold
 from ftmon.trainer.probe.oom.report import OomHistory
 from ftmon.trainer.probe.phases.tracker import Pace, StopRequest
-from ftmon.trainer.probe.start.ending import _Ending
+from ftmon.trainer.probe.start.ending import _Ending, _report_sigterm
 
 Told = Callable[[], tuple[str, str]]
 
@@ -98,3 +99,33 @@ def test_an_error_ends_a_script_and_no_notebook(told: Told, monkeypatch: pytest.
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     sys.excepthook(type(error), error, None)
     assert told()[0] == ("finished" if interactive else "failed")
+
+
+def test_a_sigterm_that_the_script_handles_is_reported_once_and_its_handlers_stay_its_own(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def before(*_: object) -> None:
+        calls.append("before")
+
+    def later(*_: object) -> None:
+        calls.append("later")
+
+    monkeypatch.setattr(signal, "signal", signal.signal)
+    monkeypatch.setattr(signal, "getsignal", signal.getsignal)
+    restored = signal.signal(signal.SIGTERM, before)
+    try:
+        _report_sigterm(training.asked_to_stop)
+        training.tracker.enter("eval")
+        signal.raise_signal(signal.SIGTERM)
+        assert signal.signal(signal.SIGTERM, later) is before
+        assert signal.getsignal(signal.SIGTERM) is later
+        signal.raise_signal(signal.SIGTERM)
+        assert signal.signal(signal.SIGTERM, signal.SIG_IGN) is later
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, restored)
+    assert calls == ["before", "later"]
+    (asked,) = [item for item in training.outbox.items if isinstance(item, StopAsked)]
+    assert (asked.phase, asked.by, asked.grace_s) == ("eval", "SIGTERM", training.rank.options.stop_grace)
