@@ -20,7 +20,7 @@ from .rank.model import describe_model, dtype_name, dtype_of, learning_rate, own
 from .values.batch import OnHost
 from .values.edits import Edits
 from .values.model_flops import model_flops
-from .values.signs import EVERY, FIRST, attended
+from .values.signs import EVERY, FIRST, attended, received
 
 __all__ = ["Events", "OnHost", "TorchEvents", "dtype_name", "learning_rate"]
 
@@ -271,6 +271,8 @@ class TorchEvents(Events):
         """The process groups are about to be destroyed; the hello, which names their backend, may be sent later."""
         self._edits = Edits()
         self._attended = 0
+        self._received_in: tuple[Any, int] = None, 0
+        """Notes and number of the micro-batch whose labels were read last from a forward."""
 
     def zeroing(self, owner: Any) -> None:
         """An optimizer or a module sets its gradients to zero."""
@@ -448,14 +450,30 @@ class TorchEvents(Events):
             training.outbox.hand_over(edit)
 
     @guarded
-    def attending(self, config: Any, mask: Any, positions: Any, *, cached: bool) -> None:
-        """A model of transformers makes its attention mask, of a mask and ``position_ids`` that may be None."""
-        tracker = self._training.tracker
-        if self._attended < FIRST or tracker.step % EVERY == 0:
+    def attending(self, config: Any, mask: Any, positions: Any, frame: FrameType, *, cached: bool) -> None:
+        """A frame inside a forward of transformers makes an attention mask, of a mask and ``position_ids`` or None."""
+        tracker, notes = self._training.tracker, self._training.tracker.notes
+        sampled = self._attended < FIRST or (tracker.step + 1) % EVERY == 0
+        if sampled:
             self._attended += 1
             found = attended(config, mask, positions, cached)
-            if found is not None and len(tracker.notes.attended) < FIRST:
-                tracker.notes.attended.append(found)
+            if found is not None and len(notes.attended) < FIRST:
+                notes.attended.append(found)
+        if sampled or self._training.signs.unlabelled:
+            self._receiving(frame)
+
+    def _receiving(self, frame: FrameType) -> None:
+        """Keep what a forward received, unless the batch that was noted for it has labels."""
+        tracker, notes, micro_batch = self._training.tracker, self._training.tracker.notes, self._received_in
+        noted = notes.seen and notes.seen[-1].labels is not None
+        if noted or self.in_backward or tracker.phase == "eval" or len(notes.received) >= FIRST:
+            return
+        if micro_batch[0] is notes and micro_batch[1] == notes.micro_steps:
+            return  # another forward of the micro-batch
+        found = received(frame, self._training.forwards.is_trained)
+        if found is not None:
+            self._received_in = notes, notes.micro_steps
+            notes.received.append(found)
 
     @guarded
     def sharded(self, module: Any) -> None:

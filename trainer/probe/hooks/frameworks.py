@@ -7,6 +7,7 @@ created on first access, so that importing ftmon does not import transformers.
 import functools
 import inspect
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from types import ModuleType
@@ -60,7 +61,7 @@ def _attending(original: Any) -> Callable[..., Any]:
             if events is not None:
                 given = [*args, *(kwargs.get(name) for name in names[len(args) :])]
                 cached = cache >= 0 and given[cache] is not None
-                events.attending(given[0], given[mask], given[positions], cached=cached)
+                events.attending(given[0], given[mask], given[positions], sys._getframe(1), cached=cached)
         return original(*args, **kwargs)
 
     return _preprocess_mask_arguments

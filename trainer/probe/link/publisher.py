@@ -285,7 +285,7 @@ def without_device(raw: StepRaw) -> StepRaw:
     notes = raw.notes
     for name in ("losses", "reported", "trainer_losses"):
         setattr(notes, name, list(filter(_is_here, getattr(notes, name))))
-    notes.labels, notes.weights = [], None
+    notes.labels, notes.weights, notes.received, notes.attended = [], None, [], []
     notes.tokens = [count for count in notes.tokens if not isinstance(count, cuda.Fetched)]
     for part in (notes, *notes.parts.values()):
         for name in ("lr", "grad_norm", "loss_scale"):
@@ -433,7 +433,7 @@ class Publisher(threading.Thread):
         self._logged = False
         self._rank = rank = training.rank
         self._introduction, self._trained = training.introduction, training.trained
-        self._signs = SignReader(training.trained)
+        self._signs = training.signs
         self._tracker = tracker = training.tracker
         self._outbox = outbox = training.outbox
         self._steps = outbox.pending

@@ -13,6 +13,7 @@ from ..phases.tracker import ClosingRaw, Counts, Outbox, StepRaw, Tracker
 from ..phases.updaters import Updaters
 from ..rank.context import Introduction, RankContext
 from ..rank.model import Optimized, Trained, describe_models
+from ..values.signs import SignReader
 from .loading import Loading
 from .micro_steps import MicroSteps
 from .regular import Regular
@@ -35,6 +36,7 @@ class Training:
         """Called with every exception that comes through a hook."""
         budget = Budget(rank.options.probe_budget / 100)
         self.tracker = tracker = Tracker(device.memory, device.mark_event, counts, self._end_step, rank.guard, budget)
+        self.signs = SignReader(trained)
         self.updaters = Updaters(tracker, self._met_engine)
         self.forwards = forwards = Forwards(tracker)
         self.phases = phases = Phases(rank, tracker, outbox)

@@ -129,7 +129,9 @@ class Notes:
     waits: list[tuple[str, Any, Any]] = field(default_factory=list)
     """Waits of the stream for other ranks: the phase, and the CUDA events at both ends."""
     seen: list[Any] = field(default_factory=list)
-    """The tensors of each micro-batch (``values.signs.Seen``), which the publisher examines."""
+    """The tensors of each micro-batch (``values.batch.Seen``), which the publisher examines."""
+    received: list[Any] = field(default_factory=list)
+    """The same of forwards, where a batch was noted without labels or not at all."""
     attended: list[Any] = field(default_factory=list)
     """What models made their attention masks from (``values.signs.Attended``)."""
     weights: Any = None

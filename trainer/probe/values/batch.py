@@ -55,7 +55,7 @@ def on_host(found: Any) -> OnHost:
     """Return what is counted of a dataloader's batch before it goes to the device."""
     ids, mask, _, rows = _find(found)
     mask, labels, ids = (
-        tensor if _is_dense(tensor) and not tensor.is_cuda else None for tensor in (mask, _labels(found, False), ids)
+        tensor if is_dense(tensor) and not tensor.is_cuda else None for tensor in (mask, _labels(found, False), ids)
     )
     return OnHost(mask, labels, rows, ids)
 
@@ -64,7 +64,7 @@ def _seen(ids: Any, mask: Any, labels: Any, fetched: OnHost | None) -> Seen:
     """Return what is examined of a micro-batch: of tensors on the device, the ones that the dataloader returned."""
 
     def on_host(own: Any, before: Any) -> Any:
-        if not _is_dense(own):
+        if not is_dense(own):
             return None
         return (before if own.is_cuda and before is not None and before.shape == own.shape else own).detach()
 
@@ -130,7 +130,7 @@ def _labels(found: Any, is_forward: bool) -> Any:
     for holder in (found[1], *found[0]) if is_forward else (found,):
         if _is_mapping(holder):
             labels: Any = holder.get("labels")
-            if _is_dense(labels) and not labels.is_floating_point():
+            if is_dense(labels) and not labels.is_floating_point():
                 return labels
     return None
 
@@ -162,7 +162,7 @@ def _find(value: Any, deepest: int = _DEEPEST) -> _Found:
             ids: Any = value.get(key)
             if isinstance(ids, torch.Tensor):
                 mask = value.get("attention_mask")
-                return _Found(ids, mask if _is_dense(mask) else None, key in _OF_TOKENS, rows)
+                return _Found(ids, mask if is_dense(mask) else None, key in _OF_TOKENS, rows)
         items = value.values()
     for item in items:
         if isinstance(item, torch.Tensor):
@@ -208,7 +208,7 @@ def _is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(value, dict) or (not isinstance(value, _NO_MAPPINGS) and isinstance(value, Mapping))
 
 
-def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:
+def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
     """Return whether the probe can read a tensor's values: sparse ones, and other devices' and views, it leaves out."""
     return (
         isinstance(value, torch.Tensor)

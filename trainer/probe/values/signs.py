@@ -7,6 +7,7 @@ Tensors on a device are examined only where a dataloader returned them on the ho
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy
@@ -14,10 +15,10 @@ import torch
 
 from ....protocol.messages.telemetry import Signs
 from ..device import cuda
-from ..guard import log_error, nothing
+from ..guard import frame_locals, log_error, nothing
 from ..phases.tracker import Notes
 from ..rank.model import Trained, own_model, parameters_of
-from .batch import IGNORED, Seen
+from .batch import IGNORED, Seen, is_dense
 
 FIRST = 64
 """Micro-batches at the beginning whose tokens are examined."""
@@ -27,6 +28,8 @@ SAMPLED = 256
 """Elements of one sampled parameter."""
 SPREAD = 3
 """Sampled parameters: the first matrix, one in the middle, the last."""
+_MOST_FRAMES = 32
+"""Frames between the function that makes a mask and the forward with the labels."""
 _MOST_BYTES = 1 << 18
 """Bytes of a tensor from which a batch's fingerprint is computed: evenly spaced ones of a larger tensor."""
 
@@ -48,10 +51,35 @@ def attended(config: Any, mask: Any, positions: Any, cached: bool) -> Attended |
     wanted = isinstance(implementation, str) and positions is not None and positions.dim() == 2
     if not wanted or (mask is not None and mask.dim() != 2):
         return None
-    here = [None if each is None else cuda.fetch(each) if each.is_cuda else each for each in (mask, positions)]
+    here = [None if each is None else _to_host(each) for each in (mask, positions)]
     if here[1] is None or (mask is not None and here[0] is None):
         return None  # too many copies are under way
     return Attended(str(implementation), here[0], here[1], cached)
+
+
+def received(frame: FrameType, is_trained: Callable[[Any], bool]) -> Seen | None:
+    """Return what a trained model's forward received, by a frame inside it, without waiting for a device.
+
+    None: it received no labels.
+    """
+    inside: FrameType | None = frame
+    for _ in range(_MOST_FRAMES):
+        if inside is None or (inside.f_code.co_name == "forward" and "labels" in inside.f_code.co_varnames):
+            break
+        inside = inside.f_back
+    else:
+        return None
+    given = {} if inside is None else frame_locals(inside)
+    labels = given.get("labels")
+    if not is_dense(labels) or labels.is_floating_point() or not is_trained(given.get("self")):
+        return None
+    ids, mask = (each if is_dense(each) else None for each in map(given.get, ("input_ids", "attention_mask")))
+    here = [None if each is None else _to_host(each) for each in (ids, mask, labels)]
+    return Seen(*here) if here[2] is not None else None
+
+
+def _to_host(tensor: Any) -> Any:
+    return cuda.fetch(tensor) if tensor.is_cuda else tensor.detach()
 
 
 class WeightSampler:
@@ -131,6 +159,8 @@ class SignReader:
     """Examines steps in their order; for the publisher thread."""
 
     def __init__(self, trained: Trained) -> None:
+        self.unlabelled = False
+        """Whether the labels examined last were all ignored: every micro-batch is examined until there are others."""
         self._trained = trained
         self._examined = 0
         self._broken = False
@@ -162,10 +192,12 @@ class SignReader:
     def _read(self, number: int, notes: Notes) -> Signs | None:
         weights = self._of_weights(notes.weights)
         figures: dict[str, Any] = {"pending": notes.pending, "evaluating": notes.evaluating, "weights": weights}
-        figures |= _labels(notes.seen)
+        if seen := [each for each in notes.seen if each.labels is not None] + list(map(_arrived, notes.received)):
+            figures |= _labels(seen)
+            self.unlabelled = "unlabelled" in figures
         if self._examined < FIRST or number % EVERY == 0:
-            self._examined += len(notes.seen)
-            figures |= self._tokens(notes.seen)
+            self._examined += len(seen)
+            figures |= self._tokens(seen)
         if reasons := list(filter(None, map(_mixed, notes.attended))):
             figures |= {"mixed": len(reasons), "mixed_by": reasons[0]}
         found = Signs(**figures)
@@ -211,6 +243,10 @@ class SignReader:
 _NONE = Signs()
 
 
+def _arrived(seen: Seen) -> Seen:
+    return Seen(*(each.tensor() if isinstance(each, cuda.Fetched) else each for each in seen))
+
+
 def _bytes(tensor: Any) -> Any:
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
 
@@ -248,7 +284,7 @@ def _mixed(attended: Attended) -> str:
     (``modeling_flash_attention_utils._is_packed_sequence``).
     """
     mask, positions = (
-        (each.tensor() if isinstance(each, cuda.Fetched) else each) for each in (attended.mask, attended.positions)
+        each.tensor() if isinstance(each, cuda.Fetched) else each for each in (attended.mask, attended.positions)
     )
     positions = positions.numpy()
     restarts = positions[:, 1:] < positions[:, :-1]  # a skip, or an image at one position, is no other document

@@ -81,3 +81,16 @@ def test_weights_are_sampled_at_three_places_and_a_change_or_a_value_that_is_not
     model.append(torch.nn.Dropout(0.1).eval())
     assert not sampler.in_evaluation(), "looked at once for each model"
     assert WeightSampler(trained).in_evaluation()
+
+
+def test_labels_of_a_forward_count_where_the_noted_batch_has_none() -> None:
+    reader = SignReader(Trained())
+    ids = torch.arange(16).reshape(2, 8)
+    ignored = torch.full_like(ids, -100)
+    _, signs = read(reader, seen=[Seen(ids, None, None)], received=[Seen(ids, None, ignored)])
+    assert (signs.labelled, signs.unlabelled) == (1, 1)
+    assert reader.unlabelled, "the next micro-batches are examined too"
+    assert read(reader)[1].unlabelled == 0
+    assert reader.unlabelled, "nothing was examined"
+    assert read(reader, received=[Seen(None, None, ids)])[1].unlabelled == 0
+    assert not reader.unlabelled
