@@ -1,6 +1,7 @@
 """Plain lines of a run: its events, the same for a live run and its replay; its jobs; its end and results."""
 
 import shlex
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +13,14 @@ from ...protocol.messages.telemetry import Evaluation
 from ...protocol.run.end import FATAL, first_failure, last_lines, standing
 from ...protocol.run.rundir import ExitFile, RunDir
 from ...protocol.text import counted, duration, gib, sanitize
+from ..model.oom import verdict_of
 from ..model.run import RunModel, early_stop_words
 from ..model.runs import JobRow, failed, job_row, job_rows
 from ..model.training import perplexity_of
 
+_COLUMNS = 80
+_PLACES = ("frame", "place")
+"""Keys of evidence with a place in the script."""
 _SHOWN = 40  # maximum number of listed jobs: the last ones
 
 
@@ -85,6 +90,8 @@ class Narrator:
         self._state = "starting"
         self._alerts: dict[int, bool] = {}
         self._alerts_version = 0
+        self._remedied: set[int] = set()
+        """Ids of alerts whose remedy was printed: it may become known after they were raised."""
         self._logs_version = 0
         self._log_seq = 0
         self._job = 0
@@ -200,8 +207,32 @@ class Narrator:
         if known is None or (known and not resolved):  # new, or raised again
             mark = _MARKS[alert.severity][self._ascii]
             yield _at(now if known else alert.time, f"{mark} {alert.kind}: {sanitize(alert.title)}")
+            self._remedied.discard(alert.id)
+        if not resolved and alert.id not in self._remedied and (lines := list(remedy_lines(alert))):
+            self._remedied.add(alert.id)
+            yield from lines
         if resolved and not known:
             yield _at(alert.resolved or alert.time, f"  over: {sanitize(alert.title)}")
+
+
+def remedy_lines(alert: Alert, indent: int = 11) -> Iterator[str]:
+    """Yield what an alert's evidence says to do, and the place in the code if known, in lines of 80 columns."""
+    verdict = verdict_of(alert)
+    if verdict is None or not verdict.remedy:
+        return
+    places = (verdict.where, *(alert.evidence.get(key) for key in _PLACES))
+    place = next((sanitize(one, 200) for one in places if isinstance(one, str) and one), "")
+    saves = f" (saves {gib(verdict.saves_bytes)})" if verdict.saves_bytes > 0 else ""
+    at = f"{place}: " if place and place not in alert.title else ""
+    text = f"try: {at}{sanitize(verdict.remedy, 1000)}{saves}"
+    yield from textwrap.wrap(
+        text,
+        _COLUMNS,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + len("try: ")),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _all_are_known(model: RunModel) -> bool:
@@ -293,6 +324,8 @@ def closing_lines(run: RunDir, end: ExitFile, model: RunModel, *, output_printed
         if case is not None:
             yield from (f"try first:  {sanitize(remedy_words(remedy), _LINE_LENGTH)}" for remedy in case.remedies[:1])
             yield f"details:    ftmon oom {shlex.quote(run.id)}"
+        else:
+            yield from remedy_lines(first, indent=12)
     if end.state == "finished":
         yield from _unresolved(model)
     if model.has_jobs:

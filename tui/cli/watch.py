@@ -23,7 +23,7 @@ from ..source.load import describe, find_recording, load, read_overview, recordi
 from . import output
 from .access import check_rank, living_hub, opened
 from .follow import Standing, follow, passed_on
-from .narrate import Narrator, attach_line, closing_lines, evaluation_words, figure_words, job_table
+from .narrate import Narrator, attach_line, closing_lines, evaluation_words, figure_words, job_table, remedy_lines
 from .output import print_json
 
 _POLL_SECONDS = 0.1
@@ -277,6 +277,8 @@ def _lines(entry: RunEntry, model: RunModel) -> Iterator[str]:
         yield "ranks: " + ", ".join(f"{count} {state}" for state, count in states.items())
     explained = [rank for rank in model.ranks.values() if rank.state_text]
     yield from (f"  rank {rank.rank} {rank.state}: {sanitize(rank.state_text)}" for rank in explained[:_SHOWN])
-    yield from (f"{alert.severity}: {sanitize(alert.title)}" for alert in model.alerts.unresolved()[:_SHOWN])
+    for alert in model.alerts.unresolved()[:_SHOWN]:
+        yield f"{alert.severity}: {sanitize(alert.title)}"
+        yield from remedy_lines(alert, indent=2)
     missing = f" ({sanitize(entry.missing)})" if entry.missing else ""
     yield f"recording: {sanitize(entry.recording)}{missing}"

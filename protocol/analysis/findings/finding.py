@@ -139,10 +139,11 @@ class Kind:
         return " ".join(filter(None, (self.rule, key)))
 
     def evidence_of(self, finding: Finding) -> dict[str, Any]:
-        """Return the evidence of an alert as plain values."""
+        """Return the evidence of an alert as plain values; ``remedy`` is in it if there is one."""
+        remedy = self.words(finding).remedy
         if self.alert != "health":
-            return self.evidence(finding)
-        return {"finding": self.name, "remedy": self.words(finding).remedy, **self.evidence(finding)}
+            return {"remedy": remedy, **self.evidence(finding)} if remedy else self.evidence(finding)
+        return {"finding": self.name, "remedy": remedy, **self.evidence(finding)}
 
     def resolution_of(self, finding: Finding) -> str:
         """Return the sentence of a resolved finding."""

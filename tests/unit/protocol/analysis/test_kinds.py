@@ -182,5 +182,6 @@ def test_the_monitors_own_troubles_in_words():
     assert kinds.resolution_of(resolved(lost.condition, Resolution("calm"))) == "None lost since."
     full = Finding("not_recording", RecordingFacts("No space left on device", 7))
     assert kinds.words_of(full).title == "not recording: No space left on device"
-    assert kinds.evidence_of(full) == {"error": "No space left on device", "recorded": 7}
+    remedy = "Free space on that disk; recording resumes by itself."
+    assert kinds.evidence_of(full) == {"remedy": remedy, "error": "No space left on device", "recorded": 7}
     assert kinds.resolution_of(resolved(full.condition, Resolution("resumed"))) == "Recording again."

@@ -199,6 +199,24 @@ def test_an_alert_is_told_once_when_it_is_over_and_when_it_is_raised_again():
     assert [line.strip()[:6] for line in told[2:]] == ["✖ hang"]
 
 
+def test_what_an_alert_says_to_do_follows_it_once_in_lines_of_80_columns():
+    remedy = "Use deepspeed.utils.safe_set_full_fp32_param, or modifier_rank before the engine is made."
+    evidence = {"remedy": remedy, "frame": "train.py:52 main"}
+    raised = control.Alert(7, "health", "warning", START, "a change of 1 parameter is lost", evidence=evidence)
+    spike = control.Alert(8, "spike", "warning", START, "rank 1 optimizer +0.9 GiB")
+    explained = msgspec.structs.replace(
+        spike, evidence={"remedy": "fused AdamW", "cause_where": "train.py:60 step", "saves_bytes": 2**30}
+    )
+    told = new_lines([(START, message) for message in (raised, spike, raised, explained, explained)])
+    assert told[1:3] == [
+        "  try: train.py:52 main: Use deepspeed.utils.safe_set_full_fp32_param,",
+        "       or modifier_rank before the engine is made.",
+    ]
+    assert all(len(line) <= 80 - 9 for line in told)
+    assert [line for line in told if "fused" in line] == ["  try: train.py:60 step: fused AdamW (saves 1.00 GiB)"]
+    assert sum("before the engine is made." in line for line in told) == 1
+
+
 def test_output_is_ascii_where_wanted_and_that_of_the_ranks_on_request_and_cannot_steer_the_terminal():
     raised = control.Alert(7, "spike", "warning", START, "rank 1 optimizer +0.9 GiB – temporaries")
     assert new_lines([(0, raised)], ascii_only=True) == ["! spike: rank 1 optimizer +0.9 GiB ? temporaries"]
