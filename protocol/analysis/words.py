@@ -68,6 +68,17 @@ def number(value: float | None) -> str:
     return f"{value:.4g}" if math.isfinite(value) else str(value)
 
 
+HIGH_RATE = 10.0
+"""No optimizer is meant for a higher learning rate."""
+
+
+def high_rate(lr: float | None) -> tuple[str, str]:
+    """Return what a title and a remedy say of a learning rate that is too high to train; empty for others."""
+    if lr is None or not lr > HIGH_RATE:
+        return "", ""
+    return f", at a learning rate of {number(lr)}", f"Lower the learning rate of {number(lr)} first. "
+
+
 def describe_curve(curve: Sequence[Piece], unit: str = "token") -> str:
     """Return the highest phases by range: ``optimizer leads to 497 tokens, then backward at +7.6 MiB a token``.
 

@@ -16,7 +16,7 @@ import msgspec
 from ...messages.telemetry import Step
 from ...text import all_ranks
 from ..findings.finding import Finding, Kind, Shown, State
-from ..words import Words, number
+from ..words import Words, high_rate, number
 
 CLEAN_STEPS = 20
 WAIT_SECONDS = 5.0
@@ -226,10 +226,12 @@ def _nan(finding: Finding) -> Words:
     # A checkpoint of a step has its update: of a suspect one, the checkpoint before it is the last good one.
     good_until = (facts.last_good_step or 0) - (facts.all_ranks or bool(left))
     until = f"of step {good_until:,} or earlier" if good_until > 0 else "before that step"
+    at, lower = high_rate(facts.lr)
     return Words(
-        f"{value} {what} on {who} since step {facts.first_step}",
+        f"{value} {what} on {who} since step {facts.first_step}{at}",
         f"{good}, {rate}{left}.{others}",
-        _REMEDIES[finding.kind].format(until)
+        lower
+        + _REMEDIES[finding.kind].format(until)
         + (" bf16 has a larger range than fp16." if facts.precision == "fp16" else ""),
         "It has been finite on every rank since.",
     )

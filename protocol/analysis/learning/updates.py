@@ -9,7 +9,7 @@ import msgspec
 from ...messages.telemetry import Goodbye, Hello, LostEdit, Step
 from ...text import counted
 from ..findings.finding import Detector, Finding, Handler, Kind, Shown
-from ..words import Words, number
+from ..words import Words, high_rate, number
 
 SKIPPED = 3
 """Updates in a row without effect, where no loss scaler looks for its scale."""
@@ -62,6 +62,8 @@ class PendingFacts(msgspec.Struct, frozen=True):
     micro_batches: int
     applied: bool
     """They joined the update of ``step``; False: the run ended."""
+    times: int = 1
+    """Passes over the data with such an end, on the rank that was first."""
 
 
 class EditFacts(msgspec.Struct, frozen=True):
@@ -114,12 +116,13 @@ def _skipped(finding: Finding) -> Words:
 
 def _weights(finding: Finding) -> Words:
     facts: WeightFacts = finding.facts
+    at, lower = high_rate(facts.lr)
     return Words(
-        f"weights are not finite since step {facts.since_step}: the backward",
-        f"The loss of that step was still {number(facts.loss)}: its gradients were not finite. No later loss will be "
-        "finite.",
-        "Look for an operation whose derivative is infinite (a square root or a norm at 0, a division by a masked "
-        "sum); torch.autograd.set_detect_anomaly(True) names it. Resume from a checkpoint before that step.",
+        f"weights are not finite since step {facts.since_step}: the backward{at}",
+        f"The loss of that step was still {number(facts.loss)}, at a learning rate of {number(facts.lr)}: its "
+        "gradients were not finite. No later loss will be finite.",
+        f"{lower}Look for an operation whose derivative is infinite (a square root or a norm at 0, a division by a "
+        "masked sum); torch.autograd.set_detect_anomaly(True) names it. Resume from a checkpoint before that step.",
         "Another training has begun.",
     )
 
@@ -155,7 +158,8 @@ def _pending(finding: Finding) -> Words:
         )
     return Words(
         f"{several} of one pass over the data are part of the next one's update",
-        f"The data ended in the middle of an accumulation; the update of step {finding.step} mixes two epochs.",
+        f"The data ended in the middle of an accumulation; the update of step {finding.step} mixes two epochs."
+        + (f" So did {facts.times} passes so far." if facts.times > 1 else ""),
         "Make the batches of an epoch a multiple of the accumulation, or step at the end of each epoch.",
         "Another training has begun.",
     )
@@ -209,7 +213,7 @@ class Updates(Detector):
             "pending_micro_batches",
             PendingFacts,
             _pending,
-            shown={"applied": Shown("applied later")},
+            shown={"applied": Shown("applied later"), "times": Shown("passes")},
         ),
         Kind(
             "lost_edit",
@@ -230,6 +234,10 @@ class Updates(Detector):
         self._told: set[str] = set()
         """Findings that are told once."""
         self._edited: set[str] = set()
+        self._joins: tuple[int, int, int] | None = None
+        """Rank, first step and number of updates with micro-batches of the pass before."""
+        self._unapplied: dict[int, int] = {}
+        """By rank that has ended."""
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return the method for each type of message."""
@@ -267,9 +275,18 @@ class Updates(Detector):
             facts = WeightFacts(step.step, step.loss, step.grad_norm, step.lr)
             found += self._once("weights_not_finite", facts, step.rank, step.step, "error")
         if signs is not None and signs.pending:
-            facts = PendingFacts(signs.pending, applied=True)
-            found += self._once("pending_micro_batches", facts, step.rank, step.step, "info")
+            found += self._joined(step, signs.pending)
         return found
+
+    def _joined(self, step: Step, pending: int) -> list[Finding]:
+        """Count the ends of passes on the rank that was first."""
+        rank, first, times = self._joins or (step.rank, step.step, 0)
+        if rank != step.rank:
+            return []
+        self._joins = rank, first, times + 1
+        facts = PendingFacts(pending, True, times + 1)
+        state = "updated" if times else "raised"
+        return [Finding("pending_micro_batches", facts, state, "info", (rank,), "joined", first)]
 
     def edit(self, edit: LostEdit) -> list[Finding]:
         """Process a lost change of parameters."""
@@ -288,11 +305,10 @@ class Updates(Detector):
             found.append(Finding("updates_skipped", facts, "updated", "error", ranks, step=facts.since_step))
         if not goodbye.pending or goodbye.reason != "finished":
             return found
-        facts = PendingFacts(goodbye.pending, applied=False)
-        return [
-            *found,
-            Finding("pending_micro_batches", facts, "raised", "warning", (goodbye.rank,), step=goodbye.step),
-        ]
+        self._unapplied[goodbye.rank] = goodbye.pending
+        state = "raised" if len(self._unapplied) == 1 else "updated"
+        facts, ranks = PendingFacts(max(self._unapplied.values()), applied=False), tuple(sorted(self._unapplied))
+        return [*found, Finding("pending_micro_batches", facts, state, "warning", ranks, "never", goodbye.step)]
 
     def _judge(
         self,

@@ -26,3 +26,4 @@ for epoch in range(3):  # 4 of 6 micro-batches, then 2 + 2 and 4, then none is l
     with GatheredParameters(list(engine.module.parameters()), modifier_rank=0 if epoch else None):
         if epoch < 2:
             engine.module[epoch].weight.data.fill_(7.0)
+engine.backward(engine(torch.ones(1, 4)).mean())  # no batch of the training

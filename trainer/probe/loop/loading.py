@@ -160,6 +160,8 @@ class Loading:
         self._data_iterator: Callable[[], Any] = nothing
         """The iterator that the latest batch outside of an evaluation was fetched from."""
         self._trained_data = 0
+        self._untrained = 0
+        """Batches fetched for the training that had no backward yet."""
         self._scoped_iterator: Callable[[], Any] = nothing
         """The iterator that the latest batch inside an explicit phase was fetched from."""
         self._eval_end: tuple[list[Mark], int] = [], 0
@@ -229,6 +231,7 @@ class Loading:
         if tracker.phase == "data":
             key = id(self._last_iterator())
             notes.fetches[key] = notes.fetches.get(key, 0) + 1
+            self._untrained += 1
             notes.fetch_ns += perf_counter_ns() - self._fetching_ns
             self._data_iterator = self._last_iterator
         if self._prefetched is not None and not self._state.forward_by:
@@ -309,6 +312,10 @@ class Loading:
     def going_backward(self) -> bool:
         """Handle a backward: the fetched batches are trained on. Return whether they may have been evaluated."""
         self._pass.trained()
+        if self._untrained:
+            self._untrained -= 1
+        elif self._trained_data:
+            self._tracker.notes.unfetched += 1
         trained_on = self._data_iterator()
         if trained_on is not None:
             trained_on._ftmon_trained = True

@@ -138,6 +138,8 @@ class Notes:
     """Sampled weights after the update (``values.signs.WeightSampler``)."""
     evaluating: bool = False
     """The trained model was in evaluation mode at the update, which changes its layers."""
+    unfetched: int = 0
+    """Backwards without a batch of the DataLoader that the training uses."""
     pending: int = 0
     """Micro-batches of this update that are of an earlier pass over the data."""
 

@@ -179,7 +179,8 @@ class _Ending:
             reason, text = "finished", ""
         dropped = self._publisher.dropped + self._training.outbox.overflowed
         tracker = self._training.tracker
-        pending = 0 if tracker.notes.discarded else tracker.notes.micro_steps
+        notes = tracker.notes
+        pending = 0 if notes.discarded else max(0, notes.micro_steps - notes.unfetched)
         if pending >= tracker.micro_steps:
             pending = 0  # gradients for something else than an accumulation
         return Goodbye(self._rank.rank, time.time(), tracker.step, reason, text, dropped, pending)

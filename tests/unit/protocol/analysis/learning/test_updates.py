@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from ftmon.protocol.analysis.kinds import words_of
 from ftmon.protocol.analysis.learning.updates import STILL, ZERO, Updates
+from ftmon.protocol.analysis.words import Words
 from ftmon.protocol.messages.telemetry import Goodbye, LostEdit, Signs, Step
 from msgspec.structs import replace
 from simulated_run import Sim
@@ -75,14 +76,33 @@ def test_a_model_left_in_evaluation_mode_is_told_and_resolved() -> None:
 
 def test_micro_batches_that_join_the_next_pass_and_those_that_are_never_applied() -> None:
     detector = Updates()
-    joined = [one for each in (2, 4, 6) for one in detector.step(step(each, signs=Signs(pending=2)))]
-    assert [(one.severity, one.step) for one in joined] == [("info", 2)]
+    steps = [step(number, rank, signs=Signs(pending=2)) for number in (2, 4, 6) for rank in (1, 0)]
+    joined = [one for each in steps for one in detector.step(each)]
+    assert [(one.severity, one.step, one.ranks, one.facts.times) for one in joined] == [
+        ("info", 2, (1,), times) for times in (1, 2, 3)
+    ]
+    assert len({one.condition for one in joined}) == 1
     assert "2 micro-batches of one pass" in words_of(joined[0]).title
-    (left,) = detector.goodbye(Goodbye(0, 2.0, 9, "finished", pending=3))
+    assert "So did 3 passes so far." in words_of(joined[2]).text
+    (left,) = detector.goodbye(Goodbye(1, 2.0, 9, "finished", pending=3))
     assert words_of(left).title == "3 micro-batches at the end were never applied"
-    (one,) = detector.goodbye(Goodbye(0, 2.0, 9, "finished", pending=1))
+    (both,) = detector.goodbye(Goodbye(0, 2.0, 9, "finished", pending=2))
+    assert (both.state, both.ranks, both.facts.micro_batches) == ("updated", (0, 1), 3)
+    assert both.condition == left.condition != joined[0].condition
+    (one,) = Updates().goodbye(Goodbye(0, 2.0, 9, "finished", pending=1))
     assert words_of(one).title == "1 micro-batch at the end was never applied"
     assert detector.goodbye(Goodbye(0, 2.0, 9, "failed", pending=3)) == []
+
+
+def test_a_learning_rate_that_no_optimizer_is_meant_for_is_in_the_title_and_the_first_thing_to_try() -> None:
+    def told(lr: float) -> Words:
+        (one,) = Updates().step(step(4, lr=lr, signs=Signs(weights="nan")))
+        return words_of(one)
+
+    assert told(9.5e4).title == "weights are not finite since step 4: the backward, at a learning rate of 9.5e+04"
+    assert told(9.5e4).remedy.startswith("Lower the learning rate of 9.5e+04 first.")
+    assert "rate" not in told(1e-3).title + told(1e-3).remedy
+    assert "at a learning rate of 0.001" in told(1e-3).text
 
 
 @pytest.mark.parametrize(("overwritten", "why"), [(True, "fp32 copy"), (False, "modifier_rank")])
