@@ -16,7 +16,7 @@ from .loop.training import Training
 from .phases.forwards import updates_parameters
 from .phases.tracker import DRIVEN
 from .rank.context import BatchShare, plain
-from .rank.model import describe_model, dtype_name, dtype_of, learning_rate, own_class, own_model
+from .rank.model import describe_model, dtype_name, dtype_of, learning_rate, own_class, own_model, parameters_of
 from .values.batch import OnHost
 from .values.edits import Edits
 from .values.model_flops import model_flops
@@ -297,8 +297,11 @@ class TorchEvents(Events):
     def made_optimizer(self, optimizer: Any, frame: FrameType | None = None) -> None:
         """An optimizer was made, in this frame; None: on another thread."""
         training = self._training
+        known = training.introduction.facts
         if frame is not None:
             self._regular.leave()
+            if not self._state.making_engine:
+                self._begins(parameters_of(optimizer))
         self._updates.found_optimizer(optimizer)
         if frame is None or self._state.making_engine:
             return
@@ -309,9 +312,15 @@ class TorchEvents(Events):
             training.optimized.forget()
         facts, found = training.introduction.facts, training.optimized.add(optimizer, frame)
         training.trained.found = training.optimized.sole()
-        if facts != facts | found:  # a script may make an optimizer for each of its tasks
-            facts.update(found)
+        if known != facts | found:  # a script may make an optimizer for each of its tasks
             training.outbox.send_hello()
+        facts.update(found)
+
+    def _begins(self, parameters: list[Any]) -> None:
+        """Another training may begin with these parameters, unless what made the updates before still exists."""
+        trained = self._training.trained
+        if trained.primary() is None and trained.engine() is None:
+            self._training.begins(parameters)
 
     def stepping(self, optimizer: Any) -> bool:
         """A bare optimizer's step begins; return whether it is an update rather than a part of one."""
@@ -393,6 +402,7 @@ class TorchEvents(Events):
             return
         training = self._training
         state, trained = self._state, training.trained
+        training.begins(list(engine.module.parameters()))
         self.guard.adopt_thread()
         training.updaters.made_engine()
         state.engine_steps, state.forward_by, training.tracker.light = True, "engine", DRIVEN
@@ -478,6 +488,7 @@ class TorchEvents(Events):
     @guarded
     def sharded(self, module: Any) -> None:
         """FSDP2 has sharded a module: the largest so far is the model, as its layers are sharded before it."""
+        self._begins(list(module.parameters()))
         known = self._training.trained.model()
         if known is None or sum(1 for _ in module.parameters()) >= sum(1 for _ in known.parameters()):
             self.trains("fsdp", module)
@@ -491,8 +502,10 @@ class TorchEvents(Events):
         """A pipeline's schedule divides the step's losses by this number of micro-batches; 0: it does not."""
         self._training.tracker.notes.accumulation = by
 
-    def stage(self, index: int) -> None:
-        """The rank has this stage of a pipeline; of several the lowest counts."""
+    @guarded
+    def stage(self, index: int, module: Any) -> None:
+        """The rank has this stage of a pipeline, with this module; of several the lowest counts."""
+        self._begins(list(module.parameters()))
         facts = self._training.introduction.facts
         known = facts.get("pipeline_stage")  # None after an engine of DeepSpeed without a pipeline
         facts["pipeline_stage"] = index if known is None else min(index, known)

@@ -1,4 +1,7 @@
-"""Scripts of ranks, one after the other in one process group: ``one_after_another.py NAME...``."""
+"""Scripts of ranks, one after the other in one process group: ``one_after_another.py NAME...``.
+
+``plain`` is a training of each rank alone, with a DataLoader.
+"""
 
 import gc
 import importlib
@@ -6,11 +9,21 @@ import sys
 
 import torch
 
+
+def plain():
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch in torch.utils.data.DataLoader(torch.randn(20, 8), batch_size=4):
+        model(batch).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     for name in sys.argv[1:]:
-        importlib.import_module(name).main()
+        (plain if name == "plain" else importlib.import_module(name).main)()
         print("over", name, flush=True)
         gc.collect()
     torch.distributed.destroy_process_group()

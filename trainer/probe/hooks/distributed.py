@@ -82,7 +82,7 @@ def _on_process_groups(module: ModuleType) -> None:
 
 def _on_pipeline(module: ModuleType) -> None:
     """Hook the stages of PyTorch's pipelines; of several on a rank the lowest is reported."""
-    noted = after(lambda events, _, stage, /, *__, **___: events.stage(stage.stage_index), switched_on)
+    noted = after(lambda events, _, stage, /, *__, **___: events.stage(stage.stage_index, stage.submod), switched_on)
     stages: Any = module
     replace(stages._PipelineStageBase, "__init__", noted)
 

@@ -171,6 +171,12 @@ class Loading:
         self._prefetched: deque[batch.OnHost] | None = None
         """Set while a loader prefetches: a fetched batch is not the one that the script receives next."""
 
+    def begin(self) -> None:
+        """Forget how an earlier training used its dataloaders."""
+        self._pass = LoaderPass(self._tracker, self._eval_mode.began_before_batch)
+        self._fetched = FetchedBatches()
+        self._trained_data, self._untrained, self._pass_ended = 0, 0, False
+
     def last_iterator(self) -> Any:
         """Return the dataloader iterator that was fetched from last, while it lives; any thread."""
         return self._last_iterator()

@@ -37,6 +37,10 @@ class MicroSteps:
         self._trained_on = Notes(), BatchesNoted()
         """Notes of the latest backward's step, and their batches at its end."""
 
+    def begin(self) -> None:
+        """Forget how an earlier training combined forwards and backwards."""
+        self._begun, self._forwards_begun, self._is_reported, self._one_each = None, 0, False, OneEach()
+
     @guarded
     def forwarding(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the start of a model's forward; without a model a framework has reported that a micro-step begins."""

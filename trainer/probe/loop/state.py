@@ -70,6 +70,7 @@ class LoopState:
     """Flags of the training thread; hooks, micro-steps and updates read and write them."""
 
     def __init__(self) -> None:
+        self.begin()
         self.in_forward = False
         """A forward that a hook has seen is under way; forwards of modules inside it are parts of it."""
         self.in_backward = False
@@ -77,10 +78,13 @@ class LoopState:
         self.closures = 0
         self.evaluations = 0
         self.rehearsing = False
-        self.engine_steps = False
-        """A DeepSpeed engine makes the updates, so a bare optimizer's step is a part of one."""
         self.making_engine = False
         """A DeepSpeed engine is being made; some optimizers step on zero gradients meanwhile."""
+
+    def begin(self) -> None:
+        """Set what is learned of a training: another one may be driven otherwise."""
+        self.engine_steps = False
+        """A DeepSpeed engine makes the updates, so a bare optimizer's step is a part of one."""
         self.forward_by = ""
         """Reporter of the forward's begin (``engine``, ``trainer``, ``parallel``), so that ``data`` lasts until
         then; empty: none does, and the forward is the time between a batch and its backward.

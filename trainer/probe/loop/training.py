@@ -1,7 +1,7 @@
 """The training thread of a rank: the parts behind the events of hooks."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns, time
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ from ....protocol.messages.telemetry import StopAsked
 from ..guard import guarded, nothing
 from ..phases.budget import Budget
 from ..phases.forwards import Forwards
-from ..phases.tracker import ClosingRaw, Counts, Outbox, StepRaw, Tracker
+from ..phases.tracker import FETCHING, ClosingRaw, Counts, Outbox, StepRaw, Tracker
 from ..phases.updaters import Updaters
 from ..rank.context import Introduction, RankContext
 from ..rank.model import Optimized, Trained, describe_models
@@ -48,6 +48,29 @@ class Training:
         self.regular = Regular(loop, self.loading, self.micro_steps, self.updates)
         phases.leave = self.regular.leave
         self._asked_to_stop = False
+        self._steps_before = 0
+        """Steps that were done when the present training began."""
+
+    def begins(self, parameters: Sequence[Any]) -> None:
+        """Begin another training if these parameters are about to be updated and no earlier step has updated them.
+
+        What was learned of the one before does not hold for it: who reports forwards, how losses add up, the
+        framework. Without a step in between, they are further parameters of the same training.
+        """
+        done, known = self.outbox.steps_done, self.trained.any_model()
+        if done == self._steps_before or self.state.rehearsing or self.forwards.updates_any(parameters):
+            return
+        own = set(map(id, parameters))
+        if not own or (known is not None and any(id(each) in own for each in known.parameters())):
+            return
+        self._steps_before = done
+        self.regular.leave()
+        self.state.begin()
+        self.trained.begin()
+        self.loading.begin()
+        self.micro_steps.begin()
+        self.tracker.light = FETCHING
+        self.introduction.facts = {"framework": "pytorch"}
 
     @guarded
     def saw_error(self, error: BaseException) -> None:

@@ -12,6 +12,7 @@ of the training step; another fetch from the same dataloader makes it an evaluat
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,11 @@ class Forwards:
         """Return whether ``module`` has all parameters of an optimizer: it is a trained model, not a layer of one."""
         own = {id(parameter) for parameter in module.parameters()}
         return any(own.issuperset(map(id, parameters_of(optimizer))) for optimizer in self._optimizers)
+
+    def updates_any(self, parameters: Sequence[Any]) -> bool:
+        """Return whether a known optimizer updates one of these parameters."""
+        own = set(map(id, parameters))
+        return any(id(each) in own for optimizer in self._optimizers for each in parameters_of(optimizer))
 
     def is_trained(self, module: Any) -> bool:
         """Return whether an optimizer updates this module's parameters; without one, whether any requires gradients."""

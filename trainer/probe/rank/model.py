@@ -233,6 +233,10 @@ class Trained:
     __slots__ = ("engine", "found", "model", "partitions", "primary", "shifts_labels", "tensor_parallel")
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was trained."""
         self.engine: Callable[[], Any] = nothing
         """Returns the DeepSpeed engine; None before there is one, and after it was freed."""
         self.model: Callable[[], Any] = nothing

@@ -48,7 +48,7 @@ def test_no_event_of_the_callback_ends_the_training(training: Training, event: s
 def test_a_rank_s_pipeline_stage_is_its_first_one_also_after_an_engine_that_has_none(training: Training) -> None:
     class Stage:
         def __init__(self, index: int) -> None:
-            self.stage_index = index
+            self.stage_index, self.submod = index, torch.nn.Linear(1, 1)
 
     distributed._on_pipeline(SimpleNamespace(_PipelineStageBase=Stage))
     facts = training.introduction.facts
@@ -56,6 +56,35 @@ def test_a_rank_s_pipeline_stage_is_its_first_one_also_after_an_engine_that_has_
     for index in (4, 0, 2):
         Stage(index)
     assert facts["pipeline_stage"] == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "same", "forward_by"),
+    [("freed", False, ""), ("freed", True, "parallel"), ("kept", False, "parallel"), ("no step", False, "parallel")],
+)
+def test_what_was_learned_of_a_training_holds_until_others_parameters_are_trained_without_its_optimizer(
+    training: Training, old: str, same: bool, forward_by: str
+) -> None:
+    def made(model: torch.nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        active.events.made_optimizer(optimizer, sys._getframe())
+        return optimizer
+
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(3, 3)
+    first = made(model)
+    training.state.forward_by, training.state.added_ranks = "parallel", 2.0
+    training.introduction.facts["framework"] = "ddp"
+    active.events.stepping(first)
+    if old != "no step":
+        active.events.stepped(first)
+    if old == "freed":
+        training.updates.updater = None
+        del first
+    second = made(model if same else other)
+    assert training.state.forward_by == forward_by
+    assert training.state.added_ranks == (2.0 if forward_by else 1.0)
+    assert training.introduction.facts["framework"] == ("ddp" if forward_by else "pytorch")
+    assert training.forwards.is_sole(second) == (old == "freed")
 
 
 def test_an_optimizer_for_each_task_says_once_what_they_train(training: Training) -> None:
