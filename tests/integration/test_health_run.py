@@ -1,16 +1,21 @@
 """Findings of real ranks, from the probe over the hub to the recording and ``ftmon status``."""
 
+import contextlib
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import start_ranks
+from ftmon.protocol.host.machine import hierarchies
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import Compiles, DiskSpace, Hello
 from ftmon.protocol.messages.wire import Message
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir
-from ftmon_process import Ftmon, wait_until_nothing_is_left
+from ftmon_process import PROGRAM, Ftmon, wait_until_nothing_is_left
 
 SCRIPT = Path(__file__).parent / "scripts" / "health_loop.py"
 
@@ -98,3 +103,46 @@ def test_a_script_that_keeps_memory_in_every_step_is_told_so_with_the_rate(home:
     assert alert.evidence["measure"] == "resident"
     assert alert.evidence["full_at_step"] > 95
     assert "memory grows by" in done.stdout, "the follower of the run is told"
+
+
+@contextmanager
+def memory_group(limit: int) -> Iterator[Path]:
+    """Make a control group below this process's that allows ``limit`` bytes."""
+    for own, _ in hierarchies("memory", "self"):
+        group = own / "ftmon-test"
+        try:
+            group.mkdir(exist_ok=True)
+            name = next(name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists())
+            (group / name).write_text(str(limit))
+        except (OSError, StopIteration):
+            continue
+        try:
+            yield group
+        finally:
+            with contextlib.suppress(OSError):
+                group.rmdir()
+        return
+    pytest.skip("no control group with a memory limit can be made here")
+
+
+def test_an_evaluation_that_keeps_all_logits_is_told_before_the_memory_of_its_group_is_full(
+    home: Ftmon, tmp_path: Path
+) -> None:
+    script, enough = Path(__file__).parent / "scripts" / "kept_logits.py", tmp_path / "enough"
+    with memory_group(1400 * 2**20) as group:
+        inside = f'echo $$ > "{group}/cgroup.procs" && exec "$@"'
+        words = [PROGRAM, "run", "--plain", "--", sys.executable, str(script), str(enough)]
+        started = subprocess.Popen(
+            ["sh", "-c", inside, "sh", *words], env=home.environ, text=True, stdout=subprocess.PIPE
+        )
+        assert started.stdout is not None
+        lines: list[str] = []
+        for line in started.stdout:
+            lines.append(line)
+            if "will be full in" in line:
+                enough.touch()
+        assert started.wait(480) == 0, "".join(lines)
+        wait_until_nothing_is_left(home.newest())
+    text = "".join(lines)
+    assert enough.exists(), text
+    assert text.index("will be full in") < text.index("Keep no logits of an evaluation") < text.index("evaluated")

@@ -52,7 +52,8 @@ class _Host:
     def growth(self, window: float) -> float:
         """Return the steady growth over a window in bytes per second; 0: there is none, or too few samples."""
         last = self.samples[-1][0]
-        kept = [one for one in self.samples if one[0] >= last - window]
+        within = sum(time >= last - window for time, _ in self.samples)
+        kept = list(self.samples)[-max(FEWEST, within) :]  # a busy host samples late
         if len(kept) < FEWEST or kept[-1][0] - kept[0][0] < 0.8 * window:
             return 0.0
         size = len(kept) // PARTS

@@ -12,29 +12,33 @@ GIB = 2**30
 TOTAL = 64 * GIB
 
 
-def watched(used: Iterable[float], phase: str, activity: Activity | None = None) -> list[tuple[int, str]]:
-    """Return the second and state of each finding; ``used``: GiB, one sample a second."""
+def watched(
+    used: Iterable[float], phase: str, activity: Activity | None = None, interval: float = 1.0
+) -> list[tuple[int, str]]:
+    """Return the sample and state of each finding; ``used``: GiB, a sample each ``interval`` seconds."""
     detector = HostMemory()
     detector.hello(Sim(1).hello(0))
     found: list[tuple[int, str]] = []
-    for second, gib in enumerate(used):
-        detector.beat(Heartbeat(0, 5, phase, 0.0, 1, float(second), resident=int(gib * GIB / 2)))
+    for place, gib in enumerate(used):
+        now = place * interval
+        detector.beat(Heartbeat(0, 5, phase, 0.0, 1, now, resident=int(gib * GIB / 2)))
         if activity is not None:
             detector.activity(activity)
-        sample = DeviceSample("host", "host", 0, "host", float(second), int(gib * GIB), TOTAL)
+        sample = DeviceSample("host", "host", 0, "host", now, int(gib * GIB), TOTAL)
         for one in detector.sample(sample):
-            found.append((second, one.state))
+            found.append((place, one.state))
             if one.state == "raised":
                 assert words_of(one).title.startswith("memory of host will be full in")
                 assert "rank 0" in words_of(one).text
     return found
 
 
-def test_an_evaluation_that_keeps_its_logits_is_told_long_before_the_kernel_ends_it() -> None:
-    used = [20 + 1.0 * second for second in range(40)]
-    (first,) = watched(used, "eval")
+@pytest.mark.parametrize("interval", [1.0, 1.5])
+def test_an_evaluation_that_keeps_its_logits_is_told_long_before_the_kernel_ends_it(interval: float) -> None:
+    used = [20 + 1.0 * place for place in range(40)]
+    (first,) = watched(used, "eval", interval=interval)
     assert first[1] == "raised"
-    assert TOTAL / GIB - used[first[0]] > 30  # seconds, at 1 GiB a second
+    assert TOTAL / GIB - used[first[0]] > 30  # samples, at 1 GiB each
 
 
 def test_a_data_set_that_grows_is_told_and_resolved_when_it_stops() -> None:
