@@ -434,8 +434,9 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """End-of-sequence tokens among the labels."""
     mixed: Whole = 0
     """Micro-batches with rows of several documents that attend to each other."""
-    mixed_by: Literal["", "mask", "cache", "batch"] = ""
-    """Why the model ignores where its documents begin: a mask is passed, it makes a cache, or several rows."""
+    mixed_by: Literal["", "mask", "cache", "batch", "encoder"] = ""
+    """Why the model ignores where its documents begin: a mask is passed, it makes a cache, several rows, or it is an
+    encoder."""
     weights: Literal["", "same", "nan"] = ""
     """``same``: no sampled weight has changed since the sample before; ``nan``: one is not finite."""
     evaluating: bool = False

@@ -466,7 +466,7 @@ class TorchEvents(Events):
         sampled = self._attended < FIRST or (tracker.step + 1) % EVERY == 0
         if sampled:
             self._attended += 1
-            found = attended(config, mask, positions, cached)
+            found = attended(config, mask, positions, cached, frame)
             if found is not None and len(notes.attended) < FIRST:
                 notes.attended.append(found)
         if sampled or self._training.signs.unlabelled:

@@ -88,6 +88,10 @@ _MIXED = {
         "the model makes a cache, and then ignores where position_ids restart",
         "Set model.config.use_cache = False for the training.",
     ),
+    "encoder": (
+        "an encoder's attention goes over the whole row, wherever position_ids restart",
+        "Pass a 4-D mask that separates the documents, or one document a row.",
+    ),
     "batch": (
         "Flash Attention reads where position_ids restart only in a batch of one row",
         "Pack into one row (batch size 1), or pass cu_seq_lens.",

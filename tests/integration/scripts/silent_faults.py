@@ -4,12 +4,12 @@ import json
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-END, STEPS = 3, 10
+END, STEPS = 3, 8
 begun: dict[str, int] = {}
 done = 0
-models: list[LlamaForCausalLM] = []
+models: list[torch.nn.Module] = []
 """All of them: the probe looks at the model of a step a little later."""
 
 
@@ -36,17 +36,13 @@ def train(kind: str) -> None:
     global done
     begun[kind] = done + 1
     torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=64,
-        eos_token_id=END,
-        attention_dropout=0.1,
-        use_cache=kind == "packed, cache",
+        **sizes, vocab_size=64, eos_token_id=END, attention_dropout=0.1, use_cache=kind == "packed, cache"
     )
     model = LlamaForCausalLM(config).train(kind != "evaluation")
+    if kind == "packed, encoder":
+        model = BertForMaskedLM(BertConfig(**sizes, vocab_size=64)).train()
     others = LlamaForCausalLM(config).requires_grad_(False)
     models.append(model)
     if kind == "frozen":
@@ -73,7 +69,8 @@ def train(kind: str) -> None:
 
 
 for kind in (  # of the first 64 micro-batches each is examined
-    *("plain, fine", "later, no end", "fine", "no end", "packed, mask", "packed, cache", "packed, right"),
+    *("plain, fine", "later, no end", "fine", "no end", "packed, mask", "packed, cache"),
+    *("packed, encoder", "packed, right"),
     *("no labels", "plain, no labels", "evaluation", "frozen", "backward"),
 ):
     train(kind)

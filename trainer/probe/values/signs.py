@@ -28,6 +28,7 @@ SAMPLED = 256
 """Elements of one sampled parameter."""
 SPREAD = 3
 """Sampled parameters: the first matrix, one in the middle, the last."""
+_BIDIRECTIONAL = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
 _MOST_FRAMES = 32
 """Frames between the function that makes a mask and the forward with the labels."""
 _MOST_BYTES = 1 << 18
@@ -43,10 +44,21 @@ class Attended(NamedTuple):
     """The 2-D mask, here or on its way from the device; None: none was passed."""
     positions: Any
     cached: bool
+    bidirectional: bool = False
+    """Attention of an encoder, which is told nothing of positions."""
 
 
-def attended(config: Any, mask: Any, positions: Any, cached: bool) -> Attended | None:
-    """Return what a mask is made from, without waiting for a device; None: the model is told nothing of documents."""
+def attended(config: Any, mask: Any, positions: Any, cached: bool, frame: FrameType | None = None) -> Attended | None:
+    """Return what a mask is made from, without waiting for a device; None: the model is told nothing of documents.
+
+    ``frame`` makes the mask: with an encoder's the positions are those that the model's forward received.
+    """
+    bidirectional = False
+    if positions is None and frame is not None and frame.f_code.co_name in _BIDIRECTIONAL:
+        bidirectional = frame_locals(frame).get("encoder_hidden_states") is None
+    if bidirectional and frame is not None:
+        positions = _forward(frame, "position_ids").get("position_ids")
+        positions = positions if is_dense(positions) else None
     implementation = getattr(config, "_attn_implementation", None)
     wanted = isinstance(implementation, str) and positions is not None and positions.dim() == 2
     if not wanted or (mask is not None and mask.dim() != 2):
@@ -54,7 +66,19 @@ def attended(config: Any, mask: Any, positions: Any, cached: bool) -> Attended |
     here = [None if each is None else _to_host(each) for each in (mask, positions)]
     if here[1] is None or (mask is not None and here[0] is None):
         return None  # too many copies are under way
-    return Attended(str(implementation), here[0], here[1], cached)
+    return Attended(str(implementation), here[0], here[1], cached, bidirectional)
+
+
+def _forward(frame: FrameType, receives: str) -> dict[str, Any]:
+    """Return the variables of the innermost forward around a frame that has one of this name; empty: there is none."""
+    inside: FrameType | None = frame
+    for _ in range(_MOST_FRAMES):
+        if inside is None:
+            break
+        if inside.f_code.co_name == "forward" and receives in inside.f_code.co_varnames:
+            return frame_locals(inside)
+        inside = inside.f_back
+    return {}
 
 
 def received(frame: FrameType, is_trained: Callable[[Any], bool]) -> Seen | None:
@@ -62,14 +86,7 @@ def received(frame: FrameType, is_trained: Callable[[Any], bool]) -> Seen | None
 
     None: it received no labels.
     """
-    inside: FrameType | None = frame
-    for _ in range(_MOST_FRAMES):
-        if inside is None or (inside.f_code.co_name == "forward" and "labels" in inside.f_code.co_varnames):
-            break
-        inside = inside.f_back
-    else:
-        return None
-    given = {} if inside is None else frame_locals(inside)
+    given = _forward(frame, "labels")
     labels = given.get("labels")
     if not is_dense(labels) or labels.is_floating_point() or not is_trained(given.get("self")):
         return None
@@ -295,6 +312,8 @@ def _mixed(attended: Attended) -> str:
         restarts = restarts & real[:, 1:] & real[:, :-1]  # positions of padding count anew, too
     if not restarts.any():
         return ""
+    if attended.bidirectional:
+        return "" if "flash" in attended.implementation else "encoder"
     if "flash" in attended.implementation:
         return "batch" if len(positions) > 1 else ""
     return "mask" if mask is not None else "cache" if attended.cached else ""

@@ -60,7 +60,9 @@ def test_an_end_that_is_among_the_inputs_and_never_a_label_is_raised_until_it_is
     assert states(Inputs(), [step(number, ends=4, learned_ends=4) for number in range(1, 50)]) == []
 
 
-@pytest.mark.parametrize(("by", "words"), [("mask", "attention mask"), ("cache", "cache"), ("batch", "Flash")])
+@pytest.mark.parametrize(
+    ("by", "words"), [("mask", "attention mask"), ("cache", "cache"), ("batch", "Flash"), ("encoder", "encoder")]
+)
 def test_documents_that_see_each_other_are_told_with_their_cause_once_for_each_rank(by: str, words: str) -> None:
     detector = Inputs()
     found = [each for rank in (1, 0, 1) for each in detector.step(step(3, rank, mixed=2, mixed_by=by))]

@@ -1,5 +1,6 @@
 """The signs of silent faults in tensors, as the publisher reads them."""
 
+import sys
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,34 @@ def test_documents_see_each_other_where_the_model_ignores_their_beginnings(
 ) -> None:
     found = attended(SimpleNamespace(_attn_implementation=implementation), mask, positions, cached)
     _, signs = read(SignReader(Trained()), attended=[] if found is None else [found])
+    assert (signs.mixed_by, signs.mixed) == (by, int(bool(by)))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "position_ids", "encoder_hidden_states", "by"),
+    [
+        ("sdpa", RESTARTS, None, "encoder"),
+        ("sdpa", torch.arange(16)[None], None, ""),
+        ("sdpa", None, None, ""),
+        ("sdpa", RESTARTS, ONES, ""),
+        ("flash_attention_2", RESTARTS, None, ""),
+    ],
+    ids=["packed", "one document", "no positions", "attention to another model", "kernels for packed rows"],
+)
+def test_documents_of_an_encoder_s_row_see_each_other_wherever_its_positions_restart(
+    implementation: str, position_ids: Any, encoder_hidden_states: Any, by: str
+) -> None:
+    found: list[Any] = []
+
+    def create_bidirectional_mask(encoder_hidden_states: Any) -> None:
+        config = SimpleNamespace(_attn_implementation=implementation)
+        found.append(attended(config, ONES, None, False, sys._getframe()))
+
+    def forward(position_ids: Any) -> None:
+        create_bidirectional_mask(encoder_hidden_states)
+
+    forward(position_ids)
+    _, signs = read(SignReader(Trained()), attended=[each for each in found if each is not None])
     assert (signs.mixed_by, signs.mixed) == (by, int(bool(by)))
 
 
