@@ -40,6 +40,7 @@ class MicroSteps:
     def begin(self) -> None:
         """Forget how an earlier training combined forwards and backwards."""
         self._begun, self._forwards_begun, self._is_reported, self._one_each = None, 0, False, OneEach()
+        self._seen_forward = False
 
     @guarded
     def forwarding(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ class Training:
         self.loading.begin()
         self.micro_steps.begin()
         self.tracker.light = FETCHING
-        self.introduction.facts = {"framework": "pytorch"}
+        self.introduction.begin()
 
     @guarded
     def saw_error(self, error: BaseException) -> None:

@@ -101,13 +101,17 @@ class Introduction:
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
         self._backend = ""
+        self.plan: Plan | None = None
+        """The script's plan; sent after each hello."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what is known of a training."""
         self.facts: dict[str, Any] = {"framework": "pytorch"}
         self.parameter_dtype = ""
         """``bf16``, ``fp16`` or ``fp32``: data type of the model's parameters; empty while unknown."""
         self.forward_dtype: str | None = None
         """Data type of autocast in the first forward, empty without autocast; None before the first forward."""
-        self.plan: Plan | None = None
-        """The script's plan; sent after each hello."""
 
     def hello(self, self_dump: SelfDump | None = None) -> Hello:
         """Return a ``Hello`` with everything known so far."""

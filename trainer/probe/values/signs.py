@@ -87,8 +87,10 @@ def received(frame: FrameType, is_trained: Callable[[Any], bool]) -> Seen | None
     None: it received no labels.
     """
     given = _forward(frame, "labels")
-    labels = given.get("labels")
-    if not is_dense(labels) or labels.is_floating_point() or not is_trained(given.get("self")):
+    owner, labels = given.get("self"), given.get("labels")
+    if not isinstance(owner, torch.nn.Module) or not is_dense(labels) or labels.is_floating_point():
+        return None
+    if not is_trained(owner):
         return None
     ids, mask = (each if is_dense(each) else None for each in map(given.get, ("input_ids", "attention_mask")))
     here = [None if each is None else _to_host(each) for each in (ids, mask, labels)]

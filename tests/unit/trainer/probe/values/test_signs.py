@@ -11,7 +11,7 @@ from ftmon.protocol.messages.telemetry import Signs
 from ftmon.trainer.probe.phases.tracker import Notes
 from ftmon.trainer.probe.rank.model import Trained
 from ftmon.trainer.probe.values.batch import Seen
-from ftmon.trainer.probe.values.signs import SAMPLED, SignReader, WeightSampler, attended
+from ftmon.trainer.probe.values.signs import SAMPLED, SignReader, WeightSampler, attended, received
 
 RESTARTS = torch.arange(8).repeat(2)[None]
 ONES = torch.ones(1, 16, dtype=torch.long)
@@ -110,6 +110,17 @@ def test_weights_are_sampled_at_three_places_and_a_change_or_a_value_that_is_not
     model.append(torch.nn.Dropout(0.1).eval())
     assert not sampler.in_evaluation(), "looked at once for each model"
     assert WeightSampler(trained).in_evaluation()
+
+
+@pytest.mark.parametrize("owner", [torch.nn.Linear(1, 1), None, SimpleNamespace()])
+def test_only_a_module_s_forward_has_received_labels(owner: Any) -> None:
+    def forward(self: Any, labels: Any) -> Any:
+        return received(sys._getframe(), lambda module: module is owner)
+
+    found = forward(owner, ONES)
+    assert (found is not None) == isinstance(owner, torch.nn.Module)
+    assert forward(owner, None) is None
+    assert received(sys._getframe(), lambda _: True) is None
 
 
 def test_labels_of_a_forward_count_where_the_noted_batch_has_none() -> None:
