@@ -32,13 +32,15 @@ RUNS: dict[str, tuple[int, dict[str, object]]] = {
     "packed": (0, {"kind": "plain", "packed": True}),
     "packed-ddp": (2, {"kind": "ddp", "packed": True}),
     "lora": (0, {"kind": "plain", "lora": True}),
+    "labels-in-the-loop": (0, {"kind": "plain", "accumulation": 4, "late": True}),
 }  # fmt: skip
 """By name: the ranks (0: without a launcher), and the arguments of ``train``."""
 
 
 def train(*, kind: str, steps: int = STEPS, stage: int = 0, dtype: str = "fp32", accumulation: int = 1,
-          warm_up: int = 20, evaluate: bool = False, packed: bool = False, lora: bool = False) -> None:  # fmt: skip
-    """Train a small model on random rows with labels, ends and padding."""
+          warm_up: int = 20, evaluate: bool = False, packed: bool = False, lora: bool = False,
+          late: bool = False) -> None:  # fmt: skip
+    """Train a small model on random rows with labels (``late``: made in the loop), ends and padding."""
     import torch
     from torch.utils.data import DataLoader
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -62,6 +64,8 @@ def train(*, kind: str, steps: int = STEPS, stage: int = 0, dtype: str = "fp32",
         mask[13:] = 0
         labels = torch.where(mask == 1, ids, -100)
         labels[:4] = -100
+        if late:
+            return {"input_ids": torch.where(mask == 1, ids, 0), "attention_mask": mask}
         return {"input_ids": torch.where(mask == 1, ids, 0), "labels": labels, "attention_mask": mask}
 
     data = [row(place) for place in range(4 * 200 * accumulation)]
@@ -93,6 +97,8 @@ def train(*, kind: str, steps: int = STEPS, stage: int = 0, dtype: str = "fp32",
     done = micro_steps = 0
     while done < steps:
         for batch in DataLoader(data, batch_size=4, shuffle=True):
+            if late:
+                batch["labels"] = torch.where(batch["attention_mask"] == 1, batch["input_ids"], -100)
             if engine is not None:
                 engine.backward(engine(**batch).loss)
                 engine.step()

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from ftmon.protocol.messages.telemetry import Goodbye, StopAsked
@@ -129,3 +130,12 @@ def test_a_sigterm_that_the_script_handles_is_reported_once_and_its_handlers_sta
     assert calls == ["before", "later"]
     (asked,) = [item for item in training.outbox.items if isinstance(item, StopAsked)]
     assert (asked.phase, asked.by, asked.grace_s) == ("eval", "SIGTERM", training.rank.options.stop_grace)
+
+
+def test_a_request_by_ftmon_stop_is_reported_without_a_grace(training: Training) -> None:
+    stop = StopRequest()
+    stop.asked = partial(training.asked_to_stop, "ftmon stop")
+    stop.ask(7)
+    assert stop.is_due(7)
+    (asked,) = [item for item in training.outbox.items if isinstance(item, StopAsked)]
+    assert (asked.by, asked.grace_s, asked.phase) == ("ftmon stop", 0.0, "init")
