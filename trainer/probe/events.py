@@ -20,7 +20,7 @@ from .rank.model import describe_model, dtype_name, dtype_of, learning_rate, own
 from .values.batch import OnHost
 from .values.edits import Edits
 from .values.model_flops import model_flops
-from .values.signs import EVERY, FIRST, attended, received
+from .values.signs import EVERY, FIRST, attended, labels_of, received
 
 __all__ = ["Events", "OnHost", "TorchEvents", "dtype_name", "learning_rate"]
 
@@ -273,6 +273,8 @@ class TorchEvents(Events):
         self._attended = 0
         self._received_in: tuple[Any, int] = None, 0
         """Notes and number of the micro-batch whose labels were read last from a forward."""
+        self._without_labels: Any = None
+        """The last of the notes' received batches, if its loss will have the labels."""
 
     def zeroing(self, owner: Any) -> None:
         """An optimizer or a module sets its gradients to zero."""
@@ -483,7 +485,21 @@ class TorchEvents(Events):
         found = received(frame, self._training.forwards.is_trained)
         if found is not None:
             self._received_in = notes, notes.micro_steps
+            self._without_labels = found if found.labels is None else None
             notes.received.append(found)
+
+    def backward(self, losses: Sequence[Any], *, scaled: bool = False) -> _Scope:
+        """As ``Events.backward``; a batch received without labels gets those of the loss."""
+        if self._without_labels is not None and len(losses) == 1:
+            self._label(losses[0])
+        return super().backward(losses, scaled=scaled)
+
+    @guarded
+    def _label(self, loss: Any) -> None:
+        batch, self._without_labels = self._without_labels, None
+        received = self._training.tracker.notes.received
+        if received and received[-1] is batch:
+            received[-1] = batch._replace(labels=labels_of(loss, batch.ids))
 
     @guarded
     def sharded(self, module: Any) -> None:

@@ -3,10 +3,11 @@
 import json
 
 import torch
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-END, STEPS = 3, 8
+END, STEPS = 3, 7
 begun: dict[str, int] = {}
 done = 0
 models: list[torch.nn.Module] = []
@@ -50,12 +51,16 @@ def train(kind: str) -> None:
         model.scale = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
     rows_of = [batch(kind) for _ in range(STEPS)]
-    loader = DataLoader(range(STEPS) if kind.startswith("later") else rows_of, batch_size=None)
+    loader = DataLoader(range(STEPS) if kind.startswith(("later", "by hand")) else rows_of, batch_size=None)
     for step, rows in enumerate(rows_of if kind.startswith("plain") else loader):
-        rows = rows_of[step] if kind.startswith("later") else rows
+        rows = rows_of[step] if kind.startswith(("later", "by hand")) else rows
         if kind == "plain, fine" and not step:  # a forward of another model, and one more of the micro-batch
             others(**rows), model(**rows)
-        loss = model(**rows).loss
+        if kind.startswith("by hand"):
+            labels = rows.pop("labels")[:, 1:]
+            loss = cross_entropy(model(**rows).logits[:, :-1].transpose(1, 2), labels) / 2
+        else:
+            loss = model(**rows).loss
         if kind.endswith("no labels"):
             loss = torch.nan_to_num(loss)
         if kind == "frozen":
@@ -70,8 +75,8 @@ def train(kind: str) -> None:
 
 for kind in (  # of the first 64 micro-batches each is examined
     *("plain, fine", "later, no end", "fine", "no end", "packed, mask", "packed, cache"),
-    *("packed, encoder", "packed, right"),
-    *("no labels", "plain, no labels", "evaluation", "frozen", "backward"),
+    *("packed, encoder", "by hand, no end", "packed, right"),
+    *("no labels", "plain, no labels", "by hand, no labels", "evaluation", "frozen", "backward"),
 ):
     train(kind)
 print("begun", json.dumps(begun), flush=True)

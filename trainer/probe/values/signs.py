@@ -29,6 +29,8 @@ SAMPLED = 256
 SPREAD = 3
 """Sampled parameters: the first matrix, one in the middle, the last."""
 _BIDIRECTIONAL = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
+_MOST_NODES = 8
+"""Operations between a cross entropy and the loss that goes backward."""
 _MOST_FRAMES = 32
 """Frames between the function that makes a mask and the forward with the labels."""
 _MOST_BYTES = 1 << 18
@@ -84,17 +86,45 @@ def _forward(frame: FrameType, receives: str) -> dict[str, Any]:
 def received(frame: FrameType, is_trained: Callable[[Any], bool]) -> Seen | None:
     """Return what a trained model's forward received, by a frame inside it, without waiting for a device.
 
-    None: it received no labels.
+    Its labels are None if the script computes the loss itself. None: no model that may learn from labels.
     """
     given = _forward(frame, "labels")
     owner, labels = given.get("self"), given.get("labels")
-    if not isinstance(owner, torch.nn.Module) or not is_dense(labels) or labels.is_floating_point():
+    if not isinstance(owner, torch.nn.Module) or (labels is not None and not _are_labels(labels)):
         return None
     if not is_trained(owner):
         return None
-    ids, mask = (each if is_dense(each) else None for each in map(given.get, ("input_ids", "attention_mask")))
-    here = [None if each is None else _to_host(each) for each in (ids, mask, labels)]
-    return Seen(*here) if here[2] is not None else None
+    given = [each if is_dense(each) else None for each in map(given.get, ("input_ids", "attention_mask"))]
+    return Seen(*(None if each is None else _to_host(each) for each in (*given, labels)))
+
+
+def labels_of(loss: Any, ids: Any) -> Any:
+    """Return the labels from which PyTorch's cross entropy computed the loss of a batch; None: unknown.
+
+    The graph keeps them until its backward. Shape [1, labels]: they are flat, and those of causal models are shifted.
+    Labels of a part of the tokens ``ids`` are not returned: others may have a loss of their own.
+    """
+    node = getattr(loss, "grad_fn", None)
+    for _ in range(_MOST_NODES):
+        if node is None or type(node).__name__.startswith("NllLoss"):
+            break
+        node = next((each for each, _ in node.next_functions[:1]), None)
+    try:
+        labels: Any = getattr(node, "_saved_target", None)
+        ignored = int(getattr(node, "_saved_ignore_index", IGNORED))
+    except RuntimeError:  # they were changed in place since
+        return None
+    if not _are_labels(labels) or ids is None or len(ids.shape) != 2:
+        return None
+    rows, columns = ids.shape
+    if labels.numel() not in (rows * columns, rows * (columns - 1)):
+        return None
+    labels = labels.detach().reshape(1, -1)
+    return _to_host(labels if ignored == IGNORED else torch.where(labels == ignored, IGNORED, labels))
+
+
+def _are_labels(value: Any) -> bool:
+    return is_dense(value) and not value.is_floating_point()
 
 
 def _to_host(tensor: Any) -> Any:
@@ -211,7 +241,8 @@ class SignReader:
     def _read(self, number: int, notes: Notes) -> Signs | None:
         weights = self._of_weights(notes.weights)
         figures: dict[str, Any] = {"pending": notes.pending, "evaluating": notes.evaluating, "weights": weights}
-        if seen := [each for each in notes.seen if each.labels is not None] + list(map(_arrived, notes.received)):
+        received = map(_arrived, notes.received)
+        if seen := [each for each in (*notes.seen, *received) if each.labels is not None]:
             figures |= _labels(seen)
             self.unlabelled = "unlabelled" in figures
         if self._examined < FIRST or number % EVERY == 0:
@@ -247,14 +278,15 @@ class SignReader:
             inputs = learned = 0
             for each in seen:
                 ids, labels = each.ids.numpy(), each.labels.numpy()
-                if ids.shape != labels.shape:
+                if ids.shape != labels.shape and labels.size not in (ids.size, ids[:, 1:].size):
                     return figures
                 real = numpy.ones(ids.shape, bool) if not _here(each.mask) else each.mask.numpy() != 0
                 if real.shape != ids.shape:
                     return figures
                 # No label before the first position; as a first token it is often the beginning, too.
                 inputs += int(numpy.count_nonzero((numpy.isin(ids, ends) & real)[:, 1:]))
-                learned += int(numpy.count_nonzero(numpy.isin(labels, ends)[:, 1:]))
+                labels = labels[:, 1:] if ids.shape == labels.shape else labels
+                learned += int(numpy.count_nonzero(numpy.isin(labels, ends)))
             figures |= {"ends": inputs, "learned_ends": learned}
         return figures
 

@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ from ftmon.protocol.messages.telemetry import Signs
 from ftmon.trainer.probe.phases.tracker import Notes
 from ftmon.trainer.probe.rank.model import Trained
 from ftmon.trainer.probe.values.batch import Seen
-from ftmon.trainer.probe.values.signs import SAMPLED, SignReader, WeightSampler, attended, received
+from ftmon.trainer.probe.values.signs import SAMPLED, SignReader, WeightSampler, attended, labels_of, received
+from torch.nn.functional import cross_entropy
 
 RESTARTS = torch.arange(8).repeat(2)[None]
 ONES = torch.ones(1, 16, dtype=torch.long)
@@ -119,8 +121,28 @@ def test_only_a_module_s_forward_has_received_labels(owner: Any) -> None:
 
     found = forward(owner, ONES)
     assert (found is not None) == isinstance(owner, torch.nn.Module)
-    assert forward(owner, None) is None
+    assert forward(owner, torch.ones(2)) is None
     assert received(sys._getframe(), lambda _: True) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda logits, ids: cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) / 4, 10),
+        (lambda logits, ids: cross_entropy(logits.transpose(1, 2), ids, reduction="sum") * 0.5, 12),
+        (lambda logits, ids: cross_entropy(logits.flatten(0, 1), ids.flatten(), ignore_index=3), 12),
+        (lambda logits, ids: sum(cross_entropy(each, one) for each, one in zip(logits, ids, strict=True)), 0),
+        (lambda logits, ids: logits.square().mean(), 0),
+        (lambda logits, ids: torch.zeros(()), 0),
+    ],
+    ids=["flat and shifted", "a sum over rows", "another ignored label", "row by row", "no labels", "no graph"],
+)
+def test_the_labels_of_a_loss_are_those_of_its_whole_batch(make: Callable[[Any, Any], Any], found: int) -> None:
+    ids = torch.arange(12).reshape(2, 6)
+    loss = make(torch.randn(2, 6, 12, requires_grad=True), ids)
+    labels = labels_of(loss, ids)
+    assert (0 if labels is None else labels.numel()) == found
+    assert labels is None or (3 in labels) == (-100 not in labels), "the ignored label is the one of ftmon"
 
 
 def test_labels_of_a_forward_count_where_the_noted_batch_has_none() -> None:
