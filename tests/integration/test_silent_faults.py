@@ -7,10 +7,13 @@ from ftmon.protocol.analysis.kinds import words_of
 from ftmon.protocol.analysis.learning.inputs import Inputs
 from ftmon.protocol.analysis.learning.updates import Updates
 from ftmon.protocol.messages.telemetry import Goodbye, LostEdit, Signs, Step
+from msgspec.structs import replace
 from probe_collector import BIN, SCRIPTS
 
 
 def test_each_fault_of_a_plain_loop_has_its_signs_and_a_sound_training_has_none(collector):
+    run = collector.run.read_run()
+    collector.run.write_run(replace(run, options=replace(run.options, probe_budget=0.0)))  # each step is sampled
     collector.start(BIN / "python", SCRIPTS / "silent_faults.py").finish()
     assert collector.job.returncode == 0, collector.output()
     line = next(line for line in collector.run.rank_log(0, "out").read_text().splitlines() if line.startswith("begun "))
