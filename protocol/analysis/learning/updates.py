@@ -95,6 +95,10 @@ class _Row:
         self.count = self.count + 1 if holds else 0
         return self.count
 
+    def lasts(self, step: int) -> int:
+        """Return for how many steps it has held until this one, also where not each was looked at."""
+        return max(self.count, step - self.since + 1) if self.count else 0
+
 
 class _Rank:
     def __init__(self) -> None:
@@ -260,17 +264,23 @@ class Updates(Detector):
                 rank.skipped.count, rank.skipped.since, step.grad_norm, step.loss, step.lr, self._precision
             )
             found += self._judge("updates_skipped", skipped, step, facts, rank.skipped.since, "error")
+        # The weights and the mode are sampled in full steps alone.
+        sampled = step.memory_every == 1 or not any(phase.coarse for phase in step.phases)
         still = bool(step.lr) and not step.overflow and signs is not None and signs.weights == "same"
         zero = step.lr == 0
-        many = rank.still.add(still, step.step) >= STILL or rank.zero.add(zero, step.step) >= ZERO
-        if many or not (still or zero):
+        if sampled:
+            rank.still.add(still, step.step)
+        many = rank.zero.add(zero, step.step) >= ZERO or (still and rank.still.lasts(step.step) >= STILL)
+        if many or (sampled and not (still or zero)):
             row = rank.zero if zero else rank.still
-            facts = StillFacts(row.count, row.since, step.lr, step.grad_norm, *self._sizes)
+            facts = StillFacts(row.lasts(step.step), row.since, step.lr, step.grad_norm, *self._sizes)
             found += self._judge("weights_unchanged", many, step, facts, row.since)
         evaluating = signs is not None and signs.evaluating
-        if rank.evaluating.add(evaluating, step.step) >= EVALUATING or not evaluating:
-            facts = ModeFacts(rank.evaluating.since, rank.evaluating.count)
-            found += self._judge("evaluation_mode", evaluating, step, facts, rank.evaluating.since)
+        if sampled:
+            rank.evaluating.add(evaluating, step.step)
+            if not evaluating or rank.evaluating.lasts(step.step) >= EVALUATING:
+                facts = ModeFacts(rank.evaluating.since, rank.evaluating.lasts(step.step))
+                found += self._judge("evaluation_mode", evaluating, step, facts, rank.evaluating.since)
         if signs is not None and signs.weights == "nan" and loss_is_finite and not step.overflow:
             facts = WeightFacts(step.step, step.loss, step.grad_norm, step.lr)
             found += self._once("weights_not_finite", facts, step.rank, step.step, "error")

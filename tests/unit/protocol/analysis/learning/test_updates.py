@@ -61,6 +61,29 @@ def test_steps_that_change_nothing_are_told_with_the_learning_rate(lr: float, si
     assert bool(found(detector, [step(100)])) == bool(raised)
 
 
+@pytest.mark.parametrize(
+    ("signs", "kind", "at"),
+    [
+        (Signs(weights="same"), "weights_unchanged", 60),
+        (Signs(evaluating=True), "evaluation_mode", 20),
+    ],
+)
+def test_where_only_some_steps_are_sampled_the_others_break_no_row(signs: Signs, kind: str, at: int) -> None:
+    sim = Sim(1)
+    coarse = [replace(sim.phase("forward"), coarse=True)]
+
+    def made(number: int, sign: Signs) -> Step:
+        full = number % 10 == 0
+        one = step(number, signs=sign if full else None, memory_every=10)
+        return one if full else replace(one, phases=coarse)
+
+    detector = Updates()
+    assert found(detector, [made(number, signs) for number in range(1, 100)]) == [(at, kind, "raised", 10)]
+    assert found(detector, [made(number, Signs(pending=0)) for number in range(100, 111)]) == [
+        (100, kind, "resolved", 10)
+    ]
+
+
 def test_a_schedule_that_begins_and_ends_at_0_and_weights_that_rest_for_a_while_are_fine() -> None:
     rates = [0.0] + [1e-3] * 50 + [0.0]
     assert found(Updates(), [step(number, lr=rate) for number, rate in enumerate(rates, 1)]) == []
