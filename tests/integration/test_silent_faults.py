@@ -19,36 +19,36 @@ def test_each_fault_of_a_plain_loop_has_its_signs_and_a_sound_training_has_none(
     line = next(line for line in collector.run.rank_log(0, "out").read_text().splitlines() if line.startswith("begun "))
     begun = json.loads(line.removeprefix("begun "))
     steps = collector.of(Step)
-    parts = {kind: steps[first - 1 : first + 6] for kind, first in begun.items()}
+    parts = {kind: steps[first - 1 : first + 5] for kind, first in begun.items()}
     signs = {kind: [step.signs or Signs() for step in part] for kind, part in parts.items()}
-    assert {len(part) for part in parts.values()} == {7}
-    assert len({step.batch_id for step in parts["fine"]}) == 7
+    assert {len(part) for part in parts.values()} == {6}
+    assert len({step.batch_id for step in parts["fine"]}) == 6
     assert [step.batch_id for step in parts["fine"]] == [step.batch_id for step in parts["evaluation"]], "the same data"
 
-    assert [(one.mixed_by, one.mixed) for one in signs["packed, mask"]] == [("mask", 1)] * 7
-    assert [(one.mixed_by, one.mixed) for one in signs["packed, cache"]] == [("cache", 1)] * 7
-    assert [(one.mixed_by, one.mixed) for one in signs["packed, encoder"]] == [("encoder", 1)] * 7
+    assert [(one.mixed_by, one.mixed) for one in signs["packed, mask"]] == [("mask", 1)] * 6
+    assert [(one.mixed_by, one.mixed) for one in signs["packed, cache"]] == [("cache", 1)] * 6
+    assert [(one.mixed_by, one.mixed) for one in signs["packed, encoder"]] == [("encoder", 1)] * 6
     assert all(not one.mixed for kind in ("fine", "packed, right", "no end") for one in signs[kind])
     # Of each row the end of the first document, and that of the second.
     assert {(one.ends, one.learned_ends) for one in signs["fine"]} == {(4, 4)}
     assert {(one.ends, one.learned_ends) for one in signs["no end"]} == {(4, 0)}
-    assert [(one.unlabelled, one.labelled) for one in signs["no labels"]] == [(1, 1)] * 7
+    assert [(one.unlabelled, one.labelled) for one in signs["no labels"]] == [(1, 1)] * 6
     # Without a DataLoader, or with one that gives no tensors: what the model's forward receives, once a micro-batch.
     assert {(one.ends, one.learned_ends, one.unlabelled) for one in signs["plain, fine"]} == {(4, 4, 0)}
-    assert [(one.unlabelled, one.labelled) for one in signs["plain, no labels"]] == [(1, 1)] * 7
+    assert [(one.unlabelled, one.labelled) for one in signs["plain, no labels"]] == [(1, 1)] * 6
     for kind in ("later, no end", "by hand, no end"):
         assert {(one.ends, one.learned_ends) for one in signs[kind]} == {(4, 0)}
-    assert [(one.unlabelled, one.labelled) for one in signs["by hand, no labels"]] == [(1, 1)] * 7
+    assert [(one.unlabelled, one.labelled) for one in signs["by hand, no labels"]] == [(1, 1)] * 6
     assert all(one.evaluating == (kind == "evaluation") for kind in signs for one in signs[kind])
-    assert [one.weights for one in signs["frozen"]][1:] == ["same"] * 6
+    assert [one.weights for one in signs["frozen"]][1:] == ["same"] * 5
     assert all(one.weights == "" for kind in ("fine", "packed, mask", "evaluation") for one in signs[kind])
-    assert [one.weights for one in signs["backward"]] == [""] * 5 + ["nan"] * 2
+    assert [one.weights for one in signs["backward"]] == [""] * 5 + ["nan"]
 
     told = [found for detector in (Inputs(), Updates()) for step in steps for found in detector.step(step)]
     firsts = {found.kind: found.step for found in reversed(told) if found.state == "raised"}
     assert firsts == {
         "mixed_documents": begun["packed, mask"],
-        "no_labels": begun["no labels"],
+        "no_labels": begun["plain, no labels"],
         "evaluation_mode": begun["evaluation"],
         "weights_not_finite": begun["backward"] + 5,
     }

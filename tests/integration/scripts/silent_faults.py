@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-END, STEPS = 3, 7
+END, STEPS = 3, 6
 begun: dict[str, int] = {}
 done = 0
 models: list[torch.nn.Module] = []
@@ -74,9 +74,9 @@ def train(kind: str) -> None:
 
 
 for kind in (  # of the first 64 micro-batches each is examined
-    *("plain, fine", "later, no end", "fine", "no end", "packed, mask", "packed, cache"),
-    *("packed, encoder", "by hand, no end", "packed, right"),
-    *("no labels", "plain, no labels", "by hand, no labels", "evaluation", "frozen", "backward"),
+    *("plain, fine", "later, no end", "by hand, no end", "fine", "no end"),
+    *("packed, mask", "packed, cache", "packed, encoder", "plain, no labels", "by hand, no labels"),
+    *("no labels", "packed, right", "evaluation", "frozen", "backward"),
 ):
     train(kind)
 print("begun", json.dumps(begun), flush=True)
