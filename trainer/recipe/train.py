@@ -70,6 +70,7 @@ def setup(config: Config, world: World) -> Trainer:
             rehearse_export(model, config, world)
         fused_loss = loss.set_up(model, config, world)
         state = _fresh_state(config, examples, order, world)
+        state.evaluation_key = held_out.key if held_out is not None else ""
         base = base_of(engine.module, config, world)
         step = planned(engine, found, state, base, config, world).step if found else 0
         checkpoints = Checkpoints(engine, tokens, config, world, output / "checkpoints", base)

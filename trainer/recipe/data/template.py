@@ -315,8 +315,8 @@ class ChatTemplate:
         else:
             text, pieces = template.marked(messages, **self._variables, tools=tools)
             turns = self._turns_by_marks(template, messages, tools, text, pieces)
-        last = turns[-1] if turns else None
-        if last is not None and self._ends_by_next and not last.ended and last.message == len(messages) - 1:
+        if turns and self._ends_by_next and not turns[-1].ended and turns[-1].message == len(messages) - 1:
+            last = turns[-1]
             following = self._next_role(template, messages, tools)
             text = text[: last.end] + following
             turns[-1:] = [last._replace(end=len(text), ended=bool(following))]
