@@ -143,7 +143,7 @@ def make(
     inner = model
     if config.lora.rank:
         model = add_lora(model, config)
-        if note := without_adapters(model):
+        if not config.lora.targets and (note := without_adapters(model)):
             world.log(note)
     activations.set_up(inner, config)
     return model
