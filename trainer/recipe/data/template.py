@@ -203,14 +203,19 @@ class ChatTemplate:
         tools = chat.tools or None
         try:
             text, turns, pieces = self._turns(template, messages, tools)
+            if chat.tools or any(message.tool_calls for message in chat.messages):
+                mixed = self._refuse_lost_calls(template, messages, chat)
+            else:
+                mixed = _may_mix(messages, text, turns or [])
             if turns is not None and not self._by_prefix:
-                turns = self._own_text(template, messages, tools, text, turns)
+                if mixed:
+                    turns = self._own_text(template, messages, tools, text, turns)
+                else:
+                    turns = [self._with_stop(template, messages, tools, text, turn) for turn in turns]
         except RenderError as error:
             raise _RejectedError(f"the chat template rejects it: {error}") from None
         if turns is None:
             raise RefusedError("the chat template does not let its assistant's turns be told from the others")
-        if chat.tools or any(message.tool_calls for message in chat.messages):
-            self._refuse_lost_calls(template, messages, chat)
         _refuse_lost(chat, text, messages)
         lost = sum(any(one not in text for one in _reasoning(message)) for message in chat.messages)
         return Chat(text, turns, lost, pieces)
@@ -222,14 +227,7 @@ class ChatTemplate:
 
         Contents may occur in several messages, so unique words are rendered in their place.
         """
-        contents = [str(message["content"] or "").strip() for message in messages]
-        if all(message["role"] != TOOL for message in messages) and not any(
-            content and number != turn.message and content in text[turn.start : turn.end]
-            for turn in turns
-            for number, content in enumerate(contents)
-        ):
-            return turns
-        words = [f"{chr(0x100 + number)}ftmon_{number:04d}_content" for number in range(len(messages))]
+        words = _words(messages)
         probed = [_with_content(message, word) for message, word in zip(messages, words, strict=True)]
         probed_text, probed_turns, _ = self._turns(template, probed, tools)
         if probed_turns is None or len(probed_turns) != len(turns):
@@ -237,7 +235,7 @@ class ChatTemplate:
         result: list[Span] = []
         for turn, other in zip(turns, probed_turns, strict=True):
             own, word = probed_text[other.start : other.end], words[turn.message]
-            foreign = {number for number, one in enumerate(words) if one != word and one[1:] in own}
+            foreign = _others(own, words, turn.message)
             if not foreign:
                 result.append(self._with_stop(template, messages, tools, text, turn))
                 continue
@@ -276,15 +274,19 @@ class ChatTemplate:
         token = self._token_at(text, turn.end)
         if not token or [message["role"] for message in messages[turn.message + 1 :]][:1] != [TOOL]:
             return turn
-        alone, turns, _ = self._turns(template, messages[: turn.message + 1], tools)
+        try:
+            alone, turns, _ = self._turns(template, messages[: turn.message + 1], tools)
+        except RenderError:
+            return turn
         ended = alone[turns[-1].start : turns[-1].end] == text[turn.start : turn.end] + token if turns else False
         return turn._replace(end=turn.end + len(token)) if ended else turn
 
-    def _refuse_lost_calls(self, template: Template, messages: list[dict[str, Any]], chat: Conversation) -> None:
-        """Refuse a record whose tool calls or tools the template omits.
+    def _refuse_lost_calls(self, template: Template, messages: list[dict[str, Any]], chat: Conversation) -> bool:
+        """Refuse a record whose tool calls or tools the template omits; return whether a turn may hold other messages.
 
-        A function's name may occur in other text of the record, so unique names are rendered in its place.
+        Names and contents may occur in other text of the record, so unique ones are rendered in their place.
         """
+        words = _words(messages)
         places: dict[str, str] = {}
 
         def name(place: str) -> str:
@@ -292,15 +294,14 @@ class ChatTemplate:
             places[found] = place
             return found
 
-        probed = [_with_calls(message, number, name) for number, message in enumerate(messages, 1)]
+        replaced = [_with_content(message, word) for message, word in zip(messages, words, strict=True)]
+        probed = [_with_calls(message, number, name) for number, message in enumerate(replaced, 1)]
         tools = [_with_name(tool, name) for tool in chat.tools] or None
-        try:
-            text, *_ = self._turns(template, probed, tools)
-        except RenderError as error:
-            raise _RejectedError(f"the chat template rejects it: {error}") from None
+        text, turns, _ = self._turns(template, probed, tools)
         for found, place in places.items():
             if found not in text:
                 raise RefusedError(f"the chat template leaves out {place}")
+        return turns is None or any(_others(text[turn.start : turn.end], words, turn.message) for turn in turns)
 
     def _turns(
         self, template: Template, messages: list[dict[str, Any]], tools: Any
@@ -484,14 +485,33 @@ def _refuse_lost(chat: Conversation, text: str, given: list[dict[str, Any]]) -> 
             raise RefusedError(f"the chat template writes the null content of message {number} as the word None")
 
 
+def _words(messages: list[dict[str, Any]]) -> list[str]:
+    """Return a word for each message, unique from its first character."""
+    return [f"{chr(0x100 + number)}ftmon_{number:04d}_content" for number in range(len(messages))]
+
+
+def _others(text: str, words: list[str], own: int) -> set[int]:
+    """Return the messages whose words are in a text, but ``own``; JSON may write their first characters otherwise."""
+    return {number for number, word in enumerate(words) if number != own and word[1:] in text}
+
+
+def _may_mix(messages: list[dict[str, Any]], text: str, turns: list[Span]) -> bool:
+    """Return whether a turn may hold the text of another message: it has a message's content, or there is a tool's."""
+    contents = {number: str(message["content"] or "").strip() for number, message in enumerate(messages)}
+    written = [(turn.message, text[turn.start : turn.end]) for turn in turns]
+    return any(message["role"] == TOOL for message in messages) or any(
+        content and number != own and content in one for own, one in written for number, content in contents.items()
+    )
+
+
 def _with_content(message: dict[str, Any], word: str) -> dict[str, Any]:
-    """Return a message with a word as content: behind its reasoning, in an object if the content is one in JSON."""
-    content = message["content"]
-    if not content:
+    """Return a message with a word in place of its content's text: in JSON if it may be a tool's output in JSON."""
+    text = _answer(message)
+    if not text:
         return message
-    reasoning, end, _ = content.rpartition("</think>")
-    word = json.dumps({"value": word}, ensure_ascii=False) if content.lstrip().startswith("{") else word
-    return {**message, "content": f"{reasoning}{end}\n\n{word}" if end else word}
+    before, _, after = message["content"].rpartition(text)
+    form: Any = {"{": {"value": word}, "[": [word]}.get(text[0], word) if message["role"] == TOOL else word
+    return {**message, "content": before + (word if form == word else json.dumps(form, ensure_ascii=False)) + after}
 
 
 def _answer(message: dict[str, Any]) -> str:
@@ -504,16 +524,13 @@ def _placed(text: str, turn: Span, before: str, after: str, word: str, content: 
 
     They are empty if the text is another one.
     """
-    head, found, tail = before.partition(word)
-    cut = turn.start + len(head)
-    if found:
-        cut = max(text.find(content, cut, turn.end), 0) + len(content)
-    if not text.startswith(head, turn.start) or not text.startswith(tail, cut):
+    start = before.replace(word, content, 1)
+    end = after.replace(word, content, 1)
+    cut = turn.start + len(start)
+    if not text.startswith(start, turn.start) or not text.endswith(end, cut, turn.end):
         return []
-    spans = [Span(turn.start, cut + len(tail), turn.message, False)]
-    if after:
-        at = text.rfind(content, spans[0].end, turn.end)
-        spans += [turn._replace(start=at)] if at >= 0 else []
+    spans = [Span(turn.start, cut, turn.message, False)]
+    spans += [turn._replace(start=turn.end - len(end))] if end else []
     return [span for span in spans if span.start < span.end]
 
 

@@ -454,15 +454,44 @@ TWO_TOOLS = [*CALLS[:3], {"role": "tool", "content": "It is.", "name": "weather"
 """The output of the second tool equals the answer."""
 
 
+def gemma4(scan: str, header: str, end: str) -> str:
+    template = GEMMA4
+    for place, text in zip(
+        ("SCAN", "OUTPUTS", "VALUE", "HEADED", "ASKS", "END"),
+        (*SCANS[scan], *HEADERS[header], ENDS_OF_TURN[end]),
+        strict=True,
+    ):
+        template = template.replace(place, text)
+    return template
+
+
+SIMILAR = st.text(st.sampled_from('nr1{}[]" '), min_size=1, max_size=5).filter(lambda text: bool(text.strip()))
+"""Short texts that are parts of each other, of the template's marks, and of JSON."""
+
+
+@cache
+def gemma4_tokenizer(scan: str) -> Any:
+    return marked_tokenizer(gemma4(scan, "each", "always"))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(sorted(SCANS)), st.lists(SIMILAR, min_size=4, max_size=4))
+def test_no_output_of_a_tool_is_learned_whatever_it_has_in_common_with_other_messages(
+    scan: str, contents: list[str]
+) -> None:
+    asked, looking, output, answer = (content.strip() for content in contents)
+    tokenizer = gemma4_tokenizer(scan)
+    chat = [{**CALLS[0], "content": asked}, {**CALLS[1], "content": looking}, {**CALLS[2], "content": output}]
+    document = one(encoder(tokenizer), {"messages": [*chat, {"role": "assistant", "content": answer}]})
+    called = CALLED + "<|tool_response>"
+    assert "".join(segments(tokenizer, document)) == f"{called}{looking}<turn|>{answer}<turn|>"
+
+
 @pytest.mark.parametrize("end", ENDS_OF_TURN)
 @pytest.mark.parametrize("header", HEADERS)
 @pytest.mark.parametrize("scan", SCANS)
 def test_the_output_of_a_tool_inside_the_turn_that_calls_it_is_not_learned(scan: str, header: str, end: str) -> None:
-    places = ("SCAN", "OUTPUTS", "VALUE", "HEADED", "ASKS", "END")
-    template = GEMMA4
-    for place, text in zip(places, (*SCANS[scan], *HEADERS[header], ENDS_OF_TURN[end]), strict=True):
-        template = template.replace(place, text)
-    tokenizer = marked_tokenizer(template)
+    tokenizer = marked_tokenizer(gemma4(scan, header, end))
     made = encoder(tokenizer)
     called, answer = CALLED + "<|tool_response>", "It is.<turn|>"
     looking = [CALLS[0], {**CALLS[1], "content": "Let me look."}, *CALLS[2:]]
