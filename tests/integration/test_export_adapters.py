@@ -9,11 +9,15 @@ pytest.importorskip("deepspeed")
 
 import small_runs
 from safetensors.torch import load_file
+from small_shape import SMALL_SHAPE
+from transformers import AutoConfig, AutoModelForCausalLM
 
 CASES = {
     "dora": ["lora={rank: 4, kind: dora}"],
     "dora-alone": ["lora={rank: 4, kind: dora, merge: false}"],
     "nf4": ["lora={rank: 4}", "model.quantization=nf4"],
+    "experts": ["lora={rank: 4}"],
+    "experts-partitioned": ["lora={rank: 4}", "zero.stage=3"],
     "nf4-dora": ["lora={rank: 4, kind: dora}", "model.quantization=nf4"],
 }
 
@@ -25,7 +29,12 @@ class Outcome:
         small_runs.write_model(folder)
         small_runs.write_records(folder / "data.jsonl", [5, 60, 7, 1])
         common = ["zero.stage=2", "training={max_steps: 1, micro_batch: 1, rehearsal: false}", "model.fused_loss=off"]
+        sizes = {**SMALL_SHAPE, "vocab_size": 512, "num_local_experts": 4}
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes)).save_pretrained(folder / "experts")
         jobs = {name: (1, [*common, *words]) for name, words in CASES.items()}
+        for name in CASES:
+            if name.startswith("experts"):
+                jobs[name][1].append(f"model.name={folder}/experts")
         self.text = small_runs.launch(folder, "export_ranks", jobs)
 
     def figure(self, name: str, what: str) -> float:

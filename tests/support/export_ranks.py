@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero import GatheredParameters
 from ftmon.trainer.recipe.distributed import World
 from ftmon.trainer.recipe.export.export import is_adapter, save_model
 from ftmon.trainer.recipe.trainer import Trainer
@@ -17,7 +18,9 @@ def work(world: World, jobs: list[str]) -> None:
     for _, run in runs(world, jobs):
         before = logits(run.model)
         generator = torch.Generator().manual_seed(3)
-        with torch.no_grad():
+        changed = [parameter for name, parameter in run.model.named_parameters() if is_adapter(name)]
+        gathered = GatheredParameters(changed, modifier_rank=0, enabled=run.config.zero.stage == 3)
+        with torch.no_grad(), gathered:
             for name, parameter in run.model.named_parameters():
                 if is_adapter(name):
                     parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))

@@ -29,6 +29,8 @@ class TrainState(msgspec.Struct):
     ranks: int = 0
     sequence_parallel_size: int = 1
 
+    evaluation_key: str = ""
+    """Identifier of the examples that the evaluations below are of; empty without evaluation."""
     best_evaluation: float = math.inf
     best_evaluation_step: int = 0
     evaluations_without_best: int = 0

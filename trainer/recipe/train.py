@@ -22,6 +22,7 @@ from .distributed import World
 from .engine import make_engine
 from .evaluation import evaluate
 from .evaluation.evaluate import Evaluator
+from .export.export import rehearse_export
 from .model import loss, shape
 from .model.load import quiet_bitsandbytes
 from .monitor import probe
@@ -65,8 +66,11 @@ def setup(config: Config, world: World) -> Trainer:
         total = config.training.max_steps or math.ceil(config.training.epochs * order.steps_per_epoch)
         total *= len(config.debug.lengths) or 1
         engine, model = make_engine(config, world, tokens, total)
+        if config.output.save_model and config.training.rehearsal:
+            rehearse_export(model, config, world)
         fused_loss = loss.set_up(model, config, world)
         state = _fresh_state(config, examples, order, world)
+        state.evaluation_key = held_out.key if held_out is not None else ""
         base = base_of(engine.module, config, world)
         step = planned(engine, found, state, base, config, world).step if found else 0
         checkpoints = Checkpoints(engine, tokens, config, world, output / "checkpoints", base)

@@ -209,8 +209,12 @@ def candidates(resume: str, output: Path) -> tuple[list[Found], list[str]]:
 
 
 def lowest(found: list[Found]) -> Found | None:
-    """Return the checkpoint with the lowest evaluation loss; None without evaluations."""
+    """Return the checkpoint with the lowest evaluation loss; None without evaluations.
+
+    ``found`` has the newest first. Losses of other evaluation examples than the newest one's do not compare.
+    """
     rated = [one for one in found if one.manifest.evaluation_loss is not None]
+    rated = [one for one in rated if one.manifest.state.evaluation_key == rated[0].manifest.state.evaluation_key]
     return min(rated, key=lambda one: one.manifest.evaluation_loss or 0.0, default=None)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -56,7 +57,14 @@ def position(saved: TrainState, now: TrainState, allow: Sequence[str], path: Pat
     if _divided(saved, now) and saved.global_batch == now.global_batch:
         notes.append(f"{_divided(saved, now)}: the global batches are the same; rounding and dropout differ")
     identity = {name: getattr(now, name) for name in _IDENTITY}
-    return msgspec.structs.replace(saved, **identity, batches=_batches(saved, now)), notes
+    resumed = msgspec.structs.replace(saved, **identity, batches=_batches(saved, now))
+    if now.evaluation_key and saved.evaluation_key != now.evaluation_key:
+        resumed.evaluation_key = now.evaluation_key
+        if saved.evaluation_key:
+            notes.append("evaluation: its examples differ from those before; the lowest loss is determined anew")
+            resumed.best_evaluation, resumed.best_evaluation_step = math.inf, 0
+            resumed.evaluations_without_best = 0
+    return resumed, notes
 
 
 def check_parameters(there: dict[str, list[int]], here: dict[str, list[int]], path: Path) -> None:

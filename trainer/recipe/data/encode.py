@@ -23,7 +23,7 @@ from .messages import ASSISTANT, Conversation, RefusedError, Text
 from .records import Records
 from .template import Chat, ChatTemplate, Span, choose
 
-ENCODING_VERSION = 5
+ENCODING_VERSION = 6
 """Increased with every change of tokens or labels in this package; tokens of another version are not used."""
 
 
@@ -132,8 +132,8 @@ class Encoder:
         turns = [turn for turn in chat.turns if self._learns(content, turn.message)]
         if not turns:
             raise RefusedError("has no assistant message to learn")
-        spans = [Span(0, len(chat.text), 0, False), *turns] if self._train_on == "all" else turns
-        return _Piece(chat.text, spans, len(turns), False, False, chat.reasoning_lost)
+        spans = [*_all_but(chat, content), *turns] if self._train_on == "all" else turns
+        return _Piece(chat.text, spans, len({turn.message for turn in turns}), False, False, chat.reasoning_lost)
 
     def _learns(self, chat: Conversation, index: int) -> bool:
         if not chat.messages[index].learned:
@@ -194,6 +194,17 @@ class Encoder:
             whole.ends = [end - excess for end in whole.ends if end - excess >= start]
         whole.cut = excess
         return [whole]
+
+
+def _all_but(chat: Chat, content: Conversation) -> list[Span]:
+    """Return the spans of a whole text, without the messages of weight 0; refuse a text that does not show them."""
+    left_out = {number for number, message in enumerate(content.messages) if not message.learned}
+    for number in sorted(left_out - {piece.message for piece in chat.pieces}):
+        raise RefusedError(
+            f"message {number + 1} has weight 0, and the chat template does not show which text is its own"
+        )
+    bounds = [0, *(bound for piece in chat.pieces if piece.message in left_out for bound in piece[:2]), len(chat.text)]
+    return [Span(start, end, 0, False) for start, end in zip(bounds[::2], bounds[1::2], strict=True) if start < end]
 
 
 def _split(whole: Encoded, limit: int) -> list[Encoded]:

@@ -124,11 +124,28 @@ class Records:
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
+class Selected(Source):
+    """Some records of others, by their numbers."""
+
+    def __init__(self, records: Records, numbers: Sequence[int], selection: str) -> None:
+        super().__init__(numbers, "", f"{records.digest} {selection}")
+        self._records = records
+        self.blank = [place for source in records.sources for place in source.blank]
+
+    def record(self, index: int) -> Any:
+        """Return a record; raise ``RefusedError`` if it is not one."""
+        return self._records.record(self._rows[index])
+
+    def place(self, index: int) -> str:
+        """Return the place of a record in its file."""
+        return self._records.place(self._rows[index])
+
+
 def read_records(config: Config) -> Records:
     """Open the records; a file or data set that cannot be read, or has no record, is a ``ConfigError``."""
     data = config.data
     if data.name:
-        records = Records([_from_hub(config)], data.limit)
+        records = Records([_from_folder(config) or _from_hub(config)], data.limit)
     else:
         files = data.files or [File(data.path)]
         records = Records([_open(file, config) for file in files], data.limit)
@@ -138,7 +155,10 @@ def read_records(config: Config) -> Records:
 
 
 def _open(file: File, config: Config) -> Source:
-    path, where = Path(file.path), "data.files" if config.data.files else "data.path"
+    path, where = (
+        Path(file.path),
+        "data.name" if config.data.name else "data.files" if config.data.files else "data.path",
+    )
     try:
         match path.suffix:
             case ".parquet":
@@ -167,6 +187,42 @@ def _parquet(path: Path) -> Source:
         raise ValueError(_cause(error)) from None
     with path.open("rb") as file:
         return Rows(rows, path.name, hashlib.file_digest(file, "blake2b").hexdigest())
+
+
+_TEXT = (".jsonl", ".json", ".csv", ".tsv", ".txt")
+
+
+def _from_folder(config: Config) -> Source | None:
+    """Read a local folder of text files as single files are read; None if it has others, or settings of its own.
+
+    ``datasets`` 5.2 changes values: it makes timestamps of a column of ISO dates, and numbers of texts in CSV.
+    """
+    data = config.data
+    if not Path(data.name).is_dir():
+        return None
+    import datasets
+
+    try:
+        settings: Any = datasets.load_dataset_builder(data.name, data.subset or None).config
+        default = type(settings)()
+    except Exception:  # ``_from_hub`` reports it
+        return None
+    files: dict[str, list[str]] = {str(split): list(map(str, paths)) for split, paths in settings.data_files.items()}
+    paths = [path for several in files.values() for path in several]
+    default.sep = "\t" if any(path.endswith(".tsv") for path in paths) else ","
+    own = ("name", "data_files", "data_dir", "version", "description")
+    if not all(path.endswith(_TEXT) and Path(path).is_file() for path in paths) or any(
+        getattr(settings, name, value) != value for name, value in vars(default).items() if name not in own
+    ):
+        return None
+    splits = {name: Records([_open(File(path), config) for path in paths]) for name, paths in files.items()}
+    try:
+        read = datasets.ReadInstruction.from_spec(data.split)
+        parts: list[Any] = read.to_absolute({name: len(records) for name, records in splits.items()})
+    except Exception as error:
+        raise ConfigError(f"data.split: {data.split}: {_cause(error)}") from None
+    found = [Selected(splits[part.splitname], range(part.from_, part.to), f"{part.from_}:{part.to}") for part in parts]
+    return found[0] if len(found) == 1 else Selected(Records(found), range(sum(map(len, found))), "")
 
 
 def _from_hub(config: Config) -> Source:

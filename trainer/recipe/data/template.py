@@ -8,194 +8,16 @@ Unusable templates raise ``ConfigError``, records that a template rejects or of 
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import nodes
-from jinja2.exceptions import TemplateError
-from transformers.utils.chat_template_utils import _compile_jinja_template
-
 from ....protocol.errors import ConfigError
 from ..config.schema import Data
 from ..model.tokenizer import special_tokens, start_token
-from .messages import ASSISTANT, NONE, TEMPLATES, USER, Conversation, Message, RefusedError, shipped
-
-# Marks in a template's syntax tree report the message that each part of the text comes from: at the beginning and end
-# of every loop's body, if the loop variable is a message, and around ``{% generation %}`` blocks. Comparing texts would
-# not show the turn where a message renders differently when more follow (Qwen3 drops the reasoning of earlier turns).
-
-# Unicode noncharacters: no text contains them.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_MARK = re.compile(f"{_OPEN}([a-z]?)([0-9]+),([0-9]+){_CLOSE}")
-
-
-class Piece(NamedTuple):
-    """Characters ``start`` to ``end`` of a rendered text; they cover it in order."""
-
-    start: int
-    end: int
-    message: int
-    """Number of its message; -1: none."""
-    generated: bool
-    """Whether it is in a ``{% generation %}`` block."""
-
-
-class RenderError(Exception):
-    """The template raises an error for these messages; the text is its first line."""
-
-
-class Template:
-    """A chat template, unchanged and with marks."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        try:
-            self._plain: Any = _compile_jinja_template(source)
-            environment: Any = self._plain.environment
-            tree = environment.parse(source)
-            self.has_generation = _insert_marks(tree)
-            self._messages: dict[int, int] = {}
-            marks = {"__open": self._open, "__close": self._close, "__end": self._end}
-            self._marked: Any = environment.from_string(tree, globals=marks)
-            self._opened: set[int] = set()
-        except TemplateError as error:
-            raise RenderError(f"line {getattr(error, 'lineno', '?')}: {_line(error)}") from None
-
-    def plain(self, messages: list[dict[str, Any]], ask: bool = False, **variables: Any) -> str:
-        """Render a chat with the unchanged template; ``ask`` adds the generation prompt."""
-        try:
-            return str(self._plain.render(messages=messages, add_generation_prompt=ask, **variables))
-        except Exception as error:  # a template is a program: whatever it raises
-            raise RenderError(_line(error)) from None
-
-    def marked(self, messages: list[dict[str, Any]], ask: bool = False, **variables: Any) -> tuple[str, list[Piece]]:
-        """Render a chat, and return its text and parts."""
-        self._messages = {id(message): index for index, message in enumerate(messages)}
-        self._opened = set()
-        try:
-            result = _parse(str(self._marked.render(messages=messages, add_generation_prompt=ask, **variables)))
-        except Exception as error:  # as above
-            raise RenderError(_line(error)) from None
-        if result[0] != self.plain(messages, ask, **variables):
-            raise RenderError("renders another text when it is traced")
-        return result
-
-    def _open(self, loop: int, value: Any) -> str:
-        index = self._messages.get(id(value))
-        if index is None:
-            return ""
-        self._opened.add(loop)
-        return f"{_OPEN}o{loop},{index}{_CLOSE}"
-
-    def _close(self, loop: int, value: Any) -> str:
-        return f"{_OPEN}c{loop},0{_CLOSE}" if id(value) in self._messages else ""
-
-    def _end(self, loop: int) -> str:
-        return f"{_OPEN}c{loop},0{_CLOSE}" if loop in self._opened else ""
-
-
-def _parse(text: str) -> tuple[str, list[Piece]]:
-    result: list[str] = []
-    pieces: list[Piece] = []
-    stack: list[tuple[int, int]] = []
-    generated = 0
-    length = position = 0
-    for found in (*_MARK.finditer(text), None):
-        end = found.start() if found is not None else len(text)
-        if end > position:
-            piece = text[position:end]
-            message = stack[-1][1] if stack else -1
-            previous = pieces[-1] if pieces else None
-            if previous is not None and (previous.message, previous.generated) == (message, generated > 0):
-                pieces[-1] = previous._replace(end=length + len(piece))
-            else:
-                pieces.append(Piece(length, length + len(piece), message, generated > 0))
-            result.append(piece)
-            length += len(piece)
-        if found is None:
-            break
-        position = found.end()
-        what, number, index = found.group(1), int(found.group(2)), int(found.group(3))
-        if what == "g":
-            generated += 1 if index else -1
-            continue
-        # A body left by 'continue' or 'break' has no end mark: the next mark of the same loop ends it.
-        depth = next((depth for depth, (loop, _) in enumerate(stack) if loop == number), None)
-        if depth is not None:
-            del stack[depth:]
-        if what == "o":
-            stack.append((number, index))
-    return "".join(result), pieces
-
-
-def _insert_marks(tree: Any) -> bool:
-    """Insert marks into a template's syntax tree; return whether it has ``{% generation %}`` blocks."""
-    numbers = iter(range(1, 1 << 30))
-    generation = False
-
-    def visit(node: Any) -> None:
-        nonlocal generation
-        for name in node.fields:
-            value = getattr(node, name)
-            if isinstance(value, nodes.Node):
-                visit(value)
-            if not isinstance(value, list):
-                continue
-            changed: list[Any] = []
-            for below in value:
-                if not isinstance(below, nodes.Node):
-                    changed.append(below)
-                    continue
-                visit(below)
-                if isinstance(below, nodes.CallBlock) and _is_generation(below):
-                    generation = True
-                    changed += [_literal("g", 1, below), *below.body, _literal("g", 0, below)]
-                elif isinstance(below, nodes.For):
-                    number = next(numbers)
-                    names = [target.name for target in _names(below.target)]
-                    below.body[:0] = [_call("__open", number, below, name) for name in names]
-                    below.body += [_call("__close", number, below, name) for name in names]
-                    changed += [below, _call("__end", number, below)]
-                else:
-                    changed.append(below)
-            setattr(node, name, changed)
-
-    visit(tree)
-    tree.set_environment(tree.environment)
-    return generation
-
-
-def _names(target: Any) -> Iterator[nodes.Name]:
-    if isinstance(target, nodes.Name):
-        yield target
-    elif isinstance(target, nodes.Tuple):
-        for item in target.items:
-            yield from _names(item)
-
-
-def _is_generation(block: nodes.CallBlock) -> bool:
-    return getattr(getattr(block.call, "node", None), "name", "") == "_generation_support"
-
-
-def _literal(kind: str, index: int, near: nodes.Node) -> nodes.Output:
-    text = nodes.TemplateData(f"{_OPEN}{kind}0,{index}{_CLOSE}", lineno=near.lineno)
-    return nodes.Output([text], lineno=near.lineno)
-
-
-def _call(function: str, number: int, near: nodes.Node, variable: str = "") -> nodes.Output:
-    line = near.lineno
-    arguments: list[nodes.Expr] = [nodes.Const(number, lineno=line)]
-    if variable:
-        arguments.append(nodes.Name(variable, "load", lineno=line))
-    call = nodes.Call(nodes.Name(function, "load", lineno=line), arguments, [], None, None, lineno=line)
-    return nodes.Output([call], lineno=line)
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
+from .messages import ASSISTANT, NONE, TEMPLATES, TOOL, USER, Conversation, Message, RefusedError, shipped
+from .trace import Piece, RenderError, Template
 
 _PROBE = [
     {"role": USER, "content": "Zeta question one"},
@@ -220,8 +42,15 @@ class Chat(NamedTuple):
 
     text: str
     turns: list[Span]
+    """Turns in order; one has several spans if another message is written inside it."""
     reasoning_lost: int
     """Number of assistant's messages whose reasoning the template omits."""
+    pieces: list[Piece]
+    """Parts of the text by message; only of the assistant's turns if the template has no loop over messages."""
+
+
+class _RejectedError(RefusedError):
+    """The template raises an error for a record."""
 
 
 def choose(tokenizer: Any, data: Data) -> "ChatTemplate | None":
@@ -271,7 +100,9 @@ class ChatTemplate:
         self.source: str = "\0".join(template.source for template in self._templates.values())
         """The template's text; of both, if there is another one for tools."""
         self._header = self._asked = ""
-        self._by_prefix = False
+        self._ends: set[str] = set()
+        self._by_prefix = self._ends_by_next = False
+        self._reasoning = {has_tools: self._reasoning_fields(one) for has_tools, one in self._templates.items()}
         self._prove(tokenizer)
 
     def begins(self, token: str) -> bool:
@@ -286,11 +117,13 @@ class ChatTemplate:
         has_calls = any(message.tool_calls for message in chat.messages)
         for offset in range(len(_VARIANTS) if has_calls else 1):
             variant = (self._variant + offset) % len(_VARIANTS)
-            messages = [_for_template(message, *_VARIANTS[variant]) for message in chat.messages]
+            names = self._reasoning[bool(chat.tools)]
+            messages = [_for_template(message, names, *_VARIANTS[variant]) for message in chat.messages]
             try:
                 result = self._render(template, messages, chat)
             except RefusedError as error:
-                refusal = refusal or error
+                # What a form that could be rendered lacks says more than what another form raised.
+                refusal = error if refusal is None or isinstance(refusal, _RejectedError) else refusal
                 continue
             if has_calls:
                 self._variant = variant
@@ -320,10 +153,17 @@ class ChatTemplate:
             raise ConfigError(f"{where} cannot render a chat of user and assistant: {error}") from None
         if text != tokenizer.apply_chat_template(_PROBE, tokenize=False):
             raise ConfigError(f"{where} renders another text than the tokenizer does; {fix}")
-        _, turns = self._turns(template, _PROBE, None)
+        text, turns, _ = self._turns(template, _PROBE, None)
         if turns is None:
             self._by_prefix = True
-            _, turns = self._turns(template, _PROBE, None)
+            text, turns, _ = self._turns(template, _PROBE, None)
+        if turns is not None and not any(turn.ended for turn in turns):
+            self._ends_by_next = True
+            longer = self._turns(template, _PROBE, None)
+            if longer[1] is not None and all(turn.ended for turn in longer[1]):
+                text, turns, _ = longer
+            else:
+                self._ends_by_next = False
         others = [[message["content"] for message in _PROBE if message is not own] for own in _PROBE]
         if turns is None or any(
             _PROBE[turn.message]["content"] not in text[turn.start : turn.end]
@@ -331,6 +171,9 @@ class ChatTemplate:
             for turn in turns
         ):
             raise ConfigError(f"{where} does not let the assistant's turns be told from the others; {fix}")
+        self._ends = {
+            next(token for token in self._special if text.endswith(token, 0, turn.end)) for turn in turns if turn.ended
+        }
         for turn in turns:
             content = _PROBE[turn.message]["content"]
             after = text[turn.start : turn.end].partition(content)[2].strip()
@@ -342,25 +185,108 @@ class ChatTemplate:
                     "{{ eos_token }} behind the assistant's content"
                 )
 
+    def _reasoning_fields(self, template: Template) -> list[str]:
+        """Return the fields in which the template reads an assistant's reasoning."""
+        known = sorted(
+            filter(_REASONING.fullmatch, template.names), key=lambda name: (name != "reasoning_content", name)
+        )
+        for name in known:
+            try:
+                probe = [_PROBE[0], {**_PROBE[1], name: "Theta reasoning"}]
+                if "Theta reasoning" in template.plain(probe, **self._variables, tools=None):
+                    return [name]
+            except RenderError:
+                continue
+        return known or ["reasoning_content"]
+
     def _render(self, template: Template, messages: list[dict[str, Any]], chat: Conversation) -> Chat:
         tools = chat.tools or None
         try:
-            text, turns = self._turns(template, messages, tools)
+            text, turns, pieces = self._turns(template, messages, tools)
+            if chat.tools or any(message.tool_calls for message in chat.messages):
+                mixed = self._refuse_lost_calls(template, messages, chat)
+            else:
+                mixed = _may_mix(messages, text, turns or [])
+            if turns is not None and not self._by_prefix:
+                if mixed:
+                    turns = self._own_text(template, messages, tools, text, turns)
+                else:
+                    turns = [self._with_stop(template, messages, tools, text, turn) for turn in turns]
         except RenderError as error:
-            raise RefusedError(f"the chat template rejects it: {error}") from None
+            raise _RejectedError(f"the chat template rejects it: {error}") from None
         if turns is None:
             raise RefusedError("the chat template does not let its assistant's turns be told from the others")
-        if chat.tools or any(message.tool_calls for message in chat.messages):
-            self._refuse_lost_calls(template, messages, chat)
         _refuse_lost(chat, text, messages)
         lost = sum(any(one not in text for one in _reasoning(message)) for message in chat.messages)
-        return Chat(text, turns, lost)
+        return Chat(text, turns, lost, pieces)
 
-    def _refuse_lost_calls(self, template: Template, messages: list[dict[str, Any]], chat: Conversation) -> None:
-        """Refuse a record whose tool calls or tools the template omits.
+    def _own_text(
+        self, template: Template, messages: list[dict[str, Any]], tools: Any, text: str, turns: list[Span]
+    ) -> list[Span] | None:
+        """Return the turns without the text of other messages (Gemma 4 writes a tool's output into the calling turn).
 
-        A function's name may occur in other text of the record, so unique names are rendered in its place.
+        Contents may occur in several messages, so unique words are rendered in their place.
         """
+        words = _words(messages)
+        probed = [_with_content(message, word) for message, word in zip(messages, words, strict=True)]
+        probed_text, probed_turns, _ = self._turns(template, probed, tools)
+        if probed_turns is None or len(probed_turns) != len(turns):
+            return None
+        result: list[Span] = []
+        for turn, other in zip(turns, probed_turns, strict=True):
+            own, word = probed_text[other.start : other.end], words[turn.message]
+            foreign = _others(own, words, turn.message)
+            if not foreign:
+                result.append(self._with_stop(template, messages, tools, text, turn))
+                continue
+            before = self._before(template, probed, tools, own, turn.message, foreign)
+            after = own[own.rindex(word) :] if word in own[len(before) :] else ""
+            spans = _placed(text, turn, before, after, word, _answer(messages[turn.message]))
+            if not spans or any(words[number][1:] in before + after for number in foreign):
+                number = min(foreign) + 1
+                raise RefusedError(f"the chat template writes message {number} into message {turn.message + 1}")
+            first = spans[0]
+            ended = any(text.endswith(token, first.start, first.end) for token in self._special)
+            result += [first._replace(ended=ended and not (after and turn.ended)), *spans[1:]]
+        return result
+
+    def _before(
+        self, template: Template, messages: list[dict[str, Any]], tools: Any, own: str, index: int, foreign: set[int]
+    ) -> str:
+        """Return the start of a turn, ``own``, that comes before the text of the ``foreign`` messages in it.
+
+        It is the common start with the turn without those messages.
+        """
+        kept = [message for number, message in enumerate(messages) if number not in foreign]
+        place = index - sum(number < index for number in foreign)
+        alone, turns, _ = self._turns(template, kept, tools)
+        wanted = next((alone[one.start : one.end] for one in turns or [] if one.message == place), "")
+        cut = self._shared(own, wanted)
+        ends = [at + len(end) for end in self._ends if (at := own.find(end, 0, cut)) >= 0]
+        if ends:  # what follows in the same message is no longer generated (Command R7B)
+            cut = min(ends)
+        elif cut < len(wanted):  # alone it ends in another way; here the token before the others ends it
+            cut += len(self._token_at(own, cut))
+        return own[:cut]
+
+    def _with_stop(self, template: Template, messages: list[dict[str, Any]], tools: Any, text: str, turn: Span) -> Span:
+        """Return a turn with the token that ends it where no tool's output follows, if the output begins with it."""
+        token = self._token_at(text, turn.end)
+        if not token or [message["role"] for message in messages[turn.message + 1 :]][:1] != [TOOL]:
+            return turn
+        try:
+            alone, turns, _ = self._turns(template, messages[: turn.message + 1], tools)
+        except RenderError:
+            return turn
+        ended = alone[turns[-1].start : turns[-1].end] == text[turn.start : turn.end] + token if turns else False
+        return turn._replace(end=turn.end + len(token)) if ended else turn
+
+    def _refuse_lost_calls(self, template: Template, messages: list[dict[str, Any]], chat: Conversation) -> bool:
+        """Refuse a record whose tool calls or tools the template omits; return whether a turn may hold other messages.
+
+        Names and contents may occur in other text of the record, so unique ones are rendered in their place.
+        """
+        words = _words(messages)
         places: dict[str, str] = {}
 
         def name(place: str) -> str:
@@ -368,21 +294,38 @@ class ChatTemplate:
             places[found] = place
             return found
 
-        probed = [_with_calls(message, number, name) for number, message in enumerate(messages, 1)]
+        replaced = [_with_content(message, word) for message, word in zip(messages, words, strict=True)]
+        probed = [_with_calls(message, number, name) for number, message in enumerate(replaced, 1)]
         tools = [_with_name(tool, name) for tool in chat.tools] or None
-        try:
-            text, _ = self._turns(template, probed, tools)
-        except RenderError as error:
-            raise RefusedError(f"the chat template rejects it: {error}") from None
+        text, turns, _ = self._turns(template, probed, tools)
         for found, place in places.items():
             if found not in text:
                 raise RefusedError(f"the chat template leaves out {place}")
+        return turns is None or any(_others(text[turn.start : turn.end], words, turn.message) for turn in turns)
 
-    def _turns(self, template: Template, messages: list[dict[str, Any]], tools: Any) -> tuple[str, list[Span] | None]:
-        """Return the text and the generated span of each assistant's message; None if the parts do not show them."""
+    def _turns(
+        self, template: Template, messages: list[dict[str, Any]], tools: Any
+    ) -> tuple[str, list[Span] | None, list[Piece]]:
+        """Return the text, the span of each assistant's message (None if the parts do not show it), and the parts.
+
+        If a turn ends with the token of the next role (GLM-4.5), that token is added behind the last one.
+        """
         if self._by_prefix:
-            return self._turns_by_prefix(template, messages, tools)
-        text, pieces = template.marked(messages, **self._variables, tools=tools)
+            text, turns = self._turns_by_prefix(template, messages, tools)
+            pieces = [Piece(turn.start, turn.end, turn.message, True) for turn in turns or []]
+        else:
+            text, pieces = template.marked(messages, **self._variables, tools=tools)
+            turns = self._turns_by_marks(template, messages, tools, text, pieces)
+        if turns and self._ends_by_next and not turns[-1].ended and turns[-1].message == len(messages) - 1:
+            last = turns[-1]
+            following = self._next_role(template, messages, tools)
+            text = text[: last.end] + following
+            turns[-1:] = [last._replace(end=len(text), ended=bool(following))]
+        return text, turns, pieces
+
+    def _turns_by_marks(
+        self, template: Template, messages: list[dict[str, Any]], tools: Any, text: str, pieces: list[Piece]
+    ) -> list[Span] | None:
         result: list[Span] = []
         for index, message in enumerate(messages):
             if message["role"] != ASSISTANT:
@@ -391,16 +334,21 @@ class ChatTemplate:
             marked = [number for number in own if pieces[number].generated]
             if template.has_generation:
                 own = marked
-            if not own or own != list(range(own[0], own[-1] + 1)):
-                return text, None
+            # Between its parts are at most later messages (a tool's output), which ``_own_text`` cuts out.
+            if not own or any(
+                number not in own and pieces[number].message <= index for number in range(own[0], own[-1] + 1)
+            ):
+                return None
             start, end = pieces[own[0]].start, pieces[own[-1]].end
             if not template.has_generation:
                 header = self._header_of(template, messages[:index], text[start:end], tools)
                 if header is None:
-                    return text, None
+                    return None
                 start += len(header)
-            result.append(self._ended(text, start, end, index))
-        return text, result
+            later = pieces[own[-1] + 1 :]
+            other = next((piece.start for piece in later if piece.message not in (index, -1)), len(text))
+            result.append(self._ended(text, Span(start, end, index, False), other))
+        return result
 
     def _turns_by_prefix(
         self, template: Template, messages: list[dict[str, Any]], tools: Any
@@ -415,8 +363,19 @@ class ChatTemplate:
                 after = template.plain(messages[: index + 1], **variables)
                 if not text.startswith(after) or not after.startswith(before):
                     return text, None
-                result.append(self._ended(text, len(before), len(after), index))
+                result.append(self._ended(text, Span(len(before), len(after), index, False), len(after)))
         return text, result
+
+    def _next_role(self, template: Template, messages: list[dict[str, Any]], tools: Any) -> str:
+        """Return the special token with which the message after an answer, or after tool calls, begins; empty: none."""
+        role, calls = (TOOL, messages[-1]["tool_calls"]) if messages[-1].get("tool_calls") else (USER, [])
+        message = {"role": role, "content": "Zeta", "tool_call_id": str(calls[0].get("id", "1")) if calls else ""}
+        try:
+            text, pieces = template.marked([*messages, message], **self._variables, tools=tools)
+        except RenderError:
+            return ""
+        start = next((piece.start for piece in pieces if piece.message == len(messages)), len(text))
+        return self._token_at(text, start)
 
     def _header_of(self, template: Template, before: list[dict[str, Any]], text: str, tools: Any) -> str | None:
         """Return the start of a turn's text that the generation prompt supplies."""
@@ -430,7 +389,11 @@ class ChatTemplate:
             asked = self._tail(template, before, tools, True)
         except RenderError:
             return None
-        return asked if text.startswith(asked) else None
+        if text.startswith(asked):
+            return asked
+        # The prompt may supply more than the header (of gpt-oss a variant asks for the final channel).
+        shared = text[: self._shared(text, self._asked)]
+        return shared if any(token in shared for token in self._special) else None
 
     def _short_header(self, template: Template) -> str:
         """Return the common start of the probe's turns and a longer generation prompt (with ``<think>``)."""
@@ -444,25 +407,47 @@ class ChatTemplate:
         last = pieces[-1] if pieces else None
         return text[last.start : last.end] if last is not None and last.message < 0 and len(pieces) > 1 else ""
 
-    def _ended(self, text: str, start: int, end: int, index: int) -> Span:
-        """Cut a turn after the token that ends it; later text is not generated."""
-        end = max(start, len(text[:end].rstrip()))
-        if any(text.endswith(token, start, end) for token in self._special):
-            return Span(start, end, index, True)
-        following = next((token for token in self._special if text.startswith(token, end)), None)
-        return Span(start, end + len(following or ""), index, following is not None)
+    def _ended(self, text: str, turn: Span, other: int) -> Span:
+        """Return a turn up to and including the token that ends it.
 
+        The token is the turn's last, or the first one behind it (behind ``{% generation %}``) and before ``other``, the
+        text of another message.
+        """
+        start, end = turn.start, max(turn.start, len(text[: turn.end].rstrip()))
+        if any(text.endswith(token, start, end) for token in self._special):
+            return turn._replace(end=end, ended=True)
+        behind = len(text) - len(text[end:].lstrip())
+        if behind < other or self._ends_by_next:
+            following = self._token_at(text, behind)
+            if following and (behind < other or following != self._variables.get("bos_token")):
+                return turn._replace(end=behind + len(following), ended=True)
+        return turn._replace(end=end)
+
+    def _shared(self, text: str, other: str) -> int:
+        """Return the length of the common start of two texts, which does not end inside a special token of ``text``."""
+        length = len(commonprefix([text, other]))  # noqa: RUF071  # by characters
+        for token in self._special:
+            begin = text.rfind(token, max(0, length - len(token) + 1), length + len(token) - 1)
+            length = begin if 0 <= begin < length else length
+        return length
+
+    def _token_at(self, text: str, start: int) -> str:
+        return next((token for token in self._special if text.startswith(token, start)), "")
+
+
+_REASONING = re.compile(r"[a-z_]*(?:reason|think|thought)[a-z_]*")
+"""Matches names of a message's field with the reasoning: reasoning_content, reasoning, thinking ..."""
 
 _VARIANTS = ((True, False), (False, False), (True, True), (False, True))
 """Forms of tool calls, of which templates expect different ones: with a null content, with arguments as text."""
 
 
-def _for_template(message: Message, null_content: bool, text_arguments: bool) -> dict[str, Any]:
+def _for_template(message: Message, reasoning: list[str], null_content: bool, text_arguments: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.content is None and not (message.tool_calls and null_content):
         result["content"] = ""
     if message.reasoning:
-        result["reasoning_content"] = message.reasoning
+        result |= dict.fromkeys(reasoning, message.reasoning)
     if message.tool_calls:
         result["tool_calls"] = [_call_for_template(call) if text_arguments else call for call in message.tool_calls]
     if message.name:
@@ -498,6 +483,55 @@ def _refuse_lost(chat: Conversation, text: str, given: list[dict[str, Any]]) -> 
                 raise RefusedError(f"the chat template does not write the tool calls of message {number} as JSON")
         if entry["content"] is None and "None" in text and not _holds_none(chat):
             raise RefusedError(f"the chat template writes the null content of message {number} as the word None")
+
+
+def _words(messages: list[dict[str, Any]]) -> list[str]:
+    """Return a word for each message, unique from its first character."""
+    return [f"{chr(0x100 + number)}ftmon_{number:04d}_content" for number in range(len(messages))]
+
+
+def _others(text: str, words: list[str], own: int) -> set[int]:
+    """Return the messages whose words are in a text, but ``own``; JSON may write their first characters otherwise."""
+    return {number for number, word in enumerate(words) if number != own and word[1:] in text}
+
+
+def _may_mix(messages: list[dict[str, Any]], text: str, turns: list[Span]) -> bool:
+    """Return whether a turn may hold the text of another message: it has a message's content, or there is a tool's."""
+    contents = {number: str(message["content"] or "").strip() for number, message in enumerate(messages)}
+    written = [(turn.message, text[turn.start : turn.end]) for turn in turns]
+    return any(message["role"] == TOOL for message in messages) or any(
+        content and number != own and content in one for own, one in written for number, content in contents.items()
+    )
+
+
+def _with_content(message: dict[str, Any], word: str) -> dict[str, Any]:
+    """Return a message with a word in place of its content's text: in JSON if it may be a tool's output in JSON."""
+    text = _answer(message)
+    if not text:
+        return message
+    before, _, after = message["content"].rpartition(text)
+    form: Any = {"{": {"value": word}, "[": [word]}.get(text[0], word) if message["role"] == TOOL else word
+    return {**message, "content": before + (word if form == word else json.dumps(form, ensure_ascii=False)) + after}
+
+
+def _answer(message: dict[str, Any]) -> str:
+    """Return a message's content without reasoning."""
+    return str(message["content"] or "").rpartition("</think>")[2].strip()
+
+
+def _placed(text: str, turn: Span, before: str, after: str, word: str, content: str) -> list[Span]:
+    """Return the parts of a turn that equal the texts ``before`` and ``after`` with ``content`` in place of ``word``.
+
+    They are empty if the text is another one.
+    """
+    start = before.replace(word, content, 1)
+    end = after.replace(word, content, 1)
+    cut = turn.start + len(start)
+    if not text.startswith(start, turn.start) or not text.endswith(end, cut, turn.end):
+        return []
+    spans = [Span(turn.start, cut, turn.message, False)]
+    spans += [turn._replace(start=turn.end - len(end))] if end else []
+    return [span for span in spans if span.start < span.end]
 
 
 def _with_calls(message: dict[str, Any], number: int, name: Callable[[str], str]) -> dict[str, Any]:

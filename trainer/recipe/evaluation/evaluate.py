@@ -44,6 +44,7 @@ def held_out(config: Config, world: World, tokens: Any, trained: Path) -> Exampl
         rows=found.rows.select(range(count)),
         tokens=found.tokens[:count],
         label_tokens=found.label_tokens[:count],
+        key=f"{found.key}-{count}",
     )
 
 

@@ -2,15 +2,18 @@
 
 import contextlib
 import copy
+import importlib.metadata
 import os
 import shutil
 import sqlite3
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from transformers.pytorch_utils import Conv1D
 
 from ....protocol.errors import FtmonError
 from ....protocol.run.environment import RUN_ENV
@@ -32,7 +35,12 @@ class ExportError(FtmonError):
 def gathered_weights(engine: Any, model: Any, config: Config, world: World) -> dict[str, torch.Tensor] | None:
     """Return all weights and buffers by name, on the CPU of rank 0; None elsewhere. All ranks call this."""
     if config.zero.stage == 3:
-        return engine._zero3_consolidated_16bit_state_dict()
+        whole = engine._zero3_consolidated_16bit_state_dict()
+        # Merging adapters changes weights in place: on the CPU those of the training itself, without a copy.
+        if whole and _merges(config, world):
+            clones = {id(one): one.clone() for one in whole.values()}
+            return {name: clones[id(one)] for name, one in whole.items()}
+        return whole
     if not world.is_first:
         return None
     quantized = config.model.quantization != "none"
@@ -45,10 +53,13 @@ def gathered_weights(engine: Any, model: Any, config: Config, world: World) -> d
         if is_quantized(tensor):
             copies[id(tensor)] = dequantized(tensor).cpu()
         if id(tensor) not in copies:
-            # Merging adapters changes weights in place: on the CPU those of the training itself, without a copy.
-            copies[id(tensor)] = tensor.detach().to("cpu", copy=bool(config.lora.rank))
+            copies[id(tensor)] = tensor.detach().to("cpu", copy=_merges(config, world))
         result[name] = copies[id(tensor)]
     return result
+
+
+def _merges(config: Config, world: World) -> bool:
+    return config.lora.rank > 0 and config.lora.merge and not world.on_gpu
 
 
 def live(model: Any, config: Config) -> Generator[tuple[str, Any]]:
@@ -110,50 +121,61 @@ def compare(model: Any, folder: Path, config: Config, world: World, progress: Pr
 
     A difference is an ``ExportError`` in every rank.
     """
-    problem, count = "", 0
-    adapts, merge = config.lora.rank > 0, config.lora.rank > 0 and config.lora.merge
-    written = _Written(folder, adapts and not merge) if world.is_first else None
-    pending: dict[str, dict[str, torch.Tensor]] = {}
-    scaling = _scalings(model) if merge else {}
+    adapts = config.lora.rank > 0 and not config.lora.merge
+    written: _Written | None = None
+    if world.is_first:
+        # The base was loaded by its name, unless it has none.
+        base = _reload(folder / "base") if adapts and (folder / "base").is_dir() else None
+        tensors = load_file(folder / "adapter_model.safetensors") if adapts else _reload(folder)
+        written = _Written(tensors, model, config, base)
     for done, (name, tensor) in enumerate(live(model, config)):
         if progress is not None:
             progress.report(done, "comparing tensors")
-        if written is None or problem:
-            continue
-        layer = plain_name(name).partition(".lora_")[0].removesuffix(".weight")
-        if merge and (is_adapter(name) or name.endswith(".base_layer.weight")):
-            if layer not in scaling:
-                continue  # an adapted layer that is no linear one
-            key = name.partition(".lora_")[2].partition(".")[0] or "base"
-            pending.setdefault(layer, {})[key] = tensor.cpu()
-            if len(pending[layer]) < (4 if config.lora.kind == "dora" else 3):
-                continue
-            problem = written.differs_merged(f"{layer}.weight", pending.pop(layer), scaling[layer])
-        else:
-            problem = written.differs(name, tensor.cpu())
-        count += not problem
-    if not problem and written is not None:
-        problem = written.left_over()
-    problem = world.share_text(problem)
+        if written is not None:
+            written.compare(name, tensor.cpu)
+    problem = world.share_text(written.result() if written is not None else "")
     if problem:
-        raise ExportError(f"the written model differs from the trained one: {problem}; {folder} was not kept")
-    return count
+        raise ExportError(f"the written model differs from the trained one: {problem}")
+    return written.count if written is not None else 0
 
 
 class _Written:
-    def __init__(self, folder: Path, adapters: bool) -> None:
-        from safetensors.torch import load_file
+    """Compares the tensors of a written model with those of a training, one by one, until one differs."""
 
-        self._adapters = adapters
-        self._tensors: dict[str, torch.Tensor] = (
-            load_file(folder / "adapter_model.safetensors") if adapters else _reload(folder)
-        )
-        # The base was loaded by its name, unless it has none.
-        self._base = _reload(folder / "base") if adapters and (folder / "base").is_dir() else None
+    def __init__(self, tensors: dict[str, torch.Tensor], model: Any, config: Config, base: Any = None) -> None:
+        self._tensors = tensors
+        self._adapters = config.lora.rank > 0 and not config.lora.merge
+        self._base: dict[str, torch.Tensor] | None = base
+        self._layers = adapted(model) if config.lora.rank and config.lora.merge else {}
+        self._pending: dict[str, dict[str, torch.Tensor]] = {}
         self._seen: set[str] = set()
+        self._problem = ""
+        self.count = 0
+        """Number of equal tensors."""
 
-    def differs(self, name: str, tensor: torch.Tensor) -> str:
-        """Return the difference from the written tensor in words, or an empty text."""
+    def compare(self, name: str, read: Callable[[], torch.Tensor]) -> None:
+        """Compare a parameter of the training, which ``read`` returns."""
+        if self._problem:
+            return
+        layer, part = self._layers.get(name, (None, ""))
+        if layer is not None:
+            parts = self._pending.setdefault(layer.name, {})
+            parts[part] = read()
+            if len(parts) < layer.parts:
+                return
+            self._problem = self._differs_merged(layer, self._pending.pop(layer.name))
+        elif not self._layers or not is_adapter(name):
+            self._problem = self._differs(name, read())
+        self.count += not self._problem
+
+    def result(self) -> str:
+        """Return the first difference in words, or an empty text."""
+        if not self._problem and self._adapters:  # in a whole model a tied weight has two names
+            rest = sorted(set(self._tensors) - self._seen)
+            return f"{rest[0]} was not trained" if rest else ""
+        return self._problem
+
+    def _differs(self, name: str, tensor: torch.Tensor) -> str:
         if self._adapters and not is_adapter(name):
             return "" if self._base is None else _difference(name, tensor, self._base.get(plain_name(name)))
         key = name.replace(".default", "") if self._adapters else plain_name(name)
@@ -162,38 +184,17 @@ class _Written:
         self._seen.add(key)
         return _difference(key, tensor, self._tensors.get(key))
 
-    def differs_merged(self, name: str, parts: dict[str, torch.Tensor], scaling: float) -> str:
-        """Compare the written tensor with base + scaling x B A, to the rounding of the data type."""
-        found = self._tensors.get(name)
-        self._seen.add(name)
-        base = parts["base"]
-        if found is None:
-            return f"{name} is missing"
-        delta = scaling * (parts["B"].float() @ parts["A"].float())
-        wanted = base.float() + delta
-        size = base.float().abs() + delta.abs()
-        if "magnitude_vector" in parts:  # DoRA: the norm of each row is replaced by a trained magnitude
-            factor = parts["magnitude_vector"].float().view(-1, 1) / wanted.norm(dim=1, keepdim=True)
-            wanted, size = wanted * factor, 4 * size * factor
-        # One rounding of the delta and one of the sum, each half a unit in the last place.
-        room = torch.finfo(found.dtype).eps * (size + wanted.abs()) + 1e-6 * wanted.abs().max()
-        if bool(((found.float() - wanted).abs() > room).any()):
-            return f"{name} is not its base plus its adapter"
-        if parts["B"].abs().max() > 0 and delta.abs().max() > room.max() and torch.equal(found, base):
-            return f"{name} does not hold its adapter"
-        return ""
-
-    def left_over(self) -> str:
-        """Return the name of a written tensor that the training does not have; empty if there is none."""
-        if not self._adapters:
-            return ""  # a tied weight has two names
-        rest = sorted(set(self._tensors) - self._seen)
-        return f"{rest[0]} was not trained" if rest else ""
+    def _differs_merged(self, layer: "Adapted", parts: dict[str, torch.Tensor]) -> str:
+        found = self._tensors.get(layer.name)
+        self._seen.add(layer.name)
+        return f"{layer.name} is missing" if found is None else layer.difference(found, parts)
 
 
 def _difference(name: str, wanted: torch.Tensor, found: torch.Tensor | None) -> str:
     if found is None:
         return f"{name} is missing"
+    if found.is_meta and found.shape == wanted.shape:
+        return ""
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return f"{name} is {list(found.shape)} {found.dtype}, not {list(wanted.shape)} {wanted.dtype}"
     return "" if torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)) else name
@@ -207,16 +208,160 @@ def _reload(folder: Path) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def _scalings(model: Any) -> dict[str, float]:
-    """Return the factor of each layer's plain adapter; layers with other kinds of adapters are left out."""
-    found: dict[str, float] = {}
+@dataclass(frozen=True)
+class Adapted:
+    """A weight with a low-rank adapter."""
+
+    name: str
+    """Its name in the model without adapters."""
+    scaling: float
+    parts: int
+    """Number of tensors: the base, A, B and with DoRA the magnitudes."""
+    transposed: bool
+    """Whether the weight is stored as inputs x outputs."""
+    experts: int = 1
+
+    def difference(self, found: torch.Tensor, parts: dict[str, torch.Tensor]) -> str:
+        """Return how a written tensor differs from base + scaling x B A, to the rounding of the data type, in words."""
+        base = parts["base"]
+        if found.shape != base.shape:
+            return f"{self.name} is {list(found.shape)}, not {list(base.shape)}"
+        if found.is_meta:
+            return ""
+        for one, before, delta in self._slices(found, parts):
+            wanted = before.float() + delta
+            size = before.float().abs() + delta.abs()
+            if "magnitude" in parts:  # DoRA: the norm of each row is replaced by a trained magnitude
+                factor = parts["magnitude"].float().view(-1, 1) / wanted.norm(dim=1, keepdim=True)
+                wanted, size = wanted * factor, 4 * size * factor
+            # One rounding of the delta and one of the sum, each half a unit in the last place.
+            room = torch.finfo(found.dtype).eps * (size + wanted.abs()) + 1e-6 * wanted.abs().max()
+            if bool(((one.float() - wanted).abs() > room).any()):
+                return f"{self.name} is not its base plus its adapter"
+        return ""
+
+    def _slices(
+        self, found: torch.Tensor, parts: dict[str, torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield, by expert, the written weight, the base and scaling x B A, each as outputs x inputs.
+
+        The rows of A are grouped by expert, and the columns of B by rank (peft 0.21, ``ParamWrapper``).
+        """
+        base, a, b = parts["base"], parts["A"].float(), parts["B"].float()
+        rank = len(a) // self.experts
+        for expert in range(self.experts):
+            one, before = (found[expert], base[expert]) if base.ndim == 3 else (found, base)
+            delta = self.scaling * (b[:, expert :: self.experts] @ a[expert * rank : (expert + 1) * rank])
+            yield (one.T, before.T, delta) if self.transposed else (one, before, delta)
+
+
+_PARTS = {"lora_A": "A", "lora_B": "B", "lora_magnitude_vector": "magnitude"}
+
+
+def adapted(model: Any) -> dict[str, tuple[Adapted, str]]:
+    """Return for each parameter of an adapted linear layer or of experts the layer, and which part it is.
+
+    Layers with other kinds of adapters are left out.
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+
+    result: dict[str, tuple[Adapted, str]] = {}
     for name, module in model.named_modules():
-        names = getattr(module, "lora_A", None)
-        if names is None or "default" not in names:
+        if "default" not in getattr(module, "lora_A", ()):
             continue
-        if isinstance(getattr(module, "base_layer", None), torch.nn.Linear) and not module.fan_in_fan_out:
-            found[plain_name(name)] = float(module.scaling["default"])
-    return found
+        wraps = isinstance(module, ParamWrapper)
+        parameter = module.parameter_name if wraps else "weight"
+        base, inner = module, name
+        while hasattr(base, "base_layer"):
+            base, inner = base.base_layer, f"{inner}.base_layer"
+        if not wraps and not isinstance(base, torch.nn.Linear | Conv1D):
+            continue
+        names = [own for own in _PARTS if "default" in getattr(module, own, ())]
+        layer = Adapted(
+            f"{plain_name(name)}.{parameter}",
+            float(module.scaling["default"]),
+            len(names) + 1,
+            bool(getattr(base, "is_transposed", False)) if wraps else isinstance(base, Conv1D),
+            module.num_experts if wraps else 1,
+        )
+        result[f"{inner}.{parameter}"] = layer, "base"
+        for own in names:
+            result[f"{name}.{own}.default.weight"] = layer, _PARTS[own]
+    return result
+
+
+def rehearse_export(model: Any, config: Config, world: World) -> None:
+    """Check, without the weights, that the final model will be written, read back and compared. All ranks call this.
+
+    Names and shapes go the whole way on the meta device, and one small layer of each adapted kind is merged. A failure
+    is an ``ExportError`` in every rank.
+    """
+    problem = ""
+    if world.is_first:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                problem = _rehearse(model, config) or (_merge_small(model, config) if config.lora.merge else "")
+        except Exception as error:  # transformers and peft raise their own, by model type
+            problem = (str(error).strip() or repr(error)).splitlines()[0]
+    problem = world.share_text(problem)
+    if problem:
+        raise ExportError(
+            f"rehearsal: the final model could not be written after the training: {problem}; set lora.merge=false, "
+            "other lora.targets, or output.save_model=false with checkpoint.at_end=true"
+        )
+
+
+def _rehearse(model: Any, config: Config) -> str:
+    from peft import get_peft_model_state_dict
+    from transformers.core_model_loading import revert_weight_conversion
+
+    whole = empty_model(model.get_base_model() if config.lora.rank else model)
+    if config.lora.rank:
+        whole = add_lora(whole, config)
+        known = set(model.state_dict())
+        if other := next((name for name in whole.state_dict() if name not in known), ""):
+            return f"{other} is not trained"
+    if config.lora.rank and not config.lora.merge:
+        tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(whole)
+    else:
+        whole = whole.merge_and_unload() if config.lora.rank else whole
+        content = revert_weight_conversion(whole, whole.state_dict())
+        settings = {"config": whole.config, "dtype": whole.dtype, "device_map": {"": "meta"}}
+        tensors = type(whole).from_pretrained(None, state_dict=content, **settings).state_dict()
+    written = _Written(tensors, model, config)
+    for name, parameter in model.named_parameters():
+        state = getattr(parameter, "quant_state", None) if is_quantized(parameter) else None
+        shape = getattr(parameter, "ds_shape", parameter.shape) if state is None else state.shape
+        written.compare(name, lambda shape=shape: torch.empty(shape, device="meta"))
+    return written.result()
+
+
+def _merge_small(model: Any, config: Config) -> str:
+    """Merge a small layer of each kind that has adapters; return a difference from base + scaling x B A in words."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    for experts, transposed in {(layer.experts > 1, layer.transposed) for layer, _ in adapted(model).values()}:
+        small: Any = torch.nn.Module()
+        target: dict[str, Any] = {"target_modules": ["layer"]}
+        if experts:
+            target = {"target_modules": [], "target_parameters": ["layer.weight"]}
+            layer: Any = torch.nn.Module()
+            layer.weight, layer.is_transposed = torch.nn.Parameter(torch.randn(3, 6, 4)), transposed
+            small.layer = layer
+        else:
+            small.layer = Conv1D(6, 4) if transposed else torch.nn.Linear(4, 6)
+        made: Any = inject_adapter_in_model(LoraConfig(r=2, use_dora=config.lora.kind == "dora", **target), small)
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.uniform_(parameter, 0.1, 1)
+        layers = adapted(made)
+        parts = {layers[name][1]: one.detach().clone() for name, one in made.named_parameters() if name in layers}
+        made.layer.merge()
+        ((layer, _), *_) = layers.values()
+        base = made.layer.get_base_layer().weight
+        if problem := layer.difference(base.detach(), parts):
+            return f"peft {importlib.metadata.version('peft')} merges adapters in another way: {problem}"
+    return ""
 
 
 _GIB = 1 << 30

@@ -1,6 +1,9 @@
 """Loads the model: weights from the hub or a folder, or random ones from a bare configuration."""
 
 import logging
+import re
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -26,10 +29,11 @@ def quiet_bitsandbytes() -> None:
 
 
 def add_lora(model: Any, config: Config) -> Any:
-    """Put adapters on a model and freeze the rest; ``lora.targets`` that name no layer of it are a ``ConfigError``."""
+    """Put adapters on a model and freeze the rest; settings that peft cannot use with it are a ``ConfigError``."""
     from peft import LoraConfig, TaskType, get_peft_model
 
     lora = config.lora
+    unfit = unadaptable(model)
     adapters = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=lora.rank,
@@ -37,11 +41,72 @@ def add_lora(model: Any, config: Config) -> Any:
         lora_dropout=lora.dropout,
         use_dora=lora.kind == "dora",
         target_modules=lora.targets or "all-linear",
+        exclude_modules=sorted(unfit) if unfit and not lora.targets else None,
     )
+    if lora.targets and (wrong := next((name for name in unfit if _is_named(name, lora.targets)), "")):
+        raise ConfigError(f"lora.targets: {wrong} cannot be adapted: {unfit[wrong]}; leave it out")
     try:
-        return get_peft_model(model, adapters)
+        with warnings.catch_warnings():
+            # peft 0.21 sets them for experts, which it does not count as targeted modules.
+            warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
+            return get_peft_model(model, adapters)
     except ValueError as error:
-        raise ConfigError(f"lora.targets: {str(error).splitlines()[0]}") from None
+        text = str(error).splitlines()[0]
+        if "ParamWrapper" in text:  # peft 0.21, tuners/lora/layer.py: experts that are one parameter
+            key, value = ("lora.kind", "lora") if lora.kind == "dora" else ("lora.dropout", "0")
+            kind = model.config.model_type
+            raise ConfigError(f"{key}: peft cannot use it with the experts of {kind}; use {key}={value}") from None
+        raise ConfigError(f"lora.targets: {text}") from None
+
+
+def unadaptable(model: Any) -> dict[str, str]:
+    """Return the linear layers that an adapter breaks or does not act on, with the reason, by name."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        if isinstance(module, torch.nn.Linear) and kind.forward is not torch.nn.Linear.forward:
+            # Quantized layers and FalconLinear compute a linear layer; routers return several tensors.
+            if kind.__module__.startswith("transformers.models") and kind.__name__ != "FalconLinear":
+                found[name] = f"{kind.__name__} is no plain linear layer"
+        elif hasattr(module, "A_log") and hasattr(module, "D"):
+            for own in ("dt_proj", "out_proj"):
+                if hasattr(module, own):
+                    found[f"{name}.{own}"] = "Mamba's kernels read its weight without the adapter"
+    return found
+
+
+def _is_named(name: str, targets: list[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def without_adapters(model: Any) -> str:
+    """Return a note on the weights that get no adapter, by kind of layer; empty if they are few.
+
+    Embeddings and the output layer are not counted.
+    """
+    counted = {id(_adapted(module)) for module in model.modules() if hasattr(module, "lora_A")}
+    edges = [model.get_output_embeddings(), *(one for one in model.modules() if isinstance(one, torch.nn.Embedding))]
+    counted |= {id(parameter) for edge in edges if edge is not None for parameter in edge.parameters()}
+    kinds: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            kind = re.sub(r"^.*\.[0-9]+\.|^base_model\.model\.|\.base_layer|\.weight$", "", name)
+            kinds[kind if id(parameter) not in counted else ""] += int(
+                getattr(parameter, "ds_numel", parameter.numel())
+            )
+    total = kinds.total()
+    large = sorted(kind for kind, count in kinds.items() if kind and count > total / 50)
+    if not large:
+        return ""
+    share = sum(kinds[kind] for kind in large) / total
+    listed = ", ".join(large[:4]) + (", ..." if len(large) > 4 else "")
+    return f"note: lora: {listed} ({100 * share:.0f} % of the weights) get no adapters and stay as they are"
+
+
+def _adapted(module: Any) -> Any:
+    """Return the parameter that an adapter changes."""
+    name = getattr(module, "parameter_name", "weight")
+    return getattr(module.get_base_layer(), name, None)
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -78,6 +143,8 @@ def make(
     inner = model
     if config.lora.rank:
         model = add_lora(model, config)
+        if not config.lora.targets and (note := without_adapters(model)):
+            world.log(note)
     activations.set_up(inner, config)
     return model
 

@@ -115,14 +115,18 @@ def _template_end(tokenizer: Any) -> int | None:
         return None
     content = "9f3a"
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
-    try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-    except (TemplateError, ValueError, TypeError):
-        return None  # the template refuses such a conversation
-    after = text.rpartition(content)[2]
-    # The longest first: of two that begin at the same place, the tokenizer uses that one.
-    written = [token for token in special_tokens(tokenizer) if token in after]
-    return tokenizer.convert_tokens_to_ids(min(written, key=after.index)) if written else None
+    # With a further question: of some families (GLM-4.5) its token ends the answer.
+    for chat in (messages, [*messages, messages[0]]):
+        try:
+            text: str = tokenizer.apply_chat_template(chat, tokenize=False)
+        except (TemplateError, ValueError, TypeError):
+            return None  # the template refuses such a conversation
+        after = text.rpartition(content)[2]
+        # The longest first: of two that begin at the same place, the tokenizer uses that one.
+        written = [token for token in special_tokens(tokenizer) if token in after]
+        if written:
+            return tokenizer.convert_tokens_to_ids(min(written, key=after.index))
+    return None
 
 
 def fingerprint(tokenizer: Any) -> str:

@@ -1,7 +1,9 @@
 """Which checkpoint a run resumes from: complete ones only, and what is compared before anything is loaded."""
 
+import math
 from pathlib import Path
 
+import msgspec
 import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.checkpoint import manifest, restore
@@ -30,12 +32,14 @@ def refusal(**values: object) -> str:
     return str(raised.value)
 
 
-def write(parent: Path, step: int, time: float, loss: float | None = None, content: bytes = b"weights") -> Path:
+def write(
+    parent: Path, step: int, time: float, loss: float | None = None, content: bytes = b"weights", key: str = ""
+) -> Path:
     path = parent / f"step-{step}"
     path.mkdir(parents=True)
     (path / "model.pt").write_bytes(content)
     files = {"model.pt": File(len(content), manifest.checksum(path / "model.pt"))}
-    state = TrainState(step=step)
+    state = TrainState(step=step, evaluation_key=key)
     manifest.write(path, Manifest(time, state, 2, "fp32", {"w": [2, 3]}, ["w"], files, evaluation_loss=loss))
     return path
 
@@ -156,3 +160,19 @@ def test_another_model_is_named_by_its_first_difference(here: dict[str, list[int
     restore.check_parameters(there, dict(there), Path("c"))
     with pytest.raises(ConfigError, match=words):
         restore.check_parameters(there, here, Path("c"))
+
+
+def test_with_other_evaluation_examples_the_lowest_loss_is_determined_anew(tmp_path: Path) -> None:
+    rated = {"best_evaluation": 1.5, "best_evaluation_step": 4, "evaluations_without_best": 2}
+    saved = msgspec.structs.replace(STATE, evaluation_key="a", **rated)
+    for key, wanted in (("a", (1.5, 4, 2)), ("", (1.5, 4, 2)), ("b", (math.inf, 0, 0))):
+        now, notes = position(saved=saved, evaluation_key=key)
+        assert (now.best_evaluation, now.best_evaluation_step, now.evaluations_without_best) == wanted
+        assert now.evaluation_key == (key or "a")
+        assert bool(notes) == (key == "b")
+    assert "its examples differ from those before" in notes[0]
+    for step, loss, key in ((1, 0.5, "a"), (2, 3.0, "b"), (3, 2.0, "b")):
+        write(tmp_path, step, float(step), loss, key=key)
+    best = manifest.lowest(manifest.complete(tmp_path)[0])
+    assert best is not None
+    assert best.path.name == "step-3"

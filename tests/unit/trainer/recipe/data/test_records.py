@@ -205,3 +205,38 @@ def test_a_split_or_configuration_that_is_not_there_is_refused_with_those_that_a
     with pytest.raises(ConfigError) as refused:
         hub_read(repository, **data)
     assert re.fullmatch(words.format(re.escape(str(repository))) + ".*", str(refused.value))
+
+
+DATES = [{"prompt": f"2024-01-0{day}", "response": f"00{day}.50"} for day in range(1, 5)]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "tsv"])
+def test_a_folder_is_read_as_its_files_are_whatever_datasets_would_make_of_the_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "words"
+    folder.mkdir()
+    files = [("train-00000-of-00002", DATES[:2]), ("train-00001-of-00002", DATES[2:]), ("test", DATES[1:2])]
+    for name, content in files:
+        lines = [json.dumps(row) for row in content]
+        if suffix.endswith("sv"):
+            between = "," if suffix == "csv" else "\t"
+            lines = [between.join(row) for row in (["prompt", "response"], *(row.values() for row in content))]
+        (folder / f"{name}.{suffix}").write_text("\n".join(lines) if suffix != "json" else json.dumps(content))
+    assert [record for _, record in hub_read(folder)] == DATES
+    assert [record for _, record in hub_read(folder, split="test")] == DATES[1:2]
+    assert [record for _, record in hub_read(folder, split="train[25%:]+test")] == [*DATES[1:], DATES[1]]
+    assert hub_read(folder).place(2).startswith(f"train-00001-of-00002.{suffix}:")
+    assert hub_read(folder, split="train[:50%]").digest != hub_read(folder, split="train[50%:]").digest
+    with pytest.raises(ConfigError, match=r"data\.split: valid: Unknown split .valid.*train"):
+        hub_read(folder, split="valid")
+
+
+def test_a_folder_with_settings_for_datasets_is_read_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "a.csv").write_text("text;more\nred;x\n")
+    card = '---\nconfigs:\n- config_name: default\n  data_files: a.csv\n  sep: ";"\n---\n'
+    (tmp_path / "words" / "README.md").write_text(card)
+    assert [record for _, record in hub_read(tmp_path / "words")] == [{"text": "red", "more": "x"}]

@@ -378,3 +378,279 @@ def test_long_records_are_dropped_or_split_as_configured() -> None:
         assert sum(piece.ends_learned for piece in pieces) == 1
     with pytest.raises(ConfigError, match="split is for text"):
         encoder(family("chatml"), truncation="split")
+
+
+def segments(tokenizer: Any, document: Encoded) -> list[str]:
+    """Return the learned texts, one for each run of learned tokens."""
+    found: list[list[int]] = []
+    for index, token in enumerate(document.ids):
+        if document.learned[index]:
+            if not (index and document.learned[index - 1]):
+                found.append([])
+            found[-1].append(token)
+    return [tokenizer.decode(run) for run in found]
+
+
+def marked_tokenizer(template: str) -> Any:
+    made = family_tokenizer(template)
+    names = [
+        "|tool_call",
+        "tool_call|",
+        "|tool_response",
+        "tool_response|",
+        "|turn",
+        "turn|",
+        "|observation|",
+        "|call|",
+    ]
+    names += ["|start|", "|channel|", "|message|", "|return|"]
+    made.add_special_tokens({"additional_special_tokens": [f"<{name}>" for name in names]})
+    return made
+
+
+# Gemma 4 writes the output of a tool into the message that calls it.
+GEMMA4 = (
+    "{% macro output(tool) %}{{ '<|tool_response>response:' + tool.name + '{' + VALUE + '}<tool_response|>' }}"
+    "{% endmacro %}{% macro outputs(start) %}SCAN{% endmacro %}"
+    "{% set listed = namespace(all='') %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% set listed.all = listed.all + output(m) %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role != 'tool' %}{% if HEADED %}"
+    "{{ '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}"
+    "{{ '<|tool_call>call:' + call.function.name + (call.function.arguments | tojson) + '<tool_call|>' }}{% endfor %}"
+    "{% set answered = m.tool_calls and loop.nextitem is defined and loop.nextitem.role == 'tool' %}"
+    "{% if answered %}OUTPUTS{% endif %}{{ (m.content or '') | trim }}END{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and ASKS %}{{ '<|turn>model\n' }}{% endif %}"
+)
+BY_INDEX = (
+    "{% set going = namespace(on=true) %}{% for k in range(start, messages | length) %}{% set tool = messages[k] %}"
+    "{% if tool.role != 'tool' %}{% set going.on = false %}{% elif going.on %}{{ output(tool) }}{% endif %}{% endfor %}"
+)
+BY_SLICE = (
+    "{% set going = namespace(on=true) %}{% for tool in messages[start:] %}{% if tool.role != 'tool' %}"
+    "{% set going.on = false %}{% elif going.on %}{{ output(tool) }}{% endif %}{% endfor %}"
+)
+SCANS = {
+    "by index": ("", BY_INDEX.replace("start", "loop.index"), "tool.content"),
+    "by slice": ("", BY_SLICE.replace("start", "loop.index"), "tool.content"),
+    "by index in a macro, as JSON": (BY_INDEX, "{{ outputs(loop.index) }}", "tool.content | tojson"),
+    "by slice in a macro, as JSON": (BY_SLICE, "{{ outputs(loop.index) }}", "tool.content | tojson"),
+    "from a list": ("", "{{ listed.all }}", "tool.content"),
+}
+HEADERS = {
+    "each": ("true", "true"),
+    "none for an answer to a tool": (
+        "m.role != 'assistant' or messages[loop.index0 - 1].role != 'tool'",
+        "messages[-1].role != 'tool'",
+    ),
+}
+ENDS_OF_TURN = {
+    "always": "{{ '<turn|>\n' }}",
+    "unless a tool has answered": "{% if m.tool_calls and not answered %}{{ '<|tool_response>' }}"
+    "{% elif m.content %}{{ '<turn|>\n' }}{% endif %}",
+}
+CALLED = '<|tool_call>call:weather{"city": "Paris", "days": 2}<tool_call|>'
+TWO_TOOLS = [*CALLS[:3], {"role": "tool", "content": "It is.", "name": "weather"}, CALLS[3]]
+"""The output of the second tool equals the answer."""
+
+
+def gemma4(scan: str, header: str, end: str) -> str:
+    template = GEMMA4
+    for place, text in zip(
+        ("SCAN", "OUTPUTS", "VALUE", "HEADED", "ASKS", "END"),
+        (*SCANS[scan], *HEADERS[header], ENDS_OF_TURN[end]),
+        strict=True,
+    ):
+        template = template.replace(place, text)
+    return template
+
+
+SIMILAR = st.text(st.sampled_from('nr1{}[]" '), min_size=1, max_size=5).filter(lambda text: bool(text.strip()))
+"""Short texts that are parts of each other, of the template's marks, and of JSON."""
+
+
+@cache
+def gemma4_tokenizer(scan: str) -> Any:
+    return marked_tokenizer(gemma4(scan, "each", "always"))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(sorted(SCANS)), st.lists(SIMILAR, min_size=4, max_size=4))
+def test_no_output_of_a_tool_is_learned_whatever_it_has_in_common_with_other_messages(
+    scan: str, contents: list[str]
+) -> None:
+    asked, looking, output, answer = (content.strip() for content in contents)
+    tokenizer = gemma4_tokenizer(scan)
+    chat = [{**CALLS[0], "content": asked}, {**CALLS[1], "content": looking}, {**CALLS[2], "content": output}]
+    document = one(encoder(tokenizer), {"messages": [*chat, {"role": "assistant", "content": answer}]})
+    called = CALLED + "<|tool_response>"
+    assert "".join(segments(tokenizer, document)) == f"{called}{looking}<turn|>{answer}<turn|>"
+
+
+@pytest.mark.parametrize("end", ENDS_OF_TURN)
+@pytest.mark.parametrize("header", HEADERS)
+@pytest.mark.parametrize("scan", SCANS)
+def test_the_output_of_a_tool_inside_the_turn_that_calls_it_is_not_learned(scan: str, header: str, end: str) -> None:
+    tokenizer = marked_tokenizer(gemma4(scan, header, end))
+    made = encoder(tokenizer)
+    called, answer = CALLED + "<|tool_response>", "It is.<turn|>"
+    looking = [CALLS[0], {**CALLS[1], "content": "Let me look."}, *CALLS[2:]]
+    further = [*CALLS, {"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "Red."}]
+    for chat, wanted in (
+        (CALLS, [called, answer]),
+        (TWO_TOOLS, [called, answer]),
+        (looking, [called, "Let me look.<turn|>", answer]),
+        (further, [called, answer, "Red.<turn|>"]),
+        (CALLS[:2], [CALLED + ("<turn|>" if end == "always" else "<|tool_response>")]),
+    ):
+        document = one(made, {"messages": chat})
+        assert segments(tokenizer, document) == wanted
+        assert document.ends_learned == document.turns
+        assert tokenizer.decode(document.ids).strip() == tokenizer.apply_chat_template(chat, tokenize=False).strip()
+
+
+@pytest.mark.parametrize(
+    ("written", "last"),
+    [
+        (
+            "m.content | trim + ('<s>' + messages[0].content if loop.last and messages[0].role == 'system' else '')",
+            "Blue is another.<s>",
+        ),
+        (
+            "(messages[0].content if loop.last and messages[0].role == 'system' else '') + m.content | trim",
+            "Blue is another.<|im_end|>",
+        ),
+        (
+            "(messages[0].content | tojson if loop.last and messages[0].role == 'system' else '') + m.content | trim",
+            "Blue is another.<|im_end|>",
+        ),
+    ],
+)
+def test_the_system_message_is_not_learned_where_a_template_writes_it_into_an_answer(written: str, last: str) -> None:
+    tokenizer = family_tokenizer(FAMILIES["chatml"][0].replace("m.content | trim", written))
+    assert "Be brief" in tokenizer.decode(one(encoder(tokenizer), {"messages": CHAT[:3]}).ids)
+    assert answers(tokenizer, CHAT) == "Red.<|im_end|>" + last
+
+
+END_OUTSIDE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}BETWEEN<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("between", ["", "\n"], ids=["end next", "end on a new line"])
+@pytest.mark.parametrize("space", ["", " ", "\n", " \n\n", "\t "])
+def test_an_answer_that_ends_in_white_space_keeps_its_end_behind_the_generation_marks(space: str, between: str) -> None:
+    tokenizer = family_tokenizer(END_OUTSIDE.replace("BETWEEN", between and "{{ '\n' }}"))
+    chat = [{**message, "content": message["content"] + space} for message in CHAT]
+    document = one(encoder(tokenizer), {"messages": chat})
+    assert segments(tokenizer, document) == [
+        f"{text}{space}{between}<|im_end|>" for text in ("Red.", "Blue is another.")
+    ]
+    assert (document.turns, document.ends_learned) == (2, 2)
+
+
+GLM4 = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}{% elif m.role == 'assistant' %}"
+    "<|assistant|>\n{{ (m.content or '').strip() }}{% for call in m.tool_calls or [] %}"
+    "{{ '\n' + call.function.name + (call.function.arguments | tojson) }}{% endfor %}"
+    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}"
+    "\n{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_an_answer_ends_with_the_token_of_the_next_role_where_the_template_writes_no_other() -> None:
+    tokenizer = marked_tokenizer(GLM4)
+    made = encoder(tokenizer)
+    called = '\n\nweather{"city": "Paris", "days": 2}<|observation|>'
+    for chat, wanted in (
+        (CHAT[1:3], ["\nRed.<|user|>"]),
+        (CHAT[1:], ["\nRed.<|user|>", "\nBlue is another.<|user|>"]),
+        (CALLS, [called, "\nIt is.<|user|>"]),
+        (TWO_TOOLS, [called, "\nIt is.<|user|>"]),
+        (CALLS[:2], [called]),
+    ):
+        document = one(made, {"messages": chat})
+        assert segments(tokenizer, document) == wanted
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        assert tokenizer.decode(document.ids).removesuffix("<|user|>").removesuffix("<|observation|>") == text
+    assert tokenizer.convert_tokens_to_ids("<|user|>") in end_tokens(None, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "unended",
+    [
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if not loop.last %}<|im_end|>{% endif %}"
+        "{% endfor %}",
+        "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}{% endif %}{{ m.role + ': ' + m.content }}"
+        "{% endfor %}",
+    ],
+    ids=["an end but for the last", "BOS before each question"],
+)
+def test_no_token_of_another_role_is_taken_for_an_end_that_is_missing(unended: str) -> None:
+    with pytest.raises(ConfigError, match="ends the assistant's turn with no token"):
+        encoder(family_tokenizer(unended))
+
+
+READS = {
+    "thinking": "m.thinking",
+    "reasoning_content": "m['reasoning_content']",
+    "reasoning": "m.get('reasoning')",
+    "thought": "(m.thought if 'thought' in m else '')",
+    "either": "(m.get('reasoning') or m.get('reasoning_content'))",
+    "with calls alone": "(m.reasoning if m.tool_calls else '')",
+}
+
+
+@pytest.mark.parametrize("given", ["thinking", "reasoning", "reasoning_content"])
+@pytest.mark.parametrize("name", READS)
+def test_the_reasoning_of_a_record_reaches_the_template_under_the_name_that_it_reads(name: str, given: str) -> None:
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}{% set thought_of = READ %}{% if thought_of %}"
+        "<|channel|>analysis<|message|>{{ thought_of }}<|end|><|start|>assistant{% endif %}<|message|>"
+        "{{ m.content or '' }}{% for call in m.tool_calls or [] %}{{ call.function.name }}"
+        "{{ call.function.arguments | tojson }}{% endfor %}<|return|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    tokenizer = marked_tokenizer(template.replace("READ", READS[name]))
+    chat = [CALLS[0], {**CALLS[1], given: "I think so."}]
+    document = one(encoder(tokenizer), {"messages": chat})
+    analysis = "<|channel|>analysis<|message|>I think so.<|end|><|start|>assistant<|message|>"
+    assert segments(tokenizer, document) == [analysis + 'weather{"city": "Paris", "days": 2}<|return|>']
+    assert document.reasoning_lost == 0
+
+
+def test_a_message_of_weight_0_is_not_learned_where_all_tokens_are() -> None:
+    tokenizer = family("chatml")
+    chat = [{**message, "weight": int(number not in (2, 3))} for number, message in enumerate(CHAT)]
+    document = one(encoder(tokenizer, train_on="all"), {"messages": chat})
+    kept = ["<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName a colour.<|im_end|>\n"]
+    kept += ["<|im_start|>assistant\nBlue is another.<|im_end|>\n"]
+    assert segments(tokenizer, document) == [kept[0], kept[1]]
+    by_prefix = family_tokenizer(
+        "{% for i in range(messages | length) %}{{ '<|im_start|>' + messages[i].role + '\n' + messages[i].content }}"
+        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    words = "message 4 has weight 0, and the chat template does not show which text is its own"
+    assert refusal(encoder(by_prefix, train_on="all"), {"messages": chat}) == words
+
+
+DEEPSEEK3 = (
+    "{% set seen = namespace(tool=false) %}{% for m in messages %}{% if m.role == 'user' %}{{ '<|User|>' + m.content }}"
+    "{% elif m.role == 'tool' %}{% set seen.tool = true %}{{ '<|header_start|>' + m.content + '<|header_end|>' }}"
+    "{% elif m.tool_calls %}{{ '<|Assistant|>' + (m.content or '') }}{% for call in m.tool_calls %}"
+    "{{ call.type + '<|tool_call>' + call.function.name + '\n' + call.function.arguments + '<|end_of_sentence|>' }}"
+    "{% endfor %}{% else %}{{ ('<|eot|>' if seen.tool else '<|Assistant|>') + m.content + '<|end_of_sentence|>' }}"
+    "{% set seen.tool = false %}{% endif %}{% endfor %}{% if seen.tool %}<|eot|>{% endif %}"
+    "{% if add_generation_prompt and not seen.tool %}<|Assistant|>{% endif %}"
+)
+
+
+def test_records_with_tools_of_deepseek_are_right_or_say_what_the_template_lacks() -> None:
+    tokenizer = marked_tokenizer(DEEPSEEK3)
+    called = 'function<|tool_call>weather\n{"city": "Paris", "days": 2}<|end_of_sentence|>'
+    assert segments(tokenizer, one(encoder(tokenizer), {"messages": CALLS})) == [called, "It is.<|end_of_sentence|>"]
+    assert (
+        refusal(encoder(tokenizer), {"messages": CALLS, "tools": TOOLS})
+        == "the chat template leaves out the tool weather"
+    )
