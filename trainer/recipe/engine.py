@@ -9,6 +9,7 @@ from .config.schema import Config
 from .distributed import World
 from .model import load
 from .optim import optimizer
+from .support import zero_stage
 
 
 def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]:
@@ -17,11 +18,11 @@ def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]
     DeepSpeed counts buckets in elements, the trainer in bytes. DeepSpeed counts every rank as a data-parallel one, even
     if ranks share sequences; nothing here depends on its batch size.
     """
-    training, zero = config.training, config.zero
+    training, zero, stage = config.training, config.zero, zero_stage(config, ranks)
     element_bytes = 4 if training.precision == "fp32" else 2
     bucket = max(1 << 14, zero.bucket_bytes // element_bytes)
     partition: dict[str, Any] = {
-        "stage": zero.stage,
+        "stage": stage,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
         "overlap_comm": zero.overlap and on_gpu and ranks > 1,
@@ -30,7 +31,7 @@ def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]
     for name, asked in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_parameters)):
         if asked:
             partition[name] = {"device": "cpu", "pin_memory": on_gpu}
-    if zero.stage == 3:
+    if stage == 3:
         partition |= {"stage3_prefetch_bucket_size": bucket, "stage3_gather_16bit_weights_on_model_save": True}
         if config.optimizer.kind == "muon":
             partition["reduce_scatter"] = False  # stage3.py refuses it: Muon needs whole gradients
@@ -44,7 +45,7 @@ def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "communication_data_type": "fp32" if zero.communication_dtype == "auto" else zero.communication_dtype,
-        "data_types": {"grad_accum_dtype": grad_accum_dtype(config)},
+        "data_types": {"grad_accum_dtype": grad_accum_dtype(config, stage)},
         "wall_clock_breakdown": False,
         "steps_per_print": None,
     }
@@ -52,10 +53,11 @@ def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]
         # At stage 0 DeepSpeed would make an fp32 copy of every weight: its precision is left unset, so that it steps
         # the optimizer on the bf16 weights themselves. The other two keys are for partitions in bf16; the states' data
         # type is the optimizer's own.
-        if zero.stage:
+        if stage:
             result["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     elif training.precision == "bf16":
-        result["bf16"] = {"enabled": True}
+        # Stage 1 with fp32 gradients: each is added to them, and freed, as soon as the backward pass has it.
+        result["bf16"] = {"enabled": True, "immediate_grad_update": True}
     elif training.precision == "fp16":
         result["fp16"] = {"enabled": True, "initial_scale_power": 16}
     return _merge(result, config.deepspeed)
@@ -66,16 +68,13 @@ def masters(config: Config) -> bool:
     return config.optimizer.master_weights == "fp32"
 
 
-def grad_accum_dtype(config: Config) -> str:
-    """Return the data type of accumulated gradients: ``fp32``, ``bf16`` or ``fp16``."""
-    if not masters(config) and config.zero.stage == 0:
-        return "fp32"  # DeepSpeed compares it with its own, unset precision; gradients have the weights' type
+def grad_accum_dtype(config: Config, stage: int) -> str:
+    """Return the data type of accumulated gradients at DeepSpeed's ``stage``: ``fp32``, ``bf16`` or ``fp16``."""
+    if stage == 0:
+        return "fp32"  # DeepSpeed compares it with its own precision, unset for bf16; gradients have the weights' type
     if config.zero.grad_accum_dtype != "auto":
         return config.zero.grad_accum_dtype
-    if not masters(config):
-        return config.training.precision
-    # DeepSpeed 0.19 refuses types other than the model's at stage 0 (engine.py, _do_optimizer_sanity_check).
-    return config.training.precision if config.zero.stage == 0 else "fp32"
+    return "fp32" if masters(config) else config.training.precision
 
 
 def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,6 +123,80 @@ def let_norm_decide(optimizer: Any) -> None:
         optimizer.check_overflow = lambda partition_gradients=True: None
 
 
+class LateStep:
+    """Clips and updates as DeepSpeed's ``BF16_Optimizer`` (stage 1) does, without waiting for the device.
+
+    DeepSpeed waits for it three times: to copy a constant to it (``runtime/utils.py``,
+    ``mask_nan_or_inf_with_val_inplace``), to read whether the norm is finite (``is_invalid_grad_norm``) and whether it
+    clips (``clip_tensors_by_global_norm``). Here PyTorch's fused AdamW divides by the clipping factor, and skips an
+    update whose norm is not finite, on the device, as under ``torch.amp.GradScaler``. A skipped update is known at the
+    next step, which then does not count and leaves the learning rate where it is.
+    """
+
+    def __init__(self, optimizer: Any, reads: bool) -> None:
+        """Replace ``optimizer.step``; ``reads``: whether the device has values, which a dry run's has not."""
+        self._optimizer = optimizer
+        self._reads = reads
+        self._skipped: torch.Tensor | None = None
+        self._copied: Any = None
+        optimizer.step = self.step
+
+    @staticmethod
+    def fits(optimizer: Any) -> bool:
+        """Return whether an engine's optimizer is one whose step this is."""
+        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+        used = ("fp32_groups_gradients_flat", "fp32_groups_flat_partition", "fp32_groups_gradient_flat_partition")
+        inner = getattr(optimizer, "optimizer", None)
+        return (
+            isinstance(optimizer, BF16_Optimizer)
+            and all(hasattr(optimizer, name) for name in (*used, "update_lp_params", "clear_hp_grads"))
+            and optimizer.grad_acc_dtype == torch.float32
+            and type(inner) is torch.optim.AdamW
+            and all(group["fused"] for group in inner.param_groups)
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update the masters with the reduced gradients, and the weights with the masters."""
+        outer, inner = self._optimizer, self._optimizer.optimizer
+        outer.overflow = self._late()
+        # Every rank has all gradients, with zeros as padding.
+        norms = _aten._foreach_norm(outer.fp32_groups_gradients_flat, 2, dtype=torch.float64)
+        norm = torch.linalg.vector_norm(torch.stack(norms)).float()
+        outer._global_grad_norm = norm
+        inner.found_inf = norm.isfinite().logical_not_().float()
+        if outer.clip_grad > 0.0:
+            inner.grad_scale = ((norm + 1e-6) / outer.clip_grad).clamp_(min=1.0)
+        for master, gradient in zip(
+            outer.fp32_groups_flat_partition, outer.fp32_groups_gradient_flat_partition, strict=True
+        ):
+            master.grad = gradient
+        inner.step()
+        outer.skipped_on_device = inner.found_inf  # read by the probe
+        self._report(inner.found_inf)
+        inner.found_inf = inner.grad_scale = None
+        outer._lazy_init_hp_params_optimizer_state()
+        outer.update_lp_params()
+        outer.clear_hp_grads()
+
+    def _report(self, found: torch.Tensor) -> None:
+        if not self._reads:
+            return
+        self._skipped = found
+        if found.is_cuda:
+            self._skipped = torch.empty((), pin_memory=True).copy_(found, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def _late(self) -> bool:
+        """Return whether the previous update was skipped."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        skipped, self._skipped, self._copied = self._skipped, None, None
+        return skipped is not None and bool(skipped)
+
+
 def make_engine(
     config: Config, world: World, tokens: Any, total_steps: int, without_weights: load.Quantize | None = None
 ) -> tuple[Any, Any]:
@@ -145,8 +218,27 @@ def make_engine(
     )
     let_norm_decide(engine.optimizer)
     compute_together(engine.optimizer)
+    _prepare_bf16(engine, world)
     _learn_order_with_backward(engine)
     return engine, model
+
+
+def _prepare_bf16(engine: Any, world: World) -> None:
+    """Complete what DeepSpeed's ``BF16_Optimizer`` (stage 1 with fp32 gradients) leaves out."""
+    from deepspeed.checkpoint.constants import ZERO_STAGE
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, BF16_Optimizer):
+        return
+    state_dict: Any = optimizer.state_dict
+    # zero_to_fp32.py refuses checkpoints without it.
+    optimizer.state_dict = lambda: {**state_dict(), ZERO_STAGE: 1}
+    if world.size == 1:
+        # DeepSpeed would copy all gradients into one tensor, reduce it over one rank and copy it back.
+        engine.enable_backward_allreduce = False
+    if LateStep.fits(optimizer):
+        LateStep(optimizer, world.has_values)
 
 
 def forget_module_order(engine: Any) -> None:
