@@ -205,7 +205,10 @@ def make_engine(
     ``without_weights``: for a dry run, see ``load.make``.
     """
     import deepspeed  # not at the import of this file: a prediction chooses its accelerator first
+    from deepspeed.runtime import bf16_optimizer
 
+    # It prints memory figures, with a garbage collection for each, whatever the level of DeepSpeed's log.
+    vars(bf16_optimizer).update(dict.fromkeys(("see_memory_usage", "print"), lambda *_, **__: None))
     settings = deepspeed_config(config, world.size, world.on_gpu)
     model = load.make(config, settings, tokens, world, without_weights)
     # From here on each rank draws different dropout.
