@@ -31,6 +31,7 @@ class Outcome:
                 "resumed": (1, [SIX, *BF16, f"checkpoint.resume={resumed}"]),
                 "overflow-from-3": (1, [SIX, *BF16, "training.max_skipped=4"]),
                 "overflow-at-2-late": (2, [SIX, *BF16, "zero.stage=0", LATE]),
+                "overflow-at-2-late-2": (2, [SIX, *BF16, LATE]),
                 "overflow-from-3-late": (1, [SIX, *BF16, LATE, "training.max_skipped=4"]),
                 # Without partitioning fp32 gradients are not looked at before they are applied.
                 "nan-from-4": (2, [SIX, *NAN, "checkpoint.every=2"]),
@@ -47,7 +48,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return Outcome(tmp_path_factory.mktemp("broken"))
 
 
-@pytest.mark.parametrize("name", ["overflow-at-2", "overflow-at-2-late"])
+@pytest.mark.parametrize("name", ["overflow-at-2", "overflow-at-2-late", "overflow-at-2-late-2"])
 def test_an_update_whose_gradients_overflow_is_no_step_and_does_not_advance_the_schedule(
     outcome: Outcome, name: str
 ) -> None:
@@ -74,8 +75,9 @@ def test_overflows_without_end_end_the_run(outcome: Outcome, name: str, step: in
     )
 
 
-def test_a_skipped_update_leaves_numbers_behind(outcome: Outcome) -> None:
-    losses = [float(loss) for loss, _ in outcome.steps("overflow-at-2-late").values()]
+@pytest.mark.parametrize("name", ["overflow-at-2-late", "overflow-at-2-late-2"])
+def test_a_skipped_update_leaves_numbers_behind(outcome: Outcome, name: str) -> None:
+    losses = [float(loss) for loss, _ in outcome.steps(name).values()]
     assert losses[-1] < losses[0]
 
 

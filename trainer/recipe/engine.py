@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .config.schema import Config
 from .distributed import World
@@ -124,77 +125,109 @@ def let_norm_decide(optimizer: Any) -> None:
 
 
 class LateStep:
-    """Clips and updates as DeepSpeed's ``BF16_Optimizer`` (stage 1) does, without waiting for the device.
+    """Makes DeepSpeed clip and update in bf16 without waiting for the device, at stages 1 and 2 with fused AdamW.
 
-    DeepSpeed waits for it three times: to copy a constant to it (``runtime/utils.py``,
-    ``mask_nan_or_inf_with_val_inplace``), to read whether the norm is finite (``is_invalid_grad_norm``) and whether it
-    clips (``clip_tensors_by_global_norm``). Here PyTorch's fused AdamW divides by the clipping factor, and skips an
-    update whose norm is not finite, on the device, as under ``torch.amp.GradScaler``. A skipped update is known at the
-    next step, which then does not count and leaves the learning rate where it is.
+    DeepSpeed waits for it several times a step: to copy a constant to it (``runtime/utils.py``,
+    ``mask_nan_or_inf_with_val_inplace``), to read whether the norm is finite (``is_invalid_grad_norm``, in
+    ``stage_1_and_2.py`` again for each group) and, in ``BF16_Optimizer``, whether it clips
+    (``clip_tensors_by_global_norm``). Here PyTorch's fused AdamW divides by the clipping factor, and skips an update
+    whose norm is not finite, on the device, as under ``torch.amp.GradScaler``. A skipped update is known at the next
+    step, which then does not count and leaves the learning rate where it is.
     """
 
     def __init__(self, optimizer: Any, reads: bool) -> None:
-        """Replace ``optimizer.step``; ``reads``: whether the device has values, which a dry run's has not."""
+        """Replace parts of a DeepSpeed optimizer; ``reads``: the device has values, which a dry run's has not."""
         self._optimizer = optimizer
         self._reads = reads
         self._skipped: torch.Tensor | None = None
         self._copied: Any = None
-        optimizer.step = self.step
+        self._late = False
+        if _is_bf16_optimizer(optimizer):
+            optimizer.step = self._step
+        else:
+            optimizer.check_grad_overflow = False
+            optimizer.scaled_global_norm = self._partitions_norm
+            optimizer.unscale_and_clip_grads = self._report_late
 
     @staticmethod
     def fits(optimizer: Any) -> bool:
-        """Return whether an engine's optimizer is one whose step this is."""
-        from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+        """Return whether an engine's optimizer can be changed so."""
+        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-        used = ("fp32_groups_gradients_flat", "fp32_groups_flat_partition", "fp32_groups_gradient_flat_partition")
         inner = getattr(optimizer, "optimizer", None)
+        if type(inner) is not torch.optim.AdamW or not all(group["fused"] for group in inner.param_groups):
+            return False
+        if _is_bf16_optimizer(optimizer):
+            used = ("fp32_groups_gradients_flat", "fp32_groups_flat_partition", "fp32_groups_gradient_flat_partition")
+            return optimizer.grad_acc_dtype == torch.float32 and all(hasattr(optimizer, name) for name in used)
         return (
-            isinstance(optimizer, BF16_Optimizer)
-            and all(hasattr(optimizer, name) for name in (*used, "update_lp_params", "clear_hp_grads"))
-            and optimizer.grad_acc_dtype == torch.float32
-            and type(inner) is torch.optim.AdamW
-            and all(group["fused"] for group in inner.param_groups)
+            type(optimizer) is DeepSpeedZeroOptimizer
+            and optimizer.dtype == torch.bfloat16
+            and not optimizer.cpu_offload
+            and getattr(optimizer, "check_grad_overflow", False)
+            and getattr(optimizer, "compute_grad_norm", False)
         )
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Update the masters with the reduced gradients, and the weights with the masters."""
-        outer, inner = self._optimizer, self._optimizer.optimizer
-        outer.overflow = self._late()
-        # Every rank has all gradients, with zeros as padding.
+    def _step(self, closure: Any = None) -> None:
+        """Replace ``BF16_Optimizer.step``: every rank has all gradients, with zeros as padding."""
+        outer = self._optimizer
         norms = _aten._foreach_norm(outer.fp32_groups_gradients_flat, 2, dtype=torch.float64)
-        norm = torch.linalg.vector_norm(torch.stack(norms)).float()
-        outer._global_grad_norm = norm
-        inner.found_inf = norm.isfinite().logical_not_().float()
-        if outer.clip_grad > 0.0:
-            inner.grad_scale = ((norm + 1e-6) / outer.clip_grad).clamp_(min=1.0)
+        outer._global_grad_norm = self._prepare(torch.stack(norms).square_().sum())
         for master, gradient in zip(
             outer.fp32_groups_flat_partition, outer.fp32_groups_gradient_flat_partition, strict=True
         ):
             master.grad = gradient
-        inner.step()
-        outer.skipped_on_device = inner.found_inf  # read by the probe
-        self._report(inner.found_inf)
-        inner.found_inf = inner.grad_scale = None
+        outer.optimizer.step()
+        self._report_late()
         outer._lazy_init_hp_params_optimizer_state()
         outer.update_lp_params()
         outer.clear_hp_grads()
 
-    def _report(self, found: torch.Tensor) -> None:
-        if not self._reads:
-            return
-        self._skipped = found
-        if found.is_cuda:
-            self._skipped = torch.empty((), pin_memory=True).copy_(found, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+    @torch.no_grad()
+    def _partitions_norm(self, norm_type: float = 2) -> torch.Tensor:
+        """Replace ``scaled_global_norm`` of stages 1 and 2: every rank has a part of the gradients."""
+        outer = self._optimizer
+        parts = [one for group in outer.averaged_gradients.values() for one in group]
+        norms = _aten._foreach_norm(
+            [one for one in parts if not getattr(one, "_zero_padding", False)], 2, torch.float64
+        )
+        square = torch.stack(norms).square_().sum()
+        dist.all_reduce(square, group=outer.dp_process_group)
+        return self._prepare(square)
 
-    def _late(self) -> bool:
+    def _prepare(self, square: torch.Tensor) -> torch.Tensor:
+        """Tell AdamW what to divide by and whether to skip; return the norm, whose square is given in fp64."""
+        outer, inner = self._optimizer, self._optimizer.optimizer
+        self._late = self._was_skipped()
+        norm = square.sqrt().float()
+        clips = outer.clip_grad > 0.0
+        inner.grad_scale = ((norm + 1e-6) / outer.clip_grad).clamp_(min=1.0) if clips else None
+        inner.found_inf = outer.skipped_on_device = norm.isfinite().logical_not_().float()  # the probe reads it too
+        if self._reads:
+            self._skipped = inner.found_inf
+            if norm.is_cuda:
+                self._skipped = torch.empty((), pin_memory=True).copy_(inner.found_inf, non_blocking=True)
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+        return norm
+
+    def _was_skipped(self) -> bool:
         """Return whether the previous update was skipped."""
         if self._copied is not None:
             self._copied.synchronize()
         skipped, self._skipped, self._copied = self._skipped, None, None
         return skipped is not None and bool(skipped)
+
+    def _report_late(self, *_: Any) -> None:
+        """Replace ``unscale_and_clip_grads``, after which DeepSpeed no longer looks at ``overflow`` in its step."""
+        self._optimizer.overflow = self._late
+
+
+def _is_bf16_optimizer(optimizer: Any) -> bool:
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    return isinstance(optimizer, BF16_Optimizer)
 
 
 def make_engine(
@@ -221,27 +254,24 @@ def make_engine(
     )
     let_norm_decide(engine.optimizer)
     compute_together(engine.optimizer)
-    _prepare_bf16(engine, world)
+    if _is_bf16_optimizer(engine.optimizer):
+        _complete_bf16(engine, world)
+    if LateStep.fits(engine.optimizer):
+        LateStep(engine.optimizer, world.has_values)
     _learn_order_with_backward(engine)
     return engine, model
 
 
-def _prepare_bf16(engine: Any, world: World) -> None:
+def _complete_bf16(engine: Any, world: World) -> None:
     """Complete what DeepSpeed's ``BF16_Optimizer`` (stage 1 with fp32 gradients) leaves out."""
     from deepspeed.checkpoint.constants import ZERO_STAGE
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-    optimizer = engine.optimizer
-    if not isinstance(optimizer, BF16_Optimizer):
-        return
-    state_dict: Any = optimizer.state_dict
+    state_dict: Any = engine.optimizer.state_dict
     # zero_to_fp32.py refuses checkpoints without it.
-    optimizer.state_dict = lambda: {**state_dict(), ZERO_STAGE: 1}
+    engine.optimizer.state_dict = lambda: {**state_dict(), ZERO_STAGE: 1}
     if world.size == 1:
         # DeepSpeed would copy all gradients into one tensor, reduce it over one rank and copy it back.
         engine.enable_backward_allreduce = False
-    if LateStep.fits(optimizer):
-        LateStep(optimizer, world.has_values)
 
 
 def forget_module_order(engine: Any) -> None:
