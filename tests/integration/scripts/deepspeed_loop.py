@@ -1,6 +1,6 @@
 """A plain DeepSpeed loop that knows nothing of ftmon: a small model, ZeRO-2, gradient accumulation.
 
-With ``STAGE=0`` it prints the norm of the gradients, which DeepSpeed clips to ``CLIP`` or, from step 3 on, the script.
+With ``STAGE=0`` it prints the norm of the gradients, which DeepSpeed clips to ``CLIP`` or, from step 7 on, the script.
 """
 
 import os
@@ -53,9 +53,9 @@ def main():
         if CLIP and engine.is_gradient_accumulation_boundary():
             norm = torch.stack([one.grad.norm() for one in model.parameters()]).norm().item()
             print("norm", norm, flush=True)
-            if engine.global_steps == 2:
+            if engine.global_steps == 6:
                 engine._config.gradient_clipping = 0.0
-            if engine.global_steps >= 2:
+            if engine.global_steps >= 6:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         engine.step()
         print("loss", float(loss.detach()), flush=True)
