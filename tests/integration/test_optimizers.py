@@ -259,7 +259,7 @@ def resumed(folder: Path, rows: list[dict[str, list[int]]], half: bool) -> dict[
             for one, weight in zip(held, weights, strict=True):
                 one.grad += weight.grad
         for one in held:
-            one.grad /= labels
+            one.grad = one.grad / labels  # type: ignore[operator]
         if step == 2:
             torch.nn.utils.clip_grad_norm_(held, 0.05)
             for group in optimizer.param_groups:

@@ -189,10 +189,9 @@ class LateStep:
         """Replace ``scaled_global_norm`` of stages 1 and 2: every rank has a part of the gradients."""
         outer = self._optimizer
         parts = [one for group in outer.averaged_gradients.values() for one in group]
-        norms = _aten._foreach_norm(
-            [one for one in parts if not getattr(one, "_zero_padding", False)], 2, torch.float64
-        )
-        square = torch.stack(norms).square_().sum()
+        # A rank's part may be padding alone, which is zero.
+        held = [one for one in parts if not getattr(one, "_zero_padding", False)] or parts[:1]
+        square = torch.stack(_aten._foreach_norm(held, 2, torch.float64)).square_().sum()
         dist.all_reduce(square, group=outer.dp_process_group)
         return self._prepare(square)
 
@@ -241,7 +240,8 @@ def make_engine(
     from deepspeed.runtime import bf16_optimizer
 
     # It prints memory figures, with a garbage collection for each, whatever the level of DeepSpeed's log.
-    vars(bf16_optimizer).update(dict.fromkeys(("see_memory_usage", "print"), lambda *_, **__: None))
+    for name in ("see_memory_usage", "print"):
+        setattr(bf16_optimizer, name, lambda *_, **__: None)
     settings = deepspeed_config(config, world.size, world.on_gpu)
     model = load.make(config, settings, tokens, world, without_weights)
     # From here on each rank draws different dropout.
