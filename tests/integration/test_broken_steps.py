@@ -10,6 +10,7 @@ pytest.importorskip("deepspeed")
 import small_runs
 
 BF16 = ["training.precision=bf16", "zero.stage=2", "optimizer.lr=1e-2"]
+LATE = "optimizer.kind=torch_fused"  # the device skips the update, which the host reads in the next step
 SIX = "training={max_steps: 6, micro_batch: 2, grad_accumulation: 1, sequence_length: 256}"
 
 NAN = ["zero.stage=0", "training.max_steps=20", "training.stop_after_nan=2"]
@@ -29,6 +30,9 @@ class Outcome:
                 "overflow-at-2": (1, [SIX, *BF16, "checkpoint={every: 3, keep: 9}", "output.overwrite=true"]),
                 "resumed": (1, [SIX, *BF16, f"checkpoint.resume={resumed}"]),
                 "overflow-from-3": (1, [SIX, *BF16, "training.max_skipped=4"]),
+                "overflow-at-2-late": (2, [SIX, *BF16, "zero.stage=0", LATE]),
+                "overflow-at-2-late-2": (2, [SIX, *BF16, LATE]),
+                "overflow-from-3-late": (1, [SIX, *BF16, LATE, "training.max_skipped=4"]),
                 # Without partitioning fp32 gradients are not looked at before they are applied.
                 "nan-from-4": (2, [SIX, *NAN, "checkpoint.every=2"]),
             },
@@ -44,11 +48,14 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return Outcome(tmp_path_factory.mktemp("broken"))
 
 
-def test_an_update_whose_gradients_overflow_is_no_step_and_does_not_advance_the_schedule(outcome: Outcome) -> None:
-    steps = outcome.steps("overflow-at-2")
+@pytest.mark.parametrize("name", ["overflow-at-2", "overflow-at-2-late", "overflow-at-2-late-2"])
+def test_an_update_whose_gradients_overflow_is_no_step_and_does_not_advance_the_schedule(
+    outcome: Outcome, name: str
+) -> None:
+    steps = outcome.steps(name)
     assert list(steps) == [1, 2, 3, 4, 5, 6]
     # Seven batches were taken for six steps; the last one has the schedule's last rate.
-    assert "batches taken: 7" in outcome.text["overflow-at-2"]
+    assert "batches taken: 7" in outcome.text[name]
     assert steps[6][1] == "1.00e-03"
     rates = [float(lr) for _, lr in steps.values()]
     assert rates == sorted(rates, reverse=True)
@@ -60,11 +67,18 @@ def test_a_run_with_an_overflow_resumes_to_the_same_losses_and_rates(outcome: Ou
     assert outcome.steps("resumed") == {step: whole[step] for step in (4, 5, 6)}
 
 
-def test_overflows_without_end_end_the_run(outcome: Outcome) -> None:
+@pytest.mark.parametrize(("name", "step"), [("overflow-from-3", 2), ("overflow-from-3-late", 3)])
+def test_overflows_without_end_end_the_run(outcome: Outcome, name: str, step: int) -> None:
     assert (
-        "refused: after step 2 the gradients of 4 updates in a row overflowed (training.max_skipped)"
-        in outcome.text["overflow-from-3"]
+        f"refused: after step {step} the gradients of 4 updates in a row overflowed (training.max_skipped)"
+        in outcome.text[name]
     )
+
+
+@pytest.mark.parametrize("name", ["overflow-at-2-late", "overflow-at-2-late-2"])
+def test_a_skipped_update_leaves_numbers_behind(outcome: Outcome, name: str) -> None:
+    losses = [float(loss) for loss, _ in outcome.steps(name).values()]
+    assert losses[-1] < losses[0]
 
 
 def test_losses_that_are_no_numbers_end_the_run_and_keep_the_last_good_checkpoint(outcome: Outcome) -> None:

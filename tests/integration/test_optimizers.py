@@ -37,6 +37,33 @@ HELD: dict[str, tuple[list[str], Any, set[Any], float]] = {
         2 + 8 / 256,
     ),
 }
+CLIP = 0.05
+ALONE = SAME[0].replace("accumulation: 2", "accumulation: 4")
+HALF = [BF16, f"optimizer.max_grad_norm={CLIP}"]
+HALVES: dict[str, tuple[int, list[str]]] = {
+    "half-0": (2, ["zero.stage=0", *HALF]),
+    "half-0-fused": (2, ["zero.stage=0", *HALF, "optimizer.kind=torch_fused"]),
+    "half-2-fused": (2, ["zero.stage=2", *HALF, "optimizer.kind=torch_fused"]),
+    "half-1-summed": (
+        2,
+        ["zero={stage: 1, grad_accum_dtype: bf16}", *HALF, "optimizer.kind=torch_fused"],
+    ),
+    "half-2-alone": (1, [ALONE, "zero.stage=2", *HALF, "optimizer.kind=torch_fused"]),
+    "half-0-muon": (2, ["zero.stage=0", *HALF, "optimizer.kind=muon"]),
+}
+# Runs of two steps, and their third with other settings of the optimizer.
+OTHERS = "optimizer={weight_decay: 20.0, beta1: 0.5, beta2: 0.8, eps: 1e-4, max_grad_norm: 0.05}"
+WRITTEN = {
+    **{str(stage): [f"zero.stage={stage}"] for stage in range(4)},
+    "half": ["zero.stage=0", BF16, "optimizer.kind=torch_fused"],
+}
+RESUMED: dict[str, tuple[str, int, list[str]]] = {name: (name, 2, words) for name, words in WRITTEN.items()} | {
+    "2-fewer": ("2", 1, [ALONE, *WRITTEN["2"]]),
+    "3-fewer": ("3", 1, [ALONE, *WRITTEN["3"]]),
+    "half-fewer": ("half", 1, [ALONE, *WRITTEN["half"]]),
+    "1-as-2": ("1", 2, WRITTEN["2"]),
+    "half-as-2": ("half", 2, [*WRITTEN["half"], "zero.stage=2"]),
+}
 MUON = {f"muon-{stage}": [f"zero.stage={stage}", "optimizer.kind=muon"] for stage in range(4)}
 
 
@@ -47,8 +74,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]
     small_runs.write_records(folder / "data.jsonl", [1, 100, 2, 3, 60, 1, 1, 20])
     jobs = {name: (2, [*SAME, *words]) for name, (words, *_) in HELD.items()}
     jobs |= {name: (2, [*SAME, *words]) for name, words in MUON.items()}
-    alone = SAME[0].replace("accumulation: 2", "accumulation: 4")
-    jobs |= {"muon-one": (1, [*SAME, alone, *MUON["muon-2"]])}
+    jobs |= {name: (ranks, [*SAME, *words]) for name, (ranks, words) in HALVES.items()}
+    for name, words in WRITTEN.items():
+        saving = ["training.max_steps=2", "checkpoint={every: 2, background: false}", "output.overwrite=true"]
+        jobs[f"written-{name}"] = (2, [*SAME, *words, *saving])
+    for name, (written, ranks, words) in RESUMED.items():
+        there = folder / "out" / f"written-{written}" / "checkpoints" / "step-2"
+        there.mkdir(parents=True, exist_ok=True)  # it must exist when configurations are checked
+        jobs[f"resumed-{name}"] = (ranks, [*SAME, *words, OTHERS, f"checkpoint.resume={there}"])
+    jobs |= {"muon-one": (1, [*SAME, ALONE, *MUON["muon-2"]])}
     return folder, small_runs.launch(folder, "optimizer_ranks", jobs)
 
 
@@ -100,6 +134,35 @@ def test_muon_does_the_same_at_every_stage(runs: Any, name: str) -> None:
         assert (weight - alone[key]).norm() < 0.02 * (alone[key] - start[key]).norm(), key
 
 
+@pytest.mark.parametrize("name", [name for name in HALVES if "muon" not in name])
+def test_in_bf16_every_update_from_the_first_is_that_of_fp32_masters(runs: Any, name: str) -> None:
+    result = saved(runs[0], name)
+    start = AutoModelForCausalLM.from_pretrained(runs[0] / "base", dtype=torch.bfloat16).state_dict()
+    should = masters(runs[0], result["rows"])
+    for key, weight in result["weights"].items():
+        if weight.dim() < 2:  # bf16 rounds these ones more coarsely than they move
+            assert (weight.float() - should[key]).abs().max() < 2**-7, key
+            continue
+        moved, wanted = weight.float() - start[key].float(), should[key] - start[key].float()
+        assert cosine(moved, wanted) > 0.97, key
+        assert float(moved.norm()) == pytest.approx(float(wanted.norm()), rel=0.03), key
+    noted = f"note: zero.stage is {name[5]}, DeepSpeed runs its stage 1" in runs[1][name]
+    assert noted is (name[5] == "0" or name.endswith("alone"))
+    assert "Max_MA" not in runs[1][name]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_has_its_own_settings_of_the_optimizer(runs: Any, name: str) -> None:
+    result, half = saved(runs[0], f"resumed-{name}"), "half" in name
+    start = AutoModelForCausalLM.from_pretrained(runs[0] / "base", dtype=torch.bfloat16 if half else None).state_dict()
+    wanted = resumed(runs[0], result["rows"], half)
+    for key, weight in result["weights"].items():
+        moved, should = weight.float() - start[key].float(), wanted[key] - start[key].float()
+        # bf16 rounds norms, near 1, more coarsely than they move; with their decay they would move by 0.02.
+        limit = 2**-7 * weight.numel() ** 0.5 if half and weight.dim() < 2 else (0.2 if half else 1e-4) * should.norm()
+        assert float((moved - should).norm()) < limit, key
+
+
 def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(first.flatten().double(), second.flatten().double(), dim=0))
 
@@ -137,6 +200,76 @@ def reference(folder: Path, rows: list[dict[str, list[int]]]) -> dict[str, torch
                 weight *= 1 - rate * (0.1 if weight.dim() == 2 else 0.0)
                 weight -= rate * update
     return {name: tensor.detach().float() for name, tensor in model.state_dict().items()}
+
+
+def masters(folder: Path, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Train with all rows in each step: gradients of bf16 weights, clipped, into AdamW on fp32 copies of them."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
+    names = dict(model.named_parameters())
+    weights = {name: weight.detach().float() for name, weight in names.items()}
+    means = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    squares = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for step in range(1, STEPS + 1):
+        sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        labels = 0
+        for row in rows:
+            model.zero_grad()
+            targets = torch.tensor([*row["labels"][1:], -100])
+            logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0].float()
+            torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum").backward()
+            labels += int((targets != -100).sum())
+            for name, weight in names.items():
+                sums[name] += weight.grad.float()
+        gradients = {name: total / labels for name, total in sums.items()}
+        norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+        assert norm > CLIP
+        for name, weight in weights.items():
+            gradient = gradients[name] * CLIP / norm
+            means[name] += 0.1 * (gradient - means[name])
+            squares[name] += 0.05 * (gradient**2 - squares[name])
+            weight *= 1 - 1e-3 * (0.1 if weight.dim() == 2 else 0.0)
+            mean, square = means[name] / (1 - 0.9**step), squares[name] / (1 - 0.95**step)
+            weight -= 1e-3 * mean / (square.sqrt() + 1e-8)
+            names[name].data.copy_(weight)
+    return weights
+
+
+def resumed(folder: Path, rows: list[dict[str, list[int]]], half: bool) -> dict[str, torch.Tensor]:
+    """Train with all rows in each step with PyTorch's AdamW, which has the other settings in its third step.
+
+    ``half``: gradients are those of bf16 weights.
+    """
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16 if half else None)
+    weights = list(model.parameters())
+    held = [torch.nn.Parameter(weight.detach().clone().float()) for weight in weights]
+    matrices, rest = ([one for one in held if (one.dim() < 2) is flat] for flat in (False, True))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    for step in range(3):
+        model.zero_grad()
+        for one in held:
+            one.grad = torch.zeros_like(one)
+        labels = 0
+        for row in rows:
+            model.zero_grad()
+            targets = torch.tensor([*row["labels"][1:], -100])
+            logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0].float()
+            torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum").backward()
+            labels += int((targets != -100).sum())
+            for one, weight in zip(held, weights, strict=True):
+                one.grad += weight.grad
+        for one in held:
+            one.grad = one.grad / labels  # type: ignore[operator]
+        if step == 2:
+            torch.nn.utils.clip_grad_norm_(held, 0.05)
+            for group in optimizer.param_groups:
+                decay = 20.0 if group["weight_decay"] else 0.0
+                group.update(betas=(0.5, 0.8), eps=1e-4, weight_decay=decay)
+        optimizer.step()
+        for one, weight in zip(held, weights, strict=True):
+            weight.data.copy_(one.data)
+    names = [name for name, _ in model.named_parameters()]
+    return {name: one.detach() for name, one in zip(names, held, strict=True)}
 
 
 def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:

@@ -58,6 +58,15 @@ def assert_none_lost(collector):
     assert all(message.dropped == 0 for message in collector.of(Step))
 
 
+def test_without_zero_in_fp32_the_gradient_norm_is_that_of_the_clipping(collector):
+    collector.start(*start_ranks.command(1, SCRIPTS / "deepspeed_loop.py"), STAGE="0", CLIP="0.01", STEPS="12").finish()
+    assert collector.job.returncode == 0, collector.output()
+    lines = collector.run.rank_log(0, "out").read_text().splitlines()
+    norms = [float(line.split()[1]) for line in lines if line.startswith("norm ")]
+    assert [step.grad_norm for step in collector.of(Step)] == pytest.approx(norms, rel=1e-5)
+    assert min(norms) > 0.01
+
+
 def test_a_plain_deepspeed_loop_is_watched_unchanged(collector):
     collector.start(*deepspeed(2), SCRIPTS / "deepspeed_loop.py").finish()
     assert collector.job.returncode == 0, collector.output()

@@ -39,6 +39,7 @@ LORA = ["lora={rank: 4, dropout: 0.2}", "optimizer.lr=2e-2"]
 NO_MASTERS = ["training.precision=bf16", "optimizer.master_weights=none"]
 KINDS: dict[str, list[str]] = {
     "z0": ["zero.stage=0"],
+    "z0-bf16": ["zero.stage=0", "training.precision=bf16", "optimizer.kind=torch_fused"],
     "z1": ["zero.stage=1", "training.precision=bf16"],
     "z2": ["zero.stage=2"],
     "z2-offload": [
@@ -57,7 +58,7 @@ KINDS: dict[str, list[str]] = {
 }
 CUTS = {kind: random.Random(kind).randrange(5, STEPS) for kind in KINDS}
 """The step of each run after which it is given up; two checkpoints were begun before it, so one is complete."""
-FEWER = ("z2-lora", "z3")
+FEWER = ("z0-bf16", "z2-lora", "z3")
 BY_ONE = ["run.ranks=1", "training.grad_accumulation=4"]
 """The same global batches on one rank."""
 
@@ -226,7 +227,7 @@ def test_adapters_alone_are_saved_and_they_have_learned(runs: Runs) -> None:
         assert set(adapted) == set(base)
 
 
-@pytest.mark.parametrize("kind", ["z0", "z2", "z3"])
+@pytest.mark.parametrize("kind", ["z0", "z0-bf16", "z2", "z3"])
 def test_a_checkpoint_loads_for_a_chat_with_the_weights_that_were_trained(runs: Runs, kind: str) -> None:
     found = session.find(str(runs.path / f"whole-{kind}" / "checkpoints"))
     assert found.is_checkpoint

@@ -24,7 +24,7 @@ def work(world: World, jobs: list[str]) -> None:
 
 
 def spoil(run: Trainer, name: str) -> None:
-    found = re.fullmatch(r"(overflow|nan)-(at|from)-(\d+)", name)
+    found = re.match(r"(overflow|nan)-(at|from)-(\d+)", name)
     if not found:
         return
     kind, when, number = found[1], found[2], int(found[3])

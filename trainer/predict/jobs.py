@@ -9,6 +9,7 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.errors import ConfigError
 from ...protocol.host.machine import FIT_TABLE, Gpu, find_gpu
 from ..recipe.model.shape import beyond
+from ..recipe.support import zero_stage
 from . import deepspeed_file
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _configured(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) ->
         lambda rank: recipe.RecipeRun(config, allocator, gpu, documents, rank),
         config.model.name or str(config.model.config["model_type"]),
         config.run.ranks,
-        config.zero.stage,
+        zero_stage(config, config.run.ranks),
         config.training.micro_batch,
         config.training.grad_accumulation,
         given or [config.training.sequence_length],

@@ -19,6 +19,7 @@ from ..recipe.data.batches import Order, padded_length
 from ..recipe.data.encode import Encoder
 from ..recipe.data.pipeline import Examples
 from ..recipe.data.records import Records, read_records
+from ..recipe.support import zero_stage
 from . import answer, deepspeed_file, jobs, ranks
 from .jobs import Prepared
 from .result import DataRisk, Holds, Point, Prediction, RiskyStep, WhatIf
@@ -180,7 +181,7 @@ def _assignments(given: argparse.Namespace) -> Iterator[Kind]:
         accumulation = training.grad_accumulation * (training.micro_batch // half)  # the batch of a step is the same
         changes = (f"training.micro_batch={half}", f"training.grad_accumulation={accumulation}")
         yield f"micro-batch {half}", changes, True
-    for stage in range(zero.stage + 1, 4) if config.run.ranks > 1 else ():
+    for stage in range(zero_stage(config, config.run.ranks) + 1, 4) if config.run.ranks > 1 else ():
         yield f"ZeRO {stage}", (f"zero.stage={stage}",), stage == 3
     if not zero.offload_optimizer and zero.stage:
         yield "optimizer offload", ("zero.offload_optimizer=true",), True

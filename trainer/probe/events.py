@@ -60,7 +60,8 @@ class _Update(_Scope):
         """Report that the parameters were updated.
 
         ``figures`` returns what is known of ``number`` (the step's, where the framework counts), ``grad_norm``,
-        ``loss_scale``, ``overflow`` (it was skipped) and ``accumulation`` (the micro-steps it divides by).
+        ``loss_scale``, ``overflow`` (it was skipped) and ``accumulation`` (the micro-steps it divides by). All but the
+        first and the last may be tensors of one element, on the device.
         """
         if self._events is not None:
             self._events._updated(figures)
@@ -357,10 +358,8 @@ class TorchEvents(Events):
         return _Scope(over)
 
     def clipped(self, norm: Any) -> None:
-        """The script has clipped its gradients, whose norm was ``norm``."""
-        if norm is None or self._state.engine_steps:
-            return
-        if not self._regular.goes_on(Code.CLIPPED, None, norm):
+        """Gradients were clipped, whose norm was ``norm``; the norm that an engine keeps replaces it."""
+        if norm is not None and not self._regular.goes_on(Code.CLIPPED, None, norm):
             self._updates.note_grad_norm(norm)
 
     def adopt(self, *, updates: bool = True) -> bool:

@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .config.schema import Config
 from .distributed import World
 from .model import load
 from .optim import optimizer
+from .support import zero_stage
 
 
 def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]:
@@ -17,11 +19,11 @@ def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]
     DeepSpeed counts buckets in elements, the trainer in bytes. DeepSpeed counts every rank as a data-parallel one, even
     if ranks share sequences; nothing here depends on its batch size.
     """
-    training, zero = config.training, config.zero
+    training, zero, stage = config.training, config.zero, zero_stage(config, ranks)
     element_bytes = 4 if training.precision == "fp32" else 2
     bucket = max(1 << 14, zero.bucket_bytes // element_bytes)
     partition: dict[str, Any] = {
-        "stage": zero.stage,
+        "stage": stage,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
         "overlap_comm": zero.overlap and on_gpu and ranks > 1,
@@ -30,7 +32,7 @@ def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]
     for name, asked in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_parameters)):
         if asked:
             partition[name] = {"device": "cpu", "pin_memory": on_gpu}
-    if zero.stage == 3:
+    if stage == 3:
         partition |= {"stage3_prefetch_bucket_size": bucket, "stage3_gather_16bit_weights_on_model_save": True}
         if config.optimizer.kind == "muon":
             partition["reduce_scatter"] = False  # stage3.py refuses it: Muon needs whole gradients
@@ -44,7 +46,7 @@ def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "communication_data_type": "fp32" if zero.communication_dtype == "auto" else zero.communication_dtype,
-        "data_types": {"grad_accum_dtype": grad_accum_dtype(config)},
+        "data_types": {"grad_accum_dtype": grad_accum_dtype(config, stage)},
         "wall_clock_breakdown": False,
         "steps_per_print": None,
     }
@@ -52,10 +54,11 @@ def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]
         # At stage 0 DeepSpeed would make an fp32 copy of every weight: its precision is left unset, so that it steps
         # the optimizer on the bf16 weights themselves. The other two keys are for partitions in bf16; the states' data
         # type is the optimizer's own.
-        if zero.stage:
+        if stage:
             result["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     elif training.precision == "bf16":
-        result["bf16"] = {"enabled": True}
+        # Stage 1 with fp32 gradients: each is added to them, and freed, as soon as the backward pass has it.
+        result["bf16"] = {"enabled": True, "immediate_grad_update": True}
     elif training.precision == "fp16":
         result["fp16"] = {"enabled": True, "initial_scale_power": 16}
     return _merge(result, config.deepspeed)
@@ -66,16 +69,13 @@ def masters(config: Config) -> bool:
     return config.optimizer.master_weights == "fp32"
 
 
-def grad_accum_dtype(config: Config) -> str:
-    """Return the data type of accumulated gradients: ``fp32``, ``bf16`` or ``fp16``."""
-    if not masters(config) and config.zero.stage == 0:
-        return "fp32"  # DeepSpeed compares it with its own, unset precision; gradients have the weights' type
+def grad_accum_dtype(config: Config, stage: int) -> str:
+    """Return the data type of accumulated gradients at DeepSpeed's ``stage``: ``fp32``, ``bf16`` or ``fp16``."""
+    if stage == 0:
+        return "fp32"  # DeepSpeed compares it with its own precision, unset for bf16; gradients have the weights' type
     if config.zero.grad_accum_dtype != "auto":
         return config.zero.grad_accum_dtype
-    if not masters(config):
-        return config.training.precision
-    # DeepSpeed 0.19 refuses types other than the model's at stage 0 (engine.py, _do_optimizer_sanity_check).
-    return config.training.precision if config.zero.stage == 0 else "fp32"
+    return "fp32" if masters(config) else config.training.precision
 
 
 def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,6 +124,111 @@ def let_norm_decide(optimizer: Any) -> None:
         optimizer.check_overflow = lambda partition_gradients=True: None
 
 
+class LateStep:
+    """Makes DeepSpeed clip and update in bf16 without waiting for the device, at stages 1 and 2 with fused AdamW.
+
+    DeepSpeed waits for it several times a step: to copy a constant to it (``runtime/utils.py``,
+    ``mask_nan_or_inf_with_val_inplace``), to read whether the norm is finite (``is_invalid_grad_norm``, in
+    ``stage_1_and_2.py`` again for each group) and, in ``BF16_Optimizer``, whether it clips
+    (``clip_tensors_by_global_norm``). Here PyTorch's fused AdamW divides by the clipping factor, and skips an update
+    whose norm is not finite, on the device, as under ``torch.amp.GradScaler``. A skipped update is known at the next
+    step, which then does not count and leaves the learning rate where it is.
+    """
+
+    def __init__(self, optimizer: Any, reads: bool) -> None:
+        """Replace parts of a DeepSpeed optimizer; ``reads``: the device has values, which a dry run's has not."""
+        self._optimizer = optimizer
+        self._reads = reads
+        self._skipped: torch.Tensor | None = None
+        self._copied: Any = None
+        self._late = False
+        if _is_bf16_optimizer(optimizer):
+            optimizer.step = self._step
+        else:
+            optimizer.check_grad_overflow = False
+            optimizer.scaled_global_norm = self._partitions_norm
+            optimizer.unscale_and_clip_grads = self._report_late
+
+    @staticmethod
+    def fits(optimizer: Any) -> bool:
+        """Return whether an engine's optimizer can be changed so."""
+        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+        inner = getattr(optimizer, "optimizer", None)
+        if type(inner) is not torch.optim.AdamW or not all(group["fused"] for group in inner.param_groups):
+            return False
+        if _is_bf16_optimizer(optimizer):
+            used = ("fp32_groups_gradients_flat", "fp32_groups_flat_partition", "fp32_groups_gradient_flat_partition")
+            return optimizer.grad_acc_dtype == torch.float32 and all(hasattr(optimizer, name) for name in used)
+        return (
+            type(optimizer) is DeepSpeedZeroOptimizer
+            and optimizer.dtype == torch.bfloat16
+            and not optimizer.cpu_offload
+            and getattr(optimizer, "check_grad_overflow", False)
+            and getattr(optimizer, "compute_grad_norm", False)
+        )
+
+    @torch.no_grad()
+    def _step(self, closure: Any = None) -> None:
+        """Replace ``BF16_Optimizer.step``: every rank has all gradients, with zeros as padding."""
+        outer = self._optimizer
+        norms = _aten._foreach_norm(outer.fp32_groups_gradients_flat, 2, dtype=torch.float64)
+        outer._global_grad_norm = self._prepare(torch.stack(norms).square_().sum())
+        for master, gradient in zip(
+            outer.fp32_groups_flat_partition, outer.fp32_groups_gradient_flat_partition, strict=True
+        ):
+            master.grad = gradient
+        outer.optimizer.step()
+        self._report_late()
+        outer._lazy_init_hp_params_optimizer_state()
+        outer.update_lp_params()
+        outer.clear_hp_grads()
+
+    @torch.no_grad()
+    def _partitions_norm(self, norm_type: float = 2) -> torch.Tensor:
+        """Replace ``scaled_global_norm`` of stages 1 and 2: every rank has a part of the gradients."""
+        outer = self._optimizer
+        parts = [one for group in outer.averaged_gradients.values() for one in group]
+        # A rank's part may be padding alone, which is zero.
+        held = [one for one in parts if not getattr(one, "_zero_padding", False)] or parts[:1]
+        square = torch.stack(_aten._foreach_norm(held, 2, torch.float64)).square_().sum()
+        dist.all_reduce(square, group=outer.dp_process_group)
+        return self._prepare(square)
+
+    def _prepare(self, square: torch.Tensor) -> torch.Tensor:
+        """Tell AdamW what to divide by and whether to skip; return the norm, whose square is given in fp64."""
+        outer, inner = self._optimizer, self._optimizer.optimizer
+        self._late = self._was_skipped()
+        norm = square.sqrt().float()
+        clips = outer.clip_grad > 0.0
+        inner.grad_scale = ((norm + 1e-6) / outer.clip_grad).clamp_(min=1.0) if clips else None
+        inner.found_inf = outer.skipped_on_device = norm.isfinite().logical_not_().float()  # the probe reads it too
+        if self._reads:
+            self._skipped = inner.found_inf
+            if norm.is_cuda:
+                self._skipped = torch.empty((), pin_memory=True).copy_(inner.found_inf, non_blocking=True)
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+        return norm
+
+    def _was_skipped(self) -> bool:
+        """Return whether the previous update was skipped."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        skipped, self._skipped, self._copied = self._skipped, None, None
+        return skipped is not None and bool(skipped)
+
+    def _report_late(self, *_: Any) -> None:
+        """Replace ``unscale_and_clip_grads``, after which DeepSpeed no longer looks at ``overflow`` in its step."""
+        self._optimizer.overflow = self._late
+
+
+def _is_bf16_optimizer(optimizer: Any) -> bool:
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    return isinstance(optimizer, BF16_Optimizer)
+
+
 def make_engine(
     config: Config, world: World, tokens: Any, total_steps: int, without_weights: load.Quantize | None = None
 ) -> tuple[Any, Any]:
@@ -132,7 +237,11 @@ def make_engine(
     ``without_weights``: for a dry run, see ``load.make``.
     """
     import deepspeed  # not at the import of this file: a prediction chooses its accelerator first
+    from deepspeed.runtime import bf16_optimizer
 
+    # It prints memory figures, with a garbage collection for each, whatever the level of DeepSpeed's log.
+    for name in ("see_memory_usage", "print"):
+        setattr(bf16_optimizer, name, lambda *_, **__: None)
     settings = deepspeed_config(config, world.size, world.on_gpu)
     model = load.make(config, settings, tokens, world, without_weights)
     # From here on each rank draws different dropout.
@@ -145,8 +254,24 @@ def make_engine(
     )
     let_norm_decide(engine.optimizer)
     compute_together(engine.optimizer)
+    if _is_bf16_optimizer(engine.optimizer):
+        _complete_bf16(engine, world)
+    if LateStep.fits(engine.optimizer):
+        LateStep(engine.optimizer, world.has_values)
     _learn_order_with_backward(engine)
     return engine, model
+
+
+def _complete_bf16(engine: Any, world: World) -> None:
+    """Complete what DeepSpeed's ``BF16_Optimizer`` (stage 1 with fp32 gradients) leaves out."""
+    from deepspeed.checkpoint.constants import ZERO_STAGE
+
+    state_dict: Any = engine.optimizer.state_dict
+    # zero_to_fp32.py refuses checkpoints without it.
+    engine.optimizer.state_dict = lambda: {**state_dict(), ZERO_STAGE: 1}
+    if world.size == 1:
+        # DeepSpeed would copy all gradients into one tensor, reduce it over one rank and copy it back.
+        engine.enable_backward_allreduce = False
 
 
 def forget_module_order(engine: Any) -> None:

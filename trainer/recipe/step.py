@@ -17,7 +17,7 @@ from .distributed import World
 from .model import attention
 from .model.activations import mark_varying
 from .model.attention import cut, on_device
-from .model.loss import Batch
+from .model.loss import Batch, addition_weight
 from .monitor import probe
 from .state import StepResult
 
@@ -55,6 +55,8 @@ class Stepper:
         lr = float(engine.get_lr()[0])
         scale = self.world.size / max(1, label_tokens)
         loss_sum = torch.zeros((), device=self.world.device)
+        micro_batches = self.config.training.grad_accumulation * self.world.size
+        added = addition_weight(engine.module, max(1, label_tokens), micro_batches)
         skipped_before = engine.skipped_steps
         for fetch in batches:
             with probe().phase("data"):
@@ -62,7 +64,7 @@ class Stepper:
                 if "counts" in fetched:
                     probe().micro_batch(*fetched.pop("counts").tolist())
                 batch = self.prepare(fetched)
-            loss: torch.Tensor = engine(**batch, use_cache=False).loss
+            loss: torch.Tensor = engine(**batch, use_cache=False, **added).loss
             loss_sum += loss.detach()
             engine.backward(loss * scale, scale_wrt_gas=False)
             engine.step()

@@ -3,6 +3,7 @@
 from .config.schema import Config
 
 SMALL_STATES = ("adamw_bf16", "adamw_8bit")  # kinds with running averages of 2 bytes or 1
+NO_MASTERS = " without master weights"
 SEQUENCES = "training.sequence_parallel_size"
 
 
@@ -34,10 +35,27 @@ def _divides(heads: int, key_value_heads: int, size: int) -> bool:
     return heads % size == 0 and (key_value_heads % size == 0 or size % key_value_heads == 0)
 
 
+def zero_stage(config: Config, ranks: int) -> int:
+    """Return the ZeRO stage that DeepSpeed runs for a resolved configuration on ``ranks`` ranks.
+
+    DeepSpeed 0.19.8's stage 0 in half precision takes a step when it is made (``fp16/unfused_optimizer.py``,
+    ``initialize_optimizer_states``: one weight decay, and the first update has 0.74 of its size), and in fp16 divides
+    by a loss scale that it has not multiplied with. Stage 1 has neither, and on one rank costs no more. Stage 2 on one
+    rank partitions nothing, and copies each gradient through its buckets.
+    """
+    stage, training = config.zero.stage, config.training
+    if training.precision == "fp32" or config.optimizer.master_weights == "none":
+        return stage
+    if stage == 0:
+        return 1
+    alone = ranks == 1 and stage == 2 and training.precision == "bf16" and not config.zero.offload_optimizer
+    return 1 if alone and config.zero.grad_accum_dtype in ("auto", "fp32") else stage
+
+
 def states(config: Config) -> str:
     """Return the name of a checkpoint's kind of optimizer states: only a run with the same kind can load them."""
     kind = config.optimizer.kind if config.optimizer.kind in (*SMALL_STATES, "muon") else "adamw"
-    return kind if config.optimizer.master_weights == "fp32" else f"{kind} without master weights"
+    return kind if config.optimizer.master_weights == "fp32" else f"{kind}{NO_MASTERS}"
 
 
 def state_bytes(config: Config) -> float:

@@ -22,6 +22,7 @@ from .optim import optimizer
 from .rehearse import Sampled, compile_first, rehearse
 from .state import TrainState
 from .step import ProgressLines, Stepper
+from .support import zero_stage
 from .termination import Termination
 
 
@@ -271,7 +272,8 @@ class Trainer(Stepper):
     def _resume(self) -> None:
         state, world = self.state, self.world
         with probe().phase("init"):
-            path = restore(self.engine, self._resuming.paths, state, self._resuming.base, self.config, world)
+            with optimizer.own_settings(self.engine):
+                path = restore(self.engine, self._resuming.paths, state, self._resuming.base, self.config, world)
             optimizer.apply_schedule(self.engine, self.config, state.step, self.total_steps)
         probe().report(step=state.step)
         self._report_plan()
@@ -298,3 +300,6 @@ class Trainer(Stepper):
             f"{config.training.precision}, {where}; {len(self.data.examples.rows):,} examples, "
             f"{order.samples_per_step} a step, {self.total_steps} steps"
         )
+        if (stage := zero_stage(config, world.size)) != config.zero.stage:
+            why = "on one rank nothing is partitioned" if config.zero.stage else "its stage 0 is for fp32"
+            world.log(f"note: zero.stage is {config.zero.stage}, DeepSpeed runs its stage {stage}: {why}")

@@ -1,4 +1,7 @@
-"""A plain DeepSpeed loop that knows nothing of ftmon: a small model, ZeRO-2, gradient accumulation."""
+"""A plain DeepSpeed loop that knows nothing of ftmon: a small model, ZeRO-2, gradient accumulation.
+
+With ``STAGE=0`` it prints the norm of the gradients, which DeepSpeed clips to ``CLIP`` or, from step 7 on, the script.
+"""
 
 import os
 import sys
@@ -10,6 +13,7 @@ from torch.utils.data import DataLoader
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute; for inference only
 STEPS = int(os.environ.get("STEPS", "4"))
 ACCUMULATION = 2
+CLIP = float(os.environ.get("CLIP", "0"))
 
 
 class Model(torch.nn.Module):
@@ -38,6 +42,7 @@ def main():
         "gradient_accumulation_steps": ACCUMULATION,
         "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
         "zero_optimization": {"stage": int(os.environ.get("STAGE", "2"))},
+        "gradient_clipping": CLIP,
         "steps_per_print": 1000,
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -45,6 +50,13 @@ def main():
     for batch in loader:
         loss = engine(**batch)
         engine.backward(loss)
+        if CLIP and engine.is_gradient_accumulation_boundary():
+            norm = torch.stack([one.grad.norm() for one in model.parameters()]).norm().item()
+            print("norm", norm, flush=True)
+            if engine.global_steps == 6:
+                engine._config.gradient_clipping = 0.0
+            if engine.global_steps >= 6:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         engine.step()
         print("loss", float(loss.detach()), flush=True)
     engine.eval()

@@ -14,11 +14,12 @@ from .. import active
 from ..active import mine, switched_on
 from ..events import TorchEvents, dtype_name, learning_rate
 from ..guard import replace
-from .torch import around, before, scaling, scoped
+from .torch import around, before, clipping, scaling, scoped
 
 
 def install(_module: ModuleType) -> None:
     """Install every hook. DeepSpeed has been imported."""
+    from deepspeed.runtime import engine as module
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
@@ -28,6 +29,9 @@ def install(_module: ModuleType) -> None:
     replace(engine, "backward", around(_backward))
     if hasattr(engine, "scale"):
         replace(engine, "scale", scaling)
+    # Without ZeRO in fp32 the engine keeps no norm of its own.
+    if hasattr(module, "clip_grad_norm_"):
+        replace(module, "clip_grad_norm_", clipping)
     replace(engine, "_take_model_step", partial(_step, itself=True))
     replace(engine, "step", _step)
     replace(GatheredParameters, "__enter__", _gathering)
@@ -152,6 +156,7 @@ def _figures(engine: Any) -> dict[str, Any]:
         "number": int(engine.global_steps),
         "grad_norm": getattr(engine, "_global_grad_norm", None),  # get_global_grad_norm may be a collective call
         "loss_scale": getattr(optimizer, "cur_scale", None) if engine.fp16_enabled() else None,
-        "overflow": bool(getattr(optimizer, "overflow", False)),
+        # ftmon's trainer skips on the device; the host knows it one step later.
+        "overflow": getattr(optimizer, "skipped_on_device", bool(getattr(optimizer, "overflow", False))),
         "accumulation": int(engine.gradient_accumulation_steps()),
     }

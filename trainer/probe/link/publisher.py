@@ -190,7 +190,7 @@ def step_message(
         lr=cuda.read(notes.lr) if own is None else own.lr,
         grad_norm=norm,
         loss_scale=cuda.read(notes.loss_scale) if own is None else own.loss_scale,
-        overflow=notes.overflow,
+        overflow=bool(cuda.read(notes.overflow)),
         batch_shape=notes.shape,
         samples=share.of(_samples(notes)),
         tokens=share.of(tokens),

@@ -168,7 +168,8 @@ class Regular:
     def _order_of(self, raw: StepRaw) -> list[_Place] | None:
         """Return the order of a judged step's events; None: it is none to follow another step by."""
         events, marks, notes, light = self._events, raw.marks, raw.notes, self._tracker.light
-        odd = notes.parts or notes.repeats or notes.discarded or notes.overflow or notes.pending
+        skipped = notes.overflow == 1  # a flag on its way from the device is not waited for
+        odd = notes.parts or notes.repeats or notes.discarded or skipped or notes.pending
         if odd or not events or events[-1][0] not in _ENDS or marks[0].phase != "idle" or marks[-1].phase != "idle":
             return None
         times = [event[1] for event in events]

@@ -98,7 +98,7 @@ class Updates:
 
     @guarded
     def updated(
-        self, number: int | None = None, grad_norm: Any = None, loss_scale: Any = None, overflow: bool = False
+        self, number: int | None = None, grad_norm: Any = None, loss_scale: Any = None, overflow: Any = False
     ) -> None:
         """Handle the end of an update, which ends the step."""
         notes = self._tracker.notes
@@ -110,7 +110,7 @@ class Updates:
             notes.grad_norm = cuda.fetch_values(grad_norm)
         if loss_scale is not None:
             notes.loss_scale = cuda.fetch_values(loss_scale)
-        notes.overflow = overflow
+        notes.overflow = cuda.fetch_values(overflow)
         self._end_step(number)
 
     def end_regular(
@@ -118,7 +118,7 @@ class Updates:
         number: int | None = None,
         grad_norm: Any = None,
         loss_scale: Any = None,
-        overflow: bool = False,
+        overflow: Any = False,
         accumulation: int = 0,
     ) -> None:
         """End a step whose owner and next phase are those of the step before."""
@@ -127,7 +127,7 @@ class Updates:
             notes.grad_norm = cuda.fetch_values(grad_norm)
         if loss_scale is not None:
             notes.loss_scale = cuda.fetch_values(loss_scale)
-        notes.overflow, notes.accumulation = overflow, accumulation
+        notes.overflow, notes.accumulation = cuda.fetch_values(overflow), accumulation
         self._end()
         self._updaters.updates += 1
         self._tracker.end_step(number)

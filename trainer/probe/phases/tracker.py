@@ -80,7 +80,7 @@ class Part:
     lr: Any = None
     grad_norm: Any = None
     loss_scale: Any = None
-    overflow: bool = False
+    overflow: Any = False
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +111,7 @@ class Notes:
     lr: Any = None
     grad_norm: Any = None
     loss_scale: Any = None
-    overflow: bool = False
+    overflow: Any = False
     micro_steps: int = 0
     discarded: bool = False
     """Gradients were set to zero after a backward and before any update. The next backward is of the same batch

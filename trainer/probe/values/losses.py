@@ -50,7 +50,7 @@ def _update(part: Part, notes: Notes) -> Update:
         lr=cuda.read(part.lr),
         grad_norm=cuda.read(part.grad_norm),
         loss_scale=cuda.read(part.loss_scale),
-        overflow=part.overflow,
+        overflow=bool(cuda.read(part.overflow)),
     )
 
 

@@ -162,23 +162,8 @@ def loading(engine: Any) -> Generator[None]:
     engine._config.load_universal_checkpoint = True
     try:
         yield
-        move_step_counts(engine.optimizer.optimizer)
     finally:
         engine._config.load_universal_checkpoint = False
-
-
-def move_step_counts(optimizer: torch.optim.Optimizer) -> None:
-    """Move step counts to the device of the weights, as fused optimizers require.
-
-    DeepSpeed leaves them in host memory: ``base_optimizer.py`` and ``stage3.py`` set ``step`` to the file's value
-    without ``Optimizer.load_state_dict``, which would move it. All states are moved: under ZeRO-3 a group holds its
-    parameters only during a step.
-    """
-    if not any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
-        return
-    for parameter, state in optimizer.state.items():
-        if isinstance(step := state.get("step"), torch.Tensor):
-            state["step"] = step.to(parameter.device)
 
 
 def _convert(path: Path, copy: Path) -> str:
@@ -287,7 +272,9 @@ def _is_intact(path: Path, world: World) -> bool:
 
 def _check_model(engine: Any, content: Manifest, base: Base | None, config: Config, world: World, path: Path) -> None:
     check_parameters(content.parameters, save.shapes(engine.module), path)
-    stage, precision, ranks, held = content.zero_stage, content.precision, content.state.ranks, content.optimizer
+    precision, ranks, held = content.precision, content.state.ranks, content.optimizer
+    stage = support.zero_stage(config, world.size)
+    refusal = stage_refusal(content, stage)
     was = f"model.name={content.base.name}" if content.base is not None and content.base.name else "random weights"
     own = support.states(config)
     for differs, text in (
@@ -295,7 +282,7 @@ def _check_model(engine: Any, content: Manifest, base: Base | None, config: Conf
             set(content.trained) != set(save.trained(engine.module)),
             "was trained with other parameters frozen; see lora.targets",
         ),
-        (stage != config.zero.stage, f"was written with ZeRO-{stage}; set zero.stage={stage}"),
+        (refusal, refusal),
         (precision != config.training.precision, f"was written in {precision}; set training.precision={precision}"),
         (
             held != own,
@@ -303,7 +290,7 @@ def _check_model(engine: Any, content: Manifest, base: Base | None, config: Conf
             "optimizer.master_weights back",
         ),
         (
-            ranks != world.size and config.zero.stage and not support.converts(held),
+            ranks != world.size and stage and not support.converts(held),
             f"was written by {ranks} ranks, and the states of {held} cannot be divided anew; set run.ranks={ranks}",
         ),
         (
@@ -316,11 +303,27 @@ def _check_model(engine: Any, content: Manifest, base: Base | None, config: Conf
             raise ConfigError(f"checkpoint.resume: {path} {text}")
 
 
+def stage_refusal(content: Manifest, stage: int) -> str:
+    """Return why a run at DeepSpeed's ZeRO ``stage`` cannot resume from a checkpoint; empty if it can.
+
+    Stages 1 and 2 write the same partitions.
+    """
+    written = content.zero_stage
+    if written == stage or {written, stage} == {1, 2}:
+        return ""
+    if written == 0 and content.precision != "fp32" and not content.optimizer.endswith(support.NO_MASTERS):
+        return (
+            f"was written with DeepSpeed's ZeRO-0 in {content.precision}, which is no longer used: its optimizer "
+            "states cannot be read; begin anew with checkpoint.resume=never"
+        )
+    return f"was written with ZeRO-{written}; set zero.stage={written}"
+
+
 def _load(engine: Any, path: Path, content: Manifest, config: Config, world: World) -> str:
     """Load into the engine; return the error of some rank, or an empty text."""
     problem = ""
     try:
-        if content.state.ranks != world.size and config.zero.stage > 0:
+        if content.state.ranks != world.size and support.zero_stage(config, world.size):
             with converted(path, world) as copy, loading(engine):
                 loaded, _ = engine.load_checkpoint(str(copy.parent), tag=copy.name, load_module_strict=False)
         else:

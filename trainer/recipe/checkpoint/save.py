@@ -268,7 +268,7 @@ class Checkpoints:
         content = Manifest(
             time=0.0,
             state=msgspec.structs.replace(state),
-            zero_stage=self._config.zero.stage,
+            zero_stage=support.zero_stage(self._config, self._world.size),
             precision=self._config.training.precision,
             parameters=shapes(self._engine.module),
             trained=trained(self._engine.module),

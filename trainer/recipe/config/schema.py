@@ -158,7 +158,8 @@ class Zero(Section, frozen=True):
     """DeepSpeed ZeRO."""
 
     stage: Literal[0, 1, 2, 3] = 2
-    """What is partitioned over ranks: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
+    """What is partitioned over ranks: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters. In half
+    precision 0 runs as 1, and so does 2 on one rank in bf16."""
     offload_optimizer: bool = False
     """Keep the optimizer's states in host memory and step there (stages 1 to 3)."""
     bucket_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=MOST_WHOLE)] = 200_000_000
@@ -168,8 +169,8 @@ class Zero(Section, frozen=True):
     overlap: bool = True
     """Overlap gradient reduction with the backward pass (GPUs)."""
     grad_accum_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Data type that gradients are accumulated in over micro-steps. auto: fp32, and at stage 0, where DeepSpeed has no
-    other, the training precision."""
+    """Data type that gradients are accumulated in over micro-steps. auto: fp32; without master weights the training
+    precision."""
     communication_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Data type that gradients are reduced in over ranks; auto: fp32. The training precision halves the traffic and
     rounds each sum."""

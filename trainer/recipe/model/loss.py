@@ -226,6 +226,7 @@ def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Relative difference of the two losses that rounding explains."""
 _SAMPLE_TOKENS = 24
+_SAMPLE_WEIGHT = 1e4  # of what a model adds, so that it is not lost in rounding
 
 
 def set_up(model: Any, config: Config, world: World) -> bool:
@@ -233,21 +234,78 @@ def set_up(model: Any, config: Config, world: World) -> bool:
 
     If ``model.fused_loss`` is on, a model whose loss is not of that form is a ``ConfigError``.
     """
-    if config.model.fused_loss == "off":
-        return False
     inner = causal_model(model)
-    problem = _problem(inner)
-    if not problem:
-        undo = _patch(inner, transform_of(inner.config), compiled=config.model.compile != "off")
-        problem = _difference(inner, world)
-        if problem:
-            undo()
-    if not problem:
-        return True
-    if config.model.fused_loss == "on":
-        raise ConfigError(f"model.fused_loss is on, but {problem}; use model.fused_loss=auto")
-    world.log(f"note: logits are computed at full size (model.fused_loss): {problem}")
+    inner.adds_to_loss = _adds(inner, world)
+    if config.model.fused_loss != "off":
+        problem = _problem(inner)
+        if not problem:
+            undo = _patch(inner, transform_of(inner.config), compiled=config.model.compile != "off")
+            problem = _difference(inner, world)
+            if problem:
+                undo()
+        if not problem:
+            return True
+        if config.model.fused_loss == "on":
+            raise ConfigError(f"model.fused_loss is on, but {problem}; use model.fused_loss=auto")
+        world.log(f"note: logits are computed at full size (model.fused_loss): {problem}")
+    if inner.adds_to_loss:
+        apart = _apart(inner, inner.forward, summed_loss)
+        inner.forward = MethodType(lambda _, *inputs, **named: apart(*inputs, **named), inner)
     return False
+
+
+# Mixtures add a router's loss, which is a mean, to what their loss function returns, which here is a sum. Both are kept
+# apart, so that a step's objective is the mean over its label tokens plus the mean over its micro-batches of what the
+# model adds.
+
+
+def addition_weight(model: Any, label_tokens: int, micro_batches: int) -> dict[str, float]:
+    """Return the argument by which a model's additions count in its summed loss; empty for a model without any.
+
+    A step's summed losses, divided by its ``label_tokens``, then contain their mean over the ``micro_batches`` of all
+    ranks.
+    """
+    adds = getattr(causal_model(model), "adds_to_loss", False)
+    return {"addition_weight": label_tokens / micro_batches} if adds else {}
+
+
+def _adds(inner: Any, world: World) -> bool:
+    """Return whether a model adds to what its loss function returns. All ranks call this."""
+    if not world.has_values:
+        return bool(getattr(inner.config.get_text_config(), "output_router_logits", False))
+    returned: list[torch.Tensor] = []
+
+    def nothing(logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        returned.append(torch.zeros((), device=logits.device))
+        return returned[-1]
+
+    ids = torch.zeros(1, 2, dtype=torch.long, device=world.device)
+    inner.loss_function = nothing
+    try:
+        with evaluating(inner):
+            loss: Any = inner(input_ids=ids, labels=ids, use_cache=False).loss
+    finally:
+        inner.loss_function = summed_loss
+    # An addition may be in place.
+    return bool(returned) and (loss is not returned[-1] or loss._version > 0)
+
+
+def _apart(inner: Any, forward: Callable[..., Any], loss_function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Return a model's ``forward`` with ``loss_function``, whose loss has ``addition_weight`` times its additions."""
+    sums: list[torch.Tensor] = []
+
+    def keep(*inputs: Any, **named: Any) -> torch.Tensor:
+        sums.append(loss_function(*inputs, **named))
+        return torch.zeros_like(sums[-1])
+
+    def call(*inputs: Any, labels: torch.Tensor | None = None, addition_weight: float = 0.0, **others: Any) -> Any:
+        output = forward(*inputs, labels=labels, **others)
+        if labels is not None:
+            output.loss = sums.pop() + addition_weight * output.loss
+        return output
+
+    inner.loss_function = keep
+    return call
 
 
 def causal_model(model: Any) -> Any:
@@ -274,21 +332,34 @@ def _problem(inner: Any) -> str:
         return f"the last layer of {kind} is {type(head).__name__}, not a plain linear layer"
     if inner.base_model is inner:
         return f"{kind} has no body apart from its last layer"
+    if inner.adds_to_loss and transform_of(inner.config).cap:
+        return f"{kind} caps its logits, and adds to its loss"
     return ""
 
 
 def _patch(inner: Any, transform: LogitTransform, compiled: bool) -> Callable[[], None]:
-    """Install the fused loss in a model; return a function that removes it."""
+    """Install the fused loss in a model; return a function that removes it.
+
+    A model that adds to its loss runs its own forward, in which the last layer returns the loss in place of logits.
+    """
     head: Any = inner.get_output_embeddings()
     plain_head, plain = head.forward, inner.forward
     # Libraries (accelerate, quantizers) may have set their own forward on the instance.
     before = [(module, vars(module).get("forward")) for module in (head, inner)]
+    asked: list[tuple[torch.Tensor, Any]] = []
+
+    def own_loss(logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return logits.float().reshape(()) / transform.scale
+
+    apart = _apart(inner, plain, own_loss) if inner.adds_to_loss else None
 
     def head_forward(
         module: Any, hidden: torch.Tensor, shift_labels: torch.Tensor | None = None, positions: Any = None
     ) -> torch.Tensor:
-        if shift_labels is None:
+        if shift_labels is None and not asked:
             return plain_head(hidden)
+        if shift_labels is None:
+            return head_forward(module, hidden, *asked[-1]).reshape(1, 1, 1)
         where = label_positions(shift_labels) if positions is None else positions
         targets = shift_labels.flatten()[where]
         inputs = hidden.flatten(0, 1)[where]
@@ -306,8 +377,14 @@ def _patch(inner: Any, transform: LogitTransform, compiled: bool) -> Callable[[]
     ) -> Any:
         if labels is None:
             return plain(*inputs, **others)
-        hidden: torch.Tensor = module.base_model(*inputs, **others)[0]
         targets = next_labels(labels) if shift_labels is None else shift_labels
+        if apart is not None:
+            asked.append((targets, label_positions))
+            try:
+                return CausalLMOutputWithPast(loss=apart(*inputs, labels=labels, **others).loss)
+            finally:
+                asked.clear()
+        hidden: torch.Tensor = module.base_model(*inputs, **others)[0]
         return CausalLMOutputWithPast(loss=head(hidden, shift_labels=targets, positions=label_positions))
 
     head.forward = MethodType(head_forward, head)
@@ -320,6 +397,7 @@ def _patch(inner: Any, transform: LogitTransform, compiled: bool) -> Callable[[]
             if own is not None:
                 module.forward = own
         del inner.plain_forward
+        inner.loss_function = summed_loss
 
     return undo
 
@@ -347,14 +425,14 @@ def _other_transform(inner: Any, world: World) -> str:
         return logits.sum()
 
     ids = torch.zeros(1, 2, dtype=torch.long, device=world.device)
-    fused_head = head.forward
+    fused_head, own_loss = head.forward, inner.loss_function
     head.forward = lambda hidden, **_: made
     inner.loss_function = record
     try:
         inner.plain_forward(input_ids=ids, labels=ids, use_cache=False)
     finally:
         head.forward = fused_head
-        inner.loss_function = summed_loss
+        inner.loss_function = own_loss
     if not seen:
         return f"{inner.config.model_type} computes its loss in a way of its own"
     expected = transform_of(inner.config).apply(made.float())
@@ -367,10 +445,13 @@ def _other_loss(inner: Any, world: World) -> str:
     generator = torch.Generator().manual_seed(0)
     vocabulary = inner.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (1, _SAMPLE_TOKENS), generator=generator).to(world.device)
-    own = inner.plain_forward(input_ids=ids, labels=ids, use_cache=False).loss
-    fused = inner(input_ids=ids, labels=ids, use_cache=False).loss
-    close = abs(float(own) - float(fused)) <= _TOLERANCE[next(inner.parameters()).dtype] * abs(float(own))
-    # One result for all ranks: they must run the same code.
-    if world.all_agree(close):
-        return ""
-    return f"{inner.config.model_type} gives a loss of {float(own):.6f}, and {float(fused):.6f} without full logits"
+    given: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
+    own_loss = inner.loss_function
+    for weight in ({}, {"addition_weight": _SAMPLE_WEIGHT}) if inner.adds_to_loss else ({},):
+        fused = float(inner(**given, **weight).loss)
+        own = float(_apart(inner, inner.plain_forward, summed_loss)(**given, **weight).loss)
+        inner.loss_function = own_loss
+        # One result for all ranks: they must run the same code.
+        if not world.all_agree(abs(own - fused) <= _TOLERANCE[next(inner.parameters()).dtype] * abs(own)):
+            return f"{inner.config.model_type} gives a loss of {own:.6f}, and {fused:.6f} without full logits"
+    return ""

@@ -2,7 +2,8 @@
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ....protocol.errors import ConfigError
 from ..config.schema import Config, Optimizer, Schedule
 from ..distributed import World
 from ..monitor import activity
-from ..support import SMALL_STATES
+from ..support import SMALL_STATES, zero_stage
 from .adamw import SmallStateAdamW, compiles, salt
 
 
@@ -101,7 +102,7 @@ def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -
             states=states,
             compiled=compiled,
             # At stage 0 all ranks update the same weights and must round them equally.
-            seed=salt(config.training.seed, world.rank if config.zero.stage else 0),
+            seed=salt(config.training.seed, world.rank if zero_stage(config, world.size) else 0),
             **common,
         )
     if kind == "deepspeed" or (kind == "auto" and offload):
@@ -135,6 +136,40 @@ def scheduler(config: Config, total_steps: int) -> Callable[[torch.optim.Optimiz
     return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: factor(config.schedule, step, total_steps)
     )
+
+
+@contextmanager
+def own_settings(engine: Any) -> Generator[None]:
+    """Keep this run's weight decay, betas, eps, kernels and clipping within a ``with`` block that loads a checkpoint.
+
+    A checkpoint's groups have the settings of the run that wrote it. After a conversion to another number of ranks
+    DeepSpeed gives them to the wrong groups too: those of ZeRO-3 all get the first one's.
+    """
+    counts = ("params", "step")  # DeepSpeed's FusedAdam counts steps in its groups
+    kept = [
+        {name: value for name, value in group.items() if name not in counts}
+        for group in engine.basic_optimizer.param_groups
+    ]
+    clipping = getattr(engine.optimizer, "clip_grad", None)
+    yield
+    for group, settings in zip(engine.basic_optimizer.param_groups, kept, strict=True):
+        group.update(settings)
+    if clipping is not None:
+        engine.optimizer.clip_grad = clipping
+    own_step_counts(engine.basic_optimizer)
+
+
+def own_step_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Give each state a step count of its own, on the device of the weights if the optimizer is fused.
+
+    DeepSpeed sets the file's count, in host memory, without ``Optimizer.load_state_dict`` (``base_optimizer.py`` and
+    ``stage3.py``, universal format); ZeRO-3 sets one tensor for all subgroups, and each would advance it. Under ZeRO-3
+    a group holds its parameters only during a step, so all states are taken.
+    """
+    beside = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    for parameter, state in optimizer.state.items():
+        if isinstance(step := state.get("step"), torch.Tensor):
+            state["step"] = step.to(parameter.device if beside else step.device, copy=True)
 
 
 def apply_schedule(engine: Any, config: Config, step: int, total_steps: int) -> None:

@@ -95,13 +95,14 @@ def check_dtypes(loaded: Loaded, precision: str) -> None:
     zero = loaded.config.zero
     known, key, kept = ("auto", "fp32", precision), "zero.grad_accum_dtype", zero.grad_accum_dtype
     text = f"is {{}}, but training.precision is {precision}; use fp32"
-    own = f"is {kept}, but DeepSpeed accumulates in {precision} at zero.stage 0; use zero.stage=1"
+    own = f"is {kept}, but without master weights stage 0 accumulates in {precision}; use zero.stage=2"
+    pure = zero.stage == 0 and loaded.config.optimizer.master_weights == "none"
     _refuse(
         loaded,
         (
             (kept not in known, key, text.format(kept)),
             (zero.communication_dtype not in known, "zero.communication_dtype", text.format(zero.communication_dtype)),
-            (zero.stage == 0 and kept not in ("auto", precision), key, own),
+            (pure and kept not in ("auto", precision), key, own),
         ),
     )
 
@@ -165,10 +166,11 @@ def _optimizer_rules(config: Config, precision: str) -> Iterator[_Rule]:
         yield adapts, "optimizer.kind", text
         # stage_1_and_2.py and stage3.py compute the norm over the orthogonalized update.
         text = (
-            "must be 0 with optimizer.kind=muon and zero.stage 1 to 3: DeepSpeed would clip Muon's updates, which "
-            "have a norm of their own, instead of the gradients"
+            "must be 0 with optimizer.kind=muon and zero.stage 1 to 3 or zero.grad_accum_dtype=bf16: DeepSpeed would "
+            "clip Muon's updates, which have a norm of their own, instead of the gradients"
         )
-        yield zero.stage and config.optimizer.max_grad_norm, "optimizer.max_grad_norm", text
+        in_bf16 = precision == "bf16" and zero.grad_accum_dtype == "bf16"
+        yield (zero.stage or in_bf16) and config.optimizer.max_grad_norm, "optimizer.max_grad_norm", text
 
 
 _HEADS = ("num_attention_heads", "n_head", "num_heads")

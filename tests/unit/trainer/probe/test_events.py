@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from ftmon.trainer.probe import active
+from ftmon.trainer.probe.events import Events
 from ftmon.trainer.probe.link.publisher import step_message
 from ftmon.trainer.probe.phases.tracker import StepRaw
 from ftmon.trainer.probe.start import activate
@@ -82,6 +83,17 @@ def test_a_framework_with_the_documented_hook_has_its_steps_and_phases(hooked, t
     facts = training.introduction.facts
     assert (facts["framework"], facts["model"], facts["parameters"]) == ("tiny", "Linear", 5)
     assert training.guard.enabled
+
+
+def test_that_an_update_was_skipped_may_be_known_on_the_device_alone(training):
+    events, engine = Events(training), torch.nn.Linear(2, 2)
+    flags = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    for number, flag in enumerate(flags, 1):
+        with events.update(engine, lambda: 0.1) as update:
+            update.done(lambda number=number, flag=flag: {"number": number, "overflow": torch.tensor(flag)})
+    raws = [item for item in training.outbox.items if type(item) is StepRaw]
+    steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
+    assert [step.overflow for step in steps] == [bool(flag) for flag in flags]
 
 
 def test_without_a_probe_it_does_nothing_and_an_error_of_the_framework_stays_its_own(hooked, training, monkeypatch):

@@ -1,4 +1,4 @@
-"""The norm of all gradients, taken together."""
+"""DeepSpeed's configuration, and the norm of all gradients, taken together."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,8 @@ def settings_of(*words: str) -> dict[str, Any]:
     ("precision", "zero", "accumulated", "reduced"),
     [
         ("bf16", "{stage: 2}", "fp32", "fp32"),
-        ("bf16", "{stage: 0}", "bf16", "fp32"),
+        ("bf16", "{stage: 0}", "fp32", "fp32"),
+        ("bf16", "{stage: 0, grad_accum_dtype: bf16}", "bf16", "fp32"),
         ("fp32", "{stage: 0}", "fp32", "fp32"),
         ("bf16", "{stage: 1, grad_accum_dtype: bf16}", "bf16", "fp32"),
         ("bf16", "{stage: 3, communication_dtype: bf16}", "fp32", "bf16"),
@@ -42,6 +43,25 @@ def test_without_master_weights_deepspeed_keeps_no_fp32_copy(stage: int) -> None
     assert ("bf16" in settings) is (stage > 0)
     # At stage 0 DeepSpeed is not told of bf16, and compares this with its own precision.
     assert settings["data_types"]["grad_accum_dtype"] == ("bf16" if stage else "fp32")
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "stage"),
+    [
+        (["training.precision=bf16", "zero.stage=0"], 1, 1),
+        (["training.precision=bf16", "zero.stage=0"], 4, 1),
+        (["training.precision=bf16", "zero.stage=2"], 1, 1),
+        (["training.precision=bf16", "zero.stage=2"], 4, 2),
+        (["training.precision=bf16", "zero={stage: 2, grad_accum_dtype: bf16}"], 1, 2),
+        (["training.precision=bf16", "zero={stage: 2, offload_optimizer: true}"], 1, 2),
+        (["training.precision=bf16", "zero.stage=3"], 1, 3),
+        (["zero.stage=0"], 1, 0),
+        (["zero.stage=2"], 1, 2),
+    ],
+)
+def test_half_precision_runs_at_stage_1_where_nothing_is_partitioned(words: list[str], ranks: int, stage: int) -> None:
+    config = resolve.resolve(load(None, [*BASE, *words])).config
+    assert deepspeed_config(config, ranks, False)["zero_optimization"]["stage"] == stage
 
 
 def test_keys_are_laid_over_what_the_sections_make() -> None:

@@ -1,18 +1,29 @@
-"""What DeepSpeed's universal format leaves undone."""
+"""Which checkpoints a run resumes from."""
 
 import pytest
-import torch
-from ftmon.trainer.recipe.checkpoint.restore import move_step_counts
+from ftmon.trainer.recipe.checkpoint.manifest import Manifest
+from ftmon.trainer.recipe.checkpoint.restore import stage_refusal
+from ftmon.trainer.recipe.state import TrainState
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
-def test_step_counts_are_beside_the_weights_of_fused_optimizers_alone(fused: bool, device: str, stage: int) -> None:
-    weight = torch.nn.Parameter(torch.empty(3, device="meta"))
-    optimizer = torch.optim.AdamW([weight], fused=None)
-    optimizer.param_groups[0]["fused"] = fused
-    optimizer.state[weight]["step"] = torch.tensor(6.0)
-    if stage == 3:  # its groups are empty between steps
-        optimizer.param_groups[0]["params"] = []
-    move_step_counts(optimizer)
-    assert optimizer.state[weight]["step"].device.type == device
+@pytest.mark.parametrize(
+    ("written", "precision", "states", "stage", "refusal"),
+    [
+        (2, "bf16", "adamw", 1, ""),  # of one rank, before these ran at stage 1
+        (1, "fp32", "adamw", 2, ""),
+        (0, "fp32", "adamw", 0, ""),
+        (0, "bf16", "adamw_bf16 without master weights", 0, ""),
+        (3, "bf16", "adamw", 1, "was written with ZeRO-3; set zero.stage=3"),
+        (0, "fp32", "adamw", 2, "was written with ZeRO-0; set zero.stage=0"),
+        (0, "bf16", "adamw", 1, "was written with DeepSpeed's ZeRO-0 in bf16, which is no longer used"),
+        (0, "fp16", "adamw", 3, "was written with DeepSpeed's ZeRO-0 in fp16, which is no longer used"),
+    ],
+)
+def test_stages_1_and_2_resume_from_each_other(
+    written: int, precision: str, states: str, stage: int, refusal: str
+) -> None:
+    state = TrainState()
+    content = Manifest(0.0, state, written, precision, parameters={}, trained=[], files={}, optimizer=states)
+    found = stage_refusal(content, stage)
+    assert found.startswith(refusal)
+    assert bool(found) is bool(refusal)

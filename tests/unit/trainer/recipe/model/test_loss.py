@@ -185,17 +185,48 @@ def test_a_model_that_treats_its_logits_in_its_own_way_keeps_its_own_loss() -> N
         fused.set_up(model, config("on"), OneRank())
 
 
-def test_a_loss_beside_that_of_the_tokens_and_overflowing_sums_in_fp16_keep_full_logits() -> None:
-    model = model_of("mixtral", num_local_experts=2, output_router_logits=True, router_aux_loss_coef=1.0)
-    for made, words in ((model, "mixtral gives a loss of"), (model_of("llama").half(), "overflow in fp16")):
+def test_what_a_model_adds_to_its_loss_is_weighted_apart_from_the_tokens() -> None:
+    model = model_of("mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)
+    batch = rows()
+    with torch.no_grad():
+        plain = model(**batch)
+    added = float(plain.loss) - float(fused.summed_loss(plain.logits, batch["labels"]))
+    assert added == pytest.approx(0.5 * float(plain.aux_loss), abs=1e-3)
+    for words in ("on", "off"):
+        assert fused.set_up(model, config(words), OneRank()) is (words == "on")
+        alone, once, thrice = (float(model(**batch, addition_weight=weight).loss) for weight in (0.0, 1.0, 3.0))
+        assert alone == pytest.approx(float(plain.loss) - added, rel=1e-6)
+        assert once - alone == pytest.approx(added, abs=1e-3)
+        assert thrice - alone == pytest.approx(3.0 * added, abs=1e-3)
+        assert fused.addition_weight(model, 12, 4) == {"addition_weight": 3.0}
+        model = model_of("mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)
+
+
+def with_logits_loss(model: Any) -> Any:
+    """Return a model that adds a loss of its logits, as Bamba can."""
+    own = type(model).forward
+
+    def forward(self: Any, *inputs: Any, **others: Any) -> Any:
+        output = own(self, *inputs, **others)
+        if output.loss is not None:
+            output.loss = output.loss + 0.1 * output.logits.logsumexp(-1).pow(2).mean()
+        return output
+
+    model.forward = forward.__get__(model)
+    return model
+
+
+def test_a_loss_of_the_logits_and_overflowing_sums_in_fp16_keep_full_logits() -> None:
+    for change, words in ((with_logits_loss, "llama gives a loss of"), (torch.nn.Module.half, "overflow in fp16")):
         ranks: Any = OneRank()
-        assert not fused.set_up(made, config("auto"), ranks)
+        assert not fused.set_up(change(model_of("llama")), config("auto"), ranks)
         assert words in ranks.said[0]
         with pytest.raises(ConfigError, match=words):
-            fused.set_up(made, config("on"), ranks)
+            fused.set_up(change(model_of("llama")), config("on"), ranks)
     model = model_of("llama")
     assert not fused.set_up(model, config("off"), ranks)
     assert "forward" not in vars(model)
+    assert fused.addition_weight(model, 12, 4) == {}
 
 
 def test_a_model_whose_configuration_is_made_of_parts_is_loaded(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """The learning rate over time."""
 
 import pytest
+import torch
 from ftmon.trainer.recipe.config.schema import Schedule
-from ftmon.trainer.recipe.optim.optimizer import factor
+from ftmon.trainer.recipe.optim.optimizer import factor, own_step_counts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,3 +25,22 @@ def test_warm_up_rises_linearly_to_the_peak_and_cosine_is_half_way_down_in_the_m
     schedule = Schedule(kind="constant", warmup_steps=4)
     assert [factor(schedule, step, 10) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert factor(Schedule(kind="cosine", final_ratio=0.0), 50, 101) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
+def test_step_counts_are_separate_and_beside_the_weights_of_fused_optimizers_alone(
+    fused: bool, device: str, stage: int
+) -> None:
+    weights = [torch.nn.Parameter(torch.empty(3, device="meta")) for _ in range(2)]
+    optimizer = torch.optim.AdamW(weights, fused=None)
+    optimizer.param_groups[0]["fused"] = fused
+    shared = torch.tensor(6.0)
+    for weight in weights:
+        optimizer.state[weight]["step"] = shared
+    if stage == 3:  # its groups are empty between steps
+        optimizer.param_groups[0]["params"] = []
+    own_step_counts(optimizer)
+    counts = [optimizer.state[weight]["step"] for weight in weights]
+    assert [count.device.type for count in counts] == [device] * 2
+    assert len({id(count) for count in (shared, *counts)}) == 3
