@@ -66,9 +66,20 @@ class Row:
     trl: dict[str, Any] | None = field(default_factory=dict[str, Any])
     """Arguments of SFTConfig besides the common ones; None: TRL does not run this row."""
     lora: int = 0
+    defaults: bool = False
+    """ftmon gets the model, the data, the micro-batch, the length and the number of steps, and chooses the rest."""
 
 
+QWEN_DEFAULT = QWEN_05B | {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+}
 ROWS = {
+    "0.5b-defaults": Row(QWEN_DEFAULT, length=2048, micro_batch=8, defaults=True),
+    "1.2b-defaults": Row(LLAMA_12B, length=2048, micro_batch=8, defaults=True),
+    "1.2b-defaults-2": Row(LLAMA_12B, length=2048, micro_batch=8, gpus=2, defaults=True),
     "0.5b": Row(QWEN_05B, micro_batch=8),
     "1.2b": Row(LLAMA_12B),
     "8b-lora": Row(LLAMA_8B, micro_batch=2, words=["lora={rank: 16, merge: false}"], lora=16),
@@ -194,6 +205,9 @@ def shrunk(row: Row) -> Row:
 
 def overrides(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> list[str]:
     """Return the row as overrides of the trainer's configuration."""
+    if row.defaults:
+        sizes = f"training={{max_steps: {steps}, micro_batch: {row.micro_batch}, sequence_length: {row.length}}}"
+        return [f"model.name={folder}", f"data.path={data}", sizes, *(["run.device=cpu"] if tiny else [])]
     return [
         f"model.name={folder}",
         f"data.path={data}",

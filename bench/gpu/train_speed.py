@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,8 @@ def trl_rank(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> None
     trainer.train()
 
 
-def figures(name: str, tokens_per_step: int) -> dict[str, Any]:
-    """Return what a run's recording says of its steps after the first ``WARM``."""
+def figures(name: str, tokens_per_step: int, begun: float) -> dict[str, Any]:
+    """Return what a run's recording says of its steps after the first ``WARM``; ``begun``: when its command was."""
     run = rundir.find(name)
     every: dict[int, list[Step]] = {}
     with Reader(run.recording) as reader:
@@ -151,6 +152,7 @@ def figures(name: str, tokens_per_step: int) -> dict[str, Any]:
     peak = peak_flops(device, "bf16")
     return {
         "steps": len(timed),
+        "first_step_s": round(steps[0].started + steps[0].host_us / 1e6 - begun, 1),
         "tokens_per_s": round(counted / seconds) if seconds else None,
         "padded": round(1 - counted / (tokens_per_step * (len(timed) - 1)), 4) if len(timed) > 1 else None,
         "mfu": round(flops / seconds / peak, 4) if peak and seconds else None,
@@ -237,12 +239,13 @@ def main() -> int:
             if given.trl and row.trl is not None:
                 runs["trl"] = by_trl(f"{key}-trl-{turn}", key, row, folder, data, given.steps, given.tiny)
             for who, command in runs.items():
+                begun = time.time()
                 done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
                 result: dict[str, Any] = {"row": key, "by": who, "turn": turn, "status": done.returncode}
                 if done.returncode:
                     result["output"] = done.stdout.splitlines()[-15:]
                 else:
-                    result |= figures(f"{key}-{who}-{turn}", tokens_per_step)
+                    result |= figures(f"{key}-{who}-{turn}", tokens_per_step, begun)
                     if given.predict and who == "ftmon":
                         result["predicted"] = predicted(row, folder, data, given.steps, given.tiny)
                 results.append(result)
