@@ -292,7 +292,7 @@ class Checkpoint(Section, frozen=True):
     every: AtLeast0 = 0
     """Steps between checkpoints; 0: only when asked to stop, and of the best evaluation (`keep_best`)."""
     keep: AtLeast1 = 2
-    """How many to keep; older ones are removed when a new one is complete."""
+    """How many to keep; older ones are removed when a new one is complete, and before it if the disk is short."""
     keep_best: bool = True
     """Write one after each evaluation with a new lowest loss, and keep the best, where there are evaluations."""
     at_end: bool = False
@@ -300,7 +300,8 @@ class Checkpoint(Section, frozen=True):
     background: bool = True
     """Write from a copy in host memory while training continues, where that memory is free."""
     rehearse: bool = True
-    """Write one in the rehearsal (`training.rehearsal`) too, read it back and compare it; it is deleted again."""
+    """In the rehearsal (`training.rehearsal`), check the disk's space for all that will be written, and write and read
+    back a sample of each file of a checkpoint."""
     resume: str = "never"
     """never; auto: from the newest in `output.dir` when there is one; or the path of a checkpoint or output folder."""
     allow: list[Change] = msgspec.field(default_factory=list[Change])
