@@ -91,7 +91,10 @@ class Outcome:
             here = [f"output={{dir: {disk}/{name}, save_model: true}}", "model.fused_loss=off", *words]
             jobs[name] = (1, [*common, *here])
         one = "training={max_steps: 2, micro_batch: 1, sequence_length: 8192}"
-        jobs["out-of-memory"] = (1, [one, f"data.path={folder}/long.jsonl", "model.attention=eager"])
+        jobs["out-of-memory"] = (
+            1,
+            [one, f"data.path={folder}/long.jsonl", "data.packing=false", "model.attention=eager"],
+        )
         self.text = small_runs.launch(folder, "evaluation_ranks", jobs)
         self.out = folder / "out"
         saved: dict[str, Any] = {path.stem: torch.load(path) for path in folder.glob("*.pt")}

@@ -27,7 +27,7 @@ from .data.pipeline import Examples
 from .distributed import World
 from .engine import forget_module_order
 from .evaluation.evaluate import Evaluator
-from .model.activations import compile_ahead, decoder_layers
+from .model.activations import compile_ahead
 from .model.loss import IGNORED, Batch
 from .monitor import activity, probe
 from .state import TrainState
@@ -103,7 +103,7 @@ def compile_first(stepper: Stepper, data: Sampled, model: Any) -> None:
     stepper.engine.train()
     with probe().rehearsal(), _same_random_numbers(stepper.world):
         batch = stepper.prepare(data.batch(rows))
-        compile_ahead(model, decoder_layers(model), batch, stepper.world)
+        compile_ahead(model, batch, stepper.world, required=stepper.config.model.compile == "layers")
     forget_module_order(stepper.engine)
 
 

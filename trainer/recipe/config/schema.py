@@ -58,8 +58,9 @@ class Model(Section, frozen=True):
     recomputed layers; all: also what layers that are not recomputed save, above `offload_bytes`."""
     offload_bytes: AtLeast0 = 1_048_576
     """Size from which `activation_offload: all` moves a tensor; smaller ones stay."""
-    compile: Literal["off", "layers"] = "off"
-    """layers: compile the decoder layers (torch.compile) before the first step; needs `data.packing`."""
+    compile: Literal["auto", "off", "layers"] = "auto"
+    """layers: compile the decoder layers (torch.compile) before the first step; needs `data.packing`. auto: on GPUs,
+    where nothing excludes it."""
     activation_memory_budget: Fraction = 1.0
     """Share of their activations that compiled layers keep; what is cheapest to compute again is left out first. Needs
     `compile: layers`, and no `gradient_checkpointing`."""
@@ -140,8 +141,9 @@ class Data(Section, frozen=True):
     max_refused: Fraction = 0.01
     """Share of records that may be refused (broken, of another format, rejected by the template) before the run is;
     they are never trained on."""
-    packing: bool = False
-    """Put several records into each sequence, without cutting any; they do not see each other."""
+    packing: bool | Literal["auto"] = "auto"
+    """Put several records into each sequence, without cutting any; they do not see each other. auto: where a check of
+    the model's attention finds that they do not, and the data fill a step."""
     group_by_length: bool = True
     """Without packing: batches of records of similar length, so that less is padded."""
     shuffle: bool = True

@@ -93,7 +93,7 @@ class Rows:
     def __init__(self, documents: Documents, rows: list[list[int]], packed: bool) -> None:
         self._documents = documents
         self._rows = rows
-        self._packed = packed
+        self.packed = packed
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -104,7 +104,7 @@ class Rows:
         ids = numpy.concatenate([ids for ids, _ in found]).astype(numpy.int64)
         learned = numpy.concatenate([learned for _, learned in found])
         result: dict[str, Any] = {"input_ids": ids, "labels": numpy.where(learned, ids, IGNORED)}
-        if self._packed:
+        if self.packed:
             result["lengths"] = [len(ids) for ids, _ in found]
         return result
 
@@ -115,7 +115,7 @@ class Rows:
 
     def select(self, rows: Sequence[int]) -> "Rows":
         """Return some of the rows, in the order given."""
-        return Rows(self._documents, [self._rows[row] for row in rows], self._packed)
+        return Rows(self._documents, [self._rows[row] for row in rows], self.packed)
 
     def records(self, index: int) -> list[int]:
         """Return the numbers of the records in a row."""
@@ -186,11 +186,22 @@ def encode(
 def examples(folder: Path, records: Records | None, config: Config) -> Examples:
     """Return the training rows of encoded documents, without those that ``evaluation.share`` sets aside.
 
-    ``records`` give the files' weights; None: all are 1.
+    ``records`` give the files' weights; None: all are 1. If ``data.packing`` is ``auto``, they are not packed if packed
+    ones would not fill a step.
     """
     documents = Documents(folder)
     trained = _weighted(documents, numpy.flatnonzero(~_set_aside(documents, config)), records, config)
-    return _examples(documents, trained, config, config.data.packing)
+    found = _examples(documents, trained, config, bool(config.data.packing))
+    if config.data.packing == "auto" and len(found.rows) < rows_a_step(config):
+        return _examples(documents, trained, config, packing=False)
+    return found
+
+
+def rows_a_step(config: Config) -> int:
+    """Return the rows that one optimizer step takes over all ranks."""
+    training = config.training
+    data_ranks = max(1, config.run.ranks // training.sequence_parallel_size)
+    return training.micro_batch * training.grad_accumulation * data_ranks
 
 
 def held_out(folder: Path, config: Config) -> Examples:
@@ -387,13 +398,18 @@ def prepare(config: Config, world: World, output: Path, resumed: Path | None) ->
         made = tokenizers.load(config, kept)
     # Rank 0 has chosen the template, if there are chats.
     made.chat_template = json.loads(world.share_text(json.dumps(made.chat_template)))
-    with activity("data", "packing" if config.data.packing else "reading the tokens"):
-        # Every rank reads and hashes whole files, so only if their weights differ.
-        weighted = any(file.weight != 1 for file in config.data.files)
-        result = examples(folder, read_records(config) if weighted else None, config)
+    result = read_examples(folder, config)
     for line in result.report.notes():
         world.log(line)
     return made, folder, result
+
+
+def read_examples(folder: Path, config: Config) -> Examples:
+    """Return ``examples`` of encoded documents; records are read only if the weights of files differ."""
+    with activity("data", "packing" if config.data.packing else "reading the tokens"):
+        # Every rank would read and hash whole files.
+        weighted = any(file.weight != 1 for file in config.data.files)
+        return examples(folder, read_records(config) if weighted else None, config)
 
 
 def first_encodes(world: World, encode: Callable[[], Path]) -> Path:

@@ -55,7 +55,7 @@ def build(config: Config, tokenizer: Any) -> Examples:
 
 
 def of(path: Path, length: int = 64, **data: Any) -> Config:
-    return Config(data=Data(path=str(path), **data), training=Training(sequence_length=length))
+    return Config(data=Data(path=str(path), **{"packing": False, **data}), training=Training(sequence_length=length))
 
 
 def write(path: Path, *records: Any) -> Path:
