@@ -334,7 +334,8 @@ def compile_ahead(model: Any, batch: dict[str, Any], world: World, *, required: 
         except Exception as error:  # the compiler and its backends raise many types
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch")):
                 raise
-            text = (str(error).strip() or repr(error)).splitlines()[0]
+            cause = getattr(error, "inner_exception", error)  # the backend's own
+            text = (str(cause).strip() or repr(cause)).splitlines()[0]
             problem = f"layers of {kind} cannot be compiled: {text}"
         finally:
             for hook in hooks:
