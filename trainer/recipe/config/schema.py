@@ -151,7 +151,7 @@ class Data(Section, frozen=True):
     limit: AtLeast0 = 0
     """Use only the first so many records; 0: all."""
     processes: AtLeast0 = 0
-    """Processes that tokenize; 0: one a core."""
+    """Processes that tokenize; 0: by the numbers of records and cores."""
     workers: AtLeast0 = 0
     """Data-loading processes a rank; 0 loads in the rank itself."""
 

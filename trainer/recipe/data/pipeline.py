@@ -3,7 +3,9 @@
 Data that do not fit the configuration raise ``ConfigError``.
 """
 
+import contextlib
 import hashlib
+import importlib
 import json
 import os
 import secrets
@@ -69,6 +71,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 _PARALLEL_RECORDS = 20_000
+_RECORDS_OF_A_PROCESS = 2_500
+"""Records that take about as long as the imports of the process that encodes them."""
 _POLL_SECONDS = 0.05
 
 
@@ -290,7 +294,11 @@ def _weighted(
 def _processes(records: Records, config: Config) -> int:
     if config.data.processes:
         return min(config.data.processes, len(records))
-    return hardware.cores() if len(records) >= _PARALLEL_RECORDS else 1
+    cores = hardware.cores()
+    if len(records) >= _PARALLEL_RECORDS:
+        return cores
+    # Each imports torch first: worth it beside the rank's own imports, on cores that the rank does not use.
+    return max(1, min(cores - 2, len(records) // _RECORDS_OF_A_PROCESS))
 
 
 def _encode_parts(
@@ -328,6 +336,7 @@ def _encode_parts(
                         command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
                     )
                 )
+        _import_ahead(config)
         for process, part in zip(running, parts, strict=True):
             while process.poll() is None:
                 if any(other.returncode for other in running):
@@ -347,6 +356,15 @@ def _encode_parts(
     for part in parts:
         part.with_suffix(".log").unlink()
         part.with_suffix(".done").unlink(missing_ok=True)
+
+
+def _import_ahead(config: Config) -> None:
+    """Import what the rank needs later, while other processes encode."""
+    compiles = config.model.compile == "layers" or (config.model.compile == "auto" and config.run.device != "cpu")
+    for needed, module in ((compiles, "torch._inductor.compile_fx"), (config.lora.rank > 0, "peft")):
+        if needed:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
 
 
 def _done(part: Path) -> int:
