@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import math
 import os
 import shutil
 import sqlite3
@@ -339,7 +338,7 @@ def export_bytes(model: Any, config: Config) -> int:
     for name, one in model.named_parameters():
         if is_adapter(name) != whole or (not whole and not config.model.name):
             state = getattr(one, "quant_state", None) if is_quantized(one) else None
-            count = math.prod(state.shape) if state is not None else int(getattr(one, "ds_numel", one.numel()))
+            count = state.shape.numel() if state is not None else int(getattr(one, "ds_numel", one.numel()))
             total += count * (one.dtype if state is None else state.dtype).itemsize
     return total
 

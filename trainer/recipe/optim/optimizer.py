@@ -137,13 +137,6 @@ def scheduler(config: Config, total_steps: int) -> Callable[[torch.optim.Optimiz
     )
 
 
-def change_total(engine: Any, config: Config, total_steps: int) -> None:
-    """Let a training that has not begun have another number of steps."""
-    made = scheduler(config, total_steps)(engine.basic_optimizer)
-    engine.lr_scheduler.lr_lambdas = made.lr_lambdas
-    apply_schedule(engine, config, 0, total_steps)
-
-
 def apply_schedule(engine: Any, config: Config, step: int, total_steps: int) -> None:
     """Set the learning rate of the next step after a resume, by the present configuration."""
     groups: list[dict[str, Any]] = engine.basic_optimizer.param_groups
@@ -152,6 +145,13 @@ def apply_schedule(engine: Any, config: Config, step: int, total_steps: int) -> 
     for group, peak in zip(groups, peaks, strict=True):
         group["initial_lr"] = peak
         group["lr"] = peak * factor(config.schedule, step, total_steps)
+
+
+def change_total(engine: Any, config: Config, total_steps: int) -> None:
+    """Let a training that has not begun have another number of steps."""
+    made = scheduler(config, total_steps)(engine.basic_optimizer)
+    engine.lr_scheduler.lr_lambdas = made.lr_lambdas
+    apply_schedule(engine, config, 0, total_steps)
 
 
 def _groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
