@@ -320,7 +320,7 @@ def set_up_sequence_parallel(model: Any, config: Config, world: World) -> bool:
     inner, length = causal_model(model), config.training.sequence_length
     if problem := refusal(inner.config, length, world.sequence.size):
         raise ConfigError(f"{SEQUENCES} {problem}")
-    whole = _Reference(inner, world, config.data.packing) if world.has_values else None
+    whole = _Reference(inner, world, bool(config.data.packing)) if world.has_values else None
     windows: list[int] = []
     varlen = config.data.packing and world.on_gpu and can_varlen(inner)
     try:
