@@ -344,7 +344,11 @@ class Checkpoints:
             best = manifest.lowest(found) if self._config.checkpoint.keep_best else None
             kept = {best.path} if best is not None else set[Path]()
             kept |= {latest} if latest is not None else {one.path for one in found[:1] if not kept}
-            gone, problem = space.make_room(self.folder, needed, kept)
+            gone: list[str] = []
+            with contextlib.suppress(
+                OSError
+            ):  # what cannot be asked or removed fails in the write, where it is reported
+                gone, problem = space.make_room(self.folder, needed, kept)
             if gone:
                 names = ", ".join(gone)
                 self._world.log(f"note: {names} removed to make room for {what}: the disk of {self.folder} is short")

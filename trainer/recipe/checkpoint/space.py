@@ -1,5 +1,6 @@
 """Disk space of a run's output: what it will write, what is free, and which checkpoints are removed for it."""
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -109,8 +110,9 @@ def make_room(folder: Path, needed: int, kept: set[Path]) -> tuple[list[str], st
         for one in old:
             if free(folder) >= needed:
                 break
-            manifest.remove(one)
-            gone.append(one.path.name)
+            with contextlib.suppress(OSError):
+                manifest.remove(one)
+                gone.append(one.path.name)
     now = free(folder)
     missing = f"it takes {size_text(needed)}, and the disk of {folder} has {size_text(now)} free"
     return gone, missing if now < needed else ""
