@@ -65,7 +65,7 @@ def main() -> int:
     model = {**train_rows.QWEN_05B, **(train_rows.TINY if given.tiny else {})}
     train_rows.documents(folder / "data.jsonl", 20 * lengths[-1])
     config = {
-        "model": {"config": {**model, "max_position_embeddings": max(512, lengths[-1])}},
+        "model": {"config": {**model, "max_position_embeddings": max(512, lengths[-1])}, "compile": "off"},
         "data": {"path": str(folder / "data.jsonl"), "packing": True},
         "training": {"seed": train_rows.SEED},
         "run": {"ranks": 1, "device": "cpu" if given.tiny else "cuda"},

@@ -81,7 +81,7 @@ def overrides(size: Size, seed: int, folder: Path) -> list[str]:
     adamw = ", ".join(f"{name}: {value}" for name, value in ADAMW.items())
     return [
         f"model.name={folder}",
-        f"data={{path: {folder.parent / 'documents.jsonl'}, format: text, truncation: keep_start}}",
+        f"data={{path: {folder.parent / 'documents.jsonl'}, format: text, truncation: keep_start, packing: false}}",
         f"training={{max_steps: {size.steps}, micro_batch: {size.micro_batch}, seed: {seed}}}",
         f"training={{grad_accumulation: {size.accumulation}, sequence_length: {size.length}, rehearsal: false}}",
         f"training.precision={'bf16' if size.bf16 else 'fp32'}",

@@ -212,6 +212,7 @@ def overrides(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> lis
         f"model.name={folder}",
         f"data.path={data}",
         "data.packing=true",
+        "model.compile=off",
         f"training={{max_steps: {steps}, micro_batch: {row.micro_batch}, sequence_length: {row.length}, seed: {SEED}}}",
         "optimizer.lr=1e-4",
         "output={save_model: false, log_every: 20}",

@@ -28,7 +28,7 @@ def model_of(run: RunDir) -> RunModel:
 
 @pytest.mark.timeout(900)
 def test_a_run_is_predicted_beside_it_without_its_gpu_and_as_it_comes_out(home: Ftmon, tmp_path: Path) -> None:
-    settings = ["run.ranks=1", "training.max_steps=100000", "data.packing=true", "training.rehearsal=false"]
+    settings = ["run.ranks=1", "training.max_steps=100000", "model.compile=off", "training.rehearsal=false"]
     (tmp_path / "train.yaml").write_text(write.dump(demo_config(settings).config))
     assert home.run("train", str(tmp_path / "train.yaml"), "--detach", seconds=300).returncode == 0
     (run,) = home.runs()

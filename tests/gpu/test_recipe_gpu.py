@@ -66,9 +66,9 @@ def test_compiled_layers_give_near_losses_and_are_compiled_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str]
 ) -> None:
     words = ["data.packing=true", "zero.stage=2", "run.ranks=1", *overrides]
-    plain = train(tmp_path / "plain", *words)
+    plain = train(tmp_path / "plain", *words, "model.compile=off")
     monkeypatch.setenv("TORCH_LOGS", "recompiles")
-    compiled = train(tmp_path / "compiled", *words, "model.compile=layers")
+    compiled = train(tmp_path / "compiled", *words)
     assert plain.returncode == compiled.returncode == 0, compiled.stdout
     assert compiled.stdout.index("compiled decoder layers") < compiled.stdout.index("step 1/")
     # Batches with another number of documents, and the steps after the rehearsal, run the same code.

@@ -23,6 +23,7 @@ BASE = [
     "checkpoint={every: 3, keep: 9}",
     "output={log_every: 1}",
     "run.device=cuda",
+    "model.compile=off",
     "model.attention=eager",  # backward passes of fused attention kernels add in another order each time
 ]
 KINDS: dict[str, list[str]] = {

@@ -21,12 +21,13 @@ BASE = [
     f"data.path={DATA}",
     f"training={{max_steps: {STEPS}, sequence_length: 512, grad_accumulation: 2, rehearsal: false}}",
     "output={log_every: 1, save_model: false}",
+    "model.compile=off",
     "run={device: cuda, ranks: 2}",
 ]
 KINDS: dict[str, list[str]] = {
     "packed-z2-bf16": ["data.packing=true", "zero.stage=2"],
     "packed-z3-bf16-layers": ["data.packing=true", "zero.stage=3", "model.gradient_checkpointing=layers"],
-    "padded-z0-bf16": ["zero.stage=0"],
+    "padded-z0-bf16": ["data.packing=false", "zero.stage=0"],
     "packed-z2-fp32": ["data.packing=true", "zero.stage=2", "training.precision=fp32"],
 }
 SHARED = ["training={sequence_parallel_size: 2, micro_batch: 4}"]

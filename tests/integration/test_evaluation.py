@@ -52,7 +52,7 @@ class Outcome:
                     [TRAIN, *data, "evaluation={every: 1, patience: 1}", "optimizer.lr=10", "output.save_model=true"],
                 ),
                 "best-at-end": (1, [TRAIN, *data, "evaluation.every=2", "output.save_model=true"]),
-                "share": (1, [TRAIN, "evaluation.share=0.25"]),
+                "share": (1, [TRAIN, "evaluation.share=0.25", "data.packing=false"]),
                 # A data set of the hub by its name: a folder, read as a repository is, with the same records.
                 "split": (1, [TRAIN, *named, "evaluation.split=validation", "optimizer.lr=1e-2", *often]),
                 "path": (1, [TRAIN, *data, *often]),

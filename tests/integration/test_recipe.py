@@ -28,6 +28,10 @@ BASE = [
     "output={log_every: 1}",
     "run={ranks: 2, device: cpu, threads: 1}",
 ]
+OPT = (
+    "model.config={model_type: opt, hidden_size: 64, ffn_dim: 128, num_hidden_layers: 2, num_attention_heads: 4,"
+    " word_embed_proj_dim: 64, max_position_embeddings: 64}"
+)
 JOBS: dict[str, list[str]] = {
     "stage-0": ["zero.stage=0", "training.rehearsal=true"],
     "stage-1": ["zero.stage=1"],
@@ -46,6 +50,10 @@ JOBS: dict[str, list[str]] = {
         "training.rehearsal=true",
     ],
     "packed": ["data.packing=true", "data.train_on=all"],
+    # Its attention does not isolate documents: rows are packed, found to leak, and padded.
+    "leaking": ["model.config=", OPT, "schedule.warmup_steps=2", "training.max_steps=4"],
+    "leaking-padded": ["model.config=", OPT, "schedule.warmup_steps=2", "training.max_steps=4", "data.packing=false"],
+    "few-rows": ["data.limit=20", "training.max_steps=2"],
     "resumed": ["zero.stage=2", "checkpoint.resume={out}/stage-2/checkpoints/step-4"],
     "stop-at-3": ["checkpoint.keep=1", "checkpoint.every=1"],
     "resumed-after-stop": ["checkpoint.resume=auto", "output.dir={out}/stop-at-3"],
@@ -137,6 +145,19 @@ def test_the_final_model_loads_and_is_as_good_as_it_was(outcome: Outcome, name: 
     random = 6.24  # the loss of guessing among 512 tokens
     assert loss < random
     assert model.config.use_cache  # as the model type has it, whatever training does without
+
+
+def test_rows_are_packed_where_that_is_right_and_fills_a_step_and_a_line_names_the_setting(outcome: Outcome) -> None:
+    assert re.search(
+        r"^packing: \d+ rows of up to 64 tokens \(data.packing=false turns it", outcome.text["stage-0"], re.M
+    )
+    leaking = outcome.text["leaking"]
+    assert "note: data.packing: documents of one row see each other in opt: each record is padded instead" in leaking
+    assert outcome.losses("leaking") == outcome.losses("leaking-padded")
+    rates = [re.findall(r"lr (\S+)", outcome.text[name]) for name in ("leaking", "leaking-padded")]
+    assert rates[0] == rates[1]
+    assert "note: data.packing: packed rows would not fill a step: each record is padded" in outcome.text["few-rows"]
+    assert list(outcome.losses("few-rows")) == [1, 2]
 
 
 def test_a_saved_model_is_fine_tuned_further(outcome: Outcome) -> None:

@@ -1,6 +1,9 @@
 """A rehearsal before the first step changes nothing, and finds what does not fit."""
 
 import re
+import subprocess
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +33,31 @@ CASES: dict[str, tuple[int, list[str]]] = {
 }
 
 RESUMED = ("stage-1-bf16", "stage-3")
+SMALL_DISKS = {
+    # Tenths of a checkpoint that another program takes after the rehearsal, and that are free before it.
+    "small-disk-0-26": ["checkpoint={every: 1, keep: 2}"],
+    "small-disk-0-22-best": ["checkpoint={every: 1, keep: 1, keep_best: true}", "evaluation.every=1"],
+    "small-disk-12-24": ["checkpoint={every: 1, keep: 1}"],
+    "small-disk-3-15-at-end": ["checkpoint.at_end=true"],
+    "small-disk-0-2": [],
+}
+
+
+@contextmanager
+def mounted(folder: Path) -> Generator[bool]:
+    """Mount a tmpfs of 64 MiB; yield whether that is allowed here."""
+    folder.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
+    mounts = subprocess.run(words, capture_output=True, check=False).returncode == 0
+    try:
+        yield mounts
+    finally:
+        if mounts:
+            subprocess.run(["umount", str(folder)], check=True)
 
 
 class Outcome:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, disk: Path | None) -> None:
         # Dropout: a random number more or less changes every loss that follows.
         small_runs.write_model(folder, attention_dropout=0.2)
         small_runs.write_records(folder / "data.jsonl", [5, 60, 7, 1, 9, 30, 2, 11, 4, 3])
@@ -59,15 +83,28 @@ class Outcome:
             jobs[f"{name}-resumed"] = (ranks, [*common, *words, f"checkpoint.resume={step}"])
         jobs["full-disk"] = (2, [*common, "checkpoint={at_end: true, background: false}"])
         jobs["full-disk-unplanned"] = (1, common)
+        export = f"output={{dir: {folder}/out/full-disk-at-export, save_model: true}}"
+        jobs["full-disk-at-export"] = (2, [*common, export])
         jobs["no-room"] = (1, [*common, "checkpoint.every=3"])
         jobs["left-out"] = (1, [*common, "checkpoint.rehearse=false"])
+        for name, words in SMALL_DISKS.items() if disk is not None else ():
+            here = [f"output={{dir: {disk}/{name}, save_model: true}}", "model.fused_loss=off", *words]
+            jobs[name] = (1, [*common, *here])
         one = "training={max_steps: 2, micro_batch: 1, sequence_length: 8192}"
-        jobs["out-of-memory"] = (1, [one, f"data.path={folder}/long.jsonl", "model.attention=eager"])
+        jobs["out-of-memory"] = (
+            1,
+            [one, f"data.path={folder}/long.jsonl", "data.packing=false", "model.attention=eager"],
+        )
         self.text = small_runs.launch(folder, "evaluation_ranks", jobs)
         self.out = folder / "out"
         saved: dict[str, Any] = {path.stem: torch.load(path) for path in folder.glob("*.pt")}
         self.saved = {name: one["weights"] for name, one in saved.items()}
         self.gathered: dict[str, list[int]] = {name: one["gathered"] for name, one in saved.items()}
+
+    def of_small_disk(self, name: str) -> str:
+        if name not in self.text:
+            pytest.skip("mounting a tmpfs is not allowed here")
+        return self.text[name]
 
     def losses(self, name: str) -> list[str]:
         return re.findall(r"^(?:step \d+/\d+|evaluation after step \d+:)  ?loss (\S+)", self.text[name], re.MULTILINE)
@@ -75,7 +112,9 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return Outcome(tmp_path_factory.mktemp("rehearsal"))
+    folder = tmp_path_factory.mktemp("rehearsal")
+    with mounted(folder / "disk") as mounts:
+        return Outcome(folder, folder / "disk" if mounts else None)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -112,8 +151,11 @@ def test_a_resumed_run_is_rehearsed_and_repeats_the_uninterrupted_one(outcome: O
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_is_written_read_back_compared_and_gone(outcome: Outcome, name: str) -> None:
     text = outcome.text[f"{name}-rehearsed"]
-    assert "the largest evaluation batch; a checkpoint written and read back" in text
-    found = re.search(r"a checkpoint of (\S+) MiB was written, read back and compared \((\d+) tensors\)", text)
+    assert "the largest evaluation batch; a sample of a checkpoint written and read back" in text
+    found = re.search(
+        r"a checkpoint takes (\S+) MiB; a sample of each file was written, read back and compared \((\d+) tensors\)",
+        text,
+    )
     assert found
     assert float(found[1]) > 0
     # At least the trained parameters and their two moments; partitions are flat.
@@ -132,9 +174,63 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_where_one_is_planned(o
     assert "step 4/4" in text
 
 
+def test_a_model_that_cannot_be_written_leaves_a_checkpoint_of_the_last_step(outcome: Outcome) -> None:
+    (line,) = re.findall("^refused: (.*)", outcome.text["full-disk-at-export"], re.MULTILINE)
+    kept = outcome.out / "full-disk-at-export" / "checkpoints" / "step-4"
+    assert re.match(rf"the final model cannot be written to \S+/model: .*; step 4 is in {kept}; to write it", line)
+    assert (kept / "manifest.json").exists()
+
+
 def test_a_disk_without_room_is_refused_before_anything_is_written(outcome: Outcome) -> None:
     (line,) = re.findall("^refused: (.*)", outcome.text["no-room"], re.MULTILINE)
     assert re.match(r"rehearsal: a checkpoint takes [\d.]+ MiB, and the disk of \S+ has 0.1 MiB free; free space", line)
+
+
+def test_a_disk_that_is_short_of_keep_costs_the_oldest_checkpoints_and_not_the_run(outcome: Outcome) -> None:
+    text = outcome.of_small_disk("small-disk-0-26")
+    assert re.search(
+        r"note: rehearsal: 3 checkpoints of \S+ MiB take \S+ MiB \(checkpoint.keep=2 and one being written\), and the "
+        r"disk of \S+ has \S+ MiB free: the oldest checkpoints will be removed before the next is written; free space",
+        text,
+    )
+    assert re.findall("note: (step-.*) removed to make room for (step-.*|the final model):", text) == [
+        ("step-1", "step-3"),
+        ("step-2", "step-4"),
+    ]
+    assert len(re.findall("^checkpoint: ", text, re.MULTILINE)) == 4
+    assert "final model: " in text
+
+
+def test_the_best_checkpoint_stays_when_the_disk_is_short(outcome: Outcome) -> None:
+    text = outcome.of_small_disk("small-disk-0-22-best")
+    losses = re.findall(r"^evaluation after step \d+: loss (\S+)", text, re.MULTILINE)
+    best = 1 + losses.index(min(losses, key=float))
+    assert f"step-{best}" not in {name for line in re.findall("note: (.*) removed", text) for name in line.split(", ")}
+    assert "final model: " in text
+
+
+def test_a_disk_that_fills_up_later_ends_no_training_and_the_model_takes_the_place_of_an_old_one(
+    outcome: Outcome,
+) -> None:
+    text = outcome.of_small_disk("small-disk-12-24")
+    # The only checkpoint stays during the training; every later one has no room.
+    assert len(re.findall("^checkpoint: ", text, re.MULTILINE)) == 1
+    assert len(re.findall(r"note: checkpoint step-\d could not be written: it takes .* MiB free; training", text)) == 3
+    assert "note: step-1 removed to make room for the final model: " in text
+    assert "final model: " in text
+
+
+def test_the_model_that_does_not_fit_beside_the_last_checkpoint_is_named_with_it(outcome: Outcome) -> None:
+    text = outcome.of_small_disk("small-disk-3-15-at-end")
+    (line,) = re.findall("^refused: (.*)", text, re.MULTILINE)
+    assert re.match(r"the final model cannot be written to \S+: it takes \S+ MiB, and the disk of \S+ has \S+", line)
+    assert re.search(r"; step 4 is in \S+/step-4; to write it, resume with checkpoint.resume=\S+-at-end$", line)
+
+
+def test_a_disk_without_room_for_the_final_model_is_refused_before_the_first_step(outcome: Outcome) -> None:
+    text = outcome.of_small_disk("small-disk-0-2")
+    (line,) = re.findall("^refused: (.*)", text, re.MULTILINE)
+    assert re.match(r"rehearsal: the final model takes \S+ MiB, and the disk of \S+ has \S+ MiB free; free space", line)
 
 
 def test_the_checkpoint_can_be_left_out(outcome: Outcome) -> None:

@@ -98,7 +98,7 @@ def test_the_recording_has_all_that_the_run_did_besides_its_steps(life: Life) ->
         begun.setdefault(f"{one['name']}: {one.get('text', '')}".rstrip(": "), one)
     assert begun["data: tokenizing"]["total"] > 700, "records"
     assert "data: packing" in begun
-    assert begun["rehearsal: a checkpoint written and read back"]["total"] == 3
+    assert begun["rehearsal: a sample of a checkpoint written and read back"]["total"] == 3
     assert begun["evaluation"]["total"] > 1, "batches"
     assert any(name.startswith("checkpoint: step-") for name in begun)
     ended = [one["name"] for one in activities if one.get("over")]

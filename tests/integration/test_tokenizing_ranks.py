@@ -114,7 +114,7 @@ def test_every_rank_has_the_template_that_rank_0_chose_and_texts_need_none(tmp_p
 
     def templates(path: Path, template: str) -> list[Any]:
         config = Config(
-            data=Data(path=str(path), chat_template=template),
+            data=Data(path=str(path), chat_template=template, packing=False),
             training=Training(sequence_length=64),
             tokenizer=Tokenizer(name=str(folder)),
         )

@@ -1,10 +1,13 @@
 """One rank that trains each of several configurations, one after the other: rank 0 saves each run's weights.
 
 A job is a configuration file; ``FILE.pt`` receives the weights of the end, the evaluation examples, and of ZeRO-3 how
-many parameters were gathered at the end of each training forward, the rehearsal's too. Rank 0 of a job
-called ``full-disk...`` can write no file above 1 KiB while it rehearses, ``no-room`` finds 100 KiB of free disk.
+many parameters were gathered at the end of each training forward, the rehearsal's too. Rank 0 of a job called
+``full-disk...`` can write no file above 1 KiB while it rehearses (``...-at-export``: while it exports), ``no-room``
+finds 100 KiB of free disk, and ``small-disk-T-N...`` writes to a tmpfs with room for N tenths of a checkpoint, of which
+a file takes T tenths after the rehearsal.
 """
 
+import os
 import resource
 import shutil
 from collections.abc import Generator
@@ -17,6 +20,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from ftmon.protocol.errors import FtmonError
 from ftmon.trainer.recipe import trainer
 from ftmon.trainer.recipe.distributed import World
+from ftmon.trainer.recipe.state import TrainState
+from ftmon.trainer.recipe.trainer import Trainer
 from recipe_ranks import runs, save
 
 
@@ -32,24 +37,24 @@ def little_memory() -> Generator[None]:
 
 
 @contextmanager
-def full_disk(world: World) -> Generator[None]:
-    """Let rank 0 write no large file until the rehearsal is over."""
-    original = trainer.rehearse
+def full_disk(world: World, during: str) -> Generator[None]:
+    """Let rank 0 write no large file during one of the trainer's functions."""
+    original = getattr(trainer, during)
 
-    def rehearse(*arguments: Any) -> None:
+    def limited(*arguments: Any) -> Any:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if world.is_first:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
         try:
-            original(*arguments)
+            return original(*arguments)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    trainer.rehearse = rehearse
+    setattr(trainer, during, limited)
     try:
         yield
     finally:
-        trainer.rehearse = original
+        setattr(trainer, during, original)
 
 
 @contextmanager
@@ -61,6 +66,34 @@ def no_room() -> Generator[None]:
         yield
     finally:
         shutil.disk_usage = original
+
+
+@contextmanager
+def small_disk(run: Trainer, taken: int, tenths: int) -> Generator[None]:
+    """Leave little room on the disk of a run's output, and less once the rehearsal is over."""
+    rehearse, measure = trainer.rehearse, run.checkpoints.measure
+    sizes: list[int] = []
+
+    def take(name: str, count: int) -> None:
+        with (run.output / name).open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, count)
+
+    def measure_and_fill(state: TrainState) -> int:
+        sizes.append(measure(state))
+        take("filler", shutil.disk_usage(run.output).free - sizes[0] * tenths // 10)
+        return sizes[0]
+
+    def rehearse_and_take(*arguments: Any) -> None:
+        rehearse(*arguments)
+        take("other", max(1, sizes[0] * taken // 10))
+
+    trainer.rehearse, run.checkpoints.measure = rehearse_and_take, measure_and_fill
+    try:
+        yield
+    finally:
+        trainer.rehearse = rehearse
+        for name in ("filler", "other"):
+            (run.output / name).unlink(missing_ok=True)
 
 
 def gathered_after_forwards(engine: Any) -> list[int]:
@@ -76,9 +109,12 @@ def gathered_after_forwards(engine: Any) -> list[int]:
     return counts
 
 
-def surroundings(name: str, world: World) -> AbstractContextManager[None]:
+def surroundings(name: str, world: World, run: Trainer) -> AbstractContextManager[None]:
+    if name.startswith("small-disk"):
+        taken, tenths = map(int, name.split("-")[2:4])
+        return small_disk(run, taken, tenths)
     if name.startswith("full-disk"):
-        return full_disk(world)
+        return full_disk(world, "save_model" if name.endswith("at-export") else "rehearse")
     if name == "no-room":
         return no_room()
     return little_memory() if name.startswith("out-of-memory") else nullcontext()
@@ -88,7 +124,7 @@ def work(world: World, jobs: list[str]) -> None:
     for path, run in runs(world, jobs):
         gathered = gathered_after_forwards(run.engine)
         try:
-            with surroundings(path.stem, world):
+            with surroundings(path.stem, world, run):
                 run.fit()
         except FtmonError as error:
             world.log(f"refused: {error}")

@@ -69,5 +69,5 @@ def environment_of(resolved: Any, cache: Path) -> dict[str, str]:
 
 
 def launcher(resolved: Any) -> list[str]:
-    """Return DeepSpeed's launcher for the ranks of a configuration, without the module that it would start."""
-    return [word for word in start.launch_command(resolved) if word != "--module"][:-1]
+    """Return the launcher for the ranks of a configuration, without the module that it would start."""
+    return start.launch_command(resolved)[:-2]

@@ -29,6 +29,7 @@ from ..recipe.model.loss import Batch
 from ..recipe.model.shape import beyond
 from ..recipe.optim.adamw import SmallStateAdamW
 from ..recipe.preflight import resolve
+from ..recipe.preflight.consistency import settle_compile
 from ..recipe.preflight.resolve import check_hub
 from ..recipe.step import Stepper, make_collate
 from . import fake
@@ -223,8 +224,6 @@ def of_rows(rows: Iterable[list[int]]) -> Documents:
 
 _UNSUPPORTED = {
     "run.device=cpu": "is cpu; a prediction is of a run on GPUs",
-    "model.compile=layers": "cannot be predicted: compiled code does not run on fake tensors; use off, whose memory "
-    "is higher",
     "model.attention=flash_attention_2": "cannot be predicted: its kernels do not run on fake tensors; use auto, whose "
     "memory is the same",
 }
@@ -261,6 +260,12 @@ def _refuse(loaded: Loaded) -> None:
         raise loaded.error("model.activation_offload", "cannot be predicted; use none")
 
 
+COMPILED = (
+    "decoder layers are compiled (model.compile) and predicted uncompiled: measured, compiled ones took 13 to 25 % "
+    "less memory and were 1.2 to 1.6 times as fast"
+)
+
+
 class RecipeRun(DryRun):
     """A dry run of the recipe; only one per process."""
 
@@ -274,6 +279,9 @@ class RecipeRun(DryRun):
         """
         self.notes: list[str] = []
         """Assumptions, and the recipe's messages about this model."""
+        self._compiles = settle_compile(config, True, self.notes.append).model.compile != "off"
+        # Compiled code does not run on fake tensors.
+        config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, compile="off"))
         self._config = config
         self._documents = documents
         training = config.training
@@ -304,7 +312,7 @@ class RecipeRun(DryRun):
         self.trainable = self._dry.trainable
         self.engine = self._dry.engine
         logged = [line.removeprefix("note: ") for line in world.logged]
-        self.notes = [*([assumed] if assumed else []), *logged]
+        self.notes = [*self.notes, *([assumed] if assumed else []), *logged]
         if note := beyond(self._dry.model.config, config.training.sequence_length):
             self.notes.append(note)
         sharing = config.training.sequence_parallel_size
@@ -317,6 +325,8 @@ class RecipeRun(DryRun):
         else:
             mask = ", and attention takes a mask" if sharing == 1 else ""
             self.notes.append(f"every row has the full length, every token carries loss{mask}")
+        if self._compiles:
+            self.notes.append(COMPILED)
         if config.optimizer.kind == "muon":
             self.notes.append("Muon's update is run uncompiled: a compiled one takes less memory")
 

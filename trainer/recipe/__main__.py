@@ -1,4 +1,4 @@
-"""One rank of ftmon's trainer: ``python -m ftmon.trainer.recipe [CONFIG]``, started by DeepSpeed's launcher.
+"""One rank of ftmon's trainer: ``python -m ftmon.trainer.recipe [CONFIG]``, started by ``launcher``.
 
 Without CONFIG it reads the run directory's ``config.yaml``. The configuration is already resolved (``preflight``).
 """

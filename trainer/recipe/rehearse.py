@@ -1,9 +1,10 @@
 """Rehearses a run before its first step: runs the work with the highest memory use, and restores all state.
 
 The micro-batch of the longest examples runs forward, backward and optimizer, and the largest evaluation batch a
-forward. Then a checkpoint is written, read back, compared and deleted. The update has a learning rate of 0, so no
-weight changes; optimizer states, the schedule, the loss scale, counters and random state are restored. A run that
-resumes is rehearsed before its checkpoint is loaded. Errors that would occur hours later occur now.
+forward. Then the disk's space is compared with what the run will write, and a sample of each file of a checkpoint is
+written, read back, compared and deleted. The update has a learning rate of 0, so no weight changes; optimizer states,
+the schedule, the loss scale, counters and random state are restored. A run that resumes is rehearsed before its
+checkpoint is loaded. Errors that would occur hours later occur now.
 """
 
 import gc
@@ -26,7 +27,7 @@ from .data.pipeline import Examples
 from .distributed import World
 from .engine import forget_module_order
 from .evaluation.evaluate import Evaluator
-from .model.activations import compile_ahead, decoder_layers
+from .model.activations import compile_ahead
 from .model.loss import IGNORED, Batch
 from .monitor import activity, probe
 from .state import TrainState
@@ -53,9 +54,18 @@ class Sampled(NamedTuple):
         return self.collate([self.examples.rows[row] for row in rows])
 
 
-def rehearse(
-    stepper: Stepper, data: Sampled, evaluator: Evaluator | None, checkpoints: Checkpoints, state: TrainState
-) -> None:
+class Writing(NamedTuple):
+    """What a run will write."""
+
+    checkpoints: Checkpoints
+    state: TrainState
+    steps: range
+    """The steps to be trained."""
+    model_bytes: int
+    """Size of the final model; 0: none is written."""
+
+
+def rehearse(stepper: Stepper, data: Sampled, evaluator: Evaluator | None, writing: Writing) -> None:
     """Rehearse a run that has done no step in this process. All ranks call this.
 
     A loss that is not a number, or a checkpoint that cannot be written, is an ``FtmonError``; an out-of-memory error
@@ -68,7 +78,7 @@ def rehearse(
     what = f"{len(rows)} x {longest:,} tokens (training rows {_listed(rows)})"
     parts = [f"a step on the longest micro-batch, {what}"]
     parts += ["the largest evaluation batch"] if evaluator is not None else []
-    parts += ["a checkpoint written and read back"] if config.checkpoint.rehearse else []
+    parts += ["a sample of a checkpoint written and read back"] if config.checkpoint.rehearse else []
     world.log(f"rehearsal: {'; '.join(parts)}")
     with probe().rehearsal(), activity("rehearsal", parts[0], total=len(parts)) as progress, _restored(stepper):
         with _named(f"the longest micro-batch, {what}", "training.micro_batch or training.sequence_length"):
@@ -81,7 +91,8 @@ def rehearse(
         if config.checkpoint.rehearse:
             progress.send(len(parts) - 1, parts[-1])
             with _named("a checkpoint", "nothing: set checkpoint.rehearse=false"):
-                written = rehearse_checkpoint(checkpoints, state, config, world)
+                checkpoints, state, steps, model_bytes = writing
+                written = rehearse_checkpoint(checkpoints, state, config, world, steps, model_bytes)
     peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB allocated" if world.on_gpu else ""
     world.log(f"rehearsal: {what} fits: {duration(time.perf_counter() - began)}{peak}{written}")
 
@@ -92,7 +103,7 @@ def compile_first(stepper: Stepper, data: Sampled, model: Any) -> None:
     stepper.engine.train()
     with probe().rehearsal(), _same_random_numbers(stepper.world):
         batch = stepper.prepare(data.batch(rows))
-        compile_ahead(model, decoder_layers(model), batch, stepper.world)
+        compile_ahead(model, batch, stepper.world, required=stepper.config.model.compile == "layers")
     forget_module_order(stepper.engine)
 
 

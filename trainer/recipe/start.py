@@ -6,7 +6,6 @@ and prints one JSON line, ``{"run": "<run directory>"}``; a mistake is one line 
 """
 
 import argparse
-import base64
 import contextlib
 import json
 import os
@@ -16,10 +15,10 @@ from pathlib import Path
 
 from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ...protocol.run import exits
-from ...protocol.run.rundir import Recipe, RunDir
+from ...protocol.run.rundir import Recipe, RunDir, home
 from ...protocol.run.start import StartRequest, print_started, read_request
 from ..launch import start
-from . import hardware
+from . import hardware, launcher
 from .checkpoint import manifest as checkpoints
 from .config import write
 from .config.load import Loaded, load
@@ -30,26 +29,9 @@ from .preflight.resolve import Resolved, check_hub, resolve
 
 
 def launch_command(resolved: Resolved) -> list[str]:
-    """Return the command for all ranks of this host.
-
-    It is the launcher that ``deepspeed`` itself starts on one host; calling it directly saves one import of torch, and
-    no hostfile of another job is read.
-    """
-    slots = resolved.gpus or list(range(resolved.ranks))
-    world = base64.urlsafe_b64encode(json.dumps({"localhost": slots}).encode()).decode()
-    return [
-        sys.executable,
-        "-u",
-        "-m",
-        "deepspeed.launcher.launch",
-        f"--world_info={world}",
-        "--master_addr=127.0.0.1",
-        f"--master_port={resolved.config.run.master_port or free_port()}",
-        "--no_local_rank",
-        "--module",
-        "--log_level=warning",
-        "ftmon.trainer.recipe",
-    ]
+    """Return the command for all ranks of this host."""
+    port = resolved.config.run.master_port or free_port()
+    return launcher.command(resolved.ranks, resolved.gpus, port, ["-m", "ftmon.trainer.recipe"])
 
 
 def launch_environment(resolved: Resolved, base: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -61,6 +43,8 @@ def launch_environment(resolved: Resolved, base: Mapping[str, str] = os.environ)
         # All ranks are on this host. Without it gloo resolves the host's own name, which often fails.
         "GLOO_SOCKET_IFNAME": base.get("GLOO_SOCKET_IFNAME", "lo"),
         "TOKENIZERS_PARALLELISM": base.get("TOKENIZERS_PARALLELISM", "false"),
+        # Compiled code is used again by later runs. PyTorch's own place is in /tmp, which ends with a container.
+        "TORCHINDUCTOR_CACHE_DIR": base.get("TORCHINDUCTOR_CACHE_DIR") or str(home() / "compiled"),
     }
     threads = str(resolved.config.run.threads)
     if resolved.device == "cpu":

@@ -8,10 +8,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from transformers.utils.logging import disable_progress_bar
 
 from ...protocol.errors import ConfigError
 from ...protocol.run.environment import RUN_ENV
+from . import hardware
 from .checkpoint.restore import find, planned
 from .checkpoint.save import Checkpoints, base_of
 from .config.schema import Config
@@ -24,8 +26,12 @@ from .evaluation import evaluate
 from .evaluation.evaluate import Evaluator
 from .export.export import rehearse_export
 from .model import loss, shape
+from .model.activations import run_uncompiled
+from .model.attention import CrossingError
 from .model.load import quiet_bitsandbytes
 from .monitor import probe
+from .optim import optimizer
+from .preflight.consistency import settle_compile
 from .rehearse import Sampled, measure_lengths
 from .state import TrainState
 from .step import make_collate
@@ -61,28 +67,66 @@ def setup(config: Config, world: World) -> Trainer:
         _prepare_output(config, output, keep=bool(found))
     with probe().phase("init"):
         tokens, documents, examples = pipeline.prepare(config, world, output, found[0] if found else None)
+        config = _settle(config, examples, world)
         held_out = evaluate.held_out(config, world, tokens, documents)
-        order = Order(examples, config, world.data_rank, world.data_ranks)
-        total = config.training.max_steps or math.ceil(config.training.epochs * order.steps_per_epoch)
-        total *= len(config.debug.lengths) or 1
+        order, total = _order(config, examples, world)
         engine, model = make_engine(config, world, tokens, total)
         if config.output.save_model and config.training.rehearsal:
             rehearse_export(model, config, world)
         fused_loss = loss.set_up(model, config, world)
+        # Rows cut to one of several lengths are not padded to the longest.
+        padding = Collate(tokens.pad_token_id, min(config.debug.lengths, default=config.training.sequence_length))
+        try:
+            collate = make_collate(model, config, world, padding, fused_loss)
+        except CrossingError as error:
+            if config.data.packing != "auto":
+                raise
+            config = _padded(config, str(error).partition("; use ")[0], world)
+            examples = pipeline.read_examples(documents, config)
+            order, total = _order(config, examples, world)
+            optimizer.change_total(engine, config, total)
+            run_uncompiled(model)
+            collate = make_collate(model, config, world, padding, fused_loss)
         state = _fresh_state(config, examples, order, world)
         state.evaluation_key = held_out.key if held_out is not None else ""
         base = base_of(engine.module, config, world)
         step = planned(engine, found, state, base, config, world).step if found else 0
         checkpoints = Checkpoints(engine, tokens, config, world, output / "checkpoints", base)
-    # Rows cut to one of several lengths are not padded to the longest.
-    padding = Collate(tokens.pad_token_id, min(config.debug.lengths, default=config.training.sequence_length))
-    collate = make_collate(model, config, world, padding, fused_loss)
     evaluator = Evaluator(config, world, engine, tokens, held_out, collate) if held_out else None
     course = Course(state, order, total, Resuming(found, skipped, base, step))
     trained, data = Trained(engine, model, tokens), Sampled(examples, collate)
     trainer = Trainer(config, world, trained, data, course, evaluator, checkpoints)
     trainer.introduce()
     return trainer
+
+
+def _order(config: Config, examples: Examples, world: World) -> tuple[Order, int]:
+    """Return the order of the examples, and the number of steps."""
+    order = Order(examples, config, world.data_rank, world.data_ranks)
+    total = config.training.max_steps or math.ceil(config.training.epochs * order.steps_per_epoch)
+    return order, total * (len(config.debug.lengths) or 1)
+
+
+def _settle(config: Config, examples: Examples, world: World) -> Config:
+    """Decide, and log, what packing and compilation depend on besides the model."""
+    if config.data.packing == "auto" and not examples.rows.packed:
+        config = _padded(config, "data.packing: packed rows would not fill a step", world)
+    elif config.data.packing == "auto":
+        world.log(
+            f"packing: {len(examples.rows):,} rows of up to {config.training.sequence_length:,} tokens "
+            "(data.packing=false turns it off)"
+        )
+    compiler = hardware.compiler(world.device.type) is not None
+    return settle_compile(config, world.all_agree(compiler), world.log)
+
+
+def _padded(config: Config, reason: str, world: World) -> Config:
+    """Return a configuration without packing and compilation, which needs it; log the reason."""
+    if config.model.compile == "layers":
+        raise ConfigError(f"model.compile needs data.packing; {reason}; use model.compile=off")
+    world.log(f"note: {reason}: each record is padded instead")
+    data = msgspec.structs.replace(config.data, packing=False)
+    return settle_compile(msgspec.structs.replace(config, data=data), True, world.log)
 
 
 def _fresh_state(config: Config, examples: Examples, order: Order, world: World) -> TrainState:

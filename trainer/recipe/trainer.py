@@ -12,14 +12,14 @@ from .config.schema import Config
 from .data.batches import Ahead, Order, WithCounts, loader
 from .distributed import StopFlag, World
 from .evaluation.evaluate import Evaluated, Evaluator
-from .export.export import Results, push_last, save_model
+from .export.export import ExportError, Results, export_bytes, push_last, save_model
 from .faults import spec
 from .faults.make import FaultMaker
 from .model import load, tokenizer
 from .model.loss import Batch
-from .monitor import activity, probe
+from .monitor import Progress, activity, probe
 from .optim import optimizer
-from .rehearse import Sampled, compile_first, rehearse
+from .rehearse import Sampled, Writing, compile_first, rehearse
 from .state import TrainState
 from .step import ProgressLines, Stepper
 from .support import zero_stage
@@ -104,7 +104,8 @@ class Trainer(Stepper):
         if self.config.model.compile != "off":
             compile_first(self, self.data, self.model)
         if self.config.training.rehearsal and self._resuming.step < self.total_steps:
-            rehearse(self, self.data, self.evaluator, self.checkpoints, self.state)
+            steps = range(self._resuming.step + 1, self.total_steps + 1)
+            rehearse(self, self.data, self.evaluator, Writing(self.checkpoints, self.state, steps, self._model_bytes()))
         if self._resuming.paths:
             self._resume()
         collate = WithCounts(self.data.collate, self.world.sequence)
@@ -232,9 +233,7 @@ class Trainer(Stepper):
             parameters = sum(1 for _ in self.model.parameters())
             what = f"the model of step {state.step:,}{self._better()}"
             with probe().phase("checkpoint"), activity("export", what, total=parameters) as progress:
-                equal = save_model(
-                    self.engine, self.model, self.tokenizer, self.config, folder, self.world, self._results(), progress
-                )
+                equal = self._save_model(folder, progress)
             log(f"final model: {folder} ({equal} tensors compared with the training's); {what}")
             if self.world.is_first and not tokenizer.loads_back(self.tokenizer, folder):
                 log(
@@ -244,6 +243,27 @@ class Trainer(Stepper):
             if self.config.output.push:
                 push_last(folder, self.config.output.push, self.world)
         log(f"finished: {state.step} steps, {state.tokens:,} tokens")
+
+    def _save_model(self, folder: Path, progress: Progress) -> int:
+        """Write the final model; an ``ExportError`` names the checkpoint that keeps the training."""
+        checkpoints, state = self.checkpoints, self.state
+        try:
+            if missing := checkpoints.make_room_for_model(self._model_bytes(), state.step):
+                raise ExportError(f"the final model cannot be written to {folder}: {missing}")
+            made = (self.engine, self.model, self.tokenizer)
+            return save_model(*made, self.config, folder, self.world, self._results(), progress)
+        except ExportError as error:
+            if not self.world.all_agree(checkpoints.of(state.step) is not None):
+                checkpoints.save(state)
+                checkpoints.wait()
+                self.world.barrier()
+            kept = checkpoints.of(state.step)
+            again = "to write it, resume with checkpoint.resume=" + shlex.quote(str(self.output))
+            text = f"step {state.step:,} is in {kept}; {again}" if kept else f"step {state.step:,} is in no checkpoint"
+            raise ExportError(f"{error}; {text}") from None
+
+    def _model_bytes(self) -> int:
+        return export_bytes(self.model, self.config) if self.config.output.save_model else 0
 
     def _better(self) -> str:
         """Return a note on the step with the lowest evaluation loss and its checkpoint; empty for the last step."""

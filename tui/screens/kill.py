@@ -114,7 +114,7 @@ def launcher_that_ends_all(model: RunModel) -> str:
     if model.world_size < 2:
         return ""
     if info.kind in ("demo", "train"):
-        return "DeepSpeed's launcher"
+        return "ftmon's launcher"
     words = {word.replace("\\", "/").rpartition("/")[2] for word in info.command}
     for names, launcher in _LAUNCHERS.items():
         if words & set(names):

@@ -18,6 +18,7 @@ _LAUNCH_MODULES = (
     "torch.distributed.elastic",
     "accelerate.commands.launch",
     "accelerate.commands.accelerate_cli",
+    "ftmon.trainer.recipe.launcher",
 )
 
 

@@ -139,7 +139,7 @@ LATEST = "latest"
 """The file that names the newest checkpoint, for DeepSpeed's own tools; written after everything else."""
 
 TRIAL = "rehearsal"
-"""The folder of the rehearsal's checkpoint while it is being compared; no tool reads it as a checkpoint of the run."""
+"""The folder of the rehearsal's files while they are compared; no tool reads it as a checkpoint of the run."""
 
 
 class Found(NamedTuple):
@@ -224,11 +224,16 @@ def prune(folder: Path, keep: int, keep_best: bool) -> None:
     best = lowest(found) if keep_best else None
     for old in found[keep:]:
         if best is None or old.path != best.path:
-            # Renamed first: an interrupted removal leaves no folder that looks like a checkpoint.
-            going = old.path.with_name(old.path.name + ".old")
-            shutil.rmtree(going, ignore_errors=True)
-            old.path.rename(going)
-            shutil.rmtree(going, ignore_errors=True)
+            remove(old)
+
+
+def remove(found: Found) -> None:
+    """Remove a complete checkpoint."""
+    # Renamed first: an interrupted removal leaves no folder that looks like a checkpoint.
+    going = found.path.with_name(found.path.name + ".old")
+    shutil.rmtree(going, ignore_errors=True)
+    found.path.rename(going)
+    shutil.rmtree(going, ignore_errors=True)
 
 
 def remove_unfinished(folder: Path) -> None:

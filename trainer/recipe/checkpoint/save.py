@@ -18,7 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
 
 from ....protocol.errors import FtmonError
 from ....protocol.host.machine import available_memory
@@ -28,7 +28,7 @@ from ..config.schema import Config
 from ..distributed import World
 from ..monitor import activity, probe
 from ..state import TrainState
-from . import manifest
+from . import manifest, space
 from .manifest import Base, File, Manifest
 
 _MARGIN = 1.25
@@ -48,9 +48,9 @@ class Writer(TorchCheckpointEngine):
         self._waiting: list[tuple[Path, Any]] = []
         self._folder = Path()
         self._background = False
-        self._measuring = self._reading_back = False
+        self._measuring = self._sampling = False
         self.bytes = 0
-        """Bytes of the tensors to be saved, counted after ``measure``."""
+        """Bytes of the tensors of this checkpoint."""
         self.compared = 0
         """Number of tensors that were read back and are equal."""
         self.files: dict[str, File] = {}
@@ -60,16 +60,20 @@ class Writer(TorchCheckpointEngine):
         self.in_foreground = ""
         """Reason why a file was written at once instead of in the background; empty without one."""
 
-    def begin(self, folder: Path, background: bool, read_back: bool = False) -> None:
-        """Start a new checkpoint in ``folder``; with ``read_back`` each file is read again and compared."""
-        self._folder, self._background, self._reading_back = folder, background, read_back
+    def begin(self, folder: Path, background: bool, sample: bool = False) -> None:
+        """Start a new checkpoint in ``folder``.
+
+        With ``sample`` files have only the beginnings of their tensors, are written at once, read back and compared;
+        then each is extended to its full size.
+        """
+        self._folder, self._background, self._sampling = folder, background and not sample, sample
         self._waiting, self.files, self.error, self.in_foreground = [], {}, "", ""
-        self._measuring, self.compared = False, 0
+        self._measuring, self.bytes, self.compared = False, 0, 0
 
     def measure(self) -> None:
         """Until the next ``begin``, count the bytes to be saved instead of writing them."""
         self.begin(Path(), background=False)
-        self._measuring, self.bytes = True, 0
+        self._measuring = True
 
     def makedirs(self, path: Any, exist_ok: bool = False) -> None:
         """Make a folder."""
@@ -77,13 +81,12 @@ class Writer(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: Any) -> None:
         """Write a file, or copy its content to host memory for ``write_waiting``."""
-        if self.error:
-            return
-        if self._measuring:
-            self.bytes += tensor_bytes(state_dict)
+        size = tensor_bytes(state_dict)
+        self.bytes += size
+        if self.error or self._measuring:
             return
         if self._background:
-            needed = int(tensor_bytes(state_dict) * self._local_ranks * _MARGIN)
+            needed = int(size * self._local_ranks * _MARGIN)
             free = available_memory()
             if needed <= free:
                 self.attempt(lambda: self._waiting.append((Path(path), host_copy(state_dict, {}))))
@@ -91,7 +94,8 @@ class Writer(TorchCheckpointEngine):
             self.in_foreground = (
                 f"a copy needs {needed / 2**30:.1f} GiB of host memory, and {free / 2**30:.1f} are free"
             )
-        self.attempt(lambda: self._write(state_dict, Path(path)))
+        write = self._try_write if self._sampling else self._write
+        self.attempt(lambda: write(state_dict, Path(path)))
 
     def write_bytes(self, content: bytes, path: Path) -> None:
         """Write a small file."""
@@ -110,22 +114,30 @@ class Writer(TorchCheckpointEngine):
             path, content = waiting.pop(0)
             self.attempt(lambda path=path, content=content: self._write(content, path))
 
-    def _write(self, content: Any, path: Path) -> None:
+    def _write(self, content: Any, path: Path) -> File:
         with path.open("wb") as file:
             summed: Any = _Summed(file)
             torch.save(content, summed)
             file.flush()
             os.fsync(file.fileno())
-            if self._reading_back:
-                # From the disk, not from the page cache, if the file system allows it.
+        written = File(summed.bytes, summed.crc32)
+        self.files[path.relative_to(self._folder).as_posix()] = written
+        return written
+
+    def _try_write(self, content: Any, path: Path) -> None:
+        """Write a sample of a file's content, compare what is read back, and reserve the file's size on the disk."""
+        part = sample(content)
+        written = self._write(part, path)
+        if hasattr(os, "posix_fadvise"):
+            with path.open("rb") as file:  # from the disk, not from the page cache, if the file system allows it
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self.files[path.relative_to(self._folder).as_posix()] = File(summed.bytes, summed.crc32)
-        if self._reading_back:
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-            problem, compared = difference(found, content, path.name)
-            if problem:
-                raise ValueError(f"{problem} was not read back as it was written")
-            self.compared += compared
+        if manifest.checksum(path) != written.crc32:
+            raise ValueError(f"{path.name} was not read back as it was written: its checksum differs")
+        problem, compared = difference(torch.load(path, map_location="cpu", weights_only=False), part, path.name)
+        if problem:
+            raise ValueError(f"{problem} was not read back as it was written")
+        self.compared += compared
+        space.reserve(path, max(written.bytes, tensor_bytes(content)))
 
     def attempt(self, action: Callable[[], object]) -> None:
         """Run an action unless one has failed for this checkpoint; record its error."""
@@ -163,6 +175,26 @@ class _Summed:
 def tensor_bytes(value: Any) -> int:
     """Return the bytes of all tensors in nested containers."""
     return sum(one.numel() * one.element_size() for one in tree_leaves(value) if isinstance(one, torch.Tensor))
+
+
+_SAMPLE_BYTES = 16 << 20
+"""Bytes of a file's tensors that a rehearsal writes."""
+_SAMPLE_ELEMENTS = 64
+"""Elements that it writes of each tensor at least."""
+
+
+def sample(value: Any) -> Any:
+    """Return nested containers with the beginnings of their tensors, flat, about ``_SAMPLE_BYTES`` together."""
+    count = sum(isinstance(one, torch.Tensor) for one in tree_leaves(value))
+
+    def begin(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return one
+        most = max(_SAMPLE_ELEMENTS, _SAMPLE_BYTES // (count * one.element_size()))
+        # A copy: a view would be written with all of its storage.
+        return (one.detach() if one.numel() <= most else one.detach().reshape(-1)[:most]).clone()
+
+    return tree_map(begin, value)
 
 
 def difference(found: Any, wanted: Any, name: str) -> tuple[str, int]:
@@ -246,6 +278,8 @@ class Checkpoints:
         self._store: Any = dist.distributed_c10d.PrefixStore(
             "ftmon-checkpoint", dist.distributed_c10d._get_default_store()
         )
+        self._bytes = 0
+        """Size of a checkpoint, known to rank 0 once one was measured or written; 0 before."""
         self._serial = 0
         self._thread: threading.Thread | None = None
         self._said = False
@@ -253,12 +287,19 @@ class Checkpoints:
             manifest.remove_unfinished(folder)
 
     def save(self, state: TrainState, evaluation_loss: float | None = None) -> None:
-        """Write a checkpoint, in the background if possible; wait for the previous one first."""
+        """Write a checkpoint, in the background if possible; wait for the previous one first.
+
+        If the disk has too little space, the oldest ones are removed first, but one stays; a failure is reported.
+        """
         self.wait()
         began = time.time()
-        self._serial += 1
         part = self.folder / (manifest.tag(state.step) + ".part")
         writer = self._writer
+        if problem := self._make_room(self._bytes, part.stem):
+            if self._world.is_first:
+                self._failed(part, problem, state.step)
+            return
+        self._serial += 1
         with probe().phase("checkpoint"), activity("checkpoint", manifest.tag(state.step)):
             writer.begin(part, self._config.checkpoint.background)
             self._save(part, state)
@@ -285,16 +326,45 @@ class Checkpoints:
             with probe().phase("checkpoint"), activity("checkpoint", manifest.tag(state.step)):
                 self._finish(*arguments)
 
+    def make_room_for_model(self, needed: int, step: int) -> str:
+        """Remove old checkpoints until the final model has ``needed`` bytes; return what is missing even then.
+
+        All ranks call this. The checkpoint of the model's ``step`` stays, and the best one.
+        """
+        return self._make_room(needed, "the final model", self.folder / manifest.tag(step))
+
+    def _make_room(self, needed: int, what: str, latest: Path | None = None) -> str:
+        """Remove the oldest checkpoints until ``needed`` bytes are free (rank 0's count); return what is missing.
+
+        The best one stays, and ``latest``; without either the newest does.
+        """
+        problem = ""
+        if self._world.is_first and needed:
+            found, _ = manifest.complete(self.folder)
+            best = manifest.lowest(found) if self._config.checkpoint.keep_best else None
+            kept = {best.path} if best is not None else set[Path]()
+            kept |= {latest} if latest is not None else {one.path for one in found[:1] if not kept}
+            gone: list[str] = []
+            with contextlib.suppress(
+                OSError
+            ):  # what cannot be asked or removed fails in the write, where it is reported
+                gone, problem = space.make_room(self.folder, needed, kept)
+            if gone:
+                names = ", ".join(gone)
+                self._world.log(f"note: {names} removed to make room for {what}: the disk of {self.folder} is short")
+        return self._world.share_text(problem)
+
     def measure(self, state: TrainState) -> int:
         """Return the size of a checkpoint on disk in bytes, over all ranks; nothing is written."""
         self._writer.measure()
         self._save(self.folder / manifest.TRIAL, state)
         total = torch.tensor([self._writer.bytes + sum(map(len, self._description.values()))])
         dist.all_reduce(total, group=self._world.host_group)
-        return int(total)
+        self._bytes = int(total)
+        return self._bytes
 
     def try_out(self, state: TrainState) -> tuple[str, int]:
-        """Write a checkpoint as ``save`` does, read it back, compare it and delete it.
+        """Write a sample of each file of a checkpoint, read it back, compare it, reserve its size and delete it.
 
         Return the error of some rank, or an empty text, and the number of compared tensors of all ranks.
         """
@@ -303,9 +373,8 @@ class Checkpoints:
         existed = self.folder.exists()
         try:
             with probe().phase("checkpoint"):
-                writer.begin(part, self._config.checkpoint.background, read_back=True)
+                writer.begin(part, background=False, sample=True)
                 self._save(part, state)
-                writer.write_waiting()
             compared = torch.tensor([writer.compared])
             dist.all_reduce(compared, group=self._world.host_group)
             return self._world.first_text(writer.error), int(compared)
@@ -347,21 +416,24 @@ class Checkpoints:
         """Write this rank's files; rank 0 completes the checkpoint once all ranks have written theirs."""
         writer = self._writer
         writer.write_waiting()
-        report = {"error": writer.error, "files": msgspec.to_builtins(writer.files)}
+        report = {"error": writer.error, "files": msgspec.to_builtins(writer.files), "bytes": writer.bytes}
         self._store.set(f"{serial}/{self._world.rank}", json.dumps(report))
         if not self._world.is_first:
             return
         files: dict[str, File] = {}
         errors: list[str] = []
+        size = 0
         for rank in range(self._world.size):
             key = f"{serial}/{rank}"
             while not self._store.check([key]):
                 time.sleep(_POLL_SECONDS)
             told = json.loads(self._store.get(key))
             self._store.delete_key(key)
+            size += told["bytes"]
             if told["error"]:
                 errors.append(f"rank {rank}: {told['error']}")
             files |= msgspec.convert(told["files"], dict[str, File])
+        self._bytes = max(self._bytes, size)
         try:
             if errors:
                 raise OSError(None, errors[0])
@@ -480,46 +552,41 @@ def random_state(world: World) -> dict[str, torch.Tensor]:
     return state
 
 
-_GIB = 2**30
-_TRIAL_MARGIN = 1.02
-"""Files are a little larger than their tensors."""
+def rehearse_checkpoint(
+    checkpoints: Checkpoints, state: TrainState, config: Config, world: World, steps: range, model: int
+) -> str:
+    """Check the space for what ``steps`` will write, and try to write a checkpoint; return a note for the log.
 
-
-def rehearse_checkpoint(checkpoints: Checkpoints, state: TrainState, config: Config, world: World) -> str:
-    """Write a checkpoint, read it back, compare and delete it; return a note for the log. All ranks call this.
-
-    If the disk lacks the space, or other bytes are read back, all ranks raise ``FtmonError``; if no checkpoint is
-    planned (a stop or a best evaluation still writes one), it is a printed note.
+    ``model``: bytes of the final model, 0 if none is written. All ranks call this. If the disk lacks the space, or
+    other bytes are read back, all ranks raise ``FtmonError``; if no checkpoint is planned (a stop or a best
+    evaluation still writes one), it is a printed note, unless the model does not fit.
     """
     began = time.perf_counter()
-    folder = checkpoints.folder
-    needed = checkpoints.measure(state)
-    problem, compared = world.share_text(_lacking(folder, needed) if world.is_first else ""), 0
-    if not problem:
-        problem, compared = checkpoints.try_out(state)
-        problem = problem and f"a checkpoint could not be written to {folder}: {problem}"
-    if not problem:
-        seconds = duration(time.perf_counter() - began)
-        return (
-            f"; a checkpoint of {_size(needed)} was written, read back and compared ({compared} tensors) in {seconds}"
-        )
+    folder, keep = checkpoints.folder, config.checkpoint.keep
+    planned = space.plan(config, steps, checkpoints.measure(state), model)
+    required = config.checkpoint.every > 0 or config.checkpoint.at_end
+    missing, note, unplanned = "", "", ""
+    if world.is_first:
+        missing, note = space.check(folder, planned if required else planned._replace(saves=0), keep)
+        unplanned = "" if required else space.check(folder, planned._replace(saves=1, model=0), keep)[0]
+    missing, unplanned = world.share_text(missing), world.share_text(unplanned)
     fix = "free space, set output.dir to another disk, or leave this check out with checkpoint.rehearse=false"
-    if config.checkpoint.every > 0 or config.checkpoint.at_end:
+    if missing:
+        raise FtmonError(f"rehearsal: {missing}; {fix}")
+    if note:
+        world.log(f"note: rehearsal: {note}")
+    problem, compared = (unplanned, 0) if unplanned else checkpoints.try_out(state)
+    if not problem:
+        return (
+            f"; a checkpoint takes {space.size_text(planned.checkpoint)}; a sample of each file was written, read "
+            f"back and compared ({compared} tensors) in {duration(time.perf_counter() - began)}"
+        )
+    if not unplanned:
+        problem = f"a checkpoint could not be written to {folder}: {problem}"
+    if required:
         raise FtmonError(f"rehearsal: {problem}; {fix}")
     if world.is_first:
         checkpoints.report_failure(folder, problem, state.step)
     best = " or a best evaluation" if config.evaluation.on and config.checkpoint.keep_best else ""
     world.log(f"note: rehearsal: {problem}; none is planned, but a stop{best} would write one")
     return ""
-
-
-def _lacking(folder: Path, needed: int) -> str:
-    place = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(place).free
-    if free >= needed * _TRIAL_MARGIN:
-        return ""
-    return f"a checkpoint takes {_size(needed)}, and the disk of {folder} has {_size(free)} free"
-
-
-def _size(count: int) -> str:
-    return f"{count / _GIB:,.1f} GiB" if count >= _GIB / 10 else f"{count / 2**20:,.1f} MiB"

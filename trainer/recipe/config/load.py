@@ -223,6 +223,8 @@ def _value(node: Node, info: inspect.Type, path: str, places: dict[str, str]) ->
             return _choice(node, values, path)
         case inspect.BoolType():
             return _boolean(node, path)
+        case inspect.UnionType(types=(inspect.BoolType(), inspect.LiteralType(values=(word,)))):
+            return word if isinstance(node, ScalarNode) and node.value == word else _boolean(node, path, f"{word}, ")
         case inspect.IntType():
             return _number(node, info, path, _integer, "a whole number")
         case inspect.FloatType():
@@ -265,13 +267,13 @@ def _choice(node: Node, values: Iterable[Any], path: str, aliases: Mapping[str, 
     raise _wrong(node, path, f"must be {listed}", f"; did you mean {close[0]}?" if close else "")
 
 
-def _boolean(node: Node, path: str) -> bool:
+def _boolean(node: Node, path: str, others: str = "") -> bool:
     if isinstance(node, ScalarNode) and node.style is None:
         if node.value.lower() in _TRUE:
             return True
         if node.value.lower() in _FALSE:
             return False
-    raise _wrong(node, path, "must be true or false")
+    raise _wrong(node, path, f"must be {others}true or false")
 
 
 def _integer(text: str) -> int | None:

@@ -58,8 +58,9 @@ class Model(Section, frozen=True):
     recomputed layers; all: also what layers that are not recomputed save, above `offload_bytes`."""
     offload_bytes: AtLeast0 = 1_048_576
     """Size from which `activation_offload: all` moves a tensor; smaller ones stay."""
-    compile: Literal["off", "layers"] = "off"
-    """layers: compile the decoder layers (torch.compile) before the first step; needs `data.packing`."""
+    compile: Literal["auto", "off", "layers"] = "auto"
+    """layers: compile the decoder layers (torch.compile) before the first step; needs `data.packing`. auto: on GPUs,
+    where nothing excludes it."""
     activation_memory_budget: Fraction = 1.0
     """Share of their activations that compiled layers keep; what is cheapest to compute again is left out first. Needs
     `compile: layers`, and no `gradient_checkpointing`."""
@@ -140,8 +141,9 @@ class Data(Section, frozen=True):
     max_refused: Fraction = 0.01
     """Share of records that may be refused (broken, of another format, rejected by the template) before the run is;
     they are never trained on."""
-    packing: bool = False
-    """Put several records into each sequence, without cutting any; they do not see each other."""
+    packing: bool | Literal["auto"] = "auto"
+    """Put several records into each sequence, without cutting any; they do not see each other. auto: where a check of
+    the model's attention finds that they do not, and the data fill a step."""
     group_by_length: bool = True
     """Without packing: batches of records of similar length, so that less is padded."""
     shuffle: bool = True
@@ -149,7 +151,7 @@ class Data(Section, frozen=True):
     limit: AtLeast0 = 0
     """Use only the first so many records; 0: all."""
     processes: AtLeast0 = 0
-    """Processes that tokenize; 0: one a core."""
+    """Processes that tokenize; 0: by the numbers of records and cores."""
     workers: AtLeast0 = 0
     """Data-loading processes a rank; 0 loads in the rank itself."""
 
@@ -293,7 +295,7 @@ class Checkpoint(Section, frozen=True):
     every: AtLeast0 = 0
     """Steps between checkpoints; 0: only when asked to stop, and of the best evaluation (`keep_best`)."""
     keep: AtLeast1 = 2
-    """How many to keep; older ones are removed when a new one is complete."""
+    """How many to keep; older ones are removed when a new one is complete, and before it if the disk is short."""
     keep_best: bool = True
     """Write one after each evaluation with a new lowest loss, and keep the best, where there are evaluations."""
     at_end: bool = False
@@ -301,7 +303,8 @@ class Checkpoint(Section, frozen=True):
     background: bool = True
     """Write from a copy in host memory while training continues, where that memory is free."""
     rehearse: bool = True
-    """Write one in the rehearsal (`training.rehearsal`) too, read it back and compare it; it is deleted again."""
+    """In the rehearsal (`training.rehearsal`), check the disk's space for all that will be written, and write and read
+    back a sample of each file of a checkpoint."""
     resume: str = "never"
     """never; auto: from the newest in `output.dir` when there is one; or the path of a checkpoint or output folder."""
     allow: list[Change] = msgspec.field(default_factory=list[Change])

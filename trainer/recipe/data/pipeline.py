@@ -3,7 +3,9 @@
 Data that do not fit the configuration raise ``ConfigError``.
 """
 
+import contextlib
 import hashlib
+import importlib
 import json
 import os
 import secrets
@@ -69,6 +71,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 _PARALLEL_RECORDS = 20_000
+_RECORDS_OF_A_PROCESS = 2_500
+"""Records that take about as long as the imports of the process that encodes them."""
 _POLL_SECONDS = 0.05
 
 
@@ -93,7 +97,7 @@ class Rows:
     def __init__(self, documents: Documents, rows: list[list[int]], packed: bool) -> None:
         self._documents = documents
         self._rows = rows
-        self._packed = packed
+        self.packed = packed
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -104,7 +108,7 @@ class Rows:
         ids = numpy.concatenate([ids for ids, _ in found]).astype(numpy.int64)
         learned = numpy.concatenate([learned for _, learned in found])
         result: dict[str, Any] = {"input_ids": ids, "labels": numpy.where(learned, ids, IGNORED)}
-        if self._packed:
+        if self.packed:
             result["lengths"] = [len(ids) for ids, _ in found]
         return result
 
@@ -115,7 +119,7 @@ class Rows:
 
     def select(self, rows: Sequence[int]) -> "Rows":
         """Return some of the rows, in the order given."""
-        return Rows(self._documents, [self._rows[row] for row in rows], self._packed)
+        return Rows(self._documents, [self._rows[row] for row in rows], self.packed)
 
     def records(self, index: int) -> list[int]:
         """Return the numbers of the records in a row."""
@@ -186,11 +190,22 @@ def encode(
 def examples(folder: Path, records: Records | None, config: Config) -> Examples:
     """Return the training rows of encoded documents, without those that ``evaluation.share`` sets aside.
 
-    ``records`` give the files' weights; None: all are 1.
+    ``records`` give the files' weights; None: all are 1. If ``data.packing`` is ``auto``, they are not packed if packed
+    ones would not fill a step.
     """
     documents = Documents(folder)
     trained = _weighted(documents, numpy.flatnonzero(~_set_aside(documents, config)), records, config)
-    return _examples(documents, trained, config, config.data.packing)
+    found = _examples(documents, trained, config, bool(config.data.packing))
+    if config.data.packing == "auto" and len(found.rows) < rows_a_step(config):
+        return _examples(documents, trained, config, packing=False)
+    return found
+
+
+def rows_a_step(config: Config) -> int:
+    """Return the rows that one optimizer step takes over all ranks."""
+    training = config.training
+    data_ranks = max(1, config.run.ranks // training.sequence_parallel_size)
+    return training.micro_batch * training.grad_accumulation * data_ranks
 
 
 def held_out(folder: Path, config: Config) -> Examples:
@@ -279,7 +294,11 @@ def _weighted(
 def _processes(records: Records, config: Config) -> int:
     if config.data.processes:
         return min(config.data.processes, len(records))
-    return hardware.cores() if len(records) >= _PARALLEL_RECORDS else 1
+    cores = hardware.cores()
+    if len(records) >= _PARALLEL_RECORDS:
+        return cores
+    # Each imports torch first: worth it beside the rank's own imports, on cores that the rank does not use.
+    return max(1, min(cores - 2, len(records) // _RECORDS_OF_A_PROCESS))
 
 
 def _encode_parts(
@@ -317,6 +336,7 @@ def _encode_parts(
                         command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
                     )
                 )
+        _import_ahead(config)
         for process, part in zip(running, parts, strict=True):
             while process.poll() is None:
                 if any(other.returncode for other in running):
@@ -336,6 +356,15 @@ def _encode_parts(
     for part in parts:
         part.with_suffix(".log").unlink()
         part.with_suffix(".done").unlink(missing_ok=True)
+
+
+def _import_ahead(config: Config) -> None:
+    """Import what the rank needs later, while other processes encode."""
+    compiles = config.model.compile == "layers" or (config.model.compile == "auto" and config.run.device != "cpu")
+    for needed, module in ((compiles, "torch._inductor.compile_fx"), (config.lora.rank > 0, "peft")):
+        if needed:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
 
 
 def _done(part: Path) -> int:
@@ -387,13 +416,18 @@ def prepare(config: Config, world: World, output: Path, resumed: Path | None) ->
         made = tokenizers.load(config, kept)
     # Rank 0 has chosen the template, if there are chats.
     made.chat_template = json.loads(world.share_text(json.dumps(made.chat_template)))
-    with activity("data", "packing" if config.data.packing else "reading the tokens"):
-        # Every rank reads and hashes whole files, so only if their weights differ.
-        weighted = any(file.weight != 1 for file in config.data.files)
-        result = examples(folder, read_records(config) if weighted else None, config)
+    result = read_examples(folder, config)
     for line in result.report.notes():
         world.log(line)
     return made, folder, result
+
+
+def read_examples(folder: Path, config: Config) -> Examples:
+    """Return ``examples`` of encoded documents; records are read only if the weights of files differ."""
+    with activity("data", "packing" if config.data.packing else "reading the tokens"):
+        # Every rank would read and hash whole files.
+        weighted = any(file.weight != 1 for file in config.data.files)
+        return examples(folder, read_records(config) if weighted else None, config)
 
 
 def first_encodes(world: World, encode: Callable[[], Path]) -> Path:

@@ -48,7 +48,9 @@ def main(argv: list[str] | None = None) -> int:
 
         colour = (sys.stdout.isatty() and "NO_COLOR" not in os.environ) or arguments.color
         painter = Painter(colour, arguments.ascii or not _writes_unicode(), shutil.get_terminal_size((100, 24)).columns)
-        print(render(collected, findings, painter, settled.training.sequence_length * settled.data.packing), end="")
+        print(
+            render(collected, findings, painter, settled.training.sequence_length * bool(settled.data.packing)), end=""
+        )
     return 2 if collected.facts.problem else int(bool(findings))
 
 

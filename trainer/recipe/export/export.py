@@ -475,6 +475,19 @@ def push(folder: Path, repository: str) -> str:
     return f"pushed to {api.endpoint}/{repository}"
 
 
+def export_bytes(model: Any, config: Config) -> int:
+    """Return the bytes of the weights that ``save_model`` writes."""
+    lora = config.lora
+    whole = not lora.rank or lora.merge
+    total = 0
+    for name, one in model.named_parameters():
+        if is_adapter(name) != whole or (not whole and not config.model.name):
+            state = getattr(one, "quant_state", None) if is_quantized(one) else None
+            count = state.shape.numel() if state is not None else int(getattr(one, "ds_numel", one.numel()))
+            total += count * (one.dtype if state is None else state.dtype).itemsize
+    return total
+
+
 def save_model(
     engine: Any,
     model: Any,
@@ -490,6 +503,8 @@ def save_model(
     All ranks call this. It returns the number of tensors that were compared with the training's and are equal. Files
     that cannot be written, or contain other weights, are an ``ExportError`` in every rank.
     """
+    from safetensors import SafetensorError
+
     part = folder.with_name(folder.name + ".part")
     gathered = gathered_weights(engine, model, config, world)
     problem = ""
@@ -498,7 +513,7 @@ def save_model(
             shutil.rmtree(part, ignore_errors=True)
             _write(model, gathered, tokenizer, config, part, folder)
             (part / "README.md").write_text(text(config, results), encoding="utf-8")
-        except (OSError, RuntimeError, ValueError, ExportError) as error:
+        except (OSError, RuntimeError, ValueError, ExportError, SafetensorError) as error:
             shutil.rmtree(part, ignore_errors=True)
             problem = (str(error).strip() or repr(error)).splitlines()[0]
     del gathered

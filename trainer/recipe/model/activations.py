@@ -304,13 +304,26 @@ def mark_varying(batch: dict[str, Any]) -> None:
         torch._dynamo.maybe_mark_dynamic(borders, 0)
 
 
-def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: World) -> None:
-    """Compile forward and backward of each layer with its inputs in one micro-batch, else raise ``ConfigError``.
+def run_uncompiled(model: Any) -> None:
+    """Undo ``compile_layers``."""
+    for layer in decoder_layers(model):
+        if isinstance(layer.forward, LayerForward):
+            layer.forward.run_uncompiled()
 
-    All ranks call this.
+
+def compile_ahead(model: Any, batch: dict[str, Any], world: World, *, required: bool) -> None:
+    """Compile forward and backward of each layer with its inputs in one micro-batch. All ranks call this.
+
+    If the layers cannot be compiled, raise ``ConfigError`` if that is ``required``; else nothing of the training is
+    compiled from here on, with a note.
     """
     began = time.perf_counter()
-    world.log("compiling decoder layers (model.compile)")
+    layers, kind = decoder_layers(model), model.config.model_type
+    if not layers:
+        world.log(f"note: decoder layers are not compiled: {kind} has none that transformers marks")
+        return
+    world.log("compiling decoder layers (model.compile=off turns it off)")
+    problem = ""
     # These hooks run after DeepSpeed's, so with ZeRO-3 the layer's parameters are whole.
     hooks = [layer.register_forward_pre_hook(_compile, with_kwargs=True) for layer in layers]
     with activity("compilation", "decoder layers"):
@@ -319,14 +332,23 @@ def compile_ahead(model: Any, layers: list[Any], batch: dict[str, Any], world: W
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the compiler and its backends raise many types
-            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch")):
-                raise
-            kind = model.config.model_type
-            text = (str(error).strip() or repr(error)).splitlines()[0]
-            raise ConfigError(f"model.compile: layers of {kind} cannot be compiled: {text}; use off") from None
+            compiler = ("torch._dynamo", "torch._inductor", "torch._functorch")
+            if required and not type(error).__module__.startswith(compiler):
+                raise  # not of the compiler; without compilation the rehearsal finds it
+            cause = getattr(error, "inner_exception", error)  # the backend's own
+            text = (str(cause).strip() or repr(cause)).splitlines()[0]
+            problem = f"layers of {kind} cannot be compiled: {text}"
         finally:
             for hook in hooks:
                 hook.remove()
+    if not world.all_agree(not problem):
+        problem = problem or f"layers of {kind} cannot be compiled in another rank"
+        if required:
+            raise ConfigError(f"model.compile: {problem}; use off")
+        world.log(f"note: model.compile: {problem}; nothing is compiled")
+        run_uncompiled(model)
+        torch.compiler.set_stance("force_eager")  # the loss too
+        return
     world.log(f"compiled decoder layers: {duration(time.perf_counter() - began)}")
 
 
@@ -354,6 +376,10 @@ class LayerForward:
         self.in_training = self._plain
         """Called by training with the layer and its arguments: the plain forward, or its compiled form."""
 
+    def run_uncompiled(self) -> None:
+        """Train with the plain forward from now on."""
+        self.in_training = self._plain
+
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return what the layer's own forward returns."""
         layer = self._layer
@@ -374,9 +400,9 @@ def set_up(inner: Any, config: Config) -> None:
     model = config.model
     settings = ("gradient_checkpointing", "activation_offload", "compile")
     asked = [name for name in settings if getattr(model, name) not in ("none", "off")]
-    if not asked:
+    layers = decoder_layers(inner) if asked else []
+    if not layers and asked in ([], ["compile"]) and model.compile != "layers":
         return
-    layers = decoder_layers(inner)
     if not layers:
         raise ConfigError(f"model.{asked[0]}: {inner.config.model_type} has no decoder layers that transformers marks")
     offload = HostOffload(inner, model.offload_bytes) if model.activation_offload != "none" else None
@@ -385,7 +411,7 @@ def set_up(inner: Any, config: Config) -> None:
         recompute = MODES.get(model.gradient_checkpointing) if number % model.checkpoint_every == 0 else None
         own = None if inputs_alone and recompute is None else offload
         layer.forward = LayerForward(layer, recompute, own)
-    if model.compile == "layers":
+    if model.compile != "off":
         compile_layers(layers, config.zero.stage == 3, model.activation_memory_budget)
         if config.zero.stage == 3 and config.lora.rank:
             # DeepSpeed reduces a layer's gradients once its input's gradient is known, so its input must have one.

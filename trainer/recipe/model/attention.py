@@ -74,7 +74,7 @@ def with_borders(batch: dict[str, Any], longest: int) -> dict[str, Any]:
 def set_up(model: Any, config: Config, world: World) -> bool:
     """Select the attention of packed rows and check it; return whether it uses ``cu_seq_lens``. All ranks call this.
 
-    A model in which documents of one row see each other is a ``ConfigError``.
+    A model in which documents of one row see each other is a ``CrossingError``.
     """
     inner = causal_model(model)
     is_flash = config.model.attention == "flash_attention_2"
@@ -83,9 +83,22 @@ def set_up(model: Any, config: Config, world: World) -> bool:
         if not problem:
             return True
         world.log(f"note: variable-length attention is not used, a block mask is: {problem}")
-    if problem := crossing(inner, world, varlen=is_flash):
-        raise ConfigError(f"data.packing: {problem}; use data.packing=false")
+    try:
+        problem = crossing(inner, world, varlen=is_flash)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        # Such as a model that accepts no position ids.
+        problem = f"{inner.config.model_type} does not run on packed rows: {_first_line(error)}"
+    if problem:
+        raise CrossingError(f"data.packing: {problem}; use data.packing=false")
     return is_flash
+
+
+class CrossingError(ConfigError):
+    """Documents of one row are not isolated from each other."""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def can_varlen(inner: Any) -> bool:
@@ -307,7 +320,7 @@ def set_up_sequence_parallel(model: Any, config: Config, world: World) -> bool:
     inner, length = causal_model(model), config.training.sequence_length
     if problem := refusal(inner.config, length, world.sequence.size):
         raise ConfigError(f"{SEQUENCES} {problem}")
-    whole = _Reference(inner, world, config.data.packing) if world.has_values else None
+    whole = _Reference(inner, world, bool(config.data.packing)) if world.has_values else None
     windows: list[int] = []
     varlen = config.data.packing and world.on_gpu and can_varlen(inner)
     try:

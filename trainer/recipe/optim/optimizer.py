@@ -182,6 +182,13 @@ def apply_schedule(engine: Any, config: Config, step: int, total_steps: int) -> 
         group["lr"] = peak * factor(config.schedule, step, total_steps)
 
 
+def change_total(engine: Any, config: Config, total_steps: int) -> None:
+    """Let a training that has not begun have another number of steps."""
+    made = scheduler(config, total_steps)(engine.basic_optimizer)
+    engine.lr_scheduler.lr_lambdas = made.lr_lambdas
+    apply_schedule(engine, config, 0, total_steps)
+
+
 def _groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
     """Split the parameters into matrices, which decay, and the rest, which does not."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -3,7 +3,7 @@
 A refusal is a ``ConfigError`` whose text names the place and the dotted path.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,10 @@ def _rules(config: Config, on_cpu: bool) -> Iterator[_Rule]:
         yield model.checkpoint_every > 1, "model.checkpoint_every", text
         text = "is inputs, those of recomputed layers; set model.gradient_checkpointing"
         yield model.activation_offload == "inputs", "model.activation_offload", text
-    budget, compiles = "model.activation_memory_budget", model.compile != "off"
+    budget, compiles = "model.activation_memory_budget", model.compile == "layers"
     if model.activation_memory_budget < 1:
-        yield not compiles, budget, "needs model.compile=layers; without it use model.gradient_checkpointing"
+        excluded = model.compile == "off" or (model.compile == "auto" and (on_cpu or _uncompiled(config)))
+        yield excluded, budget, "needs model.compile=layers; without it use model.gradient_checkpointing"
         text = "cannot be used with model.gradient_checkpointing, which keeps less; use one of them"
         yield model.gradient_checkpointing != "none", budget, text
     if compiles:
@@ -88,6 +89,37 @@ def _rules(config: Config, on_cpu: bool) -> Iterator[_Rule]:
     yield on_cpu_in_fp16, "training.precision", "fp16 is not for the CPU; use fp32 or bf16"
     text = f"is {config.schedule.warmup_steps}, more than training.max_steps, which is {training.max_steps}"
     yield 0 < training.max_steps < config.schedule.warmup_steps, "schedule.warmup_steps", text
+
+
+def settle_compile(config: Config, compiler: bool, log: Callable[[str], None]) -> Config:
+    """Return a resolved configuration whose ``model.compile`` is ``off`` if it is ``auto`` and excluded; log why.
+
+    ``compiler``: whether the C compiler that it needs is there. On the CPU layers are not compiled unless asked for.
+    """
+    if config.model.compile != "auto":
+        return config
+    reason = _uncompiled(config) or ("" if compiler else "no C compiler (gcc, clang or $CC) is found")
+    on_gpu = config.run.device != "cpu"
+    if on_gpu and not reason:
+        return config
+    if on_gpu:
+        log(f"note: decoder layers are not compiled (model.compile): {reason}")
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, compile="off"))
+
+
+def _uncompiled(config: Config) -> str:
+    """Return the setting that excludes compiled layers; empty if none does."""
+    model = config.model
+    for excluded, setting in (
+        (not config.data.packing, "data.packing=false"),
+        (model.quantization != "none", f"model.quantization={model.quantization}"),
+        (model.gradient_checkpointing == "selective", "model.gradient_checkpointing=selective"),
+        (config.training.sequence_parallel_size > 1, "training.sequence_parallel_size"),
+        (bool(config.debug.lengths), "debug.lengths"),
+    ):
+        if excluded:
+            return f"it cannot be used with {setting}"
+    return ""
 
 
 def check_dtypes(loaded: Loaded, precision: str) -> None:
@@ -129,7 +161,7 @@ def check_lengths(loaded: Loaded, precision: str) -> None:
     for refused, text in (
         (max(lengths) > config.training.sequence_length, "go up to training.sequence_length"),
         (not config.training.max_steps, "need training.max_steps, the steps at each length"),
-        (config.model.compile != "off", "go with model.compile=off: layers would be compiled for each length"),
+        (config.model.compile == "layers", "go with model.compile=off: layers would be compiled for each length"),
         (precision == "fp16", "go with bf16 or fp32: a step that overflows in fp16 is not counted"),
         (config.training.sequence_parallel_size > 1, "go with training.sequence_parallel_size=1"),
     ):
@@ -187,7 +219,7 @@ def refusal(config: Config, ranks: int, precision: str) -> tuple[str, str] | Non
     model = config.model
     for path, refused, text in (
         ("model.attention", model.attention in ("eager", "flash_attention_2"), f"{model.attention}; use auto"),
-        ("model.compile", model.compile != "off", "compiled layers; use off"),
+        ("model.compile", model.compile == "layers", "compiled layers; use off"),
         ("model.quantization", model.quantization != "none", f"{model.quantization}; use none"),
         ("training.precision", precision == "fp16", "fp16; use bf16"),
     ):

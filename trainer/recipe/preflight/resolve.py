@@ -298,7 +298,7 @@ def _devices(loaded: Loaded) -> tuple[str, list[str]]:
 
 
 def _check_compiler(loaded: Loaded, device: str) -> None:
-    if loaded.config.model.compile != "off" and hardware.compiler(device) is None:
+    if loaded.config.model.compile == "layers" and hardware.compiler(device) is None:
         name = "C++ compiler (g++, clang++ or $CXX)" if device == "cpu" else "C compiler (gcc, clang or $CC)"
         raise loaded.error("model.compile", f"needs a {name}, not found here; install one, or use model.compile=off")
 

@@ -29,7 +29,7 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 model: {{config: {{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1,
          num_attention_heads: 2, num_key_value_heads: 2}}}}
 tokenizer: {{vocab_size: 300}}
-data: {{path: {tmp_path / "data.jsonl"}}}
+data: {{path: {tmp_path / "data.jsonl"}, packing: false}}
 training: {{sequence_length: 96, micro_batch: 2, grad_accumulation: 2, epochs: 1}}
 """
     )

@@ -34,6 +34,7 @@ def test_the_program_is_found_behind_the_interpreters_options(argv, script, modu
         ["python", "/venv/bin/accelerate", "launch", "train.py"],
         ["python", "-u", "-m", "deepspeed.launcher.launch", "train.py"],
         ["python", "-m", "torch.distributed.run", "train.py"],
+        ["python", "-u", "-m", "ftmon.trainer.recipe.launcher", "--", "-m", "ftmon.trainer.recipe"],
         ["python", "-m", "accelerate.commands.launch", "train.py"],
         ["python", "-m", "accelerate.commands.accelerate_cli", "launch", "train.py"],
         ["python", "/venv/bin/accelerate-launch", "train.py"],

@@ -27,6 +27,8 @@ def values(info: inspect.Type) -> "st.SearchStrategy[Any]":
             return st.builds(cls, **{found.name: values(found.type) for found in fields})
         case inspect.LiteralType(values=allowed):
             return st.sampled_from(allowed)
+        case inspect.UnionType(types=types):
+            return st.one_of(map(values, types))
         case inspect.BoolType():
             return st.booleans()
         case inspect.IntType(ge=low, le=high):

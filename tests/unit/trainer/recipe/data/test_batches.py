@@ -26,7 +26,7 @@ def order(examples: int, rank: int, ranks: int, micro: int = 2, accumulation: in
     training = Training(micro_batch=micro, grad_accumulation=accumulation, seed=3)
     one = numpy.ones(examples, numpy.int64)
     rows = Examples(range(examples), 3 * numpy.arange(examples), one, examples)
-    return Order(rows, Config(training=training, data=Data(shuffle=shuffle)), rank, ranks)
+    return Order(rows, Config(training=training, data=Data(shuffle=shuffle, packing=False)), rank, ranks)
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 11))
@@ -62,7 +62,8 @@ def test_orders_of_one_kind_are_equal(choice: tuple[bool, ...]) -> None:
     rows = Examples(range(400), tokens, numpy.ones(400, numpy.int64), 400)
 
     def one(**data: bool) -> Order:
-        return Order(rows, Config(training=Training(micro_batch=2, seed=3), data=Data(**data)), 0, 1)
+        unpacked = Data(**{"packing": False, **data})
+        return Order(rows, Config(training=Training(micro_batch=2, seed=3), data=unpacked), 0, 1)
 
     mine = one(**dict(zip(("shuffle", "group_by_length", "packing"), choice, strict=True)))
     for other in (one(shuffle=False), one(group_by_length=False), one()):
@@ -99,7 +100,7 @@ def test_rows_of_similar_length_share_a_global_batch_and_none_is_lost() -> None:
     rows = Examples(range(4000), tokens, numpy.ones(4000, numpy.int64), 4000)
 
     def spread(group: bool) -> float:
-        one = Order(rows, Config(training=training, data=Data(group_by_length=group)), 0, 2)
+        one = Order(rows, Config(training=training, data=Data(group_by_length=group, packing=False)), 0, 2)
         taken = list(islice(one, 1000))
         assert len({index for batch in taken for index in batch}) == 2000
         return float(numpy.mean([tokens[batch].max() - tokens[batch].mean() for batch in taken]))

@@ -55,7 +55,7 @@ def build(config: Config, tokenizer: Any) -> Examples:
 
 
 def of(path: Path, length: int = 64, **data: Any) -> Config:
-    return Config(data=Data(path=str(path), **data), training=Training(sequence_length=length))
+    return Config(data=Data(path=str(path), **{"packing": False, **data}), training=Training(sequence_length=length))
 
 
 def write(path: Path, *records: Any) -> Path:
@@ -237,3 +237,16 @@ def test_a_share_of_a_single_record_is_refused(tmp_path: Path, tokenizer: Any) -
     config = msgspec.structs.replace(of(tmp_path / "a.jsonl", 16), evaluation=Evaluation(share=0.5))
     with pytest.raises(ConfigError, match="1 records cannot be split"):
         build(config, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("records", "cores", "processes"),
+    [(5_000, 2, 1), (19_999, 2, 1), (20_000, 2, 2), (4_000, 16, 1), (5_000, 16, 2), (19_999, 6, 4), (90_000, 16, 16)],
+)
+def test_data_are_encoded_beside_the_rank_where_that_takes_longer_than_the_imports(
+    monkeypatch: pytest.MonkeyPatch, records: int, cores: int, processes: int
+) -> None:
+    monkeypatch.setattr(pipeline.hardware, "cores", lambda: cores)
+    found: Any = range(records)
+    assert pipeline._processes(found, Config()) == processes
+    assert pipeline._processes(found, Config(data=Data(processes=3))) == 3

@@ -1,6 +1,7 @@
 """Gradient checkpointing and activation offload change what is held, and no gradient."""
 
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.model import activations
-from ftmon.trainer.recipe.model.activations import HostOffload, mark_varying
+from ftmon.trainer.recipe.model.activations import HostOffload, compile_ahead, mark_varying
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -46,7 +47,8 @@ def made(mode: str, kind: str = "llama", depth: int = 4, more: list[str] | None 
     torch.manual_seed(0)
     values = {**SIZES, "num_hidden_layers": depth, **settings}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values)).train()
-    activations.set_up(model, load(None, [f"model.config={{model_type: {kind}}}", *MODES[mode], *(more or [])]).config)
+    words = [f"model.config={{model_type: {kind}}}", "model.compile=off", *MODES[mode], *(more or [])]
+    activations.set_up(model, load(None, words).config)
     return model
 
 
@@ -199,6 +201,43 @@ def test_all_layers_share_one_compiled_graph_and_keep_gradients_and_names(graphs
     with torch.no_grad():
         model(input_ids=torch.zeros(1, 5, dtype=torch.long), use_cache=False)
     assert graphs() == 1, "evaluation runs the plain layers"
+
+
+class OneRank:
+    """A world of one rank that keeps its log."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.log = self.lines.append
+
+    def all_agree(self, mine: bool) -> bool:
+        return mine
+
+
+def test_layers_that_cannot_be_compiled_run_as_they_are_unless_compilation_was_asked_for(
+    compiling: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no code for this layer\nand more")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
+    batch = {"input_ids": torch.zeros(1, 5, dtype=torch.long)}
+    world: Any = OneRank()
+    loss, grads = step(made("none"))
+    try:
+        with pytest.raises(
+            ConfigError, match=r"model\.compile: layers of llama cannot be compiled: .*no code.*; use off$"
+        ):
+            compile_ahead(made("none", more=["model.compile=layers"]), batch, world, required=True)
+        model = made("none", more=["model.compile=auto"])
+        compile_ahead(model, batch, world, required=False)
+        assert re.match(r"note: model\.compile: .*no code for this layer.*; nothing is compiled$", world.lines[-1])
+        again, others = step(model)
+    finally:
+        torch.compiler.set_stance("default")
+        torch._dynamo.reset()
+    assert again == loss
+    assert all(torch.equal(others[name], grad) for name, grad in grads.items())
 
 
 def test_batches_with_other_numbers_of_documents_are_not_compiled_anew(graphs: Any) -> None:

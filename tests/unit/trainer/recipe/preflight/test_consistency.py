@@ -113,6 +113,32 @@ def test_combinations_that_were_not_tested_are_refused_by_name(words: list[str],
 
 
 @pytest.mark.parametrize(
+    ("words", "compiler", "chosen", "reason"),
+    [
+        (["run.device=cuda"], True, "auto", ""),
+        (["run.device=cpu"], True, "off", ""),
+        (["run.device=cpu", "model.compile=layers"], True, "layers", ""),
+        (["run.device=cuda"], False, "off", "no C compiler (gcc, clang or $CC) is found"),
+        (["run.device=cuda", "data.packing=false"], True, "off", "it cannot be used with data.packing=false"),
+        (["run.device=cuda", "model.quantization=nf4"], True, "off", "it cannot be used with model.quantization=nf4"),
+        (
+            ["run.device=cuda", "model.gradient_checkpointing=selective"],
+            True,
+            "off",
+            "it cannot be used with model.gradient_checkpointing=selective",
+        ),
+    ],
+)
+def test_layers_are_compiled_on_gpus_unless_something_excludes_it(
+    words: list[str], compiler: bool, chosen: str, reason: str
+) -> None:
+    said: list[str] = []
+    found = consistency.settle_compile(load(None, [LLAMA, *words]).config, compiler, said.append)
+    assert found.model.compile == chosen
+    assert said == ([f"note: decoder layers are not compiled (model.compile): {reason}"] if reason else [])
+
+
+@pytest.mark.parametrize(
     ("values", "text"),
     [
         ({}, ""),
