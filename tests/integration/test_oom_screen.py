@@ -161,7 +161,7 @@ def test_a_snapshot_elsewhere_is_said_to_be_there_and_nothing_outside_of_the_run
 
 CONFIG = """
 model: {config: {model_type: llama, vocab_size: 512, hidden_size: 256, intermediate_size: 512, num_hidden_layers: 2,
-        num_attention_heads: 4, num_key_value_heads: 4}, compile: COMPILED}
+        num_attention_heads: 4, num_key_value_heads: 4}, activation_offload: OFFLOADED}
 data: {path: rows.jsonl}
 """
 
@@ -172,7 +172,7 @@ async def test_dry_runs_of_the_job_are_cancelled_with_the_same_key_and_what_refu
     monkeypatch.setattr(state, "MESSAGE_SECONDS", SECONDS)
     source = HeldRun(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"text": "some text"}\n')
-    (tmp_path / "config.yaml").write_text(CONFIG.replace("COMPILED", "off"))
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("OFFLOADED", "none"))
     source.model.info.kind, source.model.info.command = "run", ["deepspeed", "train.py"]
     async with opened(source, (100, 40)) as (app, pilot):
         await pilot.press("w")
@@ -191,8 +191,9 @@ async def test_dry_runs_of_the_job_are_cancelled_with_the_same_key_and_what_refu
         await shown(pilot, lambda: "cancelled" in text_of(app), "the end of it")
         assert runs._process.returncode == -9
 
-        (tmp_path / "config.yaml").write_text(CONFIG.replace("COMPILED", "layers"))
+        (tmp_path / "config.yaml").write_text(CONFIG.replace("OFFLOADED", "all"))
         await pilot.press("w")
         # Its process imports the libraries before it refuses, at a low priority: on busy cores for minutes.
-        await until(pilot, lambda: app.pump() or "model.compile cannot be predicted" in text_of(app), "a refusal", 1000)
+        refusal = "model.activation_offload cannot be predicted"
+        await until(pilot, lambda: app.pump() or refusal in text_of(app), "a refusal", 250)
         app.app_state.end_dry_runs()
