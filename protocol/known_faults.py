@@ -1,4 +1,4 @@
-"""Versions of libraries with a known fault: the rows of ``known_faults.toml``."""
+"""Versions of libraries: with a known fault (``known_faults.toml``), and tested (``tested_versions.toml``)."""
 
 import re
 import tomllib
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Any
+
+from .checks import Check
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,14 @@ class KnownFault:
 
     def has(self, version: str) -> bool:
         """Return whether a version has it."""
-        return _parts(self.first) <= _parts(version) and not (self.before and _parts(version) >= _parts(self.before))
+        found = version_parts(version)
+        return version_parts(self.first) <= found and not (self.before and found >= version_parts(self.before))
 
 
 @cache
 def known_faults() -> tuple[KnownFault, ...]:
     """Return all rows."""
-    rows = tomllib.loads(files(__package__ or "").joinpath("known_faults.toml").read_text(encoding="utf-8"))["fault"]
-    return tuple(KnownFault(first=row.pop("from"), **row) for row in rows)
+    return tuple(KnownFault(first=row.pop("from"), **row) for row in _table("known_faults.toml")["fault"])
 
 
 def faults_of(versions: Mapping[str, str]) -> Iterator[tuple[KnownFault, str]]:
@@ -44,6 +46,34 @@ def faults_of(versions: Mapping[str, str]) -> Iterator[tuple[KnownFault, str]]:
             yield fault, version
 
 
-def _parts(version: str) -> tuple[int, ...]:
+@cache
+def tested_versions() -> dict[str, tuple[str, str]]:
+    """Return the oldest and the newest tested version by library."""
+    return {library: (row["oldest"], row["newest"]) for library, row in _table("tested_versions.toml").items()}
+
+
+def version_check(library: str, version: str) -> Check:
+    """Return the check of an installed version: a warning outside the tested ones; ok if the library has none."""
+    if library not in tested_versions():
+        return Check(library, "ok", version)
+    oldest, newest = tested_versions()[library]
+    tested = oldest if oldest == newest else f"{oldest} to {newest}"
+    remedy = f"if something fails with it, install {tested}, which was tested"
+    if _compared(version, oldest) < version_parts(oldest):
+        return Check(library, "warning", f"{version}, older than the oldest tested version, {oldest}", remedy)
+    if _compared(version, newest) > version_parts(newest):
+        return Check(library, "warning", f"{version}, newer than the newest tested version, {newest}", remedy)
+    return Check(library, "ok", f"{version} (tested: {tested})")
+
+
+def _compared(version: str, end: str) -> tuple[int, ...]:
+    return version_parts(version)[: len(version_parts(end))]
+
+
+def _table(name: str) -> dict[str, Any]:
+    return tomllib.loads(files(__package__ or "").joinpath(name).read_text(encoding="utf-8"))
+
+
+def version_parts(version: str) -> tuple[int, ...]:
     """Return the numbers of a version: ``0.19.8+cpu`` has 0, 19 and 8."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])

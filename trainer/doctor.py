@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from ..protocol.checks import Check, State
-from ..protocol.known_faults import faults_of
+from ..protocol.known_faults import faults_of, version_check
 from ..protocol.text import duration
 
 INSTALL = "pip install 'ftmon[train]'"
@@ -38,10 +38,10 @@ _BUILD_SECONDS = 900.0
 
 
 def packages() -> Iterator[Check]:
-    """Check which packages of the training side are installed."""
+    """Check which packages of the training side are installed, and whether their versions were tested."""
     for name, lack in _PACKAGES.items():
         try:
-            yield Check(name, "ok", metadata.version(name))
+            yield version_check(name, metadata.version(name))
         except metadata.PackageNotFoundError:
             yield Check(name, lack, "not installed", INSTALL)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
@@ -19,6 +21,7 @@ import shtab
 from ... import __version__
 from ...protocol.checks import TRAINING_PACKAGES, Check, State
 from ...protocol.errors import RunDirError
+from ...protocol.known_faults import tested_versions, version_check, version_parts
 from ...protocol.run.rundir import checked_home
 from ...protocol.text import counted, gib
 from . import output
@@ -151,6 +154,43 @@ def nvml_check() -> Check:
         pynvml.nvmlShutdown()
 
 
+_REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[.*?\])?\s*([^;]*);.*\bextra\s*==\s*["']([\w.-]+)["']""")
+"""Name, versions and extra of a requirement: ``resvg-py<1,>=0.5; extra == "png"``."""
+_NOT_FOR_USERS = ("test",)
+
+
+def extra_checks() -> Iterator[Check]:
+    """Name the optional extras of ftmon, and which of their packages are installed."""
+    try:
+        lines = metadata.requires("ftmon") or []
+    except metadata.PackageNotFoundError:
+        yield Check("extras", "ok", "not known: ftmon is not installed as a package")
+        return
+    extras: dict[str, list[tuple[str, str]]] = {}
+    for name, versions, extra in (found.groups() for line in lines if (found := _REQUIREMENT.match(line))):
+        if extra not in _NOT_FOR_USERS:
+            extras.setdefault(extra, []).append((name, versions))
+    for extra, packages in extras.items():
+        lacks = [f"{name}{versions}".strip() for name, versions in packages if not _is_new_enough(name, versions)]
+        present = ", ".join(f"{name} {_installed(name)}" for name, _ in packages)
+        text = f"not installed ({', '.join(lacks)} missing): pip install 'ftmon[{extra}]'" if lacks else present
+        yield Check(f"ftmon[{extra}]", "ok", text)
+
+
+def _installed(name: str) -> str:
+    """Return the version of a package; empty: not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _is_new_enough(name: str, versions: str) -> bool:
+    least = re.search(r">=\s*([\w.]+)", versions)
+    version = _installed(name)
+    return bool(version) and (least is None or version_parts(version) >= version_parts(least.group(1)))
+
+
 _MARKS = {"ok": ("✓", "ok"), "warning": ("▲", "!!"), "error": ("✖", "XX")}
 _TRAINER_SECONDS = 120.0  # time limit: importing torch and DeepSpeed from a cold, shared disk is slow
 INSTALL = 'pip install "ftmon[train]"'
@@ -159,7 +199,11 @@ INSTALL = 'pip install "ftmon[train]"'
 def doctor(arguments: Namespace) -> int:
     """Print the checks of this machine; return 1 if one of them is an error."""
     own = Check("ftmon", "ok", f"{__version__}, Python {sys.version.split()[0]}")
-    groups = {"terminal": [own, *terminal_checks(), home_check(), nvml_check()], "training": trainer_checks()}
+    groups = {
+        "terminal": [own, *terminal_checks(), home_check(), nvml_check()],
+        "extras": list(extra_checks()),
+        "training": trainer_checks(),
+    }
     broken = any(check.state == "error" for checks in groups.values() for check in checks)
     if arguments.json:
         print_json({"ok": not broken, **groups})
@@ -175,9 +219,11 @@ def doctor(arguments: Namespace) -> int:
 
 
 def trainer_checks() -> list[Check]:
-    """Return the training side's checks; if that side is not installed, a single check that reports it."""
+    """Return the training side's checks; if that side is not installed, one that reports it, and those of versions."""
     if missing := missing_training_packages():
-        return [Check("training side", "warning", f"not installed here ({', '.join(missing)} missing)", INSTALL)]
+        lacks = Check("training side", "warning", f"not installed here ({', '.join(missing)} missing)", INSTALL)
+        present = {name: version for name in tested_versions() if (version := _installed(name))}
+        return [lacks, *(version_check(name, version) for name, version in present.items())]
     command = [sys.executable, "-P", "-m", "ftmon.trainer.doctor", "--json"]
     try:
         done = subprocess.run(

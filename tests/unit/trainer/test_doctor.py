@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ftmon.protocol import known_faults
 from ftmon.trainer import doctor
 
 
@@ -30,6 +31,34 @@ def test_an_architecture_list_that_deepspeed_cannot_read_gets_a_correction(
 ) -> None:
     check = doctor.arch_list(setting)
     assert (check.state, check.remedy) == (state, remedy)
+
+
+@pytest.mark.parametrize(
+    ("library", "version", "state", "text"),
+    [
+        ("torch", "2.6.0", "warning", "2.6.0, older than the oldest tested version, 2.7"),
+        ("torch", "2.7.0rc1", "ok", "2.7.0rc1 (tested: 2.7 to 2.14)"),
+        ("torch", "2.14.1+cu130", "ok", "2.14.1+cu130 (tested: 2.7 to 2.14)"),
+        ("torch", "2.15.0.dev20261101", "warning", "2.15.0.dev20261101, newer than the newest tested version, 2.14"),
+        ("deepspeed", "0.19.8", "ok", "0.19.8 (tested: 0.19.8)"),
+        ("deepspeed", "0.19.9", "warning", "0.19.9, newer than the newest tested version, 0.19.8"),
+        ("peft", "0.1", "ok", "0.1"),
+    ],
+)
+def test_versions_outside_the_tested_ones_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, library: str, version: str, state: str, text: str
+) -> None:
+    tested = {"torch": ("2.7", "2.14"), "deepspeed": ("0.19.8", "0.19.8")}
+    monkeypatch.setattr(known_faults, "tested_versions", lambda: tested)
+    check = known_faults.version_check(library, version)
+    assert (check.state, check.text) == (state, text)
+
+
+def test_the_table_of_tested_versions_has_both_ends_in_order() -> None:
+    tested = known_faults.tested_versions()
+    assert {"torch", "transformers", "deepspeed"} <= tested.keys()
+    parts = known_faults.version_parts
+    assert all(parts(oldest) <= parts(newest) for oldest, newest in tested.values())
 
 
 def test_missing_packages_are_findings_and_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
