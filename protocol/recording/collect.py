@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 
 from ..messages.control import Alert
@@ -25,11 +26,15 @@ class RecordedRun:
         self._later: float | None = None
         """When the first rank had passed the step ``until``."""
         self._seen: dict[int, int] = {}
+        self._first: dict[int, int] = {}
+        """The lowest step of each rank."""
         self._steps: dict[int, deque[Step]] = {}
         self.hellos: dict[int, Hello] = {}
         self.ooms: list[Oom] = []
         self.failures: list[Failure] = []
         self.evaluations: list[Evaluation] = []
+        self.not_finite: set[int] = set()
+        """Steps in which the loss of a rank was NaN or infinite, skipped ones included."""
         self.nvml: dict[int, int] = {}
         """Highest memory use of each rank by NVML, bytes."""
         self.devices: set[int] = set()
@@ -93,8 +98,11 @@ class RecordedRun:
                 pass
 
     def _step(self, step: Step) -> None:
-        seen = self._seen[step.rank] = self._seen.get(step.rank, 0) + 1
+        self._seen[step.rank] = self._seen.get(step.rank, 0) + 1
         reserved = max((record.reserved.peak for record in step.phases), default=0)
         self.peak_reserved[step.rank] = max(self.peak_reserved.get(step.rank, 0), reserved)
-        if seen > self._skip:
+        if step.loss is not None and not isfinite(step.loss):
+            self.not_finite.add(step.step)
+        first = self._first[step.rank] = min(step.step, self._first.get(step.rank, step.step))
+        if step.step - first >= self._skip:  # by number: an imported log may have one step in ten
             self._steps.setdefault(step.rank, deque(maxlen=self._most)).append(step)

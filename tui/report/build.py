@@ -6,9 +6,9 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -19,7 +19,8 @@ from ...protocol.analysis.sweep.text import aligned, curve_lines, result_lines, 
 from ...protocol.analysis.words import describe_curve
 from ...protocol.errors import UsageError
 from ...protocol.host.process import write_private
-from ...protocol.recording.results import StepPoint
+from ...protocol.recording.curves import mean_loss
+from ...protocol.recording.results import StepPoint, TrainingPoint
 from ...protocol.sweep.rows import RankRow, Row, Settings, key_of
 from ...protocol.text import counted, duration, gib, sanitize
 from ..plotext_figure import draw, new_figure, rows
@@ -45,12 +46,16 @@ def section(data: Data, price_per_hour: float | None) -> Section:
 
 
 def _together(sections: Sequence[Section]) -> Section | None:
-    by_axis: dict[tuple[str, str, str], list[list[Curve]]] = {}
+    by_axis: dict[tuple[str, str, str, str, bool], list[list[Curve]]] = {}
     for one in sections:
         for chart in one.charts:
             named = [msgspec.structs.replace(each, name=f"{one.title} {each.name}".strip()) for each in chart.curves]
-            by_axis.setdefault((chart.title, chart.x_name, chart.unit), []).append(named)
-    shared = [Chart(*axis, [*chain(*found)]) for axis, found in by_axis.items() if len(found) > 1]
+            by_axis.setdefault((chart.title, chart.x_name, chart.unit, chart.band, chart.from_zero), []).append(named)
+    shared = [
+        Chart(*axis, [*chain(*found)], band=band, from_zero=from_zero)
+        for (*axis, band, from_zero), found in by_axis.items()
+        if len(found) > 1
+    ]
     return Section("in one picture", charts=shared) if shared else None
 
 
@@ -66,8 +71,75 @@ def _run(data: RunData, price: float | None) -> Section:
         Chart("memory peak of a step", "step", "GiB", [curve for curve in memory if curve.xs], notes=notes),
         Chart("time of a step", "step", "ms", [_over_steps("", data, lambda point: point.host_ms)]),
     ]
-    shown = [chart for chart in charts if any(curve.xs for curve in chart.curves)]
-    return Section(data.name, facts, shown, _phases(data.ranks))
+    measured = [chart for chart in charts if any(any(curve.high) for curve in chart.curves)]
+    unknown = counted(len(data.not_finite), "step")
+    lost = [f"loss not finite in {unknown}, first in step {data.not_finite[0]:,}"] if data.not_finite else []
+    return Section(data.name, facts, [*measured, *_training(data)], _phases(data.ranks), lost)
+
+
+_LARGEST = 1e30  # of a drawn loss: sums and axes stay finite
+_METRICS = 4
+_MOST_MARKS = 64
+
+
+def _training(data: RunData) -> Iterator[Chart]:
+    """Yield the charts of loss, learning rate and the evaluations' other results, those that the run has."""
+    evaluations = {(one.name, one.step): one for one in data.evaluations}  # the last of a step counts
+    losses = {key: one.loss for key, one in evaluations.items() if one.loss is not None}
+    curves = [_loss_curve(data), *(msgspec.structs.replace(one, sparse=True) for one in _evaluated(losses))]
+    if any(curve.xs for curve in curves):
+        marks = [(float(step), "loss not finite") for step in _stretches(data.not_finite)][:_MOST_MARKS]
+        band = "lowest and highest of ranks and pooled steps"
+        yield Chart("loss", "step", "", [one for one in curves if one.xs], marks, band=band, from_zero=False)
+    rates: dict[int, list[float]] = {}
+    for point in chain(*data.training.values()):
+        if _drawable(point.lr):
+            rates.setdefault(point.step, []).append(point.lr)
+    if rates:
+        yield Chart("learning rate", "step", "", [_curve("", rates)])
+    names = dict.fromkeys(name for one in data.evaluations for name in one.metrics)
+    for name in list(names)[:_METRICS]:
+        found = {key: one.metrics[name] for key, one in evaluations.items() if name in one.metrics}
+        curves = _evaluated(found)
+        if curves:
+            yield Chart(f"evaluation: {name}", "step", "", curves, from_zero=False)
+
+
+def _drawable(value: float | None) -> TypeGuard[float]:
+    return value is not None and abs(value) <= _LARGEST  # not so of NaN
+
+
+def _loss_curve(data: RunData) -> Curve:
+    """Return the training loss: mean over ranks, weighted by label tokens if they are known."""
+    by_step: dict[int, dict[int, TrainingPoint]] = {}
+    for rank, series in data.training.items():
+        for point in series:
+            if _drawable(point.loss) and _drawable(point.low_loss) and _drawable(point.high_loss):
+                by_step.setdefault(point.step, {})[rank] = point  # the last, if a restarted job repeats the step
+    points = [(step, list(found.values())) for step, found in sorted(by_step.items())]
+    return Curve(
+        "training",
+        [float(step) for step, _ in points],
+        [min(one.low_loss or 0.0 for one in found) for _, found in points],
+        [mean_loss([(one.loss or 0.0, one.label_tokens) for one in found]) or 0.0 for _, found in points],
+        [max(one.high_loss or 0.0 for one in found) for _, found in points],
+    )
+
+
+def _evaluated(values: Mapping[tuple[str, int], float]) -> list[Curve]:
+    """Return a curve for each split or data set, from the values by its name and step."""
+    by_name: dict[str, dict[int, list[float]]] = {}
+    for (name, step), value in values.items():
+        if _drawable(value):
+            by_name.setdefault(name, {})[step] = [value]
+    return [
+        _curve(name if name == "evaluation" else f"evaluation {name}", found) for name, found in sorted(by_name.items())
+    ]
+
+
+def _stretches(steps: Sequence[int]) -> list[int]:
+    """Return the first of each stretch of consecutive steps."""
+    return [step for before, step in pairwise([-2, *steps]) if step != before + 1]
 
 
 def _spent(seconds: float, price: float | None) -> Iterator[tuple[str, str]]:
@@ -97,7 +169,7 @@ def _curve(name: str, values: dict[int, list[float]], *, predicted: bool = False
 
 
 def _phases(ranks: Iterable[RankRow]) -> list[list[str]]:
-    measured = [rank for rank in ranks if rank.steps]
+    measured = [rank for rank in ranks if rank.phases]
     if not measured:
         return []
     lines = [["phase", "peak, lowest rank", "median", "highest", "time, lowest", "median", "highest"]]
@@ -241,25 +313,25 @@ def chart_lines(chart: Chart, width: int, *, ascii_only: bool = False) -> Iterat
     """Yield a chart: title with its legend, plot, marks and notes. A band's ends are points around its line."""
     figure = new_figure(width, _HEIGHT)
     legend: list[str] = []
-    highest = 0.0
+    for curve in chart.curves:  # first: what is drawn later hides what is there
+        if curve.has_band:
+            draw(figure, curve.xs, curve.low, "-", line=False)
+            draw(figure, curve.xs, curve.high, "-", line=False)
     for number, curve in enumerate(chart.curves):
         several = len(chart.curves) > 1 or ascii_only
         marked = ascii_only or (several and not curve.predicted)
         style = _MARKERS[number % len(_MARKERS)] if marked else "braille"
-        draw(figure, curve.xs, curve.median, style, line=True)
-        if curve.has_band:
-            draw(figure, curve.xs, curve.low, "-", line=False)
-            draw(figure, curve.xs, curve.high, "-", line=False)
+        draw(figure, curve.xs, curve.median, style, line=not curve.sparse)
         sign = f"{style if len(style) == 1 else '⠒'} " if several else ""
         legend.append(f"{sign}{curve.name or 'median rank'}")
-        highest = max(highest, *curve.high, 0.0)
-    figure.ruler("y").lim(0, highest * 1.05 or 1.0)
+    bottom, top = chart.limits
+    figure.ruler("y").lim(bottom, top + (top - bottom) * 0.05)
     xs = sorted({x for curve in chart.curves for x in curve.xs})
     ticks = _ticks(xs)
     figure.ruler("x").ticks(ticks, [f"{x:,.0f}" for x in ticks])
-    yield f"{chart.title}, {chart.unit}, by {chart.x_name}"
+    yield f"{sanitize(chart.heading, 200)}, by {chart.x_name}"
     if any(curve.has_band for curve in chart.curves):
-        legend.append("- lowest and highest rank")
+        legend.append(f"- {chart.band}")
     yield from _packed([sanitize(name, 300) for name in legend], width - 2)
     for row in rows(figure, plain=True):
         text = row.rstrip()
@@ -318,9 +390,10 @@ def _of(data: Data) -> Iterator[Record]:
             place = {data.mapping.length: one.length, "rank": one.rank, "iteration": one.iteration}
             yield {"source": data.name, **place, **{f"{figure}_bytes": size for figure, size in one.figures.items()}}
     else:
-        measured = [rank for rank in data.ranks if rank.steps]
+        measured = [rank for rank in data.ranks if rank.phases]
         if not measured:
-            raise UsageError(f"{data.name}: no measured steps to write; --warm-up excludes the first ones of a run")
+            text = "no measured steps with phases to write; --warm-up excludes the first ones of a run"
+            raise UsageError(f"{data.name}: {text}")
         for rank in measured:
             yield from _of_rank({"source": data.name}, rank)
 

@@ -14,9 +14,10 @@ from ...protocol.analysis.report import Measure, Side, StepRange, settings_of, s
 from ...protocol.analysis.sweep.summary import figures, pool
 from ...protocol.analysis.sweep.text import settings_text
 from ...protocol.errors import FtmonError, UsageError
+from ...protocol.messages.telemetry import Evaluation
 from ...protocol.recording.collect import RecordedRun
 from ...protocol.recording.reader import Reader
-from ...protocol.recording.results import StepPoint, run_state
+from ...protocol.recording.results import StepPoint, TrainingPoint, run_state
 from ...protocol.run.end import ending_in_words
 from ...protocol.sweep.rows import RankRow, key_of
 from ...protocol.sweep.store import Results, is_results, read
@@ -34,6 +35,7 @@ class Curve(msgspec.Struct, frozen=True):
     median: list[float]
     high: list[float]
     predicted: bool = False
+    sparse: bool = False  # the terminal draws its points without a line, which would hide other curves
 
     @property
     def has_band(self) -> bool:
@@ -45,7 +47,7 @@ OUT_OF_MEMORY = "out of memory"
 
 
 class Chart(msgspec.Struct, frozen=True):
-    """Curves with one vertical axis. ``unit`` of the values is ``GiB``, ``ms`` or ``tokens/s``."""
+    """Curves with one vertical axis. ``unit`` of the values is ``GiB``, ``ms`` or ``tokens/s``; empty: none."""
 
     title: str
     x_name: str
@@ -53,6 +55,26 @@ class Chart(msgspec.Struct, frozen=True):
     curves: list[Curve]
     marks: list[tuple[float, str]] = []  # positions on the horizontal axis with text: crossovers, `OUT_OF_MEMORY`
     notes: list[str] = []
+    band: str = "lowest and highest rank"  # the ends of the curves' bands
+    from_zero: bool = True  # the vertical axis begins at 0, or below
+
+    @property
+    def heading(self) -> str:
+        """The title with the unit."""
+        return f"{self.title}, {self.unit}" if self.unit else self.title
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The lowest and the highest value to draw; the first is below the second."""
+        bottom = min((y for curve in self.curves for y in curve.low), default=0.0)
+        top = max((y for curve in self.curves for y in curve.high), default=0.0)
+        if self.from_zero:
+            bottom = min(bottom, 0.0)
+            top = max(top, 0.0) or (0.0 if bottom < 0 else 1.0)
+        largest = max(abs(bottom), abs(top))
+        if top - bottom > largest * 1e-6:
+            return bottom, top
+        return bottom - (largest * 0.05 or 1.0), top + (largest * 0.05 or 1.0)
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -231,6 +253,9 @@ class RunData(msgspec.Struct):
     name: str
     facts: list[tuple[str, str]]
     series: dict[int, list[StepPoint]]  # steps by rank, pooled if there are many
+    training: dict[int, list[TrainingPoint]]  # the same
+    evaluations: list[Evaluation]
+    not_finite: list[int]  # steps in which the loss of a rank was NaN or infinite
     ranks: list[RankRow]
     seconds: float
 
@@ -319,7 +344,9 @@ def _run(target: str, warm_up: int) -> RunData:
     recording, found = read_run(target, warm_up)
     info = found.info
     with Reader(recording) as reader:
-        series = {rank: reader.series(rank, info.first_t - 1, info.last_t + 1, _POINTS) for rank in info.ranks}
+        window = (info.first_t - 1, info.last_t + 1, _POINTS)
+        series = {rank: reader.series(rank, *window) for rank in info.ranks}
+        training = {rank: reader.training(rank, *window) for rank in info.ranks}
     entry = recorded_entry(recording, info)
     hello = found.hellos[min(found.hellos)] if found.hellos else None
     ending = f" ({ending_in_words(info.exit_code, None)})" if info.exit_code else ""
@@ -349,4 +376,6 @@ def _run(target: str, warm_up: int) -> RunData:
         facts.append(("missing", info.missing))
     shown = [(key, value) for key, value in facts if value]
     seconds = max(0.0, info.last_t - info.started)  # an empty recording has no last time
-    return RunData(info.run_id or recording.parent.name, shown, series, rank_rows(found), seconds)
+    name = info.run_id or recording.parent.name
+    not_finite = sorted(found.not_finite)
+    return RunData(name, shown, series, training, found.evaluations, not_finite, rank_rows(found), seconds)

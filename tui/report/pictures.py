@@ -12,7 +12,7 @@ from ...protocol.text import sanitize
 from .data import OUT_OF_MEMORY, Chart, Curve, Report, Section
 
 _WIDTH, _HEIGHT = 760, 320
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 12, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 12, 44
 _LEGEND_LINE = 18
 _TITLE = 30
 _STYLE = """
@@ -32,7 +32,7 @@ def sheet(report: Report) -> str:
             drawn = svg(chart)
             if not drawn:
                 continue
-            title = _text(f"{section.title}: {chart.title}, {chart.unit}")
+            title = _text(f"{section.title}: {chart.heading}")
             height = _height(chart)
             parts.append(f'<text class="title" x="4" y="{top + 20}">{title}</text>')
             place = f'<svg y="{top + _TITLE}" width="{_WIDTH}" height="{height}"'
@@ -50,10 +50,9 @@ def _height(chart: Chart) -> int:
 def svg(chart: Chart) -> str:
     """Return a chart as one ``svg`` element; text and lines have the page's colour."""
     xs = [x for curve in chart.curves for x in curve.xs] + [x for x, _ in chart.marks]
-    tops = [y for curve in chart.curves for y in curve.high]
-    if not xs or not tops:
+    if not any(curve.xs for curve in chart.curves):
         return ""
-    scale = _Scale(min(xs), max(xs), max(tops) or 1.0)
+    scale = _Scale(min(xs), max(xs), *chart.limits)
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_height(chart)}" role="img" aria-label="{_text(chart.title)}">',
         *_axes(chart, scale),
@@ -61,23 +60,26 @@ def svg(chart: Chart) -> str:
     ]
     for number, (curve, colour) in enumerate(zip(chart.curves, cycle(COLOURS), strict=False)):
         parts += _curve(curve, colour, scale)
-        parts += _legend(curve, colour, _HEIGHT + _LEGEND_LINE * number + 10)
+        parts += _legend(curve, colour, _HEIGHT + _LEGEND_LINE * number + 10, chart.band)
     return "\n".join([*parts, "</svg>"])
 
 
 class _Scale:
-    def __init__(self, low: float, high: float, top: float) -> None:
+    def __init__(self, low: float, high: float, bottom: float, top: float) -> None:
         margin = 0.0 if high > low else max(0.5, abs(low) * 1e-6)  # 0.5 is rounded off at a value of 1e16
         self.low, self.high = low - margin, high + margin
-        self.step = nice_step(top * 1.05)
-        self.top = self.step * math.ceil(top * 1.02 / self.step)
+        span = top - bottom
+        self.step = nice_step(span * 1.05)
+        self.bottom = self.step * math.floor(bottom / self.step)
+        self.top = self.step * math.ceil((top + span * 0.02) / self.step)
 
     def x(self, value: float) -> float:
         share = (value - self.low) / (self.high - self.low)
         return round(_LEFT + share * (_WIDTH - _LEFT - _RIGHT), 1)
 
     def y(self, value: float) -> float:
-        return round(_TOP + (1 - value / self.top) * (_HEIGHT - _TOP - _BOTTOM), 1)
+        share = (value - self.bottom) / (self.top - self.bottom)
+        return round(_TOP + (1 - share) * (_HEIGHT - _TOP - _BOTTOM), 1)
 
 
 def nice_step(span: float, parts: int = 5) -> float:
@@ -89,8 +91,8 @@ def nice_step(span: float, parts: int = 5) -> float:
 
 def _axes(chart: Chart, scale: _Scale) -> list[str]:
     parts: list[str] = []
-    for number in range(round(scale.top / scale.step) + 1):
-        value = number * scale.step
+    first, last = round(scale.bottom / scale.step), round(scale.top / scale.step)
+    for value in (number * scale.step for number in range(first, last + 1)):
         y = scale.y(value)
         parts.append(f'<line class="grid" x1="{_LEFT}" y1="{y}" x2="{_WIDTH - _RIGHT}" y2="{y}"/>')
         parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{value:,.6g}</text>')
@@ -112,6 +114,10 @@ def _marks(chart: Chart, scale: _Scale) -> list[str]:
         kind = "failed" if text == OUT_OF_MEMORY else "mark"
         parts.append(f'<line class="{kind}" x1="{at}" y1="{_TOP}" x2="{at}" y2="{_HEIGHT - _BOTTOM}">')
         parts.append(f"<title>{_text(text)} at {x:,.0f}</title></line>")
+    for text, x in {text: x for x, text in reversed(chart.marks)}.items():  # the first of each kind
+        at = scale.x(x)
+        anchor, place = ("end", at - 4) if at > _WIDTH / 2 else ("start", at + 4)
+        parts.append(f'<text class="tick" x="{place}" y="{_TOP + 10}" text-anchor="{anchor}">{_text(text)}</text>')
     return parts
 
 
@@ -131,9 +137,9 @@ def _curve(curve: Curve, colour: str, scale: _Scale) -> list[str]:
     return parts
 
 
-def _legend(curve: Curve, colour: str, y: int) -> list[str]:
+def _legend(curve: Curve, colour: str, y: int, band: str) -> list[str]:
     dashes = ' stroke-dasharray="5 4"' if curve.predicted else ""
-    words = _text(curve.name or "median rank") + (", band: lowest to highest rank" if curve.has_band else "")
+    words = _text(curve.name or "median rank") + (f", band: {band}" if curve.has_band else "")
     return [
         f'<line x1="{_LEFT}" y1="{y - 4}" x2="{_LEFT + 26}" y2="{y - 4}" stroke="{colour}" stroke-width="2"{dashes}/>',
         f'<text class="tick" x="{_LEFT + 34}" y="{y}">{words}</text>',
@@ -235,4 +241,4 @@ def _section(section: Section) -> str:
 
 def _chart(chart: Chart) -> str:
     notes = "".join(f"<p>{_cell(note)}</p>" for note in chart.notes)
-    return f"<h3>{_cell(chart.title)}, {_cell(chart.unit)}</h3>\n{svg(chart)}\n{notes}"
+    return f"<h3>{_cell(chart.heading)}</h3>\n{svg(chart)}\n{notes}"

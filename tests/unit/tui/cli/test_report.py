@@ -117,7 +117,7 @@ def test_the_page_is_one_file_that_loads_and_runs_nothing_the_picture_has_one_ch
 def test_a_run_is_shown_by_step_and_by_phase(tmp_path, shown, sections):
     path = recorded(tmp_path / "recording.sqlite", 2, steps=20)
     (section,) = sections(path)
-    memory, times = section["charts"]
+    memory, times, *_ = section["charts"]
     assert (memory["x_name"], times["unit"]) == ("step", "ms")
     assert [curve["name"] for curve in memory["curves"]] == ["allocated", "reserved"]
     assert len(times["curves"][0]["xs"]) == 20
@@ -125,6 +125,56 @@ def test_a_run_is_shown_by_step_and_by_phase(tmp_path, shown, sections):
     out = shown("report", path, "--ascii")
     assert out.isascii()
     assert "memory peak of a step, GiB, by step" in out
+
+
+def learning(path: Path) -> Path:
+    """Record two ranks with losses of 2 over 300 labels and of 4 over 100; one loss is NaN in the steps 7 and 8."""
+    frames = []
+    for frame in Stream(ranks=2, steps=20, logs=False, devices=False).frames():
+        if isinstance(step := frame.message, Step):
+            loss = float("nan") if step.rank and step.step in (7, 8) else 2.0 + 2 * step.rank
+            labels = 100 if step.rank else 300
+            known = msgspec.structs.replace(step, loss=loss, label_tokens=labels, lr=1e-6 * step.step)
+            frame = msgspec.structs.replace(frame, message=known)
+        frames.append(frame)
+    last = frames[-1]
+    results = [(10, 9.0, 0.1), (10, 3.0, 0.5), (20, 2.75, 0.75)]
+    sent = [Evaluation(0, step, last.t, "chats", loss, metrics={"accuracy": share}) for step, loss, share in results]
+    return write(path, [*frames, *(Frame(last.seq + number, last.t, one) for number, one in enumerate(sent, 1))])
+
+
+def test_a_run_has_its_loss_learning_rate_and_evaluations(tmp_path, shown, sections):
+    path, picture, page = (tmp_path / name for name in ("recording.sqlite", "charts.svg", "report.html"))
+    (section,) = sections(learning(path))
+    loss, rate, accuracy = section["charts"][2:]
+    training, evaluation = loss["curves"]
+    assert training["median"] == [2.0 if step in (7, 8) else pytest.approx(2.5) for step in range(1, 21)]
+    assert (training["low"], training["high"][:7]) == ([2.0] * 20, [4.0] * 6 + [2.0])
+    assert (evaluation["name"], evaluation["xs"]) == ("evaluation chats", [10, 20])
+    assert evaluation["median"] == [3.0, 2.75], "the last result of a step"
+    assert loss["marks"] == [[7, "loss not finite"]]
+    assert section["notes"] == ["loss not finite in 2 steps, first in step 7"]
+    assert rate["curves"][0]["median"] == pytest.approx([1e-6 * step for step in range(1, 21)])
+    assert (accuracy["title"], accuracy["curves"][0]["median"]) == ("evaluation: accuracy", [0.5, 0.75])
+    out = shown("report", path, "--ascii").splitlines()
+    assert [line for line in out if line.endswith(", by step")][2:] == [
+        "loss, by step",
+        "learning rate, by step",
+        "evaluation: accuracy, by step",
+    ]
+    assert "  loss not finite at 7" in out
+    shown("report", path, "--svg", picture, "--html", page)
+    for text in (picture.read_text(), page.read_text()):
+        assert {"loss", "learning rate", "evaluation: accuracy"} <= set(re.findall(r'aria-label="([^"]*)"', text))
+
+
+def test_runs_of_the_same_figures_share_their_charts_of_loss(tmp_path, sections):
+    paths = [learning(tmp_path / f"{name}.sqlite") for name in ("one", "other")]
+    together = sections(*paths)[0]
+    assert together["title"] == "in one picture"
+    charts = {chart["title"]: chart for chart in together["charts"]}
+    assert len(charts["loss"]["curves"]) == 4
+    assert charts["loss"]["from_zero"] is False
 
 
 def test_measurements_of_others_stand_in_the_same_picture(tmp_path, sections):
@@ -246,6 +296,22 @@ def test_the_ticks_of_a_short_axis_are_its_values():
     chart = Chart("t", "step", "ms", [Curve("", [1.0, 2.0, 3.0, 4.0], [1.0] * 4, [1.0] * 4, [1.0] * 4)])
     axis = [line.split() for line in chart_lines(chart, 60) if line.split()[:1] == ["1"]]
     assert axis == [["1", "2", "3", "4"]]
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(-2.0, 3.0), (-1e-9, -1e-10), (7.0, 7.0), (0.0, 0.0), (1e30, 1e30), (-1e30, 1e30), (2.31, 2.33)]
+)
+@pytest.mark.parametrize("from_zero", [True, False])
+def test_every_value_is_inside_its_chart(low, high, from_zero):
+    curve = Curve("", [1.0, 2.0], [low, high], [low, high], [low, high])
+    chart = Chart("loss", "step", "", [curve], from_zero=from_zero)
+    drawn = ElementTree.fromstring(svg(chart))
+    heights = [float(line.attrib["y1"]) for line in drawn.findall("line") if line.attrib.get("class") == "grid"]
+    assert 2 <= len(heights) < 14
+    places = [float(dot.attrib["cy"]) for dot in drawn.findall("circle")]
+    assert all(min(heights) <= y <= max(heights) for y in places)
+    assert len(set(places)) == len({low, high})
+    assert sum("⠁" <= sign <= "⣿" for line in chart_lines(chart, 60) for sign in line) > 10
 
 
 @pytest.mark.parametrize("xs", [[1e20], [1e16, 1e16 + 2], [1e16, 1e16 + 2e10], [0.0], [1.0, 2.0]])
