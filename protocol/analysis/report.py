@@ -198,15 +198,17 @@ def side_of_ranks(
     if measured:
         slowest = max(measured, key=lambda rank: rank.step_ms)
         resident = any(figures.resident_peak_bytes for rank in measured for figures in rank.phases.values())
-        measures["step time"] = Measure(slowest.step_ms, slowest.step_ms_error, "ms", gated=True)
+        if slowest.step_ms:  # an imported run has neither times nor memory
+            measures["step time"] = Measure(slowest.step_ms, slowest.step_ms_error, "ms", gated=True)
         tokens = sum(rank.tokens_per_second for rank in measured)
         if tokens:
             share = slowest.step_ms_error / slowest.step_ms if slowest.step_ms else 0.0
             measures["throughput"] = Measure(tokens, tokens * share, "tokens/s")
         peak = max(rank.peak_bytes for rank in measured)
-        measures["highest peak"] = peak_measure(peak, resident=resident, gated=True)
-        if not resident:
-            reserved = max(rank.reserved_peak_bytes for rank in measured)
+        if peak:
+            measures["highest peak"] = peak_measure(peak, resident=resident, gated=True)
+        reserved = max(rank.reserved_peak_bytes for rank in measured)
+        if reserved and not resident:
             measures["reserved"] = peak_measure(reserved, resident=False, gated=True)
         nvml = max(rank.nvml_bytes for rank in measured)
         if nvml:

@@ -147,7 +147,7 @@ class RunFile(msgspec.Struct, frozen=True, omit_defaults=True):
     cwd: str
     host: str
     kind: str
-    """``demo``, ``train``, ``run`` or ``watch``."""
+    """``demo``, ``train``, ``run``, ``watch`` or ``import``."""
     launcher: ProcessId | None = None
     options: RunOptions = RunOptions()
     recipe: Recipe | None = None

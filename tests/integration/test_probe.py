@@ -30,9 +30,11 @@ from ftmon.protocol.messages.telemetry import (
     Step,
 )
 from ftmon.protocol.messages.wire import LossCounter
+from ftmon.protocol.recording.collect import RecordedRun
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run import rundir
 from ftmon.trainer.launch.environment import executable_command
+from ftmon.tui.source.imported import import_state
 from ports import free_port
 from probe_collector import BIN, SCRIPTS, Collector
 
@@ -110,7 +112,7 @@ def test_a_plain_deepspeed_loop_is_watched_unchanged(collector):
     assert "init" in {beat.phase for beat in collector.of(Heartbeat)}
 
 
-def test_a_trainer_with_a_deepspeed_config_tells_its_plan_and_its_other_phases(collector, tmp_path):
+def test_a_trainer_with_a_deepspeed_config_tells_its_plan_and_its_other_phases(collector, tmp_path, monkeypatch):
     collector.start(*start_ranks.command(1, SCRIPTS / "trainer_deepspeed.py"), tmp_path / "out").finish()
     assert collector.job.returncode == 0, collector.output()
     assert_none_lost(collector)
@@ -138,6 +140,13 @@ def test_a_trainer_with_a_deepspeed_config_tells_its_plan_and_its_other_phases(c
     assert steps[0].flops == 36 * 6 * matrices + 4 * 45 * 192
     # What a Trainer logs as loss is the mean over the accumulation, and so is ours.
     assert all(2 < step.loss < 3.5 for step in steps)
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+    imported = RecordedRun(import_state(tmp_path / "out" / "checkpoint-2" / "trainer_state.json", None).run.recording)
+    logged = [(step.step, step.loss, step.grad_norm) for step in imported.steps(0)]
+    assert logged == [
+        (s.step, pytest.approx(s.loss, abs=1e-3), pytest.approx(s.grad_norm, rel=1e-3)) for s in steps[:2]
+    ]
+    assert [(one.step, one.loss) for one in imported.evaluations] == [(2, pytest.approx(evaluation.loss, abs=1e-3))]
 
 
 def test_peaks_workers_a_launcher_inside_a_rank_skipped_updates_and_a_failed_allocation(collector):

@@ -540,6 +540,16 @@ _INVESTIGATE = (
         epilog="The gate checks step time, the highest peak, reserved memory and loss. Exit status: 0, 1 if a "
         "regression exceeds the gate, 2 for wrong usage. Method: docs/report.md.",
     ),
+    command(
+        "import",
+        "report:import_run",
+        "make a run of the trainer_state.json of transformers' Trainer",
+        argument("file", "FILE", "a trainer_state.json, in the Trainer's output folder or in a checkpoint"),
+        argument("--name", None, "name of the run (default: the file's folder)"),
+        JSON,
+        epilog="The run has the logged losses, learning rates, gradient norms and evaluations, for 'ftmon report' and "
+        "'ftmon compare'. What is imported: docs/report.md.",
+    ),
 )
 _END = (
     command("stop", "end:stop", "save a checkpoint and end the run after its current step", RUN),

@@ -291,7 +291,7 @@ def figure_words(model: RunModel) -> list[str]:
         parts.append(f"{rates.tokens_per_second:,.0f} tok/s")
     if model.mfu is not None:
         parts.append(f"MFU {model.mfu * 100:.1f} %")
-    if rates.seconds_per_step:
+    if rates.seconds_per_step >= 0.0005:  # else it reads 0.000; an imported run has no times
         parts.append(f"{rates.seconds_per_step:.3f} s/step")
     return parts
 

@@ -11,10 +11,11 @@ import msgspec
 from ... import __version__
 from ...protocol.analysis.report import Comparison, compare, comparison_lines, noisy, summary_line
 from ...protocol.errors import UsageError
-from ...protocol.text import sanitize
+from ...protocol.text import counted, sanitize
 from ..report.build import build, check_outputs, lines, records, to_csv, to_parquet, write_file
 from ..report.data import Loaded, load, load_both, parse_mapping
 from ..report.pictures import page, png, sheet
+from ..source.imported import import_state
 from ..source.load import find_recording
 from . import output
 from .output import draws_ascii, print_json
@@ -65,6 +66,21 @@ def compare_loaded(before: Loaded, after: Loaded, gate: float | None) -> list[Co
     tests = sum(noisy(before.sides[key], after.sides[key]) for key in keys)
     found = [compare(before.sides[key], after.sides[key], gate, tests) for key in keys]
     return [msgspec.structs.replace(one, steps=before.steps) for one in found]
+
+
+def import_run(arguments: Namespace) -> int:
+    """Make a run of a ``trainer_state.json``, and print its name."""
+    made = import_state(Path(arguments.file), arguments.name)
+    if arguments.json:
+        counts = {name: getattr(made, name) for name in ("steps", "last_step", "evaluations", "repeated")}
+        print_json({"run": made.run.id, **counts})
+        return 0
+    steps, evaluations = counted(made.steps, "logged step"), counted(made.evaluations, "evaluation")
+    print(f"imported: {steps} up to step {made.last_step:,}, {evaluations}")
+    if made.repeated:
+        print(f"log entries left out, as later ones repeat their steps: {made.repeated:,}")
+    print(f"ftmon report {made.run.id}")
+    return 0
 
 
 _WIDEST = 120

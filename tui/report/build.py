@@ -52,8 +52,8 @@ def _together(sections: Sequence[Section]) -> Section | None:
             named = [msgspec.structs.replace(each, name=f"{one.title} {each.name}".strip()) for each in chart.curves]
             by_axis.setdefault((chart.title, chart.x_name, chart.unit, chart.band, chart.from_zero), []).append(named)
     shared = [
-        Chart(*axis, [*chain(*found)], band=band, from_zero=from_zero)
-        for (*axis, band, from_zero), found in by_axis.items()
+        Chart(title, x_name, unit, [*chain(*found)], band=band, from_zero=from_zero)
+        for (title, x_name, unit, band, from_zero), found in by_axis.items()
         if len(found) > 1
     ]
     return Section("in one picture", charts=shared) if shared else None

@@ -1,0 +1,153 @@
+"""A Trainer's log as a run: what it has, which entries of a resumed run count, and files that are no such log."""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.protocol.recording.collect import RecordedRun
+from ftmon.protocol.run import rundir
+from ftmon.tui.cli.main import main
+from ftmon.tui.source.imported import import_state, without_repeated
+
+ENDED = 1_700_000_000.0
+
+
+def trained(step: int, loss: float = 2.0, **more: Any) -> dict[str, Any]:
+    return {"epoch": step / 100, "grad_norm": 1.5, "learning_rate": step * 1e-6, "loss": loss, "step": step, **more}
+
+
+def evaluated(step: int, loss: float, prefix: str = "eval", **more: float) -> dict[str, Any]:
+    speed = {"runtime": 4.0, "samples_per_second": 5.0, "steps_per_second": 1.0, "model_preparation_time": 0.1}
+    results = {f"{prefix}_{name}": value for name, value in ({"loss": loss} | speed | more).items()}
+    return {"epoch": step / 100, **results, "step": step}
+
+
+SUMMARY = {"epoch": 1.0, "step": 100, "total_flos": 1e9, "train_loss": 2.0, "train_runtime": 50.0}
+HISTORY = [
+    *(trained(step, 3.0 - step / 100) for step in range(10, 51, 10)),
+    evaluated(50, 2.8, accuracy=0.25),
+    trained(60, 9.0), trained(70, 9.0), evaluated(70, 9.5),  # then it was resumed from step 50
+    *(trained(step, 3.0 - step / 100) for step in range(60, 101, 10)),
+    evaluated(100, 2.9, accuracy=0.5), evaluated(100, 1.5, "eval_squad"), SUMMARY,
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., Path]:
+    """Write a ``trainer_state.json`` as the Trainer does."""
+
+    def write(history: list[Any], folder: str = "llama/checkpoint-100", **state: Any) -> Path:
+        path = tmp_path / folder / "trainer_state.json"
+        path.parent.mkdir(parents=True)
+        state = {"best_metric": None, "global_step": 100, "log_history": history, "max_steps": 100, **state}
+        path.write_text(json.dumps(state, indent=2, sort_keys=True))
+        os.utime(path, (ENDED, ENDED))
+        return path
+
+    return write
+
+
+def test_a_resumed_run_has_each_step_once(written: Callable[..., Path]) -> None:
+    made = import_state(written(HISTORY), None)
+    assert (made.steps, made.last_step, made.evaluations, made.repeated) == (10, 100, 3, 3)
+    found = RecordedRun(made.run.recording)
+    steps = found.steps(0)
+    assert [(one.step, one.loss) for one in steps] == [(n, pytest.approx(3.0 - n / 100)) for n in range(10, 101, 10)]
+    assert [(one.lr, one.grad_norm) for one in steps[:2]] == [(pytest.approx(1e-5), 1.5), (pytest.approx(2e-5), 1.5)]
+    assert [steps[0].started, steps[-1].started] == [ENDED - 45, ENDED]
+    assert [(one.name, one.step, one.loss, one.best, one.metrics, one.seconds) for one in found.evaluations] == [
+        ("evaluation", 50, 2.8, True, {"accuracy": 0.25}, 4.0),
+        ("evaluation", 100, 2.9, False, {"accuracy": 0.5}, 4.0),
+        ("squad", 100, 1.5, True, {}, 4.0),
+    ]
+    assert (found.info.state, found.info.complete, found.info.host) == ("finished", True, "")
+    assert found.info.run_id.startswith("llama-checkpoint-100-")
+
+
+def test_of_the_same_entry_twice_the_last_counts_also_after_others_of_its_step() -> None:
+    first, second = trained(5, 1.0), trained(5, 2.0)
+    assert without_repeated([first, evaluated(5, 3.0), second]) == [evaluated(5, 3.0), second]
+    assert without_repeated([trained(3), trained(4), trained(1)]) == [trained(1)]
+
+
+def test_an_imported_run_is_listed_reported_compared_and_replayed(written, tmp_path, capsys) -> None:
+    assert main(["import", str(written(HISTORY)), "--name", "theirs"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    name = last.removeprefix("ftmon report ")
+    # With include_num_input_tokens_seen the Trainer adds its run time to each entry, not only to the last one.
+    of_half = [{**entry, "train_runtime": entry["step"] / 4} for entry in HISTORY[:5]]
+    assert main(["import", str(written(of_half, "half", global_step=50)), "--json"]) == 0
+    half = json.loads(capsys.readouterr().out)
+    assert {key: half[key] for key in ("steps", "last_step", "repeated")} == {
+        "steps": 5,
+        "last_step": 50,
+        "repeated": 0,
+    }
+    assert main(["report", name, "--json"]) == 0
+    (section,) = json.loads(capsys.readouterr().out)["sections"]
+    assert [chart["title"] for chart in section["charts"]] == ["loss", "learning rate", "evaluation: accuracy"]
+    assert ["time", "50 s"] in section["facts"]
+    assert section["table"] == []
+    assert main(["compare", half["run"], name, "--json"]) == 0
+    (comparison,) = json.loads(capsys.readouterr().out)["comparisons"]
+    assert [one["name"] for one in comparison["differences"]] == ["loss"], "neither times nor memory"
+    assert comparison["differences"][0]["change"] == 0.0
+    for words in (["ls"], ["status", name], ["report", name], ["compare", name, name], ["replay", "--plain", name]):
+        assert main(words) == 0, words
+    out = capsys.readouterr().out
+    assert "stopped" in "".join(line for line in out.splitlines() if half["run"] in line)
+    assert "ranks: 1 finished" in out
+    assert " 0.000 s/step" not in out
+    assert main(["report", name, "--csv", str(tmp_path / "rows.csv")]) == 2
+
+
+def test_losses_that_are_not_finite_and_entries_of_other_callbacks_are_kept_out_of_nothing(written) -> None:
+    history = [
+        trained(1, math.nan),
+        trained(2, grad_norm=math.inf),
+        {"step": 2, "tokens": 10**400},
+        evaluated(2, math.nan),
+    ]
+    found = RecordedRun(import_state(written(history), "x").run.recording)
+    assert found.not_finite == {1}
+    assert [(one.step, one.grad_norm) for one in found.steps(0)] == [(1, 1.5), (2, math.inf)]
+    assert [math.isnan(one.loss or 0.0) for one in found.evaluations] == [True]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("", "is not JSON: "),
+        ("[" * 100_000, "is not JSON: "),
+        ("[]", "is not the trainer_state.json of a transformers Trainer: Expected `object`, got `array`"),
+        ('{"log_history": [1]}', "is not the trainer_state.json of a transformers Trainer: "),
+        ('{"log_history": [{"loss": 1.0}]}', "log_history[0]: step must be a whole number of 0 or more, not None"),
+        ('{"log_history": [{"step": -1}]}', "log_history[0]: step must be a whole number of 0 or more, not -1"),
+        ('{"log_history": [{"step": 1e3}]}', "log_history[0]: step must be a whole number of 0 or more, not 1000.0"),
+        (
+            '{"log_history": [{"step": 1, "epoch": 1.0}]}',
+            "log_history has no loss and no evaluation: nothing to import",
+        ),
+        ('{"log_history": []}', "log_history has no loss and no evaluation: nothing to import"),
+    ],
+)
+def test_a_file_that_is_no_log_is_one_line_and_makes_no_run(tmp_path, capsys, content, words) -> None:
+    path = tmp_path / "trainer_state.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["import", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ftmon: {path}: ")
+    assert words in error
+    assert len(error.splitlines()) == 1
+    assert rundir.all_runs() == []
