@@ -148,8 +148,10 @@ def _serve(listen: Listen, registry: "CollectorRegistry") -> "WSGIServer":
     from prometheus_client import start_http_server
 
     server, _ = start_http_server(listen.port, addr=listen.host, registry=registry)
-    # Otherwise each connection that sends nothing keeps a thread.
-    server.RequestHandlerClass.timeout = _SILENT_SECONDS
+    # Otherwise each connection that sends nothing keeps a thread, and each that breaks writes a traceback.
+    handler: Any = server.RequestHandlerClass
+    handler.timeout = _SILENT_SECONDS
+    server.handle_error = lambda request, client_address: None
     return server
 
 
