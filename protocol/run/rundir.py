@@ -94,6 +94,8 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_grace: float = 30.0
     """Seconds between SIGTERM (or the loss of the command that the run is tied to) and SIGKILL; the default is that of
     SLURM and Kubernetes."""
+    metrics: str = ""
+    """``[HOST:]PORT`` or ``FILE.prom``: a process beside the hub exports the figures to Prometheus; empty: none."""
     multihost: MultiHost | None = None
     """The run's hosts, if it has several; detected when the run is created."""
 

@@ -157,6 +157,14 @@ def spawn_hub(run: RunDir, log: BinaryIO) -> "subprocess.Popen[bytes]":
     return spawn_module("ftmon.trainer.hub", [str(run.path)], stdout=log, stderr=log)
 
 
+def spawn_metrics(run: RunDir, log: BinaryIO) -> "subprocess.Popen[bytes]":
+    """Start the process that exports a run's figures to Prometheus; it ends with the run.
+
+    Raises ``OSError`` if the process cannot be created.
+    """
+    return spawn_module("ftmon.trainer.exporters.metrics", [str(run.path)], stdout=log, stderr=log)
+
+
 class StartRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A run to start."""
 

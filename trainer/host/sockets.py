@@ -1,9 +1,11 @@
-"""``--listen HOST:PORT``: a TCP port for each of the hub's channels but ``LOCAL_CHANNEL``; and who holds a port."""
+"""Addresses of ``--listen`` (a TCP port for each channel but ``LOCAL_CHANNEL``) and ``--metrics``; who holds a port."""
 
 import ipaddress
 import os
 import pwd
 import socket
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 from ...protocol.errors import UsageError
@@ -28,32 +30,54 @@ class Listen(NamedTuple):
 def parse_listen(text: str) -> Listen:
     """Parse ``HOST:PORT``, or raise ``UsageError``; HOST is an address or name of this host; empty: all interfaces."""
     host, separator, port_text = text.rpartition(":")
-    host = host.strip("[]") or "0.0.0.0"
     last = 65535 - len(CHANNELS) + 1
     if not separator or not port_text.isdigit() or not 1 <= int(port_text) <= last:
         raise UsageError(f"--listen {text}: must be HOST:PORT with a port from 1 to {last}, such as 0.0.0.0:7420")
+    return Listen(_address(f"--listen {text}", host.strip("[]") or "0.0.0.0"), int(port_text))
+
+
+def parse_metrics(text: str) -> Listen | Path:
+    """Parse ``[HOST:]PORT`` or ``FILE.prom``; without HOST, only this host is served.
+
+    Raises ``UsageError`` for anything else, and if ``prometheus_client`` is not installed.
+    """
+    if find_spec("prometheus_client") is None:
+        raise UsageError("--metrics needs prometheus_client, which is not installed: pip install 'ftmon[metrics]'")
+    host, _, port_text = text.rpartition(":")
+    if text.endswith(".prom"):
+        return Path(text)
+    known = port_text.isascii() and port_text.isdigit() and len(port_text) <= 5
+    if not known or not 1 <= int(port_text) <= 65535:
+        raise UsageError(
+            f"--metrics {text}: must be [HOST:]PORT, such as 9400 or 0.0.0.0:9400, or a file FILE.prom in the textfile "
+            "directory of node_exporter"
+        )
+    return Listen(_address(f"--metrics {text}", host.strip("[]") or "127.0.0.1"), int(port_text))
+
+
+def _address(option: str, host: str) -> str:
     try:
         ipaddress.ip_address(host)
     except ValueError:
         try:
-            host = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-        except OSError:
-            raise UsageError(f"--listen {text}: {host} is not an address or name of this host") from None
-    return Listen(host, int(port_text))
+            return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        except (OSError, UnicodeError):
+            raise UsageError(f"{option}: {host} is not an address or name of this host") from None
+    return host
 
 
-def check_free(listen: Listen) -> None:
-    """Raise ``UsageError`` if one of the ports is in use, or the address is not this host's."""
+def check_free(listen: Listen, option: str = "--listen", count: int = len(CHANNELS)) -> None:
+    """Raise ``UsageError`` if one of ``count`` ports is in use, or the address is not this host's."""
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-    for port in range(listen.port, listen.port + len(CHANNELS)):
+    for port in range(listen.port, listen.port + count):
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((listen.host, port))
             except OSError as error:
-                where = f"--listen {listen.host}:{listen.port}"
+                where = f"{option} {listen.host}:{listen.port}"
                 if port != listen.port:
-                    where += f" (which takes {len(CHANNELS)} ports, {listen.port} to {listen.port + len(CHANNELS) - 1})"
+                    where += f" (which takes {count} ports, {listen.port} to {listen.port + count - 1})"
                 raise UsageError(
                     f"{where}: port {port} cannot be used: {error.strerror}; choose another address"
                 ) from None

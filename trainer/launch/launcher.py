@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,7 +29,7 @@ from ...protocol.host.process import never_fail, this_process
 from ...protocol.link.join import join_path
 from ...protocol.run.end import LAUNCHER, EndRequest, ending_in_words, print_own, read_end_request, write_end_request
 from ...protocol.run.rundir import ExitFile, LeftoversFile, RunDir, RunFile
-from ...protocol.run.start import LauncherEnd, LauncherMessage, spawn_hub
+from ...protocol.run.start import LauncherEnd, LauncherMessage, spawn_hub, spawn_metrics
 from ...protocol.text import counted
 from ..host import processes
 from ..host.end.kill import sweep
@@ -42,10 +42,17 @@ _HEALTHY_SECONDS = 60.0
 
 
 class HubKeeper:
-    """Owns the hub process of one run. A hub that ends with status 0 ended on request and is not replaced."""
+    """Owns the hub process of one run, or another process beside it. One that ends with status 0 is not replaced.
 
-    def __init__(self, run: RunDir) -> None:
+    ``spawn`` starts it, with a file for its output.
+    """
+
+    def __init__(
+        self, run: RunDir, spawn: Callable[[RunDir, BinaryIO], "subprocess.Popen[bytes]"] = spawn_hub, name: str = "hub"
+    ) -> None:
         self._run = run
+        self._spawn = spawn
+        self._name = name
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
         self._delay = _FIRST_DELAY_SECONDS
@@ -64,15 +71,15 @@ class HubKeeper:
         return not self._failed and self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start a hub in a new session, with its output in ``logs/hub.log``."""
+        """Start the process in a new session, with its output in ``logs/NAME.log``."""
         self._started = time.monotonic()
         self._failed = False
         try:
             with self._log() as log:
-                self._process = spawn_hub(self._run, log)
+                self._process = self._spawn(self._run, log)
         except OSError as error:  # memory or processes are exhausted; the job continues without a hub
             self._failed = True
-            print_own(f"the hub cannot be started: {error.strerror}; retrying")
+            print_own(f"the {self._name} cannot be started: {error.strerror}; retrying")
 
     def tend(self) -> float | None:
         """Replace a dead hub when due; return the seconds until the next call (None: not before a signal arrives)."""
@@ -91,7 +98,7 @@ class HubKeeper:
             self._next_start = now + self._delay
             self._delay = min(self._delay * 2, _LONGEST_DELAY_SECONDS)
             if not self._failed:
-                print_own(f"the hub ended ({ending_in_words(status, None)}); starting another")
+                print_own(f"the {self._name} ended ({ending_in_words(status, None)}); starting another")
         if now < self._next_start:
             return self._next_start - now
         self.start()
@@ -99,7 +106,7 @@ class HubKeeper:
 
     def _log(self) -> BinaryIO:
         try:
-            return (self._run.logs / "hub.log").open("ab")
+            return (self._run.logs / f"{self._name}.log").open("ab")
         except OSError:  # the run directory was removed, or the disk is full: the job continues without a log
             return open(os.devnull, "ab")
 
@@ -111,12 +118,22 @@ class HubKeeper:
         return True
 
     def wait(self, timeout: float) -> None:
-        """Wait until the hub has ended, for ``timeout`` seconds at most."""
+        """Wait until the process has ended, for ``timeout`` seconds at most."""
         try:
             if self._process is not None:
                 self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            print_own("the hub has not ended yet; leaving it")
+            print_own(f"the {self._name} has not ended yet; leaving it")
+
+    def end(self, timeout: float) -> None:
+        """Wait at most ``timeout`` seconds for its end, then kill it."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 TO_THE_JOB = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -174,6 +191,7 @@ _REAP_AFTER_SECONDS = 0.3
 """Time for which an orphan of the job stays a zombie, so that the hub can read its exit status from /proc."""
 _LEFTOVER_GRACE_SECONDS = 1.5
 _HUB_END_SECONDS = 60.0
+_METRICS_END_SECONDS = 5.0
 _KILL_AGAIN_SECONDS = 1.0
 _TROUBLE_SECONDS = 0.2
 
@@ -189,6 +207,7 @@ class Launcher:
         self._starter = starter
         self._stdin = stdin
         self._hub = HubKeeper(run)
+        self._metrics: HubKeeper | None = None
         self._job: subprocess.Popen[bytes] | None = None
         self._status: int | None = None
         self._requests = Requests()
@@ -211,12 +230,15 @@ class Launcher:
             self._run.write_run(msgspec.structs.replace(started, launcher=this_process()))
         self._send(LauncherMessage(launcher=this_process()))
         self._hub.start()
+        if started.options.metrics:
+            self._metrics = HubKeeper(self._run, spawn_metrics, "metrics-exporter")
+            self._metrics.start()
         self._send_key(started)
         environment = job_environment(self._run, os.environ)
         text = self._start_job(started.command, started.cwd, environment, nohup=hangup is signal.SIG_IGN)
         while self._status is None and not text:
             try:
-                self._wait(self._hub.tend())
+                self._wait(self._tend())
                 self._reap()
                 self._check_starter()
                 self._pass_on()
@@ -229,7 +251,14 @@ class Launcher:
         if not self._hub.alive and not self._hub.dismissed:
             self._hub.start()  # the end of the run belongs in the recording too
         self._hub.wait(_HUB_END_SECONDS)
+        if self._metrics is not None:
+            self._metrics.end(_METRICS_END_SECONDS)
         return 0
+
+    def _tend(self) -> float | None:
+        """Replace dead processes beside the job when due; return the seconds until the next call."""
+        due = [keeper.tend() for keeper in (self._hub, self._metrics) if keeper is not None]
+        return min((seconds for seconds in due if seconds is not None), default=None)
 
     def _send_key(self, started: RunFile) -> None:
         """Copy the run's key to the hosts that ssh or srun reaches; print the join command for the others."""
@@ -301,8 +330,8 @@ class Launcher:
                     return
                 if self._job is not None and pid == self._job.pid:
                     self._status = self._job.returncode = os.waitstatus_to_exitcode(status)
-                else:
-                    self._hub.note_reaped(pid, status)
+                elif not self._hub.note_reaped(pid, status) and self._metrics is not None:
+                    self._metrics.note_reaped(pid, status)
 
     def _send(self, word: LauncherMessage) -> None:
         if self._starter is not None:
@@ -372,12 +401,13 @@ class Launcher:
         self._signal_all(signal.SIGKILL)
 
     def _members(self) -> list[processes.Process]:
-        """Return the run's living processes: descendants except the hub, and all with the run in their environment."""
+        """Return the run's living processes: descendants but ftmon's own, and all with the run in their environment."""
         me = os.getpid()
         hub = None
         with contextlib.suppress(FtmonError):  # the disk fails: the run's processes must still be found and ended
             hub = self._run.living_hub()
-        spared = {me, *([self._hub.pid] if self._hub.pid else []), *([hub.process.pid] if hub else [])}
+        kept = (keeper.pid for keeper in (self._hub, self._metrics) if keeper is not None and keeper.pid)
+        spared = {me, *kept, *([hub.process.pid] if hub else [])}
         table = {pid: process for pid, process in processes.table().items() if pid == me or pid not in spared}
         below = {process.pid for process in processes.descendants([me], table)}
         return processes.of_run(self._run.path, below, spared)

@@ -24,7 +24,7 @@ from ...protocol.run import exits, rundir
 from ...protocol.run.notices import check_target, write_notify
 from ...protocol.run.rundir import Recipe, RunDir
 from ...protocol.run.start import StartRequest, print_started, read_request, spawn_module
-from ..host.sockets import check_free, parse_listen
+from ..host.sockets import Listen, check_free, parse_listen, parse_metrics
 from .environment import executable_command, find_hosts, free_listen, joined_environment, prepare
 
 
@@ -32,11 +32,13 @@ def check_request(request: StartRequest) -> None:
     """Validate a request before anything is created.
 
     Raises:
-        UsageError: invalid options, or a notification target that cannot work on this host.
+        UsageError: invalid options, or a target of notifications or metrics that cannot work on this host.
     """
     request.options.check()
     for target in request.notify.targets if request.notify is not None else []:
         check_target(target)
+    if request.options.metrics:
+        check_metrics(request.options.metrics)
 
 
 def start_run(
@@ -69,6 +71,15 @@ def start_run(
         write_notify(run, request.notify)
     spawn_launcher(run, request.line, request.stdin)
     return run
+
+
+def check_metrics(text: str) -> None:
+    """Raise ``UsageError`` if the figures cannot be served or written there."""
+    target = parse_metrics(text)
+    if isinstance(target, Listen):
+        check_free(target, "--metrics", 1)
+    elif not os.access(target.parent, os.W_OK | os.X_OK) or not target.parent.is_dir():
+        raise UsageError(f"--metrics {text}: {target.parent} is not a folder that you can write to; make it first")
 
 
 def join_run(path: Path, command: Sequence[str]) -> NoReturn:

@@ -196,6 +196,11 @@ OVERRIDES = argument("overrides", "key.sub=value", "set a key of the configurati
 START_OPTIONS = (
     argument("--name", None, "name of the run"),
     argument("--listen", "HOST:PORT", "also let other hosts attach, encrypted and by key"),
+    argument(
+        "--metrics",
+        "[HOST:]PORT|FILE.prom",
+        "serve the run's figures to Prometheus (without HOST, to this host only), or write them for node_exporter",
+    ),
     flag("--no-allocator-events", "do not sample the allocator's own trace"),
     argument(
         "--probe-budget",

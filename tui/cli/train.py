@@ -164,7 +164,7 @@ def join(target: str, command: list[str]) -> NoReturn:
 
 def _request(kind: Literal["run", "train", "demo"], arguments: Namespace, **more: Any) -> StartRequest:
     """Return the request of a command's arguments; an omitted option keeps its default."""
-    names = ("listen", "probe_budget", "hold_timeout", "hang_grace", "stop_grace", "exit_timeout")
+    names = ("listen", "metrics", "probe_budget", "hold_timeout", "hang_grace", "stop_grace", "exit_timeout")
     given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     options = RunOptions(
         read_only=arguments.read_only,

@@ -2,6 +2,7 @@
 
 import io
 import socket
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ from ftmon.protocol.run import exits, rundir
 from ftmon.protocol.run.notices import Notify
 from ftmon.protocol.run.rundir import RunOptions
 from ftmon.protocol.run.start import StartRequest, spawn_start
-from ftmon.trainer.host.sockets import check_free, parse_listen
+from ftmon.trainer.host.sockets import Listen, check_free, parse_listen, parse_metrics
 from ftmon.trainer.launch import start
 
 pytestmark = pytest.mark.usefixtures("private_home")
@@ -39,6 +40,10 @@ def run_of(*command, **options):
         (run_of("no-such-program-here"), "no-such-program-here: command not found"),
         (run_of("true", listen="nonsense"), "must be HOST:PORT"),
         (run_of("true", listen="127.0.0.1:99999"), "must be HOST:PORT"),
+        (run_of("true", metrics="localhost:web"), "--metrics localhost:web: must be [HOST:]PORT"),
+        (run_of("true", metrics="70000"), "--metrics 70000: must be [HOST:]PORT"),
+        (run_of("true", metrics="/no/such/folder/run.prom"), "/no/such/folder is not a folder that you can write to"),
+        (run_of("true", metrics="192.0.2.1:9400"), "port 9400 cannot be used"),
         (run_of("true", allow_console=True), "need --on-oom hold"),
         (run_of("true", hold_timeout=5.0), "need --on-oom hold"),
         (run_of("true", on_oom="hold", hold_timeout=-1.0), "--hold-timeout must be seconds"),
@@ -82,6 +87,19 @@ def test_how_to_run_a_script_that_is_not_executable_and_a_taken_port_are_named(
         port = holder.getsockname()[1]
         assert start_with(run_of("true", listen=f"127.0.0.1:{port}")) == exits.RUN_USAGE
     assert f"port {port} cannot be used" in capsys.readouterr().err
+
+
+def test_metrics_without_the_client_library_name_its_extra(private_home, start_with, capsys, monkeypatch):
+    monkeypatch.setattr("ftmon.trainer.host.sockets.find_spec", lambda _: None)
+    assert start_with(run_of("true", metrics="9400")) == exits.RUN_USAGE
+    assert "pip install 'ftmon[metrics]'" in capsys.readouterr().err
+
+
+def test_metrics_are_served_to_this_host_only_unless_another_address_is_given():
+    assert parse_metrics("9400") == Listen("127.0.0.1", 9400)
+    assert parse_metrics("0.0.0.0:9400").host == "0.0.0.0"
+    assert parse_metrics("[::1]:9400") == Listen("::1", 9400)
+    assert parse_metrics("x/run.prom") == Path("x/run.prom")
 
 
 def test_a_run_is_named_after_its_script():

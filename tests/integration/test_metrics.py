@@ -1,0 +1,159 @@
+"""``--metrics``: what Prometheus gets of real runs, and that the exporter neither disturbs nor outlives them."""
+
+import math
+import os
+import signal
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import start_ranks
+from eventually import eventually
+from ftmon.protocol.messages.telemetry import Step
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.run.rundir import RunDir
+from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, members, started
+from ports import free_port
+from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
+from prometheus_client.parser import text_string_to_metric_families
+
+pytestmark = pytest.mark.usefixtures("private_home")
+SCRIPT = Path(__file__).parent / "scripts" / "health_loop.py"
+
+
+class Scrape:
+    """The samples of one scrape."""
+
+    def __init__(self, families: Iterator[Metric]) -> None:
+        self.samples = [sample for family in families for sample in family.samples]
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """Return the value of the sample with these labels and others; None if there is none."""
+        found = [
+            each.value
+            for each in self.samples
+            if each.name == f"ftmon_{name}" and labels.items() <= each.labels.items()
+        ]
+        assert len(found) < 2
+        return found[0] if found else None
+
+
+def scrape(port: int, accept: str = "*/*") -> Scrape | None:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            text = answer.read().decode()
+    except OSError:
+        return None
+    return Scrape((open_metrics if accept != "*/*" else text_string_to_metric_families)(text))
+
+
+def exporters(run: RunDir) -> list[psutil.Process]:
+    """Return the living exporters of a run."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = process.info["cmdline"] or []
+        if "ftmon.trainer.exporters.metrics" in words and str(run.path) in words and process.info["status"] != "zombie":
+            found.append(process)
+    return found
+
+
+def test_a_real_run_is_scraped_with_the_figures_of_its_recording_and_a_nan_is_flagged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FAULT", "nan")
+    monkeypatch.setenv("AT", "5")
+    monkeypatch.setenv("STEPS", "1000000")
+    port = free_port()
+    seen: list[Scrape] = []
+
+    def nan_is_flagged() -> bool:
+        found = scrape(port)
+        seen.extend([found] if found else [])
+        return (
+            found is not None
+            and found.value("loss_finite", rank="1") == 0
+            and bool(found.value("alerts", finding="nan_loss"))
+        )
+
+    with started(start_ranks.command(2, str(SCRIPT)), metrics=str(port)) as run:
+        eventually(nan_is_flagged, "a flagged NaN", every=0.1)
+        for pid in [process.pid for process in members(run)]:
+            os.kill(pid, signal.SIGKILL)
+        exit_of(run)
+        hub_gone(run)
+        assert exporters(run) == []
+        with Reader(run.recording) as reader:
+            frames, steps = reader.frames(0, 5_000), {}
+            while frames:
+                steps.update(
+                    {
+                        (each.message.rank, each.message.step): each.message
+                        for each in frames
+                        if isinstance(each.message, Step)
+                    }
+                )
+                frames = reader.frames(frames[-1].seq, 5_000)
+    last = seen[-1]
+    assert math.isnan(last.value("loss", rank="1") or 0.0)
+    assert last.value("loss_finite", rank="0") is not None
+    for rank in (0, 1):
+        label = str(rank)
+        step = steps[rank, int(last.value("step", rank=label) or 0)]
+        assert step.loss is not None
+        if rank == 0:
+            assert last.value("loss", rank=label) == pytest.approx(step.loss, nan_ok=True)
+        assert last.value("step_duration_seconds", rank=label) == step.host_us / 1e6
+        assert last.value("memory_allocated_peak_bytes", rank=label) == max(each.allocated.peak for each in step.phases)
+        for phase in step.phases:
+            assert last.value("phase_duration_seconds", rank=label, phase=phase.name) == phase.host_us / 1e6
+    assert last.value("exporter_dropped_messages_total") == 0
+    assert last.value("memory_capacity_bytes", rank="0")
+
+
+def test_an_exporter_that_stands_still_or_dies_disturbs_nothing_and_survives_its_hub() -> None:
+    port = free_port()
+    with started(fake_ranks({"rate": 50}, {"rate": 50}), metrics=f"localhost:{port}") as run, App(run) as app:
+        first = eventually(lambda: scrape(port, "application/openmetrics-text"), "a scrape")
+        assert first.value("exporter_dropped_messages_total") == 0
+        eventually(lambda: (scrape(port) or first).value("step", rank="1"), "a step")
+        (exporter,) = eventually(lambda: exporters(run), "the exporter")
+        exporter.suspend()
+        reached = app.told(Step).step + 100
+        app.wait_for(Step, lambda step: step.step > reached)
+        exporter.kill()
+        eventually(lambda: [each for each in exporters(run) if each.pid != exporter.pid], "another exporter")
+        at = eventually(lambda: (found := scrape(port)) and found.value("step", rank="0"), "its figures")
+        hub = hub_of(run)
+        os.kill(hub.process.pid, signal.SIGKILL)
+        eventually(lambda: hub_of(run).process != hub.process, "another hub")
+        eventually(
+            lambda: (((found := scrape(port)) and found.value("step", rank="0")) or 0) > at + 50, "steps of the new hub"
+        )
+        launcher = run.read_run().launcher
+        assert launcher is not None
+        for pid in (launcher.pid, hub_of(run).process.pid, *(process.pid for process in members(run))):
+            os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not exporters(run), "the end of an exporter that nobody ends")
+
+
+def test_a_textfile_follows_the_run_and_keeps_its_end(tmp_path: Path) -> None:
+    file, go = tmp_path / "run.prom", tmp_path / "go"
+    job = fake_ranks({"rate": 100, "steps": 30, "awaits": str(go)})
+
+    def read() -> Scrape:
+        return Scrape(text_string_to_metric_families(file.read_text())) if file.exists() else Scrape(iter(()))
+
+    with started(job, metrics=str(file)) as run:
+        eventually(lambda: (read().value("step", rank="0") or 0) >= 29, "the steps", every=0.2)
+        assert len(exporters(run)) == 1
+        go.touch()
+        hub_gone(run)
+        assert exporters(run) == []
+    assert read().value("run_state", state="finished") == 1
+    assert read().value("run_exit_status") == 0
+    assert read().value("step") is None
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".prom"] == ["run.prom"]
