@@ -75,6 +75,8 @@ _STEPS_V1 += "WHERE seq > ? ORDER BY seq LIMIT ?"
 _CLOSINGS = "SELECT * FROM events WHERE type = 'closing' AND seq > ? AND seq <= ? ORDER BY seq"
 _AT = {name: place for place, name in enumerate(STEP_COLUMNS)}
 _END = 1 << 62
+_MOST_PHASES = 64
+"""Above the phases of any step; a hostile file may name thousands in a few bytes each."""
 
 Read = Callable[[str, Row], list[Row]]
 """Runs a query with its values."""
@@ -105,7 +107,7 @@ def read_part(read: Read, decode: Decode, schema: int, series: str, place: tuple
         found = [one for row in rows if (one := _evaluation(decode("events", row))) is not None]
     else:
         found = rows
-    if last == after:
+    if last <= after:  # less in a damaged file
         return None
     columns = list(map(list, zip(*found, strict=True))) if found else [[] for _ in SERIES[series]]
     return Part(last, list(map(_typed, columns, SERIES[series].values())))
@@ -167,7 +169,7 @@ def _step(row: Row) -> Row:
 def _phases(row: Row) -> Iterator[Row]:
     rest = _rest(row[REST_COLUMN])
     started = row[_AT["started"]]
-    if rest is None or started.__class__ is not float:
+    if rest is None or started.__class__ is not float or len(rest.phases) > _MOST_PHASES:
         return
     others = iter(rest.rare.others)
     ended = 0

@@ -9,9 +9,10 @@ the device is not recorded either: it is the phase's start on the host, or the e
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 from ...protocol.errors import UsageError
+from ...protocol.messages.telemetry import MAX_RANKS
 from ...protocol.recording.reader import Reader
 from ...protocol.recording.series import SERIES
 from .tables import parts, replacing
@@ -25,6 +26,7 @@ _BYTES = 3  # CounterDescriptor.Unit: UNIT_SIZE_BYTES
 _REALTIME, _BOOTTIME = 1, 6  # BuiltinClock; that of packets is the second
 _EXPLICIT = 3  # TrackDescriptor.ChildTracksOrdering
 _LAST_TIME = 9e9  # seconds since the epoch: its nanoseconds fit 63 bits
+_LARGEST = 1 << 63
 _NO_RANK = -1
 _TRACKS = ("steps", "alerts", "allocated peak", "reserved peak", "tokens/s")
 _HOST, _DEVICE = " on the host", " on the device"
@@ -77,15 +79,16 @@ class _Trace:
     def phase(self, row: dict[str, Any]) -> None:
         """Write a row of ``phases`` as slices of the host and of the device."""
         begin, name = _ns(row["started_s"]), row["phase"]
-        if begin is None or name is None or row["rank"] is None:
+        rank = row["rank"]
+        if begin is None or name is None or not _is_rank(rank):
             return
-        self._slice((row["rank"], name + _HOST), begin, row["host_us"], name)
-        self._slice((row["rank"], name + _DEVICE), begin, row["device_us"], name, queue=-1 - row["rank"])
+        self._slice((rank, name + _HOST), begin, row["host_us"], name)
+        self._slice((rank, name + _DEVICE), begin, row["device_us"], name, queue=-1 - rank)
 
     def step(self, row: dict[str, Any]) -> None:
         """Write a row of ``steps`` as a slice and counters."""
         rank, begin, spent = row["rank"], _ns(row["started_s"]), row["training_us"]
-        if begin is None or rank is None:
+        if begin is None or not _is_rank(rank):
             return
         self._slice((rank, "steps"), begin, row["host_us"], f"step {row['step']}", intern=False)
         self._count((rank, "allocated peak"), begin, row["allocated_peak_bytes"])
@@ -101,7 +104,7 @@ class _Trace:
         if at is None or row["id"] in self._alerts:
             return
         self._alerts.add(row["id"])
-        event = self._event(at, _INSTANT, self._track((_NO_RANK if rank is None else rank, "alerts")))
+        event = self._event(at, _INSTANT, self._track((rank if _is_rank(rank) else _NO_RANK, "alerts")))
         event.name = row["title"] or str(row["kind"])
         for name in ("kind", "severity", "step", "phase", "text"):
             if row[name] not in (None, ""):
@@ -142,7 +145,10 @@ class _Trace:
             return
         track = self._track(key)
         begin = max(begin, self._free.get(queue or track, 0))
-        end = self._free[queue or track] = begin + spent_us * 1_000
+        end = begin + spent_us * 1_000
+        if end >= _LARGEST:
+            return
+        self._free[queue or track] = end
         self.events += 1
         packet = self._packet(begin)
         event = packet.track_event
@@ -161,7 +167,7 @@ class _Trace:
         return number
 
     def _count(self, key: tuple[int, str], ns: int, value: int | None) -> None:
-        if value is not None:
+        if value is not None and -_LARGEST <= value < _LARGEST:
             self._event(ns, _COUNTER, self._track(key)).counter_value = value
 
     def _track(self, key: tuple[int, str]) -> int:
@@ -191,6 +197,10 @@ class _Trace:
         elif name == "tokens/s":
             track.counter.unit_name = name
         return number
+
+
+def _is_rank(rank: int | None) -> TypeGuard[int]:
+    return rank is not None and _NO_RANK <= rank < MAX_RANKS
 
 
 def _ns(seconds: float | None) -> int | None:

@@ -13,7 +13,8 @@ from ...protocol.errors import UsageError
 from ...protocol.recording.reader import Reader
 from ...protocol.recording.series import SERIES, Part
 
-_ROWS = 20_000  # of the recording's table, read at once
+_LARGEST = 1 << 63
+_ROWS = 10_000  # of the recording's table, read at once
 
 
 @contextmanager
@@ -99,6 +100,16 @@ def _arrow(kind: str) -> Callable[[Path, str], Writer]:
         with opened as out:
             while True:
                 values = yield
-                out.write_table(arrow.Table.from_arrays([*map(arrow.array, values, schema.types)], schema=schema))
+                arrays = [_array(arrow, one, kind) for one, kind in zip(values, schema.types, strict=True)]
+                out.write_table(arrow.Table.from_arrays(arrays, schema=schema))
 
     return write
+
+
+def _array(arrow: Any, values: list[Any], kind: Any) -> Any:
+    try:
+        return arrow.array(values, kind)
+    except (OverflowError, arrow.ArrowInvalid):  # an integer above 64 bits, which no writer writes
+        return arrow.array(
+            [value if value is not None and -_LARGEST <= value < _LARGEST else None for value in values], kind
+        )

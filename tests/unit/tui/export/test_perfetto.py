@@ -1,5 +1,6 @@
 """A trace has each phase on a track of its own, where slices follow each other, and exact counters."""
 
+import sqlite3
 import sys
 from collections import defaultdict
 from itertools import pairwise
@@ -127,6 +128,24 @@ def test_an_alert_is_one_instant_on_the_track_of_its_rank(parsed):
     (spike, whole) = parsed.instants
     assert (spike[0], spike[3]["step"], spike[3]["kind"]) == (("rank 1", "alerts"), "40", "spike")
     assert (whole[0], whole[2], whole[3]["severity"]) == (("", "alerts"), "the ranks wait", "error")
+
+
+def test_figures_beyond_the_format_are_left_out(tmp_path, path):
+    pytest.importorskip("perfetto")
+    damaged, out = tmp_path / "damaged.sqlite", tmp_path / "run.pftrace"
+    damaged.write_bytes(path.read_bytes())
+    connection = sqlite3.connect(damaged, isolation_level=None)
+    for change in (
+        f"rank = {1 << 40}",
+        f"rank = 9, tokens = {1 << 62}, host_us = 1",
+        f"rank = 9, host_us = {1 << 62}",
+        "rank = 9, started = 1e300",
+    ):
+        number = connection.execute("SELECT max(seq) FROM steps WHERE rank = 0").fetchone()[0]
+        connection.execute(f"UPDATE steps SET {change} WHERE seq = {number}")
+    connection.close()
+    assert main(["export", str(damaged), "perfetto", "-o", str(out)]) == 0
+    assert len(Parsed(out).slices["rank 9", "steps"]) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from ftmon.protocol.messages.telemetry import Closing, DeviceSample, Evaluation, PhaseRecord, Span, Step
 from ftmon.protocol.messages.wire import Frame
@@ -164,6 +165,14 @@ def test_evaluations_alerts_and_devices_are_tables_too(path, exported):
     assert {row["throttle_reasons"] for row in devices} == {None, "power cap"}
 
 
+def test_a_parquet_file_has_no_bounds_by_which_a_reader_would_skip_a_nan(tmp_path, path, exported):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    exported(path, "steps")
+    group = parquet.ParquetFile(tmp_path / "steps.parquet").metadata.row_group(0)
+    bounded = {one.path_in_schema for one in map(group.column, range(group.num_columns)) if one.is_stats_set}
+    assert bounded == {name for name, kind in SERIES["steps"].items() if kind is not float}
+
+
 def test_all_series_in_a_folder_as_csv_and_arrow(tmp_path, path, capsys):
     arrow = pytest.importorskip("pyarrow.ipc")
     for kind in ("csv", "arrow"):
@@ -185,13 +194,15 @@ def test_values_of_a_foreign_type_are_missing_and_a_damaged_step_has_no_phases(t
     damaged = tmp_path / "damaged.sqlite"
     damaged.write_bytes(path.read_bytes())
     connection = sqlite3.connect(damaged, isolation_level=None)
-    connection.execute(
-        "UPDATE steps SET lr = 'fast', tokens = x'00', rest = x'c1' WHERE seq = (SELECT min(seq) FROM steps)"
-    )
+    (one, _), (two, packed) = connection.execute("SELECT seq, rest FROM steps ORDER BY seq LIMIT 2").fetchall()
+    connection.execute("UPDATE steps SET lr = 'fast', tokens = x'00', rest = x'c1' WHERE seq = ?", (one,))
+    rest = msgspec.msgpack.decode(packed)
+    rest[1] = 2**64 - 1  # samples
+    connection.execute("UPDATE steps SET rest = ? WHERE seq = ?", (msgspec.msgpack.encode(rest), two))
     connection.close()
     first, second, *_ = exported(damaged, "steps")
     assert (first["lr"], first["tokens"], first["padded_tokens"], first["loss"] > 0) == (None, None, None, True)
-    assert second["tokens"] > 0
+    assert (second["samples"], second["tokens"] > 0) == (None, True)
     assert len(exported(path, "phases")) - len(exported(damaged, "phases")) == 4
 
 
