@@ -17,6 +17,8 @@ from ...protocol.recording.reader import Reader
 from ...protocol.recording.series import SERIES
 from .tables import parts, replacing
 
+Row = tuple[Any, ...]
+
 _PACKETS = 5_000  # encoded at once
 _SEQUENCE = 1
 _INTERNED = 2  # TracePacket.SequenceFlags: SEQ_NEEDS_INCREMENTAL_STATE
@@ -29,6 +31,14 @@ _LAST_TIME = 9e9  # seconds since the epoch: its nanoseconds fit 63 bits
 _LARGEST = 1 << 63
 _NO_RANK = -1
 _TRACKS = ("steps", "alerts", "allocated peak", "reserved peak", "tokens/s")
+_COLUMNS = {
+    "phases": ("started_s", "rank", "phase", "host_us", "device_us"),
+    "steps": (
+        *("started_s", "rank", "step", "host_us", "training_us", "tokens"),
+        *("allocated_peak_bytes", "reserved_peak_bytes"),
+    ),
+    "alerts": ("raised_s", "rank", "id", "title", "kind", "severity", "step", "phase", "text"),
+}
 _HOST, _DEVICE = " on the host", " on the device"
 
 
@@ -52,10 +62,10 @@ def write_trace(reader: Reader, path: Path) -> int:
     return trace.events
 
 
-def _rows(reader: Reader, series: str) -> Iterator[dict[str, Any]]:
-    names = list(SERIES[series])
+def _rows(reader: Reader, series: str) -> Iterator[Row]:
+    places = [*map(list(SERIES[series]).index, _COLUMNS[series])]
     for part in parts(reader, series):
-        yield from (dict(zip(names, row, strict=True)) for row in zip(*part.columns, strict=True))
+        yield from zip(*(part.columns[place] for place in places), strict=True)
 
 
 class _Trace:
@@ -76,39 +86,41 @@ class _Trace:
         for clock in (_BOOTTIME, _REALTIME):
             first.clock_snapshot.clocks.add(clock_id=clock, timestamp=started)
 
-    def phase(self, row: dict[str, Any]) -> None:
+    def phase(self, row: Row) -> None:
         """Write a row of ``phases`` as slices of the host and of the device."""
-        begin, name = _ns(row["started_s"]), row["phase"]
-        rank = row["rank"]
+        started, rank, name, host_us, device_us = row
+        begin = _ns(started)
         if begin is None or name is None or not _is_rank(rank):
             return
-        self._slice((rank, name + _HOST), begin, row["host_us"], name)
-        self._slice((rank, name + _DEVICE), begin, row["device_us"], name, queue=-1 - rank)
+        self._slice((rank, name + _HOST), begin, host_us, name)
+        self._slice((rank, name + _DEVICE), begin, device_us, name, queue=-1 - rank)
 
-    def step(self, row: dict[str, Any]) -> None:
+    def step(self, row: Row) -> None:
         """Write a row of ``steps`` as a slice and counters."""
-        rank, begin, spent = row["rank"], _ns(row["started_s"]), row["training_us"]
+        started, rank, step, host_us, training_us, tokens, allocated, reserved = row
+        begin = _ns(started)
         if begin is None or not _is_rank(rank):
             return
-        self._slice((rank, "steps"), begin, row["host_us"], f"step {row['step']}", intern=False)
-        self._count((rank, "allocated peak"), begin, row["allocated_peak_bytes"])
-        if self._reserved.get(rank) != row["reserved_peak_bytes"]:
-            self._reserved[rank] = row["reserved_peak_bytes"]
-            self._count((rank, "reserved peak"), begin, row["reserved_peak_bytes"])
-        if spent and row["tokens"]:
-            self._count((rank, "tokens/s"), begin, round(row["tokens"] / (spent / 1e6)))
+        self._slice((rank, "steps"), begin, host_us, f"step {step}", intern=False)
+        self._count((rank, "allocated peak"), begin, allocated)
+        if self._reserved.get(rank) != reserved:
+            self._reserved[rank] = reserved
+            self._count((rank, "reserved peak"), begin, reserved)
+        if training_us and tokens:
+            self._count((rank, "tokens/s"), begin, round(tokens / (training_us / 1e6)))
 
-    def alert(self, row: dict[str, Any]) -> None:
+    def alert(self, row: Row) -> None:
         """Write a row of ``alerts``, when it is raised, as an instant event; later changes of an alert are left out."""
-        at, rank = _ns(row["raised_s"]), row["rank"]
-        if at is None or row["id"] in self._alerts:
+        raised, rank, number, title, *more = row
+        at = _ns(raised)
+        if at is None or number in self._alerts:
             return
-        self._alerts.add(row["id"])
+        self._alerts.add(number)
         event = self._event(at, _INSTANT, self._track((rank if _is_rank(rank) else _NO_RANK, "alerts")))
-        event.name = row["title"] or str(row["kind"])
-        for name in ("kind", "severity", "step", "phase", "text"):
-            if row[name] not in (None, ""):
-                event.debug_annotations.add(name=name, string_value=str(row[name]))
+        event.name = title or "alert"
+        for name, value in zip(_COLUMNS["alerts"][4:], more, strict=True):
+            if value not in (None, ""):
+                event.debug_annotations.add(name=name, string_value=str(value))
 
     def flush(self) -> None:
         """Write the last packets."""
