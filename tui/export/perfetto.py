@@ -30,12 +30,13 @@ _EXPLICIT = 3  # TrackDescriptor.ChildTracksOrdering
 _LAST_TIME = 9e9  # seconds since the epoch: its nanoseconds fit 63 bits
 _LARGEST = 1 << 63
 _NO_RANK = -1
-_TRACKS = ("steps", "alerts", "allocated peak", "reserved peak", "tokens/s")
+_PEAKS = ("allocated peak", "reserved peak", "resident peak")
+_TRACKS = ("steps", "alerts", *_PEAKS, "tokens/s")
 _COLUMNS = {
     "phases": ("started_s", "rank", "phase", "host_us", "device_us"),
     "steps": (
         *("started_s", "rank", "step", "host_us", "training_us", "tokens"),
-        *("allocated_peak_bytes", "reserved_peak_bytes"),
+        *("allocated_peak_bytes", "reserved_peak_bytes", "resident_peak_bytes"),
     ),
     "alerts": ("raised_s", "rank", "id", "title", "kind", "severity", "step", "phase", "text"),
 }
@@ -97,12 +98,13 @@ class _Trace:
 
     def step(self, row: Row) -> None:
         """Write a row of ``steps`` as a slice and counters."""
-        started, rank, step, host_us, training_us, tokens, allocated, reserved = row
+        started, rank, step, host_us, training_us, tokens, allocated, reserved, resident = row
         begin = _ns(started)
         if begin is None or not _is_rank(rank):
             return
         self._slice((rank, "steps"), begin, host_us, f"step {step}", intern=False)
         self._count((rank, "allocated peak"), begin, allocated)
+        self._count((rank, "resident peak"), begin, resident)
         if self._reserved.get(rank) != reserved:
             self._reserved[rank] = reserved
             self._count((rank, "reserved peak"), begin, reserved)
@@ -204,7 +206,7 @@ class _Trace:
             track.parent_uuid = parent
         track.name = name
         track.sibling_order_rank = _TRACKS.index(name) if name in _TRACKS else len(_TRACKS) + name.endswith(_DEVICE)
-        if name in ("allocated peak", "reserved peak"):
+        if name in _PEAKS:
             track.counter.unit = _BYTES
         elif name == "tokens/s":
             track.counter.unit_name = name

@@ -124,6 +124,17 @@ def test_counters_are_those_of_the_steps(path, parsed):
     assert units == {"allocated peak": 3, "reserved peak": 3, "tokens/s": 0}
 
 
+def test_ranks_on_the_cpu_have_the_resident_set_and_no_device(tmp_path):
+    pytest.importorskip("perfetto")
+    path, out = tmp_path / "r.sqlite", tmp_path / "run.pftrace"
+    write(path, Stream(ranks=1, steps=3, cuda=False).frames())
+    assert main(["export", str(path), "perfetto", "-o", str(out)]) == 0
+    parsed = Parsed(out)
+    peaks = [max(phase.resident.peak for phase in step.phases) for step in steps_of(path, 0)]
+    assert [value for _, value in parsed.counters["rank 0", "resident peak"]] == peaks
+    assert [track for _, track in parsed.slices if "device" in track] == []
+
+
 def test_an_alert_is_one_instant_on_the_track_of_its_rank(parsed):
     (spike, whole) = parsed.instants
     assert (spike[0], spike[3]["step"], spike[3]["kind"]) == (("rank 1", "alerts"), "40", "spike")
