@@ -70,8 +70,10 @@ _TABLES = {
     "power_w, power_limit_w, temperature_c, sm_clock_mhz, memory_clock_mhz, replace(throttle_reasons, char(10), '; ') "
     "FROM device_samples JOIN device_names USING(device) WHERE seq > ? ORDER BY seq LIMIT ?",
 }
-_STEPS_V1 = "SELECT steps.*, training_us, label_tokens, flops, mfu FROM steps LEFT JOIN training_steps USING(seq) "
-_STEPS_V1 += "WHERE seq > ? ORDER BY seq LIMIT ?"
+_STEPS_V1 = (
+    "SELECT steps.*, training_us, label_tokens, flops, mfu FROM steps LEFT JOIN training_steps USING(seq) "
+    "WHERE seq > ? ORDER BY seq LIMIT ?"
+)
 _CLOSINGS = "SELECT * FROM events WHERE type = 'closing' AND seq > ? AND seq <= ? ORDER BY seq"
 _AT = {name: place for place, name in enumerate(STEP_COLUMNS)}
 _END = 1 << 62
