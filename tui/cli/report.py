@@ -1,4 +1,4 @@
-"""``ftmon report``, ``compare`` and ``export``: runs, sweeps and CSV files as charts, tables, files and differences."""
+"""``ftmon report``, ``compare``, ``export`` and ``import``: runs and sweeps as charts, tables, files, differences."""
 
 import shutil
 import time
