@@ -39,6 +39,7 @@ from .results import (
 from .rows import Row, RowDecoder, job_seqs, shown_since
 from .salvage import open_damaged, open_recording
 from .schema import ROLLUP_SIZES, STREAM_TABLES
+from .series import Part, read_part
 
 _LOSSES = """
     SELECT step, loss, label_tokens FROM steps LEFT JOIN training_steps USING(seq)
@@ -368,6 +369,11 @@ class Reader:
     def seq_at(self, t: float) -> int:
         """Return the number of the last message at ``t``; 0 before the first."""
         return self._seq_at(t)
+
+    @_query
+    def part(self, series: str, after_seq: int, limit: int) -> Part | None:
+        """Return the next rows of a series, of at most ``limit`` rows of its table; None: there are no more."""
+        return read_part(self._all, self._decoder.frame, self._opened.schema, series, (after_seq, limit))
 
     @property
     def _connection(self) -> sqlite3.Connection:

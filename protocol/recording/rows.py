@@ -1,7 +1,7 @@
 """Converts every message to a row of its table, and back, without loss.
 
 Columns hold what is queried and drawn, in plain units. ``steps.rest`` is one msgpack array of a step's other figures
-(``_Rest``); ``steprow_v1`` reads the steps of schema 1.
+(``StepRest``); ``steprow_v1`` reads the steps of schema 1.
 """
 
 import json
@@ -80,7 +80,7 @@ class _Rare(msgspec.Struct, omit_defaults=True, gc=False):
     signs: Signs | None = None
 
 
-class _Rest(msgspec.Struct, array_like=True, gc=False):
+class StepRest(msgspec.Struct, array_like=True, gc=False):
     """What a step has besides its columns."""
 
     micro_steps: int
@@ -101,7 +101,7 @@ class _Rest(msgspec.Struct, array_like=True, gc=False):
     memory_every: int = 1
 
 
-_decode = msgspec.msgpack.Decoder(_Rest).decode
+decode_rest = msgspec.msgpack.Decoder(StepRest).decode
 
 
 def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
@@ -133,7 +133,7 @@ def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
     numbers, spans = (step.loss, step.lr, step.grad_norm), step.phases
     nan = [name for name, value in zip(_NUMBERS, numbers, strict=True) if value != value]
     rare = _Rare(step.retries, step.ooms, step.dropped, step.overflow, step.updates, nan, others, step.signs)
-    rest = _Rest(
+    rest = StepRest(
         *(step.micro_steps, step.samples, step.padded_tokens - step.tokens, step.probe_us, step.loss_scale),
         *(step.batch_shape, step.label_tokens, step.cpu_us, step.flops or None, step.fetch_us, phases, rare),
         batch_id=step.batch_id,
@@ -203,7 +203,7 @@ def step_from_row(row: Sequence[Any]) -> Step:
     Raises ``msgspec.MsgspecError``, ``LookupError`` or ``TypeError`` for a row that no writer wrote.
     """
     _, _, rank, number, started, host_us, device_us, loss, lr, grad_norm, tokens = row[:11]
-    rest = _decode(row[REST_COLUMN])
+    rest = decode_rest(row[REST_COLUMN])
     rare = rest.rare
     phases: list[PhaseRecord] = []
     ended = 0

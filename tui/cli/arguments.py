@@ -81,6 +81,9 @@ def rank(text: str) -> int:
     return int(text)
 
 
+EXPORT_FORMATS = ("parquet", "arrow", "csv", "perfetto", "memory_viz")
+SERIES = ("steps", "phases", "evaluations", "alerts", "devices")  # of `protocol.recording.series`
+
 INTERNAL = ("relay",)
 
 
@@ -532,6 +535,21 @@ _INVESTIGATE = (
         ASCII,
         epilog="Targets with the same axes share one chart. Exit status: 0, or 2 for wrong usage. Figures and the "
         "format of CSV files: docs/report.md.",
+    ),
+    command(
+        "export",
+        "report:export",
+        "write a run's recorded figures in formats of other tools",
+        FILE_OR_RUN,
+        argument("format", "FORMAT", f"one of {', '.join(EXPORT_FORMATS)}", choices=EXPORT_FORMATS),
+        argument("-o --output", "FILE", "the file to write; with --series all: a folder", required=True),
+        argument(
+            "--series", "NAME", f"of a table: {', '.join(SERIES)} or all (default: steps)", choices=(*SERIES, "all")
+        ),
+        argument("--rank", "R", "of memory_viz: the rank whose snapshot is written (default: 0)", type=rank),
+        argument("--step", "S", "of memory_viz: the step of the snapshot (default: the last one)", type=whole),
+        epilog="memory_viz writes a captured memory snapshot for PyTorch's viewer. parquet and arrow need pyarrow, "
+        "perfetto the extra ftmon[perfetto]. Columns and units: docs/recording.md.",
     ),
     command(
         "compare",

@@ -1,4 +1,4 @@
-"""``ftmon report`` and ``compare``: runs, sweeps and CSV files as charts, tables and files, and their differences."""
+"""``ftmon report``, ``compare``, ``export`` and ``import``: runs and sweeps as charts, tables, files, differences."""
 
 import shutil
 import time
@@ -11,13 +11,18 @@ import msgspec
 from ... import __version__
 from ...protocol.analysis.report import Comparison, compare, comparison_lines, noisy, summary_line
 from ...protocol.errors import UsageError
+from ...protocol.recording.series import SERIES
 from ...protocol.text import counted, sanitize
+from ..export.memory_viz import write_snapshot
+from ..export.perfetto import write_trace
+from ..export.tables import write_table
 from ..report.build import build, check_outputs, lines, records, to_csv, to_parquet, write_file
 from ..report.data import Loaded, load, load_both, parse_mapping
 from ..report.pictures import page, png, sheet
 from ..source.imported import import_state
 from ..source.load import find_recording
 from . import output
+from .access import opened
 from .output import draws_ascii, print_json
 
 _MOST = 10
@@ -111,4 +116,36 @@ def show_report(arguments: Namespace) -> int:
         width = min(_WIDEST, shutil.get_terminal_size((100, 24)).columns)
         for line in lines(report, width, ascii_only=output.draws_ascii(arguments)):
             print(line)
+    return 0
+
+
+_TABLES = ("parquet", "arrow", "csv")
+
+
+def export(arguments: Namespace) -> int:
+    """Write the requested files of a run's recording."""
+    kind, target, series = arguments.format, Path(arguments.output), arguments.series or "steps"
+    if arguments.series and kind not in _TABLES:
+        raise UsageError(f"--series: {kind} has none; remove the option, or export {', '.join(_TABLES)}")
+    if kind != "memory_viz" and (arguments.rank is not None or arguments.step is not None):
+        raise UsageError(f"--rank, --step: {kind} has all ranks and steps; remove the options, or export memory_viz")
+    source = find_recording(arguments.run)
+    files = {series: target}
+    if series == "all":
+        try:
+            target.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--output: {target}: no folder for the files: {error.strerror}") from None
+        files = {name: target / f"{name}.{kind}" for name in SERIES}
+    for path in files.values():
+        check_outputs({"--output": str(path)}, [source])
+    with opened(source) as reader:
+        for name, path in files.items():
+            if kind == "perfetto":
+                written = counted(write_trace(reader, path), "event")
+            elif kind == "memory_viz":
+                written = write_snapshot(reader, arguments.rank or 0, arguments.step, path)
+            else:
+                written = counted(write_table(reader, name, kind, path), "row")
+            print(f"written: {path}: {sanitize(written)}")
     return 0

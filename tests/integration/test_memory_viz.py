@@ -1,0 +1,110 @@
+"""A captured snapshot is written as PyTorch's viewer reads it, and without what a foreign pickle could run."""
+
+import gzip
+import importlib.util
+import pickle
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from ftmon.protocol.messages.telemetry import SnapshotTaken
+from ftmon.protocol.messages.wire import Frame
+from ftmon.tui.cli.main import main
+from places import DATA
+from streams import Stream, write
+
+FILES = {2: "step_zero3", 4: "oom_backward", 6: "expandable_zero2"}
+
+
+@pytest.fixture(scope="module")
+def viewer() -> ModuleType:
+    """Load PyTorch's own reader, which needs no PyTorch."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        pytest.skip("needs torch")
+    spec = importlib.util.spec_from_file_location("viewer", Path(torch.origin).parent / "cuda" / "_memory_viz.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Record a run whose rank 1 captured three snapshots, and one whose file is gone."""
+    folder = tmp_path / "run" / "snapshots"
+    folder.mkdir(parents=True)
+    frames = list(Stream(ranks=2, steps=8).frames())
+    t, seq = frames[-1].t, frames[-1].seq
+    for step, name in FILES.items():
+        (folder / f"{name}.pickle").write_bytes(gzip.decompress((DATA / f"{name}.pickle.gz").read_bytes()))
+        taken = SnapshotTaken(1, step, t, f"/elsewhere/{name}.pickle", 1, "request")
+        frames.append(Frame(seq + step, t, taken))
+    frames.append(Frame(seq + 1, t, SnapshotTaken(1, 1, t, "/etc/passwd", 1, "request")))
+    return write(tmp_path / "run" / "recording.sqlite", sorted(frames, key=lambda frame: frame.seq)).parent
+
+
+def sums(snapshot: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Return the figures of each segment and its used blocks."""
+    own = (
+        "device",
+        "address",
+        "total_size",
+        "allocated_size",
+        "active_size",
+        "stream",
+        "segment_type",
+        "is_expandable",
+    )
+    return [
+        (
+            *(segment[name] for name in own),
+            [(block["address"], block["size"], block["state"]) for block in segment["blocks"]],
+            [(block["requested_size"], block["frames"]) for block in segment["blocks"] if block["state"] != "inactive"],
+        )
+        for segment in snapshot["segments"]
+    ]
+
+
+def entries(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the entries of the traces, with the keys that the viewer reads."""
+    keys = ("action", "addr", "size", "stream", "time_us", "device_free", "frames")
+    return [{key: entry[key] for key in keys if key in entry} for trace in snapshot["device_traces"] for entry in trace]
+
+
+@pytest.mark.parametrize("step", FILES)
+def test_the_file_is_the_captured_snapshot(tmp_path, run, viewer, capsys, step):
+    out = tmp_path / "out.pickle"
+    assert main(["export", str(run), "memory_viz", "-o", str(out), "--rank", "1", "--step", str(step)]) == 0
+    assert capsys.readouterr().out == f"written: {out}: rank 1, step {step}, request\n"
+    written = pickle.loads(out.read_bytes())
+    captured = pickle.loads((run / "snapshots" / f"{FILES[step]}.pickle").read_bytes())
+    assert sums(written) == sums(captured)
+    assert entries(written) == entries(captured)
+    assert viewer.segsum(written) == viewer.segsum(captured)
+    assert viewer.trace({**written, "device_traces": [entries(written)]}) == viewer.trace(
+        {**captured, "device_traces": [entries(captured)]}
+    )
+    assert viewer.trace(written).count("\n") > 100
+    spans = [(one["name"], one["stage"], one["time_us"]) for one in captured.get("external_annotations", [])]
+    assert sorted((one["name"], one["stage"], one["time_us"]) for one in written["external_annotations"]) == sorted(
+        spans
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "rank 0 has no memory snapshot: 'ftmon capture RUN' captures one on a GPU"),
+        (["--rank", "1", "--step", "3"], "rank 1 has no memory snapshot of step 3; it has some of 1, 2, 4, 6"),
+        (["--rank", "1", "--step", "1"], "snapshots/passwd: the snapshot of step 1 is gone"),
+    ],
+)
+def test_a_refusal_is_one_line_and_writes_nothing(tmp_path, run, capsys, words, line):
+    assert main(["export", str(run), "memory_viz", "-o", str(tmp_path / "out"), *words]) == 2
+    err = capsys.readouterr().err
+    assert line in err
+    assert err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
