@@ -181,8 +181,8 @@ class Zero(Section, frozen=True):
 class Optimizer(Section, frozen=True):
     """AdamW, or Muon."""
 
-    lr: Positive = 2e-5
-    """Peak learning rate."""
+    lr: Positive | Literal["auto"] = "auto"
+    """Peak learning rate. auto: 2e-4 for adapters (`lora.rank`), 2e-5 for all weights."""
     beta1: Momentum = 0.9
     """Decay of the running mean."""
     beta2: Momentum = 0.999
@@ -214,8 +214,10 @@ class Schedule(Section, frozen=True):
 
     kind: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape after the warm-up."""
-    warmup_steps: AtLeast0 = 0
-    """Steps over which the rate rises linearly from 0 to `optimizer.lr`."""
+    warmup_steps: AtLeast0 | Literal["auto"] = "auto"
+    """Steps over which the rate rises linearly from 0 to `optimizer.lr`. auto: `warmup_ratio` of all steps."""
+    warmup_ratio: Fraction = 0.03
+    """Share of all steps that the warm-up takes, rounded down to whole steps, where `warmup_steps` is auto."""
     final_ratio: Fraction = 0.1
     """What the rate ends at, as a share of `optimizer.lr` (linear and cosine)."""
 

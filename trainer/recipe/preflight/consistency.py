@@ -87,8 +87,9 @@ def _rules(config: Config, on_cpu: bool) -> Iterator[_Rule]:
         text = "cannot be used with optimizer.kind=muon on the CPU, where nothing is compiled then; use off"
         yield on_cpu and optimizer.kind == "muon", key, text
     yield on_cpu_in_fp16, "training.precision", "fp16 is not for the CPU; use fp32 or bf16"
-    text = f"is {config.schedule.warmup_steps}, more than training.max_steps, which is {training.max_steps}"
-    yield 0 < training.max_steps < config.schedule.warmup_steps, "schedule.warmup_steps", text
+    warmup = config.schedule.warmup_steps
+    text = f"is {warmup}, more than training.max_steps, which is {training.max_steps}"
+    yield warmup != "auto" and 0 < training.max_steps < warmup, "schedule.warmup_steps", text
 
 
 def settle_compile(config: Config, compiler: bool, log: Callable[[str], None]) -> Config:

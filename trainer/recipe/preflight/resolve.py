@@ -19,6 +19,7 @@ from ..config.load import Loaded
 from ..config.schema import Config
 from ..data import messages
 from ..data.messages import NONE, first_record, shipped
+from ..support import learning_rate
 from . import consistency, ds_keys
 from .consistency import check_batch, check_dtypes, check_fault, check_lengths, check_settings, optimizer_refusal
 
@@ -236,6 +237,7 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
         training=msgspec.structs.replace(config.training, precision=precision),
         evaluation=msgspec.structs.replace(config.evaluation, path=_absolute(config.evaluation.path)),
         output=msgspec.structs.replace(config.output, dir=_absolute(config.output.dir)),
+        optimizer=msgspec.structs.replace(config.optimizer, lr=learning_rate(config)),
         checkpoint=msgspec.structs.replace(
             config.checkpoint, resume=resume if resume in ("never", "auto") else _absolute(resume)
         ),
