@@ -38,6 +38,9 @@ class Model(Section, frozen=True):
     """Name on the Hugging Face hub, or a local folder, whose weights are fine-tuned."""
     config: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """A bare configuration for random weights: `model_type` (llama, qwen2, ...) and that type's own sizes."""
+    overrides: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    """Values of the configuration of `name` to replace, by transformers' names (attention_dropout: 0.1, rope_scaling:
+    {rope_type: yarn, factor: 4}, router_aux_loss_coef: 0.01); no sizes of weights. A section within is merged."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention implementation; auto lets transformers choose."""
     quantization: Literal["none", "nf4"] = "none"
@@ -90,6 +93,9 @@ class Tokenizer(Section, frozen=True):
     """Hub name or local folder; empty: the model's own, and with a bare configuration one trained on the data."""
     vocab_size: Annotated[int, msgspec.Meta(ge=300, le=MOST_WHOLE)] = 4096
     """Size of the vocabulary of a tokenizer that is trained on the data."""
+    special_tokens: list[str] = msgspec.field(default_factory=list[str])
+    """Special tokens to add, such as ["<|tool|>"]; embeddings are resized where the model has too few. They are trained
+    with all weights, not with adapters."""
 
 
 class File(Section, frozen=True):
@@ -132,6 +138,9 @@ class Data(Section, frozen=True):
     chat_template: str = ""
     """Chat template: empty takes the tokenizer's; the name of one that ships with ftmon (plain, chatml, llama3, gemma,
     mistral, phi3), or the path of a Jinja file; none joins prompt and response as they stand."""
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    """Values of the chat template's own variables, such as {enable_thinking: false}; saved in the model's template as
+    defaults."""
     train_on: Literal["assistant", "last", "completion", "all"] = "assistant"
     """Which tokens carry loss: all assistant turns, the last one, what follows the prompt (the last user message, if
     the record does not separate a prompt), or all. A text is learned whole."""

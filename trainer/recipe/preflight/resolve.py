@@ -33,6 +33,8 @@ def check_model(loaded: Loaded) -> None:
         raise loaded.error("model", "needs a name (a hub name or a local folder) or a config (random weights)")
     if model.name and model.config:
         raise loaded.error("model", "has both a name and a config; leave one out")
+    if model.overrides and not model.name:
+        raise loaded.error("model.overrides", "needs a model.name; without one write the values into model.config")
     if model.config and not isinstance(model.config.get("model_type"), str):
         raise loaded.error("model.config", "needs a model_type, such as llama or qwen2")
     for path, name, marker in (
@@ -235,9 +237,9 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
         _settle_paths(config),
         run=run,
         training=msgspec.structs.replace(config.training, precision=precision),
+        optimizer=msgspec.structs.replace(config.optimizer, lr=learning_rate(config)),
         evaluation=msgspec.structs.replace(config.evaluation, path=_absolute(config.evaluation.path)),
         output=msgspec.structs.replace(config.output, dir=_absolute(config.output.dir)),
-        optimizer=msgspec.structs.replace(config.optimizer, lr=learning_rate(config)),
         checkpoint=msgspec.structs.replace(
             config.checkpoint, resume=resume if resume in ("never", "auto") else _absolute(resume)
         ),
