@@ -304,7 +304,9 @@ class Checkpoint(Section, frozen=True):
     """Checkpoints that a run resumes from; the final model is written as well."""
 
     every: AtLeast0 = 0
-    """Steps between checkpoints; 0: only when asked to stop, and of the best evaluation (`keep_best`)."""
+    """Steps between checkpoints; 0: by time (`minutes`). A stop and a best evaluation (`keep_best`) write one too."""
+    minutes: NotNegative = 20.0
+    """Minutes between checkpoints where `every` is 0; 0: none by time."""
     keep: AtLeast1 = 2
     """How many to keep; older ones are removed when a new one is complete, and before it if the disk is short."""
     keep_best: bool = True
@@ -332,6 +334,9 @@ class Output(Section, frozen=True):
     """Begin anew in an output folder that already holds checkpoints or a model."""
     save_model: bool = True
     """Write the final model, in the form that AutoModelForCausalLM.from_pretrained loads."""
+    load_best: bool = True
+    """Make it of the weights with the lowest evaluation loss, from their checkpoint (`checkpoint.keep_best`), where
+    there are evaluations; false: of the last step's."""
     push: str = ""
     """Repository on the Hugging Face hub, such as me/my-model, that the final model is uploaded to; empty: none."""
     log_every: AtLeast1 = 10
