@@ -41,6 +41,7 @@ class Outcome:
         samples = ["evaluation.samples=1", "evaluation.sample_tokens=4"]
         write_repository(folder / "poems", folder)
         best = [TWO, *data, "evaluation={every: 1, patience: 1}", "optimizer.lr=10", "output.save_model=true"]
+        (folder / "out" / "last").mkdir(parents=True)
         named = ["data.path=", f"data.name={folder}/poems"]
         self.text = small_runs.launch(
             folder,
@@ -55,6 +56,8 @@ class Outcome:
                 "best-z3": (2, [*best, "zero.stage=3"]),
                 "best-lora": (2, [*best, "zero.stage=2", "lora.rank=4"]),
                 "last": (2, [*best, "zero.stage=2", "output.load_best=false"]),
+                # It resumes from the best step of a run elsewhere, and finds nothing better.
+                "resumed": (2, [*best, "zero.stage=2", f"checkpoint.resume={folder}/out/last"]),
                 "best-at-end": (1, [TRAIN, *data, "evaluation.every=2", "output.save_model=true"]),
                 "share": (1, [TRAIN, "evaluation.share=0.25", "data.packing=false"]),
                 # A data set of the hub by its name: a folder, read as a repository is, with the same records.
@@ -146,6 +149,16 @@ def test_the_best_evaluation_has_a_checkpoint_and_is_exported_or_named(outcome: 
     assert (f"; the model is that of step {best} |" in card) == (name != "last")
     exported = outcome.reference(name, folder / "model")[0]
     assert exported == pytest.approx(results[last if name == "last" else best][0], rel=1e-6, abs=6e-5)
+
+
+def test_the_best_evaluation_of_the_run_that_this_one_resumed_from_is_exported(outcome: Outcome) -> None:
+    before = outcome.results("last")
+    best = min(before, key=lambda step: before[step][0])
+    after = outcome.results("resumed")
+    assert min(after) > best
+    assert f"the model of step {best}, the lowest evaluation loss, {before[best][0]:.4f}\n" in outcome.text["resumed"]
+    exported = outcome.reference("resumed", outcome.folder / "out" / "resumed" / "model")[0]
+    assert exported == pytest.approx(before[best][0], rel=1e-6, abs=6e-5)
 
 
 def test_a_last_model_that_is_the_best_needs_no_checkpoint_of_its_own(outcome: Outcome) -> None:
