@@ -40,6 +40,8 @@ class Outcome:
         often = ["evaluation.every=2", "evaluation.micro_batch=2"]
         samples = ["evaluation.samples=1", "evaluation.sample_tokens=4"]
         write_repository(folder / "poems", folder)
+        best = [TWO, *data, "evaluation={every: 1, patience: 1}", "optimizer.lr=10", "output.save_model=true"]
+        (folder / "out" / "last").mkdir(parents=True)
         named = ["data.path=", f"data.name={folder}/poems"]
         self.text = small_runs.launch(
             folder,
@@ -51,6 +53,11 @@ class Outcome:
                     1,
                     [TRAIN, *data, "evaluation={every: 1, patience: 1}", "optimizer.lr=10", "output.save_model=true"],
                 ),
+                "best-z3": (2, [*best, "zero.stage=3"]),
+                "best-lora": (2, [*best, "zero.stage=2", "lora.rank=4"]),
+                "last": (2, [*best, "zero.stage=2", "output.load_best=false"]),
+                # It resumes from the best step of a run elsewhere, and finds nothing better.
+                "resumed": (2, [*best, "zero.stage=2", f"checkpoint.resume={folder}/out/last"]),
                 "best-at-end": (1, [TRAIN, *data, "evaluation.every=2", "output.save_model=true"]),
                 "share": (1, [TRAIN, "evaluation.share=0.25", "data.packing=false"]),
                 # A data set of the hub by its name: a folder, read as a repository is, with the same records.
@@ -74,10 +81,11 @@ class Outcome:
             for step, loss, perplexity, tokens in found
         }
 
-    def reference(self, name: str) -> tuple[float, int]:
-        """Return the loss of the last weights, computed one row and one token at a time, and its tokens."""
-        model: Any = AutoModelForCausalLM.from_pretrained(self.folder / "base", dtype=torch.float64)
-        model.load_state_dict(self.saved[name]["weights"])
+    def reference(self, name: str, exported: Path | None = None) -> tuple[float, int]:
+        """Return the loss of the last weights, or the exported ones, one row and token at a time, and its tokens."""
+        model: Any = AutoModelForCausalLM.from_pretrained(exported or self.folder / "base", dtype=torch.float64)
+        if exported is None:
+            model.load_state_dict(self.saved[name]["weights"])
         losses: list[float] = []
         for row in self.saved[name]["rows"]:
             with torch.no_grad():
@@ -123,16 +131,34 @@ def test_training_stops_when_patience_is_at_its_end(outcome: Outcome) -> None:
     assert f"finished: {last} steps" in text
 
 
-def test_the_best_evaluation_has_a_checkpoint_and_the_last_model_names_it(outcome: Outcome) -> None:
-    results = outcome.results("patience")
+@pytest.mark.parametrize("name", ["patience", "best-z3", "best-lora", "last"])
+def test_the_best_evaluation_has_a_checkpoint_and_is_exported_or_named(outcome: Outcome, name: str) -> None:
+    results = outcome.results(name)
     last = max(results)
     best = min(results, key=lambda step: results[step][0])
-    folder = outcome.folder / "out" / "patience"
+    assert best < last
+    folder = outcome.folder / "out" / name
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == [f"step-{best}"]
-    words = f"the model of step {last}; step {best} has the lowest evaluation loss, {results[best][0]:.4f}: "
-    assert f"{words}{folder}/checkpoints/step-{best}\n" in outcome.text["patience"]
+    loss = f"the lowest evaluation loss, {results[best][0]:.4f}"
+    words = f"the model of step {best}, {loss}\n"
+    if name == "last":
+        words = f"the model of step {last}; step {best} has {loss}: {folder}/checkpoints/step-{best}\n"
+    assert words in outcome.text[name]
     card = (folder / "model" / "README.md").read_text()
     assert f"| best evaluation loss | {results[best][0]:.4f} (step {best}) |" in card
+    assert (f"; the model is that of step {best} |" in card) == (name != "last")
+    exported = outcome.reference(name, folder / "model")[0]
+    assert exported == pytest.approx(results[last if name == "last" else best][0], rel=1e-6, abs=6e-5)
+
+
+def test_the_best_evaluation_of_the_run_that_this_one_resumed_from_is_exported(outcome: Outcome) -> None:
+    before = outcome.results("last")
+    best = min(before, key=lambda step: before[step][0])
+    after = outcome.results("resumed")
+    assert min(after) > best
+    assert f"the model of step {best}, the lowest evaluation loss, {before[best][0]:.4f}\n" in outcome.text["resumed"]
+    exported = outcome.reference("resumed", outcome.folder / "out" / "resumed" / "model")[0]
+    assert exported == pytest.approx(before[best][0], rel=1e-6, abs=6e-5)
 
 
 def test_a_last_model_that_is_the_best_needs_no_checkpoint_of_its_own(outcome: Outcome) -> None:

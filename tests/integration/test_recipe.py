@@ -32,6 +32,7 @@ OPT = (
     "model.config={model_type: opt, hidden_size: 64, ffn_dim: 128, num_hidden_layers: 2, num_attention_heads: 4,"
     " word_embed_proj_dim: 64, max_position_embeddings: 64}"
 )
+NEW_TOKENS = [f"<|new {number}|>" for number in range(200)]
 JOBS: dict[str, list[str]] = {
     "stage-0": ["zero.stage=0", "training.rehearsal=true"],
     "stage-1": ["zero.stage=1"],
@@ -55,9 +56,10 @@ JOBS: dict[str, list[str]] = {
     "leaking-padded": ["model.config=", OPT, "schedule.warmup_steps=2", "training.max_steps=4", "data.packing=false"],
     "few-rows": ["data.limit=20", "training.max_steps=2"],
     "resumed": ["zero.stage=2", "checkpoint.resume={out}/stage-2/checkpoints/step-4"],
+    "by-time": ["checkpoint={minutes: 1e-6, keep: 9}"],
     "stop-at-3": ["checkpoint.keep=1", "checkpoint.every=1"],
     "resumed-after-stop": ["checkpoint.resume=auto", "output.dir={out}/stop-at-3"],
-    "from-folder": ["zero.stage=3", "model.config="],
+    "from-folder": ["zero.stage=3", "model.config=", f"tokenizer.special_tokens={NEW_TOKENS}"],
     "other-model": ["checkpoint.resume={out}/stage-2", "model.config.hidden_size=32"],
     "too-few": ["data.limit=10"],
     "no-such-size": ["model.config.hidden_sise=32"],
@@ -125,6 +127,14 @@ def test_how_states_are_partitioned_changes_no_loss(outcome: Outcome, name: str)
     assert list(outcome.losses(name).values()) == pytest.approx(list(outcome.losses("stage-0").values()), abs=2e-3)
 
 
+def test_rank_0_s_clock_asks_for_checkpoints_that_all_ranks_write_a_step_later(outcome: Outcome) -> None:
+    names = {path.name for path in (outcome.out / "by-time" / "checkpoints").glob("step-*")}
+    assert names == {f"step-{step}" for step in range(2, 9)}
+    assert outcome.losses("by-time") == outcome.losses("stage-2")
+    assert "checkpoint.minutes 1e-06" in outcome.text["by-time"]
+    assert not (outcome.out / "stage-1" / "checkpoints").exists()
+
+
 @pytest.mark.parametrize("name", [name for name in JOBS if name not in (*REFUSED, "stop-at-3", "resumed-after-stop")])
 def test_the_final_model_loads_and_is_as_good_as_it_was(outcome: Outcome, name: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -160,8 +170,15 @@ def test_rows_are_packed_where_that_is_right_and_fills_a_step_and_a_line_names_t
     assert list(outcome.losses("few-rows")) == [1, 2]
 
 
-def test_a_saved_model_is_fine_tuned_further(outcome: Outcome) -> None:
+def test_a_saved_model_is_fine_tuned_further_with_more_tokens(outcome: Outcome) -> None:
     assert outcome.losses("from-folder")[1] < outcome.losses("stage-2")[1] - 0.5
+    before, after = (outcome.weights(name)["model.embed_tokens.weight"] for name in ("stage-2", "from-folder"))
+    assert len(before) < len(after)
+    assert len(after) % 64 == 0
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(outcome.out / "from-folder" / "model")
+    assert tokenizer.convert_tokens_to_ids(NEW_TOKENS)[-1] == len(tokenizer) - 1 < len(after)
     assert "AutoTokenizer makes a tokenizer of its own" not in "".join(outcome.text.values())
 
 

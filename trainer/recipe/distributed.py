@@ -152,7 +152,7 @@ class World:
 
 
 class StopFlag:
-    """Agrees, one step late and without waiting, on whether some rank was asked to stop."""
+    """Agrees, one step late and without waiting, on whether some rank was asked to stop, or to save."""
 
     def __init__(self, world: World) -> None:
         self._group = world.host_group
@@ -160,22 +160,24 @@ class StopFlag:
         self._work: Any = None
         self.broken = False
         """Whether some rank has reported that training is broken; known to all ranks."""
+        self.save = False
+        """Whether some rank has asked for a checkpoint in the previous step; known to all ranks."""
 
-    def exchange(self, asked: bool, broken: bool = False) -> bool:
+    def exchange(self, asked: bool, broken: bool = False, save: bool = False) -> bool:
         """Send this rank's request at the end of a step; return whether all stop now, by the previous step's requests.
 
-        ``broken``: this rank has found that training is broken and must end without a checkpoint. Every rank calls this
-        once a step. The all_reduce begun in one step is collected in the next, when all ranks have entered it, so the
-        training thread does not wait here.
+        ``broken``: this rank has found that training is broken and must end without a checkpoint. ``save``: it asks for
+        a checkpoint, which a stop writes anyway. Every rank calls this once a step. The all_reduce begun in one step is
+        collected in the next, when all ranks have entered it, so the training thread does not wait here.
         """
-        stop = False
+        found = 0
         if self._work is not None:
             self._work.wait()
-            stop = bool(self._flag.item())
-            self.broken = int(self._flag.item()) == 2
-        self._flag.fill_(2 if broken else int(asked))
+            found = int(self._flag.item())
+        self.save, self.broken = found == 1, found == 3
+        self._flag.fill_(3 if broken else 2 if asked else int(save))
         self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return stop
+        return found >= 2
 
     def finish(self) -> None:
         """Wait for the exchange under way."""

@@ -52,6 +52,12 @@ def zero_stage(config: Config, ranks: int) -> int:
     return 1 if alone and config.zero.grad_accum_dtype in ("auto", "fp32") else stage
 
 
+def learning_rate(config: Config) -> float:
+    """Return the peak learning rate. LoRA's best rate is about ten times that of all weights (arXiv 2405.09673)."""
+    lr = config.optimizer.lr
+    return lr if lr != "auto" else 2e-4 if config.lora.rank else 2e-5
+
+
 def states(config: Config) -> str:
     """Return the name of a checkpoint's kind of optimizer states: only a run with the same kind can load them."""
     kind = config.optimizer.kind if config.optimizer.kind in (*SMALL_STATES, "muon") else "adamw"

@@ -1,12 +1,14 @@
 """The training of one rank: the loop over steps, evaluations, checkpoints and the final model."""
 
 import shlex
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...protocol.errors import FtmonError
+from .checkpoint import manifest
 from .checkpoint.manifest import Base
-from .checkpoint.restore import restore
+from .checkpoint.restore import load_weights, restore
 from .checkpoint.save import Checkpoints
 from .config.schema import Config
 from .data.batches import Ahead, Order, WithCounts, loader
@@ -22,7 +24,7 @@ from .optim import optimizer
 from .rehearse import Sampled, Writing, compile_first, rehearse
 from .state import TrainState
 from .step import ProgressLines, Stepper
-from .support import zero_stage
+from .support import learning_rate, zero_stage
 from .termination import Termination
 
 
@@ -69,6 +71,26 @@ class Course(NamedTuple):
     order: Order
     total_steps: int
     resuming: Resuming
+
+
+class SaveClock:
+    """Asks for a checkpoint when the last one is ``minutes`` old; rank 0's clock counts, 0: never."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        saving = config.checkpoint
+        self._seconds = 60 * saving.minutes if world.is_first and not saving.every else 0.0
+        self._since = time.monotonic()
+
+    def asks(self) -> bool:
+        """Return whether a checkpoint is to be asked for now; once for each."""
+        due = 0 < self._seconds <= time.monotonic() - self._since
+        if due:
+            self.saved()
+        return due
+
+    def saved(self) -> None:
+        """Record a checkpoint."""
+        self._since = time.monotonic()
 
 
 class Trainer(Stepper):
@@ -136,7 +158,8 @@ class Trainer(Stepper):
         faults = FaultMaker(fault, world, self.engine)
         flag = StopFlag(world)
         termination = Termination()
-        stop = False
+        clock = SaveClock(config, world)
+        stop = late = False
         skipped = 0
         self.engine.train()
         while not self.ended and not stop:
@@ -145,7 +168,8 @@ class Trainer(Stepper):
             skipped = skipped + 1 if is_skipped else 0
             check_skipped(skipped, config, state.step)
             broken = lines.not_a_number >= config.training.stop_after_nan
-            stop = flag.exchange(probe().stop_requested() or termination.requested, broken)
+            stop = flag.exchange(probe().stop_requested() or termination.requested, broken, clock.asks())
+            late = late or flag.save
             with termination.busy():
                 if flag.broken:
                     self.checkpoints.wait()
@@ -153,9 +177,11 @@ class Trainer(Stepper):
                 evaluated = None if is_skipped else self._evaluate(lines)
                 if stop:
                     termination.acknowledge()
-                due = not is_skipped and self._is_checkpoint_due(evaluated)
+                due = not is_skipped and (late or self._is_checkpoint_due(evaluated))
                 if (stop or due) and not self._is_broken(lines):
                     self.checkpoints.save(state, evaluated.loss if evaluated is not None else None)
+                    clock.saved()
+                late = late and not due
         flag.finish()
         lines.flush()
         self.last_loss = lines.last_loss
@@ -231,9 +257,11 @@ class Trainer(Stepper):
         if self.config.output.save_model:
             folder = self.output / "model"
             parameters = sum(1 for _ in self.model.parameters())
-            what = f"the model of step {state.step:,}{self._better()}"
+            best = self._best_checkpoint()
+            loaded = self._load(best)
+            what = self._exported(best, loaded)
             with probe().phase("checkpoint"), activity("export", what, total=parameters) as progress:
-                equal = self._save_model(folder, progress)
+                equal = self._save_model(folder, best if loaded else None, progress)
             log(f"final model: {folder} ({equal} tensors compared with the training's); {what}")
             if self.world.is_first and not tokenizer.loads_back(self.tokenizer, folder):
                 log(
@@ -244,37 +272,63 @@ class Trainer(Stepper):
                 push_last(folder, self.config.output.push, self.world)
         log(f"finished: {state.step} steps, {state.tokens:,} tokens")
 
-    def _save_model(self, folder: Path, progress: Progress) -> int:
-        """Write the final model; an ``ExportError`` names the checkpoint that keeps the training."""
+    def _best_checkpoint(self) -> Path | None:
+        """Return the checkpoint of the lowest evaluation loss, here or where this run resumed from, in every rank."""
+        state, found = self.state, ""
+        if self.world.is_first and self.evaluator is not None and state.best_evaluation_step not in (0, state.step):
+            folders = [self.checkpoints.folder, *(path.parent for path in self._resuming.paths[:1])]
+            places = [folder / manifest.tag(state.best_evaluation_step) for folder in folders]
+            complete = [one for one, _ in map(manifest.examine, places) if one is not None]
+            same = (str(one.path) for one in complete if one.manifest.evaluation_loss == state.best_evaluation)
+            found = next(same, "")
+        found = self.world.share_text(found)
+        return Path(found) if found else None
+
+    def _load(self, best: Path | None) -> bool:
+        """Load the best weights if they are to be exported; return whether the model has them."""
+        if best is None or not self.config.output.load_best:
+            return False
+        with probe().phase("checkpoint"), activity("export", f"loading {best.name}"):
+            return load_weights(self.engine, best, self.config, self.world)
+
+    def _save_model(self, folder: Path, best: Path | None, progress: Progress) -> int:
+        """Write the final model, of the checkpoint ``best`` or of the last step.
+
+        An ``ExportError`` names the checkpoint that keeps the training.
+        """
         checkpoints, state = self.checkpoints, self.state
+        step = state.best_evaluation_step if best is not None else state.step
         try:
-            if missing := checkpoints.make_room_for_model(self._model_bytes(), state.step):
+            if missing := checkpoints.make_room_for_model(self._model_bytes(), step):
                 raise ExportError(f"the final model cannot be written to {folder}: {missing}")
             made = (self.engine, self.model, self.tokenizer)
-            return save_model(*made, self.config, folder, self.world, self._results(), progress)
+            return save_model(*made, self.config, folder, self.world, self._results(step), progress)
         except ExportError as error:
-            if not self.world.all_agree(checkpoints.of(state.step) is not None):
+            if best is None and not self.world.all_agree(checkpoints.of(step) is not None):
                 checkpoints.save(state)
                 checkpoints.wait()
                 self.world.barrier()
-            kept = checkpoints.of(state.step)
+            kept = best or checkpoints.of(step)
             again = "to write it, resume with checkpoint.resume=" + shlex.quote(str(self.output))
-            text = f"step {state.step:,} is in {kept}; {again}" if kept else f"step {state.step:,} is in no checkpoint"
+            text = f"step {step:,} is in {kept}; {again}" if kept else f"step {step:,} is in no checkpoint"
             raise ExportError(f"{error}; {text}") from None
 
     def _model_bytes(self) -> int:
         return export_bytes(self.model, self.config) if self.config.output.save_model else 0
 
-    def _better(self) -> str:
-        """Return a note on the step with the lowest evaluation loss and its checkpoint; empty for the last step."""
+    def _exported(self, best: Path | None, loaded: bool) -> str:
+        """Return which step's model is exported, and which has the lowest evaluation loss if that is another one."""
         state = self.state
+        loss = f"the lowest evaluation loss, {state.best_evaluation:.4f}"
+        if loaded:
+            return f"the model of step {state.best_evaluation_step:,}, {loss}"
+        words = f"the model of step {state.step:,}"
         if state.best_evaluation_step in (0, state.step):
-            return ""
-        words = f"; step {state.best_evaluation_step:,} has the lowest evaluation loss, {state.best_evaluation:.4f}"
-        kept = self.checkpoints.of(state.best_evaluation_step)
-        return words + (f": {kept}" if kept is not None else ", and no checkpoint")
+            return words
+        words += f"; step {state.best_evaluation_step:,} has {loss}"
+        return words + (f": {best}" if best is not None else ", and no checkpoint")
 
-    def _results(self) -> Results:
+    def _results(self, step: int) -> Results:
         parameters = [
             (int(getattr(parameter, "ds_numel", parameter.numel())), parameter.requires_grad)
             for parameter in self.model.parameters()
@@ -287,6 +341,7 @@ class Trainer(Stepper):
             loss=self.last_loss,
             evaluation_loss=self.evaluated.loss if self.evaluated is not None else None,
             best_evaluation_loss=self.state.best_evaluation if self.evaluated is not None else None,
+            step=step,
         )
 
     def _resume(self) -> None:
@@ -308,6 +363,23 @@ class Trainer(Stepper):
         if self.evaluator is not None and world.is_first:
             self.evaluator.report_best(state)
 
+    def _settings(self) -> list[str]:
+        """Return what has safe defaults, as it is in this run, with the key of each."""
+        config, total = self.config, self.total_steps
+        saving, best = config.checkpoint, config.output.load_best and config.output.save_model
+        warmup = optimizer.warmup_steps(config.schedule, total)
+        share = f" ({config.schedule.warmup_ratio:.0%})" if config.schedule.warmup_steps == "auto" else ""
+        found = [f"optimizer.lr {learning_rate(config):g}", f"schedule.warmup_steps {warmup} of {total}{share}"]
+        if saving.every:
+            found.append(f"checkpoint.every {saving.every} steps")
+        else:
+            found.append(
+                f"checkpoint.minutes {saving.minutes:g}" if saving.minutes else "no checkpoints by time or step"
+            )
+        if self.evaluator is not None:
+            found.append(f"the {'best evaluation' if best and saving.keep_best else 'last step'} is exported")
+        return found
+
     def introduce(self) -> None:
         """Print a summary of the training."""
         config, world, order = self.config, self.world, self.order
@@ -320,6 +392,7 @@ class Trainer(Stepper):
             f"{config.training.precision}, {where}; {len(self.data.examples.rows):,} examples, "
             f"{order.samples_per_step} a step, {self.total_steps} steps"
         )
+        world.log(f"settings: {'; '.join(self._settings())}")
         if (stage := zero_stage(config, world.size)) != config.zero.stage:
             why = "on one rank nothing is partitioned" if config.zero.stage else "its stage 0 is for fp32"
             world.log(f"note: zero.stage is {config.zero.stage}, DeepSpeed runs its stage {stage}: {why}")

@@ -369,6 +369,7 @@ _MEASURING: dict[str, Value] = {
     "training.total_batch": 0,
     "schedule.warmup_steps": 0,
     "checkpoint.every": 0,
+    "checkpoint.minutes": 0,
     "checkpoint.at_end": False,
     "checkpoint.keep_best": False,
     "checkpoint.rehearse": False,

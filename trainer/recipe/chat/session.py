@@ -277,7 +277,10 @@ def _adapted(path: Path, base: Base, weights: dict[str, torch.Tensor], dtype: to
             f"{path}: holds adapters of a model with random weights, which no checkpoint keeps; its final model can be "
             "talked to"
         )
-    plain = AutoModelForCausalLM.from_pretrained(base.name, dtype=dtype, device_map={"": "cpu"})
+    settings = AutoConfig.from_pretrained(path / DESCRIPTION)  # the base's, with model.overrides
+    if hasattr(settings, "quantization_config"):
+        del settings.quantization_config
+    plain = AutoModelForCausalLM.from_pretrained(base.name, config=settings, dtype=dtype, device_map={"": "cpu"})
     model: Any = get_peft_model(plain, LoraConfig.from_pretrained(str(path / DESCRIPTION)))  # type: ignore[arg-type]
     missing, unexpected = model.load_state_dict(weights, strict=False)
     wrong = [*unexpected, *(name for name in missing if ".lora_" in name)]

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ....protocol.errors import ConfigError
+from ....protocol.errors import ConfigError, FtmonError
 from ....protocol.run.environment import RUN_ENV
 from .. import support
 from ..config.schema import Config
@@ -258,6 +258,19 @@ def restore(engine: Any, paths: list[Path], now: TrainState, base: Base | None, 
             return path
         world.log(f"note: {path.name} cannot be loaded: {problem}")
     raise ConfigError(f"checkpoint.resume: {paths[-1]} does not fit this configuration: {problem or 'no manifest'}")
+
+
+def load_weights(engine: Any, path: Path, config: Config, world: World) -> bool:
+    """Load the weights, and optimizer states, of this run's own checkpoint; return whether it was intact. All ranks.
+
+    A damaged checkpoint is left out, with a note; one that is intact and cannot be loaded is an ``FtmonError``.
+    """
+    content = manifest.read(path)
+    if not _is_intact(path, world) or content is None:
+        return False
+    if problem := _load(engine, path, content, config, world):
+        raise FtmonError(f"{path} cannot be loaded: {problem}; output.load_best=false exports the last step instead")
+    return True
 
 
 def _is_intact(path: Path, world: World) -> bool:

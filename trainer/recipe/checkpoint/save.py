@@ -588,5 +588,6 @@ def rehearse_checkpoint(
     if world.is_first:
         checkpoints.report_failure(folder, problem, state.step)
     best = " or a best evaluation" if config.evaluation.on and config.checkpoint.keep_best else ""
-    world.log(f"note: rehearsal: {problem}; none is planned, but a stop{best} would write one")
+    timed = f", {config.checkpoint.minutes:g} minutes of training" if config.checkpoint.minutes else ""
+    world.log(f"note: rehearsal: {problem}; none is planned by steps, but a stop{timed}{best} would write one")
     return ""

@@ -213,7 +213,7 @@ def _struct(node: Node, info: inspect.StructType, path: str, places: dict[str, s
     return result
 
 
-def _value(node: Node, info: inspect.Type, path: str, places: dict[str, str]) -> Any:
+def _value(node: Node, info: inspect.Type, path: str, places: dict[str, str], others: str = "") -> Any:
     match info:
         case inspect.Metadata(type=inspect.LiteralType(values=values), extra=aliases):
             return _choice(node, values, path, aliases or {})
@@ -225,10 +225,13 @@ def _value(node: Node, info: inspect.Type, path: str, places: dict[str, str]) ->
             return _boolean(node, path)
         case inspect.UnionType(types=(inspect.BoolType(), inspect.LiteralType(values=(word,)))):
             return word if isinstance(node, ScalarNode) and node.value == word else _boolean(node, path, f"{word}, ")
+        case inspect.UnionType(types=(number, inspect.LiteralType(values=(word,)))):
+            is_word = isinstance(node, ScalarNode) and node.value == word
+            return word if is_word else _value(node, number, path, places, f"{word}, or ")
         case inspect.IntType():
-            return _number(node, info, path, _integer, "a whole number")
+            return _number(node, info, path, _integer, f"{others}a whole number")
         case inspect.FloatType():
-            return _number(node, info, path, _real, "a number")
+            return _number(node, info, path, _real, f"{others}a number")
         case inspect.StrType():
             if not isinstance(node, ScalarNode):
                 raise _wrong(node, path, "must be text")

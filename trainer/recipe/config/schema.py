@@ -38,6 +38,9 @@ class Model(Section, frozen=True):
     """Name on the Hugging Face hub, or a local folder, whose weights are fine-tuned."""
     config: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """A bare configuration for random weights: `model_type` (llama, qwen2, ...) and that type's own sizes."""
+    overrides: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    """Values of the configuration of `name` to replace, by transformers' names (attention_dropout: 0.1, rope_scaling:
+    {rope_type: yarn, factor: 4}, router_aux_loss_coef: 0.01); no sizes of weights. A section within is merged."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention implementation; auto lets transformers choose."""
     quantization: Literal["none", "nf4"] = "none"
@@ -90,6 +93,9 @@ class Tokenizer(Section, frozen=True):
     """Hub name or local folder; empty: the model's own, and with a bare configuration one trained on the data."""
     vocab_size: Annotated[int, msgspec.Meta(ge=300, le=MOST_WHOLE)] = 4096
     """Size of the vocabulary of a tokenizer that is trained on the data."""
+    special_tokens: list[str] = msgspec.field(default_factory=list[str])
+    """Special tokens to add, such as ["<|tool|>"]; embeddings are resized where the model has too few. They are trained
+    with all weights, not with adapters."""
 
 
 class File(Section, frozen=True):
@@ -132,6 +138,9 @@ class Data(Section, frozen=True):
     chat_template: str = ""
     """Chat template: empty takes the tokenizer's; the name of one that ships with ftmon (plain, chatml, llama3, gemma,
     mistral, phi3), or the path of a Jinja file; none joins prompt and response as they stand."""
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    """Values of the chat template's own variables, such as {enable_thinking: false}; saved in the model's template as
+    defaults."""
     train_on: Literal["assistant", "last", "completion", "all"] = "assistant"
     """Which tokens carry loss: all assistant turns, the last one, what follows the prompt (the last user message, if
     the record does not separate a prompt), or all. A text is learned whole."""
@@ -181,8 +190,8 @@ class Zero(Section, frozen=True):
 class Optimizer(Section, frozen=True):
     """AdamW, or Muon."""
 
-    lr: Positive = 2e-5
-    """Peak learning rate."""
+    lr: Positive | Literal["auto"] = "auto"
+    """Peak learning rate. auto: 2e-4 for adapters (`lora.rank`), 2e-5 for all weights."""
     beta1: Momentum = 0.9
     """Decay of the running mean."""
     beta2: Momentum = 0.999
@@ -214,8 +223,10 @@ class Schedule(Section, frozen=True):
 
     kind: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape after the warm-up."""
-    warmup_steps: AtLeast0 = 0
-    """Steps over which the rate rises linearly from 0 to `optimizer.lr`."""
+    warmup_steps: AtLeast0 | Literal["auto"] = "auto"
+    """Steps over which the rate rises linearly from 0 to `optimizer.lr`. auto: `warmup_ratio` of all steps."""
+    warmup_ratio: Fraction = 0.03
+    """Share of all steps that the warm-up takes, rounded down to whole steps, where `warmup_steps` is auto."""
     final_ratio: Fraction = 0.1
     """What the rate ends at, as a share of `optimizer.lr` (linear and cosine)."""
 
@@ -293,7 +304,9 @@ class Checkpoint(Section, frozen=True):
     """Checkpoints that a run resumes from; the final model is written as well."""
 
     every: AtLeast0 = 0
-    """Steps between checkpoints; 0: only when asked to stop, and of the best evaluation (`keep_best`)."""
+    """Steps between checkpoints; 0: by time (`minutes`). A stop and a best evaluation (`keep_best`) write one too."""
+    minutes: NotNegative = 20.0
+    """Minutes between checkpoints where `every` is 0; 0: none by time."""
     keep: AtLeast1 = 2
     """How many to keep; older ones are removed when a new one is complete, and before it if the disk is short."""
     keep_best: bool = True
@@ -321,6 +334,9 @@ class Output(Section, frozen=True):
     """Begin anew in an output folder that already holds checkpoints or a model."""
     save_model: bool = True
     """Write the final model, in the form that AutoModelForCausalLM.from_pretrained loads."""
+    load_best: bool = True
+    """Make it of the weights with the lowest evaluation loss, from their checkpoint (`checkpoint.keep_best`), where
+    there are evaluations; false: of the last step's."""
     push: str = ""
     """Repository on the Hugging Face hub, such as me/my-model, that the final model is uploaded to; empty: none."""
     log_every: AtLeast1 = 10

@@ -147,12 +147,13 @@ def load_tokenizer(config: Config, records: Records, forms: list[str], trained: 
     made = tokenizers.load(config, trained)
     if made is not None:
         return made
-    return tokenizers.train(
+    made = tokenizers.train(
         lambda: (
             text for number, record in records for text in texts(record, forms[records.source_of(number)[0]], config)
         ),
         config.tokenizer.vocab_size,
     )
+    return tokenizers.with_special_tokens(made, config)
 
 
 def encode(

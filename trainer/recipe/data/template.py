@@ -8,7 +8,7 @@ Unusable templates raise ``ConfigError``, records that a template rejects or of 
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,6 +77,8 @@ def choose(tokenizer: Any, data: Data) -> "ChatTemplate | None":
             "data.chat_template: the tokenizer has no chat template, and the data are chats; give one of "
             f"{', '.join(shipped())} or the path of a Jinja file (plain works with any tokenizer)"
         )
+    if data.chat_template_kwargs:
+        _set_defaults(tokenizer, data.chat_template_kwargs, name or "the tokenizer's")
     chosen = ChatTemplate(tokenizer, name or "the tokenizer's")
     if start_token(tokenizer) is None or chosen.begins(str(tokenizer.bos_token)):
         return chosen
@@ -86,6 +88,35 @@ def choose(tokenizer: Any, data: Data) -> "ChatTemplate | None":
     else:
         tokenizer.chat_template = start + own
     return ChatTemplate(tokenizer, chosen.name)
+
+
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
+"""Variables of a chat template that have values of their own."""
+
+
+def _set_defaults(tokenizer: Any, values: Mapping[str, Any], name: str) -> None:
+    """Write values of its own variables into a tokenizer's template; one that it does not read is a ``ConfigError``.
+
+    In the template they also reach what renders the exported model, and a caller can still give other values.
+    """
+    own = tokenizer.chat_template
+    # An output at the end: the newline behind a block is left out, and may be the template's first character.
+    sets = "".join(f"{{% set {key} = {key} if {key} is defined else {value!r} %}}" for key, value in values.items())
+    sets += "{{ '' }}"
+    texts = own if isinstance(own, dict) else {"": own}
+    if all(sets in text for text in texts.values()):
+        return
+    where = f"data.chat_template_kwargs.{{}}: {name} template"
+    try:
+        read = set[str]().union(*(Template(text).variables for text in texts.values()))
+    except RenderError as error:
+        raise ConfigError(f"data.chat_template: {name} template is not valid Jinja: {error}") from None
+    read -= {*_GIVEN, *tokenizer.special_tokens_map}
+    if unknown := next((key for key in values if key not in read), ""):
+        raise ConfigError(
+            f"{where.format(unknown)} reads no such variable; it reads {', '.join(sorted(read)) or 'none'}"
+        )
+    tokenizer.chat_template = {key: sets + text for key, text in texts.items()} if isinstance(own, dict) else sets + own
 
 
 class ChatTemplate:

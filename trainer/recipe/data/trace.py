@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -47,6 +47,7 @@ class Template:
             environment: Any = self._plain.environment
             tree = environment.parse(source)
             self.names = _names_in(tree)
+            self.variables = meta.find_undeclared_variables(tree) - set(environment.globals)
             self.has_generation = _insert_marks(tree)
             self._messages: dict[int, int] = {}
             marks = {"__open": self._open, "__close": self._close, "__end": self._end}

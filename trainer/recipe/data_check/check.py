@@ -361,8 +361,8 @@ def _evaluation(config: Config, tokenizer: Any, report: Report) -> None:
 
 
 def _model_vocabulary(config: Config, shape: Any) -> int:
-    """Return the size of the model's vocabulary; 0 if it is that of a tokenizer trained on the data."""
-    given = config.model.name or "vocab_size" in config.model.config
+    """Return the size of the model's vocabulary; 0 if it follows the tokenizer's."""
+    given = (config.model.name or "vocab_size" in config.model.config) and not config.tokenizer.special_tokens
     size = getattr(shape.get_text_config(), "vocab_size", 0) if given else 0
     return size if isinstance(size, int) else 0
 

@@ -379,6 +379,8 @@ class Results:
     """Loss of the last printed step, over all ranks."""
     evaluation_loss: float | None = None
     best_evaluation_loss: float | None = None
+    step: int = 0
+    """The step that the model is of; 0: the last."""
 
 
 def text(config: Config, results: Results) -> str:
@@ -388,11 +390,12 @@ def text(config: Config, results: Results) -> str:
     how = "all weights"
     if lora.rank:
         how = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, {'merged' if lora.merge else 'adapters only'}"
+    earlier = f"; the model is that of step {results.step:,}" if results.step not in (0, state.step) else ""
     rows: list[tuple[str, str]] = [
         ("base model", source),
         ("parameters", f"{results.parameters:,}, of which {results.trained:,} were trained ({how})"),
         ("data", f"{_data(config)}: {state.examples:,} examples (content {state.data_key})"),
-        ("optimizer steps", f"{state.step:,} of {state.global_batch} examples"),
+        ("optimizer steps", f"{state.step:,} of {state.global_batch} examples{earlier}"),
         ("tokens", f"{state.tokens:,}, of which {state.label_tokens:,} carried loss"),
         ("precision", f"{config.training.precision}, ZeRO-{config.zero.stage}, {state.ranks} ranks"),
     ]

@@ -110,6 +110,8 @@ def _adapted(module: Any) -> Any:
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_ROWS = 64
+"""Resized embeddings have a multiple of so many rows, for faster matrix products."""
 Quantize = Callable[[Any, Any], None]
 """Converts a model's linear layers to 4 bits, by a ``BitsAndBytesConfig``."""
 
@@ -129,11 +131,15 @@ def make(
         model = _from_shape(config, world, without_weights) if without_weights else _from_weights(config, world)
     else:
         model = _from_config(config, tokenizer, world)
+    vocabulary = model.config.get_text_config().vocab_size
+    if config.tokenizer.special_tokens and len(tokenizer) > vocabulary:
+        # New rows are drawn around the mean of the others (transformers), with ``training.seed``.
+        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=_ROWS)
+        vocabulary = model.config.get_text_config().vocab_size
     del partitioning
     if world.on_gpu and config.model.quantization != "none":
         # Several weights at a time were whole on the GPU before their conversion to 4 bits.
         torch.cuda.empty_cache()
-    vocabulary = model.config.get_text_config().vocab_size
     if len(tokenizer) > vocabulary:
         raise ConfigError(
             f"model: its vocabulary has {vocabulary} tokens, fewer than the tokenizer's {len(tokenizer)}; "
@@ -143,6 +149,8 @@ def make(
     inner = model
     if config.lora.rank:
         model = add_lora(model, config)
+        if config.model.overrides and not config.lora.merge:
+            world.log("note: model.overrides: adapters saved alone do not have them; set them where the base is loaded")
         if not config.lora.targets and (note := without_adapters(model)):
             world.log(note)
     activations.set_up(inner, config)
@@ -176,9 +184,10 @@ def _from_config(config: Config, tokenizer: Any, world: World) -> Any:
 
 def _from_weights(config: Config, world: World) -> Any:
     name = config.model.name
+    given = {"config": named_config(config.model)} if config.model.overrides else {}
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=DTYPES[config.training.precision], **_attention(config), **_quantization(config, world)
+            name, dtype=DTYPES[config.training.precision], **given, **_attention(config), **_quantization(config, world)
         )
         _keep_quantized(model)
         return model
@@ -199,7 +208,7 @@ def _keep_quantized(model: Any) -> None:
 
 def _from_shape(config: Config, world: World, quantize: Quantize) -> Any:
     name = config.model.name
-    shape = named_config(name)
+    shape = named_config(config.model)
     try:
         if getattr(shape, "quantization_config", None) is not None:
             raise ConfigError(f"model.name: {name} has quantized weights, which a dry run cannot make")

@@ -4,10 +4,13 @@ It imports neither torch nor transformers until a function needs them.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ....protocol.errors import ConfigError
-from ..config.schema import Config
+from ..config.schema import Config, Model
 from .bare import bare_config, first_line
 
 _NAME = "max_position_embeddings"
@@ -74,14 +77,63 @@ def has_table(shape: Any) -> bool:
     )
 
 
-def named_config(name: str) -> Any:
-    """Return the configuration of a model on the hub or in a folder; a failure is a ``ConfigError``."""
+def named_config(model: Model) -> Any:
+    """Return the configuration of a model on the hub or in a folder, with its overrides; else a ``ConfigError``."""
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(name)
+        made = AutoConfig.from_pretrained(model.name)
     except (OSError, ValueError, ImportError, RecursionError) as error:
-        raise ConfigError(f"model.name: {name} cannot be loaded: {first_line(error)}") from None
+        raise ConfigError(f"model.name: {model.name} cannot be loaded: {first_line(error)}") from None
+    return _overridden(made, model.overrides, "model.overrides") if model.overrides else made
+
+
+_ROPE = "rope_parameters"
+_KEPT_BY_ROPE = ("rope_theta", "partial_rotary_factor")
+"""What another type of rotary embeddings keeps of the model's own."""
+
+
+def _overridden(own: Any, values: Mapping[str, Any], path: str) -> Any:
+    """Return a configuration with other values; an unknown name or a wrong value is a ``ConfigError``."""
+    merged: dict[str, Any] = own.to_dict()
+    for key, value in values.items():
+        name = _ROPE if key == "rope_scaling" else getattr(own, "attribute_map", {}).get(key, key)
+        if not hasattr(own, name) or name == "model_type":
+            raise ConfigError(f"{path}.{key}: {own.model_type} has no such setting")
+        inner = getattr(own, name)
+        if hasattr(inner, "to_dict") and isinstance(value, Mapping):
+            merged[name] = _overridden(inner, value, f"{path}.{key}").to_dict()
+        elif isinstance(inner, Mapping) and isinstance(value, Mapping):
+            retyped = name == _ROPE and value.get("rope_type", inner.get("rope_type")) != inner.get("rope_type")
+            merged[name] = {key: one for key, one in inner.items() if not retyped or key in _KEPT_BY_ROPE} | dict(value)
+        else:
+            merged[name] = value
+    try:
+        return type(own).from_dict(merged)
+    except Exception as error:  # each model type checks its own values, with errors of its own
+        raise ConfigError(f"{path}: {first_line(error)}") from None
+
+
+def _check_sizes(model: Model, shape: Any) -> None:
+    """Refuse overrides that change names or shapes of the weights: those of ``model.name`` would not fit."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    def sizes(one: Any) -> dict[str, list[int]]:
+        with torch.device("meta"):
+            made: Any = AutoModelForCausalLM.from_config(one)
+        return {name: list(tensor.shape) for name, tensor in made.named_parameters()}
+
+    try:
+        before, after = sizes(named_config(msgspec.structs.replace(model, overrides={}))), sizes(shape)
+    except Exception as error:  # as above
+        raise ConfigError(f"model.overrides: {first_line(error)}") from None
+    for name in [*before, *after]:
+        if before.get(name) != after.get(name):
+            raise ConfigError(
+                f"model.overrides: {name} is {before.get(name, 'missing')} in {model.name} and would be "
+                f"{after.get(name, 'left out')}; only values that keep the weights' shapes can be replaced"
+            )
 
 
 def check(config: Config) -> tuple[Any, str]:
@@ -89,7 +141,9 @@ def check(config: Config) -> tuple[Any, str]:
 
     Return the model's configuration, and a note if sequences exceed its positions (else empty).
     """
-    shape = named_config(config.model.name) if config.model.name else bare_config(config, config.tokenizer.vocab_size)
+    shape = named_config(config.model) if config.model.name else bare_config(config, config.tokenizer.vocab_size)
+    if config.model.overrides:
+        _check_sizes(config.model, shape)
     # Of several lengths in one process, those within the model's positions are measured.
     note = beyond(shape, min(config.debug.lengths, default=config.training.sequence_length))
     found = positions(shape)

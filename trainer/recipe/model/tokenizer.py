@@ -37,7 +37,7 @@ def load(config: Config, trained: Path | None) -> Any | None:
     if not name:
         if trained is not None and not (trained / "tokenizer.json").exists():
             raise ConfigError(f"checkpoint.resume: {trained}: the tokenizer of that run is not there")
-        return AutoTokenizer.from_pretrained(str(trained)) if trained is not None else None
+        return with_special_tokens(AutoTokenizer.from_pretrained(str(trained)), config) if trained is not None else None
     key = "tokenizer.name" if config.tokenizer.name else "model.name"
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(name)
@@ -54,6 +54,13 @@ def load(config: Config, trained: Path | None) -> Any | None:
             f"{key}: the tokenizer of {name} has no end-of-sequence token, so that no text could end; set eos_token in "
             "its tokenizer_config.json, or tokenizer.name to another"
         )
+    return with_special_tokens(tokenizer, config)
+
+
+def with_special_tokens(tokenizer: Any, config: Config) -> Any:
+    """Return a tokenizer after adding ``tokenizer.special_tokens`` that it does not have."""
+    if config.tokenizer.special_tokens:
+        tokenizer.add_tokens(config.tokenizer.special_tokens, special_tokens=True)
     return tokenizer
 
 

@@ -12,13 +12,19 @@ from ....protocol.errors import ConfigError
 from ..config.schema import Config, Optimizer, Schedule
 from ..distributed import World
 from ..monitor import activity
-from ..support import SMALL_STATES, zero_stage
+from ..support import SMALL_STATES, learning_rate, zero_stage
 from .adamw import SmallStateAdamW, compiles, salt
+
+
+def warmup_steps(schedule: Schedule, total_steps: int) -> int:
+    """Return the number of steps of the warm-up."""
+    steps = schedule.warmup_steps
+    return int(schedule.warmup_ratio * total_steps) if steps == "auto" else steps
 
 
 def factor(schedule: Schedule, step: int, total_steps: int) -> float:
     """Return the learning rate of a step (from 0) as a share of the peak rate."""
-    warmup = schedule.warmup_steps
+    warmup = warmup_steps(schedule, total_steps)
     if step < warmup:
         return (step + 1) / warmup
     if schedule.kind == "constant":
@@ -28,7 +34,7 @@ def factor(schedule: Schedule, step: int, total_steps: int) -> float:
     return schedule.final_ratio + (1.0 - schedule.final_ratio) * falling
 
 
-def make_muon(model: Any, settings: Optimizer, on_gpu: bool) -> torch.optim.Optimizer:
+def make_muon(model: Any, settings: Optimizer, lr: float, on_gpu: bool) -> torch.optim.Optimizer:
     """Return Muon for the hidden matrices of a model and AdamW for the rest, compiled if ``on_gpu``.
 
     DeepSpeed's Muon (https://kellerjordan.github.io/posts/muon/) works at every ZeRO stage: at stages 1 to 3 DeepSpeed
@@ -41,7 +47,7 @@ def make_muon(model: Any, settings: Optimizer, on_gpu: bool) -> torch.optim.Opti
     hidden, matrices, rest = split(model)
     for parameter in hidden:
         parameter.use_muon = True  # read by DeepSpeed's ZeRO optimizers
-    adam = {"use_muon": False, "lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    adam = {"use_muon": False, "lr": lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": settings.weight_decay, **adam},
         {"params": rest, "weight_decay": 0.0, **adam},
@@ -85,12 +91,13 @@ _PATIENCE_S = 4.0  # seconds without output after which a note is printed
 def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -> torch.optim.Optimizer:
     """Make the optimizer of a model's trainable parameters; ``ConfigError`` if DeepSpeed's own cannot be built."""
     settings = config.optimizer
-    common: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    lr = learning_rate(config)
+    common: dict[str, Any] = {"lr": lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     groups = _groups(model, settings.weight_decay)
     offload = config.zero.offload_optimizer
     kind = settings.kind
     if kind == "muon":
-        return make_muon(model, settings, world.on_gpu)
+        return make_muon(model, settings, lr, world.on_gpu)
     if kind in SMALL_STATES:
         states = "8bit" if kind == "adamw_8bit" else "bf16"
         # All or none: results with and without compilation differ in their last bits.
@@ -175,7 +182,7 @@ def own_step_counts(optimizer: torch.optim.Optimizer) -> None:
 def apply_schedule(engine: Any, config: Config, step: int, total_steps: int) -> None:
     """Set the learning rate of the next step after a resume, by the present configuration."""
     groups: list[dict[str, Any]] = engine.basic_optimizer.param_groups
-    peaks = [config.optimizer.muon_lr if group.get("use_muon") else config.optimizer.lr for group in groups]
+    peaks = [config.optimizer.muon_lr if group.get("use_muon") else learning_rate(config) for group in groups]
     engine.lr_scheduler.base_lrs = peaks
     for group, peak in zip(groups, peaks, strict=True):
         group["initial_lr"] = peak

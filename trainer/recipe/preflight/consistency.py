@@ -86,9 +86,14 @@ def _rules(config: Config, on_cpu: bool) -> Iterator[_Rule]:
         yield model.gradient_checkpointing == "selective", key, text
         text = "cannot be used with optimizer.kind=muon on the CPU, where nothing is compiled then; use off"
         yield on_cpu and optimizer.kind == "muon", key, text
+    text = "cannot be used with lora.rank: the embeddings of new tokens would not be trained; train all weights"
+    yield config.tokenizer.special_tokens and lora.rank, "tokenizer.special_tokens", text
+    blank = any(not token.strip() for token in config.tokenizer.special_tokens)
+    yield blank, "tokenizer.special_tokens", "has a token without a visible character"
     yield on_cpu_in_fp16, "training.precision", "fp16 is not for the CPU; use fp32 or bf16"
-    text = f"is {config.schedule.warmup_steps}, more than training.max_steps, which is {training.max_steps}"
-    yield 0 < training.max_steps < config.schedule.warmup_steps, "schedule.warmup_steps", text
+    warmup = config.schedule.warmup_steps
+    text = f"is {warmup}, more than training.max_steps, which is {training.max_steps}"
+    yield warmup != "auto" and 0 < training.max_steps < warmup, "schedule.warmup_steps", text
 
 
 def settle_compile(config: Config, compiler: bool, log: Callable[[str], None]) -> Config:

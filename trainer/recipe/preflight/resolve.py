@@ -19,6 +19,7 @@ from ..config.load import Loaded
 from ..config.schema import Config
 from ..data import messages
 from ..data.messages import NONE, first_record, shipped
+from ..support import learning_rate
 from . import consistency, ds_keys
 from .consistency import check_batch, check_dtypes, check_fault, check_lengths, check_settings, optimizer_refusal
 
@@ -32,6 +33,8 @@ def check_model(loaded: Loaded) -> None:
         raise loaded.error("model", "needs a name (a hub name or a local folder) or a config (random weights)")
     if model.name and model.config:
         raise loaded.error("model", "has both a name and a config; leave one out")
+    if model.overrides and not model.name:
+        raise loaded.error("model.overrides", "needs a model.name; without one write the values into model.config")
     if model.config and not isinstance(model.config.get("model_type"), str):
         raise loaded.error("model.config", "needs a model_type, such as llama or qwen2")
     for path, name, marker in (
@@ -234,6 +237,7 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
         _settle_paths(config),
         run=run,
         training=msgspec.structs.replace(config.training, precision=precision),
+        optimizer=msgspec.structs.replace(config.optimizer, lr=learning_rate(config)),
         evaluation=msgspec.structs.replace(config.evaluation, path=_absolute(config.evaluation.path)),
         output=msgspec.structs.replace(config.output, dir=_absolute(config.output.dir)),
         checkpoint=msgspec.structs.replace(

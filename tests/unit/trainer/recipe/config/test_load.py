@@ -68,6 +68,7 @@ def test_numbers_and_words_are_read_by_the_type_of_their_field(folder: Path) -> 
     )
     config = load("train.yaml").config
     assert (config.optimizer.lr, config.optimizer.eps) == (1e-4, 1e-9)
+    assert load(None, ["optimizer.lr=auto", "schedule.warmup_steps=0"]).config.schedule.warmup_steps == 0
     assert config.model.config == {"rope_theta": 1e6}
     assert (config.run.name, config.data.path) == ("no", "123")
 

@@ -182,6 +182,36 @@ def test_one_turn_and_two_turn_records_of_qwen3_keep_its_own_format() -> None:
         assert learned(tokenizer, document) == wanted
 
 
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_values_of_the_template_s_own_variables_are_those_that_transformers_passes(adds_bos: bool) -> None:
+    closed = "{% if add_generation_prompt and not enable_thinking|default(true) %}<think>\n\n</think>\n\n{% endif %}"
+    source = "\n{% if style %}{{ style.name }}{% endif %}" + FAMILIES["chatml"][0] + closed
+    plain = family_tokenizer(source)
+    values = {"enable_thinking": False, "style": {"name": "é'\n%}"}}
+    tokenizer = family_tokenizer(source, adds_bos=adds_bos)
+    document = one(encoder(tokenizer, chat_template_kwargs=values), {"messages": CHAT[1:]})
+    bos = tokenizer.bos_token if adds_bos else ""
+    assert tokenizer.decode(document.ids) == bos + plain.apply_chat_template(CHAT[1:], tokenize=False, **values)
+    kept = tokenizer.chat_template
+    encoder(tokenizer, chat_template_kwargs=values)
+    assert tokenizer.chat_template == kept
+    # The exported tokenizer asks in the same way, and can still be asked in another.
+    for other in ({}, {"enable_thinking": True}):
+        asked = {"tokenize": False, "add_generation_prompt": True}
+        wanted = plain.apply_chat_template(CHAT[:2], **asked, **{**values, **other})
+        assert tokenizer.apply_chat_template(CHAT[:2], **asked, **other) == bos + wanted
+
+
+def test_a_variable_that_the_template_does_not_read_is_refused() -> None:
+    tokenizer = family_tokenizer(FAMILIES["chatml"][0] + "{% if enable_thinking %}{% endif %}")
+    with pytest.raises(ConfigError) as refused:
+        encoder(tokenizer, chat_template_kwargs={"enable_thought": False})
+    assert str(refused.value) == (
+        "data.chat_template_kwargs.enable_thought: the tokenizer's template reads no such variable; "
+        "it reads enable_thinking"
+    )
+
+
 def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
     tokenizer = family("qwen3")
     chat = [{**message} for message in CHAT[1:]]

@@ -1,0 +1,90 @@
+"""Models with values of their configuration replaced, and with new special tokens, as transformers makes them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.recipe.config.load import load as load_config
+from ftmon.trainer.recipe.config.schema import Config
+from ftmon.trainer.recipe.model import load, shape, tokenizer
+from ftmon.trainer.recipe.preflight.resolve import resolve
+from ftmon.trainer.recipe.start import DATA
+from small_shape import SMALL_SHAPE, OneRank
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+IDS = torch.arange(4, 84).reshape(2, 40)
+MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_theta": 5000.0}
+
+
+def saved(folder: Path, kind: str = "mixtral", **values: Any) -> Path:
+    torch.manual_seed(0)
+    made = AutoConfig.for_model(kind, **{**SMALL_SHAPE, **MIXTURE, "max_position_embeddings": 32, **values})
+    AutoModelForCausalLM.from_config(made).save_pretrained(folder / "base")
+    tokenizer.train(lambda: ["a text to learn from"] * 4, 300).save_pretrained(folder / "base")
+    return folder / "base"
+
+
+def config(*words: str) -> Config:
+    return load_config(None, ["training.precision=fp32", *words]).config
+
+
+def test_overrides_give_the_loss_of_the_configuration_that_transformers_makes_of_them(tmp_path: Path) -> None:
+    name = saved(tmp_path)
+    yarn = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32}"
+    words = f"model.overrides={{rope_scaling: {yarn}, output_router_logits: true, router_aux_loss_coef: 0.5}}"
+    length = "training.sequence_length=64"
+    given = config(f"model.name={name}", words, "model.overrides.max_position_embeddings=128", length)
+    assert shape.check(given)[1] == ""
+    model = load.make(given, {}, AutoTokenizer.from_pretrained(name), OneRank())  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 5000.0}
+    written = {"rope_parameters": rope, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    other = AutoConfig.for_model("mixtral", **{**SMALL_SHAPE, **MIXTURE, "max_position_embeddings": 128, **written})
+    reference: Any = AutoModelForCausalLM.from_config(other)
+    plain: Any = AutoModelForCausalLM.from_pretrained(name)
+    reference.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        found, wanted, before = (one.eval()(input_ids=IDS) for one in (model, reference, plain))
+    assert torch.equal(found.logits, wanted.logits)
+    assert torch.equal(found.aux_loss, wanted.aux_loss)
+    assert not torch.allclose(found.logits, before.logits, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("{attention_droput: 0.1}", "model.overrides.attention_droput: mixtral has no such setting"),
+        ("{rope_scaling: {rope_type: none}}", "model.overrides: "),
+        ("{num_hidden_layers: 1}", "model.overrides: model.layers.1.self_attn.q_proj.weight is [32, 32] in"),
+        ("{tie_word_embeddings: true}", "model.overrides: lm_head.weight is [320, 32] in"),
+    ],
+)
+def test_overrides_that_the_model_or_its_weights_do_not_have_are_refused(words: str, text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        shape.check(config(f"model.name={saved(tmp_path)}", f"model.overrides={words}"))
+    assert str(refused.value).startswith(text)
+
+
+@pytest.mark.parametrize("count", [2, 60])
+def test_new_special_tokens_have_the_rows_that_transformers_resizes_to(count: int, tmp_path: Path) -> None:
+    name = saved(tmp_path, tie_word_embeddings=True)
+    tokens = [f"<|new {number}|>" for number in range(count)]
+    given = config(f"model.name={name}", f"tokenizer.special_tokens={tokens}")
+    made: Any = tokenizer.load(given, None)
+    assert made("a<|new 1|>")["input_ids"][-1] == made.convert_tokens_to_ids("<|new 1|>")
+    assert "<|new 1|>" in tokenizer.special_tokens(made)
+    model = load.make(given, {}, made, OneRank())  # type: ignore[arg-type]
+    torch.manual_seed(given.training.seed)
+    reference: Any = AutoModelForCausalLM.from_pretrained(name)
+    if len(made) > 320:
+        reference.resize_token_embeddings(len(made), pad_to_multiple_of=64)
+    assert model.config.vocab_size == reference.config.vocab_size == (384 if count > 2 else 320)
+    for key, weight in reference.state_dict().items():
+        assert torch.equal(model.state_dict()[key], weight), key
+    adapters = load_config(
+        None, [f"model.name={name}", f"data.path={DATA}", "tokenizer.special_tokens=[<|new|>]", "lora.rank=2"]
+    )
+    with pytest.raises(ConfigError, match=r"tokenizer\.special_tokens cannot be used with lora\.rank"):
+        resolve(adapters)
