@@ -527,7 +527,7 @@ _INVESTIGATE = (
         argument(
             "--columns",
             "NAME=COLUMN,...",
-            "columns of CSV files: length=COLUMN and figures such as allocated=gpu_{rank}_mib; also rank, "
+            "columns of CSV files: length=COLUMN and figures such as allocated=gpu_{rank}_mib, its=rate; also rank, "
             "iteration, unit",
         ),
         argument("--price", "P", "price of all GPUs together per hour, for costs", type=price),

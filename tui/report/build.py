@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from ...protocol.analysis.estimates.memory import WHOLE_STEP, bands, pieces
+from ...protocol.analysis.estimates.memory import RATES, TOLERANCE, WHOLE_STEP, bands, pieces
 from ...protocol.analysis.sweep.summary import Curve as MeasuredCurve
 from ...protocol.analysis.sweep.summary import curve_axis, curves, pool
 from ...protocol.analysis.sweep.text import aligned, curve_lines, result_lines, settings_text, table, unit_of
@@ -247,22 +247,35 @@ def _of_ranks(name: str, rows: Sequence[Row], axis: str, figure: Callable[[RankR
     return _curve(name, {x: found for x, found in values.items() if found})
 
 
+_MOST_PIECES = 5
+_TOLERANCES = (TOLERANCE, 0.01, 0.03)
+"""Of others' measurements, which are noisier than those of the same step: the first with few enough pieces."""
+
+
 def _csv(data: CsvData) -> Section:
     charts: list[Chart] = []
+    measured = [one for one in data.measurements if one.figures]
+    lengths = [one.length for one in measured]
+    x_name = _x_name(data.mapping.length)
+    failed = sorted({one.length for one in data.measurements} - set(lengths))
+    marks = [(float(x), OUT_OF_MEMORY) for x in failed]
     for figure in data.mapping.figures:
         found = bands(data.measurements, figure)
-        low, median, high = ([getattr(one, of) / GIB for one in found] for of in ("lowest", "median", "highest"))
+        scale, unit = (1, "iterations/s") if figure in RATES else (GIB, "GiB")
+        low, median, high = ([getattr(one, of) / scale for one in found] for of in ("lowest", "median", "highest"))
         curve = Curve(figure, [float(band.length) for band in found], low, median, high)
         notes: list[str] = []
-        if len(found) > 1:
-            fitted = pieces({band.length: {WHOLE_STEP: band.highest} for band in found})
-            notes.append(f"highest rank: {describe_curve(fitted, unit_of(data.mapping.length))}")
-        title = "memory peak" if figure.startswith("allocated") else f"{figure} memory"
-        charts.append(Chart(title, _x_name(data.mapping.length), "GiB", [curve], notes=notes))
-    ranks = counted(len({one.rank for one in data.measurements}), "rank")
-    lengths = [one.length for one in data.measurements]
+        if len(found) > 1 and unit == "GiB":
+            points = {band.length: {WHOLE_STEP: band.highest} for band in found}
+            fits = (pieces(points, tolerance) for tolerance in _TOLERANCES)
+            fitted = next((fit for fit in fits if len(fit) <= _MOST_PIECES), None)
+            words = describe_curve(fitted, unit_of(data.mapping.length)) if fitted else "too uneven for straight pieces"
+            notes.append(f"highest rank: {words}")
+        title = "rate" if figure in RATES else "memory peak" if figure.startswith("allocated") else f"{figure} memory"
+        charts.append(Chart(title, x_name, unit, [curve], marks, notes))
+    ranks = counted(len({one.rank for one in measured}), "rank")
     facts = [
-        ("measurements", f"{len(data.measurements):,} of {ranks}, {min(lengths):,} to {max(lengths):,}"),
+        ("measurements", f"{len(measured):,} of {ranks}, {x_name} {min(lengths):,} to {max(lengths):,}"),
         ("columns", ", ".join(f"{name} = {column}" for name, column in data.mapping.figures.items())),
         ("unit", data.mapping.unit),
     ]
@@ -387,8 +400,12 @@ def _of(data: Data) -> Iterator[Record]:
             yield from _of_row(data.name, row)
     elif isinstance(data, CsvData):
         for one in data.measurements:
-            place = {data.mapping.length: one.length, "rank": one.rank, "iteration": one.iteration}
-            yield {"source": data.name, **place, **{f"{figure}_bytes": size for figure, size in one.figures.items()}}
+            base: Record = {"source": data.name, data.mapping.length: one.length}
+            if not one.figures:
+                yield {**base, "verdict": "out-of-memory"}
+                continue
+            sizes = {figure if figure in RATES else f"{figure}_bytes": size for figure, size in one.figures.items()}
+            yield {**base, "rank": one.rank, "iteration": one.iteration, **sizes}
     else:
         measured = [rank for rank in data.ranks if rank.phases]
         if not measured:

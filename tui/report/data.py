@@ -47,7 +47,7 @@ OUT_OF_MEMORY = "out of memory"
 
 
 class Chart(msgspec.Struct, frozen=True):
-    """Curves with one vertical axis. ``unit`` of the values is ``GiB``, ``ms`` or ``tokens/s``; empty: none."""
+    """Curves with one vertical axis. ``unit`` of the values is ``GiB``, ``ms``, ``iterations/s`` ...; empty: none."""
 
     title: str
     x_name: str
@@ -299,7 +299,7 @@ def load(target: str, warm_up: int, mapping: CsvMapping | None) -> Data:
 
 
 def parse_mapping(text: str) -> CsvMapping:
-    """Parse ``length=seq,allocated=gpu_{rank}_alloc,iteration=iter,unit=MiB``.
+    """Parse ``length=seq,allocated=gpu_{rank}_alloc,its=rate,iteration=iter,unit=MiB``; figures may be left out.
 
     Raises:
         UsageError: it has another form.
@@ -314,12 +314,10 @@ def parse_mapping(text: str) -> CsvMapping:
         found[name] = column
     length = found.pop("length", "")
     if not length:
-        raise UsageError("--columns needs length=COLUMN, and a column for each figure, such as allocated=peak_mib")
+        raise UsageError("--columns needs length=COLUMN, and mostly a column for each figure: allocated=peak_mib")
     rank, iteration, unit = found.pop("rank", ""), found.pop("iteration", ""), found.pop("unit", "MiB")
     if unit not in UNITS:
         raise UsageError(f"--columns: unit must be one of {', '.join(UNITS)}, not {unit}")
-    if not found:
-        raise UsageError("--columns names no figure: add one, such as allocated=gpu_{rank}_peak_mib")
     return CsvMapping(length, found, rank, iteration, unit)
 
 
@@ -328,7 +326,7 @@ def _csv(path: Path, mapping: CsvMapping | None) -> CsvData:
         if path.stat().st_size > _LARGEST_CSV:
             raise UsageError(f"{path}: is larger than 256 MiB")
         text = path.read_text(encoding="utf-8-sig")
-        chosen = mapping or guess_mapping(text)
+        chosen = mapping if mapping and mapping.figures else guess_mapping(text, mapping.length if mapping else "")
         return CsvData(path.stem, chosen, read_csv(text, chosen))
     except UnicodeDecodeError:
         raise UsageError(f"{path}: is not a text file in UTF-8") from None

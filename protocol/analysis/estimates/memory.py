@@ -9,7 +9,9 @@ the step is the maximum over the phases. The pieces are these lines between thei
 Reads other tools' measurements from CSV files, with a mapping of their columns.
 
 Two layouts are supported: one row per length (and iteration) with a column for each GPU,
-``gpu_{rank}_allocated_mib``, and one row per length, iteration and rank.
+``gpu_{rank}_allocated_mib``, and one row per length, iteration and rank. A file without a header has the length,
+allocated and reserved memory of each GPU in MiB, and may end with the iterations per second. A size of 0 is no
+measurement: a rank that writes a column for each GPU has figures of its own only.
 """
 
 import csv
@@ -19,7 +21,7 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -36,6 +38,11 @@ TOLERANCE = 0.002
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 _RANK = "{rank}"
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+RATES = ("its", "iterations_per_second")
+"""Names of figures that are no sizes: iterations per second. The first is that of a column recognised as one."""
+_RATE = r"its|(its?|iter(ation)?s?|steps?)_(per_)?(s|sec|second)"
+_UNNAMED = ("gpu_{rank}_allocated_MiB", "gpu_{rank}_reserved_MiB")
+"""Columns of each GPU, in their order, of a file without a header."""
 _CONTEXT_BYTES = 1256 << 20
 """One rank: context, loaded modules, cuBLAS, a communicator without peers. An out-of-memory event on an H200 with
 18,904 MiB reserved left 128,973,930,496 bytes free of 139.80 GiB (torch 2.11, CUDA 13, DeepSpeed 0.19)."""
@@ -249,13 +256,13 @@ class CsvMapping(msgspec.Struct, frozen=True):
     length: str
     """Column with the sequence length, or another quantity of the horizontal axis."""
     figures: dict[str, str]
-    """Columns by the figure's name (``allocated``, ``reserved`` ...); ``{rank}`` stands for a GPU's number."""
+    """Columns by the figure's name (``allocated``, ``its`` ...); ``{rank}`` stands for a GPU's number."""
     rank: str = ""
     """Column with the rank, if each rank has its own rows."""
     iteration: str = ""
     """Column with the iteration, if a length was measured several times."""
     unit: str = "MiB"
-    """Unit of all figures; one of ``UNITS``."""
+    """Unit of all sizes; one of ``UNITS``."""
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -264,12 +271,12 @@ class Measurement(msgspec.Struct, frozen=True):
     length: int
     rank: int
     iteration: int
-    figures: dict[str, int]
-    """Bytes by the figure's name."""
+    figures: dict[str, float]
+    """Bytes by the figure's name, or iterations per second if it is one of ``RATES``. Empty: out of memory."""
 
 
 class Band(msgspec.Struct, frozen=True):
-    """A figure at one length over the ranks, bytes."""
+    """A figure at one length over the ranks, bytes or iterations per second."""
 
     length: int
     lowest: float
@@ -290,31 +297,31 @@ def read_csv(text: str, mapping: CsvMapping) -> list[Measurement]:
     """
     if mapping.unit not in UNITS:
         raise ValueError(f"unit must be one of {', '.join(UNITS)}, not {mapping.unit}")
-    rows = csv.reader(io.StringIO(text.removeprefix("\ufeff")))
-    header = _header(rows)
+    header, rows = _open(text, mapping.length)
     columns = _Columns(header, mapping)
     found: list[Measurement] = []
-    for row in rows:
-        if not any(cell.strip() for cell in row):
-            continue
-        line = rows.line_num
-        if len(row) != len(header):
-            raise ValueError(f"line {line}: {len(row)} columns, the header has {len(header)}")
+    line = 0
+    for line, row in rows:
+        if len(row) != len(header) and not _is_oom(row):
+            raise ValueError(f"line {line}: {len(row)} columns, the first line has {len(header)}")
         found.extend(columns.measurements(row, line))
     if not found:
-        raise ValueError("no measurements: the file has no rows below its header")
+        raise ValueError(f"no measurements: {'every figure is 0 or empty' if line else 'no rows below the header'}")
     return found
 
 
-def guess_mapping(text: str) -> CsvMapping:
+def guess_mapping(text: str, length: str = "") -> CsvMapping:
     """Return a mapping guessed from the header's names.
 
+    Args:
+        length: column with the length, which is not guessed then; in a file without a header, the first one's name.
+
     Raises:
-        ValueError: no column is recognised as a length, or none as a figure in bytes.
+        ValueError: no column is recognised as a length, or none as a figure.
     """
-    header = _header(csv.reader(io.StringIO(text.removeprefix("\ufeff"))))
+    header, _ = _open(text, length)
     plain = {name: re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") for name in header}
-    length = _first(plain, r"(seq(uence)?_?)?len(gth)?|seq(uence)?|tokens|context(_length)?|x")
+    length = length or _first(plain, r"(seq(uence)?_?)?len(gth)?|seq(uence)?|tokens|context(_length)?|x")
     rank = _first(plain, r"rank|gpu|device")
     iteration = _first(plain, r"iter(ation)?|step|repeat|run")
     figures: dict[str, str] = {}
@@ -325,43 +332,75 @@ def guess_mapping(text: str) -> CsvMapping:
             figure += "_peak" if "peak" in parts or "max" in parts else ""
             pattern = name if rank else re.sub(r"(?<![0-9])\d+(?![0-9])", _RANK, name, count=1)
             figures.setdefault(figure, pattern)
+        elif name not in (length, iteration) and re.fullmatch(_RATE, words):
+            figures.setdefault(RATES[0], name)
     if not length or not figures:
-        what = "length" if not length else "figure (allocated, reserved, active, nvml)"
+        what = "length" if not length else f"figure (allocated, reserved, active, nvml, {', '.join(RATES)})"
         raise ValueError(f"no column looks like a {what} among {', '.join(header) or 'none'}: give a mapping")
     words = re.sub(r"(?<![A-Za-z])bytes?(?![A-Za-z])", "B", " ".join(header), flags=re.IGNORECASE)
     unit = next((one for one in UNITS if re.search(rf"(?<![A-Za-z]){one}(?![A-Za-z])", words, re.IGNORECASE)), "MiB")
     return CsvMapping(length, figures, rank, iteration, unit)
 
 
-def _header(rows: Iterator[list[str]]) -> list[str]:
-    """Return the names in a file's first line.
+def _open(text: str, length: str) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
+    """Return the names of a file's columns, and its other rows that are not blank with their lines.
+
+    Args:
+        length: name of the first column if the first line has numbers instead of names.
 
     Raises:
-        HeaderError: the file is empty, or its columns are not separated by commas.
+        HeaderError: the file is empty, its columns are not separated by commas, or it has neither names nor the columns
+            of a file without them.
     """
-    header = [name.strip() for name in next(rows, [])]
-    if not any(header):
+    rows = csv.reader(io.StringIO(text.removeprefix("\ufeff")))
+    first = [name.strip() for name in next(rows, [])]
+    if not any(first):
         raise HeaderError("is empty, or has no header in its first line")
-    other = next((name for mark, name in _SEPARATORS.items() if len(header) == 1 and mark in header[0]), None)
+    other = next((name for mark, name in _SEPARATORS.items() if len(first) == 1 and mark in first[0]), None)
     if other is not None:
         raise HeaderError(f"its columns are separated by {other}, not by commas: write it with commas")
-    return header
+    below = ((rows.line_num, row) for row in rows if any(cell.strip() for cell in row))
+    if not all(_is_number(cell) for cell in first if cell):
+        return first, below
+    gpus, rates = divmod(len(first) - 1, len(_UNNAMED))
+    if not gpus:
+        raise HeaderError(
+            f"has no header, and {len(first)} columns: without one it must have the length, allocated and reserved "
+            "memory of each GPU in MiB, and iterations per second; add a line with the columns' names"
+        )
+    names = [name.replace(_RANK, str(gpu)) for gpu in range(gpus) for name in _UNNAMED]
+    return [length or "sequence_length", *names, *RATES[:rates]], chain([(1, first)], below)
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        return math.isfinite(float(cell))
+    except ValueError:
+        return False
+
+
+def _is_oom(row: Sequence[str]) -> bool:
+    """Return whether a row has a length, and instead of its figures that the memory did not suffice."""
+    filled = [cell.strip().lower() for cell in row[1:] if cell.strip()]
+    return filled in (["oom"], ["out of memory"])
 
 
 def bands(measurements: Iterable[Measurement], figure: str) -> list[Band]:
     """Return the lowest, median and highest rank at each length, ordered by length.
 
+    A rank's size is the highest of its iterations, its rate their median.
+
     Raises:
         ValueError: no measurement has that figure.
     """
-    of: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    of: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in measurements:
         if figure in one.figures:
-            # A rank's peak is the highest of its iterations.
-            of[one.length][one.rank] = max(of[one.length][one.rank], one.figures[figure])
+            of[one.length][one.rank].append(one.figures[figure])
     if not of:
         raise ValueError(f"no measurement has a figure {figure}")
-    found = [(length, sorted(ranks.values())) for length, ranks in sorted(of.items())]
+    of_rank = statistics.median if figure in RATES else max
+    found = [(length, sorted(map(of_rank, ranks.values()))) for length, ranks in sorted(of.items())]
     return [Band(length, peaks[0], statistics.median(peaks), peaks[-1], len(peaks)) for length, peaks in found]
 
 
@@ -376,11 +415,15 @@ class _Columns:
         self._iteration = self._place(mapping.iteration) if mapping.iteration else -1
         self._figures: dict[int, dict[str, int]] = defaultdict(dict)
         """Columns by rank and figure; rank -1 if a row belongs to one rank."""
+        self._shared: dict[str, int] = {}
+        """Columns of rates that belong to each rank with other figures in the row."""
         if not mapping.figures:
             raise ValueError("the mapping names no figure")
         for figure, name in mapping.figures.items():
             for rank, place in self._places(name):
                 self._figures[rank][figure] = place
+        if len(self._figures) > 1:
+            self._shared = {name: self._figures[-1].pop(name) for name in RATES if name in self._figures[-1]}
 
     def measurements(self, row: list[str], line: int) -> Iterable[Measurement]:
         def number(place: int, *, whole: bool = True) -> float:
@@ -394,14 +437,21 @@ class _Columns:
                 raise ValueError(f"line {line}, column {self._header[place]}: {row[place][:40]!r} is no {what}")
             return found
 
+        def measured(columns: Mapping[str, int]) -> dict[str, float]:
+            given = {figure: number(place, whole=False) for figure, place in columns.items() if row[place].strip()}
+            sizes = {figure: found if figure in RATES else round(found * self._unit) for figure, found in given.items()}
+            return {figure: found for figure, found in sizes.items() if found}
+
+        if _is_oom(row):
+            yield Measurement(int(number(self._length)), 0, 0, {})
+            return
         length = int(number(self._length))
         iteration = int(number(self._iteration)) if self._iteration >= 0 else 0
+        shared = measured(self._shared)
         for rank, columns in sorted(self._figures.items()):
-            given = {figure: place for figure, place in columns.items() if row[place].strip()}
-            figures = {figure: round(number(place, whole=False) * self._unit) for figure, place in given.items()}
             own = max(0, rank) if self._rank < 0 else int(number(self._rank))
-            if figures:
-                yield Measurement(length, own, iteration, figures)
+            if figures := measured(columns):
+                yield Measurement(length, own, iteration, figures | shared)
 
     def _place(self, name: str) -> int:
         if name not in self._header:

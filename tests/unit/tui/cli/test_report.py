@@ -192,6 +192,29 @@ def test_measurements_of_others_stand_in_the_same_picture(tmp_path, sections):
     assert sections(path, "--columns", columns)
 
 
+def test_a_file_without_a_header_is_drawn_with_its_rate_and_what_ran_out_of_memory(tmp_path, sections, shown):
+    path, out = tmp_path / "results.csv", tmp_path / "rows.csv"
+    rows = [(seq, 4096 + seq, 8192 + seq, 512 / seq) for seq in (512, 1024)]
+    lines = [f"{x}, {own}, {kept}, 0, 0, {its}\n{x}, 0, 0, {own}, {kept}, {its}\n" for x, own, kept, its in rows]
+    path.write_text("".join([*lines, "2048, OOM\n"]))
+    (section,) = sections(path)
+    assert dict(section["facts"])["measurements"] == "4 of 2 ranks, sequence length 512 to 1,024"
+    assert [(each["title"], each["unit"]) for each in section["charts"]] == [
+        ("memory peak", "GiB"), ("reserved memory", "GiB"), ("rate", "iterations/s"),
+    ]  # fmt: skip
+    memory, _, rate = section["charts"]
+    assert memory["curves"][0]["low"] == memory["curves"][0]["high"] == [4.5, 5.0]
+    assert (rate["curves"][0]["median"], rate["notes"]) == ([1.0, 0.5], [])
+    assert memory["marks"] == rate["marks"] == [[2048.0, "out of memory"]]
+    assert "micro_batch 512 to" in shown("report", path, "--columns", "length=micro_batch")
+    shown("report", path, "--csv", out)
+    *measured, failed = csv.DictReader(out.open())
+    assert [(one["rank"], one["allocated_bytes"], one["its"]) for one in measured][:2] == [
+        ("0", str(4608 << 20), "1.0"), ("1", str(4608 << 20), "1.0"),
+    ]  # fmt: skip
+    assert (failed["sequence_length"], failed["verdict"], failed["rank"]) == ("2048", "out-of-memory", "")
+
+
 def test_the_rows_are_one_line_a_rank_and_phase_in_csv_and_parquet(tmp_path, shown):
     out = tmp_path / "rows.csv"
     shown("report", sweep(tmp_path), "--csv", out)
@@ -214,7 +237,7 @@ def test_the_rows_are_one_line_a_rank_and_phase_in_csv_and_parquet(tmp_path, sho
     [
         ("a,b\n1,2\n", (), "no column looks like a length among a, b"),
         ("seq,allocated_mib\n1,x\n", (), "line 2, column allocated_mib: 'x' is no number"),
-        ("seq,allocated_mib\n1\n", (), "line 2: 1 columns, the header has 2"),
+        ("seq,allocated_mib\n1\n", (), "line 2: 1 columns, the first line has 2"),
         ("seq,allocated_mib\n", (), "no measurements"),
         ("", (), "is empty, or has no header in its first line\n"),
         ("seq;allocated_mib\n1;2\n", (), "are separated by semicolons, not by commas: write it with commas\n"),

@@ -177,6 +177,46 @@ def test_a_column_in_bytes_is_read_as_bytes(column: str) -> None:
     assert read_csv(text, guess_mapping(text))[0].figures == {"allocated": MIB}
 
 
+UNNAMED = """512, 0, 0, 9000, 10000, 1.5
+512, 8000, 9500, 0, 0, 1.75
+
+1024, 0, 0, 10000, 11000, 0.5
+1024, 9000, 10500, 0, 0, 0.75
+2048, OOM
+"""
+"""Each of two ranks has written a row with its own GPU's figures alone."""
+OF_TWO_RANKS = "length,gpu_0_allocated_MiB,gpu_0_reserved_MiB,gpu_1_allocated_MiB,gpu_1_reserved_MiB"
+
+
+@pytest.mark.parametrize("header", ["", *(f"{OF_TWO_RANKS},{rate}\n" for rate in ("its", "it/s", "Iterations/second"))])
+def test_a_row_a_rank_with_zeros_for_the_other_gpus_has_its_own_figures_alone(header: str) -> None:
+    text = header + UNNAMED
+    found = read_csv(text, guess_mapping(text))
+    assert [(one.length, one.rank, one.figures) for one in found] == [
+        (512, 1, {"allocated": 9000 * MIB, "reserved": 10000 * MIB, "its": 1.5}),
+        (512, 0, {"allocated": 8000 * MIB, "reserved": 9500 * MIB, "its": 1.75}),
+        (1024, 1, {"allocated": 10000 * MIB, "reserved": 11000 * MIB, "its": 0.5}),
+        (1024, 0, {"allocated": 9000 * MIB, "reserved": 10500 * MIB, "its": 0.75}),
+        (2048, 0, {}),
+    ]
+    assert bands(found, "allocated")[0] == Band(512, 8000 * MIB, 8500 * MIB, 9000 * MIB, 2)
+    assert bands(found, "its") == [Band(512, 1.5, 1.625, 1.75, 2), Band(1024, 0.5, 0.625, 0.75, 2)]
+
+
+def test_a_rate_is_the_median_of_its_iterations_and_belongs_to_every_rank_of_its_row() -> None:
+    text = "seq,gpu0_allocated,gpu1_allocated,iterations_per_second\n8,1,2,4\n8,1,2,1\n8,1,2,3\n"
+    mapping = CsvMapping("seq", {"allocated": "gpu{rank}_allocated", "iterations_per_second": "iterations_per_second"})
+    assert bands(read_csv(text, mapping), "iterations_per_second") == [Band(8, 3, 3, 3, 2)]
+    alone = "seq,its\n8,4\n"
+    assert [one.figures for one in read_csv(alone, guess_mapping(alone))] == [{"its": 4.0}]
+
+
+def test_the_length_of_a_file_without_a_header_may_be_named_and_columns_of_counts_are_no_rates() -> None:
+    assert guess_mapping(UNNAMED, "micro_batch").length == "micro_batch"
+    counted = "seq,steps,iterations,allocated\n8,30,30,5\n"
+    assert set(guess_mapping(counted).figures) == {"allocated"}
+
+
 def test_bands_are_over_ranks() -> None:
     found = bands(read_csv(WIDE, guess_mapping(WIDE)), "allocated")
     assert found == [
@@ -195,7 +235,7 @@ def test_bands_are_over_ranks() -> None:
         ("a,b\n1,-4\n", CsvMapping("a", {"allocated": "b"}), "line 2, column b: '-4' is no number of 0 or more"),
         ("a,b\n1.5,4\n", CsvMapping("a", {"allocated": "b"}), "line 2, column a: '1.5' is no whole number"),
         ("a,b\n1,2\n\n1,nan\n", CsvMapping("a", {"allocated": "b"}), "line 4, column b"),
-        ("a,b\n1,2,3\n", CsvMapping("a", {"allocated": "b"}), "line 2: 3 columns, the header has 2"),
+        ("a,b\n1,2,3\n", CsvMapping("a", {"allocated": "b"}), "line 2: 3 columns, the first line has 2"),
         ("a,b\n", CsvMapping("a", {"allocated": "b"}), "no measurements"),
         ("", CsvMapping("a", {"allocated": "b"}), "is empty"),
         ("a;b\n1;2\n", CsvMapping("a", {"allocated": "b"}), "its columns are separated by semicolons, not by commas"),
@@ -203,6 +243,10 @@ def test_bands_are_over_ranks() -> None:
         ("a,a,b\n1,1,2\n", CsvMapping("a", {"allocated": "b"}), "column a is in the file 2 times"),
         ("a,b\n1,2\n", CsvMapping("a", {"allocated": "b"}, unit="pages"), "unit must be one of B, KiB, MiB"),
         ("a,b\n1,2\n", CsvMapping("a", {}), "the mapping names no figure"),
+        ("a,b\n1,0\n", CsvMapping("a", {"allocated": "b"}), "no measurements: every figure is 0 or empty"),
+        ("1,0,0,0\n", CsvMapping("a", {"allocated": "gpu_0_allocated_MiB"}), "every figure is 0 or empty"),
+        ("1,2,3\n1,2\n", CsvMapping("a", {"allocated": "gpu_0_allocated_MiB"}), "line 2: 2 columns, the first"),
+        ("1,2\n", CsvMapping("a", {"allocated": "b"}), "has no header, and 2 columns: without one it must have"),
     ],
 )
 def test_a_file_that_does_not_match_is_refused_in_one_line(text: str, mapping: CsvMapping, said: str) -> None:
