@@ -3,6 +3,7 @@
 The public API is lazy (PEP 562): importing ``ftmon`` imports neither torch nor textual.
 
 * ``ftmon.watch(engine)`` reports a training engine, or a plain PyTorch optimizer, to the monitor.
+* ``%load_ext ftmon`` reports a notebook: each cell's forward and backward, and its steps.
 * ``ftmon.Callback`` is a Hugging Face ``TrainerCallback`` that does the same for a ``Trainer``.
 * ``ftmon.FtmonError`` is the root of every error ftmon raises on purpose.
 """
@@ -20,6 +21,7 @@ __all__ = ["Callback", "FtmonError", "__version__", "watch"]
 _LAZY = {
     "Callback": ("ftmon.trainer.probe.start.watch", "Callback"),
     "FtmonError": ("ftmon.protocol.errors", "FtmonError"),
+    "load_ipython_extension": ("ftmon.trainer.probe.start.watch", "load_ipython_extension"),
     "watch": ("ftmon.trainer.probe.start.watch", "watch"),
 }
 

@@ -2,12 +2,14 @@
 
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import start_ranks
-from ftmon.protocol.messages.memory import OomReport
+from eventually import eventually
+from ftmon.protocol.messages.memory import Composition, OomReport
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run import exits
 from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
@@ -166,6 +168,65 @@ def test_a_script_that_is_missing_or_gives_up_is_named_with_its_own_words(home: 
     (tmp_path / "gives_up.py").write_text("raise SystemExit('no data at /nowhere')\n")
     gave_up = home.run("run", "--plain", "--", *start_ranks.command(1, tmp_path / "gives_up.py"))
     assert lines_with(gave_up.stdout, ["why:", "the last line that rank 0 wrote: no data at /nowhere"]), gave_up.stdout
+
+
+CELLS = (
+    "import torch",
+    "model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1024))",
+    "loss = model(torch.randn(4096, 1024)).mean()",
+    "loss.backward()",
+)
+NOTEBOOK = """
+import pathlib, sys, time
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance()
+for cell in sys.argv[2:]:
+    shell.run_cell(cell).raise_error()
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.1)
+"""
+
+
+def is_composed(home: Ftmon) -> bool:
+    """Return whether ``ftmon memory`` shows the parts of a forward and backward of those cells."""
+    found = [each.message for each in Reader(home.newest().recording).frames(0, 10_000)]
+    composed = [each for each in found if isinstance(each, Composition)]
+    if not composed:
+        return False
+    assert [each.step for each in composed] == [1]
+    (forward, backward) = composed[0].phases
+    parameters = 4 * (2 * 1024 * 4096 + 4096 + 1024)
+    for phase in (forward, backward):
+        assert phase.parts["parameters"] == pytest.approx(parameters, rel=0.01)
+        # The input, and the output of the first layer after the ReLU: what autograd keeps of this forward.
+        assert phase.parts["activations"] == pytest.approx(4 * 4096 * (1024 + 4096), rel=0.25)
+    shown = home.run("memory", home.newest().id)
+    assert "rank 0, step 1, without an update so far: " in shown.stdout
+    assert lines_with(shown.stdout, ["parameters", "32.0 MiB"])
+    return True
+
+
+def test_a_forward_and_backward_without_an_optimizer_are_composed(home: Ftmon, tmp_path: Path) -> None:
+    script = tmp_path / "once.py"
+    script.write_text("\n".join(CELLS))
+    done = home.run("run", "--plain", "--", sys.executable, str(script))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert is_composed(home)
+
+
+def test_cells_of_a_notebook_are_composed_before_it_ends(home: Ftmon, tmp_path: Path) -> None:
+    pytest.importorskip("IPython")
+    cells = ["%load_ext ftmon", *CELLS[:2], "\n".join(CELLS[2:]), "1 + 1"]
+    command = [sys.executable, "-c", NOTEBOOK, str(tmp_path / "over"), *cells]
+    notebook = subprocess.Popen(command, env=home.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        eventually(lambda: notebook.poll() is not None or (home.runs() and home.newest().recording.exists()), "a run")
+        eventually(lambda: is_composed(home), "the composition of the cell")
+    finally:
+        (tmp_path / "over").touch()
+        output, _ = notebook.communicate(timeout=60)
+    assert notebook.returncode == 0, output
 
 
 def test_a_failed_cuda_allocation_before_the_first_step_has_its_report(home: Ftmon) -> None:

@@ -5,6 +5,7 @@ is ``active.mine()``, None where nothing is to be reported: without a probe, or 
 raises or waits: an error of the probe switches it off, and the training continues.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
@@ -16,7 +17,16 @@ from .loop.training import Training
 from .phases.forwards import updates_parameters
 from .phases.tracker import DRIVEN
 from .rank.context import BatchShare, plain
-from .rank.model import describe_model, dtype_name, dtype_of, learning_rate, own_class, own_model, parameters_of
+from .rank.model import (
+    describe_model,
+    dtype_name,
+    dtype_of,
+    learning_rate,
+    own_class,
+    own_model,
+    parameters_of,
+    parameters_under,
+)
 from .values.batch import OnHost
 from .values.edits import Edits
 from .values.model_flops import model_flops
@@ -271,6 +281,8 @@ class TorchEvents(Events):
         self.leaving_group = training.introduction.note_backend
         """The process groups are about to be destroyed; the hello, which names their backend, may be sent later."""
         self._edits = Edits()
+        self._sought = False
+        """Whether there was a backward."""
         self._attended = 0
         self._received_in: tuple[Any, int] = None, 0
         """Notes and number of the micro-batch whose labels were read last from a forward."""
@@ -491,7 +503,34 @@ class TorchEvents(Events):
         """As ``Events.backward``; a batch received without labels gets those of the loss."""
         if self._without_labels is not None and len(losses) == 1:
             self._label(losses[0])
+        if not (self._sought or self._state.in_backward):
+            self._sought = True
+            self._seek_model(losses)
         return super().backward(losses, scaled=scaled)
+
+    @guarded
+    def first_forward(self, module: Any) -> None:
+        """A module is called before any step: where nothing else shows it, the forward begins here."""
+        training = self._training
+        if training.outbox.steps_done or self._state.forward_by or training.tracker.phase not in ("init", "idle"):
+            return
+        if training.trained.any_model() is None and not training.forwards.knows_optimizer:
+            training.trained.found = weakref.ref(module)
+        training.phases.enter("forward")
+
+    @guarded
+    def _seek_model(self, losses: Sequence[Any]) -> None:
+        """Find the model at the first backward, if no optimizer or framework has named it."""
+        training = self._training
+        trained = training.trained
+        if trained.model() is not None or trained.engine() is not None or training.forwards.knows_optimizer:
+            return
+        parameters = parameters_under(losses)
+        training.introduction.facts.update(training.optimized.add_parameters(parameters, sys._getframe(1)))
+        called = {id(each) for each in getattr(trained.found(), "parameters", list)()}
+        if not called.issuperset(map(id, parameters)):  # a part of the model was called first
+            trained.found = training.optimized.sole()
+        training.outbox.send_hello()
 
     @guarded
     def _label(self, loss: Any) -> None:

@@ -24,6 +24,7 @@ class Probe:
         self._introduction, self._outbox, self._stop = training.introduction, training.outbox, stop
         self._phases, self._state = training.phases, training.state
         self._tracker, self._updates = training.tracker, training.updates
+        self.begin_cell, self.end_cell = training.begin_cell, training.end_cell
 
     @property
     def step(self) -> int:

@@ -82,7 +82,8 @@ def rank_lines(model: RunModel, rank: RankModel) -> Iterator[str]:
         yield f"rank {rank.rank}: no step is finished yet"
         return
     following = f"; next {fall.next[0]} {gib(fall.next[1])}" if fall.next else ""
-    head = f"rank {rank.rank}, step {fall.step:,}: {gib(fall.peak)} in {phase_words(fall.phase)}{following}"
+    updated = "" if rank.last is not None else ", without an update so far"
+    head = f"rank {rank.rank}, step {fall.step:,}{updated}: {gib(fall.peak)} in {phase_words(fall.phase)}{following}"
     composition = rank.memory.latest
     if composition is not None and fall.taken_apart:
         at = time.strftime("%H:%M:%S", time.localtime(composition.time))

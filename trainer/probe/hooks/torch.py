@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -269,9 +270,56 @@ def install(_module: ModuleType) -> None:
     replace(torch.amp.GradScaler, "__init__", _making_scaler)
     replace(torch.amp.GradScaler, "scale", scaling)
     replace(torch.amp.GradScaler, "step", around(_scaler_step))
+    await_forward()
+    after_import("torch._dynamo.eval_frame", _on_compiler)
     for name in ("torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader"):
         after_import(name, _on_checkpoints)
     after_import("safetensors.torch", _on_checkpoints)
+
+
+_forward_awaited: Any = None
+_compiles = False
+
+
+def await_forward() -> None:
+    """Report the next forward of a module that may train: without a loader, nothing else shows where it begins."""
+    global _forward_awaited
+    if _forward_awaited is not None or _compiles:
+        return
+
+    def called(module: Module, _args: Any) -> None:
+        if not torch.is_grad_enabled() or all(not each.requires_grad for each in module.parameters()):
+            return
+        await_no_forward()
+        if module.training:
+            active.become_rank()
+        events = mine()
+        if events is not None:
+            events.first_forward(module)
+
+    _forward_awaited = register_module_forward_pre_hook(called)
+
+
+def _on_compiler(module: ModuleType) -> None:
+    replace(module.OptimizeContext, "__init__", _compiling)
+
+
+def _compiling(original: Any) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        global _compiles
+        _compiles = True  # compiled code would trace a hook on all modules
+        await_no_forward()
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def await_no_forward() -> None:
+    """Remove the hook: a forward was seen, or an optimizer, whose loop shows them."""
+    global _forward_awaited
+    handle, _forward_awaited = _forward_awaited, None
+    if handle is not None:
+        handle.remove()
 
 
 @logged("TorchScript does not find replaced functions")
@@ -314,6 +362,7 @@ def _fetching(original: Any) -> Callable[..., Any]:
 
 def _backward(original: Any) -> Callable[..., Any]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        active.become_rank()
         events = mine() or _adopted(updates=False)
         if events is None or events.in_backward:
             return original(tensors, *args, **kwargs)
@@ -327,6 +376,7 @@ def _backward(original: Any) -> Callable[..., Any]:
 
 def _making_optimizer(original: Any) -> Callable[..., Any]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        await_no_forward()
         active.become_rank()
         original(self, *args, **kwargs)
         events, own = active.events, mine()

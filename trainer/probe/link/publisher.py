@@ -467,6 +467,10 @@ class Publisher(threading.Thread):
         self._ending.set()
         self.join(self._flush_seconds + 0.1)
 
+    def capture_first(self) -> None:
+        """Begin the capture of the first step, before the thread starts."""
+        self._captures.steps.tick()
+
     def send(self, message: wire.Message) -> None:
         """Send one message, or count it as dropped; for the publisher thread."""
         self._sequence += 1
@@ -564,6 +568,7 @@ class Publisher(threading.Thread):
                     self._closed = True
                     self._send_last_steps()
                 if isinstance(item, ClosingRaw):
+                    self._captures.steps.tick()
                     self._send_closing(item.raw)
                 else:
                     self.send(item)

@@ -48,6 +48,8 @@ class Training:
         self.regular = Regular(loop, self.loading, self.micro_steps, self.updates)
         phases.leave = self.regular.leave
         self._asked_to_stop = False
+        self._shown = 0
+        """Micro-steps without an update that a capture has ended after."""
         self._steps_before = 0
         """Steps that were done when the present training began."""
 
@@ -90,9 +92,25 @@ class Training:
         self.outbox.hand_over(StopAsked(rank.rank, now, tracker.step, tracker.phase, began, by, grace, done, total))
 
     @guarded
+    def begin_cell(self, _info: Any = None) -> None:
+        """A cell of a notebook begins: start-up is over, and a forward before a backward begins here."""
+        if self.tracker.phase in ("init", "idle"):
+            self.phases.check_device()
+            self.tracker.begin("idle")
+
+    @guarded
+    def end_cell(self, _result: Any = None) -> None:
+        """A cell has ended, or the process: a capture of backwards without any update so far ends too."""
+        done = self.tracker.notes.micro_steps
+        if not self.outbox.steps_done and done > self._shown and self.guard.is_training_thread():
+            self._shown = done
+            self.tracker.pause()
+
+    @guarded
     def hand_over_closing(self) -> None:
         """Pass the record after the last step to the publisher; the process is about to end."""
         self.regular.leave()
+        self.end_cell()
         self.loading.finish()
         self.outbox.hand_over(ClosingRaw(self.tracker.closing_step(measured=self.guard.is_training_thread())))
 

@@ -11,6 +11,7 @@ from typing import Any
 from ....protocol.analysis.allocator.composition import entries_of_step
 from ....protocol.messages.memory import Composition, StepTrace
 from .. import guard
+from ..rank.model import Trained
 from .composition import Roots, StepCapture, composition_on_cpu, step_trace
 from .snapshots import Answer, CaptureContext
 
@@ -25,6 +26,11 @@ DECISION_SECONDS = 1.0
 NEARLY_FULL = 0.7
 """Share of the device's memory that is reserved, beyond which the recorder stays on."""
 REASONS = ("asked", "spike", "leak")
+
+
+def _roots(trained: Trained) -> Roots:
+    optimizer = trained.primary()
+    return Roots(trained.engine(), trained.model() if optimizer is not None else trained.any_model(), optimizer)
 
 
 class CaptureScheduler:
@@ -131,9 +137,7 @@ class CaptureScheduler:
         if cuda:
             recording.numbers(whole=True)
             self._cleared = recording.cleared
-        self._capture = StepCapture(
-            tracker, lambda: Roots(trained.engine(), trained.model(), trained.primary()), index, reason
-        )
+        self._capture = StepCapture(tracker, lambda: _roots(trained), index, reason)
         tracker.watchers = (*tracker.watchers, self._capture)
 
     def _drop(self) -> None:
@@ -170,11 +174,11 @@ class CaptureScheduler:
             else:
                 recording.off()
             self._reserved = sum(segment.size for segment in found.snapshot.segments)
-            self._ready.append(found)
         else:
             found = composition_on_cpu(capture, rank, read)
-            if found.phases:
-                self._ready.append(found)
+        if isinstance(found, StepTrace) or found.phases:
+            # No message of an unfinished step follows.
+            (self._send if capture.unfinished else self._ready.append)(found)
         self._captured += 1
         spent = (found.read_us + found.walk_us) / 1e6
         ours = HUB_SECONDS * entries * self._rank.world_size

@@ -295,6 +295,8 @@ class StepCapture:
         self.on_cuda = cuda_index is not None
         self.done = False
         self.failed = ""
+        self.unfinished = False
+        """Whether the step had no update when the capture ended."""
         self.step = 0
         self.marks: list[Mark] = []
         self.sightings: list[Sighting] = []
@@ -333,7 +335,10 @@ class StepCapture:
         tracker = self._tracker
         if (tracker.memory.measure == "cuda") != self.on_cuda:
             return False
-        return beginning == "end" or (beginning in ("data", "forward") and tracker.marks[0].phase == "init")
+        if beginning == "backward":  # the forward was not seen to begin
+            roots = self._roots()
+            return roots.optimizer is None and roots.wrapper is None and tracker.marks[0].phase == "init"
+        return beginning == "end" or (beginning in ("data", "forward", "idle") and tracker.marks[0].phase == "init")
 
     def _begin(self) -> None:
         self._begun = True
@@ -359,6 +364,14 @@ class StepCapture:
         if beginning == "backward" and self.hooked and self.on_cuda:
             self._seen_buckets = False  # ZeRO allocates new ones for every backward
             self._watch_modules()
+        if beginning == "pause":
+            if self.on_cuda:
+                self._walk()
+            self.unfinished = True
+            self._finish()
+            first = self.walks[0].mark
+            self.marks, self.step = self.marks[first:], self.step + 1
+            self.walks = [walk._replace(mark=walk.mark - first) for walk in self.walks]
         if beginning == "end":
             if self.on_cuda:
                 self._walk()

@@ -69,6 +69,11 @@ class Forwards:
             self._optimizers.add(optimizer)
             self._version += 1
 
+    @property
+    def knows_optimizer(self) -> bool:
+        """Whether an optimizer exists."""
+        return bool(self._optimizers)
+
     def is_sole(self, optimizer: Any) -> bool:
         """Return whether all optimizers update the same parameters as this one (one wraps another)."""
         mine = _first_parameter(optimizer)

@@ -397,6 +397,12 @@ class Tracker:
         cpu_ns = max(0, self.cpu_ns - cpu)
         self._finish(_new(StepRaw, (self.step, marks, ended, notes, spent, cpu_ns, every, coarse)))
 
+    def pause(self) -> None:
+        """Let a capture end here, within a step: what has run so far may be all that runs."""
+        self.marks.append(self._mark(self.phase, perf_counter_ns()))
+        for watcher in self.watchers:
+            watcher(self.phase, "pause")
+
     def closing_step(self, measured: bool) -> StepRaw:
         """Return the marks after the last step, as a step of that number; no further step follows.
 

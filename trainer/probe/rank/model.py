@@ -94,6 +94,22 @@ def parameters_of(optimizer: Any) -> list[Any]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
+def parameters_under(losses: Sequence[Any]) -> list[Any]:
+    """List the parameters whose gradients a backward from these tensors computes."""
+    waiting = [loss.grad_fn for loss in losses if getattr(loss, "grad_fn", None) is not None]
+    found: dict[int, Any] = {}
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.nn.Parameter):
+            found[id(variable)] = variable
+        further = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= further
+        waiting += further
+    return list(found.values())
+
+
 def learning_rate(rates: Sequence[Any]) -> Any:
     """Return the first of the groups' rates that is not 0, else the first; a tensor is not read, and counts as one."""
     rate = rates[0] if rates else None
@@ -156,7 +172,11 @@ class Optimized:
 
     def add(self, optimizer: Any, frame: FrameType | None) -> dict[str, Any]:
         """Register an optimizer; return the trained models as fields of ``Hello``."""
-        own = {id(parameter): parameter for parameter in parameters_of(optimizer)}
+        return self.add_parameters(parameters_of(optimizer), frame)
+
+    def add_parameters(self, parameters: Sequence[Any], frame: FrameType | None) -> dict[str, Any]:
+        """Register trained parameters; return their models as fields of ``Hello``."""
+        own = {id(parameter): parameter for parameter in parameters}
         models = _holding(own.keys(), frame) if own else []
         known = [found for reference in self._models if (found := reference()) is not None]
         known += [model for model in models if all(model is not each for each in known)]

@@ -60,6 +60,8 @@ def _begin(rank: RankContext) -> Probe:
     active.events, active.probe = TorchEvents(training), Probe(training, stop)
     failures.await_cuda()
     training.outbox.send_hello()
+    training.phases.check_device()
+    publisher.capture_first()  # the process may have called a model already
     publisher.start()
     if rank.sends_logs:
         output.tee_output(rank.rank, training.outbox.hand_over)

@@ -19,7 +19,7 @@ from ..probe import Probe
 from .activate import await_frameworks, leave_to_parent
 from .begin import begin_rank
 
-__all__ = ["Callback", "watch"]
+__all__ = ["Callback", "load_ipython_extension", "watch"]
 
 
 def watch(target: Any = None, *, name: str | None = None, model: Any = None) -> Probe | None:
@@ -41,7 +41,7 @@ def watch(target: Any = None, *, name: str | None = None, model: Any = None) -> 
     """
     try:
         probe = current() or _begin(name or Path(sys.argv[0]).stem or "watch")
-        if probe is not None and target is not None:
+        if probe is not None and (target is not None or model is not None):
             _attach(target, model)
     except Exception as error:
         guard.log_error("watch", error)
@@ -60,6 +60,26 @@ def _begin(name: str) -> Probe | None:
     return begin_rank(sends_logs)
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """Report a notebook, or IPython's prompt: ``%load_ext ftmon`` calls this.
+
+    A cell with a backward, before any optimizer has stepped, is reported when it ends; later the steps are those of any
+    loop.
+    """
+    probe = watch(name="notebook")
+    if probe is None:
+        return
+    from ..hooks.torch import await_forward
+
+    def begin(_info: Any = None) -> None:
+        probe.begin_cell()
+        if not probe.step:
+            await_forward()
+
+    shell.events.register("pre_run_cell", begin)
+    shell.events.register("post_run_cell", probe.end_cell)
+
+
 def _attach(target: Any, model: Any) -> None:
     events = switched_on()
     if events is None:
@@ -68,9 +88,10 @@ def _attach(target: Any, model: Any) -> None:
         from ..hooks.deepspeed import attach
 
         attach(target)
-    elif not hasattr(target, "param_groups"):
+    if hasattr(target, "is_gradient_accumulation_boundary") or hasattr(target, "param_groups"):
+        events.watch(target)
+    elif target is not None:
         return
-    events.watch(target)
     if model is not None:
         events.trains("", model)
 

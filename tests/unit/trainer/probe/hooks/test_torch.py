@@ -79,3 +79,27 @@ def test_waits_between_events_become_the_phases_waiting() -> None:
     assert {record.name: record.waited_us for record in step.phases} == {"forward": None, "backward": 20_500}
     assert step.cpu_us == 7
     assert set(PHASES) >= {record.name for record in step.phases}
+
+
+def test_a_forward_is_awaited_once_and_never_with_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hooks() -> int:
+        return len(torch.nn.modules.module._global_forward_pre_hooks)
+
+    monkeypatch.setattr(active, "become_rank", lambda: ranks.append(1))
+    monkeypatch.setattr(reducer, "_compiles", False)
+    ranks: list[int] = []
+    model, frozen = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False)
+    reducer.await_no_forward()
+    before = hooks()
+    reducer.await_forward()
+    reducer.await_forward()
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    frozen(torch.ones(1, 2))
+    assert (hooks(), ranks) == (before + 1, [])
+    model(torch.ones(1, 2))
+    assert (hooks(), ranks) == (before, [1])
+    reducer.await_forward()
+    reducer._compiling(lambda _: None)(None)  # as torch.compile makes its context
+    reducer.await_forward()
+    assert hooks() == before

@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 from ftmon.trainer.probe.guard import frame_locals
-from ftmon.trainer.probe.rank.model import Optimized, Trained, describe_model, dtype_of, learning_rate
+from ftmon.trainer.probe.rank.model import (
+    Optimized,
+    Trained,
+    describe_model,
+    dtype_of,
+    learning_rate,
+    parameters_under,
+)
 from ftmon.trainer.probe.values.batch import model_sizes
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -89,6 +96,16 @@ def test_parameters_that_were_freed_are_not_counted():
     for _ in range(3):
         model = Generator(2, 2)
         assert added(optimized, model) == facts("Generator", 6)
+
+
+def test_the_parameters_under_losses_are_those_that_a_backward_gives_gradients():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+    model[1].requires_grad_(False)
+    once, twice = model(torch.ones(1, 2)).sum(), model[2](torch.ones(1, 3, requires_grad=True)).sum()
+    found = parameters_under([once, twice, torch.ones(1)])
+    (once + twice).backward()
+    assert sorted(map(id, found)) == sorted(id(each) for each in model.parameters() if each.grad is not None)
+    assert parameters_under([torch.ones(1, requires_grad=True)]) == []
 
 
 def test_parameters_of_no_model_are_counted():
