@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,9 +93,27 @@ def test_lines_are_answered_with_status_0_and_a_prompt_that_the_model_cannot_tak
     assert capsys.readouterr() == ("", "")
 
 
+def test_an_answer_ends_before_a_stop(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = session.load(session.find(str(model)), "cpu")
+
+    def answer(*words: str) -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO("a few words"))
+        given = [str(model), "--temperature", "9", "--seed", "1", "--max-tokens", "60", "--whole", *words]
+        options = _parser().parse_args(given)
+        assert session.Session(loaded, options).answer_lines() == 0
+        return capsys.readouterr().out.removesuffix("\n")
+
+    whole = answer()
+    stop = max(re.findall(r"[ -~]{2,}", whole[1:]), key=len)
+    assert answer("--stop", "never written", "--stop", stop) == whole[: whole.index(stop)]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--stop", ""], "--stop needs the text that ends an answer"),
         (["--top-p", "0"], "--top-p must be above 0 and at most 1, not 0"),
         (["--seed", "9" * 23], f"--seed must be a whole number from 0 to 4,294,967,295, not {'9' * 23}"),
         (["--seed=-1"], "--seed must be a whole number from 0 to 4,294,967,295, not -1"),

@@ -221,9 +221,10 @@ def words_of(arguments: Namespace, names: Sequence[str]) -> list[str]:
     """Return the named arguments that were given, as options of another process."""
     words: list[str] = []
     for name in names:
-        value, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
-        if value is not None and value is not False:
-            words.append(option if value is True else f"{option}={value}")
+        given, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and value is not False:
+                words.append(option if value is True else f"{option}={value}")
     return words
 
 

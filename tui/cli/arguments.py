@@ -391,6 +391,9 @@ _TRAIN = (
         ),
         argument("--top-p", "P", "sample from the most likely tokens with total probability P", type=float),
         argument("--max-tokens", "N", "maximum length of an answer (default: 512)", type=positive),
+        argument(
+            "--stop", "TEXT", "end an answer before this text; several times: before any of them", action="append"
+        ),
         argument("--seed", "N", "seed of the sampling, for reproducible answers", type=int),
         argument("--device", None, "auto: a GPU; for a checkpoint, the CPU", choices=("auto", "cpu", "cuda")),
         flag("--whole", "treat the entire piped input as one message"),

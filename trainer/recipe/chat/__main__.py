@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--stop", action="append", default=[])
     parser.add_argument("--seed", type=int)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--whole", action="store_true")
@@ -64,6 +65,8 @@ def _check_ranges(options: argparse.Namespace) -> None:
         )
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise UsageError(f"--top-p must be above 0 and at most 1, not {options.top_p:g}")
+    if not all(options.stop):
+        raise UsageError("--stop needs the text that ends an answer")
     if options.max_tokens < 1:
         raise UsageError(f"--max-tokens must be 1 or more, not {options.max_tokens}")
     if options.seed is not None and not 0 <= options.seed <= MOST_SEED:

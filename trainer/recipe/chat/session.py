@@ -104,6 +104,16 @@ class Words:
         return text[self._shown :]
 
 
+def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str, bool]:
+    """Return the text before the first of ``stops``, and whether one is there; between: what may become one of them."""
+    found = [place for stop in stops if (place := text.find(stop)) >= 0]
+    if found:
+        return text[: min(found)], "", True
+    begun = [size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
+    shown = len(text) - max(begun, default=0)
+    return text[:shown], text[shown:], False
+
+
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -399,6 +409,7 @@ class Session:
         """Return the answer, and a note on its length, its speed and what ended it."""
         self._history.append({"role": "user", "content": text})
         words, received, parts, why = Words(self._loaded.tokenizer), [], [], "Ctrl-C"
+        held, is_stopped = "", False
         began = time.perf_counter()
         try:
             self._interruptible = True
@@ -407,7 +418,7 @@ class Session:
                 self._debug("sent", prompt)
             began = time.perf_counter()
             stream = tokens(self._loaded.model, prompt, self._prompts.stops, self._options.max_tokens, self._sampling)
-            while True:
+            while not is_stopped:
                 try:
                     token = next(stream)
                 except StopIteration as end:
@@ -415,14 +426,17 @@ class Session:
                     break
                 received.append(token)
                 if token not in self._prompts.stops:
-                    self._show(words.add(token), parts, show)
+                    text, held, is_stopped = before_stop(held + words.add(token), self._options.stop)
+                    self._show(text, parts, show)
+                    why = "--stop" if is_stopped else why
         except KeyboardInterrupt:
             if not show:
                 raise
         finally:
             self._interruptible = False
         seconds = time.perf_counter() - began
-        self._show(words.rest(), parts, show)
+        if not is_stopped:
+            self._show("".join(before_stop(held + words.rest(), self._options.stop)[:2]), parts, show)
         if show:
             print(flush=True)
         if self._options.debug:

@@ -136,8 +136,8 @@ class Data(Section, frozen=True):
     tools_column: str = "tools"
     """Column of the tools that a chat may call: a list of JSON schemas, or its JSON text; passed to the template."""
     chat_template: str = ""
-    """Chat template: empty takes the tokenizer's; the name of one that ships with ftmon (plain, chatml, llama3, gemma,
-    mistral, phi3), or the path of a Jinja file; none joins prompt and response as they stand."""
+    """Chat template: empty takes the tokenizer's; the name of one that ships with ftmon (plain, chatml, llama2,
+    llama3, gemma, mistral, phi3), or the path of a Jinja file; none joins prompt and response as they stand."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """Values of the chat template's own variables, such as {enable_thinking: false}; saved in the model's template as
     defaults."""

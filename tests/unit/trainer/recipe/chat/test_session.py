@@ -17,6 +17,21 @@ def trained(name: str) -> str:
     return run.id
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 40])
+def test_an_answer_ends_before_the_first_stop_however_it_is_cut_into_tokens(size: int) -> None:
+    answer, stops = "a # b ### c ### Human: d", ["### Human:", "\nUser"]
+    shown, held, is_stopped = "", "", False
+    for begin in range(0, len(answer), size):
+        text, held, is_stopped = session.before_stop(held + answer[begin : begin + size], stops)
+        shown += text
+        assert "### H" not in shown
+        if is_stopped:
+            break
+    assert (shown, held, is_stopped) == ("a # b ### c ", "", True)
+    assert session.before_stop("done ##", stops) == ("done ", "##", False)
+    assert session.before_stop("done ##", []) == ("done ##", "", False)
+
+
 def test_the_run_that_was_taken_is_named_and_a_name_of_several_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
