@@ -272,6 +272,7 @@ def install(_module: ModuleType) -> None:
     replace(torch.amp.GradScaler, "step", around(_scaler_step))
     await_forward()
     after_import("torch._dynamo.eval_frame", _on_compiler)
+    after_import("torch.export", lambda module: replace(module, "export", _compiling))
     for name in ("torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader"):
         after_import(name, _on_checkpoints)
     after_import("safetensors.torch", _on_checkpoints)
@@ -305,13 +306,13 @@ def _on_compiler(module: ModuleType) -> None:
 
 
 def _compiling(original: Any) -> Callable[..., Any]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def call(*args: Any, **kwargs: Any) -> Any:
         global _compiles
         _compiles = True  # compiled code would trace a hook on all modules
         await_no_forward()
-        original(self, *args, **kwargs)
+        return original(*args, **kwargs)
 
-    return __init__
+    return call
 
 
 def await_no_forward() -> None:
