@@ -231,7 +231,7 @@ def sweep(arguments: Namespace) -> int:
 
 def sweep_words(arguments: Namespace) -> list[str]:
     """Return the arguments of the process that runs the sweep."""
-    return [arguments.sweep, *words_of(arguments, ("output", "plan", "fail_fast", "json"))]
+    return [arguments.sweep, *words_of(arguments, ("output", "plan", "price", "fail_fast", "json"))]
 
 
 def _in_app(arguments: Namespace) -> int:
