@@ -25,8 +25,12 @@ class Budget(msgspec.Struct, frozen=True, omit_defaults=True):
 
     seconds: float | None = None
     """None: no limit."""
-    price_per_hour: float | None = None
-    """Price of all GPUs together, in any currency."""
+    money: float | None = None
+    """In the currency of the price; ``seconds`` has it as time."""
+    price_per_gpu_hour: float | None = None
+    """Price of one GPU for one hour, in any currency."""
+    gpus: Whole = 0
+    """GPUs that are paid for: the ranks of the largest configuration; 0: not known."""
 
 
 class Search(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -70,6 +74,8 @@ class Predicted(msgspec.Struct, frozen=True, omit_defaults=True):
     """None: no capacity was known."""
     phases: dict[str, Whole] = {}
     """Allocated peak by phase."""
+    step_seconds: float = 0.0
+    """Time of an optimizer step; 0: not known."""
 
 
 class Planned(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -77,6 +83,8 @@ class Planned(msgspec.Struct, frozen=True, omit_defaults=True):
 
     settings: Settings
     predicted: Predicted | None = None
+    seconds: float | None = None
+    """Expected duration of one run, its start included; None: not known."""
 
 
 class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):

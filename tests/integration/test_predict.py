@@ -134,7 +134,7 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> Predictions:
     made = Predictions(tmp_path_factory.mktemp("predict"))
     for stage, adam in MEASURED:
         settings = {**BF16, "zero_optimization": {"stage": stage}, "gradient_clipping": 1.0}
-        words = ("--optimizer", adam, "--sequence-length", "4096", "--capacity", str(16 << 30), "--json")
+        words = ("--optimizer", adam, "--sequence-length", "4096", "--capacity", str(16 << 30), "--explain", "--json")
         made.ask(f"measured-{stage}", QWEN, settings, *words)
     model = {**QWEN, "num_hidden_layers": 4, "vocab_size": 32000, "tie_word_embeddings": False}
     partition = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
@@ -188,6 +188,25 @@ def test_a_step_takes_what_was_measured_on_a_gpu(predictions: Predictions, stage
             assert phases[phase]["reserved_peak_bytes"] >= phases[phase]["allocated_peak_bytes"]
     (point,) = prediction["points"]
     assert (point["fits"], point["fails_in"]) == (False, "forward")
+
+
+def test_deepspeeds_estimate_and_sums_made_by_hand_are_beside_the_prediction(predictions: Predictions) -> None:
+    found = predictions.found("measured-3")
+    count, vocabulary, hidden = found["parameters"], QWEN["vocab_size"], QWEN["hidden_size"]
+    assert found["made"]["estimate"]["bytes"] == 18 * count + 4 * vocabulary * hidden  # stage3.py, one rank
+    assert predictions.found("layers")["made"]["estimate"]["bytes"] == 2 * predictions.found("layers")["parameters"]
+    assert predictions.found("measured-0")["made"]["estimate"] is None, "DeepSpeed has no estimator of ZeRO 0"
+    (point,) = found["points"]
+    phases = point["ranks"][0]["phases"]
+    logits = sum(phases["backward"]["logits"].values())
+    assert logits / (4096 * vocabulary) == pytest.approx(round(logits / (4096 * vocabulary)), abs=0.01)
+    assert logits >= (2 + 4) * 4096 * vocabulary
+    parts = {part["name"]: part for part in found["explained"]}
+    assert parts["parameters"]["bytes"] == 2 * count
+    for name in ("parameters", "master_copies", "optimizer_states", "buckets"):
+        assert parts[name]["predicted_bytes"] == pytest.approx(parts[name]["bytes"], rel=0.03), name
+    highest = max(sum(phase["logits"].values()) for name, phase in phases.items() if name != "init")
+    assert parts["logits"]["predicted_bytes"] == highest
 
 
 def test_ranks_that_hold_other_layers_take_other_memory(predictions: Predictions) -> None:

@@ -29,7 +29,7 @@ def write_sweep(folder: Path, whats: str, **keys: str) -> Path:
         "steps: 4",
         "warm_up: 2",
         "hang_grace: 1 s",
-        "budget: {money: 10, price_per_hour: 20}",
+        "budget: {money: 10, price_per_gpu_hour: 10, gpus: 2}",
         *(f"{name}: {value}" for name, value in keys.items()),
     ]
     path.write_text("\n".join(lines) + "\n")
@@ -85,7 +85,7 @@ def test_a_killed_sweep_goes_on_and_what_failed_is_a_row(home: Ftmon, tmp_path: 
 
 def test_a_sweep_that_its_budget_does_not_cover_runs_nothing_more(home: Ftmon, tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path, "ok, oom", budget="{hours: 0.000001}")
-    sweep.write_text(sweep.read_text().replace("budget: {money: 10, price_per_hour: 20}\n", ""))
+    sweep.write_text(sweep.read_text().replace("budget: {money: 10, price_per_gpu_hour: 10, gpus: 2}\n", ""))
     done = home.run("sweep", str(sweep))
     assert done.returncode == 1
     assert "the budget ends the sweep" in done.stdout

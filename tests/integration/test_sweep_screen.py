@@ -44,7 +44,7 @@ def written(path: Path, process: ProcessId) -> Path:
         out_of_memory(1024, begun + 70, 4 * GIB),
         Started(begun + 70, {"seq": 2048}, run="/c"),
     ]
-    return write_results(path, "lengths", runs, entries, begun, process, budget=Budget(7200, 10), timeout=600)
+    return write_results(path, "lengths", runs, entries, begun, process, budget=Budget(7200, None, 5, 2), timeout=600)
 
 
 async def test_the_table_fills_in_beside_time_and_money_left(tmp_path: Path, worker: "subprocess.Popen[bytes]") -> None:

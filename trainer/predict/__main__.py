@@ -25,7 +25,7 @@ from ...protocol.analysis.estimates.time import epoch_cost
 from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ...protocol.text import duration, escape_json, sanitize
 from ..host.processes import end_with_parent, lower_priority
-from . import answer, deepspeed_file, jobs, ranks
+from . import answer, deepspeed_file, explain, jobs, ranks
 from .result import Prediction
 
 _DEEPSPEED = "deepspeed: "
@@ -88,6 +88,8 @@ def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Predi
         job, found = _with_data(job, capacity or 0, arguments, allocator, tell)
     else:
         found = answer.predict(job, capacity, arguments.price)
+    if arguments.explain:
+        found = msgspec.structs.replace(found, explained=explain.parts(found, job.config, arguments.measured))
     if arguments.largest:
         found = what_if.add(found, job, arguments, allocator, tell)
     if not arguments.what_if:
@@ -252,6 +254,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", action="store_true")
     parser.add_argument("--largest", action="store_true")
     parser.add_argument("--what-if", action="store_true")
+    parser.add_argument("--explain", action="store_true")
+    parser.add_argument("--measured", type=json.loads, default={}, help="bytes by part of a run, as a JSON object")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--script", action="store_true", help="what follows -- is a command that starts a script")
     parser.set_defaults(command=[])

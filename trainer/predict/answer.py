@@ -13,7 +13,7 @@ from ...protocol.host.machine import FIT_TABLE, Gpu
 from ...protocol.messages.throughput import causal_pairs, mfu
 from ...protocol.text import duration, gib, sanitize
 from ..recipe import support
-from . import ranks
+from . import explain, ranks
 from .jobs import Prepared
 from .result import Point, Prediction, Rank, RiskyStep
 
@@ -66,6 +66,7 @@ def predict(
         price_per_gpu_hour=price_per_gpu_hour,
         expected_errors=EXPECTED_ERRORS,
         sequence_parallel_size=job.sequence_parallel_size,
+        made=first.made,
         versions={name: version(name) for name in ("torch", "deepspeed", "transformers")},
     )
 
@@ -224,6 +225,7 @@ def render(prediction: Prediction) -> str:
     curve = f"{describe_curve(prediction.pieces)}{between}\n" if prediction.pieces else ""
     parts = [head, _table(names, rows), "* the phase with the highest allocated memory\n", curve]
     parts += map(_composition, prediction.points)
+    parts += (part(prediction) for part in (_estimator, _explained))
     parts += (_show_time(point, prediction) for point in prediction.points)
     parts += map(_fits, prediction.points)
     parts.append(f"one checkpoint takes {gib(prediction.checkpoint_bytes)} on disk\n")
@@ -246,9 +248,7 @@ def _table(names: list[str], rows: list[list[str]], left: tuple[int, ...] = ()) 
 
 
 def _composition(point: Point) -> str:
-    rank = max(point.ranks, key=lambda one: one.allocated_peak_bytes)
-    peaks = {name: one.allocated_peak_bytes for name, one in rank.phases.items() if one.parts}
-    phase = max(peaks, key=lambda name: peaks[name], default="")
+    rank, phase = explain.highest(point)
     if not phase:
         return ""
     parts = rank.phases[phase].parts
@@ -259,6 +259,45 @@ def _composition(point: Point) -> str:
         f"{point.sequence_length:,} tokens, {phase} of rank {rank.rank}: {' + '.join(words)}"
         f"{f' + rest {_gib(rest)}' if rest >= _GIB / 200 else ''}\n"
     )
+
+
+_LEFT_OUT = ("states", "activations", "logits", "buckets", "gathered", "temporaries", "fragmentation")
+
+
+def _estimator(prediction: Prediction) -> str:
+    """Return DeepSpeed's estimate beside the predicted memory, with the parts that it leaves out."""
+    found = prediction.made and prediction.made.estimate
+    if not found:
+        return ""
+    name, deepspeed = found.function, prediction.versions.get("deepspeed", "")
+    head = f"DeepSpeed's estimate: {found.formula} = {gib(found.bytes)}, of states and gradients at any length\n"
+    rows: list[list[str]] = []
+    for point in prediction.points:
+        sizes = explain.left_out(point, prediction)
+        if sizes is not None:
+            rank, _ = explain.highest(point)
+            row = [f"{point.sequence_length:,}", *(gib(sizes[part]) for part in _LEFT_OUT)]
+            rows.append([*row, gib(rank.reserved_peak_bytes), gib(found.bytes - rank.reserved_peak_bytes)])
+    names = ["tokens", *_LEFT_OUT[:-2], "temporaries, other", "fragmentation", "= reserved", "estimate off by"]
+    where = f"{meets}\n" if (meets := explain.meets(prediction)) else ""
+    return (
+        f"{head}({name}, DeepSpeed {deepspeed}); it leaves out all but the first column:\n{_table(names, rows)}{where}"
+    )
+
+
+def _explained(prediction: Prediction) -> str:
+    """Return each part as a sum made by hand, beside the predicted and the measured figure."""
+    if not prediction.explained:
+        return ""
+    measured = any(part.measured_bytes is not None for part in prediction.explained)
+    rows: list[list[str]] = []
+    for part in prediction.explained:
+        row = [_PARTS.get(part.name, part.name), f"{part.formula} = {gib(part.bytes)}", gib(part.predicted_bytes)]
+        size = part.measured_bytes
+        rows.append([*row, *([] if not measured else ["-"] if size is None else [gib(size)])])
+    length = max(point.sequence_length for point in prediction.points)
+    names = ["part", f"by hand, at {length:,} tokens", "predicted", *(["measured"] if measured else [])]
+    return _table(names, rows, left=(0, 1))
 
 
 def _show_time(point: Point, prediction: Prediction) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...protocol.analysis.allocator.allocations import BEFORE
 from ...protocol.analysis.allocator.composition import Attribution, Span, Timeline
-from ...protocol.messages.memory import PARTS
+from ...protocol.messages.memory import PARTS, PhaseComposition
 from ..probe.memory.composition import Roots, Storages, walk, walk_buckets, walk_gradients
 from .record import ALLOCATE, END, FREE, MARK, Recorder, Trace
 
@@ -96,6 +96,7 @@ class _DryTimeline(Timeline):
         events = trace.events
         of: Any = SimpleNamespace(begins=array("q"), freed=array("q"), sizes=array("q"))
         self.parts: dict[int, str] = {}
+        self.logits: set[int] = set()
         number: dict[int, int] = {}
         changes = [0] * len(events)
         for index, (kind, handle, _, _, _) in enumerate(events):
@@ -104,6 +105,8 @@ class _DryTimeline(Timeline):
                 number[handle] = len(of.begins)
                 if handle in trace.parts:
                     self.parts[len(of.begins)] = trace.parts[handle]
+                if handle in trace.logits:
+                    self.logits.add(len(of.begins))
                 of.begins.append(index)
                 of.freed.append(len(events))
                 of.sizes.append(size)
@@ -117,15 +120,30 @@ class _DryTimeline(Timeline):
         self.reserved = self.times = array("q", bytes(8 * (len(events) + 1)))
 
 
-def compose(trace: Trace, start: int) -> dict[str, dict[str, int]]:
-    """Return the composition of each phase's highest peak since an event: bytes by part, by phase.
+def compose(trace: Trace, start: int) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
+    """Return the composition of each phase's highest peak since an event: bytes by part, and of these the logits'.
 
     The parts (``protocol.messages.memory.PARTS``) of a phase add up to its highest allocated bytes.
     """
     timeline = _DryTimeline(trace)
     spans = list(_spans(trace, timeline, start))
-    found = Attribution(timeline, spans, timeline.parts, sorted(trace.recomputed), BEFORE).phases()
-    return {one.name: {part: one.parts[part] for part in PARTS if one.parts.get(part)} for one in found}
+
+    def phases(parts: dict[int, str]) -> list[PhaseComposition]:
+        return Attribution(timeline, spans, parts, sorted(trace.recomputed), BEFORE).phases()
+
+    logits = dict.fromkeys(timeline.logits - timeline.parts.keys(), _LOGITS)
+    found = phases(timeline.parts)
+    without = {one.name: one.parts for one in (phases(timeline.parts | logits) if logits else found)}
+    return {
+        one.name: (
+            {part: one.parts[part] for part in PARTS if one.parts.get(part)},
+            {part: size - without[one.name].get(part, 0) for part, size in one.parts.items()},
+        )
+        for one in found
+    }
+
+
+_LOGITS = "logits"
 
 
 def _spans(trace: Trace, timeline: Timeline, start: int) -> Iterable[Span]:

@@ -19,7 +19,7 @@ from ...protocol.analysis.estimates.time import Work
 from ...protocol.errors import ConfigError
 from ...protocol.host.machine import GPUS, Gpu
 from ..recipe.model.shape import positions
-from . import deepspeed_file, fake, result
+from . import deepspeed_file, explain, fake, result
 from .record import Event, Recorder, Trace
 from .result import Phase, Rank
 
@@ -110,6 +110,8 @@ class DryRun:
             # As in a script that makes it on the GPU, where an output layer exists in addition to its tied embedding.
             self._count("init", self._making_bytes, self._making_bytes)
             self.flops = self.engine and model_flops(self.engine.module)
+            self.made = self.engine and explain.made(self.engine, self.parameters, job.ranks)
+            self._recorder.vocabulary = self.made.vocabulary if self.made else 0
             known = self.engine and positions(getattr(self.engine.module, "config", None))
             self.positions = known.most if known else 0
             """Maximum sequence length of the model in tokens; 0: not known."""
@@ -187,8 +189,9 @@ class DryRun:
                 self._phases = {"init": self._phases["init"]}
                 for phase, peaks in again:
                     self._count(phase, peaks.allocated_bytes, peaks.reserved_bytes)
-        for phase, parts in compose(self.trace, start).items():
-            self._phases[phase] = msgspec.structs.replace(self._phases[phase], parts=parts)
+        for phase, (parts, logits) in compose(self.trace, start).items():
+            logits = {part: size for part, size in logits.items() if size}
+            self._phases[phase] = msgspec.structs.replace(self._phases[phase], parts=parts, logits=logits)
         rank = Rank(self._rank, dict(self._phases), self.trace.host_peak)
         return Measured(rank, list(self.trace.events), work)
 

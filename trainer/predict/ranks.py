@@ -19,7 +19,7 @@ from ...protocol.run.end import signal_name
 from ..host.processes import end_with_parent
 from . import record
 from .dry import DryRun
-from .result import Rank
+from .result import Made, Rank
 
 _TOGETHER = 2
 _MOST_RANKS = 8
@@ -48,6 +48,7 @@ class RankRun(msgspec.Struct):
     trainable: int = 0
     flops: ModelFlops | None = None
     """FLOPs of the model, forward and backward; None: not known."""
+    made: Made | None = None
     positions: int = 0
     """The model's maximum sequence length in tokens; 0: not known."""
     notes: list[str] = []
@@ -216,7 +217,7 @@ def _measure(
     make: Callable[[int], DryRun], rank: int, lengths: Sequence[int], capacity: int | None, in_turn: bool
 ) -> RankRun:
     dry: Any = make(rank)
-    result = RankRun(dry.parameters, dry.trainable, dry.flops, dry.positions, list(getattr(dry, "notes", [])))
+    result = RankRun(dry.parameters, dry.trainable, dry.flops, dry.made, dry.positions, list(getattr(dry, "notes", [])))
     before = 0.0
     for number, length in enumerate(lengths, 1):
         outcome = partial(_outcome, dry, length, capacity, in_turn)

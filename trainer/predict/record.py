@@ -65,6 +65,8 @@ class Trace:
         """Bytes of each allocation's block, by its handle in the events."""
         self.parts: dict[int, str] = {}
         """Part of an allocation (``protocol.messages.memory.PARTS``), by its handle in the events."""
+        self.logits: set[int] = set()
+        """Allocations of tensors over the vocabulary, by their handle in the events."""
         self.recomputed: list[tuple[int, int]] = []
         """First and last events of recomputed layers in a backward pass."""
 
@@ -159,6 +161,7 @@ class Trace:
         for old, new in renamed.items():
             if old in self.parts:
                 self.parts[new] = self.parts[old]
+        self.logits.update(new for old, new in renamed.items() if old in self.logits)
         moved = len(self.events) - len(step) - start
         self.recomputed += [(begin + moved, end + moved) for begin, end in self.recomputed if begin >= start]
         owners = {name: handle for handle, name in self._names.items()}
@@ -553,6 +556,8 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, Any] = {}
         self._lock = threading.RLock()
         self.in_backward = False
+        self.vocabulary = 0
+        """Tokens of the model's vocabulary; 0: not known, and logits are not told apart."""
         self._recomputing = -1
         """Event at which the recomputation of checkpointed layers began; -1: none is under way."""
 
@@ -598,6 +603,8 @@ class Recorder(TorchDispatchMode):
             return
         size = storage.nbytes()
         handle = self.trace.allocate(size, tensor.fake_device.type, self.stream)
+        if self.vocabulary and tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary:
+            self.trace.logits.add(handle)
         self._known[address] = (weakref.ref(storage, lambda _: self._gone(address)), handle)
 
     def _gone(self, address: int) -> None:

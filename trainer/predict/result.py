@@ -21,6 +21,8 @@ class Phase(msgspec.Struct, frozen=True):
     reserved_peak_bytes: int
     parts: dict[str, int] = {}
     """Composition of the allocated peak, by the parts of the memory screen; they add up to it. Empty for ``init``."""
+    logits: dict[str, int] = {}
+    """Of these, bytes of tensors over the vocabulary."""
 
 
 class Rank(msgspec.Struct, frozen=True):
@@ -85,6 +87,50 @@ class Point(msgspec.Struct, frozen=True):
     """Parts of the step's time."""
     fits_on: list[str] = []
     """Kinds of GPU (``FIT_TABLE``) on which every allocation fits, besides the CUDA context and NCCL."""
+
+
+class Made(msgspec.Struct, frozen=True):
+    """What the sums of an estimate need to know of a model and its engine."""
+
+    largest_layer: int
+    """Parameters of the module with most parameters of its own."""
+    layers: int
+    """0: not known."""
+    hidden: int
+    vocabulary: int
+    """0: not known."""
+    weight_bytes: int
+    gradient_bytes: int
+    """Of a gradient in its partition and in a bucket."""
+    stage: int
+    offloads_states: bool
+    offloads_weights: bool
+    checkpointing: bool
+    bucket_elements: int
+    buckets: int
+    """Buckets that exist at a time: with ``overlap_comm`` 2 under ZeRO-1 and ZeRO-2."""
+    estimate: "Estimate | None" = None
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """DeepSpeed's own estimate, which depends on no length and no batch."""
+
+    function: str
+    bytes: int
+    formula: str
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One part of a rank's memory, as a sum made by hand."""
+
+    name: str
+    formula: str
+    bytes: int
+    """Result of the formula."""
+    predicted_bytes: int
+    """Highest of all phases at the longest length."""
+    measured_bytes: int | None = None
+    """Of the given run; None: not measured."""
 
 
 class WhatIf(msgspec.Struct, frozen=True):
@@ -188,6 +234,10 @@ class Prediction(msgspec.Struct, frozen=True):
     """Changes at the longest length: fitting ones by GPU time per sample, then the others by missing bytes."""
     sequence_parallel_size: int = 1
     """Ranks that share each sequence."""
+    made: Made | None = None
+    """The model and the engine; their ``estimate`` is DeepSpeed's."""
+    explained: list[Part] = []
+    """With ``--explain``: the parts of the rank with the highest peak, at the longest length."""
     versions: dict[str, str] = {}
 
 

@@ -1,4 +1,4 @@
-"""Runs a sweep: ``python -m ftmon.trainer.sweep SWEEP.yaml [--output FILE] [--plan] [--fail-fast] [--json]``.
+"""Runs a sweep: ``python -m ftmon.trainer.sweep SWEEP.yaml [--output FILE] [--plan] [--price P] [--fail-fast]``.
 
 Exit status: 0 every run has its row (of any verdict), 1 the sweep ended before, 2 wrong usage or a sweep file that
 cannot be used, 130 interrupted.
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ... import __version__
-from ...protocol.analysis.sweep.search import order
+from ...protocol.analysis.sweep.search import order, with_durations
 from ...protocol.analysis.sweep.summary import curves, fastest, pool, value
 from ...protocol.errors import FtmonError
 from ...protocol.host.process import never_fail, this_process
@@ -28,7 +28,7 @@ from ...protocol.sweep.store import Results, Writer, default_output, read
 from . import plan as spec
 from .plan import Lines, Spec
 from .run import Session, StopError, clear_lost, measure_plan
-from .search import Predictor, search
+from .search import Predictor, gpus_of, search
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         wanted = spec.read(arguments.sweep)
         spec.check(wanted)
+        gpus = gpus_of(wanted, spec.combinations(wanted))
+        wanted = wanted._replace(budget=spec.priced(wanted.budget, gpus, arguments.price))
         return _sweep(wanted, arguments, interrupts)
     except FtmonError as error:
         print(f"ftmon: {error}", file=sys.stderr)
@@ -52,8 +54,11 @@ def _sweep(wanted: Spec, arguments: argparse.Namespace, interrupts: list[int]) -
     path = Path(arguments.output or default_output(arguments.sweep))
     predictor = Predictor(wanted, lines.note)
     if arguments.plan:
-        plan = _plan(wanted, predictor, arguments.fail_fast)
-        lines.plan(plan, 0, 0.0)
+        earlier = read(path) if path.exists() and path.stat().st_size else None
+        same = earlier is not None and earlier.header.fingerprint == spec.fingerprint(wanted)
+        rows = list(earlier.answered().values()) if earlier is not None and same else []
+        plan = _plan(wanted, predictor, arguments.fail_fast, rows)
+        lines.plan(plan, rows, len(rows), earlier.seconds_used() if earlier is not None and same else 0.0)
         if arguments.json:
             _print_json(plan)
         return 0
@@ -67,9 +72,9 @@ def _sweep(wanted: Spec, arguments: argparse.Namespace, interrupts: list[int]) -
         writer.append(_lost(earlier.running))
         earlier = read(path)
     session = Session(wanted, writer, earlier, lines, arguments.fail_fast, lambda: bool(interrupts))
-    plan = _plan(wanted, predictor, arguments.fail_fast)
+    plan = _plan(wanted, predictor, arguments.fail_fast, session.rows)
     writer.append(plan)
-    lines.plan(plan, _answered(plan, session), session.used_seconds)
+    lines.plan(plan, session.rows, _answered(plan, session), session.used_seconds)
     found: list[str] = []
     try:
         found = _run(wanted, session, predictor, plan, lines)
@@ -118,7 +123,7 @@ def _run(wanted: Spec, session: Session, predictor: Predictor, plan: Plan, lines
     return []
 
 
-def _plan(wanted: Spec, predictor: Predictor, fail_fast: bool) -> Plan:
+def _plan(wanted: Spec, predictor: Predictor, fail_fast: bool, rows: Sequence[Row] = ()) -> Plan:
     grid = spec.combinations(wanted)
     searched = wanted.search is not None and wanted.search.goal != "fastest"
     runs = [Planned(settings) for settings in grid] if searched else order(predictor.plan(grid), fail_fast=fail_fast)
@@ -128,6 +133,7 @@ def _plan(wanted: Spec, predictor: Predictor, fail_fast: bool) -> Plan:
         if len(fitting) < len(runs):
             notes.append(f"{len(runs) - len(fitting)} configurations are left out: predicted not to fit")
         runs = fitting
+    runs = with_durations(runs, rows, wanted.steps + wanted.warm_up, spec.LENGTH if wanted.one_process else "")
     return Plan(
         time.time(),
         this_process(),
@@ -183,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("sweep")
     parser.add_argument("--output")
     parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--price", type=float)
     parser.add_argument("--fail-fast", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument(

@@ -20,7 +20,9 @@ from ...protocol.analysis.sweep.summary import pool
 from ...protocol.analysis.sweep.text import (
     aligned,
     budget_text,
+    cost_lines,
     counts_text,
+    duration_text,
     goal_text,
     left_text,
     predicted_text,
@@ -298,15 +300,27 @@ def _search(node: Node, path: str) -> Search:
 
 
 def _budget(node: Node, path: str) -> Budget:
-    names = ("hours", "money", "price_per_hour")
-    amounts = {name: _amount(value, f"{path}.{name}") for name, value in _nodes(node, path, names).items()}
-    hours, money, price = map(amounts.get, names)
+    if isinstance(node, MappingNode):
+        for key, _ in load.pairs(node):
+            if key.value == "price_per_hour":
+                raise _error(key, "budget.price_per_hour was of all GPUs together; write price_per_gpu_hour, of one")
+    names = ("hours", "money", "price_per_gpu_hour", "gpus")
+    nodes = _nodes(node, path, names)
+    gpus = _whole(1)(nodes.pop("gpus"), f"{path}.gpus") if "gpus" in nodes else 0
+    amounts = {name: _amount(value, f"{path}.{name}") for name, value in nodes.items()}
+    hours, money, price = map(amounts.get, names[:3])
     if money is not None and price is None:
-        raise _error(node, "budget.money needs price_per_hour, of all the GPUs together")
-    limits = [hours * 3600] if hours is not None else []
-    if money is not None and price:
-        limits.append(money / price * 3600)
-    return Budget(min(limits) if limits else None, price)
+        raise _error(node, "budget.money needs price_per_gpu_hour, of one GPU")
+    return Budget(None if hours is None else hours * 3600, money, price, gpus)
+
+
+def priced(budget: Budget, gpus: int, price: float | None) -> Budget:
+    """Return a budget with money as a limit of time; ``price`` replaces its own, ``gpus`` a missing one."""
+    price, gpus = price or budget.price_per_gpu_hour, budget.gpus or gpus
+    seconds = budget.seconds
+    if budget.money is not None and price:
+        seconds = min(seconds or math.inf, budget.money / (gpus * price) * 3600)
+    return Budget(seconds, budget.money, price, gpus)
 
 
 _KEYS: dict[str, Callable[[Node, str], Any]] = {
@@ -513,8 +527,8 @@ class Lines:
         self._total = 0
         self._number = 0
 
-    def plan(self, plan: Plan, answered: int, used: float) -> None:
-        """Print the planned runs and the budget."""
+    def plan(self, plan: Plan, rows: Sequence[Row], answered: int, used: float) -> None:
+        """Print the planned runs, their expected time and cost, and the budget; ``rows``: those of earlier sessions."""
         spec = self._spec
         self._total = 0 if plan.search is not None and plan.search.goal != "fastest" else len(plan.runs) * plan.repeats
         self._number = answered
@@ -532,8 +546,11 @@ class Lines:
             self.note(note)
         predicts = any(run.predicted for run in plan.runs)
         for run in plan.runs:
-            words = f": predicted {predicted_text(run.predicted) or 'nothing'}" if predicts else ""
-            self.note(f"  {settings_text(run.settings)}{words}")
+            words = [f"predicted {predicted_text(run.predicted) or 'nothing'}"] if predicts else []
+            words += [f"about {taken}"] if (taken := duration_text(plan, run)) else []
+            self.note(f"  {settings_text(run.settings)}{': ' if words else ''}{'; '.join(words)}")
+        for line in cost_lines(plan, rows):
+            self.note(line)
 
     def begins(self, settings: Settings, repeat: int, predicted: Predicted | None) -> None:
         """Print the start of a run."""
@@ -548,7 +565,7 @@ class Lines:
 
     def progress(self, plan: Plan, used: float, rows: list[Row]) -> None:
         """Print the remaining runs, time and cost, with a budget or a price."""
-        if plan.budget.seconds is not None or plan.budget.price_per_hour is not None:
+        if plan.budget.seconds is not None or plan.budget.price_per_gpu_hour is not None:
             self.note(left_text(left(plan.budget, used, rows, max(0, self._total - self._number))))
 
     def end(self, ended: Ended, rows: list[Row], plan: Plan, found: list[str]) -> None:

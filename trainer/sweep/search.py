@@ -16,6 +16,7 @@ from ...protocol.host.machine import find_gpu
 from ...protocol.sweep.rows import Planned, Predicted, Row, Search, Settings
 from ...protocol.text import sanitize
 from ..host.hardware.gpus import Nvml
+from ..predict.commands import parse
 from ..predict.result import Point, Prediction
 from ..recipe.config.load import load
 from ..recipe.hardware import usable_gpus
@@ -124,7 +125,29 @@ def predicted(point: Point) -> Predicted:
     }
     highest = max(phases, key=lambda name: phases[name])
     reserved = max(rank.reserved_peak_bytes for rank in point.ranks)
-    return Predicted(phases[highest], highest, reserved, point.nvml_bytes, point.fits, phases)
+    seconds = point.step_seconds or 0.0
+    return Predicted(phases[highest], highest, reserved, point.nvml_bytes, point.fits, phases, seconds)
+
+
+def gpus_of(spec: Spec, grid: Sequence[Settings]) -> int:
+    """Return the ranks of the largest configuration; without a number in it, this host's GPUs, or 1."""
+    assumed = len(usable_gpus()) or 1
+    if spec.command:
+        return max((_started(spec, settings) or assumed for settings in grid), default=assumed)
+    axis = next((one for one in spec.axes if one.name == "run.ranks"), None)
+    varied: list[Settings] = [{"run.ranks": value} for value in axis.values] if axis is not None else [{}]
+    return max(load(spec.config, overrides(spec, one)).config.run.ranks or assumed for one in varied)
+
+
+def _started(spec: Spec, settings: Settings) -> int | None:
+    """Return the number of ranks that a command starts; None: it does not say, as a script may start its own."""
+    searched = {spec.search.axis: spec.search.low} if spec.search is not None else {}
+    command = job(spec, {**settings, **searched}, "plan").request.command
+    try:
+        ranks = parse(command).ranks
+    except FtmonError:
+        return None
+    return None if ranks == 1 and "python" in command[0] else ranks
 
 
 class HostGpu(NamedTuple):

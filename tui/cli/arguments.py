@@ -195,6 +195,7 @@ PLAIN = flag("--plain --no-app", "lines of text, not the app", dest="plain")
 # SUPPRESS: a default here would overwrite `ftmon --ascii attach`.
 ASCII = flag("--ascii", "draw with ASCII characters only", default=argparse.SUPPRESS)
 WARM_UP = argument("--warm-up", "N", "ignore the first N steps of a run (default: 5)", type=whole, default=5)
+PRICE = argument("--price", "P", "price of one GPU for one hour, any currency: costs are hours x GPUs x P", type=price)
 OVERRIDES = argument("overrides", "key.sub=value", "set a key of the configuration", nargs="*", default=[])
 START_OPTIONS = (
     argument("--name", None, "name of the run"),
@@ -318,8 +319,10 @@ _TRAIN = (
             "search the largest sequence length and micro-batch that fit each GPU, or --capacity (takes minutes)",
         ),
         flag("--what-if", "also predict changes of the configuration, the cheapest that fits first (takes minutes)"),
+        flag("--explain", "also show each part of the memory as a sum made by hand, beside the predicted figure"),
+        argument("--run", None, "with --explain: this run's configuration, and its measured figures"),
         argument("--gpu", "NAME", "the kind of GPU, such as 'A100 80 GB' (default: H200)"),
-        argument("--price", "P", "price of a GPU hour in any currency, for the cost of tokens", type=price),
+        PRICE,
         JSON,
         usage="ftmon predict [options] CONFIG.yaml [key.sub=value ...] | --model M [options] | [options] -- COMMAND",
         epilog="COMMAND starts a script: deepspeed, torchrun or python. The script is run up to "
@@ -366,7 +369,8 @@ _TRAIN = (
         "measure many configurations, each in a run of its own",
         argument("sweep", "SWEEP.yaml", "what is varied, over which values, within which budget"),
         argument("--output", "FILE", "file of the rows (default: SWEEP.results.jsonl beside it)"),
-        flag("--plan", "print the planned runs with predictions, and exit"),
+        flag("--plan", "print the planned runs with predictions, their time and cost, and exit"),
+        PRICE,
         flag("--fail-fast", "run likely failures first, and end at the first failure"),
         json_flag("one JSON object at the end; progress on standard error"),
         PLAIN,
@@ -533,7 +537,7 @@ _INVESTIGATE = (
             "columns of CSV files: length=COLUMN and figures such as allocated=gpu_{rank}_mib, its=rate; also rank, "
             "iteration, unit",
         ),
-        argument("--price", "P", "price of all GPUs together per hour, for costs", type=price),
+        PRICE,
         WARM_UP,
         ASCII,
         epilog="Targets with the same axes share one chart. Exit status: 0, or 2 for wrong usage. Figures and the "

@@ -67,6 +67,20 @@ def _load_model(run: str) -> RunModel:
     return model
 
 
+def measured_parts(run: str) -> dict[str, int]:
+    """Return the highest bytes of each part over the ranks' analysed steps.
+
+    On the CPU only what walking the model, the engine and the optimizer finds: peaks there are of the resident set.
+    """
+    found: dict[str, int] = {}
+    for rank in _load_model(run).ranks.values():
+        for taken in filter(None, (rank.memory.latest, rank.memory.highest)):
+            of_phases = [one.parts for one in taken.phases] if taken.measure == "cuda" else []
+            for parts in (taken.known, *of_phases):
+                found |= {name: max(size, found.get(name, 0)) for name, size in parts.items()}
+    return found
+
+
 def _rank_fall(model: RunModel, rank: RankModel) -> Waterfall | None:
     """Return the waterfall of a rank's last analysed step, else of its last step."""
     sample = model.device_of(rank)

@@ -1,5 +1,6 @@
 """Commands that start processes of the training side: runs, sweeps, predictions, data checks, chat."""
 
+import json
 import os
 import shlex
 import subprocess
@@ -43,7 +44,7 @@ def check(arguments: Namespace) -> int:
     become("ftmon.trainer.recipe.data_check", [*words, "--", arguments.config, *arguments.overrides], ends_at_once=True)
 
 
-_OF_BOTH = ("ranks", "capacity", "gpu", "price", "data", "largest", "what_if")
+_OF_BOTH = ("ranks", "capacity", "gpu", "price", "data", "largest", "what_if", "explain")
 _OF_A_SCRIPT = {
     "deepspeed": "deepspeed",
     "micro_batch": "training.micro_batch",
@@ -63,13 +64,27 @@ def predict(arguments: Namespace) -> int:
 
 def words(arguments: Namespace) -> list[str]:
     """Return the arguments of the process that predicts."""
+    more = _of_run(arguments) if arguments.run else []
     _check(arguments)
     lengths = ",".join(map(str, arguments.sequence_length or ()))
-    result = [f"--sequence-length={lengths}"] if lengths else []
+    result = [*more, f"--sequence-length={lengths}"] if lengths else more
     result += words_of(arguments, (*_OF_BOTH, "model", *_OF_A_SCRIPT, "json"))
     if arguments.command:
         return [*result, "--script", "--", *arguments.command]
     return [*result, "--", arguments.config, *arguments.overrides] if arguments.config else result
+
+
+def _of_run(arguments: Namespace) -> list[str]:
+    """Take the configuration of ``--run``, as of a run on GPUs; return its measured parts as an option."""
+    from .memory import measured_parts
+
+    if arguments.config or arguments.model or arguments.command or not arguments.explain:
+        raise UsageError("--run goes with --explain, and without CONFIG.yaml, --model and a command")
+    found = rundir.find(arguments.run)
+    if not found.config.exists():
+        raise UsageError(f"{found.id}: is not a run of ftmon's trainer, so it has no configuration to predict")
+    arguments.config, arguments.overrides = str(found.config), ["run.device=auto"]
+    return [f"--measured={json.dumps(measured_parts(str(found.path)))}"]
 
 
 def _check(arguments: Namespace) -> None:
@@ -231,7 +246,7 @@ def sweep(arguments: Namespace) -> int:
 
 def sweep_words(arguments: Namespace) -> list[str]:
     """Return the arguments of the process that runs the sweep."""
-    return [arguments.sweep, *words_of(arguments, ("output", "plan", "fail_fast", "json"))]
+    return [arguments.sweep, *words_of(arguments, ("output", "plan", "price", "fail_fast", "json"))]
 
 
 def _in_app(arguments: Namespace) -> int:

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import msgspec
 
 from ...protocol.analysis.estimates.memory import RATES, TOLERANCE, WHOLE_STEP, bands, pieces
+from ...protocol.analysis.estimates.time import gpu_cost
 from ...protocol.analysis.sweep.summary import Curve as MeasuredCurve
 from ...protocol.analysis.sweep.summary import curve_axis, curves, pool
 from ...protocol.analysis.sweep.text import aligned, curve_lines, result_lines, settings_text, table, unit_of
@@ -30,19 +31,19 @@ GIB = 2**30
 _LENGTHS = ("sequence_length", "seq", "seq_len", "length", "seq_length", "sequence", "len", "context", "tokens", "x")
 
 
-def build(found: Sequence[Data], price_per_hour: float | None = None) -> Report:
+def build(found: Sequence[Data], price_per_gpu_hour: float | None = None) -> Report:
     """Return the report of one or several sources; those with the same horizontal axis share a first picture."""
-    sections = [section(one, price_per_hour) for one in found]
+    sections = [section(one, price_per_gpu_hour) for one in found]
     together = _together(sections) if len(found) > 1 else None
     names = ", ".join(one.name for one in found)
     return Report(names, [together, *sections] if together is not None else sections)
 
 
-def section(data: Data, price_per_hour: float | None) -> Section:
+def section(data: Data, price_per_gpu_hour: float | None) -> Section:
     """Return the section of one run, sweep or file."""
     if isinstance(data, CsvData):
         return _csv(data)
-    return _sweep(data, price_per_hour) if isinstance(data, SweepData) else _run(data, price_per_hour)
+    return _sweep(data, price_per_gpu_hour) if isinstance(data, SweepData) else _run(data, price_per_gpu_hour)
 
 
 def _together(sections: Sequence[Section]) -> Section | None:
@@ -60,7 +61,7 @@ def _together(sections: Sequence[Section]) -> Section | None:
 
 
 def _run(data: RunData, price: float | None) -> Section:
-    facts = [*data.facts, *_spent(data.seconds, price)]
+    facts = [*data.facts, *_spent(data.seconds, data.gpus, price)]
     resident = any(point.resident_peak for series in data.series.values() for point in series)
     memory = [_over_steps("resident", data, lambda point: (point.resident_peak or 0) / GIB)] if resident else []
     memory.append(_over_steps("allocated", data, lambda point: point.allocated_peak / GIB))
@@ -142,10 +143,10 @@ def _stretches(steps: Sequence[int]) -> list[int]:
     return [step for before, step in pairwise([-2, *steps]) if step != before + 1]
 
 
-def _spent(seconds: float, price: float | None) -> Iterator[tuple[str, str]]:
+def _spent(seconds: float, gpus: int, price: float | None) -> Iterator[tuple[str, str]]:
     yield "time", duration(seconds)
     if price is not None:
-        yield "cost", f"{seconds / 3600 * price:,.2f} at {price:,.2f} an hour"
+        yield "cost", f"{gpu_cost(seconds, gpus, price):,.2f} for {counted(gpus, 'GPU')} at {price:,.2f} a GPU hour"
 
 
 def _over_steps(name: str, data: RunData, value: Callable[[StepPoint], float]) -> Curve:
@@ -188,13 +189,14 @@ def _sweep(data: SweepData, price: float | None) -> Section:
     pooled = pool(rows)
     plan = results.plan
     axis = (plan.search.axis if plan and plan.search else "") or curve_axis([one.settings for one in pooled])
-    rate = price if price is not None else (plan.budget.price_per_hour if plan else None)
+    rate = price if price is not None else (plan.budget.price_per_gpu_hour if plan else None)
+    gpus = plan.budget.gpus if plan and plan.budget.gpus else max((len(row.ranks) for row in rows), default=0)
     facts = [
         ("sweep file", results.header.source),
         ("host", results.header.host),
         ("steps", f"{results.header.steps} after {results.header.warm_up} of warm-up"),
         ("runs", f"{len(rows)} of {len(pooled)} configurations"),
-        *_spent(results.seconds_used(), rate),
+        *_spent(results.seconds_used(), gpus, rate),
     ]
     charts = _sweep_charts(rows, axis, curves(pooled, axis)) if axis else []
     drawn = {note for chart in charts for note in chart.notes}

@@ -258,6 +258,8 @@ class RunData(msgspec.Struct):
     not_finite: list[int]  # steps in which the loss of a rank was NaN or infinite
     ranks: list[RankRow]
     seconds: float
+    gpus: int
+    """Number of ranks, each on a GPU of its own."""
 
 
 class SweepData(msgspec.Struct):
@@ -376,4 +378,6 @@ def _run(target: str, warm_up: int) -> RunData:
     seconds = max(0.0, info.last_t - info.started)  # an empty recording has no last time
     name = info.run_id or recording.parent.name
     not_finite = sorted(found.not_finite)
-    return RunData(name, shown, series, training, found.evaluations, not_finite, rank_rows(found), seconds)
+    return RunData(
+        name, shown, series, training, found.evaluations, not_finite, rank_rows(found), seconds, len(info.ranks)
+    )

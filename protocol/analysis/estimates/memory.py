@@ -89,6 +89,16 @@ class Piece(msgspec.Struct, frozen=True):
         return self.intercept_bytes + self.slope_bytes * x
 
 
+def reaches(curve: Sequence[Piece], size: float) -> float | None:
+    """Return the lowest length at which a curve is at least ``size`` bytes; None: it is below everywhere."""
+    for piece in curve:
+        if piece.at(piece.start) >= size:
+            return piece.start
+        if piece.at(piece.end) >= size:
+            return (size - piece.intercept_bytes) / piece.slope_bytes
+    return None
+
+
 class Line(NamedTuple):
     """A straight line over a range of points."""
 

@@ -166,6 +166,11 @@ def _rate(gpu: Gpu, precision: Precision) -> float:
     return rate
 
 
+def gpu_cost(seconds: float, gpus: int, price_per_gpu_hour: float) -> float:
+    """Return the cost of GPUs for a time: hours x GPUs x price of one GPU for one hour, in the price's currency."""
+    return seconds / 3600 * gpus * price_per_gpu_hour
+
+
 class EpochCost(msgspec.Struct, frozen=True):
     """Time and cost of an epoch."""
 
@@ -192,7 +197,7 @@ def epoch_cost(
         raise ValueError("a step must train on at least one sample: micro-batch x accumulation x ranks")
     steps = -(-samples // samples_per_step)
     seconds = steps * step_seconds
-    price = seconds / 3600 * gpus * price_per_gpu_hour
+    price = gpu_cost(seconds, gpus, price_per_gpu_hour)
     return EpochCost(steps, seconds, price, price / tokens * 1e6 if tokens > 0 else None)
 
 

@@ -1,14 +1,15 @@
 """Text of a sweep: one line for a configuration, a row, the remaining budget, and the result."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
-from ...sweep.rows import Budget, Goal, Plan, Predicted, Row, Settings, Value, Verdict
+from ...sweep.rows import Budget, Goal, Plan, Planned, Predicted, Row, Settings, Value, Verdict, key_of
 from ...text import cells_of, duration, gib
 from ..estimates.memory import Piece
 from ..words import describe_curve
 from . import summary
-from .search import Remaining
-from .summary import Curve, Pooled, Spread, curves, fastest, pool
+from .search import Remaining, money_of
+from .summary import Curve, Pooled, Spread, curve_axis, curves, fastest, pool
 
 VERDICTS = {
     "done": "done",
@@ -88,8 +89,48 @@ def budget_text(budget: Budget) -> str:
     """Return the whole budget: ``2 h 00 m (28.64)``, with the cost in brackets, or ``no limit``."""
     if budget.seconds is None:
         return "no limit"
-    hours = budget.seconds / 3600
-    return duration(budget.seconds) + _money(hours * budget.price_per_hour if budget.price_per_hour else None)
+    return _time(budget, budget.seconds)
+
+
+def _time(budget: Budget, seconds: float) -> str:
+    return duration(seconds) + _money(money_of(budget, seconds))
+
+
+def duration_text(plan: Plan, run: Planned) -> str:
+    """Return the expected duration and cost of one run: ``2 m 58 s (0.71)``; empty: not known."""
+    return "" if run.seconds is None else _time(plan.budget, run.seconds)
+
+
+def cost_lines(plan: Plan, rows: Sequence[Row]) -> list[str]:
+    """Return the expected time and cost of the runs without a row, and what coarser steps would save."""
+    budget = plan.budget
+    done = Counter(key_of(row.settings) for row in rows)
+    open_runs = [(run, max(0, plan.repeats - done[key_of(run.settings)])) for run in plan.runs]
+    count = sum(times for _, times in open_runs)
+    price = f"; {budget.gpus} x {budget.price_per_gpu_hour:g} an hour" if budget.price_per_gpu_hour else ""
+    if plan.search is not None and plan.search.goal != "fastest":
+        return [f"time: how many runs a search takes is not known before; a run at most {_time(budget, plan.timeout)}"]
+    known = [(run, times) for run, times in open_runs if run.seconds is not None]
+    if not count:
+        return []
+    if len(known) < len(open_runs):
+        most = f"{_time(budget, count * plan.timeout)}, at most {_time(budget, plan.timeout)} a run{price}"
+        return [f"time: not known before a run is measured; {count:,} runs take at most {most}"]
+    total = _sum(known)
+    lines = [f"time: about {_time(budget, total)} for {count:,} runs, {_time(budget, total / count)} a run{price}"]
+    axis = curve_axis([run.settings for run in plan.runs])
+    values = sorted({value for run in plan.runs if isinstance(value := run.settings.get(axis), int)})
+    for step in (2, 4):
+        if len(values) > 2 * step:
+            kept = [one for one in known if one[0].settings[axis] in values[::step]]
+            runs = sum(times for _, times in kept)
+            saved = _time(budget, total - _sum(kept))
+            lines.append(f"  every {step}{'nd' if step == 2 else 'th'} {_name(axis)}: {runs:,} runs, saves {saved}")
+    return lines
+
+
+def _sum(runs: Iterable[tuple[Planned, int]]) -> float:
+    return sum((run.seconds or 0.0) * times for run, times in runs)
 
 
 def left_text(left: Remaining) -> str:

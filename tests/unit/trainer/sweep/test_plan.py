@@ -60,15 +60,19 @@ def test_a_search_along_an_axis_runs_each_value_once(tmp_path: Path, goal: str, 
     predictor: Any = SimpleNamespace(notes=[], capacity_bytes=None, plan=lambda grid: list(map(Planned, grid)))
     planned = _plan(wanted, predictor, False)
     printed: list[str] = []
-    plan.Lines(wanted, printed.append).plan(planned, 0, 0.0)
+    plan.Lines(wanted, printed.append).plan(planned, [], 0, 0.0)
     assert planned.repeats == repeats
     assert ("x 3 repeats" in printed[0]) == (repeats == 3)
 
 
 def test_a_budget_in_money_is_time_at_its_price(tmp_path: Path) -> None:
     text = "command: python {a}\naxes: {a: [1]}\ntimeout: 10 m\ncapacity: 80GB\n"
-    found = read(tmp_path, text + "budget: {money: 10, price_per_hour: 5, hours: 3}\n")
-    assert found.budget.seconds == 7200
+    found = read(tmp_path, text + "budget: {money: 10, price_per_gpu_hour: 2.5, hours: 3}\n")
+    assert found.budget.seconds == 3 * 3600
+    assert plan.priced(found.budget, 2, None).seconds == 10 / (2 * 2.5) * 3600
+    assert plan.priced(found.budget, 8, None).seconds == 10 / (8 * 2.5) * 3600
+    assert plan.priced(found.budget, 1, None).seconds == 3 * 3600
+    assert plan.priced(found.budget, 2, 10.0).seconds == 10 / (2 * 10.0) * 3600
     assert (found.timeout, found.capacity_bytes) == (600, 80 * 10**9)
 
 
@@ -99,7 +103,8 @@ def test_what_decides_a_row_decides_whose_results_they_are(tmp_path: Path) -> No
         ("command: python t.py\naxes: {seq: [1]}\n", "sweep.yaml:1: command has no {seq}"),
         ("command: python {seq} {zero}\naxes: {seq: [1]}\n", "command has {zero}, but the axes are seq"),
         ("command: no-such-program {seq}\naxes: {seq: [1]}\n", "no-such-program: command not found"),
-        (_COMMAND + "axes: {a: [1]}\nbudget: {money: 3}\n", "budget.money needs price_per_hour"),
+        (_COMMAND + "axes: {a: [1]}\nbudget: {money: 3}\n", "budget.money needs price_per_gpu_hour"),
+        (_COMMAND + "axes: {a: [1]}\nbudget: {price_per_hour: 3}\n", "write price_per_gpu_hour, of one"),
         (_COMMAND + "axes: {a: [1]}\ntimeout: soon\n", "sweep.yaml:3: timeout must be seconds"),
         (_COMMAND + "search: {goal: best, axis: a, high: 9}\n", "search.goal must be largest, fastest"),
         (_COMMAND + "search: {goals: best}\n", "sweep.yaml:2: unknown key search.goals; did you mean goal?"),

@@ -73,6 +73,29 @@ class Machine:
         return Row(settings, "done", 0.0, ranks=[RankRow(0, 3, phases=phases)])
 
 
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [
+        ("command: torchrun --nproc-per-node {n} t.py {seq}\naxes: {n: [1, 2, 4], seq: [8]}\n", 4),
+        (
+            "command: torchrun --nproc-per-node 2 --nnodes 2 t.py {seq}\nsearch: {goal: largest, axis: seq, high: 8}\n",
+            4,
+        ),
+        ("command: python t.py {seq}\naxes: {seq: [8]}\n", 1),
+        ("config: train.yaml\naxes: {run.ranks: [2, 8], zero.stage: [1, 2]}\n", 8),
+        ("config: train.yaml\nset: {run.ranks: 4}\naxes: {zero.stage: [1, 2]}\n", 4),
+    ],
+)
+def test_a_sweep_is_paid_for_the_gpus_of_its_largest_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, gpus: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in {"t.py": "", "train.yaml": "run: {ranks: 2}\n", "s.yaml": text}.items():
+        (tmp_path / name).write_text(content)
+    wanted = plan.read(str(tmp_path / "s.yaml"))
+    assert searching.gpus_of(wanted, plan.combinations(wanted)) == gpus
+
+
 @pytest.fixture
 def predictor(tmp_path: Path) -> Predictor:
     path = tmp_path / "s.yaml"

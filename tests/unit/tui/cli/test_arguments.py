@@ -23,6 +23,16 @@ def test_help_names_every_command_but_the_internal_ones(capsys):
     assert {name for name in names if f"\n  {name} " not in text} == set(INTERNAL)
 
 
+@pytest.mark.parametrize("given", [["predict", "c.yaml"], ["report", "r"], ["sweep", "s.yaml"]])
+def test_a_price_is_that_of_one_gpu_hour_wherever_it_is_given(given, capsys):
+    assert parse([*given, "--price", "2.5"]).price == 2.5
+    with pytest.raises(SystemExit):
+        parse([given[0], "--help"])
+    assert "price of one GPU for one hour, any currency: costs are hours x GPUs x P" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 @pytest.mark.parametrize("command", ["demo", "train"])
 def test_overrides_may_stand_between_options(command):
     config = [] if command == "demo" else ["mine.yaml"]

@@ -5,12 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from ftmon.protocol.errors import UsageError
 from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.telemetry import AllocatorEvents
 from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.run.rundir import ExitFile, RunDir
-from ftmon.tui.cli.main import main
+from ftmon.tui.cli.main import main, parse
 from ftmon.tui.cli.memory import _news
+from ftmon.tui.cli.train import words
 from ftmon.tui.model import RunModel
 from peaks import explained
 from streams import RUN
@@ -77,6 +79,26 @@ def test_a_recording_on_its_own_cannot_be_followed_and_an_ended_runs_directory_e
     run.write_exit(ExitFile(1, RUN.created, "failed"))
     assert main(["events", str(run.path), "--follow"]) == 0
     assert "rank 0 step 24" in capsys.readouterr().out
+
+
+def test_a_runs_parts_are_compared_with_the_prediction_of_its_configuration(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+    run = RunDir(tmp_path / "runs" / RUN.id)
+    run.path.mkdir(parents=True)
+    shutil.copy(path, run.recording)
+    run.write_run(RUN)
+    given = ["predict", "--explain", "--run", RUN.id]
+    with pytest.raises(UsageError, match="no configuration to predict"):
+        words(parse(given))
+    run.config.write_text("")
+    measured, *rest = words(parse(given))
+    assert rest == ["--explain", "--", str(run.config), "run.device=auto"]
+    assert main(["memory", str(path), "--json"]) == 0
+    ranks = json.loads(capsys.readouterr().out)["ranks"]
+    phases = [phase for rank in ranks for name in ("latest", "highest") for phase in rank[name]["phases"]]
+    parts = json.loads(measured.removeprefix("--measured="))
+    assert parts["optimizer_states"] == 3540 << 20
+    assert parts["activations"] == max(phase["parts"].get("activations", 0) for phase in phases)
 
 
 def test_a_snapshot_of_a_run_that_has_ended_is_refused_in_one_line(tmp_path, monkeypatch, capsys):

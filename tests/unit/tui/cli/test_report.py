@@ -89,7 +89,7 @@ def test_a_sweep_is_bands_over_ranks_with_its_pieces_and_what_it_cost(tmp_path, 
     assert [8192, "out of memory"] in peak["marks"]
     assert any(text == "crossover" and abs(x - 1024) < 8 for x, text in peak["marks"])
     assert "optimizer leads to 1,024 tokens, then backward at +2.0 MiB a token" in peak["notes"][0]
-    assert ["cost", "2.00 at 9.00 an hour"] in section["facts"]
+    assert ["cost", "4.00 for 2 GPUs at 9.00 a GPU hour"] in section["facts"]
     assert any(row[-1].startswith("out of memory in backward, rank 1") for row in section["table"])
 
 

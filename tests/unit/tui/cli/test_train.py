@@ -25,6 +25,7 @@ def test_arguments_are_passed_on_to_the_process_that_predicts():
     command = "deepspeed train.py --ranks x run"
     for given, passed in (
         ("c.yaml --ranks 4 zero.stage=3 --json", "--ranks=4 --json -- c.yaml zero.stage=3"),
+        ("c.yaml --explain --price 2", "--price=2.0 --explain -- c.yaml"),
         ("--model m --micro-batch 2 --checkpointing", "--model=m --micro-batch=2 --checkpointing"),
         (f"--sequence-length 512 -- {command}", f"--sequence-length=512 --script -- {command}"),
     ):
@@ -36,6 +37,8 @@ def test_arguments_are_passed_on_to_the_process_that_predicts():
     [
         ("", "CONFIG.yaml"),
         ("c.yaml --model m", "not both"),
+        ("c.yaml --explain --run r", "--run goes with --explain"),
+        ("--run r", "--run goes with --explain"),
         ("c.yaml --micro-batch 2", "training.micro_batch"),
         ("c.yaml --checkpointing", "model.gradient_checkpointing"),
         ("--model m --data", "--data needs CONFIG.yaml"),

@@ -30,5 +30,6 @@ def test_columns_stand_below_each_other_whatever_their_letters_take() -> None:
 
 
 def test_a_budget_in_words() -> None:
-    assert [budget_text(Budget(7200.0, price)) for price in (None, 14.32)] == ["2 h 00 m", "2 h 00 m (28.64)"]
+    found = [budget_text(Budget(7200.0, None, price, 8)) for price in (None, 1.79)]
+    assert found == ["2 h 00 m", "2 h 00 m (28.64)"]
     assert budget_text(Budget()) == "no limit"

@@ -1,12 +1,23 @@
 """Which configuration a sweep runs next: order, budget, searches by real runs."""
 
+import msgspec
 import pytest
 from ftmon.protocol.analysis.estimates.memory import Piece
 from ftmon.protocol.analysis.sweep import summary
-from ftmon.protocol.analysis.sweep.search import Tried, largest, left, order, phase_curve, why_not_next
+from ftmon.protocol.analysis.sweep.search import (
+    START_SECONDS,
+    Tried,
+    largest,
+    left,
+    order,
+    phase_curve,
+    why_not_next,
+    with_durations,
+)
 from ftmon.protocol.analysis.sweep.summary import curves, fastest, pool
-from ftmon.protocol.analysis.sweep.text import result_lines, row_text, table
-from ftmon.protocol.sweep.rows import Budget, PhaseFigures, Planned, Predicted, RankRow, Row
+from ftmon.protocol.analysis.sweep.text import cost_lines, duration_text, result_lines, row_text, table
+from ftmon.protocol.host.process import ProcessId
+from ftmon.protocol.sweep.rows import Budget, PhaseFigures, Plan, Planned, Predicted, RankRow, Row, Search
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -41,9 +52,44 @@ def test_no_run_begins_that_would_not_end_within_the_budget() -> None:
 
 
 def test_what_is_left_is_told_in_time_and_money() -> None:
-    found = left(Budget(7200.0, 10.0), 1800.0, [row(1)], 4)
+    found = left(Budget(7200.0, None, 2.5, 4), 1800.0, [row(1)], 4)
     assert (found.left_seconds, found.used_money, found.left_money) == (5400.0, 5.0, 15.0)
     assert found.expected_seconds == 120.0
+
+
+def lengths(count: int) -> list[Planned]:
+    return [Planned({"seq": seq, "zero": 3}, Predicted(0, "backward", 0, 0, step_seconds=0.2)) for seq in range(count)]
+
+
+def test_a_plan_has_the_time_of_each_run_and_what_a_coarser_step_saves() -> None:
+    budget = Budget(None, None, 3.6, 8)
+    runs = with_durations(lengths(9), [], 5)
+    assert {run.seconds for run in runs} == {START_SECONDS + 1}
+    shown = Plan(0.0, ProcessId(1, 1), runs, 2, budget)
+    assert duration_text(shown, runs[0]) == "41 s (0.33)"
+    total, second, fourth = cost_lines(shown, [])
+    assert total == "time: about 12 m 18 s (5.90) for 18 runs, 41 s (0.33) a run; 8 x 3.6 an hour"
+    assert second == "  every 2nd seq: 10 runs, saves 5 m 28 s (2.62)"
+    assert fourth == "  every 4th seq: 6 runs, saves 8 m 12 s (3.94)"
+    assert cost_lines(shown, [row(1), row(1, 1)])[0].startswith("time: about 10 m 56 s (5.25) for 16 runs")
+
+
+def test_the_time_of_a_run_is_that_of_the_measured_ones() -> None:
+    runs = with_durations(lengths(3), [row(1)], 5)  # 30 s with steps of 100 ms: a start of 29.5 s
+    assert [run.seconds for run in runs] == [30.5, 30.0, 30.5]
+    unknown = with_durations([Planned({"seq": 7})], [row(1)], 5)
+    assert unknown[0].seconds == 30.0
+    together = with_durations(lengths(3), [], 5, "seq")
+    assert [run.seconds for run in together] == [START_SECONDS + 1, 1.0, 1.0], "one process starts once"
+
+
+def test_without_predictions_and_rows_a_plan_has_a_limit() -> None:
+    plan = Plan(0.0, ProcessId(1, 1), [Planned({"seq": 7})], 3, Budget(None, None, 3.6, 2), timeout=600.0)
+    (line,) = cost_lines(plan, [])
+    assert line.startswith("time: not known before a run is measured; 3 runs take at most 30 m 00 s (3.60)")
+    assert "(" not in cost_lines(msgspec.structs.replace(plan, budget=Budget()), [])[0], "no price, no cost"
+    (line,) = cost_lines(msgspec.structs.replace(plan, search=Search("largest", "seq")), [])
+    assert line.endswith("a run at most 10 m 00 s (1.20)")
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 39, 40, 41, 64, 126, 127, 128, 4096])
