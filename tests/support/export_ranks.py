@@ -28,7 +28,7 @@ def work(world: World, jobs: list[str]) -> None:
                         parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
         trained = logits(run.model)
         folder = run.output / "model"
-        equal = save_model(run.engine, run.model, run.tokenizer, run.config, folder, world, run._results())
+        equal = save_model(run.engine, run.model, run.tokenizer, run.config, folder, world, run._results(1))
         exported = logits(loaded(folder, run))
         world.log(f"compared: {equal}")
         world.log(f"changed: {(trained - before).abs().max():.6f}")

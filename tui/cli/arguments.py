@@ -54,6 +54,17 @@ def byte_size(text: str) -> int:
     return size
 
 
+def budget(text: str) -> float:
+    """Convert a percentage, 0 to 100."""
+    try:
+        percent = float(text)
+    except ValueError:
+        percent = -1.0
+    if not 0 <= percent <= 100:
+        raise argparse.ArgumentTypeError(f"must be a percentage, 0 to 100, not {text!r}")
+    return percent
+
+
 def _above_zero(what: str, *, below: float = float("inf"), percent: bool = False) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
@@ -211,7 +222,7 @@ START_OPTIONS = (
         "PERCENT",
         "of a step's time that watching may cost the training thread (default: 0.5); where it costs more, memory is "
         "read by phase in 1 of k steps. 0: in every step",
-        type=seconds,
+        type=budget,
     ),
     flag("--detach", "start the run and return at once"),
     argument(

@@ -21,7 +21,7 @@ WINDOW = 15
 SPARE = 0.8
 """Share of the budget within which a smaller ``every`` must stay, so that the choice does not alternate."""
 HIGHER = 1.01
-"""A peak so many times the highest before it is unusual."""
+"""A peak so many times the one that was unusual last is unusual."""
 RECORDED_NS = 70
 """An entry of PyTorch's recorder (an allocation or a free) costs the training thread this, on an H200's host."""
 
@@ -77,13 +77,16 @@ class Unusual:
 
     def __init__(self) -> None:
         self._highest = 0
+        """The peak that was unusual last: a slow growth adds up to another one."""
         self._before: tuple[bool, bool, int, int] | None = None
 
     def is_so(self, step: Step) -> bool:
-        """Return whether a step has the highest memory so far, or other trouble than the step before."""
+        """Return whether a step has more memory than any before, or other trouble than the one before it."""
         peak = step.peak_phase
         top = peak.peak_span.peak if peak is not None else 0
-        higher, self._highest = top > HIGHER * self._highest, max(top, self._highest)
+        higher = top > HIGHER * self._highest
+        if higher:
+            self._highest = top
         numbers = [each for each in (step.loss, step.grad_norm) if each is not None]
         trouble = not all(map(math.isfinite, numbers)), step.overflow, step.retries, step.ooms
         before, self._before = self._before, trouble

@@ -48,6 +48,7 @@ def run_of(*command, **options):
         (run_of("true", hold_timeout=5.0), "need --on-oom hold"),
         (run_of("true", on_oom="hold", hold_timeout=-1.0), "--hold-timeout must be seconds"),
         (run_of("true", stop_grace=-1.0), "--stop-grace must be seconds"),
+        (run_of("true", probe_budget=101.0), "--probe-budget must be a percentage"),
         (run_of("true", on_oom="hold", allow_console=True, read_only=True), "runs no code from outside"),
         (run_of("true", exit_timeout=5.0, read_only=True), "--exit-timeout need a run that is not --read-only"),
         (StartRequest("run", command=["true"], notify=Notify([" "], ["hang"])), "--notify needs a command"),

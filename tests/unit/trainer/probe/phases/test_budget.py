@@ -70,3 +70,9 @@ def test_a_higher_peak_or_a_change_for_the_worse_is_unusual_once():
         step(900, loss=1.0, retries=1),
     ]
     assert [unusual.is_so(each) for each in taken] == [True, False, True, False, True, False, True, False]
+
+
+def test_a_slow_growth_is_unusual_each_time_it_has_added_up():
+    unusual = Unusual()
+    found = [unusual.is_so(step(10_000 + 40 * number)) for number in range(10)]
+    assert found == [True, False, False, True, False, False, True, False, False, True]
