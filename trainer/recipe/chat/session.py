@@ -287,7 +287,7 @@ def _adapted(path: Path, base: Base, weights: dict[str, torch.Tensor], dtype: to
             f"{path}: holds adapters of a model with random weights, which no checkpoint keeps; its final model can be "
             "talked to"
         )
-    settings = AutoConfig.from_pretrained(path / DESCRIPTION)  # the base's, with model.overrides
+    settings: Any = AutoConfig.from_pretrained(path / DESCRIPTION)  # the base's, with model.overrides
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
     plain = AutoModelForCausalLM.from_pretrained(base.name, config=settings, dtype=dtype, device_map={"": "cpu"})
