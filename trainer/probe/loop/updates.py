@@ -192,9 +192,10 @@ class Updates:
             self._updaters.end(updater, number, "backward" if self._state.in_backward else "idle")
 
     def _note_weights(self, updater: Any) -> None:
-        if not self._tracker.budget.full:
+        tracker = self._tracker
+        if not (tracker.budget.full or tracker.watchers):  # with a watcher memory is read at each boundary, too
             return
-        notes = self._tracker.notes
+        notes = tracker.notes
         notes.weights = self._weights.take(updater)
         notes.evaluating = self._weights.in_evaluation()
 

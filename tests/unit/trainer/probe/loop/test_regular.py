@@ -225,3 +225,20 @@ def test_the_optimizer_s_memory_is_read_in_each_followed_step(monkeypatch):
         read = [mark.phase for mark in raw.marks if mark.memory is not None]
         assert raw.coarse
         assert read == ["idle", "optimizer", "idle"], "at the step's two ends and where the optimizer begins"
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_weights_are_sampled_where_each_phase_is_read_as_in_a_captured_step(watched, monkeypatch):
+    training = Training(RankContext(0, 0, 1, RunDir("run")), Counts())
+    training.device.settled = True
+    training.tracker.budget.end_step = lambda *_: None
+    training.tracker.budget.full = False
+    training.tracker.watchers = (lambda *_: None,) if watched else ()
+    monkeypatch.setattr(active, "events", TorchEvents(training))
+    hooks_torch.install(torch)
+    plain(Loop())
+    raws = [item for item in training.outbox.items if type(item) is StepRaw]
+    steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
+    for raw, step in zip(raws[1:], steps[1:], strict=True):
+        assert (raw.notes.weights is not None) is watched
+        assert step.phase("forward").coarse is not watched
