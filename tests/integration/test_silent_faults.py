@@ -29,16 +29,15 @@ def test_each_fault_of_a_plain_loop_has_its_signs_and_a_sound_training_has_none(
     assert [(one.mixed_by, one.mixed) for one in signs["packed, cache"]] == [("cache", 1)] * 6
     assert [(one.mixed_by, one.mixed) for one in signs["packed, encoder"]] == [("encoder", 1)] * 6
     assert all(not one.mixed for kind in ("fine", "packed, right", "no end") for one in signs[kind])
-    # Of each row the end of the first document, and that of the second. A training's last step may be examined when the
-    # next one has begun, whose model is not known yet.
-    assert {(one.ends, one.learned_ends) for one in signs["fine"][:-1]} == {(4, 4)}
-    assert {(one.ends, one.learned_ends) for one in signs["no end"][:-1]} == {(4, 0)}
+    # Of each row the end of the first document, and that of the second.
+    assert {(one.ends, one.learned_ends) for one in signs["fine"]} == {(4, 4)}
+    assert {(one.ends, one.learned_ends) for one in signs["no end"]} == {(4, 0)}
     assert [(one.unlabelled, one.labelled) for one in signs["no labels"]] == [(1, 1)] * 6
     # Without a DataLoader, or with one that gives no tensors: what the model's forward receives, once a micro-batch.
-    assert {(one.ends, one.learned_ends, one.unlabelled) for one in signs["plain, fine"][:-1]} == {(4, 4, 0)}
+    assert {(one.ends, one.learned_ends, one.unlabelled) for one in signs["plain, fine"]} == {(4, 4, 0)}
     assert [(one.unlabelled, one.labelled) for one in signs["plain, no labels"]] == [(1, 1)] * 6
     for kind in ("later, no end", "by hand, no end"):
-        assert {(one.ends, one.learned_ends) for one in signs[kind][:-1]} == {(4, 0)}
+        assert {(one.ends, one.learned_ends) for one in signs[kind]} == {(4, 0)}
     assert [(one.unlabelled, one.labelled) for one in signs["by hand, no labels"]] == [(1, 1)] * 6
     assert all(one.evaluating == (kind == "evaluation") for kind in signs for one in signs[kind])
     assert [one.weights for one in signs["frozen"]][1:] == ["same"] * 5

@@ -1,6 +1,7 @@
 """Trainings with faults that raise no error, one after the other: prints the first step of each as JSON."""
 
 import json
+import time
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -71,6 +72,7 @@ def train(kind: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         done += 1
+    time.sleep(0.3)  # its steps are examined, by its model, before the next training begins
 
 
 for kind in (  # of the first 64 micro-batches each is examined
