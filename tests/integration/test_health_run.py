@@ -103,7 +103,7 @@ def test_a_script_that_keeps_memory_in_every_step_is_told_so_with_the_rate(home:
     assert alert.evidence["bytes_per_step"] == pytest.approx(size, rel=0.15)
     assert alert.evidence["measure"] == "resident"
     assert alert.evidence["full_at_step"] > 95
-    assert "memory grows by" in done.stdout, "the follower of the run is told"
+    assert "memory grows by" in done.stdout, "the lines of the command that follows the run"
 
 
 @contextmanager

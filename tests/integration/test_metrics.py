@@ -137,7 +137,7 @@ def test_an_exporter_that_stands_still_or_dies_disturbs_nothing_and_survives_its
         assert launcher is not None
         for pid in (launcher.pid, hub_of(run).process.pid, *(process.pid for process in members(run))):
             os.kill(pid, signal.SIGKILL)
-        eventually(lambda: not exporters(run), "the end of an exporter that nobody ends")
+        eventually(lambda: not exporters(run), "the end of an exporter whose launcher and hub are gone")
 
 
 def test_a_textfile_follows_the_run_and_keeps_its_end(tmp_path: Path) -> None:
