@@ -1,0 +1,183 @@
+"""Cross entropy of a linear layer's outputs in chunks of tokens, without logits at full size.
+
+The gradients are computed in the forward pass, while a chunk's logits exist, so nothing is recomputed. PyTorch 2.13's
+``torch.nn.functional.linear_cross_entropy`` works the same way, but can neither scale nor cap logits, and older
+versions lack it. On GPUs a kernel of Triton replaces a chunk's logits by their gradient in place.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CHUNK_BYTES = 1 << 28
+"""Size of a chunk's logits, in their own type if the kernel works in place, else in fp32, where twice as much is
+allocated for a moment."""
+TRAINED_CHUNK_BYTES = 1 << 30
+"""The same for a trained weight: each chunk adds to the whole weight's gradient, which costs about as much as its
+logits if a chunk has as many tokens as the layer has features."""
+_MULTIPLE = 128
+"""Tokens of a chunk are a multiple of this: matrix products are fastest at such sizes."""
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """A model's transform of its last linear layer's outputs: ``cap * tanh(scale * x / cap)``."""
+
+    scale: float = 1.0
+    cap: float = 0.0
+    """0: logits are not capped."""
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the transformed logits."""
+        scaled = logits * self.scale
+        return self.cap * torch.tanh(scaled / self.cap) if self.cap else scaled
+
+
+def chunk_tokens(vocabulary: int, trained: bool, logit_bytes: int = 4) -> int:
+    """Return the number of tokens per chunk, for a weight that is ``trained`` or not."""
+    size = TRAINED_CHUNK_BYTES if trained else CHUNK_BYTES
+    return max(_MULTIPLE, size // (logit_bytes * vocabulary) // _MULTIPLE * _MULTIPLE)
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    transform: LogitTransform | None = None,
+    chunk: int = 0,
+) -> torch.Tensor:
+    """Return the sum of the cross entropies of ``targets`` [tokens], each of which is counted, in fp32, a scalar.
+
+    ``hidden`` are the inputs of the linear layer, of shape [tokens, features]; ``weight`` is [vocabulary, features],
+    ``bias`` [vocabulary] or None. ``chunk``: tokens at a time; 0: ``chunk_tokens``.
+
+    The gradients can be computed once: they are scaled in place. Under ``no_grad`` none are computed.
+    """
+    # ``ctx.needs_input_grad`` does not depend on it, and within ``forward`` it is off.
+    with_grad = torch.is_grad_enabled()
+    in_place = hidden.is_cuda
+    logit_bytes = weight.element_size() if in_place else 4
+    size = chunk or chunk_tokens(weight.shape[0], weight.requires_grad and with_grad, logit_bytes)
+    after_linear = _in_place if in_place else _after_linear
+    arguments = (targets, transform or LogitTransform(), size, after_linear, with_grad)
+    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, *arguments)
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        transform: LogitTransform,
+        chunk: int,
+        after_linear: Any,
+        with_grad: bool,
+    ) -> torch.Tensor:
+        wanted = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
+        grad_hidden = torch.empty_like(hidden) if wanted[0] else None
+        # Summed over chunks in fp32, independent of the weights' type.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] and bias is not None else None
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(0, hidden.shape[0], chunk):
+            part = hidden[start : start + chunk]
+            logits = torch.nn.functional.linear(part, weight, bias)
+            losses, grad = after_linear(logits, targets[start : start + chunk], transform, any(wanted))
+            del logits  # the next chunk's take its place
+            loss += losses
+            if grad is None:
+                continue
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=torch.float32)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[start : start + chunk])
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.t(), part)
+            del grad
+        ctx.grads = (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+        )
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        if ctx.grads is None:
+            raise RuntimeError("the gradients of a fused loss can be taken once")
+        grads, ctx.grads = ctx.grads, None
+        return (*(None if grad is None else grad.mul_(grad_outputs[0]) for grad in grads), None, None, None, None, None)
+
+
+# PyTorch 2.8 and newer, on CUDA alone.
+_HAS_FP32_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add a matrix product to a sum in fp32."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda and _HAS_FP32_PRODUCTS:
+        # The product is added before it is rounded, and in one pass over the sum.
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+def _after_linear(
+    logits: torch.Tensor, targets: torch.Tensor, transform: LogitTransform, with_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the sum of a chunk's losses, and its gradient with respect to the linear layer's outputs, in their type.
+
+    ``logits`` have the shape [tokens, vocabulary], ``targets`` [tokens].
+    """
+    dtype, wanted, scale, cap = logits.dtype, targets[:, None], transform.scale, transform.cap
+    slope: torch.Tensor | None = None
+    if scale != 1.0 or cap:
+        logits = logits.float() * scale
+    if cap:
+        logits = torch.tanh(logits / cap)
+        slope = 1.0 - logits * logits if with_grad else None
+        logits *= cap
+    highest = logits.amax(-1, keepdim=True).float()
+    # In fp32, independent of the logits' type, without an fp32 copy of them.
+    exponentials = torch.sub(logits, highest).exp_()
+    sums = exponentials.sum(-1, keepdim=True)
+    below = logits.gather(1, wanted) - highest - sums.log()
+    loss = -below.sum()
+    if not with_grad:
+        return loss, None
+    grad = exponentials if dtype == exponentials.dtype else torch.empty_like(exponentials, dtype=dtype)
+    torch.mul(exponentials, scale / sums, out=grad)
+    grad.scatter_(1, wanted, (below.expm1() * scale).to(dtype))
+    return loss, grad if slope is None else grad.mul_(slope)
+
+
+def _in_place(
+    logits: torch.Tensor, targets: torch.Tensor, transform: LogitTransform, with_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Do what ``_after_linear`` does by one kernel, which writes the gradient over the logits."""
+    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    _softmax_gradient(logits, targets, losses, transform.scale, transform.cap, with_grad)
+    return losses.sum(), logits if with_grad else None
+
+
+# An operator, so that a dry run on fake tensors passes it.
+@torch.library.custom_op("ftmon::softmax_gradient", mutates_args=("logits", "losses"))
+def _softmax_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, scale: float, cap: float, with_grad: bool
+) -> None:
+    from . import softmax_kernel  # PyTorch for CPUs comes without Triton
+
+    softmax_kernel.launch(logits, targets, losses, scale, cap, with_grad)
+
+
+@_softmax_gradient.register_fake
+def _(*_: Any) -> None:
+    return None

@@ -1,0 +1,66 @@
+# pyright: basic, reportInvalidTypeForm=false, reportMissingImports=false, reportIndexIssue=false
+"""The kernel of the chunked cross entropy, in Triton's language: import it on a GPU alone."""
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK, _WARPS = 4096, 8  # the fastest of five on an H200, for 128,256 and 151,936 columns
+
+
+def launch(
+    logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, scale: float, cap: float, with_grad: bool
+) -> None:
+    """Write each token's loss into ``losses`` [tokens], and ``with_grad`` its gradient over ``logits``.
+
+    ``logits`` are contiguous, of shape [tokens, vocabulary]; ``targets`` are [tokens].
+    """
+    tokens, vocabulary = logits.shape
+    if tokens:
+        given = (logits, targets, losses, vocabulary, scale, cap)
+        _kernel[(tokens,)](*given, CAPPED=cap != 0.0, WITH_GRAD=with_grad, BLOCK=_BLOCK, num_warps=_WARPS)
+
+
+@triton.jit
+def _transformed(x, scale, cap, CAPPED: tl.constexpr):  # noqa: N803
+    """Return transformed logits in fp32, and the derivative of the transform."""
+    x = x.to(tl.float32) * scale
+    slope = scale
+    if CAPPED:
+        bent = 1.0 - 2.0 / (tl.exp(2.0 * x / cap) + 1.0)  # tanh
+        x = cap * bent
+        slope = scale * (1.0 - bent * bent)
+    return x, slope
+
+
+@triton.jit
+def _kernel(
+    logits, targets, losses, vocabulary, scale, cap,
+    CAPPED: tl.constexpr, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """One program per token: one pass over its logits for the largest and the sum, one for the gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * vocabulary
+    target = tl.load(targets + row)
+    lanes = tl.arange(0, BLOCK)
+    highest = -float("inf")
+    total = 0.0
+    for start in range(0, vocabulary, BLOCK):
+        columns = start + lanes
+        x = tl.load(logits + columns, mask=columns < vocabulary, other=0.0)
+        z, _ = _transformed(x, scale, cap, CAPPED)
+        z = tl.where(columns < vocabulary, z, -float("inf"))
+        above = tl.maximum(highest, tl.max(z, 0))
+        total = total * tl.exp(highest - above) + tl.sum(tl.exp(z - above), 0)
+        highest = above
+    wanted, _ = _transformed(tl.load(logits + target), scale, cap, CAPPED)
+    tl.store(losses + row, highest + tl.log(total) - wanted)
+    if WITH_GRAD:
+        share = 1.0 / total
+        for start in range(0, vocabulary, BLOCK):
+            columns = start + lanes
+            x = tl.load(logits + columns, mask=columns < vocabulary, other=0.0)
+            z, slope = _transformed(x, scale, cap, CAPPED)
+            grad = tl.exp(z - highest) * share
+            grad = tl.where(columns == target, grad - 1.0, grad) * slope
+            tl.store(logits + columns, grad.to(logits.dtype.element_ty), mask=columns < vocabulary)
