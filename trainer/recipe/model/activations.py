@@ -26,7 +26,6 @@ from ....protocol.text import duration
 from ..config.schema import Config
 from ..distributed import World
 from ..monitor import activity
-from . import merged_linears
 
 # Activation offload. On a GPU copies run on a separate stream, from and to page-locked memory: out while the next layer
 # computes, back before the backward pass needs them. On the CPU the same code copies from host memory to host memory.
@@ -292,7 +291,7 @@ def compile_layers(layers: list[Any], partitioned: bool, budget: float) -> None:
     for layer in layers:
         plain = layer.forward.in_training
         if plain not in compiled:
-            compiled[plain] = torch.compile(plain, dynamic=False, backend=merged_linears.backend)
+            compiled[plain] = torch.compile(plain, dynamic=False)
         layer.forward.in_training = compiled[plain]
         if partitioned:
             set_z3_leaf_module(layer, True)
