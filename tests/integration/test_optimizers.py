@@ -1,5 +1,7 @@
 """Optimizers in real runs on CPU ranks: what they hold, and that an update is what a slow reference computes."""
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
+import rank_jobs
 import small_runs
 import torch
 from transformers import AutoModelForCausalLM
@@ -282,3 +285,11 @@ def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
         square = found @ found.T
         found = 3.4445 * found + (-4.7750 * square + 2.0315 * square @ square) @ found
     return found.double()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_are_summed_in_fp32_also_of_weights_that_some_passes_do_not_use(ranks: int) -> None:
+    plan = [{"ranks": ranks, "module": "gradient_sum_ranks", "jobs": []}]
+    text = rank_jobs.forked(plan, {**os.environ}, 500)
+    (difference,) = re.findall(r"sums differ by at most (\S+) in 16 comparisons", text)
+    assert float(difference) < 1e-6

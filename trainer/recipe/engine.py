@@ -266,12 +266,47 @@ def _complete_bf16(engine: Any, world: World) -> None:
     """Complete what DeepSpeed's ``BF16_Optimizer`` (stage 1 with fp32 gradients) leaves out."""
     from deepspeed.checkpoint.constants import ZERO_STAGE
 
+    sum_in_place(engine.optimizer)
     state_dict: Any = engine.optimizer.state_dict
     # zero_to_fp32.py refuses checkpoints without it.
     engine.optimizer.state_dict = lambda: {**state_dict(), ZERO_STAGE: 1}
     if world.size == 1:
         # DeepSpeed would copy all gradients into one tensor, reduce it over one rank and copy it back.
         engine.enable_backward_allreduce = False
+
+
+def sum_in_place(outer: Any) -> None:
+    """Make ``BF16_Optimizer`` write each gradient of a step's first backward pass, and add later ones, in one kernel.
+
+    DeepSpeed fills the fp32 sums with zeros after each step, copies each gradient to fp32 and adds the copy: 22 bytes
+    of traffic a parameter, in place of 6, and of 18 in place of 10 for each further pass.
+    """
+    sums, written = outer.fp32_groups_gradients, outer.fp32_groups_has_gradients
+
+    def add(weight: Any, group: int, index: int, clear_lp_grads: bool = False) -> None:
+        if weight.grad is None:
+            return
+        total = sums[group][index]
+        (total.add_ if written[group][index] else total.copy_)(weight.grad.view(total.shape))
+        weight._hp_grad = total
+        written[group][index] = True
+        if clear_lp_grads:
+            weight.grad.zero_()
+
+    def complete(*arguments: Any, **named: Any) -> None:
+        plain(*arguments, **named)
+        for totals, flags in zip(sums, written, strict=True):
+            for index, total in enumerate(totals):
+                if not flags[index]:  # of a weight that was not used
+                    total.zero_()
+                    flags[index] = True
+
+    def clear() -> None:
+        for flags in written:
+            flags[:] = [False] * len(flags)
+
+    plain = outer.backward_epilogue
+    outer._update_hp_grad, outer.clear_hp_grads, outer.backward_epilogue = add, clear, torch.no_grad()(complete)
 
 
 def forget_module_order(engine: Any) -> None:
