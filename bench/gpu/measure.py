@@ -203,7 +203,7 @@ TRAIN_YAML = """
 model: {{config: {model}}}
 data: {{path: {data}}}
 zero: {{stage: {stage}}}
-training: {{max_steps: 30, micro_batch: 2, sequence_length: 1024}}
+training: {{max_steps: 30, micro_batch: 2, grad_accumulation: 1, sequence_length: 1024}}
 output: {{dir: {out}, overwrite: true, save_model: false}}
 run: {{ranks: {gpus}}}
 """

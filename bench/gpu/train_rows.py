@@ -207,13 +207,15 @@ def overrides(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> lis
     """Return the row as overrides of the trainer's configuration."""
     if row.defaults:
         sizes = f"training={{max_steps: {steps}, micro_batch: {row.micro_batch}, sequence_length: {row.length}}}"
-        return [f"model.name={folder}", f"data.path={data}", sizes, *(["run.device=cpu"] if tiny else [])]
+        device = ["run.device=cpu"] if tiny else []
+        return [f"model.name={folder}", f"data.path={data}", sizes, "training.grad_accumulation=1", *device]
     return [
         f"model.name={folder}",
         f"data.path={data}",
         "data.packing=true",
         "model.compile=off",
         f"training={{max_steps: {steps}, micro_batch: {row.micro_batch}, sequence_length: {row.length}, seed: {SEED}}}",
+        "training.grad_accumulation=1",
         "optimizer.lr=1e-4",
         "output={save_model: false, log_every: 20}",
         "checkpoint.rehearse=false",

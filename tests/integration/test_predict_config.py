@@ -37,7 +37,7 @@ model:
     num_attention_heads: 32
     num_key_value_heads: 8
 data: {{path: DATA, packing: true}}
-training: {{sequence_length: {LENGTH}, max_steps: {STEPS}}}
+training: {{sequence_length: {LENGTH}, max_steps: {STEPS}, grad_accumulation: 1}}
 zero: {{stage: 2, bucket_bytes: {MIB}}}
 run: {{ranks: {RANKS}}}
 """
@@ -47,7 +47,7 @@ model:
            num_attention_heads: 4, num_key_value_heads: 4}
   fused_loss: "off"
 data: {path: DATA, packing: false}
-training: {sequence_length: 2048, epochs: 1}
+training: {sequence_length: 2048, epochs: 1, grad_accumulation: 1}
 zero: {stage: 2, bucket_bytes: 1048576}
 run: {ranks: 1}
 """
@@ -73,6 +73,7 @@ QUANTIZED = {
 }  # fmt: skip
 LENGTHS = ["125,1024", "125"]
 """Of packed rows."""
+MICRO_STEPS = (2, 3, 8)
 GRID = range(512, 2049, 512)
 ON_THE_HUB = [
     "model.config={model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 1}",
@@ -120,6 +121,8 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     words.append(["--data", "--json", "--", str(folder / "c.yaml"), *SMALLEST, documents])
     for lengths in LENGTHS:
         words.append([f"--sequence-length={lengths}", "--json", "--", str(folder / "small.yaml"), "data.packing=true"])
+    for count in MICRO_STEPS:
+        words.append(["--json", "--", str(folder / "small.yaml"), f"training.grad_accumulation={count}"])
     grid = f"--sequence-length={','.join(map(str, GRID))}"
     words.append([f"--capacity={CAPACITY}", "--largest", grid, "--json", "--", str(folder / "small.yaml")])
     words[-1].append("training.total_batch=1")
@@ -146,7 +149,7 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         answer["output"] = answer["output"].replace(str(folder / "ds.json"), "DS").replace(str(folder), "FOLDER")
     return dict(
         zip(
-            [*CASES, "data", "documents", *LENGTHS, "largest", "quantized", "live", "hub", *REFUSED],
+            [*CASES, "data", "documents", *LENGTHS, *MICRO_STEPS, "largest", "quantized", "live", "hub", *REFUSED],
             answers,
             strict=True,
         )
@@ -180,6 +183,15 @@ def test_the_optimizer_phase_holds_weights_gradients_and_states(predictions: dic
     # Next to nothing but the frozen base's share.
     held = 2 * share
     assert held <= point(predictions["lora"])["optimizer"] <= 1.1 * held + rest
+
+
+def test_more_micro_steps_take_more_time_and_no_more_memory(predictions: dict[Any, Any]) -> None:
+    two, three, eight = (json.loads(predictions[count]["output"])["points"][0] for count in MICRO_STEPS)
+    for phase in ("forward", "backward", "optimizer"):
+        assert eight["ranks"][0]["phases"][phase] == three["ranks"][0]["phases"][phase]
+    for part in ("compute_seconds", "host_seconds"):
+        middle = three["time"][part] - two["time"][part]
+        assert eight["time"][part] == pytest.approx(two["time"][part] + 6 * middle)
 
 
 def test_a_peak_consists_of_what_the_memory_screen_calls_it(predictions: dict[str, Any]) -> None:

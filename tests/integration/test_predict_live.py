@@ -23,7 +23,7 @@ from hub_client import exit_of, fake_ranks, hub_gone, hub_of
 from run_picture import pictured
 
 CONFIG = """
-training: {sequence_length: 512, max_steps: 10, micro_batch: 2}
+training: {sequence_length: 512, max_steps: 10, micro_batch: 2, grad_accumulation: 1}
 zero: {stage: 2}
 """
 KNOWN = Prediction(5.0, [PredictedPoint(0, 512, [PredictedPhase("backward", 2**30)])], 2, 0.02, gpu="H200 141 GB")

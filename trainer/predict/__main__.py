@@ -115,9 +115,10 @@ def _with_data(
     records, examples = what_if.read(config)
     epochs = config.training.epochs
     steps = job.steps or math.ceil(epochs * what_if.steps_an_epoch(config, examples))
+    arguments.rows = len(examples.rows)
     if config.data.packing:
         arguments.documents = recipe.of_rows(examples.rows.document_lengths())
-        job = jobs.prepare(arguments, allocator)
+    job = jobs.prepare(arguments, allocator)
     found = answer.predict(job._replace(steps=steps), capacity, arguments.price)
 
     def run(lengths: list[int]) -> list[Need]:

@@ -213,7 +213,7 @@ class DryRun:
             self._note("optimizer")
 
     def _fetched(self, module: Any) -> None:
-        self._counting.fetches += 1
+        self._counting.fetches += self._counting.times
         self._sightings.fetched(module)
 
     def _begin(self, phase: str) -> None:

@@ -9,7 +9,7 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.errors import ConfigError
 from ...protocol.host.machine import FIT_TABLE, Gpu, find_gpu
 from ..recipe.model.shape import beyond
-from ..recipe.support import zero_stage
+from ..recipe.support import settle_batch, zero_stage
 from . import deepspeed_file
 
 if TYPE_CHECKING:
@@ -92,14 +92,15 @@ def _configured(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) ->
     documents: Documents | None = getattr(arguments, "documents", None)
     given = arguments.sequence_length or []
     config = recipe.read(arguments.config, arguments.overrides, arguments.ranks, given, data=arguments.data)
+    settled = settle_batch(config, getattr(arguments, "rows", 0))
     _check_ranks(config.run.ranks, f"{arguments.config}: run.ranks")
     return Prepared(
-        lambda rank: recipe.RecipeRun(config, allocator, gpu, documents, rank),
+        lambda rank: recipe.RecipeRun(settled, allocator, gpu, documents, rank),
         config.model.name or str(config.model.config["model_type"]),
         config.run.ranks,
         zero_stage(config, config.run.ranks),
         config.training.micro_batch,
-        config.training.grad_accumulation,
+        settled.training.micro_steps,
         given or [config.training.sequence_length],
         config.zero.offload_optimizer,
         gpu,

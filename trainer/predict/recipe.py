@@ -113,6 +113,9 @@ class DryStep:
             ConfigError: the recipe, transformers or peft refuse the configuration.
         """
         world.share_sequences(config.training.sequence_parallel_size)
+        self._micro_steps = config.training.micro_steps
+        run = msgspec.structs.replace(config.training, grad_accumulation=min(3, self._micro_steps))
+        config = msgspec.structs.replace(config, training=run)
         engine, self.model = make_engine(config, world, tokens, 1 << 30, without_weights=fake.hold_in_4_bits)
         made = engine.basic_optimizer
         if isinstance(made, SmallStateAdamW) and made.compiled_update is not None:
@@ -126,7 +129,6 @@ class DryStep:
         self._collate = make_collate(self.model, config, world, self._padding, fused_loss)
         self._packed = config.data.packing
         self._micro_batch = config.training.micro_batch
-        self._accumulation = config.training.grad_accumulation
         engine.train()
         self.engine = engine
         self._stepper = Stepper(config, world, _Observed(engine, begin, end))
@@ -144,9 +146,19 @@ class DryStep:
             del row["lengths"]
         return self._collate([row] * self._micro_batch)
 
-    def train_step(self, batch: Batch) -> None:
-        """Run an optimizer step on copies of one micro-batch."""
-        self._stepper.train_step([lambda: dict(batch)] * self._accumulation, batch["labels"].numel())
+    def train_step(self, batch: Batch, times: Callable[[int], None]) -> None:
+        """Run an optimizer step on copies of one micro-batch; of each micro-step ``times`` is called with its weight.
+
+        Between the first and the last, which differ, one stands for all.
+        """
+        middle = max(0, self._micro_steps - 2)
+        weights = [1, *([middle] if middle else []), 1][: self._micro_steps]
+
+        def fetch(weight: int) -> Batch:
+            times(weight)
+            return dict(batch)
+
+        self._stepper.train_step([partial(fetch, weight) for weight in weights], batch["labels"].numel())
 
 
 def _update(update: Any, between: int, parameter: Any, *others: Any) -> None:
@@ -280,17 +292,16 @@ class RecipeRun(DryRun):
         self.notes: list[str] = []
         """Assumptions, and the recipe's messages about this model."""
         self._compiles = settle_compile(config, True, self.notes.append).model.compile != "off"
-        # Compiled code does not run on fake tensors.
-        config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, compile="off"))
-        self._config = config
-        self._documents = documents
         training = config.training
+        # Compiled code does not run on fake tensors.
+        self._config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, compile="off"))
+        self._documents = documents
         job = Job(
             shape=None,
             deepspeed={},
             ranks=config.run.ranks,
             micro_batch=training.micro_batch,
-            accumulation=training.grad_accumulation,
+            accumulation=training.micro_steps,
             allocator=allocator,
             gpu=gpu,
             sequence_parallel_size=training.sequence_parallel_size,
@@ -336,7 +347,10 @@ class RecipeRun(DryRun):
         with fake.left():
             batch = self._dry.batch([length] if self._documents is None else self._documents.row(length))
         self._counting.pairs_a_token = self._documents and self._documents.pairs(length)
-        self._dry.train_step(batch)
+        self._dry.train_step(batch, self._weigh)
+
+    def _weigh(self, times: int) -> None:
+        self._counting.times = times
 
 
 def _packed(documents: Documents | None) -> str:

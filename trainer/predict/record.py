@@ -410,6 +410,8 @@ class Counting:
         """Start with empty counts; all ranks are in DeepSpeed's collectives but an all_to_all of shared sequences."""
         self._ranks = ranks
         self._sharing = sequence_parallel_size
+        self.times = 1
+        """Weight of what is counted: one micro-step stands for all that are like it."""
         self.pairs_a_token: float | None = None
         """Pairs of query and key under the causal mask per token of packed rows; None: documents are equal."""
         self.clear()
@@ -440,7 +442,7 @@ class Counting:
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: int) -> None:
         """Count an operation of the dispatcher; collectives on streams other than 0 overlap with computation."""
-        self._calls += 1
+        self._calls += self.times
         packet = func._overloadpacket
         name = packet.__name__
         if func.namespace == "c10d":
@@ -453,7 +455,7 @@ class Counting:
         if not on_device:
             return
         if len(on_device) < len(inputs) + len(outputs) and name in ("copy_", "_to_copy"):
-            self._transfer_bytes += min(map(_bytes, (*outputs, *inputs)))
+            self._transfer_bytes += min(map(_bytes, (*outputs, *inputs))) * self.times
             return
         moved = _moved(name, args, inputs, outputs)
         precision = _PRECISIONS.get(inputs[0].dtype if inputs else None, "fp32")
@@ -463,16 +465,16 @@ class Counting:
             flops = _attention_flops(args, kwargs, *attention, self._keys_of_packed(name, args))
         elif packet in flop_registry:
             flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
-        self._operations[flops, moved, precision, attention is not None] += 1
+        self._operations[flops, moved, precision, attention is not None] += self.times
 
     def update(self, tensors: Any) -> None:
         """Count a compiled optimizer's update of these tensors (parameters, gradients, states) as one kernel."""
         found = list(_tensors(tensors))
         moved = int(sum(map(_bytes, found)) * _ADAM_MOVES)
         if any(one.device.type == "cuda" for one in found):
-            self._operations[0.0, float(moved), "fp32", False] += 1
+            self._operations[0.0, float(moved), "fp32", False] += self.times
         else:
-            self._host_bytes += moved
+            self._host_bytes += moved * self.times
 
     def _keys_of_packed(self, name: str, args: tuple[Any, ...]) -> float | None:
         """Return the mean number of keys in the document of a token of packed rows; None for other attention."""
@@ -487,7 +489,7 @@ class Counting:
         if kind is not None:
             # The whole tensor: the larger one of a gather's output or a scatter's input.
             size = max((sum(map(_bytes, _tensors(one))) for one in args[:2]), default=0)
-            self._communications[kind, size, stream != 0] += 1
+            self._communications[kind, size, stream != 0] += self.times
 
 
 def _tensors(value: Any) -> Iterator[Any]:

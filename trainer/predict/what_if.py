@@ -19,7 +19,7 @@ from ..recipe.data.batches import Order, padded_length
 from ..recipe.data.encode import Encoder
 from ..recipe.data.pipeline import Examples
 from ..recipe.data.records import Records, read_records
-from ..recipe.support import zero_stage
+from ..recipe.support import settle_batch, zero_stage
 from . import answer, deepspeed_file, jobs, ranks
 from .jobs import Prepared
 from .result import DataRisk, Holds, Point, Prediction, RiskyStep, WhatIf
@@ -169,6 +169,7 @@ def _assignments(given: argparse.Namespace) -> Iterator[Kind]:
     from . import recipe
 
     config = recipe.read(given.config, given.overrides, given.ranks, given.sequence_length)
+    config = settle_batch(config, getattr(given, "rows", 0))
     training, zero, optimizer = config.training, config.zero, config.optimizer
     if config.model.gradient_checkpointing == "none":
         yield "selective checkpointing", ("model.gradient_checkpointing=selective",), False
@@ -178,7 +179,7 @@ def _assignments(given: argparse.Namespace) -> Iterator[Kind]:
         yield "fused loss", ("model.fused_loss=auto",), True
     half = training.micro_batch // 2
     if half and not training.micro_batch % half:
-        accumulation = training.grad_accumulation * (training.micro_batch // half)  # the batch of a step is the same
+        accumulation = training.micro_steps * (training.micro_batch // half)  # the batch of a step is the same
         changes = (f"training.micro_batch={half}", f"training.grad_accumulation={accumulation}")
         yield f"micro-batch {half}", changes, True
     for stage in range(zero_stage(config, config.run.ranks) + 1, 4) if config.run.ranks > 1 else ():
@@ -329,7 +330,7 @@ def steps_an_epoch(config: Config, examples: Examples) -> int:
     Raises:
         ConfigError: there are fewer examples than one step needs.
     """
-    return Order(examples, config, 0, _data_ranks(config)).steps_per_epoch
+    return Order(examples, settle_batch(config, len(examples.rows)), 0, _data_ranks(config)).steps_per_epoch
 
 
 def _data_ranks(config: Config) -> int:
@@ -374,11 +375,12 @@ def find(
 
 def _steps(config: Config, examples: Examples) -> list[RiskyStep]:
     """Return the longest micro-batch of each optimizer step of the first epoch, of all ranks, without its places."""
-    training, ranks = config.training, _data_ranks(config)
+    training, ranks = settle_batch(config, len(examples.rows)).training, _data_ranks(config)
     found: list[RiskyStep] = []
-    orders = [iter(Order(examples, config, rank, ranks)) for rank in range(ranks)]
+    settled = msgspec.structs.replace(config, training=training)
+    orders = [iter(Order(examples, settled, rank, ranks)) for rank in range(ranks)]
     for step in range(1, steps_an_epoch(config, examples) + 1):
-        batches = [(rank, next(order)) for _ in range(training.grad_accumulation) for rank, order in enumerate(orders)]
+        batches = [(rank, next(order)) for _ in range(training.micro_steps) for rank, order in enumerate(orders)]
         lengths = [max(int(examples.tokens[row]) for row in rows) for _, rows in batches]
         longest = max(range(len(batches)), key=lambda number: lengths[number])
         rank, rows = batches[longest]

@@ -38,8 +38,8 @@ def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]
             partition["reduce_scatter"] = False  # stage3.py refuses it: Muon needs whole gradients
     result: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.micro_batch,
-        "gradient_accumulation_steps": training.grad_accumulation,
-        "train_batch_size": training.micro_batch * training.grad_accumulation * ranks,
+        "gradient_accumulation_steps": training.micro_steps,
+        "train_batch_size": training.micro_batch * training.micro_steps * ranks,
         "gradient_clipping": config.optimizer.max_grad_norm,
         "zero_optimization": partition,
         # The trainer makes the optimizer, whichever Adam is configured.

@@ -115,7 +115,7 @@ def _step(stepper: Stepper, data: Sampled, rows: list[int]) -> None:
     batch = data.batch(rows)
     label_tokens = int(data.examples.label_tokens[rows].sum())
     # With accumulation, memory is highest in the second micro-step, with the gradients of the first.
-    micro_steps = min(2, config.training.grad_accumulation)
+    micro_steps = min(2, config.training.micro_steps)
 
     def fetch(last: bool) -> Batch:
         engine.set_gradient_accumulation_boundary(last)
@@ -277,7 +277,7 @@ def measure_lengths(stepper: Stepper, data: Sampled, total_steps: int) -> None:
     earlier ones have been measured.
     """
     config, world = stepper.config, stepper.world
-    micro_batch, accumulation = config.training.micro_batch, config.training.grad_accumulation
+    micro_batch, accumulation = config.training.micro_batch, config.training.micro_steps
     rows = long_rows(data, micro_batch * accumulation * world.data_ranks, max(config.debug.lengths))
     collate = WithCounts(data.collate, world.sequence)
     lines = ProgressLines(total_steps, config.output.log_every, world)

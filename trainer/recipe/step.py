@@ -55,7 +55,7 @@ class Stepper:
         lr = float(engine.get_lr()[0])
         scale = self.world.size / max(1, label_tokens)
         loss_sum = torch.zeros((), device=self.world.device)
-        micro_batches = self.config.training.grad_accumulation * self.world.size
+        micro_batches = self.config.training.micro_steps * self.world.size
         added = addition_weight(engine.module, max(1, label_tokens), micro_batches)
         skipped_before = engine.skipped_steps
         for fetch in batches:

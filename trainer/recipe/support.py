@@ -1,10 +1,16 @@
 """What ranks, attention heads and optimizers support. Nothing here imports torch."""
 
+import msgspec
+
 from .config.schema import Config
 
 SMALL_STATES = ("adamw_bf16", "adamw_8bit")  # kinds with running averages of 2 bytes or 1
 NO_MASTERS = " without master weights"
 SEQUENCES = "training.sequence_parallel_size"
+TARGET_ROWS = 32
+"""Rows of a step where ``training.grad_accumulation`` is ``auto``."""
+LEAST_STEPS = 10
+"""Steps that small data leave in an epoch; then a step has fewer rows."""
 
 
 def ranks_refusal(ranks: int, size: int) -> str:
@@ -50,6 +56,24 @@ def zero_stage(config: Config, ranks: int) -> int:
         return 1
     alone = ranks == 1 and stage == 2 and training.precision == "bf16" and not config.zero.offload_optimizer
     return 1 if alone and config.zero.grad_accum_dtype in ("auto", "fp32") else stage
+
+
+def settle_batch(config: Config, rows: int = 0) -> Config:
+    """Return a resolved configuration whose ``training.grad_accumulation`` is a number.
+
+    ``auto`` makes ``training.total_batch``, or a step of ``TARGET_ROWS`` rows of ``training.sequence_length`` tokens
+    over all ranks. Of small data, an epoch of ``rows`` rows (0: not known), it takes half, a quarter, ... of them, so
+    that the epoch has ``LEAST_STEPS`` steps: powers of two, so that most numbers of ranks make the same batch.
+    """
+    training = config.training
+    if training.grad_accumulation != "auto":
+        return config
+    target = training.total_batch or TARGET_ROWS
+    while rows and not training.total_batch and target > 1 and target * LEAST_STEPS > rows:
+        target //= 2
+    micro_step = training.micro_batch * max(1, config.run.ranks // training.sequence_parallel_size)
+    number = max(1, round(target / micro_step))
+    return msgspec.structs.replace(config, training=msgspec.structs.replace(training, grad_accumulation=number))
 
 
 def learning_rate(config: Config) -> float:

@@ -35,6 +35,7 @@ from .preflight.consistency import settle_compile
 from .rehearse import Sampled, measure_lengths
 from .state import TrainState
 from .step import make_collate
+from .support import settle_batch
 from .trainer import Course, Resuming, Trained, Trainer
 
 
@@ -67,7 +68,7 @@ def setup(config: Config, world: World) -> Trainer:
         _prepare_output(config, output, keep=bool(found))
     with probe().phase("init"):
         tokens, documents, examples = pipeline.prepare(config, world, output, found[0] if found else None)
-        config = _settle(config, examples, world)
+        config = settle_batch(_settle(config, examples, world), len(examples.rows))
         held_out = evaluate.held_out(config, world, tokens, documents)
         order, total = _order(config, examples, world)
         engine, model = make_engine(config, world, tokens, total)

@@ -201,7 +201,7 @@ class Trainer(Stepper):
 
         faults.begin(state.step + 1)
         counts = self.order.counts(state.batches)
-        result = self.train_step([fetch] * self.config.training.grad_accumulation, counts.label_tokens)
+        result = self.train_step([fetch] * self.config.training.micro_steps, counts.label_tokens)
         state.batches += 1
         state.samples += self.order.samples_per_step
         state.tokens += counts.tokens
@@ -369,7 +369,11 @@ class Trainer(Stepper):
         saving, best = config.checkpoint, config.output.load_best and config.output.save_model
         warmup = optimizer.warmup_steps(config.schedule, total)
         share = f" ({config.schedule.warmup_ratio:.0%})" if config.schedule.warmup_steps == "auto" else ""
-        found = [f"optimizer.lr {learning_rate(config):g}", f"schedule.warmup_steps {warmup} of {total}{share}"]
+        training, rows = config.training, self.order.samples_per_step
+        divided = f" / {training.sequence_parallel_size}" if training.sequence_parallel_size > 1 else ""
+        batch = f"{training.micro_batch} x {training.micro_steps} x {self.world.size}{divided} = {rows}"
+        found = [f"training.grad_accumulation {training.micro_steps} ({batch} sequences a step)"]
+        found += [f"optimizer.lr {learning_rate(config):g}", f"schedule.warmup_steps {warmup} of {total}{share}"]
         if saving.every:
             found.append(f"checkpoint.every {saving.every} steps")
         else:

@@ -445,6 +445,8 @@ def job(spec: Spec, settings: Settings, name: str, lengths: Sequence[int] = ()) 
 def overrides(spec: Spec, settings: Settings) -> list[str]:
     """Return the assignments that turn the base configuration into a run's."""
     steps: dict[str, Value] = {"training.max_steps": spec.steps + spec.warm_up}
+    if load.load(spec.config).config.training.grad_accumulation == "auto":
+        steps["training.grad_accumulation"] = 1
     varied = {name: value for name, value in settings.items() if not name.startswith(ENVIRONMENT)}
     return [_assignment(name, value) for name, value in {**_MEASURING, **steps, **spec.settings, **varied}.items()]
 

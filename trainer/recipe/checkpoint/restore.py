@@ -55,7 +55,9 @@ def position(saved: TrainState, now: TrainState, allow: Sequence[str], path: Pat
         )
     notes = list(changes.values())
     if _divided(saved, now) and saved.global_batch == now.global_batch:
-        notes.append(f"{_divided(saved, now)}: the global batches are the same; rounding and dropout differ")
+        through = f" with training.grad_accumulation {now.grad_accumulation}, before {saved.grad_accumulation}"
+        how = through if saved.grad_accumulation != now.grad_accumulation else ""
+        notes.append(f"{_divided(saved, now)}: the global batches are the same{how}; rounding and dropout differ")
     identity = {name: getattr(now, name) for name in _IDENTITY}
     resumed = msgspec.structs.replace(saved, **identity, batches=_batches(saved, now))
     if now.evaluation_key and saved.evaluation_key != now.evaluation_key:

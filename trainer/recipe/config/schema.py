@@ -240,10 +240,11 @@ class Training(Section, frozen=True):
     """Passes over the data, when `max_steps` is 0."""
     micro_batch: AtLeast1 = 1
     """Sequences in one forward pass of one rank."""
-    grad_accumulation: AtLeast1 = 1
-    """Forward and backward passes before each optimizer step."""
+    grad_accumulation: AtLeast1 | Literal["auto"] = "auto"
+    """Forward and backward passes before each optimizer step. auto: as many as make `total_batch`, or else a batch of
+    32 sequences over all ranks, of fewer where an epoch would have less than ten steps."""
     total_batch: AtLeast0 = 0
-    """Check: micro_batch x grad_accumulation x ranks / sequence_parallel_size must be this; 0: no check."""
+    """Sequences in a step: micro_batch x grad_accumulation x ranks / sequence_parallel_size must be this; 0: free."""
     sequence_length: Length = 1024
     """Longest sequence, in tokens; `data.truncation` decides about longer ones."""
     sequence_parallel_size: AtLeast1 = 1
@@ -260,6 +261,11 @@ class Training(Section, frozen=True):
     rehearsal: bool = True
     """Before the first step, also of a run that resumes, take a step on the longest micro-batch that changes nothing:
     what does not fit fails now."""
+
+    @property
+    def micro_steps(self) -> int:
+        """`grad_accumulation` as a number: 1 as long as it is auto, until `support.settle_batch`."""
+        return 1 if self.grad_accumulation == "auto" else self.grad_accumulation
 
 
 class Evaluation(Section, frozen=True):

@@ -39,7 +39,7 @@ class Order:
     def __init__(self, examples: Examples, config: Config, rank: int, ranks: int) -> None:
         training = config.training
         self._micro_batch = training.micro_batch
-        self._accumulation = training.grad_accumulation
+        self._accumulation = training.micro_steps
         self._rank = rank
         self._ranks = ranks
         self._seed = training.seed
@@ -48,7 +48,7 @@ class Order:
         self._tokens = examples.tokens
         self._label_tokens = examples.label_tokens
         self._examples = count = len(examples.tokens)
-        self.samples_per_step = training.micro_batch * training.grad_accumulation * ranks
+        self.samples_per_step = training.micro_batch * training.micro_steps * ranks
         self.steps_per_epoch = count // self.samples_per_step
         self._drawn = (-1, numpy.empty(0, numpy.int64))
         self.first_step = 0

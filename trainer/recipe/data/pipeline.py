@@ -33,6 +33,7 @@ from ..distributed import World
 from ..model import tokenizer as tokenizers
 from ..model.loss import IGNORED
 from ..monitor import activity
+from ..support import settle_batch
 from . import messages
 from .encode import Documents, Encoder, Report, join_parts, opened, publish, scratch, texts, write_part
 from .records import Records, read_records
@@ -197,16 +198,16 @@ def examples(folder: Path, records: Records | None, config: Config) -> Examples:
     documents = Documents(folder)
     trained = _weighted(documents, numpy.flatnonzero(~_set_aside(documents, config)), records, config)
     found = _examples(documents, trained, config, bool(config.data.packing))
-    if config.data.packing == "auto" and len(found.rows) < rows_a_step(config):
+    if config.data.packing == "auto" and len(found.rows) < rows_a_step(config, len(found.rows)):
         return _examples(documents, trained, config, packing=False)
     return found
 
 
-def rows_a_step(config: Config) -> int:
-    """Return the rows that one optimizer step takes over all ranks."""
-    training = config.training
+def rows_a_step(config: Config, rows: int) -> int:
+    """Return the rows that one optimizer step takes over all ranks, of an epoch of ``rows``."""
+    training = settle_batch(config, rows).training
     data_ranks = max(1, config.run.ranks // training.sequence_parallel_size)
-    return training.micro_batch * training.grad_accumulation * data_ranks
+    return training.micro_batch * training.micro_steps * data_ranks
 
 
 def held_out(folder: Path, config: Config) -> Examples:

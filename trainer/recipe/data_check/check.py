@@ -310,17 +310,16 @@ class _Counting:
         length = config.training.sequence_length
         facts.documents = len(self._documents)
         facts.tokens = round(sum(n * weight for n, weight in zip(self._documents, self._weights, strict=True)))
-        facts.rows_a_step = pipeline.rows_a_step(config)
         rows, packed = round(sum(self._weights)), 0
         if config.data.packing and self._documents:
             # Weights change the number of documents, not how well they are packed.
             packed = round(len(best_fit(self._documents, length)) * sum(self._weights) / len(self._weights))
-        if packed >= facts.rows_a_step or config.data.packing is True:
+        if packed >= pipeline.rows_a_step(config, packed) or config.data.packing is True:
             rows = packed
             facts.padding = max(0, rows * length - facts.tokens)
         elif self._documents:
             facts.padding = _padding(sorted(self._documents), config.training.micro_batch, config.data.group_by_length)
-        facts.rows = rows
+        facts.rows, facts.rows_a_step = rows, pipeline.rows_a_step(config, rows)
         if self.lengths:
             quantiles = numpy.quantile(self.lengths, [0, 0.5, 0.9, 0.99, 1], method="higher")
             facts.lengths = Lengths(*map(int, quantiles))

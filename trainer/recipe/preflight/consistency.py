@@ -15,19 +15,20 @@ from ..config.load import Loaded
 from ..config.schema import Config, Lora
 from ..data.messages import parse
 from ..faults import spec
-from ..support import SEQUENCES, SMALL_STATES, heads_refusal, ranks_refusal
+from ..support import SEQUENCES, SMALL_STATES, heads_refusal, ranks_refusal, settle_batch
 
 
 def check_batch(loaded: Loaded, ranks: int) -> None:
     """Refuse a ``training.total_batch`` that the other settings do not yield."""
-    training = loaded.config.training
+    run = msgspec.structs.replace(loaded.config.run, ranks=ranks)
+    training = settle_batch(msgspec.structs.replace(loaded.config, run=run)).training
     sharing = training.sequence_parallel_size
-    total = training.micro_batch * training.grad_accumulation * ranks // sharing
+    total = training.micro_batch * training.micro_steps * ranks // sharing
     if training.total_batch not in (0, total) and ranks % sharing == 0:
         raise loaded.error(
             "training.total_batch",
             f"is {training.total_batch}, but micro_batch {training.micro_batch} x grad_accumulation "
-            f"{training.grad_accumulation} x {ranks} rank{'s' * (ranks != 1)}"
+            f"{training.micro_steps} x {ranks} rank{'s' * (ranks != 1)}"
             f"{f' / sequence_parallel_size {sharing}' * (sharing > 1)} is {total}",
         )
 

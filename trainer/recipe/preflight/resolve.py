@@ -255,8 +255,9 @@ def settle_data(loaded: Loaded) -> Config:
     config = loaded.config
     training, ranks = config.training, 1
     if config.run.device != "cpu":
-        rows = training.micro_batch * training.grad_accumulation
-        ranks = training.sequence_parallel_size * max(1, training.total_batch // rows)
+        given = training.grad_accumulation != "auto"
+        ranks = training.total_batch // (training.micro_batch * training.micro_steps) if given else 1
+        ranks = training.sequence_parallel_size * max(1, ranks)
     return resolve(loaded, elsewhere=ranks).config
 
 

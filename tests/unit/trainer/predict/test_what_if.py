@@ -82,7 +82,7 @@ def config(tmp_path: Path) -> str:
     (tmp_path / "d.jsonl").write_text('{"text": "some text"}\n')
     (tmp_path / "c.yaml").write_text(
         f"{MODEL}data: {{path: {tmp_path}/d.jsonl}}\n"
-        "training: {micro_batch: 4}\nzero: {stage: 2}\nrun: {ranks: 3}\n"
+        "training: {micro_batch: 4, grad_accumulation: 1}\nzero: {stage: 2}\nrun: {ranks: 3}\n"
     )
     return str(tmp_path / "c.yaml")
 

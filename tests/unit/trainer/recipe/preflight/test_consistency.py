@@ -57,6 +57,8 @@ def test_ranks_and_batches_are_those_of_groups_of_ranks() -> None:
     text = "but 1 rank is not a multiple of it; use run.ranks=2"
     assert text in refused([*FOUR, LLAMA, f"{KEY}=2", "run.ranks=1"])
     words = [*FOUR, LLAMA, f"{KEY}=2", "training.micro_batch=3"]
+    resolve.resolve(load(None, [*words, "training.total_batch=12"]))
+    words += ["training.grad_accumulation=1"]
     resolve.resolve(load(None, [*words, "training.total_batch=6"]))
     assert refused([*words, "training.total_batch=12"]) == (
         "command line: training.total_batch is 12, but micro_batch 3 x grad_accumulation 1 x 4 ranks / "
