@@ -83,6 +83,7 @@ def overrides(size: Size, seed: int, folder: Path) -> list[str]:
         f"model.name={folder}",
         f"data={{path: {folder.parent / 'documents.jsonl'}, format: text, truncation: keep_start, packing: false}}",
         f"training={{max_steps: {size.steps}, micro_batch: {size.micro_batch}, seed: {seed}}}",
+        "evaluation=off",
         f"training={{grad_accumulation: {size.accumulation}, sequence_length: {size.length}, rehearsal: false}}",
         f"training.precision={'bf16' if size.bf16 else 'fp32'}",
         f"optimizer={{lr: {size.lr}, max_grad_norm: 1.0, {adamw}}}",

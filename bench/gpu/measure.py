@@ -204,6 +204,7 @@ model: {{config: {model}}}
 data: {{path: {data}}}
 zero: {{stage: {stage}}}
 training: {{max_steps: 30, micro_batch: 2, grad_accumulation: 1, sequence_length: 1024}}
+evaluation: off
 output: {{dir: {out}, overwrite: true, save_model: false}}
 run: {{ranks: {gpus}}}
 """

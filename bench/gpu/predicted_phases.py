@@ -101,7 +101,7 @@ def words_of(row: Row, work: Path, tiny: bool) -> list[str]:
     device = "cpu" if tiny else "cuda"
     common = [model, f"data.path={work / 'data.jsonl'}", "data.packing=true", "model.compile=off"]
     common += [f"training={{max_steps: 5, micro_batch: 2, sequence_length: {length}, seed: 7}}"]
-    common += ["training.grad_accumulation=1", "optimizer.lr=1e-4"]
+    common += ["training.grad_accumulation=1", "evaluation=off", "optimizer.lr=1e-4"]
     common += ["output={save_model: false, log_every: 1}", "checkpoint.rehearse=false"]
     return [*common, f"run={{ranks: {row.gpus}, device: {device}}}", *row.words]
 

@@ -208,7 +208,14 @@ def overrides(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> lis
     if row.defaults:
         sizes = f"training={{max_steps: {steps}, micro_batch: {row.micro_batch}, sequence_length: {row.length}}}"
         device = ["run.device=cpu"] if tiny else []
-        return [f"model.name={folder}", f"data.path={data}", sizes, "training.grad_accumulation=1", *device]
+        return [
+            f"model.name={folder}",
+            f"data.path={data}",
+            sizes,
+            "training.grad_accumulation=1",
+            "evaluation=off",
+            *device,
+        ]
     return [
         f"model.name={folder}",
         f"data.path={data}",
@@ -216,6 +223,7 @@ def overrides(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> lis
         "model.compile=off",
         f"training={{max_steps: {steps}, micro_batch: {row.micro_batch}, sequence_length: {row.length}, seed: {SEED}}}",
         "training.grad_accumulation=1",
+        "evaluation=off",
         "optimizer.lr=1e-4",
         "output={save_model: false, log_every: 20}",
         "checkpoint.rehearse=false",

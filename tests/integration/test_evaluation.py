@@ -39,6 +39,7 @@ class Outcome:
         data = [f"evaluation.path={folder}/eval.jsonl", "optimizer.lr=1e-2"]
         often = ["evaluation.every=2", "evaluation.micro_batch=2"]
         samples = ["evaluation.samples=1", "evaluation.sample_tokens=4"]
+        small_runs.write_records(folder / "many.jsonl", [1 + row % 7 for row in range(1_000)])
         write_repository(folder / "poems", folder)
         best = [TWO, *data, "evaluation={every: 1, patience: 1}", "optimizer.lr=10", "output.save_model=true"]
         (folder / "out" / "last").mkdir(parents=True)
@@ -59,12 +60,20 @@ class Outcome:
                 # It resumes from the best step of a run elsewhere, and finds nothing better.
                 "resumed": (2, [*best, "zero.stage=2", f"checkpoint.resume={folder}/out/last"]),
                 "best-at-end": (1, [TRAIN, *data, "evaluation.every=2", "output.save_model=true"]),
-                "share": (1, [TRAIN, "evaluation.share=0.25", "data.packing=false"]),
+                "share": (1, [TRAIN, "evaluation={share: 0.25, every: 0}", "data.packing=false"]),
                 # A data set of the hub by its name: a folder, read as a repository is, with the same records.
                 "split": (1, [TRAIN, *named, "evaluation.split=validation", "optimizer.lr=1e-2", *often]),
                 "path": (1, [TRAIN, *data, *often]),
                 "two": (2, [TWO, *data, *often, "zero.stage=2"]),
                 "shared": (2, [TRAIN, *data, *often, *samples, "zero.stage=2", "training.sequence_parallel_size=2"]),
+                "by-default": (
+                    2,
+                    [
+                        f"data.path={folder}/many.jsonl",
+                        "training={max_steps: 11, sequence_length: 256}",
+                        "optimizer.lr=1e-2",
+                    ],
+                ),
                 "partitioned": (2, [TWO, *data, *often, *samples, "zero.stage=3", "model.fused_loss=off"]),
             },
         )
@@ -172,6 +181,23 @@ def test_a_share_is_set_aside_and_not_trained_on(outcome: Outcome) -> None:
     assert "6 examples, 2 a step" in outcome.text["share"]
     assert len(outcome.saved["share"]["rows"]) == 2
     assert list(outcome.results("share")) == [4]
+
+
+def test_by_default_a_share_of_large_data_is_evaluated_ten_times_at_most(outcome: Outcome) -> None:
+    text, results = outcome.text["by-default"], outcome.results("by-default")
+    assert "evaluation.every 2 steps on 20 examples held out (evaluation.share 0.02); the last step is exported" in text
+    assert list(results) == [2, 4, 6, 8, 10, 11]
+    loss, tokens = outcome.reference("by-default")
+    assert results[11] == (pytest.approx(loss, abs=6e-5), pytest.approx(2.718281828459045**loss, rel=1e-3), tokens)
+    assert "no evaluation" in outcome.text["none"]
+    # Packed rows of 256 tokens, a tenth of an epoch's at most in a step.
+    rows = re.search(r"packing: (\d+) rows", text)
+    assert rows is not None
+    steps = re.search(r"training.grad_accumulation (\d+) \(1 x (\d+) x 2 = (\d+) sequences a step\)", text)
+    assert steps is not None
+    step = int(steps[3])
+    assert (int(steps[1]), step) == (int(steps[2]), 2 * int(steps[2]))
+    assert step * 10 <= int(rows[1]) < step * 20
 
 
 def test_samples_are_answers_to_the_prompt_alone(outcome: Outcome) -> None:

@@ -69,8 +69,8 @@ def setup(config: Config, world: World) -> Trainer:
     with probe().phase("init"):
         tokens, documents, examples = pipeline.prepare(config, world, output, found[0] if found else None)
         config = settle_batch(_settle(config, examples, world), len(examples.rows))
-        held_out = evaluate.held_out(config, world, tokens, documents)
         order, total = _order(config, examples, world)
+        held_out = evaluate.held_out(config, world, tokens, documents, total / order.steps_per_epoch)
         engine, model = make_engine(config, world, tokens, total)
         if config.output.save_model and config.training.rehearsal:
             rehearse_export(model, config, world)
@@ -88,6 +88,7 @@ def setup(config: Config, world: World) -> Trainer:
             optimizer.change_total(engine, config, total)
             run_uncompiled(model)
             collate = make_collate(model, config, world, padding, fused_loss)
+        config = pipeline.settle_evaluation(config, documents, total)
         state = _fresh_state(config, examples, order, world)
         state.evaluation_key = held_out.key if held_out is not None else ""
         base = base_of(engine.module, config, world)

@@ -143,7 +143,7 @@ class Trainer(Stepper):
             self.total_steps,
             self.total_steps / self.order.steps_per_epoch,
             str(self.output),
-            evaluate_every=evaluation.every if self.evaluator else 0,
+            evaluate_every=evaluation.interval if self.evaluator else 0,
             evaluate_at_end=self.evaluator is not None and evaluation.at_end,
             checkpoint_every=saving.every,
             checkpoint_at_end=saving.at_end,
@@ -365,24 +365,31 @@ class Trainer(Stepper):
 
     def _settings(self) -> list[str]:
         """Return what has safe defaults, as it is in this run, with the key of each."""
-        config, total = self.config, self.total_steps
-        saving, best = config.checkpoint, config.output.load_best and config.output.save_model
+        config, total, training, saving = self.config, self.total_steps, self.config.training, self.config.checkpoint
         warmup = optimizer.warmup_steps(config.schedule, total)
         share = f" ({config.schedule.warmup_ratio:.0%})" if config.schedule.warmup_steps == "auto" else ""
-        training, rows = config.training, self.order.samples_per_step
         divided = f" / {training.sequence_parallel_size}" if training.sequence_parallel_size > 1 else ""
-        batch = f"{training.micro_batch} x {training.micro_steps} x {self.world.size}{divided} = {rows}"
-        found = [f"training.grad_accumulation {training.micro_steps} ({batch} sequences a step)"]
-        found += [f"optimizer.lr {learning_rate(config):g}", f"schedule.warmup_steps {warmup} of {total}{share}"]
-        if saving.every:
-            found.append(f"checkpoint.every {saving.every} steps")
-        else:
-            found.append(
-                f"checkpoint.minutes {saving.minutes:g}" if saving.minutes else "no checkpoints by time or step"
-            )
-        if self.evaluator is not None:
-            found.append(f"the {'best evaluation' if best and saving.keep_best else 'last step'} is exported")
-        return found
+        batch = f"{training.micro_batch} x {training.micro_steps} x {self.world.size}{divided}"
+        batch += f" = {self.order.samples_per_step} sequences a step"
+        timed = f"checkpoint.minutes {saving.minutes:g}" if saving.minutes else "no checkpoints by time or step"
+        return [
+            f"training.grad_accumulation {training.micro_steps} ({batch})",
+            f"optimizer.lr {learning_rate(config):g}",
+            f"schedule.warmup_steps {warmup} of {total}{share}",
+            f"checkpoint.every {saving.every} steps" if saving.every else timed,
+            *self._evaluation_settings(),
+        ]
+
+    def _evaluation_settings(self) -> list[str]:
+        settings, output = self.config.evaluation, self.config.output
+        if self.evaluator is None:
+            return ["no evaluation"]
+        count, share = len(self.evaluator.examples.rows), settings.held_out
+        held_out = f" held out (evaluation.share {share:g})" if share else ""
+        when = f"evaluation.every {settings.interval} steps" if settings.interval else "evaluation after the last step"
+        best = output.load_best and output.save_model and self.config.checkpoint.keep_best
+        exported = "best evaluation" if best else "last step"
+        return [f"{when} on {count:,} examples{held_out}", f"the {exported} is exported"]
 
     def introduce(self) -> None:
         """Print a summary of the training."""

@@ -71,7 +71,7 @@ def plan(config: Config, steps: range, checkpoint: int, model: int) -> Plan:
     regular = _multiples(steps, saving.every) + (saving.at_end and (not saving.every or steps.stop % saving.every != 1))
     # Without other checkpoints the best one is the newest.
     best = evaluation.on and saving.keep_best
-    saves = regular + (_multiples(steps, evaluation.every) + evaluation.at_end if best else 0)
+    saves = regular + (_multiples(steps, evaluation.interval) + evaluation.at_end if best else 0)
     return Plan(checkpoint, model, saves, saving.keep + (best and regular > 0))
 
 

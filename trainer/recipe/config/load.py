@@ -17,7 +17,7 @@ from msgspec import inspect
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from ....protocol.errors import ConfigError, UsageError
-from .schema import MOST_WHOLE, Config
+from .schema import MOST_WHOLE, OFF, Config
 
 # YAML as nodes with their lines: PyYAML's ``compose`` keeps positions and builds no Python objects. A scalar is
 # interpreted later, by the type of its field (YAML 1.1 would read ``1e-5`` as text and ``no`` as a boolean).
@@ -198,6 +198,8 @@ def decode(tree: Node | None, source: str) -> Loaded:
 
 
 def _struct(node: Node, info: inspect.StructType, path: str, places: dict[str, str]) -> dict[str, Any]:
+    if path in OFF and isinstance(node, ScalarNode) and node.style is None and node.value.lower() in _FALSE:
+        return OFF[path]
     if not isinstance(node, MappingNode):
         keys = ", ".join(found.name for found in info.fields[:3])
         raise _wrong(node, path, f"must be a section with keys such as {keys}")

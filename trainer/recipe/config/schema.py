@@ -18,6 +18,7 @@ AtLeast0 = Annotated[int, msgspec.Meta(ge=0, le=MOST_WHOLE)]
 AtLeast1 = Annotated[int, msgspec.Meta(ge=1, le=MOST_WHOLE)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=MOST_SEED)]
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+Share = Annotated[float, msgspec.Meta(ge=0.0, le=0.5)]
 Momentum = Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
 Positive = Annotated[float, msgspec.Meta(gt=0.0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0.0)]
@@ -25,6 +26,10 @@ Length = Annotated[int, msgspec.Meta(ge=8, le=MOST_WHOLE)]
 """Of a sequence, in tokens."""
 Format = Literal["auto", "text", "instruction", "alpaca", "chat", "sharegpt", "markers"]
 Change = Literal["seed", "data", "sequence_length", "micro_batch", "grad_accumulation", "ranks"]
+
+
+OFF: dict[str, dict[str, Any]] = {"evaluation": {"share": 0.0, "every": 0}}
+"""Sections that may be `off` (or false, no), and the values that this means."""
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -269,22 +274,24 @@ class Training(Section, frozen=True):
 
 
 class Evaluation(Section, frozen=True):
-    """Loss on examples that are not trained on. One of `path`, `split` and `share` turns it on."""
+    """Loss on examples that are not trained on: of `path`, `split`, or else a `share`; `evaluation: off`: none."""
 
     path: str = ""
     """A local file, in the form of `data.path`."""
     split: str = ""
     """A split of the data set `data.name`, such as validation."""
-    share: Annotated[float, msgspec.Meta(ge=0.0, le=0.5)] = 0.0
-    """Share of the training records that is set aside for evaluation, drawn from `training.seed`."""
-    every: AtLeast0 = 0
-    """Steps between evaluations; 0: at the end alone."""
+    share: Share | Literal["auto"] = "auto"
+    """Share of the training records that is set aside for evaluation, drawn from `training.seed`; 0: none. auto: 2 %
+    of 1,000 records or more, or where `every`, `patience` or `samples` ask for it, and without `path` and `split`."""
+    every: AtLeast0 | Literal["auto"] = "auto"
+    """Steps between evaluations; 0: at the end alone. auto: ten evaluations."""
     at_end: bool = True
     """Evaluate after the last step."""
     limit: AtLeast0 = 0
-    """Evaluate on the first so many examples; 0: all."""
+    """Evaluate on the first so many examples; 0: all, of an auto `share` as large a part as is trained of an epoch."""
     micro_batch: AtLeast0 = 0
-    """Sequences in one forward pass of one rank; 0: `training.micro_batch`."""
+    """Sequences in one forward pass of one rank; 0: `training.micro_batch`, and where that is of packed rows as many
+    sequences as have its tokens."""
     patience: AtLeast0 = 0
     """Stop after so many evaluations in a row without a new lowest loss; 0: never."""
     samples: AtLeast0 = 0
@@ -295,7 +302,17 @@ class Evaluation(Section, frozen=True):
     @property
     def on(self) -> bool:
         """There is something to evaluate on."""
-        return bool(self.path or self.split or self.share)
+        return bool(self.path or self.split or self.held_out)
+
+    @property
+    def held_out(self) -> float:
+        """`share` as a number: 0 as long as it is auto, until `pipeline.settle_evaluation`."""
+        return 0.0 if self.share == "auto" else self.share
+
+    @property
+    def interval(self) -> int:
+        """`every` as a number: 0 as long as it is auto, until `pipeline.settle_evaluation`."""
+        return 0 if self.every == "auto" else self.every
 
     def data(self, trained: Data) -> Data:
         """Return the evaluation's own file or split as data that are read as those of the training are."""

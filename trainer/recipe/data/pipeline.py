@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,14 @@ class Examples:
     key: str = ""
     """Identifier of the content: equal for equal token ids and labels in equal order, from any files."""
     report: Report = field(default_factory=Report)
+
+    def select(self, rows: Sequence[int]) -> "Examples":
+        """Return some of the rows, in the order given; their key has their number."""
+        chosen = numpy.asarray(rows, numpy.int64)
+        tokens, labels = self.tokens[chosen], self.label_tokens[chosen]
+        return replace(
+            self, rows=self.rows.select(rows), tokens=tokens, label_tokens=labels, key=f"{self.key}-{len(rows)}"
+        )
 
 
 class Rows:
@@ -216,9 +225,49 @@ def held_out(folder: Path, config: Config) -> Examples:
     return _examples(documents, numpy.flatnonzero(_set_aside(documents, config)), config, packing=False)
 
 
+_LEAST_RECORDS = 1_000
+"""Records of which some are held out by default: 20, for losses that mean something."""
+_HELD_OUT = 0.02
+_LEAST_EXAMPLES = 20
+_EVALUATIONS = 10
+
+
+def settle_share(config: Config, documents: Documents) -> Config:
+    """Return a configuration whose ``evaluation.share`` is a number: by default a share of large data."""
+    settings = config.evaluation
+    if settings.share != "auto":
+        return config
+    asked = settings.interval or settings.patience or settings.samples
+    large = asked or len(numpy.unique(documents.records)) >= _LEAST_RECORDS
+    share = _HELD_OUT if large and not (settings.path or settings.split) else 0.0
+    return msgspec.structs.replace(config, evaluation=msgspec.structs.replace(settings, share=share))
+
+
+def settle_evaluation(config: Config, folder: Path, total: int) -> Config:
+    """Return a configuration whose ``evaluation.share`` and ``every`` are numbers, for ``total`` steps."""
+    settled = settle_share(config, Documents(folder))
+    if settled.evaluation.every != "auto":
+        return settled
+    every = -(-total // _EVALUATIONS) if settled.evaluation.on else 0
+    return msgspec.structs.replace(settled, evaluation=msgspec.structs.replace(settled.evaluation, every=every))
+
+
+def evaluated(config: Config, examples: Examples, epochs: float) -> Examples:
+    """Return the held-out examples to evaluate on, of an unsettled configuration.
+
+    Evaluations of a share that nobody has chosen cost ten times that share of the trained examples, so of less than an
+    epoch it takes a part of them, spread over the data.
+    """
+    count = len(examples.rows)
+    if config.evaluation.share != "auto" or config.evaluation.limit or epochs >= 1:
+        return examples.select(range(min(config.evaluation.limit or count, count)))
+    wanted = min(count, max(_LEAST_EXAMPLES, math.ceil(count * epochs)))
+    return examples.select([number * count // wanted for number in range(wanted)])
+
+
 def _set_aside(documents: Documents, config: Config) -> NDArray[numpy.bool_]:
     """Return a mask of the documents to evaluate on: whole records, drawn before weights repeat them."""
-    share = config.evaluation.share
+    share = settle_share(config, documents).evaluation.held_out
     if not share:
         return numpy.zeros(len(documents), bool)
     records = numpy.unique(documents.records)

@@ -1,6 +1,5 @@
 """Evaluates a model: mean loss over all label tokens of the evaluation examples, each counted once."""
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +14,8 @@ import torch.distributed as dist
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from ..data import pipeline
-from ..data.batches import shift_labels
-from ..data.encode import Encoder
+from ..data.batches import padded_length, shift_labels
+from ..data.encode import Documents, Encoder
 from ..data.pipeline import Examples
 from ..data.records import read_records
 from ..distributed import World
@@ -28,24 +27,18 @@ from ..monitor import Progress, activity, probe
 from ..state import TrainState
 
 
-def held_out(config: Config, world: World, tokens: Any, trained: Path) -> Examples | None:
+def held_out(config: Config, world: World, tokens: Any, trained: Path, epochs: float = 1.0) -> Examples | None:
     """Return the examples to evaluate on; None without evaluation. All ranks call this.
 
     Rank 0 encodes; ``trained`` is the folder of the training's encoded documents, of which ``evaluation.share`` sets
-    some aside.
+    some aside. ``epochs``: how much will be trained.
     """
-    settings = config.evaluation
-    if not settings.on:
+    settled = pipeline.settle_share(config, Documents(trained))
+    if not settled.evaluation.on:
         return None
-    found = pipeline.held_out(trained, config) if settings.share else _encoded(config, world, tokens)
-    count = min(settings.limit or len(found.rows), len(found.rows))
-    return dataclasses.replace(
-        found,
-        rows=found.rows.select(range(count)),
-        tokens=found.tokens[:count],
-        label_tokens=found.label_tokens[:count],
-        key=f"{found.key}-{count}",
-    )
+    own = settled.evaluation.held_out > 0
+    found = pipeline.held_out(trained, settled) if own else _encoded(config, world, tokens)
+    return pipeline.evaluated(config, found, epochs)
 
 
 def _encoded(config: Config, world: World, tokens: Any) -> Examples:
@@ -108,6 +101,25 @@ def generate(
     return result
 
 
+def divided(config: Config, tokens: Any) -> list[list[int]]:
+    """Return the rows of each batch, given the tokens of all rows; the largest batch first, which fails at once.
+
+    Rows of a batch have similar lengths. Where the micro-batch is of packed rows, which are full, a batch of other rows
+    takes as many as have its tokens: a few short ones would leave the device idle.
+    """
+    given, training = config.evaluation.micro_batch, config.training
+    left = sorted(range(len(tokens)), key=lambda row: (-int(tokens[row]), row))
+    batches: list[tuple[int, list[int]]] = []
+    while left:
+        length = padded_length(int(tokens[left[0]]), training.sequence_length)
+        size = given or training.micro_batch
+        if not given and config.data.packing:
+            size = max(size, training.micro_batch * training.sequence_length // length)
+        batches.append((length * min(size, len(left)), left[:size]))
+        left = left[size:]
+    return [rows for _, rows in sorted(batches, key=lambda batch: -batch[0])]
+
+
 class Evaluated(msgspec.Struct, frozen=True):
     """Result of one evaluation, equal on all ranks."""
 
@@ -147,19 +159,17 @@ class Evaluator:
         self._tokens = tokens
         self.examples = examples
         self._collate = collate
-        self._micro_batch = config.evaluation.micro_batch or config.training.micro_batch
-        # Longest first: rows of a batch have similar lengths, and a batch that does not fit fails at once.
-        self._order: list[int] = sorted(range(len(examples.rows)), key=lambda row: (-int(examples.tokens[row]), row))
+        self._batches = divided(config, examples.tokens)
 
     def due(self, step: int, last: bool) -> bool:
         """Return whether an evaluation follows optimizer step ``step``."""
-        every = self._settings.every
+        every = self._settings.interval
         return bool(every and step % every == 0) or (last and self._settings.at_end)
 
     def run(self, state: TrainState) -> Evaluated:
         """Evaluate, print and report the result, and record in ``state`` whether it is the best."""
         began = time.perf_counter()
-        batches = -(-len(self._order) // (self._micro_batch * self._world.data_ranks))
+        batches = -(-len(self._batches) // self._world.data_ranks)
         with probe().phase("eval"), activity("evaluation", total=batches) as progress:
             loss, label_tokens = self.loss(progress=progress)
             if self._settings.samples:
@@ -217,13 +227,11 @@ class Evaluator:
         If batches do not divide by ranks, the other ranks repeat one without labels: under ZeRO-3 each forward gathers
         parameters from all ranks. Ranks that share sequences count the labels of their slices.
         """
-        size, ranks = self._micro_batch, self._world.data_ranks
-        starts = range(0, len(self._order), size)
-        for first in range(0, len(starts), ranks):
+        ranks = self._world.data_ranks
+        for first in range(0, len(self._batches), ranks):
             mine = first + self._world.data_rank
-            counted = mine < len(starts)
-            start = starts[mine if counted else first]
-            rows = [self.examples.rows[row] for row in self._order[start : start + size]]
+            counted = mine < len(self._batches)
+            rows = [self.examples.rows[row] for row in self._batches[mine if counted else first]]
             if not counted:
                 rows = [{**row, "labels": [IGNORED] * len(row["labels"])} for row in rows]
             batch = self._collate(rows)

@@ -16,7 +16,7 @@ import msgspec
 from ....protocol.errors import UsageError
 from .. import hardware
 from ..config.load import Loaded
-from ..config.schema import Config
+from ..config.schema import Config, Evaluation
 from ..data import messages
 from ..data.messages import NONE, first_record, shipped
 from ..support import learning_rate
@@ -310,12 +310,16 @@ def _check_compiler(loaded: Loaded, device: str) -> None:
 
 def _check_evaluation(loaded: Loaded) -> None:
     settings, data = loaded.config.evaluation, loaded.config.data
-    sources = [name for name in ("path", "split", "share") if getattr(settings, name)]
+    sources = [name for name, given in _sources(settings) if given]
     if len(sources) > 1:
         raise loaded.error(f"evaluation.{sources[1]}", f"is given beside evaluation.{sources[0]}; leave one out")
-    if not sources:
-        for name in ("every", "patience", "samples"):
-            if getattr(settings, name):
+    if not sources and settings.share == 0:
+        for name, asked in (
+            ("every", settings.interval),
+            ("patience", settings.patience),
+            ("samples", settings.samples),
+        ):
+            if asked:
                 raise loaded.error(f"evaluation.{name}", "needs data: evaluation.path, evaluation.split or .share")
         return
     if settings.path:
@@ -326,6 +330,10 @@ def _check_evaluation(loaded: Loaded) -> None:
         raise loaded.error("evaluation.patience", "needs evaluation.every above 0")
     if not settings.every and not settings.at_end:
         raise loaded.error("evaluation.every", "is 0 and evaluation.at_end is false: nothing would be evaluated")
+
+
+def _sources(settings: Evaluation) -> list[tuple[str, object]]:
+    return [("path", settings.path), ("split", settings.split), ("share", settings.held_out)]
 
 
 def _check_output(loaded: Loaded) -> None:

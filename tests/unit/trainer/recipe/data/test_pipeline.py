@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy
 import pytest
+import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.schema import Config, Data, Evaluation, File, Training
 from ftmon.trainer.recipe.data import encode, pipeline
@@ -230,6 +231,75 @@ def test_no_copy_of_a_record_that_is_set_aside_is_trained_on(tmp_path: Path, tok
     ids = [row["input_ids"].tolist() for row in aside.rows]
     assert [row["input_ids"].tolist() for row in first.rows] == ids[:3]
     assert len(first.tokens) == len(first.label_tokens) == 3
+
+
+@pytest.mark.parametrize(
+    ("records", "settings", "held_out"),
+    [
+        (1_200, Evaluation(), 24),
+        (999, Evaluation(), 0),
+        (999, Evaluation(every=3), 20),
+        (1_200, Evaluation(share=0.0, every=0), 0),
+        (1_200, Evaluation(path="held-out.jsonl"), 0),
+        (40, Evaluation(share=0.5), 20),
+    ],
+)
+def test_the_held_out_records_are_those_of_a_plain_draw_and_none_is_trained_on(
+    tmp_path: Path, tokenizer: Any, records: int, settings: Evaluation, held_out: int
+) -> None:
+    texts(tmp_path / "a.jsonl", records, 3)
+    for seed in (42, 7):
+        training = Training(sequence_length=16, seed=seed)
+        config = Config(data=Data(path=str(tmp_path / "a.jsonl")), training=training, evaluation=settings)
+        folder, _ = encoded(config, tokenizer)
+        drawn = torch.randperm(records, generator=torch.Generator().manual_seed(seed)).tolist()
+        expected = sorted(drawn[:held_out])
+        trained = pipeline.examples(folder, None, config)
+        # Another rank, and a run that resumes, begin from the folder alone.
+        for again in (config, pipeline.settle_evaluation(config, folder, total=101)):
+            rows = pipeline.examples(folder, None, again).rows
+            taught = [record for row in range(len(rows)) for record in rows.records(row)]
+            assert sorted(taught) == [record for record in range(records) if record not in expected]
+            assert pipeline.examples(folder, None, again).key == trained.key
+        settled = pipeline.settle_evaluation(config, folder, total=101).evaluation
+        assert settled.interval == (settings.interval or 11 if held_out or settings.path else 0)
+        if held_out:
+            aside = pipeline.held_out(folder, config)
+            assert [aside.rows.records(row) for row in range(held_out)] == [[record] for record in expected]
+
+
+def test_of_a_part_of_an_epoch_a_part_of_the_held_out_examples_is_evaluated(tmp_path: Path, tokenizer: Any) -> None:
+    texts(tmp_path / "a.jsonl", 2_000, 3)
+    config = Config(data=Data(path=str(tmp_path / "a.jsonl")), training=Training(sequence_length=16))
+    folder, _ = encoded(config, tokenizer)
+    unused: Any = None
+    whole = pipeline.held_out(folder, config)
+    for epochs, count in ((3.0, 40), (0.75, 30), (0.1, 20)):
+        found = evaluate.held_out(config, unused, tokenizer, folder, epochs)
+        assert found is not None
+        chosen = [whole.rows.records(number * 40 // count) for number in range(count)]
+        assert [found.rows.records(row) for row in range(len(found.rows))] == chosen
+    given = msgspec.structs.replace(config, evaluation=Evaluation(share=0.02))
+    assert len(evaluate.held_out(given, unused, tokenizer, folder, 0.1).rows) == 40  # type: ignore[union-attr]
+
+
+def test_evaluation_batches_hold_each_row_once_and_no_more_tokens_than_a_packed_micro_batch() -> None:
+    lengths = numpy.random.default_rng(1).integers(1, 65, 200)
+    for packing, given in ((True, 0), (True, 3), (False, 0)):
+        config = Config(
+            data=Data(packing=packing),
+            training=Training(micro_batch=2, sequence_length=64),
+            evaluation=Evaluation(micro_batch=given),
+        )
+        batches = evaluate.divided(config, lengths)
+        assert sorted(row for rows in batches for row in rows) == list(range(200))
+        sizes = [len(rows) * -(-max(lengths[row] for row in rows) // 8) * 8 for rows in batches]
+        assert max(sizes) == sizes[0]
+        assert sizes[0] <= (given or 2) * 64
+        if packing and not given:
+            assert min(sizes[:-1]) > 128 - 64, "short rows fill a batch"
+        else:
+            assert {len(rows) for rows in batches} <= {given or 2, 200 % (given or 2)}
 
 
 def test_a_share_of_a_single_record_is_refused(tmp_path: Path, tokenizer: Any) -> None:
