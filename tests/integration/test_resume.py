@@ -98,17 +98,16 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     runs = Runs(tmp_path_factory.mktemp("resume"))
-    auto = ["checkpoint.resume=auto"]
     jobs: list[str] = []
     for kind, words in KINDS.items():
         jobs.append(runs.job(f"whole-{kind}", *words))
         if kind == "z2":
             continue  # with offload and with adapters it is resumed
         jobs.append(runs.job(f"cut-{CUTS[kind]}-{kind}", *words, out=f"cut-{kind}"))
-        jobs.append(runs.job(f"resumed-{kind}", *words, *auto, out=f"cut-{kind}"))
+        jobs.append(runs.job(f"resumed-{kind}", *words, out=f"cut-{kind}"))
     jobs.append(runs.job("term-3-z3", "zero.stage=3", "checkpoint.every=0"))
     jobs.append(runs.job("full-4-z2", "zero.stage=2", "checkpoint={every: 3, at_end: false, background: false}"))
-    again = "checkpoint={every: 3, at_end: false, resume: auto}"
+    again = "checkpoint={every: 3, at_end: false}"
     jobs.append(runs.job("after-full", "zero.stage=2", again, out="full-4-z2"))
     step_4 = f"checkpoint.resume={runs.path}/whole-z2/checkpoints/step-4"
     for name, change in CHANGES.items():
@@ -124,7 +123,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     # One rank, killed in earnest while it may be writing.
     killed = runs.job("kill-5-z2", "zero.stage=2", ranks=1)
     alone = [
-        runs.job("resumed-killed", "zero.stage=2", *auto, out="kill-5-z2", ranks=1),
+        runs.job("resumed-killed", "zero.stage=2", out="kill-5-z2", ranks=1),
         runs.job("whole-one", "zero.stage=2", ranks=1),
     ]
     for kind in FEWER:

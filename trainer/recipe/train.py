@@ -1,12 +1,14 @@
 """Sets up a training (data, model, engine and position), and runs it."""
 
+import errno
+import fcntl
 import logging
 import math
 import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 from transformers.utils.logging import disable_progress_bar
@@ -143,9 +145,29 @@ def _prepare_output(config: Config, output: Path, keep: bool) -> None:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output.dir: {output}: cannot be made: {error.strerror}") from None
+    _claim(output)
     if config.output.overwrite and not keep:
         for old in ("checkpoints", "model"):
             shutil.rmtree(output / old, ignore_errors=True)
+
+
+_claimed: list[IO[str]] = []
+"""Locked files, which stay open until the process ends."""
+
+
+def _claim(output: Path) -> None:
+    """Refuse an output folder that another run is writing to."""
+    file = (output / ".lock").open("a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise ConfigError(
+                f"output.dir: {output}: another run is writing to it; wait for its end, or give another folder"
+            ) from None
+        return  # a file system without locks
+    _claimed.append(file)
 
 
 def _silence_libraries() -> None:

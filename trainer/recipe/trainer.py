@@ -377,6 +377,7 @@ class Trainer(Stepper):
             f"optimizer.lr {learning_rate(config):g}",
             f"schedule.warmup_steps {warmup} of {total}{share}",
             f"checkpoint.every {saving.every} steps" if saving.every else timed,
+            *(["checkpoint.resume auto"] if saving.resume == "auto" else []),
             *self._evaluation_settings(),
         ]
 

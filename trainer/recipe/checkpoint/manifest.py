@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ....protocol.errors import ConfigError
+from ..config.schema import Config
 from ..state import TrainState
 
 NAME = "manifest.json"
 _CHUNK_BYTES = 8 << 20
+_SHOWN = 60
+"""Characters of a value in an error."""
 
 
 class File(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -57,6 +60,48 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     optimizer: str = "adamw"
     """Kind of the optimizer's states (``support.states``)."""
     evaluation_loss: float | None = None
+    settings: dict[str, Any] = {}
+    """What ``identity`` gave when it was written; empty in checkpoints of earlier versions."""
+
+
+_IDENTITY = {
+    "model": ("name", "config", "overrides", "quantization"),
+    "lora": ("rank", "kind", "alpha", "dropout", "targets"),
+    "optimizer": (
+        *("lr", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm", "kind", "master_weights"),
+        *("muon_lr", "muon_momentum"),
+    ),
+    "schedule": ("kind", "warmup_steps", "warmup_ratio", "final_ratio"),
+    "training": ("max_steps", "epochs", "precision"),
+}
+"""What a training is of, and how it learns. Of data, seed and batch the position's own rules decide (``restore``). Left
+out is what makes the same steps in other memory or time, and where results go."""
+_SAME_ADAMW = ("auto", "deepspeed", "torch", "torch_foreach", "torch_fused")
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """Return the settings of a resolved configuration that make a training another one, by dotted path."""
+    found = {f"{name}.{key}": getattr(getattr(config, name), key) for name, keys in _IDENTITY.items() for key in keys}
+    if found["optimizer.kind"] in _SAME_ADAMW:
+        found["optimizer.kind"] = "auto"
+    return msgspec.to_builtins(found)
+
+
+def changes(saved: Manifest, config: Config) -> list[str]:
+    """Return how a resolved configuration differs from that of a checkpoint; empty if both are the same training."""
+    now = identity(config)
+    return [
+        f"{name} was {_shown(saved.settings[name])} and is {_shown(now[name])}"
+        for name in now
+        if name in saved.settings and saved.settings[name] != now[name]
+    ]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return (text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...") or "empty"
 
 
 def read(folder: Path) -> Manifest | None:

@@ -317,6 +317,7 @@ class Checkpoints:
             base=self._base,
             optimizer=support.states(self._config),
             evaluation_loss=evaluation_loss,
+            settings=manifest.identity(self._config),
         )
         arguments = (self._serial, part, content, began)
         if self._config.checkpoint.background:

@@ -341,8 +341,9 @@ class Checkpoint(Section, frozen=True):
     rehearse: bool = True
     """In the rehearsal (`training.rehearsal`), check the disk's space for all that will be written, and write and read
     back a sample of each file of a checkpoint."""
-    resume: str = "never"
-    """never; auto: from the newest in `output.dir` when there is one; or the path of a checkpoint or output folder."""
+    resume: str = "auto"
+    """auto: from the newest in `output.dir` where there is one, of the same configuration (another one is refused);
+    never; or the path of a checkpoint or output folder, whose settings may differ."""
     allow: list[Change] = msgspec.field(default_factory=list[Change])
     """Differences from the checkpoint to accept although the run then differs from an uninterrupted one: seed,
     data, sequence_length, micro_batch, grad_accumulation, ranks."""

@@ -4,6 +4,7 @@ A refusal is a ``ConfigError`` whose text names the place and the dotted path.
 """
 
 import os
+import shlex
 import socket
 import threading
 from functools import cache
@@ -15,6 +16,7 @@ import msgspec
 
 from ....protocol.errors import UsageError
 from .. import hardware
+from ..checkpoint import manifest as checkpoints
 from ..config.load import Loaded
 from ..config.schema import Config, Evaluation
 from ..data import messages
@@ -227,10 +229,8 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
     _check_evaluation(loaded)
     if not elsewhere:
         _check_compiler(loaded, device)
-        _check_output(loaded)
     check_fault(loaded, ranks)
     check_lengths(loaded, precision)
-    resume = config.checkpoint.resume
     threads = config.run.threads or _threads(config, device, ranks)
     run = msgspec.structs.replace(config.run, device=device, ranks=ranks, threads=threads)
     settled = msgspec.structs.replace(
@@ -240,10 +240,11 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
         optimizer=msgspec.structs.replace(config.optimizer, lr=learning_rate(config)),
         evaluation=msgspec.structs.replace(config.evaluation, path=_absolute(config.evaluation.path)),
         output=msgspec.structs.replace(config.output, dir=_absolute(config.output.dir)),
-        checkpoint=msgspec.structs.replace(
-            config.checkpoint, resume=resume if resume in ("never", "auto") else _absolute(resume)
-        ),
     )
+    saving = msgspec.structs.replace(config.checkpoint, resume=_resume(loaded, settled, elsewhere))
+    settled = msgspec.structs.replace(settled, checkpoint=saving)
+    if not elsewhere:
+        _check_output(loaded, settled)
     return Resolved(settled, device, gpus)
 
 
@@ -336,28 +337,62 @@ def _sources(settings: Evaluation) -> list[tuple[str, object]]:
     return [("path", settings.path), ("split", settings.split), ("share", settings.held_out)]
 
 
-def _check_output(loaded: Loaded) -> None:
-    config = loaded.config
-    resume = config.checkpoint.resume
-    if resume not in ("never", "auto") and not Path(resume).expanduser().is_dir():
-        raise loaded.error("checkpoint.resume", f"{resume}: no such folder (or give never, or auto)")
+def _resume(loaded: Loaded, settled: Config, elsewhere: int) -> str:
+    """Return where a run resumes from: ``auto``, ``never``, or an absolute path."""
+    resume, output = loaded.config.checkpoint.resume, loaded.config.output
+    if resume not in ("never", "auto"):
+        return _absolute(resume)
+    if resume == "auto" and "checkpoint.resume" not in loaded.places:
+        return "never" if output.overwrite or not output.dir else "auto"
+    if resume == "auto" and output.overwrite and output.dir and not elsewhere:
+        return "never" if _changes(settled) else "auto"
+    return resume
+
+
+def _changes(settled: Config) -> list[str]:
+    """Return how a configuration differs from that of the newest checkpoint in its output folder, if there is one."""
+    found, _ = checkpoints.candidates("auto", Path(settled.output.dir))
+    return checkpoints.changes(found[0].manifest, settled) if found else []
+
+
+def _check_output(loaded: Loaded, settled: Config) -> None:
+    """Refuse a place to resume from that is not there, and an output folder that cannot be used."""
+    config, resume = loaded.config, settled.checkpoint.resume
+    if resume not in ("never", "auto") and not Path(resume).is_dir():
+        raise loaded.error("checkpoint.resume", f"{config.checkpoint.resume}: no such folder (or give never, or auto)")
     if not config.output.dir:
         if resume == "auto":
             raise loaded.error("checkpoint.resume", "is auto, but output.dir is not given: there is nowhere to look")
         return
-    folder = Path(config.output.dir).expanduser()
+    folder = Path(settled.output.dir)
     if folder.exists() and not folder.is_dir():
         raise loaded.error("output.dir", f"{config.output.dir}: is not a directory")
-    existing = next((parent for parent in (folder, *folder.absolute().parents) if parent.exists()), Path("/"))
+    existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path("/"))
     if not os.access(existing, os.W_OK):
         raise loaded.error("output.dir", f"{config.output.dir}: cannot be written ({existing} is not yours)")
-    used = any((folder / name).exists() for name in ("checkpoints", "model"))
-    if used and resume == "never" and not config.output.overwrite:
-        raise loaded.error(
-            "output.dir",
-            f"{config.output.dir}: holds results of an earlier run; go on from them with checkpoint.resume=auto, "
-            "begin anew with output.overwrite=true, or give another folder",
-        )
+    if resume in ("never", "auto") and not config.output.overwrite:
+        _check_results(loaded, settled, folder)
+
+
+def _check_results(loaded: Loaded, settled: Config, folder: Path) -> None:
+    """Refuse an output folder with results that this run neither continues nor may write over."""
+    found, notes = checkpoints.candidates("auto", folder)
+    has_model = (folder / "model").exists()
+    asked = "checkpoint.resume" in loaded.places
+    problem = ""
+    if settled.checkpoint.resume == "never":
+        problem = "holds results of an earlier run" if found or notes or has_model else ""
+    elif changes := _changes(settled):
+        problem = f"{found[0].path.name} in it is of another configuration: {', '.join(changes)}"
+    elif has_model and not asked:
+        problem = "holds the final model of an earlier run"
+    elif not found and not asked:
+        problem = next((f"holds no complete checkpoint: {note}" for note in notes if "incomplete" in note), "")
+    if problem:
+        name = settled.output.dir
+        ways = [f"go on from it with checkpoint.resume={shlex.quote(name)}"] if found else []
+        ways += ["begin anew with output.overwrite=true", "or give another folder"]
+        raise loaded.error("output.dir", f"{loaded.config.output.dir}: {problem}; {', '.join(ways)}")
 
 
 def _absolute(path: str) -> str:

@@ -8,6 +8,7 @@ import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.checkpoint import manifest, restore
 from ftmon.trainer.recipe.checkpoint.manifest import File, Manifest
+from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.state import TrainState
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,6 +71,47 @@ def test_torn_ones_are_skipped_with_a_note_and_a_flipped_byte_found_by_the_check
         "step-40 is incomplete: model.pt is missing",
         "step-50.part was not finished",
     ]
+
+
+BASE = ["model.config={model_type: llama, hidden_size: 64}", "data.path=a.jsonl", "training.max_steps=40"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], []),
+        # The same steps in other portions, memory or time, and other outputs.
+        (["training={micro_batch: 4, grad_accumulation: 2, rehearsal: false}", "run.ranks=4", "zero.stage=3"], []),
+        (["model={compile: layers, gradient_checkpointing: layers}", "optimizer.kind=torch_fused"], []),
+        (["evaluation={path: b.jsonl, every: 5}", "checkpoint.every=7", "output={dir: o, log_every: 1}"], []),
+        (["data.path=/moved/a.jsonl", "run.name=other", "lora.merge=true"], []),
+        (["optimizer.lr=1e-3"], ["optimizer.lr was auto and is 0.001"]),
+        (["training.max_steps=41"], ["training.max_steps was 40 and is 41"]),
+        (["lora.rank=4"], ["lora.rank was 0 and is 4"]),
+        (
+            ["optimizer={kind: adamw_8bit, beta2: 0.95}"],
+            ["beta2 was 0.999 and is 0.95", "kind was auto and is adamw_8bit"],
+        ),
+        (["model.config=", "model.name=some/model"], ["model.name was empty and is some/model", "model.config was {"]),
+        (
+            ["schedule={kind: linear, warmup_steps: 3}"],
+            ["kind was cosine and is linear", "warmup_steps was auto and is 3"],
+        ),
+    ],
+)
+def test_a_configuration_is_the_same_where_it_makes_the_same_training(
+    tmp_path: Path, words: list[str], expected: list[str]
+) -> None:
+    path = write(tmp_path, 10, 1.0)
+    before = manifest.read(path)
+    assert before is not None
+    assert manifest.changes(before, load(None, [*BASE, *words]).config) == [], "written by an earlier version"
+    manifest.write(path, msgspec.structs.replace(before, settings=manifest.identity(load(None, BASE).config)))
+    found = manifest.read(path)
+    assert found is not None
+    changes = manifest.changes(found, load(None, [*BASE, *words]).config)
+    assert len(changes) == len(expected)
+    assert all(text in change for text, change in zip(expected, changes, strict=True))
 
 
 def test_a_path_without_a_complete_one_is_refused_and_auto_begins_anew(tmp_path: Path) -> None:

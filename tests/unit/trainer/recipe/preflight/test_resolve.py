@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe import hardware
+from ftmon.trainer.recipe.checkpoint import manifest
+from ftmon.trainer.recipe.checkpoint.manifest import Manifest
 from ftmon.trainer.recipe.config.load import Loaded, load
+from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.preflight import resolve
+from ftmon.trainer.recipe.state import TrainState
 from places import DATA
 
 MODEL = "model.config={model_type: qwen2, hidden_size: 64}"
@@ -142,12 +146,49 @@ def test_a_first_record_that_cannot_be_read_is_refused_with_its_line(
     assert re.search(f"data.path {path}: {words}", refusal(path))
 
 
-def test_results_of_an_earlier_run_are_not_written_over(data: Path) -> None:
+def checkpoint(folder: Path, step: int, config: Config) -> None:
+    path = folder / "checkpoints" / f"step-{step}"
+    path.mkdir(parents=True)
+    settings = manifest.identity(config)
+    manifest.write(path, Manifest(float(step), TrainState(step=step), 2, "fp32", {}, [], {}, settings=settings))
+
+
+def test_an_output_folder_is_continued_by_the_same_configuration_and_not_written_over(data: Path) -> None:
     out = data.parent / "out"
-    (out / "checkpoints").mkdir(parents=True)
-    assert "holds results of an earlier run" in refusal(data, f"output.dir={out}")
-    for way_out in ("checkpoint.resume=auto", "output.overwrite=true"):
-        assert resolve.resolve(loaded(data, f"output.dir={out}", way_out)).config.output.dir == str(out)
+    here = f"output.dir={out}"
+    assert resolve.resolve(loaded(data)).config.checkpoint.resume == "never"
+    same = resolve.resolve(loaded(data, here)).config
+    assert same.checkpoint.resume == "auto"
+    checkpoint(out, 2, same)
+    checkpoint(out, 4, same)
+    assert resolve.resolve(loaded(data, here, "run.name=again")).config.checkpoint.resume == "auto"
+    assert refusal(data, here, "optimizer.lr=1e-3", "checkpoint.resume=auto") == (
+        f"command line: output.dir {out}: step-4 in it is of another configuration: optimizer.lr was 2e-05 and is "
+        f"0.001; go on from it with checkpoint.resume={out}, begin anew with output.overwrite=true, or give another "
+        "folder"
+    )
+    assert "holds results of an earlier run" in refusal(data, here, "checkpoint.resume=never")
+    for words, resume in (
+        ((f"checkpoint.resume={out}", "optimizer.lr=1e-3"), str(out)),
+        (("output.overwrite=true", "optimizer.lr=1e-3"), "never"),
+        (("output.overwrite=true",), "never"),
+        (("output.overwrite=true", "checkpoint.resume=auto"), "auto"),
+        (("output.overwrite=true", "checkpoint.resume=auto", "optimizer.lr=1e-3"), "never"),
+    ):
+        assert resolve.resolve(loaded(data, here, *words)).config.checkpoint.resume == resume
+    (out / "model").mkdir()
+    assert "holds the final model of an earlier run; go on from it with checkpoint.resume=" in refusal(data, here)
+    assert resolve.resolve(loaded(data, here, "checkpoint.resume=auto")).config.output.dir == str(out)
+    (out / "checkpoints").rename(data.parent / "gone")
+    assert "earlier run; begin anew with output.overwrite=true, or give another folder" in refusal(data, here)
+
+
+def test_without_a_complete_checkpoint_a_run_begins_anew_unless_one_is_damaged(data: Path) -> None:
+    here = f"output.dir={data.parent / 'out'}"
+    (data.parent / "out" / "checkpoints" / "step-3.part").mkdir(parents=True)
+    assert resolve.resolve(loaded(data, here)).config.checkpoint.resume == "auto"
+    (data.parent / "out" / "checkpoints" / "step-2").mkdir()
+    assert "holds no complete checkpoint: step-2 is incomplete: no manifest.json; begin anew" in refusal(data, here)
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
