@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from ftmon_process import ftmon_home, lines_with
 
 STEPS_ON = """
@@ -61,6 +62,38 @@ print("ready", flush=True)
 time.sleep(1000)
 """
 
+STARTS = """
+import ctypes, sys, threading, time
+from ftmon.trainer.recipe import termination as module
+module._LEAST_SECONDS = 0.5
+module.Termination.start_up()
+module.Termination.kept = "out/checkpoints/step-4"
+mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+def tell():
+    while mutex.raw[0] != 2:  # glibc's sign of a thread that waits
+        time.sleep(0.01)
+    print("ready", flush=True)
+try:
+    BEFORE
+    print("ready", flush=True)
+    BODY
+except module.StoppedEarlyError:
+    module.say_early()
+    sys.exit(143)
+"""
+EARLY = "stopped before the first step: no step is done, and nothing is lost; out/checkpoints/step-4 stays as it is\n"
+STARTING = {
+    "loads": ("pass", "time.sleep(1000)", 143, EARLY),
+    "waits in C": ("threading.Thread(target=tell).start(); lock(mutex); lock(mutex)", "", -signal.SIGTERM, EARLY),
+    "first step": ("module.Termination.of_steps()", "time.sleep(1000)", 143, EARLY),
+    "second step": (
+        "ending = module.Termination.of_steps(); ending.step()",
+        "while not ending.requested: time.sleep(0.01)\n    ending.acknowledge(); print('saved', flush=True)",
+        0,
+        "saved\n",
+    ),
+}
+
 
 def signalled(script: str) -> tuple[int, str]:
     """Run a script, send it SIGTERM once it is ready, and return its exit status and output."""
@@ -73,6 +106,12 @@ def signalled(script: str) -> tuple[int, str]:
 
 def test_a_training_that_makes_steps_ends_by_itself() -> None:
     assert signalled(STEPS_ON) == (0, "saved\n")
+
+
+@pytest.mark.parametrize("stage", STARTING)
+def test_before_the_first_step_is_done_a_rank_says_that_nothing_is_lost_and_ends(stage: str) -> None:
+    before, body, status, output = STARTING[stage]
+    assert signalled(STARTS.replace("BEFORE", before).replace("BODY", body)) == (status, output)
 
 
 def test_a_training_that_evaluates_takes_its_next_step_and_ends_by_itself() -> None:

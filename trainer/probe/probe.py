@@ -233,6 +233,16 @@ class Probe:
         """Promise to ask ``stop_requested`` after each step."""
         self._stop.supported = True
 
+    def stop_is_asked(self) -> bool:
+        """Return whether the run was asked to save and end, after whatever step: for a script without a step so far."""
+        self._stop.supported = True
+        return self._stop.after is not None
+
+    def stopping(self) -> None:
+        """Declare that the script ends because it was asked to, without another step."""
+        self._stop.supported = True
+        self._stop.after = self._stop.after or 0
+
     def stop_requested(self) -> bool:
         """Return whether the run was asked to save and end after the current step.
 

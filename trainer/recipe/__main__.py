@@ -5,11 +5,13 @@ Without CONFIG it reads the run directory's ``config.yaml``. The configuration i
 
 import gc
 import os
+import signal
 import sys
 
 from ...protocol.errors import FtmonError, UsageError
 from ...protocol.run.environment import RUN_ENV
 from ...protocol.run.rundir import RunDir
+from .termination import StoppedEarlyError, Termination, say_early
 
 
 def main(arguments: list[str]) -> int:
@@ -22,6 +24,7 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m ftmon.trainer.recipe CONFIG", file=sys.stderr)
         return 2
     rank = os.environ.get("RANK", "0")
+    Termination.start_up()
     try:
         gc.disable()
         from .config.load import load
@@ -43,6 +46,9 @@ def main(arguments: list[str]) -> int:
             print(error, file=sys.stderr, flush=True)
         sys.last_value = error  # as the interpreter does; the probe reports it as the cause of this rank's end
         return error.exit_status
+    except StoppedEarlyError:
+        say_early()
+        return 128 + signal.SIGTERM  # not 0: the launcher ends the other ranks, which may wait for this one
     return 0
 
 

@@ -26,6 +26,10 @@ class Unwatched:
         """Return False."""
         return False
 
+    def stop_is_asked(self) -> bool:
+        """Return False."""
+        return False
+
     def __getattr__(self, _name: str) -> Callable[..., None]:
         return lambda *_, **__: None
 

@@ -1,29 +1,69 @@
-"""Handles SIGTERM, sent by batch systems before a time limit and by ``kill``: save a checkpoint and end."""
+"""Handles SIGTERM, sent by batch systems before a time limit and by ``kill``: save a checkpoint and end.
+
+Before the first step is done there is nothing to save: the rank says so and ends.
+"""
 
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, ClassVar
 
 _LEAST_SECONDS = 5.0
 _STEPS = 4
 """A training thread that ends no step in the time of this many usual ones is stuck; the signal ends the process."""
 _SIG_DFL = 0
+_POLL_SECONDS = 0.5
+_said = threading.Lock()
+
+
+def say_early() -> None:
+    """Report, once, that the run ends before its first step, and what is lost: nothing."""
+    if not _said.acquire(blocking=False):
+        return
+    kept = f"; {Termination.kept} stays as it is" if Termination.kept else ""
+    text = f"before the first step: no step is done, and nothing is lost{kept}"
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.write(f"stopped {text}\n")
+        sys.stdout.flush()
+    if (monitor := _monitor()) is not None:
+        monitor.probe().stopping()
+        with monitor.activity("stop", text):
+            pass
+
+
+def _monitor() -> Any:
+    """Return the module of reports, or None before the rank has imported it: with it comes torch, and the probe."""
+    return sys.modules.get(f"{__package__}.monitor")
+
+
+class StoppedEarlyError(BaseException):
+    """A request to end before the first step is done; no ``Exception``, which libraries catch while they load."""
 
 
 class Termination:
     """Records a SIGTERM while the training thread makes progress; otherwise the signal ends the process.
 
+    From ``start_up`` until the first step is done, SIGTERM and ``ftmon stop`` raise ``StoppedEarlyError`` in the main
+    thread, and end the process where it runs no Python (in a collective, or in a compiler).
+
     A rank that waits for a dead one runs no Python, and its launcher's SIGTERM must end it. So a thread, woken by the
     interpreter for every signal, checks that steps go on. A second SIGTERM ends the process at once.
     """
 
-    def __init__(self) -> None:
+    kept: ClassVar[str] = ""
+    """The checkpoint that the run resumes from."""
+    _of_start_up: ClassVar["Termination | None"] = None
+
+    def __init__(self, *, starts: bool = False) -> None:
         self.requested = False
+        self._starts = starts
+        self._raised = False
         self._pid = os.getpid()
         self._steps = 0
         self._usual_s = 0.0
@@ -45,8 +85,22 @@ class Termination:
         )
         threading.Thread(target=self._watch, name="ftmon-sigterm", daemon=True).start()
 
+    @classmethod
+    def start_up(cls) -> None:
+        """Handle SIGTERM from now on, before the first step."""
+        cls._of_start_up = cls(starts=True)
+        threading.Thread(target=cls._of_start_up._poll, name="ftmon-stop", daemon=True).start()
+
+    @classmethod
+    def of_steps(cls) -> "Termination":
+        """Return what handles SIGTERM while steps are made."""
+        found, cls._of_start_up = cls._of_start_up or cls(), None
+        found._last = time.monotonic()
+        return found
+
     def step(self) -> None:
         """Record the end of a step."""
+        self._starts = False
         now = time.monotonic()
         self._usual_s, self._last = now - self._last, now
         self._steps += 1
@@ -77,6 +131,18 @@ class Termination:
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         self.requested = True
+        if self._starts and not self._raised:
+            self._raised = True
+            raise StoppedEarlyError
+
+    def _poll(self) -> None:
+        """Take a request of ``ftmon stop`` for a SIGTERM, which interrupts also what waits."""
+        while self._starts and self._active:
+            monitor = _monitor()
+            if monitor is not None and hasattr(monitor, "probe") and monitor.probe().stop_is_asked():
+                os.kill(self._pid, signal.SIGTERM)
+                return
+            time.sleep(_POLL_SECONDS)
 
     def _block(self, how: int) -> None:
         if self._active:
@@ -112,6 +178,8 @@ class Termination:
             time.sleep(max(_LEAST_SECONDS, _STEPS * self._usual_s))
             stuck = self._steps == before and not self._busy
             if stuck and self._active and not self._acknowledged:
+                if self._starts:
+                    say_early()
                 _die()
 
 

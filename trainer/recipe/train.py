@@ -38,6 +38,7 @@ from .rehearse import Sampled, measure_lengths
 from .state import TrainState
 from .step import make_collate
 from .support import settle_batch
+from .termination import Termination
 from .trainer import Course, Resuming, Trained, Trainer
 
 
@@ -66,6 +67,7 @@ def setup(config: Config, world: World) -> Trainer:
     world.share_sequences(config.training.sequence_parallel_size)
     output = output_folder(config)
     found, skipped = find(config, output, world)
+    Termination.kept = str(found[0]) if found else ""
     if world.is_first:
         _prepare_output(config, output, keep=bool(found))
     with probe().phase("init"):

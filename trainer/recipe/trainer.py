@@ -157,7 +157,7 @@ class Trainer(Stepper):
         fault = spec.parse(config.debug.fault, world.size) if config.debug.fault else None
         faults = FaultMaker(fault, world, self.engine)
         flag = StopFlag(world)
-        termination = Termination()
+        termination = Termination.of_steps()
         clock = SaveClock(config, world)
         stop = late = False
         skipped = 0

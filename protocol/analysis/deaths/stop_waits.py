@@ -65,9 +65,15 @@ def _words(finding: Finding) -> Words:
         if facts.is_short
         else f"If it is killed before that, the steps since are lost: {saved}."
     )
+    before = facts.phase == "init"
+    if before:
+        kept = f"; the checkpoint of step {facts.saved_step} is kept" if facts.saved_step else ""
+        lost = f"No step is done, and nothing is lost{kept}."
     saving = f" Saving took {duration(facts.save_s)} the last time." if facts.save_s else ""
     return Words(
-        f"stop requested at step {finding.step}: acts after {until}{left}{limit}",
+        "stop requested before the first step: nothing is lost"
+        if before
+        else f"stop requested at step {finding.step}: acts after {until}{left}{limit}",
         f"{facts.asked_by} reached {all_ranks(finding.ranks)} {duration(facts.elapsed_s)} into {until}; a script acts "
         f"on it between its steps.{saving} {lost}",
         f"Start the run with --stop-grace {proposed} (Kubernetes: terminationGracePeriodSeconds; SLURM: "

@@ -53,6 +53,16 @@ def test_a_request_in_an_evaluation_is_reported_at_once_with_the_time_that_is_le
     assert ("--stop-grace" in alert.text) == (severity == "warning")
 
 
+@pytest.mark.parametrize("resumed", [0, 40])
+def test_a_request_before_the_first_step_loses_nothing(resumed: int) -> None:
+    sim = Sim(ranks=1)
+    sim.feed(Plan(0, sim.now, 100, 1.0, "out", first_step=resumed))
+    (alert,) = stops(sim.feed(StopAsked(0, sim.now, 0, "init", sim.now - 3.0, grace_s=30.0)))
+    assert alert.title == "stop requested before the first step: nothing is lost"
+    assert ("the checkpoint of step 40 is kept" in alert.text) == bool(resumed)
+    assert "No step is done, and nothing is lost" in alert.text
+
+
 def test_what_is_lost_is_told_by_the_latest_checkpoint_whose_time_counts() -> None:
     sim = run(seconds=25.0)
     sim.feed(Checkpoint(0, 30, sim.now, "step-30", 1, 20.0))
