@@ -93,6 +93,97 @@ def test_lines_are_answered_with_status_0_and_a_prompt_that_the_model_cannot_tak
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.fixture(scope="module")
+def named(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three sets of adapters of the model, of different ranks and layers, with random weights."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    kinds: dict[str, Any] = {
+        "one": {"r": 4, "target_modules": "all-linear"},
+        "two": {"r": 2, "target_modules": ["q_proj", "down_proj"], "lora_alpha": 64},
+        "dora": {"r": 4, "target_modules": "all-linear", "use_dora": True},
+    }
+    folder = tmp_path_factory.mktemp("named")
+    for number, (name, kind) in enumerate(kinds.items()):
+        torch.manual_seed(number)
+        base: Any = AutoModelForCausalLM.from_pretrained(model)
+        settings = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **kind)
+        get_peft_model(base, settings).save_pretrained(folder / name)
+    return {name: folder / name for name in kinds}
+
+
+def generated_by_peft(model: Path, adapters: Path | None, text: str) -> str:
+    """Return the most likely answer of eight tokens by peft's and transformers' own functions."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokens: Any = AutoTokenizer.from_pretrained(model)
+    made: Any = AutoModelForCausalLM.from_pretrained(model)
+    made = (PeftModel.from_pretrained(made, str(adapters)) if adapters else made).eval()
+    messages = [{"role": "user", "content": text}]
+    ids = tokens.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.no_grad():
+        found = made.generate(**ids, max_new_tokens=8, do_sample=False)
+    return tokens.decode(found[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_each_of_several_adapters_answers_as_peft_alone_does(
+    model: Path, named: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(model), "--temperature", "0", "--max-tokens", "8"]
+    for name, path in named.items():
+        words += ["--adapter", f"{name}={path}"]
+    conversation = session.Session(session.load(session.find(str(model)), "cpu"), _parser().parse_args(words))
+    expected = {name: generated_by_peft(model, path, "a few words") for name, path in named.items()}
+    expected["base"] = generated_by_peft(model, None, "a few words")
+    assert len(set(expected.values())) == 4
+    monkeypatch.setattr("sys.stdin", io.StringIO("a few words\n"))
+    assert conversation.answer_lines() == 0
+    lines = dict(line.split("\t", 1) for line in capsys.readouterr().out.removesuffix("\n").split("\n"))
+    shown = {name: session._UNSAFE.sub("", text) for name, text in expected.items()}
+    assert lines == {name: shown[name].replace("\\", "\\\\").replace("\n", "\\n") for name in named}
+    conversation._begin_anew()
+    for name in ("two", "base", "one"):
+        conversation._turn(f"/adapter {name}")
+        assert capsys.readouterr().err == f"{name} answers\n"
+        conversation._turn("/new")
+        assert conversation._ask("a few words", show=False)[0] == shown[name]
+    before = list(conversation._history)
+    conversation._turn("/adapter none")
+    assert capsys.readouterr().err == "one of base, one, two, dora\n"
+    conversation._turn("/all a few words")
+    heading = capsys.readouterr().out.splitlines()[0]
+    assert re.split(r" +\|? *", heading.strip()) == ["base", "one", "two", "dora"]
+    assert conversation._history == before, "a comparison is no part of the conversation"
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("poems", "--adapter poems: must be NAME=PATH"),
+        ("base=MODEL", "base is the name of the model without adapters"),
+        ("one=MODEL", "--adapter one: MODEL holds no adapters (no adapter_config.json)"),
+        ("one=OTHER", "--adapter one: OTHER cannot be loaded on this model: size mismatch for "),
+    ],
+)
+def test_adapters_that_are_none_or_do_not_fit_are_refused(model: Path, tmp_path: Path, word: str, text: str) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    base: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes, vocab_size=300))
+    get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])).save_pretrained(tmp_path)
+    given = word.replace("MODEL", str(model)).replace("OTHER", str(tmp_path))
+    options = _parser().parse_args([str(model), "--adapter", given])
+    with pytest.raises(UsageError) as raised:
+        session.Session(session.load(session.find(str(model)), "cpu"), options)
+    assert text.replace("MODEL", str(model)).replace("OTHER", str(tmp_path)) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
 def test_an_answer_ends_before_a_stop(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

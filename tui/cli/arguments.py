@@ -400,6 +400,9 @@ _TRAIN = (
             "MODEL|RUN",
             "a model's folder, an output folder, a checkpoint, a run, or a name on the Hugging Face Hub",
         ),
+        argument(
+            "--adapter", "NAME=PATH", "adapters of that model, under a name; several times: several", action="append"
+        ),
         argument("--system", "TEXT", "the system prompt"),
         argument(
             "--temperature", "T", "0: always the most likely token (default: the model's own, or 0.7)", type=float

@@ -33,7 +33,7 @@ from .watch import opens_app, watch
 def chat(arguments: Namespace) -> NoReturn:
     """Run the chat."""
     require_training()
-    names = ("system", "temperature", "top_p", "max_tokens", "stop", "seed", "device", "whole", "debug")
+    names = ("adapter", "system", "temperature", "top_p", "max_tokens", "stop", "seed", "device", "whole", "debug")
     become("ftmon.trainer.recipe.chat", [*words_of(arguments, names), "--", arguments.target])
 
 

@@ -46,6 +46,7 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ftmon chat", allow_abbrev=False)
     parser.add_argument("target")
+    parser.add_argument("--adapter", action="append", default=[])
     parser.add_argument("--system", default="")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-p", type=float)

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Generator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from ..model import shape
 from ..model.load import DTYPES
 from ..model.tokenizer import end_tokens
 from ..preflight.resolve import hub_refusal
+from . import adapters
 
 
 class Sampling(NamedTuple):
@@ -299,6 +301,16 @@ def _adapted(path: Path, base: Base, weights: dict[str, torch.Tensor], dtype: to
     return model.merge_and_unload()
 
 
+def _place(path: str) -> adapters.Place:
+    """Return the place of adapters: a folder of peft, an output folder, a run, or a checkpoint with adapters."""
+    source = find(path)
+    folder = Path(source.path)
+    content = manifest.read(folder) if source.is_checkpoint else None
+    if content is None:
+        return adapters.Place(folder, None)
+    return adapters.Place(folder / DESCRIPTION, partial(_weights, folder, content))
+
+
 def _weights(path: Path, content: Manifest) -> dict[str, torch.Tensor]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -326,15 +338,28 @@ _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _NOT_UTF8 = re.compile("[\ud800-\udfff]")
 """What ``surrogateescape`` makes of bytes that are not UTF-8."""
 _HELP = "/new begins a new conversation, /system TEXT sets the system prompt; Ctrl-C stops an answer, Ctrl-D ends"
+_ADAPTERS = "/adapter NAME lets it answer ({}), /all TEXT answers with each, side by side"
 
 
 class Session:
     """A conversation with a model, and its history; a system prompt that the template refuses is a ``UsageError``."""
 
     def __init__(self, loaded: Loaded, options: argparse.Namespace) -> None:
+        paths = adapters.parse(options.adapter)
+        self._voices = {adapters.BASE: loaded.tokenizer}
+        """The tokenizer of each that can answer, by its name."""
+        if paths:
+            model, own = adapters.load(
+                loaded.model, loaded.tokenizer, {name: _place(path) for name, path in paths.items()}
+            )
+            loaded = loaded._replace(model=model)
+            self._voices |= own
         self._loaded = loaded
         self._options = options
+        self._voice = adapters.BASE
         self._prompts = Prompts(loaded.model, loaded.tokenizer)
+        if paths:
+            self._speak_as(next(iter(paths)))
         self._sampling = _sampling(options, loaded)
         self._history: list[Message] = []
         self._interruptible = False
@@ -345,6 +370,8 @@ class Session:
         """Run a dialogue on the terminal until Ctrl-D; return the exit status."""
         self._note(self._loaded.text)
         self._note(_HELP if self._prompts.has_template else "no chat template: what you write is continued as text")
+        if len(self._voices) > 1:
+            self._note(f"{self._voice} answers; {_ADAPTERS.format(', '.join(self._voices))}")
         signal.signal(signal.SIGINT, self._interrupt)
         while True:
             try:
@@ -381,10 +408,45 @@ class Session:
                 continue
             if _NOT_UTF8.search(line):
                 raise UsageError(f"standard input, line {number}: not UTF-8")
-            self._begin_anew()
-            answer, _ = self._ask(line.strip(), show=False)
-            print(answer if whole else answer.replace("\\", "\\\\").replace("\n", "\\n"), flush=True)
+            answers = self._ask_all(line.strip())
+            for name, answer in answers.items():
+                named = f"{name}\t" if len(answers) > 1 else ""
+                text = answer if whole else answer.replace("\\", "\\\\").replace("\n", "\\n")
+                print(named + text, flush=True)
         return 0
+
+    def _ask_all(self, text: str) -> dict[str, str]:
+        """Return the answer of each set of adapters to a message alone; without adapters the model's."""
+        found: dict[str, str] = {}
+        for name in [name for name in self._voices if name != adapters.BASE] or [adapters.BASE]:
+            self._speak_as(name)
+            self._begin_anew()
+            found[name] = self._ask(text, show=False)[0]
+        return found
+
+    def _compare(self, text: str) -> None:
+        """Show the answers of the model and of each set of adapters to the next message; the conversation stays."""
+        history, voice, answers = list(self._history), self._voice, dict[str, str]()
+        try:
+            for name in self._voices:
+                self._speak_as(name)
+                self._history = list(history)
+                answers[name] = self._ask(text, show=False)[0]
+        except KeyboardInterrupt:
+            self._note("stopped")
+        except UsageError as error:
+            self._note(str(error))
+        self._speak_as(voice)
+        self._history = history
+        print(adapters.side_by_side(answers))
+
+    def _speak_as(self, name: str) -> None:
+        """Let a set of adapters answer, or the model without any."""
+        if len(self._voices) > 1:
+            adapters.select(self._loaded.model, name)
+        self._voice = name
+        self._loaded = self._loaded._replace(tokenizer=self._voices[name])
+        self._prompts = Prompts(self._loaded.model, self._loaded.tokenizer)
 
     def _turn(self, line: str) -> None:
         command, _, rest = line.partition(" ")
@@ -396,8 +458,14 @@ class Session:
             except UsageError as error:
                 self._note(str(error))
                 self._system("")
+        elif command == "/adapter" and len(self._voices) > 1:
+            if rest in self._voices:
+                self._speak_as(rest)
+            self._note(f"{self._voice} answers" if rest in self._voices else f"one of {', '.join(self._voices)}")
+        elif command == "/all" and len(self._voices) > 1:
+            self._compare(rest)
         elif command in ("/help", "/?"):
-            self._note(_HELP)
+            self._note(_HELP + (f"; {_ADAPTERS.format(', '.join(self._voices))}" if len(self._voices) > 1 else ""))
         else:
             try:
                 self._note(self._ask(line, show=True)[1])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from ftmon.protocol.errors import SeveralRunsError, UsageError
 from ftmon.protocol.run import rundir
-from ftmon.trainer.recipe.chat import session
+from ftmon.trainer.recipe.chat import adapters, session
 
 
 def trained(name: str) -> str:
@@ -30,6 +30,19 @@ def test_an_answer_ends_before_the_first_stop_however_it_is_cut_into_tokens(size
     assert (shown, held, is_stopped) == ("a # b ### c ", "", True)
     assert session.before_stop("done ##", stops) == ("done ", "##", False)
     assert session.before_stop("done ##", []) == ("done ##", "", False)
+
+
+def test_answers_are_shown_in_columns_or_below_each_other() -> None:
+    answers = {"base": "one two three four five six seven", "poems": "a\n\nb"}
+    lines = adapters.side_by_side(answers, 45).splitlines()
+    assert lines == [
+        "base                  |  poems",
+        "--------------------  |  --------------------",
+        "one two three four    |  a",
+        "five six seven        |",
+        "                      |  b",
+    ]
+    assert adapters.side_by_side(answers, 30) == "base:\none two three four five six seven\n\npoems:\na\n\nb"
 
 
 def test_the_run_that_was_taken_is_named_and_a_name_of_several_refused(
