@@ -45,18 +45,15 @@ def export(run: RunDir, name: str) -> None:
     try:
         feed = Feed(make_target(name), run.read_run())
         feed.start()
-        said = ""
         while not stream.over and not stopped.is_set():
             for frame, live in stream.read(_WAIT_SECONDS):
                 feed.put(frame, live)
-            if feed.error != said:
-                said = feed.error
-                print(f"{name}: {said or 'works again'}", file=sys.stderr)
+            stream.report(name, feed.dropped, feed.error)
         done = feed.end(END_SECONDS)
         error = feed.error or ("" if done else f"not done {END_SECONDS:g} s after the end of the run")
         if error or feed.dropped or stream.dropped:
-            lost = f"{feed.dropped:,} points and {stream.dropped:,} messages of the hub were not sent"
-            print(f"{name}: {': '.join(filter(None, (error, lost)))}", file=sys.stderr)
+            lost = f"{feed.dropped:,} points were dropped, and {stream.dropped:,} messages of the hub missed"
+            print(f"{name}: {'; '.join(filter(None, (error, lost)))}", file=sys.stderr)
     finally:
         stream.close()
 

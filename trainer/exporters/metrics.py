@@ -64,13 +64,15 @@ def _serve(listen: Listen, registry: "CollectorRegistry") -> "WSGIServer":
     return server
 
 
-def _write(path: Path, registry: "CollectorRegistry") -> None:
+def _write(path: Path, registry: "CollectorRegistry") -> str:
+    """Write the textfile; return why it cannot be written, empty if it was."""
     from prometheus_client import write_to_textfile
 
     try:
         write_to_textfile(str(path), registry)
     except OSError as error:  # a full disk: the next one may succeed
-        print(f"{path}: cannot be written: {error.strerror}", file=sys.stderr)
+        return f"{path} cannot be written: {error.strerror}"
+    return ""
 
 
 def export(run: RunDir) -> int:
@@ -95,17 +97,18 @@ def export(run: RunDir) -> int:
         if isinstance(target, Listen):
             server = _serve(target, registry)
         path = Path(file.cwd, target) if isinstance(target, Path) else None
-        next_write = 0.0
+        next_write, error = 0.0, ""
         while not stream.over and not stopped.is_set():
             for frame, live in stream.read(_WAIT_SECONDS):
                 figures.apply(frame, live)
             figures.dropped = stream.dropped
             if path is not None and time.monotonic() >= next_write:
                 next_write = time.monotonic() + FILE_SECONDS
-                _write(path, registry)
+                error = _write(path, registry)
+            stream.report("metrics", 0, error)
         if path is not None:
             figures.end()
-            _write(path, registry)
+            print(_write(path, registry), end="", file=sys.stderr)
     except OSError as error:
         raise UsageError(f"--metrics {file.options.metrics}: {error.strerror or error}") from None
     finally:

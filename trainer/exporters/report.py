@@ -25,6 +25,10 @@ QUEUED = 20_000
 ALERTS_QUEUED = 1_000
 MOST_AT_ONCE = 500
 """Messages in one call of ``Target.points``."""
+SILENT_SECONDS = 3.0
+"""Time after which a call that has not returned is reported."""
+OPEN_SECONDS = 30.0
+"""The same for ``open``: some clients import for long."""
 _FIRST_RETRY_SECONDS = 2.0
 _LONGEST_RETRY_SECONDS = 60.0
 _KINDS = (*FIGURES, Job)
@@ -72,6 +76,8 @@ class Feed:
         self._target = target
         self._run = run
         self._waiting: deque[Sent] = deque()
+        self._passed: list[Sent] = []
+        """Messages that the target has been given, and has not taken yet."""
         self._alerts: deque[Alert] = deque()
         self._alerts_seen: set[tuple[int, bool]] = set()
         self._lock = threading.Lock()
@@ -80,8 +86,16 @@ class Feed:
         self._thread = threading.Thread(target=self._work, name="target", daemon=True)
         self.dropped = 0
         """Points that did not reach the target."""
-        self.error = ""
+        self._error = ""
         """Why the last call failed; empty: it succeeded."""
+        self._silent_at: float | None = None
+        """When the call under way counts as not answered."""
+
+    @property
+    def error(self) -> str:
+        """Why the target accepts nothing now; empty: it does."""
+        at = self._silent_at
+        return self._error or ("no answer yet" if at is not None and time.monotonic() > at else "")
 
     def start(self) -> None:
         """Start the thread."""
@@ -107,27 +121,27 @@ class Feed:
         self._thread.join(seconds)
         done = not self._thread.is_alive()
         with self._lock:
-            self._drop(self._waiting)
+            self._drop([*self._passed, *self._waiting])
             self._waiting.clear()
         return done
 
-    def _drop(self, batch: "Sequence[Sent] | deque[Sent]") -> None:
+    def _drop(self, batch: Sequence[Sent]) -> None:
         self.dropped += sum(sum(1 for _ in points(sent.frame.message)) for sent in batch if sent.live)
 
     def _work(self) -> None:
-        while error := self._failure(lambda: self._target.open(self._run)):
-            self.error = error
+        while error := self._failure(lambda: self._target.open(self._run), OPEN_SECONDS):
+            self._error = error
             if self._ending.wait(self._retry_seconds):
                 return
             self._retry_seconds = min(2 * self._retry_seconds, _LONGEST_RETRY_SECONDS)
-        self.error = ""
+        self._error = ""
         while not self._ending.is_set():
             started = time.monotonic()
             self._pass_on()
             self._ending.wait(max(0.0, self._target.seconds - (time.monotonic() - started)))
         while self._waiting or self._alerts:
             self._pass_on()
-        self.error = self._failure(self._target.close) or self.error
+        self._error = self._failure(self._target.close) or self._error
 
     def _pass_on(self) -> None:
         """Pass on all that waits; after a failure, the rest waits for the next time."""
@@ -136,22 +150,26 @@ class Feed:
                 alerts = list(self._alerts)
                 self._alerts.clear()
                 batch = [self._waiting.popleft() for _ in range(min(MOST_AT_ONCE, len(self._waiting)))]
+                self._passed = batch
             error = self._failure(lambda batch=batch: self._target.points(batch))
-            if error:
-                with self._lock:
-                    self._drop(batch)
+            with self._lock:
+                self._drop(batch if error else [])
+                self._passed = []
             for alert in alerts:
                 error = self._failure(lambda alert=alert: self._target.alert(alert)) or error
-            self.error = error
+            self._error = error
             if error or not self._waiting:
                 return
 
-    def _failure(self, function: Callable[[], object]) -> str:
+    def _failure(self, function: Callable[[], object], seconds: float = SILENT_SECONDS) -> str:
         """Call a method of the target; return why it failed, empty if it succeeded."""
+        self._silent_at = time.monotonic() + seconds
         try:
             function()
         except FtmonError as error:
             return str(error)
         except Exception as error:
             return sanitize(f"its client raised {type(error).__name__}", 200)
+        finally:
+            self._silent_at = None
         return ""
