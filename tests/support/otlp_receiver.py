@@ -63,7 +63,7 @@ def receiving() -> Iterator[Receiver]:
             data = self.rfile.read(int(self.headers["Content-Length"]))
             with receiver.lock:
                 receiver.requests.append(_REQUESTS[self.path].FromString(data))
-                receiver.headers.append(dict(self.headers))
+                receiver.headers.append({name.lower(): value for name, value in self.headers.items()})
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()

@@ -106,8 +106,10 @@ class OpenTelemetry:
         inside = trace.set_span_in_context(span)
         for phase in step.phases:
             began = min(end, start + phase.start_us * 1_000)
+            # The phase ``init`` of the first step comes before it: a span of its own.
+            parent = inside if began >= start else None
             attributes = {"ftmon.rank": step.rank, **_phase_attributes(phase)}
-            child = self._tracer.start_span(phase.name, inside, start_time=began, attributes=attributes)
+            child = self._tracer.start_span(phase.name, parent, start_time=began, attributes=attributes)
             child.end(min(end, began + phase.host_us * 1_000))
         span.end(end)
 

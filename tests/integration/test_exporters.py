@@ -1,4 +1,4 @@
-"""``--metrics``: what Prometheus gets of real runs, and that the exporter neither disturbs nor outlives them."""
+"""What exporters send of real runs, and that they neither disturb nor outlive them."""
 
 import math
 import os
@@ -15,6 +15,7 @@ from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, members, started
+from otlp_receiver import Receiver, attributes, receiving
 from ports import free_port
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
@@ -51,21 +52,32 @@ def scrape(port: int, accept: str = "*/*") -> Scrape | None:
     return Scrape((open_metrics if accept != "*/*" else text_string_to_metric_families)(text))
 
 
-def exporters(run: RunDir) -> list[psutil.Process]:
+def exporters(run: RunDir, module: str = "ftmon.trainer.exporters.metrics") -> list[psutil.Process]:
     """Return the living exporters of a run."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
-        if "ftmon.trainer.exporters.metrics" in words and str(run.path) in words and process.info["status"] != "zombie":
+        if module in words and str(run.path) in words and process.info["status"] != "zombie":
             found.append(process)
     return found
 
 
-def test_a_real_run_is_scraped_with_the_figures_of_its_recording_and_a_nan_is_flagged(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    """A receiver of OTLP that the ``OTEL_*`` variables of a run name."""
+    with receiving() as found:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{found.port}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20a-token")
+        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "200")
+        monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=mine,team=blue")
+        yield found
+
+
+def test_a_real_run_is_exported_with_the_figures_of_its_recording_and_a_nan_is_flagged(
+    monkeypatch: pytest.MonkeyPatch, receiver: Receiver
 ) -> None:
     monkeypatch.setenv("FAULT", "nan")
-    monkeypatch.setenv("AT", "5")
+    monkeypatch.setenv("AT", "300")  # seconds: losses are exported before the first NaN
     monkeypatch.setenv("STEPS", "1000000")
     port = free_port()
     seen: list[Scrape] = []
@@ -77,15 +89,18 @@ def test_a_real_run_is_scraped_with_the_figures_of_its_recording_and_a_nan_is_fl
             found is not None
             and found.value("loss_finite", rank="1") == 0
             and bool(found.value("alerts", finding="nan_loss"))
+            and (0.0, {"run": run.id, "rank": "1"}) in receiver.values("ftmon.loss_finite")
+            and any(labels["finding"] == "nan_loss" for _, labels in receiver.values("ftmon.alerts"))
         )
 
-    with started(start_ranks.command(2, str(SCRIPT)), metrics=str(port)) as run:
+    with started(start_ranks.command(2, str(SCRIPT)), metrics=str(port), report_to=["otel"]) as run:
         eventually(nan_is_flagged, "a flagged NaN", every=0.1)
         for pid in [process.pid for process in members(run)]:
             os.kill(pid, signal.SIGKILL)
         exit_of(run)
         hub_gone(run)
-        assert exporters(run) == []
+        assert exporters(run) == exporters(run, "ftmon.trainer.exporters") == []
+        assert (run.logs / "otel-exporter.log").read_text() == ""
         with Reader(run.recording) as reader:
             frames, steps = reader.frames(0, 5_000), {}
             while frames:
@@ -112,6 +127,45 @@ def test_a_real_run_is_scraped_with_the_figures_of_its_recording_and_a_nan_is_fl
             assert last.value("phase_duration_seconds", rank=label, phase=phase.name) == phase.host_us / 1e6
     assert last.value("exporter_dropped_messages_total") == 0
     assert last.value("memory_capacity_bytes", rank="0")
+    check_otel(receiver, steps, run.id)
+
+
+def check_otel(receiver: Receiver, steps: dict[tuple[int, int], Step], run: str) -> None:
+    """Check what a receiver of OTLP got against the recorded steps."""
+    assert {headers["authorization"] for headers in receiver.headers} == {"Bearer a-token"}
+    resource = attributes(receiver.requests[-1].resource_metrics[0].resource.attributes)
+    assert {"service.name": "mine", "team": "blue", "service.instance.id": run}.items() <= resource.items()
+    spans = {span.span_id: span for span in receiver.spans()}
+    ranks_and_steps: list[tuple[int, int]] = []
+    phases: dict[tuple[int, int], list[str]] = {}
+    before = [span for span in spans.values() if span.name == "init"]
+    assert sorted(attributes(span.attributes)["ftmon.rank"] for span in before) == [0, 1]
+    for span in (span for span in spans.values() if span not in before):
+        mine = span if not span.parent_span_id else spans[span.parent_span_id]
+        labels = attributes(mine.attributes)
+        key = labels["ftmon.rank"], labels["ftmon.step"]
+        step = steps[key]
+        assert mine.trace_id == span.trace_id
+        assert mine.start_time_unix_nano <= span.start_time_unix_nano
+        assert span.end_time_unix_nano <= mine.end_time_unix_nano
+        if span is not mine:
+            phases.setdefault(key, []).append(span.name)
+            continue
+        ranks_and_steps.append(key)
+        assert span.start_time_unix_nano == round(step.started * 1e9)
+        assert span.end_time_unix_nano - span.start_time_unix_nano == step.host_us * 1_000
+        assert step.loss is not None
+        assert (span.status.code == span.status.STATUS_CODE_ERROR) == math.isnan(step.loss)
+    assert sorted(ranks_and_steps) == sorted(steps), "each step of each rank once"
+    assert phases == {key: [phase.name for phase in step.phases if phase.name != "init"] for key, step in steps.items()}
+    losses = receiver.values("ftmon.loss")
+    assert {labels["rank"] for _, labels in losses} == {"0", "1"}
+    assert all(math.isfinite(value) for value, _ in losses)
+    assert [value for value, _ in losses] == [value for value, _ in receiver.values("megatron.training.loss")]
+    shown = [labels for _, labels in losses if labels["rank"] == "1"]
+    flags = [value for value, labels in receiver.values("ftmon.loss_finite") if labels["rank"] == "1"]
+    assert flags[-1] == 0.0
+    assert len(shown) == sum(flags), "no old loss is shown beside a flag of 0"
 
 
 def test_an_exporter_that_stands_still_or_dies_disturbs_nothing_and_survives_its_hub() -> None:
