@@ -1,8 +1,11 @@
 """What exporters send of real runs, and that they neither disturb nor outlive them."""
 
+import json
 import math
 import os
+import shutil
 import signal
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +15,17 @@ import pytest
 import start_ranks
 from eventually import eventually
 from ftmon.protocol.messages.telemetry import Step
+from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir
+from ftmon.trainer.exporters.current import RunFigures
+from ftmon.trainer.exporters.metrics import RunCollector
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, members, started
+from messages import EXAMPLES
 from otlp_receiver import Receiver, attributes, receiving
+from places import DOCS
 from ports import free_port
-from prometheus_client import Metric
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -211,3 +219,41 @@ def test_a_textfile_follows_the_run_and_keeps_its_end(tmp_path: Path) -> None:
     assert read().value("run_exit_status") == 0
     assert read().value("step") is None
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".prom"] == ["run.prom"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_accepts_every_metric_and_a_nan_fires_both_rules(tmp_path: Path) -> None:
+    figures, registry = RunFigures(), CollectorRegistry()
+    for seq, message in enumerate(EXAMPLES, 1):
+        figures.apply(Frame(seq, 1.0, message), True)
+    registry.register(RunCollector("the-run", figures))
+    text = generate_latest(registry)
+    assert text.count(b"# TYPE") > 40
+    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
+    labels = {"run": "r", "rank": "1"}
+    series = {"ftmon_loss": "1 1 NaN NaN", "ftmon_loss_finite": "1 1 0 0", "ftmon_grad_norm": "2 3 4 5"}
+    inputs = [{"series": f'{name}{{run="r", rank="1"}}', "values": values} for name, values in series.items()]
+    rules = [
+        {"eval_time": at, "alertname": name, "exp_alerts": alerts}
+        for name, words in (("LossIsNaN", "NaN"), ("LossNotFinite", "not finite"))
+        for at, alerts in (
+            ("1m", []),
+            ("2m", [_alert(labels, f"r: the loss or gradient norm of rank 1 is {words}")]),
+        )
+    ]
+    test = tmp_path / "test.yml"
+    test.write_text(
+        json.dumps(
+            {
+                "rule_files": [str(DOCS / "alerts.yml")],
+                "tests": [{"interval": "1m", "input_series": inputs, "alert_rule_test": rules}],
+            }
+        )
+    )
+    checked = subprocess.run(["promtool", "test", "rules", str(test)], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def _alert(labels: dict[str, str], summary: str) -> dict[str, object]:
+    return {"exp_labels": labels, "exp_annotations": {"summary": summary}}
