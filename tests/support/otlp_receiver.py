@@ -62,9 +62,10 @@ def receiving() -> Iterator[Receiver]:
         def do_POST(self) -> None:
             data = self.rfile.read(int(self.headers["Content-Length"]))
             with receiver.lock:
-                receiver.requests.append(_REQUESTS[self.path].FromString(data))
+                if self.path in _REQUESTS:
+                    receiver.requests.append(_REQUESTS[self.path].FromString(data))
                 receiver.headers.append({name.lower(): value for name, value in self.headers.items()})
-            self.send_response(200)
+            self.send_response(200 if self.path in _REQUESTS else 404)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
