@@ -14,6 +14,7 @@ import psutil
 import pytest
 import start_ranks
 from eventually import eventually
+from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.reader import Reader
@@ -202,8 +203,10 @@ def test_an_exporter_that_stands_still_or_dies_disturbs_nothing_and_survives_its
         eventually(lambda: not exporters(run), "the end of an exporter whose launcher and hub are gone")
 
 
-def test_a_textfile_follows_the_run_and_keeps_its_end(tmp_path: Path) -> None:
-    file, go = tmp_path / "run.prom", tmp_path / "go"
+def test_a_textfile_follows_the_run_outlives_its_folder_and_keeps_the_end(tmp_path: Path) -> None:
+    folder, go = tmp_path / "folder", tmp_path / "go"
+    folder.mkdir()
+    file = folder / "run.prom"
     job = fake_ranks({"rate": 100, "steps": 30, "awaits": str(go)})
 
     def read() -> Scrape:
@@ -212,13 +215,19 @@ def test_a_textfile_follows_the_run_and_keeps_its_end(tmp_path: Path) -> None:
     with started(job, metrics=str(file)) as run:
         eventually(lambda: (read().value("step", rank="0") or 0) >= 29, "the steps", every=0.2)
         assert len(exporters(run)) == 1
+        folder.rename(tmp_path / "away")
+        with App(run) as app:
+            alert = app.told(Alert, lambda alert: alert.title.startswith("not exported to metrics"))
+            assert f"{file} cannot be written" in alert.title
+            (tmp_path / "away").rename(folder)
+            app.told(Alert, lambda later: later.id == alert.id and later.resolved is not None)
         go.touch()
         hub_gone(run)
         assert exporters(run) == []
     assert read().value("run_state", state="finished") == 1
     assert read().value("run_exit_status") == 0
     assert read().value("step") is None
-    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".prom"] == ["run.prom"]
+    assert [path.name for path in folder.iterdir()] == ["run.prom"]
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
