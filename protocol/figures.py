@@ -300,10 +300,15 @@ def finite_flag(figure: Figure) -> Figure:
 _FLAGS = {each.name: finite_flag(each) for group in FIGURES.values() for each in group if each.may_be_nan}
 
 
-def points(message: Message) -> Iterator[Point]:
-    """Yield the values of a message's figures and of their companions; unknown figures are left out."""
+def points(message: Message, kind: str = "") -> Iterator[Point]:
+    """Yield the values of a message's figures and of their companions; unknown figures are left out.
+
+    ``kind``: only figures of this kind.
+    """
     labels = labels_of(message)
     for figure in FIGURES.get(type(message), ()):
+        if kind and figure.kind != kind:
+            continue
         found = figure.read(message)
         for key, value in found.items() if isinstance(found, Mapping) else (("", found),):
             if value is None:

@@ -9,7 +9,7 @@ from typing import Any
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-_REQUESTS = {"/v1/traces": ExportTraceServiceRequest, "/v1/metrics": ExportMetricsServiceRequest}
+REQUESTS = {"/v1/traces": ExportTraceServiceRequest, "/v1/metrics": ExportMetricsServiceRequest}
 
 
 def attributes(pairs: Any) -> dict[str, Any]:
@@ -23,6 +23,8 @@ class Receiver:
     def __init__(self, port: int) -> None:
         self.port = port
         self.lock = threading.Lock()
+        self.paths: dict[str, Any] = dict(REQUESTS)
+        """By path: the type of its requests. Others are answered with 404."""
         self.requests: list[Any] = []
         self.headers: list[dict[str, str]] = []
 
@@ -62,10 +64,11 @@ def receiving() -> Iterator[Receiver]:
         def do_POST(self) -> None:
             data = self.rfile.read(int(self.headers["Content-Length"]))
             with receiver.lock:
-                if self.path in _REQUESTS:
-                    receiver.requests.append(_REQUESTS[self.path].FromString(data))
+                kind = receiver.paths.get(self.path)
+                if kind is not None:
+                    receiver.requests.append(kind.FromString(data))
                 receiver.headers.append({name.lower(): value for name, value in self.headers.items()})
-            self.send_response(200 if self.path in _REQUESTS else 404)
+            self.send_response(404 if kind is None else 200)
             self.send_header("Content-Length", "0")
             self.end_headers()
 

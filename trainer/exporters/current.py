@@ -55,9 +55,8 @@ class RunFigures:
                 if isinstance(message, RankState) and message.state in _ENDED:
                     self._ended[message.rank] = frame.seq
                     self._check_all()
-                for figure, found, value in points(message) if live else ():
-                    if figure.kind == "events":
-                        self._events[figure, frozenset(found.items())] += int(value)
+                for figure, found, value in points(message, "events") if live else ():
+                    self._events[figure, frozenset(found.items())] += int(value)
 
     def end(self) -> None:
         """Keep only the figures that are true after the run's end: its state, results and alerts."""

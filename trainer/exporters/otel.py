@@ -41,6 +41,8 @@ _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "watts": "W", "celsius": 
 """UCUM, as OpenTelemetry's semantic conventions ask for."""
 _METRICS_SECONDS = 10.0
 """Default of ``OTEL_METRIC_EXPORT_INTERVAL`` here; the SDK's 60 s are more than many runs last."""
+_SPANS_SECONDS = 5.0
+"""Default of ``OTEL_BSP_SCHEDULE_DELAY``, as in the SDK."""
 _SPANS_AT_ONCE = 512
 """Default of ``OTEL_BSP_MAX_EXPORT_BATCH_SIZE``, as in the SDK."""
 _PROTOCOL = "http/protobuf"
@@ -49,14 +51,16 @@ _PROTOCOL = "http/protobuf"
 class OpenTelemetry:
     """The target ``otel``, a ``report.Target``."""
 
-    seconds = 1.0
-
     def __init__(self) -> None:
+        self._interval = _number("OTEL_METRIC_EXPORT_INTERVAL", _METRICS_SECONDS * 1e3) / 1e3
+        self.seconds = min(_number("OTEL_BSP_SCHEDULE_DELAY", _SPANS_SECONDS * 1e3) / 1e3, self._interval)
         self._figures = RunFigures()
         self._alerts = 0
         self._next_metrics = 0.0
         self._has_steps = False
         self._failures = _Failures()
+        self._errors: dict[str, TargetError] = {}
+        """By signal whose last request failed."""
 
     def open(self, run: RunFile) -> None:
         """Create the exporters; nothing is sent yet."""
@@ -69,7 +73,6 @@ class OpenTelemetry:
         self._tracer = provider.get_tracer("ftmon", __version__)
         self._spans = OTLPSpanExporter() if _wanted("OTEL_TRACES_EXPORTER") else None
         self._metrics = _Metrics(run.id, resource) if _wanted("OTEL_METRICS_EXPORTER") else None
-        self._interval = _number("OTEL_METRIC_EXPORT_INTERVAL", _METRICS_SECONDS * 1e3) / 1e3
         self._at_once = max(1, int(_number("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", _SPANS_AT_ONCE)))
 
     def points(self, batch: Sequence[Sent]) -> None:
@@ -85,6 +88,7 @@ class OpenTelemetry:
         if time.monotonic() >= self._next_metrics:
             self._next_metrics = time.monotonic() + self._interval
             self._send_metrics()
+        self._check()
 
     def alert(self, alert: Alert) -> None:
         """Change the gauge of alerts."""
@@ -96,6 +100,7 @@ class OpenTelemetry:
         self._send_spans()
         self._figures.end()
         self._send_metrics()
+        self._check()
 
     def _add_spans(self, step: Step) -> None:
         start = round(step.started * 1e9)
@@ -118,12 +123,23 @@ class OpenTelemetry:
         if self._spans is None:
             return
         for at in range(0, len(spans), self._at_once):
-            if self._spans.export(spans[at : at + self._at_once]) is not SpanExportResult.SUCCESS:
-                raise self._failures.error("TRACES")
+            self._note("TRACES", self._spans.export(spans[at : at + self._at_once]) is SpanExportResult.SUCCESS)
+            if "TRACES" in self._errors:
+                return
 
     def _send_metrics(self) -> None:
-        if self._metrics is not None and not self._metrics.send(self._figures.points()):
-            raise self._failures.error("METRICS")
+        if self._metrics is not None:
+            self._note("METRICS", self._metrics.send(self._figures.points()))
+
+    def _note(self, signal: str, accepted: bool) -> None:
+        self._errors.pop(signal, None)
+        if not accepted:
+            self._errors[signal] = self._failures.error(signal)
+
+    def _check(self) -> None:
+        """Raise the error of a signal whose last request failed, even if nothing was sent since."""
+        for error in self._errors.values():
+            raise error
 
 
 class _Collect(SpanProcessor):

@@ -22,9 +22,9 @@ from ...protocol.messages.wire import Frame
 from ...protocol.recording.results import decode_answer
 from ...protocol.run.rundir import RunDir
 
-_CHECK_SECONDS = 1.0
-_GATHER_SECONDS = 0.25
-"""Time for which messages are gathered, so that the process wakes up four times a second, not with each message."""
+_CHECK_SECONDS = 2.0
+_GATHER_SECONDS = 0.5
+"""Time for which messages are gathered, so that the process wakes up twice a second, not with each message."""
 _REPORT_SECONDS = 10.0
 _ANSWER_SECONDS = 10.0
 _LATER_SECONDS = 86_400.0

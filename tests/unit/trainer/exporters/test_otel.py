@@ -118,3 +118,19 @@ def test_a_refusal_names_the_status_and_no_key(receiver: Receiver, monkeypatch: 
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://me:key@127.0.0.1:{receiver.port}/none?key=key")
     with pytest.raises(TargetError, match=r"^http://127.0.0.1:[0-9]+ does not accept traces: HTTP status 404$"):
         send(sent(step(1)))
+
+
+def test_a_signal_that_is_refused_stays_an_error_until_it_is_accepted_and_the_other_is_sent(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", f"http://127.0.0.1:{receiver.port}/later")
+    target = otel.OpenTelemetry()
+    target.open(RUN)
+    for _ in range(2):
+        with pytest.raises(TargetError, match="does not accept metrics: HTTP status 404"):
+            target.points(sent(step(1)))
+    assert len(receiver.spans()) == 10
+    receiver.paths["/later"] = receiver.paths["/v1/metrics"]
+    target._next_metrics = 0.0
+    target.points([])
+    assert receiver.values("ftmon.loss") == [(1.0, {"run": "the-run", "rank": "0"})]
