@@ -9,9 +9,10 @@ The monitor's own faults: dropped telemetry, no recording.
 - **not_recording**: HubStats has a reason why nothing is recorded. Resolved if it has none; not raised if an alert of
   the kind ``disk`` is active.
 - **not_exported**: an exporter reports that its target accepts nothing, or has dropped further points. Resolved once it
-  reports neither.
+  accepts points and has dropped none for 60 s.
 """
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -157,8 +158,8 @@ class HealthDetector:
     """Finds lost telemetry, a failing recording, and exporters whose target accepts nothing."""
 
     def __init__(self) -> None:
-        self._dropped: dict[str, int] = {}
-        """By target."""
+        self._dropped: dict[str, tuple[int, float]] = {}
+        """By target: points dropped, and when their number last rose."""
         self._lost: dict[str, int] = {}
         self._rose_at = 0.0
 
@@ -172,10 +173,12 @@ class HealthDetector:
 
     def exporter(self, state: ExporterState) -> list[Finding]:
         """Process an exporter's state."""
-        rose = state.dropped > self._dropped.get(state.target, 0)
-        self._dropped[state.target] = state.dropped  # a new process counts from 0 again
+        before, at = self._dropped.get(state.target, (0, -math.inf))
+        rose = state.dropped > before
+        self._dropped[state.target] = state.dropped, state.time if rose else at  # a new process counts from 0 again
         if not (state.error or rose):
-            return [resolved(Condition("not_exported", key=state.target), Resolution("resumed"))]
+            over = state.time - at > QUIET_S or not state.dropped
+            return [resolved(Condition("not_exported", key=state.target), Resolution("resumed"))] if over else []
         return [Finding("not_exported", ExportFacts(state.target, state.error, state.dropped), key=state.target)]
 
     def observe(self, stats: HubStats) -> None:
@@ -258,5 +261,6 @@ KINDS = (
         "export",
         shown={"dropped": Shown("points dropped")},
         resolved={"resumed": "It accepts points again."},
+        limits={"time without a dropped point that resolves it": f"{QUIET_S:g} s"},
     ),
 )
