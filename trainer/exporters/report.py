@@ -20,8 +20,8 @@ from ...protocol.messages.wire import Frame
 from ...protocol.run.rundir import RunFile
 from ...protocol.text import sanitize
 
-QUEUED = 20_000
-"""Messages that wait at most: some 20 MB, and three minutes of 100 messages a second."""
+QUEUED = 10_000
+"""Messages that wait at most: some 40 MB, and 100 s of 100 messages a second."""
 ALERTS_QUEUED = 1_000
 MOST_AT_ONCE = 500
 """Messages in one call of ``Target.points``."""
