@@ -14,7 +14,7 @@ from ...protocol.host.process import never_fail
 from ...protocol.run.rundir import RunDir
 from ...protocol.run.targets import REPORT_TARGETS
 from .report import Feed, Target
-from .stream import RunStream
+from .stream import RunStream, yield_cpu
 
 _WAIT_SECONDS = 0.5
 END_SECONDS = 5.0
@@ -64,6 +64,7 @@ def main(argv: list[str]) -> int:
         print("usage: python -m ftmon.trainer.exporters RUNDIR TARGET", file=sys.stderr)
         return 2
     never_fail()
+    yield_cpu()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a ctrl-c meant for the job
     try:
         export(RunDir(argv[0]), argv[1])

@@ -17,7 +17,7 @@ from ...protocol.host.process import never_fail
 from ...protocol.run.rundir import RunDir
 from ..host.sockets import Listen, parse_metrics
 from .current import RunFigures
-from .stream import RunStream
+from .stream import RunStream, yield_cpu
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -124,6 +124,7 @@ def main(argv: list[str]) -> int:
         print("usage: python -m ftmon.trainer.exporters.metrics RUNDIR", file=sys.stderr)
         return 2
     never_fail()
+    yield_cpu()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a ctrl-c meant for the job
     try:
         return export(RunDir(argv[0]))

@@ -9,6 +9,8 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -29,6 +31,13 @@ _REPORT_SECONDS = 10.0
 _ANSWER_SECONDS = 10.0
 _LATER_SECONDS = 86_400.0
 """Added to now in the query for the newest state: the clock may have been set back."""
+
+
+def yield_cpu() -> None:
+    """Give this process, and those it starts, a low priority: ranks that compute on CPUs come first."""
+    os.nice(10)
+    with suppress(OSError):  # Linux compares sessions, not processes, where autogroups are on; see sched(7)
+        Path("/proc/self/autogroup").write_text("10")
 
 
 class RunStream:
