@@ -42,6 +42,7 @@ def export(run: RunDir, name: str) -> None:
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     stream = RunStream(run)
+    yield_cpu()  # not before: what is sent until it has subscribed is missed
     try:
         feed = Feed(make_target(name), run.read_run())
         feed.start()
@@ -64,7 +65,6 @@ def main(argv: list[str]) -> int:
         print("usage: python -m ftmon.trainer.exporters RUNDIR TARGET", file=sys.stderr)
         return 2
     never_fail()
-    yield_cpu()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a ctrl-c meant for the job
     try:
         export(RunDir(argv[0]), argv[1])

@@ -90,6 +90,7 @@ def export(run: RunDir) -> int:
     registry = CollectorRegistry()
     registry.register(RunCollector(run.id, figures))
     stream = RunStream(run)
+    yield_cpu()  # not before: what is sent until it has subscribed is missed
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     server = None
@@ -124,7 +125,6 @@ def main(argv: list[str]) -> int:
         print("usage: python -m ftmon.trainer.exporters.metrics RUNDIR", file=sys.stderr)
         return 2
     never_fail()
-    yield_cpu()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a ctrl-c meant for the job
     try:
         return export(RunDir(argv[0]))
