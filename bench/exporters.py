@@ -5,7 +5,7 @@
 In a block "on" the exporters run as with ``--metrics`` and ``--report-to``: a scraper reads the metrics every 5 s, a
 receiver in this process takes OTLP, trackers write to a temporary folder without network. They are started before the
 block and gone after it. Order: on off off on. Of each block: the median host time of a step, the training thread's CPU
-time in it (both of steps without evaluation or checkpoint), and the CPU time of hub and exporters by step. Ratios are
+time in it (both of steps without evaluation or checkpoint), and the CPU time a second of hub and exporters. Ratios are
 those of neighbouring blocks: their geometric mean, and a 95 % interval by bootstrap. Other load on the machine disturbs
 host times most; an interval that holds 1 shows nothing but its width.
 """
@@ -122,7 +122,7 @@ def steps_of(run: RunDir) -> list[Step]:
 
 
 def figures(block: Block, steps: Sequence[Step]) -> dict[str, float]:
-    """Return a block's figures in ms a step; of the hub and exporters, a step of all ranks."""
+    """Return a block's figures in ms a step; of the hub and exporters, in ms a second: most of it goes by time."""
     mine = [step for step in steps if block.begin <= step.started and step.started + step.host_us / 1e6 <= block.end]
     plain = [step for step in mine if step.training_us == step.host_us]
     numbers = {step.step for step in mine}
@@ -130,8 +130,8 @@ def figures(block: Block, steps: Sequence[Step]) -> dict[str, float]:
         "steps": len(numbers),
         "step": statistics.median(step.host_us for step in plain) / 1e3,
         "training_cpu": statistics.median(step.cpu_us for step in plain) / 1e3,
-        "hub_cpu": block.hub_s * 1e3 / len(numbers),
-        "exporters_cpu": block.exporters_s * 1e3 / len(numbers),
+        "hub_cpu": block.hub_s * 1e3 / (block.end - block.begin),
+        "exporters_cpu": block.exporters_s * 1e3 / (block.end - block.begin),
     }
 
 
@@ -207,7 +207,7 @@ def report(blocks: list[Block], steps: list[Step], targets: list[str]) -> None:
         print(f"  {name}: {ratio([(on[name], off[name]) for on, off in pairs])}")
     cost = statistics.median(on["exporters_cpu"] for on, _ in pairs)
     trained = statistics.median(on["training_cpu"] for on, _ in pairs)
-    print(f"  exporters: {cost:.2f} ms of CPU a step, beside {trained:.0f} ms of each rank's training thread")
+    print(f"  exporters: {cost:.2f} ms of CPU a second; a step takes {trained:.0f} ms of each rank's training thread")
 
 
 if __name__ == "__main__":
