@@ -61,3 +61,7 @@ class HubError(FtmonError):
 
 class RecordingError(FtmonError):
     """A recording cannot be read: it is not a recording, of a newer schema, refused, or too damaged."""
+
+
+class TargetError(FtmonError):
+    """A system that a run is sent to (``--report-to``) refused it. The text has no key, and no path of an address."""

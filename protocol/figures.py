@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from .messages.control import HubStats, RankState, RunState
+from .messages.control import ExporterState, HubStats, RankState, RunState
 from .messages.telemetry import Checkpoint, DeviceSample, Evaluation, Hello, Plan, Step
 from .messages.wire import Message
 
@@ -248,6 +248,13 @@ FIGURES: Mapping[type[Message], tuple[Figure, ...]] = {
         Figure("recording_size_bytes", "Size of the recording", lambda found: found.recording_bytes, "bytes"),
         Figure("recording_failed", "Whether recording fails: 1 or 0", lambda found: float(bool(found.recording_error))),
     ),
+    ExporterState: (
+        Figure(
+            "exporter_dropped_points_total", "Points that did not reach the target of an exporter",
+            lambda found: found.dropped, kind="total",
+        ),
+        Figure("exporter_failed", "Whether the target accepts nothing: 1 or 0", lambda found: float(bool(found.error))),
+    ),
 }  # fmt: skip
 """The figures of each type of message."""
 
@@ -272,6 +279,7 @@ _LABELS: Mapping[type[Message], Callable[[Any], dict[str, str]]] = {
     Hello: _of_hello,
     DeviceSample: _of_device,
     Evaluation: lambda found: {"evaluation": found.name},
+    ExporterState: lambda found: {"target": found.target},
 }
 
 
@@ -292,10 +300,15 @@ def finite_flag(figure: Figure) -> Figure:
 _FLAGS = {each.name: finite_flag(each) for group in FIGURES.values() for each in group if each.may_be_nan}
 
 
-def points(message: Message) -> Iterator[Point]:
-    """Yield the values of a message's figures and of their companions; unknown figures are left out."""
+def points(message: Message, kind: str = "") -> Iterator[Point]:
+    """Yield the values of a message's figures and of their companions; unknown figures are left out.
+
+    ``kind``: only figures of this kind.
+    """
     labels = labels_of(message)
     for figure in FIGURES.get(type(message), ()):
+        if kind and figure.kind != kind:
+            continue
         found = figure.read(message)
         for key, value in found.items() if isinstance(found, Mapping) else (("", found),):
             if value is None:

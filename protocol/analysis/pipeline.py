@@ -20,7 +20,7 @@ The hub's own messages (states, alerts) may be fed too; they are ignored.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ..messages.control import Alert, HubStats, RankState, Result
+from ..messages.control import Alert, ExporterState, HubStats, RankState, Result
 from ..messages.hosts import Job
 from ..messages.memory import Cause, Composition, OomReport
 from ..messages.telemetry import AllocatorEvents, DeviceSample, Failure, Heartbeat, Hello, LogLine, Oom, Plan, Step
@@ -102,6 +102,7 @@ class Detectors:
             OomReport: [self._out_of_memory],
             Failure: [lambda failure: self._death.failure(self._now, failure, self._tracker.kill_asked)],
             HubStats: [lambda stats: self._health.stats(self._now, stats, bool(self._store.standing("disk")))],
+            ExporterState: [self._health.exporter],
         }
         self._recorded: dict[type, list[Handler]] = {
             Step: [spike.observe, growth.observe],

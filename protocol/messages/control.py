@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import UsageError
-from .telemetry import PHASES, Rank, SelfDump, Time
+from .telemetry import PHASES, Name, Rank, SelfDump, Time, Whole
 
 RankStateName = Literal["starting", "training", "waiting", "hung", "held", "stopped", "gone", "unreachable", "finished"]
 RunStateName = Literal["starting", "training", "stopping", "finished", "failed", "stopped"]
@@ -87,6 +87,20 @@ class HubStats(msgspec.Struct, tag="hub_stats", frozen=True, omit_defaults=True)
     cpu_percent: float = 0.0
     dropped_traces: int = 0
     """Traces of captured steps that were not analysed, because too many were queued or they were invalid."""
+
+
+class ExporterState(msgspec.Struct, tag="exporter", frozen=True, omit_defaults=True):
+    """An exporter's own state, sent to the hub every ten seconds and when ``error`` changes."""
+
+    target: Name
+    """``metrics``, or a target of ``--report-to``."""
+    time: Time
+    dropped: Whole = 0
+    """Points that did not reach the target since the exporter started: it was slow, or refused them."""
+    missed: Whole = 0
+    """Messages of the hub that did not reach the exporter."""
+    error: str = ""
+    """Why the target accepts nothing, without keys; empty: it does."""
 
 
 class Command(msgspec.Struct, tag="command", frozen=True, omit_defaults=True):

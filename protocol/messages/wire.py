@@ -26,7 +26,7 @@ Message = (
     | telemetry.Xid | hosts.Job | telemetry.Evaluation | telemetry.Checkpoint | telemetry.Activity
     | telemetry.CheckpointFailed | memory.Prediction | memory.StepTrace | telemetry.EarlyStop
     | telemetry.LostEdit
-    | telemetry.StopAsked
+    | telemetry.StopAsked | control.ExporterState
 )  # fmt: skip
 """Any message; its tag is in the map's ``type`` field."""
 MESSAGE_TYPES: tuple[type[msgspec.Struct], ...] = get_args(Message)

@@ -96,6 +96,8 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     SLURM and Kubernetes."""
     metrics: str = ""
     """``[HOST:]PORT`` or ``FILE.prom``: a process beside the hub exports the figures to Prometheus; empty: none."""
+    report_to: list[str] = []
+    """Names of ``targets.REPORT_TARGETS``: systems that the run is sent to, each by a process beside the hub."""
     multihost: MultiHost | None = None
     """The run's hosts, if it has several; detected when the run is created."""
 

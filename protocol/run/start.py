@@ -165,6 +165,14 @@ def spawn_metrics(run: RunDir, log: BinaryIO) -> "subprocess.Popen[bytes]":
     return spawn_module("ftmon.trainer.exporters.metrics", [str(run.path)], stdout=log, stderr=log)
 
 
+def spawn_report(target: str, run: RunDir, log: BinaryIO) -> "subprocess.Popen[bytes]":
+    """Start the process that sends a run to one of ``targets.REPORT_TARGETS``; it ends with the run.
+
+    Raises ``OSError`` if the process cannot be created.
+    """
+    return spawn_module("ftmon.trainer.exporters", [str(run.path), target], stdout=log, stderr=log)
+
+
 class StartRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A run to start."""
 

@@ -5,9 +5,12 @@ waits, and what does not fit is missing from the numbering of the stream. After 
 for the state of the run, so that an exporter's figures are the current ones again.
 """
 
+import os
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -16,15 +19,25 @@ from ...protocol.errors import FtmonError, ProtocolError
 from ...protocol.host.process import is_alive
 from ...protocol.link.sockets import peer_socket, received
 from ...protocol.messages import wire
-from ...protocol.messages.control import Answer, Query, RunState
+from ...protocol.messages.control import Answer, ExporterState, Query, RunState
 from ...protocol.messages.wire import Frame
 from ...protocol.recording.results import decode_answer
 from ...protocol.run.rundir import RunDir
 
-_CHECK_SECONDS = 1.0
+_CHECK_SECONDS = 2.0
+_GATHER_SECONDS = 0.5
+"""Time for which messages are gathered, so that the process wakes up twice a second, not with each message."""
+_REPORT_SECONDS = 10.0
 _ANSWER_SECONDS = 10.0
 _LATER_SECONDS = 86_400.0
 """Added to now in the query for the newest state: the clock may have been set back."""
+
+
+def yield_cpu() -> None:
+    """Give this process, and those it starts, a low priority: ranks that compute on CPUs come first."""
+    os.nice(10)
+    with suppress(OSError):  # Linux compares sessions, not processes, where autogroups are on; see sched(7)
+        Path("/proc/self/autogroup").write_text("10")
 
 
 class RunStream:
@@ -42,14 +55,21 @@ class RunStream:
         self._run = run
         self._launcher = run.read_run().launcher
         self._context: zmq.Context[Any] = zmq.Context()
-        self._stream, self._query = peer_socket(self._context, "stream"), peer_socket(self._context, "query")
-        for channel, socket in (("stream", self._stream), ("query", self._query)):
-            socket.connect(run.ipc_address(channel))
+        self._stream, self._query, self._telemetry = (
+            self._connected(channel) for channel in ("stream", "query", "telemetry")
+        )
+        self._reported, self._next_report = "", 0.0
+        self._reports = 0
         self._last_seq = 0
         self._must_ask = False
         self._asked = ("", 0.0)
         """Id of the query without an answer (empty: none), and when it was sent."""
         self._next_check = 0.0
+
+    def _connected(self, channel: str) -> "zmq.Socket[Any]":
+        socket = peer_socket(self._context, channel)
+        socket.connect(self._run.ipc_address(channel))
+        return socket
 
     def close(self) -> None:
         """Close the sockets."""
@@ -63,7 +83,8 @@ class RunStream:
         poller = zmq.Poller()
         poller.register(self._stream, zmq.POLLIN)
         poller.register(self._query, zmq.POLLIN)
-        poller.poll(round(seconds * 1000))
+        if poller.poll(round(seconds * 1000)):
+            time.sleep(min(seconds, _GATHER_SECONDS))
         for parts in received(self._query):
             yield from ((frame, False) for frame in self._state(parts))
         for parts in received(self._stream):
@@ -76,6 +97,20 @@ class RunStream:
         if now >= self._next_check:
             self._next_check = now + _CHECK_SECONDS
             self.over = self.over or self._abandoned()
+
+    def report(self, target: str, dropped: int, error: str) -> None:
+        """Send the exporter's state to the hub, if due; see ``ExporterState``. Never waits."""
+        now = time.monotonic()
+        if error == self._reported and now < self._next_report:
+            return
+        self._reported, self._next_report = error, now + _REPORT_SECONDS
+        state = ExporterState(target, time.time(), dropped, self.dropped, error)
+        frames = wire.encode(f"exporter-{target}-{os.getpid()}", self._reports + 1, time.time(), state)
+        try:
+            self._telemetry.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return
+        self._reports += 1
 
     def _decode(self, parts: list[bytes]) -> Frame | None:
         if len(parts) != 2:

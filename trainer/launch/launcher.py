@@ -28,8 +28,8 @@ from ...protocol.errors import FtmonError
 from ...protocol.host.process import never_fail, this_process
 from ...protocol.link.join import join_path
 from ...protocol.run.end import LAUNCHER, EndRequest, ending_in_words, print_own, read_end_request, write_end_request
-from ...protocol.run.rundir import ExitFile, LeftoversFile, RunDir, RunFile
-from ...protocol.run.start import LauncherEnd, LauncherMessage, spawn_hub, spawn_metrics
+from ...protocol.run.rundir import ExitFile, LeftoversFile, RunDir, RunFile, RunOptions
+from ...protocol.run.start import LauncherEnd, LauncherMessage, spawn_hub, spawn_metrics, spawn_report
 from ...protocol.text import counted
 from ..host import processes
 from ..host.end.kill import sweep
@@ -191,7 +191,8 @@ _REAP_AFTER_SECONDS = 0.3
 """Time for which an orphan of the job stays a zombie, so that the hub can read its exit status from /proc."""
 _LEFTOVER_GRACE_SECONDS = 1.5
 _HUB_END_SECONDS = 60.0
-_METRICS_END_SECONDS = 5.0
+_EXPORTERS_END_SECONDS = 8.0
+"""Time for the exporters to end after the hub."""
 _KILL_AGAIN_SECONDS = 1.0
 _TROUBLE_SECONDS = 0.2
 
@@ -207,7 +208,7 @@ class Launcher:
         self._starter = starter
         self._stdin = stdin
         self._hub = HubKeeper(run)
-        self._metrics: HubKeeper | None = None
+        self._exporters: list[HubKeeper] = []
         self._job: subprocess.Popen[bytes] | None = None
         self._status: int | None = None
         self._requests = Requests()
@@ -230,9 +231,7 @@ class Launcher:
             self._run.write_run(msgspec.structs.replace(started, launcher=this_process()))
         self._send(LauncherMessage(launcher=this_process()))
         self._hub.start()
-        if started.options.metrics:
-            self._metrics = HubKeeper(self._run, spawn_metrics, "metrics-exporter")
-            self._metrics.start()
+        self._start_exporters(started.options)
         self._send_key(started)
         environment = job_environment(self._run, os.environ)
         text = self._start_job(started.command, started.cwd, environment, nohup=hangup is signal.SIG_IGN)
@@ -251,13 +250,22 @@ class Launcher:
         if not self._hub.alive and not self._hub.dismissed:
             self._hub.start()  # the end of the run belongs in the recording too
         self._hub.wait(_HUB_END_SECONDS)
-        if self._metrics is not None:
-            self._metrics.end(_METRICS_END_SECONDS)
+        deadline = time.monotonic() + _EXPORTERS_END_SECONDS
+        for exporter in self._exporters:
+            exporter.end(max(0.0, deadline - time.monotonic()))
         return 0
+
+    def _start_exporters(self, options: RunOptions) -> None:
+        if options.metrics:
+            self._exporters.append(HubKeeper(self._run, spawn_metrics, "metrics-exporter"))
+        for target in dict.fromkeys(options.report_to):
+            self._exporters.append(HubKeeper(self._run, partial(spawn_report, target), f"{target}-exporter"))
+        for exporter in self._exporters:
+            exporter.start()
 
     def _tend(self) -> float | None:
         """Replace dead processes beside the job when due; return the seconds until the next call."""
-        due = [keeper.tend() for keeper in (self._hub, self._metrics) if keeper is not None]
+        due = [keeper.tend() for keeper in (self._hub, *self._exporters)]
         return min((seconds for seconds in due if seconds is not None), default=None)
 
     def _send_key(self, started: RunFile) -> None:
@@ -330,8 +338,8 @@ class Launcher:
                     return
                 if self._job is not None and pid == self._job.pid:
                     self._status = self._job.returncode = os.waitstatus_to_exitcode(status)
-                elif not self._hub.note_reaped(pid, status) and self._metrics is not None:
-                    self._metrics.note_reaped(pid, status)
+                else:
+                    any(keeper.note_reaped(pid, status) for keeper in (self._hub, *self._exporters))
 
     def _send(self, word: LauncherMessage) -> None:
         if self._starter is not None:
@@ -406,7 +414,7 @@ class Launcher:
         hub = None
         with contextlib.suppress(FtmonError):  # the disk fails: the run's processes must still be found and ended
             hub = self._run.living_hub()
-        kept = (keeper.pid for keeper in (self._hub, self._metrics) if keeper is not None and keeper.pid)
+        kept = (keeper.pid for keeper in (self._hub, *self._exporters) if keeper.pid)
         spared = {me, *kept, *([hub.process.pid] if hub else [])}
         table = {pid: process for pid, process in processes.table().items() if pid == me or pid not in spared}
         below = {process.pid for process in processes.descendants([me], table)}

@@ -24,6 +24,7 @@ from ...protocol.run import exits, rundir
 from ...protocol.run.notices import check_target, write_notify
 from ...protocol.run.rundir import Recipe, RunDir
 from ...protocol.run.start import StartRequest, print_started, read_request, spawn_module
+from ...protocol.run.targets import check_report_to
 from ..host.sockets import Listen, check_free, parse_listen, parse_metrics
 from .environment import executable_command, find_hosts, free_listen, joined_environment, prepare
 
@@ -39,6 +40,7 @@ def check_request(request: StartRequest) -> None:
         check_target(target)
     if request.options.metrics:
         check_metrics(request.options.metrics)
+    check_report_to(request.options.report_to)
 
 
 def start_run(

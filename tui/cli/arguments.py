@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import __version__
 from ...protocol.run import exits
+from ...protocol.run.targets import REPORT_TARGETS
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -215,6 +216,11 @@ START_OPTIONS = (
         "--metrics",
         "[HOST:]PORT|FILE.prom",
         "serve the run's figures to Prometheus (without HOST, to this host only), or write them for node_exporter",
+    ),
+    argument(
+        "--report-to",
+        "TARGET[,TARGET...]",
+        f"send the run to other systems, beside the training: {', '.join(REPORT_TARGETS)}",
     ),
     flag("--no-allocator-events", "do not sample the allocator's own trace"),
     argument(

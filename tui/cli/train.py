@@ -21,6 +21,7 @@ from ...protocol.run import exits, rundir
 from ...protocol.run.notices import make_notify
 from ...protocol.run.rundir import RunOptions
 from ...protocol.run.start import CommandEnd, StartRequest, module_command
+from ...protocol.run.targets import parse_targets
 from ...protocol.sweep.store import ResultsError, default_output
 from ...protocol.text import sanitize
 from ..model.runs import TRAINER_KINDS, RunList
@@ -186,6 +187,7 @@ def _request(kind: Literal["run", "train", "demo"], arguments: Namespace, **more
         logs=not getattr(arguments, "no_logs", False),
         allocator_events=not arguments.no_allocator_events,
         predict=not getattr(arguments, "no_predict", False),
+        report_to=parse_targets(arguments.report_to or ""),
         on_oom=arguments.on_oom,
         allow_console=arguments.allow_console,
         on_hang=arguments.on_hang,

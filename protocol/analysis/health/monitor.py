@@ -8,13 +8,16 @@ The monitor's own faults: dropped telemetry, no recording.
   without one.
 - **not_recording**: HubStats has a reason why nothing is recorded. Resolved if it has none; not raised if an alert of
   the kind ``disk`` is active.
+- **not_exported**: an exporter reports that its target accepts nothing, or has dropped further points. Resolved once it
+  accepts points and has dropped none for 60 s.
 """
 
+import math
 from collections.abc import Mapping
 
 import msgspec
 
-from ...messages.control import HubStats
+from ...messages.control import ExporterState, HubStats
 from ...messages.telemetry import Checkpoint, CheckpointFailed, Compiles, DeviceSample, Hello, Plan, Step
 from ...text import counted
 from ..findings.alerts import RANKS_LISTED
@@ -141,10 +144,22 @@ class RecordingFacts(msgspec.Struct, frozen=True):
     recorded: int
 
 
+class ExportFacts(msgspec.Struct, frozen=True):
+    """What a target of an exporter did not get."""
+
+    target: str
+    error: str
+    """Why it accepts nothing; empty: it is slow."""
+    dropped: int
+    """Points so far."""
+
+
 class HealthDetector:
-    """Finds lost telemetry and a failing recording."""
+    """Finds lost telemetry, a failing recording, and exporters whose target accepts nothing."""
 
     def __init__(self) -> None:
+        self._dropped: dict[str, tuple[int, float]] = {}
+        """By target: points dropped, and when their number last rose."""
         self._lost: dict[str, int] = {}
         self._rose_at = 0.0
 
@@ -155,6 +170,16 @@ class HealthDetector:
             return [*found, resolved(Condition("not_recording"), Resolution("resumed"))]
         facts = RecordingFacts(stats.recording_error, stats.recorded)
         return found if known else [*found, Finding("not_recording", facts, severity="error")]
+
+    def exporter(self, state: ExporterState) -> list[Finding]:
+        """Process an exporter's state."""
+        before, at = self._dropped.get(state.target, (0, -math.inf))
+        rose = state.dropped > before
+        self._dropped[state.target] = state.dropped, state.time if rose else at  # a new process counts from 0 again
+        if not (state.error or rose):
+            over = state.time - at > QUIET_S or not state.dropped
+            return [resolved(Condition("not_exported", key=state.target), Resolution("resumed"))] if over else []
+        return [Finding("not_exported", ExportFacts(state.target, state.error, state.dropped), key=state.target)]
 
     def observe(self, stats: HubStats) -> None:
         """Restore the hub's figures from the recording, so that earlier losses are not reported again."""
@@ -190,6 +215,16 @@ def _not_recording(finding: Finding) -> Words:
     )
 
 
+def _not_exported(finding: Finding) -> Words:
+    facts: ExportFacts = finding.facts
+    lost = f" {counted(facts.dropped, 'point')} dropped so far." if facts.dropped else ""
+    return Words(
+        f"not exported to {facts.target}: {facts.error or 'it is slower than the run'}",
+        f"The training, the recording and other exporters are not affected.{lost}",
+        f"The recording has every point. What the exporter wrote: logs/{facts.target}-exporter.log.",
+    )
+
+
 def _sender(source: str) -> str:
     """Shorten a probe's identity, ``rank-3-4711-123456``, to ``rank 3``."""
     parts = source.split("-")
@@ -217,5 +252,15 @@ KINDS = (
     ),
     Kind(
         "not_recording", RecordingFacts, _not_recording, "disk", "recording", resolved={"resumed": "Recording again."}
+    ),
+    Kind(
+        "not_exported",
+        ExportFacts,
+        _not_exported,
+        "note",
+        "export",
+        shown={"dropped": Shown("points dropped")},
+        resolved={"resumed": "It accepts points again."},
+        limits={"time without a dropped point that resolves it": f"{QUIET_S:g} s"},
     ),
 )

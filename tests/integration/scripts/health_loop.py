@@ -1,7 +1,8 @@
 """Two ranks under DDP on the CPU; ``FAULT`` in the environment says what goes wrong after step ``AT``.
 
 ``nan``: the loss of rank 1 becomes NaN. ``loader``: batches take longer than steps. ``compile``: a compiled function
-sees a new shape at each step. Several may be joined by commas. Both ranks have the same rows.
+sees a new shape at each step. Several may be joined by commas. Both ranks have the same rows. After step ``AT`` they
+wait for the file ``GATE``, if that is set.
 """
 
 import os
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 FAULTS = set(os.environ.get("FAULT", "").split(","))
 AT = int(os.environ.get("AT", "15"))
+GATE = os.environ.get("GATE", "")
 STEPS = int(os.environ.get("STEPS", "60"))
 
 
@@ -36,6 +38,8 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scale = torch.compile(lambda found: (found * 2).sum(), backend="eager", dynamic=False)
     for step, rows in enumerate(DataLoader(Rows(), batch_size=4), 1):
+        while GATE and step == AT + 1 and not os.path.exists(GATE):
+            time.sleep(0.05)
         loss = model(rows).pow(2).mean()
         if "compile" in FAULTS:
             loss = loss + 0 * scale(torch.ones(max(1, step - AT) + 2))

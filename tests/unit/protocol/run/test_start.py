@@ -44,6 +44,7 @@ def run_of(*command, **options):
         (run_of("true", metrics="70000"), "--metrics 70000: must be [HOST:]PORT"),
         (run_of("true", metrics="/no/such/folder/run.prom"), "/no/such/folder is not a folder that you can write to"),
         (run_of("true", metrics="192.0.2.1:9400"), "port 9400 cannot be used"),
+        (run_of("true", report_to=["otel", "foo"]), "--report-to foo: must be one of otel"),
         (run_of("true", allow_console=True), "need --on-oom hold"),
         (run_of("true", hold_timeout=5.0), "need --on-oom hold"),
         (run_of("true", on_oom="hold", hold_timeout=-1.0), "--hold-timeout must be seconds"),

@@ -10,7 +10,8 @@ from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.telemetry import DeviceInfo, Evaluation, Hello, Step
 from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.exporters.metrics import RunFigures
+from ftmon.trainer.exporters.current import RunFigures
+from ftmon.trainer.exporters.metrics import RunCollector
 from ftmon.trainer.exporters.stream import RunStream
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -35,7 +36,7 @@ def job(number: int) -> Job:
 def samples(figures: RunFigures) -> Samples:
     """Return the samples as a scraper parses them, by name and by the labels but ``run``."""
     registry = CollectorRegistry()
-    registry.register(figures)
+    registry.register(RunCollector("the-run", figures))
     families = text_string_to_metric_families(generate_latest(registry).decode())
     found: Samples = {}
     for sample in (sample for family in families for sample in family.samples):
@@ -48,7 +49,7 @@ def samples(figures: RunFigures) -> Samples:
 
 def after(*messages: Message, state: tuple[tuple[int, Message], ...] = ()) -> Samples:
     """Return the samples after the ``messages`` of the stream, numbered from 101, and an asked ``state`` then."""
-    figures = RunFigures("the-run")
+    figures = RunFigures()
     for seq, message in enumerate(messages, 101):
         figures.apply(Frame(seq, 1.0, message), True)
     for seq, message in state:
@@ -101,7 +102,7 @@ def test_text_of_a_script_is_escaped_and_its_nan_is_flagged() -> None:
 
 
 def test_after_the_end_only_what_stays_true_is_left() -> None:
-    figures = RunFigures("the-run")
+    figures = RunFigures()
     for seq, message in enumerate(
         (step(1), RankState(0, "finished", 1.0), Evaluation(0, 1, 1.0, loss=2.0), RunState("failed", 1.0, "", 3)), 1
     ):
@@ -122,7 +123,7 @@ def stream(run: RunDir) -> Iterator[RunStream]:
 
 
 def test_a_gap_in_the_stream_is_counted_and_filled_from_the_recording(run: RunDir, stream: RunStream) -> None:
-    figures = RunFigures("the-run")
+    figures = RunFigures()
 
     def read() -> None:
         for frame, live in stream.read(0.05):

@@ -17,7 +17,7 @@ from ftmon.protocol.analysis.deaths.detector import (
 from ftmon.protocol.analysis.findings.finding import Condition, Finding, Resolution
 from ftmon.protocol.analysis.hub_facts import NoStepFacts
 from ftmon.protocol.analysis.oom.detector import OomDetector, Uncaught
-from ftmon.protocol.messages.control import Command, HubStats, RankState
+from ftmon.protocol.messages.control import Command, ExporterState, HubStats, RankState
 from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.telemetry import Failure, Goodbye, LogLine, Oom, Step
 from ftmon.protocol.run.end import ending_in_words
@@ -377,6 +377,31 @@ def test_lost_telemetry_and_a_failing_recording_are_each_one_alert_that_counts_a
     assert (alert.severity, alert.count, alert.evidence["error"]) == ("error", 1, "No space left on device")
     alerts(0)
     assert sim.alerts("disk")[0].resolved is not None
+
+
+def test_a_target_of_an_exporter_that_fails_or_is_slow_is_one_alert_until_it_has_dropped_nothing_for_a_while(
+    make_sim: Any,
+):
+    sim = play(make_sim, 2)
+
+    def alert(seconds: float, dropped: int = 0, error: str = "", target: str = "otel") -> list[tuple[str, bool]]:
+        sim.wait(seconds)
+        sim.feed(ExporterState(target, sim.now, dropped, error=error))
+        sim.tick()
+        found = [one for one in sim.alerts("note") if one.evidence["rule"].startswith("export ")]
+        return [(one.title, one.resolved is None) for one in found]
+
+    failed, slow = "not exported to otel: HTTP status 503", "not exported to otel: it is slower than the run"
+    assert alert(0) == []
+    assert alert(10, error="HTTP status 503") == [(failed, True)]
+    assert alert(10, error="HTTP status 503") == [(failed, True)]
+    assert alert(10) == [(failed, False)]
+    assert alert(70, 500)[-1] == (slow, True)
+    assert alert(10, 500)[-1] == (slow, True), "it may drop more in a moment"
+    assert len(alert(10, 900)) == len(alert(30, 900))
+    (wandb,) = [title for title, _ in alert(10, 3, target="wandb") if "wandb" in title]
+    assert wandb == "not exported to wandb: it is slower than the run"
+    assert [active for title, active in alert(70, 900) if title == slow] == [False]
 
 
 def test_an_ordinary_end_raises_nothing(make_sim: Any):

@@ -1,0 +1,214 @@
+"""What exporters cost a training and its hub: one CPU demo, in alternating blocks with all exporters and with none.
+
+    python bench/exporters.py [--blocks 16] [--seconds 30] [--targets metrics,otel,...] [key.sub=value ...]
+
+In a block "on" the exporters run as with ``--metrics`` and ``--report-to``: a scraper reads the metrics every 5 s, a
+receiver in this process takes OTLP, trackers write to a temporary folder without network. They are started before the
+block and gone after it. Order: on off off on. Of each block: the median host time of a step, the training thread's CPU
+time in it (both of steps without evaluation or checkpoint), and the CPU time a second of hub and exporters. Ratios are
+those of neighbouring blocks: their geometric mean, and a 95 % interval by bootstrap. Other load on the machine disturbs
+host times most; an interval that holds 1 shows nothing but its width.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
+
+import msgspec
+import psutil
+from ftmon.protocol.messages.telemetry import Step
+from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.run import rundir
+from ftmon.protocol.run.rundir import RunDir
+from ftmon.protocol.run.start import spawn_metrics, spawn_report
+from ftmon.protocol.run.targets import REPORT_TARGETS, is_installed
+
+SETTLE_SECONDS = 15.0
+"""After the exporters were started: their imports, and what waited meanwhile."""
+SCRAPE_SECONDS = 5.0
+
+
+class Block(NamedTuple):
+    on: bool
+    begin: float
+    end: float
+    hub_s: float
+    exporters_s: float
+
+
+class _Collector(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    """Return the CPU time of processes and of all that they have started."""
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            for one in (process, *process.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    times = one.cpu_times()
+                    total += times.user + times.system
+    return total
+
+
+@contextmanager
+def exporting(run: RunDir, targets: Sequence[str], port: int) -> Iterator[list[psutil.Process]]:
+    """Run exporters of a run that was started without any."""
+    with (run.logs / "bench.log").open("ab") as log:
+        started = [spawn_metrics(run, log) if name == "metrics" else spawn_report(name, run, log) for name in targets]
+    over = threading.Event()
+
+    def scrape() -> None:
+        while not over.wait(SCRAPE_SECONDS):
+            with suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read()
+
+    scraper = threading.Thread(target=scrape)
+    scraper.start()
+    try:
+        yield [psutil.Process(process.pid) for process in started]
+        failed = [name for name, process in zip(targets, started, strict=True) if process.poll() is not None]
+        if failed:
+            sys.exit(f"{', '.join(failed)} ended: see {run.logs / 'bench.log'}")
+    finally:
+        over.set()
+        for process in started:
+            process.send_signal(signal.SIGTERM)
+        for process in started:
+            process.wait()
+        scraper.join()
+
+
+def measure(run: RunDir, on: bool, seconds: float, exporters: list[psutil.Process]) -> Block:
+    hub = run.living_hub()
+    assert hub is not None
+    processes = [psutil.Process(hub.process.pid)]
+    begin, before = time.time(), (cpu_seconds(processes), cpu_seconds(exporters))
+    time.sleep(seconds)
+    after = cpu_seconds(processes), cpu_seconds(exporters)
+    return Block(on, begin, time.time(), after[0] - before[0], after[1] - before[1])
+
+
+def steps_of(run: RunDir) -> list[Step]:
+    with Reader(run.recording) as reader:
+        found: list[Step] = []
+        last = 0
+        while frames := reader.frames(last, 5_000):
+            found += [frame.message for frame in frames if isinstance(frame.message, Step)]
+            last = frames[-1].seq
+    return found
+
+
+def figures(block: Block, steps: Sequence[Step]) -> dict[str, float]:
+    """Return a block's figures in ms a step; of the hub and exporters, in ms a second: most of it goes by time."""
+    mine = [step for step in steps if block.begin <= step.started and step.started + step.host_us / 1e6 <= block.end]
+    plain = [step for step in mine if step.training_us == step.host_us]
+    numbers = {step.step for step in mine}
+    return {
+        "steps": len(numbers),
+        "step": statistics.median(step.host_us for step in plain) / 1e3,
+        "training_cpu": statistics.median(step.cpu_us for step in plain) / 1e3,
+        "hub_cpu": block.hub_s * 1e3 / (block.end - block.begin),
+        "exporters_cpu": block.exporters_s * 1e3 / (block.end - block.begin),
+    }
+
+
+def ratio(pairs: Sequence[tuple[float, float]]) -> str:
+    """Return the geometric mean of on / off, and its 95 % interval."""
+    logs = [math.log(on / off) for on, off in pairs]
+    drawn = random.Random(0)
+    means = sorted(statistics.fmean(drawn.choices(logs, k=len(logs))) for _ in range(10_000))
+    low, high = means[249], means[9749]
+    return f"{math.exp(statistics.fmean(logs)):.4f} ({math.exp(low):.4f} to {math.exp(high):.4f})"
+
+
+def start(overrides: Sequence[str]) -> RunDir:
+    words = [sys.executable, "-m", "ftmon.tui.cli", "demo", "--detach", "--steps", "1000000", *overrides]
+    before = {run.id for run in rundir.all_runs()}
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+    (run,) = [run for run in rundir.all_runs() if run.id not in before]
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    installed = ["metrics", *(name for name, target in REPORT_TARGETS.items() if is_installed(target.package))]
+    parser.add_argument("--targets", default=",".join(installed))
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    targets = arguments.targets.split(",")
+    with tempfile.TemporaryDirectory() as folder, ThreadingHTTPServer(("127.0.0.1", 0), _Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        os.environ |= {
+            "FTMON_HOME": f"{folder}/home", "HF_HOME": f"{folder}/hf", "WANDB_MODE": "offline", "WANDB_DIR": folder,
+            "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}",
+        }  # fmt: skip
+        run = start(arguments.overrides)
+        port = 19_411
+        try:
+            while not run.recording.exists() or len(steps_of(run)) < 20:
+                time.sleep(1.0)
+            file = run.read_run()
+            run.write_run(
+                msgspec.structs.replace(file, options=msgspec.structs.replace(file.options, metrics=str(port)))
+            )
+            blocks = list(alternate(run, targets, port, arguments))
+        finally:
+            subprocess.run([sys.executable, "-m", "ftmon.tui.cli", "kill", "--yes", run.id], stdout=subprocess.DEVNULL)
+        report(blocks, steps_of(run), targets)
+
+
+def alternate(run: RunDir, targets: list[str], port: int, arguments: argparse.Namespace) -> Iterator[Block]:
+    for index in range(arguments.blocks):
+        on = index % 4 in (0, 3)
+        if on:
+            with exporting(run, targets, port) as exporters:
+                time.sleep(SETTLE_SECONDS)
+                yield measure(run, on, arguments.seconds, exporters)
+        else:
+            time.sleep(SETTLE_SECONDS)
+            yield measure(run, on, arguments.seconds, [])
+
+
+def report(blocks: list[Block], steps: list[Step], targets: list[str]) -> None:
+    found = [(block.on, figures(block, steps)) for block in blocks]
+    for on, row in found:
+        print("on " if on else "off", json.dumps({name: round(value, 3) for name, value in row.items()}))
+    pairs = [
+        (one, other) if on else (other, one) for (on, one), (_, other) in zip(found[::2], found[1::2], strict=False)
+    ]
+    print(f"targets: {', '.join(targets)}; load {os.getloadavg()[0]:.1f}; {len(pairs)} pairs of blocks; on / off:")
+    for name in ("step", "training_cpu", "hub_cpu"):
+        print(f"  {name}: {ratio([(on[name], off[name]) for on, off in pairs])}")
+    cost = statistics.median(on["exporters_cpu"] for on, _ in pairs)
+    trained = statistics.median(on["training_cpu"] for on, _ in pairs)
+    print(f"  exporters: {cost:.2f} ms of CPU a second; a step takes {trained:.0f} ms of each rank's training thread")
+
+
+if __name__ == "__main__":
+    main()

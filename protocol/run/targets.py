@@ -1,0 +1,43 @@
+"""The systems of ``--report-to``: one line each, in ``REPORT_TARGETS``. The command line imports it, so it is light."""
+
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from ..errors import UsageError
+
+
+class ReportTarget(NamedTuple):
+    """A system that a run can be sent to. The extra with its packages has the same name as the target."""
+
+    target: str
+    """``module:class`` in ``ftmon.trainer.exporters``; the class implements ``report.Target``."""
+    package: str
+    """What must be importable."""
+
+
+REPORT_TARGETS = {
+    "otel": ReportTarget("otel:OpenTelemetry", "opentelemetry.exporter.otlp.proto.http"),
+}
+"""By name in ``--report-to``."""
+
+
+def parse_targets(text: str) -> list[str]:
+    """Parse ``TARGET[,TARGET...]``; each name once, and not checked."""
+    return list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package, or a module of a package, can be imported."""
+    try:
+        return find_spec(package) is not None
+    except ImportError:  # a package above it is missing
+        return False
+
+
+def check_report_to(names: list[str]) -> None:
+    """Raise ``UsageError`` for an unknown target, and for one whose packages are not installed."""
+    for name in names:
+        if name not in REPORT_TARGETS:
+            raise UsageError(f"--report-to {name}: must be one of {', '.join(REPORT_TARGETS)}, or several with commas")
+        if not is_installed(REPORT_TARGETS[name].package):
+            raise UsageError(f"--report-to {name} needs packages that are not installed: pip install 'ftmon[{name}]'")
