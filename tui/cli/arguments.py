@@ -92,7 +92,7 @@ def rank(text: str) -> int:
     return int(text)
 
 
-EXPORT_FORMATS = ("parquet", "arrow", "csv", "perfetto", "memory_viz")
+EXPORT_FORMATS = ("parquet", "arrow", "csv", "perfetto", "memory_viz", "flamegraph")
 SERIES = ("steps", "phases", "evaluations", "alerts", "devices")  # of `protocol.recording.series`
 
 INTERNAL = ("relay",)
@@ -564,9 +564,14 @@ _INVESTIGATE = (
         argument(
             "--series", "NAME", f"of a table: {', '.join(SERIES)} or all (default: steps)", choices=(*SERIES, "all")
         ),
-        argument("--rank", "R", "of memory_viz: the rank whose snapshot is written (default: 0)", type=rank),
-        argument("--step", "S", "of memory_viz: the step of the snapshot (default: the last one)", type=whole),
-        epilog="memory_viz writes a captured memory snapshot for PyTorch's viewer. parquet and arrow need pyarrow, "
+        argument(
+            "--rank", "R", "of memory_viz and flamegraph: the rank whose snapshot is written (default: 0)", type=rank
+        ),
+        argument(
+            "--step", "S", "of memory_viz and flamegraph: the step of the snapshot (default: the last one)", type=whole
+        ),
+        epilog="memory_viz writes a captured memory snapshot for PyTorch's viewer, flamegraph its memory by stack: as "
+        "SVG if the name of FILE ends with .svg, else as folded stacks. parquet and arrow need pyarrow, "
         "perfetto the extra ftmon[perfetto]. Columns and units: docs/recording.md.",
     ),
     command(
