@@ -24,7 +24,10 @@ from .tables import replacing
 _WIDTH, _ROW, _HEAD, _FOOT, _SIDE = 1200, 17, 44, 10, 10
 _LETTER = 6.1  # width of a letter in the font
 _NARROWEST = 0.4  # px of a box that is drawn
-_STYLE = "text{font:10.5px ui-monospace,monospace;fill:#1c2530}.title{font-size:14px}rect{stroke:#fff;stroke-width:.5}"
+_STYLE = """
+text { font: 10.5px ui-monospace, 'DejaVu Sans Mono', monospace; fill: #1c2530 }
+.title { font-size: 14px } rect { stroke: #fff; stroke-width: 0.5 }
+"""
 
 
 class Memory(NamedTuple):
