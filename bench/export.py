@@ -2,7 +2,7 @@
 
     python bench/export.py --steps 100000 --times 3
 
-Makes a recording of one rank and a W&B offline run (``wandb==0.31.0``) of the same points, eight figures each, and reads
+Makes a recording of one rank and a W&B offline run (``wandb==0.31.0``) of the same points, eight figures, and reads
 both in turn: ``ftmon export RUN parquet`` and ``wandb leet inspect --json``, whose output goes nowhere. A trace for
 Perfetto of 10,000 steps of 8 ranks follows. Prints one JSON object: seconds by the clock and of processor time, each
 command's start included, all runs and the fastest. On a busy machine the processor time is the steadier of both.

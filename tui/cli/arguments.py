@@ -92,6 +92,7 @@ def rank(text: str) -> int:
     return int(text)
 
 
+ENGINES = ("local", "slurm", "ray", "submitit")  # of `trainer.sweep.engines`
 EXPORT_FORMATS = ("parquet", "arrow", "csv", "perfetto", "memory_viz", "flamegraph")
 SERIES = ("steps", "phases", "evaluations", "alerts", "devices")  # of `protocol.recording.series`
 
@@ -383,6 +384,17 @@ _TRAIN = (
         flag("--plan", "print the planned runs with predictions, their time and cost, and exit"),
         PRICE,
         flag("--fail-fast", "run likely failures first, and end at the first failure"),
+        argument(
+            "--on",
+            "ENGINE",
+            f"where the runs are: one of {', '.join(ENGINES)} (default: local, this host, one after the other)",
+            choices=ENGINES,
+        ),
+        argument("--jobs", "N", "with --on: jobs at a time, those in a queue included (default: 64)", type=positive),
+        argument("--gpus", "N", "with --on: GPUs of a job (default: the ranks of its configuration)", type=whole),
+        argument(
+            "--slurm", "NAME=VALUE", "with --on slurm: an option of sbatch, such as partition=gpu", action="append"
+        ),
         json_flag("one JSON object at the end; progress on standard error"),
         PLAIN,
         ASCII,
