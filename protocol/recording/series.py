@@ -72,8 +72,8 @@ class Part(NamedTuple):
 
 
 _TABLES = {
-    "steps": f"SELECT {', '.join(STEP_COLUMNS)}, rest, training_us, label_tokens, flops, mfu "
-    "FROM steps LEFT JOIN training_steps USING(seq) WHERE seq > ? ORDER BY seq LIMIT ?",
+    "steps": f"SELECT {', '.join(STEP_COLUMNS)}, rest, loss_finite, grad_norm_finite, training_us, label_tokens, "
+    "flops, mfu FROM steps LEFT JOIN training_steps USING(seq) WHERE seq > ? ORDER BY seq LIMIT ?",
     "phases": "SELECT * FROM steps WHERE seq > ? ORDER BY seq LIMIT ?",
     "evaluations": "SELECT * FROM events WHERE type = 'evaluation' AND seq > ? ORDER BY seq LIMIT ?",
     "alerts": "SELECT seq, t, rank, step, id, kind, severity, time, resolved, phase, title, text, count FROM alerts "
@@ -141,7 +141,8 @@ def _typed(values: list[Any], kind: type) -> list[Any]:
     if kinds <= {kind, type(None)} and kind is not bool:
         return values
     if kind is bool:
-        return [int(value) if value in (0, 1) else None for value in values] if kinds != {type(None)} else values
+        plain = kinds <= {int, type(None)} and {*values} <= {0, 1, None}
+        return values if plain else [int(value) if value in (0, 1) else None for value in values]
     wider = (int, float) if kind is float else kind
     return [kind(value) if isinstance(value, wider) else None for value in values]
 
@@ -153,7 +154,7 @@ def _converted(rows: Sequence[Row], series: str) -> Iterator[Row]:
             new, _ = step_rows(row[0], row[1], step_from_row(row))
         except UNBELIEVABLE:
             continue
-        yield (*new[:FIRST_PHASE_COLUMN], new[REST_COLUMN], *row[-4:]) if series == "steps" else new
+        yield (*new[:FIRST_PHASE_COLUMN], *new[REST_COLUMN:], *row[-4:]) if series == "steps" else new
 
 
 def _rest(packed: Any) -> StepRest | None:
@@ -201,25 +202,27 @@ def _steps(rows: Sequence[Row]) -> list[list[Any]]:
     if not rows:
         return []
     seq, t, rank, step, started, host_us, device_us, loss, lr, grad_norm, tokens, *more = _transposed(rows)
-    peaks, (packed, training_us, labels, flops, mfu) = more[:-5], more[-5:]
+    peaks, (packed, *flags, training_us, labels, flops, mfu) = more[:-7], more[-7:]
     rests = _transposed(_rests(packed))
     micro_steps, samples, padding, probe_us, loss_scale, _, own_labels, cpu_us, own_flops, fetch_us, _, rare = rests[
         :12
     ]
     numbers = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
+    finites = {"loss": flags[0], "grad_norm": flags[1]}
     lost = [(place, one.not_numbers) for place, one in enumerate(rare) if one is not None and one.not_numbers]
     for name in {name for _, names in lost for name in names} & numbers.keys():
         changed = list(numbers[name])
         for place, names in lost:
             changed[place] = _NAN if name in names else changed[place]
+            if name in names and name in finites:  # earlier schemas have no flags
+                finites[name][place] = 0
         numbers[name] = changed
     pairs = zip(tokens, padding, strict=True)
     return [
         *(seq, t, rank, step, started, host_us, device_us),
         [host if own is None else own for own, host in zip(training_us, host_us, strict=True)],
-        *(numbers["loss"], [*map(_finite, numbers["loss"])], numbers["lr"]),
-        *(numbers["grad_norm"], [*map(_finite, numbers["grad_norm"])]),
-        *(loss_scale, [None if one is None else one.overflow for one in rare], micro_steps, samples, tokens),
+        *(numbers["loss"], flags[0], numbers["lr"], numbers["grad_norm"], flags[1]),
+        *(loss_scale, [None if one is None else int(one.overflow) for one in rare], micro_steps, samples, tokens),
         [known + pad if known.__class__ is int and pad is not None else None for known, pad in pairs],
         [known or own or None for known, own in zip(labels, own_labels, strict=True)],
         [known or own for known, own in zip(flops, own_flops, strict=True)],

@@ -98,7 +98,8 @@ def _arrow(kind: str) -> Callable[[Path, str], Writer]:
         if kind == "parquet":
             # Parquet's statistics omit NaN, by which DuckDB skips rows with NaN (`loss > 5`, `isnan(loss)`).
             bounded = [name for name, kind in columns.items() if kind is not float]
-            opened = parquet.ParquetWriter(path, schema, write_statistics=bounded)
+            texts = [name for name, kind in columns.items() if kind is str]
+            opened = parquet.ParquetWriter(path, schema, write_statistics=bounded, use_dictionary=texts)
         else:
             opened = arrow.ipc.new_file(str(path), schema)
         waiting: list[Any] = []
