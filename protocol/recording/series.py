@@ -170,7 +170,7 @@ def _finite(value: Any) -> int | None:
 
 class _RareHead(msgspec.Struct, gc=False):
     overflow: bool = False
-    not_numbers: list[str] = []
+    not_numbers: tuple[str, ...] = ()  # not a list, of which each row would make one
 
 
 _Rest = tuple[

@@ -124,17 +124,21 @@ def _array(arrow: Any, values: list[Any], kind: Any) -> Any:
     code = _CODES.get(str(kind))
     if code is None:
         return arrow.array(values, kind)
-    kinds = {*map(type, values)}  # faster than counting None, which compares it with each number
-    missing = NoneType in kinds
-    if kinds == {NoneType}:
-        return arrow.nulls(len(values), kind)
     try:
-        data = array(code, [0 if value is None else value for value in values] if missing else values)
+        return _numbers(arrow, values, kind, code)
     except OverflowError:  # an integer above 64 bits, which no writer writes
         fits = [None if value is not None and not -_LARGEST <= value < _LARGEST else value for value in values]
-        return _array(arrow, fits, kind)
+        return _numbers(arrow, fits, kind, code)
+
+
+def _numbers(arrow: Any, values: list[Any], kind: Any, code: str) -> Any:
+    if values and values[0] is None and {*map(type, values)} == {NoneType}:
+        return arrow.nulls(len(values), kind)
     present = None
-    if missing:
+    try:
+        data = array(code, values)
+    except TypeError:  # None among them
+        data = array(code, [0 if value is None else value for value in values])
         bits = "".join(["0" if value is None else "1" for value in reversed(values)])
         present = arrow.py_buffer(int(bits, 2).to_bytes(len(values) // 8 + 1, "little"))
     return arrow.Array.from_buffers(kind, len(values), [present, arrow.py_buffer(data)])
