@@ -309,11 +309,11 @@ def _loss_title(scene: Scene) -> Line:
 
 
 def _written(moment: HistoryPoint | None, name: str, write: Callable[[float], str]) -> str:
-    """Return a figure of a moment as text; ``-`` if it was not measured."""
+    """Return a figure of a moment as text; ``-`` if it was not measured, ``some`` are ranks or pooled steps."""
     value, lost = getattr(moment, name, None), getattr(moment, f"{name}_not_finite", 0)
     if not lost:
         return "-" if value is None else write(value)
-    return "not finite" if value is None else f"{write(value)}, not finite {lost:,}x"
+    return "not finite" if value is None else f"{write(value)}, some not finite"
 
 
 def _evaluation_at(scene: Scene) -> Evaluation | None:

@@ -22,6 +22,7 @@ from ftmon.tui.model.training import (
     times_left,
     value_range,
 )
+from ftmon.tui.widgets.training import _written
 from models import folded
 from streams import STARTED, Stream
 
@@ -307,4 +308,7 @@ def test_a_loss_that_was_not_finite_is_told_from_one_that_is_unknown() -> None:
     history = TrainingHistory()
     for step, loss in enumerate((2.0, math.nan, None), 1):
         history.add(point_of(Step(0, step, STARTED, 100, [], loss=loss), BEGUN + step))
-    assert [(moment.loss, moment.loss_not_finite) for moment in history.moments(1)] == [(2.0, 0), (None, 1), (None, 0)]
+    history.add(point_of(Step(1, 1, STARTED, 100, [], loss=math.inf), BEGUN + 1))
+    moments = history.moments(2)
+    assert [(moment.loss, moment.loss_not_finite) for moment in moments] == [(2.0, 1), (None, 1), (None, 0)]
+    assert [_written(moment, "loss", str) for moment in moments] == ["2.0, some not finite", "not finite", "-"]
