@@ -68,6 +68,8 @@ class Side(msgspec.Struct, frozen=True):
     alerts: dict[str, int] = {}
     """Number of alerts by kind."""
     verdict: str = "done"
+    not_finite: dict[str, int] = {}
+    """Compared steps in which a figure was NaN or infinite, by its name; empty: none."""
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -94,6 +96,8 @@ class Comparison(msgspec.Struct, frozen=True):
     """Keys that differ: key, before, after."""
     alerts: list[tuple[str, int, int]]
     """Kinds whose counts differ."""
+    not_finite: list[tuple[str, int, int]]
+    """Figures that were NaN or infinite, with the number of steps of each side."""
     missing: list[str]
     """Figures that only one side has."""
     regressions: list[str]
@@ -118,6 +122,11 @@ def compare(before: Side, after: Side, gate: float | None = None, tests: int = 0
     regressions = [f"{one.name} {one.change:+.1%}" for one in found if one.gated and one.judgement == "worse"]
     if before.verdict == "done" and after.verdict != "done":
         regressions.insert(0, f"{after.verdict}, was done")
+    lost = [
+        (name, before.not_finite.get(name, 0), after.not_finite.get(name, 0))
+        for name in dict.fromkeys([*before.not_finite, *after.not_finite])
+    ]
+    regressions += [f"{name} not finite in {steps:,} steps" for name, earlier, steps in lost if steps and not earlier]
     keys = dict.fromkeys([*before.settings, *after.settings])
     settings = [(key, before.settings.get(key, "-"), after.settings.get(key, "-")) for key in keys]
     kinds = sorted({*before.alerts, *after.alerts})
@@ -128,6 +137,7 @@ def compare(before: Side, after: Side, gate: float | None = None, tests: int = 0
         found,
         [one for one in settings if one[1] != one[2]],
         [alert for alert in alerts if alert[1] != alert[2]],
+        lost,
         sorted(before.measures.keys() ^ after.measures.keys()),
         regressions if gate is not None else [],
         [one.name for one in found if one.gated and one.judgement == "cannot tell"] if gate is not None else [],
@@ -289,6 +299,7 @@ def comparison_lines(found: Comparison, gate: float | None) -> list[str]:
     if found.differences:
         table = [["", "before", "after", "change", "noise", ""], *(_row(one) for one in found.differences)]
         lines += [f"  {line}" for line in aligned(table)]
+    lines += [f"  {name} not finite: in {one:,} -> {other:,} steps" for name, one, other in found.not_finite]
     if found.missing:
         lines.append(f"  only one has: {', '.join(found.missing)}")
     if found.settings:

@@ -20,6 +20,7 @@ from msgspec.structs import astuple
 from ..messages.telemetry import PAUSES, STEP_PHASES, Step
 from ..messages.throughput import mfu
 from .results import MemoryColumn, StepPoint, TrainingPoint
+from .rows import with_nan
 from .schema import PHASE_COLUMNS, ROLLUP_COLUMNS, ROLLUP_SIZES, STEP_COLUMNS
 
 Row = tuple[Any, ...]
@@ -163,6 +164,7 @@ def _by_phase(columns: Sequence[Sequence[int | None]], count: int) -> dict[str, 
 StepFigures = tuple[float, int, int, int, int, float, float | None, float | None, float | None, int, int]
 """Figures of one step: ``t``, ``step``, ``training_us``, ``tokens``, ``label_tokens``, ``flops``, ``loss``, ``lr``,
 ``grad_norm``, ``data_us`` and ``whole_us`` of ``TrainingPoint``; losses, rates and norms may be not finite."""
+_CURVE_COLUMNS = 22
 _Pooled = tuple[int, int, TrainingPoint]
 """First and last stream number, and the point."""
 _GROUP_SIZES = (ROLLUP_SIZES[0], *(size // below for below, size in pairwise(ROLLUP_SIZES)))
@@ -170,7 +172,7 @@ _GROUP_SIZES = (ROLLUP_SIZES[0], *(size // below for below, size in pairwise(ROL
 ROWS_A_POINT = 4
 """Maximum number of pooled rows read per point of an answer."""
 _STEPS = """SELECT steps.seq, t, steps.rank, steps.step, 1, coalesce(training_us, host_us), steps.tokens,
-        coalesce(label_tokens, 0), coalesce(flops, 0.0), loss, lr, grad_norm,
+        coalesce(label_tokens, 0), coalesce(flops, 0.0), loss, lr, grad_norm, loss_finite, grad_norm_finite,
         CASE WHEN data_device_us IS NOT NULL AND device_us IS NOT NULL THEN data_device_us ELSE data_host_us END,
         CASE WHEN data_device_us IS NOT NULL AND device_us IS NOT NULL THEN
             min(device_us, coalesce(training_us, device_us)) ELSE coalesce(training_us, host_us) END
@@ -233,10 +235,11 @@ def point_of(step: Step, t: float) -> TrainingPoint:
 
 def _point(figures: StepFigures) -> TrainingPoint:
     t, step, training_us, tokens, label_tokens, flops, loss, lr, grad_norm, data_us, whole_us = figures
+    lost = loss is not None and not isfinite(loss), grad_norm is not None and not isfinite(grad_norm)
     loss, lr, grad_norm = _number(loss), _number(lr), _number(grad_norm)
     return TrainingPoint(
         *(t, step, step, 1, training_us, tokens, label_tokens, flops, loss, loss, loss),
-        *(lr, grad_norm, grad_norm, data_us, whole_us),
+        *(lr, grad_norm, grad_norm, data_us, whole_us, *map(int, lost)),
     )
 
 
@@ -253,7 +256,7 @@ def pool_points(points: Sequence[TrainingPoint]) -> TrainingPoint:
         return points[0]
     columns = zip(*map(astuple, points), strict=True)
     t, step, first_step, count, training_us, tokens, label_tokens, flops, loss, low_loss, high_loss, *rest = columns
-    lr, grad_norm, max_grad_norm, data_us, whole_us = rest
+    lr, grad_norm, max_grad_norm, data_us, whole_us, *lost = rest
     by_labels = all(labels > 0 for labels, value in zip(label_tokens, loss, strict=True) if value is not None)
     return TrainingPoint(
         *(t[-1], max(step), min(first_step), sum(count), sum(training_us), sum(tokens), sum(label_tokens), sum(flops)),
@@ -265,6 +268,8 @@ def pool_points(points: Sequence[TrainingPoint]) -> TrainingPoint:
         max_grad_norm=max(_known(max_grad_norm), default=None),
         data_us=sum(data_us),
         whole_us=sum(whole_us),
+        loss_not_finite=sum(lost[0]),
+        grad_norm_not_finite=sum(lost[1]),
     )
 
 
@@ -350,12 +355,13 @@ class Curves(_Levels):
 
 
 def _from_curve(row: Row) -> _Pooled:
-    _, _, last, first, t, count, first_step, step, *rest = row[:20]
+    _, _, last, first, t, count, first_step, step, *rest = row[:_CURVE_COLUMNS]
     return first, last, TrainingPoint(t, step, first_step, count, *rest)
 
 
 def _figures_from(row: Row) -> StepFigures:
-    _, t, _, step, _, training_us, tokens, labels, flops, loss, lr, grad_norm, data_us, whole_us = row
+    _, t, _, step, _, training_us, tokens, labels, flops, loss, lr, grad_norm, *flags, data_us, whole_us = row
+    loss, grad_norm = with_nan(loss, flags[0]), with_nan(grad_norm, flags[1])
     return (t, step, training_us, tokens or 0, labels, flops, loss, lr, grad_norm, data_us or 0, whole_us or 0)
 
 

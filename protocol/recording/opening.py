@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..errors import RecordingError
 from .guard import Guard
-from .schema import APPLICATION_ID, SCHEMA_VERSION, expected_tables, table_problems
+from .schema import ADDED, APPLICATION_ID, SCHEMA_VERSION, expected_tables, table_problems
 
 _HEADER_BYTES = 100
 _MAGIC = b"SQLite format 3\x00"
@@ -122,12 +122,18 @@ def open_whole(path: Path, header: Header, guard: Guard) -> OpenedRecording:
     """
     opened = _connected(path, header, guard)
     try:
-        for table, reason in table_problems(opened.connection, header.schema).items():
+        problems = table_problems(opened.connection, header.schema)
+        for table, reason in problems.items():
             if reason:
                 raise RecordingError(f"{path}: refused: {reason}")
             if header.schema == 1:  # early recordings of that schema lack tables; the file is not changed
-                names = ", ".join(f'"{name}"' for name, *_ in expected_tables(1)[table])
+                names = ", ".join(f'"{name}"' for name, *_ in expected_tables(SCHEMA_VERSION)[table])
                 opened.connection.execute(f"CREATE TEMP TABLE {table}({names})")
+        for table in ADDED.keys() - problems.keys() if header.schema < SCHEMA_VERSION else ():
+            known = ", ".join(name for name, *_ in expected_tables(header.schema)[table])
+            more = ", ".join(f"{value} AS {name}" for name, value in ADDED[table].items())
+            # A temporary view hides the file's table of the same name; SQLite allows it with ENABLE_VIEW off, too.
+            opened.connection.execute(f"CREATE TEMP VIEW {table} AS SELECT {known}, {more} FROM main.{table}")
         return opened
     except BaseException:
         opened.close()

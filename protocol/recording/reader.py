@@ -415,8 +415,7 @@ class Reader:
         cursor = self._connection.execute(query, bind)
         guard, rows = self._opened.guard, list[Row]()
         while part := cursor.fetchmany(_PART):
-            texts = (value for row in part for value in row if value.__class__ is str or value.__class__ is bytes)
-            guard.charge(sum(map(len, texts)))
+            guard.charge(sum(map(_text_bytes, zip(*part, strict=True))))
             rows += part
         return rows
 
@@ -511,6 +510,14 @@ class Reader:
         rows = self._all("SELECT * FROM events WHERE type = 'run_state' ORDER BY seq DESC LIMIT 1")
         frame = self._decoder.frame("events", rows[0]) if rows else None
         return frame.message if frame is not None and isinstance(frame.message, RunState) else None
+
+
+def _text_bytes(column: Row) -> int:
+    """Return the length of the texts and blobs in a column, most of which have none."""
+    kinds = {*map(type, column)}
+    if str not in kinds and bytes not in kinds:
+        return 0
+    return sum(len(value) for value in column if value.__class__ is str or value.__class__ is bytes)
 
 
 def _one_line(error: Exception) -> str:

@@ -204,6 +204,10 @@ class TrainingPoint(msgspec.Struct, frozen=True, omit_defaults=True):
     """Time waiting for the next batch, on the clock of ``whole_us``."""
     whole_us: int = 0
     """The total of which ``data_us`` is a share: device time if it was measured, else host time."""
+    loss_not_finite: int = 0
+    """Steps whose loss was NaN or infinite; of recordings before schema 3 only the infinite ones are known."""
+    grad_norm_not_finite: int = 0
+    """The same of the gradient norm."""
 
 
 RESULTS: dict[str, Any] = {

@@ -41,6 +41,7 @@ REST_COLUMN = FIRST_PHASE_COLUMN + len(STEP_PHASES) * PHASE_WIDTH
 _NO_PHASE = (None,) * PHASE_WIDTH
 _POSITIONS = {name: position for position, name in enumerate(STEP_PHASES)}
 _NUMBERS = ("loss", "lr", "grad_norm")
+_INFINITE, _NAN = float("inf"), float("nan")
 _Margin = list[int]
 """How far a span is below another: at the start, and how much more at the end and at the peak; empty: equal."""
 
@@ -104,6 +105,19 @@ class StepRest(msgspec.Struct, array_like=True, gc=False):
 decode_rest = msgspec.msgpack.Decoder(StepRest).decode
 
 
+def finite(value: float | None) -> int | None:
+    """Return the flag of a figure, which SQLite stores as NULL if it is NaN: 1 for a finite number, 0 for none.
+
+    None: it was not measured.
+    """
+    return None if value is None else int(-_INFINITE < value < _INFINITE)
+
+
+def with_nan(value: Any, flag: Any) -> Any:
+    """Return a figure of a column, NaN if its flag (``finite``) says that it was measured."""
+    return _NAN if value is None and flag == 0 else value
+
+
 def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
     """Return a row of ``steps``, and rows of ``extra_phases`` for the phases that have no columns there.
 
@@ -145,7 +159,7 @@ def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
         max([phase.reserved.peak for phase in spans], default=0),
         max([phase.resident.peak for phase in spans if phase.resident is not None], default=None),
         *(*columns[0], *columns[1], *columns[2], *columns[3]),
-        _encode(rest),
+        *(_encode(rest), finite(step.loss), finite(step.grad_norm)),
     )
     return row, extra
 
@@ -192,7 +206,10 @@ def update_rows(seq: int, t: float, step: Step) -> list[Row]:
     """Return the rows of ``updates``: one for each of several engines or optimizers; usually none."""
     who = (t, step.rank, step.step)
     return [
-        (seq, position, *who, one.name, one.count, one.micro_steps, one.loss, one.lr, one.grad_norm)
+        (
+            *(seq, position, *who, one.name, one.count, one.micro_steps, one.loss, one.lr, one.grad_norm),
+            *(finite(one.loss), finite(one.grad_norm)),
+        )
         for position, one in enumerate(step.updates)
     ]
 

@@ -9,8 +9,8 @@ from functools import cache
 
 from ..messages.telemetry import STEP_PHASES
 
-SCHEMA_VERSION = 2
-"""``PRAGMA user_version``. A newer schema is refused; schema 1 is read as it is (``steprow_v1``)."""
+SCHEMA_VERSION = 3
+"""``PRAGMA user_version``. A newer schema is refused; 1 (``steprow_v1``) and 2 (``ADDED``) are read as they are."""
 APPLICATION_ID = 0x66746D6E
 """``PRAGMA application_id``: ``ftmn``. It identifies a recording among SQLite files."""
 STEP_COLUMNS = (
@@ -40,7 +40,7 @@ def _steps_table(phase_columns: tuple[str, ...], rest: str) -> str:
     columns = [f"{name} {'REAL' if name in reals else 'INTEGER'}" for name in STEP_COLUMNS]
     columns[0] = "seq INTEGER PRIMARY KEY"
     columns += [f"{phase}_{name} INTEGER" for phase in STEP_PHASES for name in phase_columns]
-    return f"CREATE TABLE steps({', '.join(columns)}, {rest} BLOB)"
+    return f"CREATE TABLE steps({', '.join(columns)}, {rest} BLOB, loss_finite INTEGER, grad_norm_finite INTEGER)"
 
 
 def _rollups_table() -> str:
@@ -105,17 +105,18 @@ STATEMENTS = (
         seq INTEGER PRIMARY KEY, kind TEXT, rank INTEGER, step INTEGER, phase TEXT, bytes INTEGER)""",
     """CREATE TABLE updates(
         seq INTEGER, position INTEGER, t REAL, rank INTEGER, step INTEGER, name TEXT, updates INTEGER,
-        micro_steps INTEGER, loss REAL, lr REAL, grad_norm REAL, PRIMARY KEY(seq, position)) WITHOUT ROWID""",
+        micro_steps INTEGER, loss REAL, lr REAL, grad_norm REAL, loss_finite INTEGER, grad_norm_finite INTEGER,
+        PRIMARY KEY(seq, position)) WITHOUT ROWID""",
     """CREATE TABLE training_steps(
         seq INTEGER PRIMARY KEY, training_us INTEGER, label_tokens INTEGER, flops REAL, mfu REAL)""",
     """CREATE TABLE curves(
         level INTEGER, rank INTEGER, last_seq INTEGER, first_seq INTEGER, t REAL, count INTEGER, min_step INTEGER,
         max_step INTEGER, training_us INTEGER, tokens INTEGER, label_tokens INTEGER, flops REAL, loss REAL,
         low_loss REAL, high_loss REAL, lr REAL, grad_norm REAL, max_grad_norm REAL, data_us INTEGER, whole_us INTEGER,
-        PRIMARY KEY(level, rank, last_seq)) WITHOUT ROWID""",
+        loss_not_finite INTEGER, grad_norm_not_finite INTEGER, PRIMARY KEY(level, rank, last_seq)) WITHOUT ROWID""",
     """CREATE TABLE evaluations(
         seq INTEGER PRIMARY KEY, t REAL, rank INTEGER, step INTEGER, time REAL, name TEXT, loss REAL, perplexity REAL,
-        label_tokens INTEGER, seconds REAL, best INTEGER)""",
+        label_tokens INTEGER, seconds REAL, best INTEGER, loss_finite INTEGER)""",
     """CREATE TABLE checkpoints(
         seq INTEGER PRIMARY KEY, t REAL, rank INTEGER, step INTEGER, time REAL, path TEXT, bytes INTEGER, seconds REAL,
         best INTEGER)""",
@@ -129,6 +130,24 @@ STATEMENTS = (
     """CREATE VIEW devices AS SELECT seq, t, time, host, kind, "index", name, uuid, used_bytes, total_bytes,
         utilization_percent, power_w, power_limit_w, temperature_c, sm_clock_mhz, memory_clock_mhz, throttle_reasons
         FROM device_samples JOIN device_names USING(device)""",
+    """CREATE VIEW loss_curve AS SELECT step, max(t) AS t, count(*) AS ranks,
+        CASE WHEN min(label_tokens) FILTER (WHERE loss_finite) > 0
+            THEN sum(loss * label_tokens) FILTER (WHERE loss_finite) / sum(label_tokens) FILTER (WHERE loss_finite)
+            ELSE avg(loss) FILTER (WHERE loss_finite) END AS loss,
+        min(loss) FILTER (WHERE loss_finite) AS low_loss, max(loss) FILTER (WHERE loss_finite) AS high_loss,
+        min(loss_finite) AS loss_finite, avg(lr) AS lr, max(grad_norm) FILTER (WHERE grad_norm_finite) AS grad_norm,
+        min(grad_norm_finite) AS grad_norm_finite, sum(tokens) AS tokens, max(training_us) AS training_us
+        FROM (SELECT max(seq) AS seq FROM steps GROUP BY rank, step) JOIN steps USING(seq)
+        JOIN (SELECT seq, training_us, label_tokens FROM throughput) USING(seq) GROUP BY step""",
+    """CREATE VIEW jobs_latest AS SELECT seq, t, number, state, started, ended, text, world_size, restart, command,
+        steps, last_step, loss, step_us, allocated_peak AS allocated_peak_bytes, reserved_peak AS reserved_peak_bytes,
+        resident_peak AS resident_peak_bytes FROM jobs WHERE seq IN (SELECT max(seq) FROM jobs GROUP BY number)""",
+    """CREATE VIEW ranks_latest AS SELECT ranks.seq AS seq, ranks.t AS t, ranks.rank AS rank, local_rank, host, pid,
+        device, capacity_bytes, memory_measure, model, zero_stage, step AS last_step, steps.t AS last_t, loss,
+        loss_finite, grad_norm, grad_norm_finite, allocated_peak AS allocated_peak_bytes,
+        reserved_peak AS reserved_peak_bytes, resident_peak AS resident_peak_bytes
+        FROM ranks LEFT JOIN steps ON steps.seq = (SELECT max(seq) FROM steps AS own WHERE own.rank = ranks.rank)
+        WHERE ranks.seq IN (SELECT max(seq) FROM ranks GROUP BY rank)""",
 )
 """The statements that create an empty recording, in order."""
 STREAM_TABLES = ("steps", "device_samples", "alerts", "logs", "ranks", "events", "jobs")
@@ -139,6 +158,15 @@ STATEMENTS_V1 = tuple(
     if not statement.startswith("CREATE VIEW")
 )
 """Those of schema 1, without its views; early recordings of that schema lack the tables after ``rollups``."""
+_FINITE = "{0} BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308"
+"""Null if the figure is: of older recordings only infinity is known."""
+ADDED: dict[str, dict[str, str]] = {
+    "steps": {f"{name}_finite": _FINITE.format(name) for name in ("loss", "grad_norm")},
+    "updates": {f"{name}_finite": _FINITE.format(name) for name in ("loss", "grad_norm")},
+    "curves": {"loss_not_finite": "0", "grad_norm_not_finite": "0"},
+    "evaluations": {"loss_finite": _FINITE.format("loss")},
+}
+"""Last columns of tables, which schemas 1 and 2 lack, and the expressions that are read in their place."""
 Columns = list[tuple[str, str, int, int]]
 """Name, type, place in the primary key, and whether it is generated or of a virtual table, of each column."""
 
@@ -155,7 +183,8 @@ def expected_tables(schema: int) -> dict[str, Columns]:
     for statement in STATEMENTS_V1 if schema == 1 else STATEMENTS:
         connection.execute(statement)
     names = connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall()
-    return {name: _columns_of(connection, name) for (name,) in names}
+    later = set[str]() if schema == SCHEMA_VERSION else {column for added in ADDED.values() for column in added}
+    return {name: [each for each in _columns_of(connection, name) if each[0] not in later] for (name,) in names}
 
 
 def kinds_of(connection: sqlite3.Connection) -> dict[str, str]:

@@ -4,15 +4,27 @@ Rows are read in the order of the stream, a part at a time, straight from the fi
 steps. ``docs/recording.md`` describes the columns.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from math import isfinite
+from itertools import compress
+from operator import add, itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
 
 from ..messages.telemetry import STEP_PHASES, Closing, Evaluation, PhaseRecord, Span
 from ..messages.wire import Frame
-from .rows import FIRST_PHASE_COLUMN, PHASE_WIDTH, REST_COLUMN, UNBELIEVABLE, Row, StepRest, decode_rest, step_rows
+from .rows import (
+    FIRST_PHASE_COLUMN,
+    PHASE_WIDTH,
+    REST_COLUMN,
+    UNBELIEVABLE,
+    Row,
+    StepRest,
+    decode_rest,
+    finite,
+    step_rows,
+)
 from .schema import STEP_COLUMNS
 from .steprow_v1 import step_from_row
 
@@ -60,8 +72,8 @@ class Part(NamedTuple):
 
 
 _TABLES = {
-    "steps": f"SELECT {', '.join(STEP_COLUMNS)}, rest, training_us, label_tokens, flops, mfu "
-    "FROM steps LEFT JOIN training_steps USING(seq) WHERE seq > ? ORDER BY seq LIMIT ?",
+    "steps": f"SELECT {', '.join(STEP_COLUMNS)}, rest, loss_finite, grad_norm_finite, training_us, label_tokens, "
+    "flops, mfu FROM steps LEFT JOIN training_steps USING(seq) WHERE seq > ? ORDER BY seq LIMIT ?",
     "phases": "SELECT * FROM steps WHERE seq > ? ORDER BY seq LIMIT ?",
     "evaluations": "SELECT * FROM events WHERE type = 'evaluation' AND seq > ? ORDER BY seq LIMIT ?",
     "alerts": "SELECT seq, t, rank, step, id, kind, severity, time, resolved, phase, title, text, count FROM alerts "
@@ -76,7 +88,7 @@ _STEPS_V1 = (
 )
 _CLOSINGS = "SELECT * FROM events WHERE type = 'closing' AND seq > ? AND seq <= ? ORDER BY seq"
 _AT = {name: place for place, name in enumerate(STEP_COLUMNS)}
-_END = 1 << 62
+_END, _NAN, _BLOCK = 1 << 62, float("nan"), 256
 _MOST_PHASES = 64
 """Above the phases of any step; a hostile file may name thousands in a few bytes each."""
 
@@ -98,29 +110,39 @@ def read_part(read: Read, decode: Decode, schema: int, series: str, place: tuple
     if old:
         rows = [*_converted(rows, series)]
     if series == "steps":
-        found: list[Row] = [*map(_step, rows)]
+        columns = _steps(rows)
     elif series == "phases":
-        found = [phase for row in rows for phase in _phases(row)]
         frames = [decode("events", row) for row in read(_CLOSINGS, (after, last if full else _END))]
-        found += [phase for frame in frames if frame is not None for phase in _closing(frame)]
+        closings = [phase for frame in frames if frame is not None for phase in _closing(frame)]
         last = max([last, *(frame.seq for frame in frames if frame is not None)])
-        found.sort(key=lambda row: row[0])
+        columns = _phase_columns(rows, closings)
     elif series == "evaluations":
-        found = [one for row in rows if (one := _evaluation(decode("events", row))) is not None]
+        columns = _transposed([one for row in rows if (one := _evaluation(decode("events", row))) is not None])
     else:
-        found = rows
+        columns = _transposed(rows)
     if last <= after:  # less in a damaged file
         return None
-    columns = list(map(list, zip(*found, strict=True))) if found else [[] for _ in SERIES[series]]
-    return Part(last, list(map(_typed, columns, SERIES[series].values())))
+    kinds = SERIES[series].values()
+    return Part(last, list(map(_typed, columns, kinds)) if columns else [[] for _ in kinds])
+
+
+def _transposed(rows: Sequence[Row]) -> list[list[Any]]:
+    """Return the columns of rows, a block at a time: of all at once, every value would miss the processor's cache."""
+    columns: list[list[Any]] = [[] for _ in rows[0]] if rows else []
+    for at in range(0, len(rows), _BLOCK):
+        for column, values in zip(columns, zip(*rows[at : at + _BLOCK], strict=True), strict=True):
+            column += values
+    return columns
 
 
 def _typed(values: list[Any], kind: type) -> list[Any]:
     """Return values of one type, or None; 0 and 1 for ``bool``."""
-    if kind is bool:
-        return [int(value) if value in (0, 1) else None for value in values]
-    if {*map(type, values)} <= {kind, type(None)}:
+    kinds = {*map(type, values)}
+    if kinds <= {kind, type(None)} and kind is not bool:
         return values
+    if kind is bool:
+        plain = kinds <= {int, type(None)} and {*values} <= {0, 1, None}
+        return values if plain else [int(value) if value in (0, 1) else None for value in values]
     wider = (int, float) if kind is float else kind
     return [kind(value) if isinstance(value, wider) else None for value in values]
 
@@ -132,7 +154,7 @@ def _converted(rows: Sequence[Row], series: str) -> Iterator[Row]:
             new, _ = step_rows(row[0], row[1], step_from_row(row))
         except UNBELIEVABLE:
             continue
-        yield (*new[:FIRST_PHASE_COLUMN], new[REST_COLUMN], *row[-4:]) if series == "steps" else new
+        yield (*new[:FIRST_PHASE_COLUMN], *new[REST_COLUMN:], *row[-4:]) if series == "steps" else new
 
 
 def _rest(packed: Any) -> StepRest | None:
@@ -143,29 +165,149 @@ def _rest(packed: Any) -> StepRest | None:
 
 
 def _finite(value: Any) -> int | None:
-    return int(isfinite(value)) if value.__class__ is float else None
+    return finite(value) if value.__class__ is float else None
 
 
-def _step(row: Row) -> Row:
-    seq, t, rank, step, started, host_us, device_us, loss, lr, grad_norm, tokens, *peaks = row[:FIRST_PHASE_COLUMN]
-    packed, training_us, labels, flops, mfu = row[FIRST_PHASE_COLUMN:]
-    training_us = host_us if training_us is None else training_us
-    rest = _rest(packed)
-    more, padded, spent = (None,) * 4, None, (None,) * 3
-    if rest is not None:
-        if rest.rare.not_numbers:
-            nan = float("nan")
-            loss = nan if "loss" in rest.rare.not_numbers else loss
-            lr = nan if "lr" in rest.rare.not_numbers else lr
-            grad_norm = nan if "grad_norm" in rest.rare.not_numbers else grad_norm
-        more = (rest.loss_scale, rest.rare.overflow, rest.micro_steps, rest.samples)
-        padded = tokens + rest.padding if tokens.__class__ is int else None
-        spent = (rest.fetch_us, rest.cpu_us or None, rest.probe_us)
-        labels, flops = labels or rest.label_tokens or None, flops or rest.flops
-    return (
-        *(seq, t, rank, step, started, host_us, device_us, training_us, loss, _finite(loss), lr),
-        *(grad_norm, _finite(grad_norm), *more, tokens, padded, labels, flops, mfu, *spent, *peaks),
-    )
+class _RareHead(msgspec.Struct, gc=False):
+    overflow: bool = False
+    not_numbers: tuple[str, ...] = ()  # not a list, of which each row would make one
+
+
+_Rest = tuple[
+    int, int, int, int, float | None, msgspec.Raw, int, int, float | None, int | None, msgspec.Raw, _RareHead, int, int
+]
+"""The fields of ``StepRest``, without those that the series ``steps`` leaves out."""
+_decode_rests = msgspec.msgpack.Decoder(list[_Rest]).decode
+_UNKNOWN = (None,) * 14
+
+
+def _array_of(packed: Sequence[Any]) -> bytes:
+    """Return an array of values that are packed already."""
+    return b"".join((b"\xdd", len(packed).to_bytes(4, "big"), *packed))
+
+
+def _rests(packed: Sequence[Any]) -> Sequence[Row]:
+    """Return the fields of many steps' ``StepRest``, decoded at once; a damaged one is unknown."""
+    try:
+        return _decode_rests(_array_of(packed))
+    except (msgspec.MsgspecError, TypeError):  # or of a version that had fewer fields
+        rests = map(_rest, packed)
+        return [
+            _UNKNOWN if one is None else tuple(getattr(one, name) for name in one.__struct_fields__) for one in rests
+        ]
+
+
+def _steps(rows: Sequence[Row]) -> list[list[Any]]:
+    """Return the columns of ``steps``."""
+    if not rows:
+        return []
+    seq, t, rank, step, started, host_us, device_us, loss, lr, grad_norm, tokens, *more = _transposed(rows)
+    peaks, (packed, *flags, training_us, labels, flops, mfu) = more[:-7], more[-7:]
+    rests = _transposed(_rests(packed))
+    micro_steps, samples, padding, probe_us, loss_scale, _, own_labels, cpu_us, own_flops, fetch_us, _, rare = rests[
+        :12
+    ]
+    numbers = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
+    finites = {"loss": flags[0], "grad_norm": flags[1]}
+    lost = [(place, one.not_numbers) for place, one in enumerate(rare) if one is not None and one.not_numbers]
+    for name in {name for _, names in lost for name in names} & numbers.keys():
+        changed = list(numbers[name])
+        for place, names in lost:
+            changed[place] = _NAN if name in names else changed[place]
+            if name in names and name in finites:  # earlier schemas have no flags
+                finites[name][place] = 0
+        numbers[name] = changed
+    pairs = zip(tokens, padding, strict=True)
+    return [
+        *(seq, t, rank, step, started, host_us, device_us),
+        [host if own is None else own for own, host in zip(training_us, host_us, strict=True)],
+        *(numbers["loss"], flags[0], numbers["lr"], numbers["grad_norm"], flags[1]),
+        *(loss_scale, [None if one is None else int(one.overflow) for one in rare], micro_steps, samples, tokens),
+        [known + pad if known.__class__ is int and pad is not None else None for known, pad in pairs],
+        [known or own or None for known, own in zip(labels, own_labels, strict=True)],
+        [known or own for known, own in zip(flops, own_flops, strict=True)],
+        *(mfu, fetch_us, [us or None for us in cpu_us], probe_us, *peaks),
+    ]
+
+
+_PhaseFields = tuple[int, int, int, int, int, int, int, int, msgspec.Raw, msgspec.Raw, Span | None, int | None, bool]
+"""The fields of a phase's rest."""
+_PhaseRests = tuple[
+    int,
+    int,
+    int,
+    int,
+    float | None,
+    msgspec.Raw,
+    int,
+    int,
+    float | None,
+    int | None,
+    list[_PhaseFields | None],
+    msgspec.Raw,
+    int,
+    int,
+]
+_PHASES_FIELD = 10
+_decode_phase_rests = msgspec.msgpack.Decoder(list[_PhaseRests]).decode
+
+
+def _phase_columns(rows: Sequence[Row], more: list[Row]) -> list[list[Any]]:
+    """Return the columns of ``phases``; ``more``: rows of closing phases.
+
+    The phases of most steps run in one order: theirs are made column by column, the others row by row.
+    """
+    try:
+        packed = [row[REST_COLUMN] for row in rows]
+        phases = [rest[_PHASES_FIELD] for rest in _decode_phase_rests(_array_of(packed))]
+    except (msgspec.MsgspecError, TypeError):  # damaged, or of a version that had fewer fields
+        phases = []
+    orders = [tuple([-1 if one is None else one[0] for one in some]) for some in phases]
+    usual = Counter(orders).most_common(1)[0][0] if orders else ()
+    if not usual or min(usual) < 0 or max(usual) >= len(STEP_PHASES) or len({*usual}) < len(usual):
+        return _transposed(sorted([*(one for row in rows for one in _phases(row)), *more], key=itemgetter(0)))
+    regular = [order == usual and _has_times(row, usual) for order, row in zip(orders, rows, strict=True)]
+    columns = _usual_phases([*compress(rows, regular)], [*compress(phases, regular)], usual)
+    more = [phase for row, known in zip(rows, regular, strict=True) if not known for phase in _phases(row)] + more
+    if more:
+        for column, values in zip(columns, _transposed(more), strict=True):
+            column += values
+        order = sorted(range(len(columns[0])), key=columns[0].__getitem__)
+        columns = [[*map(column.__getitem__, order)] for column in columns]
+    return columns
+
+
+def _has_times(row: Row, order: Row) -> bool:
+    times = (row[_AT["started"]].__class__ is float, *(row[_host_at(place)].__class__ is int for place in order))
+    return all(times)
+
+
+def _host_at(position: int) -> int:
+    return FIRST_PHASE_COLUMN + position * PHASE_WIDTH
+
+
+def _usual_phases(rows: Sequence[Row], phases: Sequence[Sequence[Any]], order: Sequence[int]) -> list[list[Any]]:
+    """Return the columns of the phases of steps that all have them in one order."""
+    count = len(order)
+    of_step = _transposed(rows)
+    found: list[list[Any]] = [[None] * (count * len(rows)) for _ in SERIES["phases"]]
+    ended: Sequence[int] = [0] * len(rows)
+    for place, position in enumerate(order):
+        _, gaps, counts, allocations, _, _, collective_us, collectives, _, _, resident, waited, coarse = _transposed(
+            [some[place] for some in phases]
+        )
+        host_us, device_us, *memory = of_step[_host_at(position) : _host_at(position + 1)]
+        begin = [*map(add, ended, gaps)]
+        ended = [*map(add, begin, host_us)]
+        started = [at + us / 1e6 for at, us in zip(of_step[_AT["started"]], begin, strict=True)]
+        spans = _transposed([*map(_span, resident)])
+        columns = (
+            *(*of_step[:4], [STEP_PHASES[position]] * len(rows), started, host_us, device_us, waited),
+            *(collective_us, collectives, counts, allocations, coarse, *memory, *spans),
+        )
+        for column, values in zip(found, columns, strict=True):
+            column[place::count] = values
+    return found
 
 
 def _phases(row: Row) -> Iterator[Row]:

@@ -37,6 +37,7 @@ from .rows import (
     alert_row,
     closing_rows,
     event_row,
+    finite,
     hello_row,
     job_row,
     step_rows,
@@ -631,7 +632,8 @@ class Writer:
             if isinstance(message, Closing):
                 rows["extra_phases"] += closing_rows(seq, t, message)
             elif isinstance(message, Evaluation):
-                rows["evaluations"].append((seq, t, *astuple(message)[:-1]))  # without the metrics
+                without_metrics = astuple(message)[:-1]
+                rows["evaluations"].append((seq, t, *without_metrics, finite(message.loss)))
             elif isinstance(message, Checkpoint):
                 rows["checkpoints"].append((seq, t, *astuple(message)))
             self._marks.message(seq, message)

@@ -112,6 +112,9 @@ class Started(msgspec.Struct, tag="start", frozen=True, omit_defaults=True):
     settings: Settings
     repeat: Whole = 0
     run: str = ""
+    """Its directory; empty: it was refused, or runs elsewhere."""
+    job: str = ""
+    """Number of its job, by an engine (``--on``)."""
 
 
 class PhaseFigures(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -54,6 +54,17 @@ class Results(NamedTuple):
         return None
 
     @property
+    def unanswered(self) -> list[Started]:
+        """The runs without a row: those that run, or were lost with their session."""
+        found: dict[tuple[str, int], Started] = {}
+        for entry in self.entries:
+            if isinstance(entry, Started):
+                found[key_of(entry.settings), entry.repeat] = entry
+            elif isinstance(entry, Row):
+                found.pop((key_of(entry.settings), entry.repeat), None)
+        return list(found.values())
+
+    @property
     def last_time(self) -> float:
         """Time of the newest entry; 0 without entries."""
         return max((entry.time for entry in self.entries if not isinstance(entry, Header)), default=0.0)

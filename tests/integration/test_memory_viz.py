@@ -2,10 +2,14 @@
 
 import gzip
 import importlib.util
+import json
 import pickle
+from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from ftmon.protocol.messages.telemetry import SnapshotTaken
@@ -94,6 +98,77 @@ def test_the_file_is_the_captured_snapshot(tmp_path, run, viewer, capsys, step):
     )
 
 
+KEYS = {
+    "": {"segments", "device_traces", "allocator_settings", "external_annotations"},
+    "segment": {
+        *("device", "address", "total_size", "allocated_size", "active_size", "requested_size", "stream"),
+        *("segment_type", "segment_pool_id", "is_expandable", "frames", "blocks"),
+    },
+    "block": {"address", "size", "requested_size", "state", "frames"},
+    "entry": {"action", "addr", "size", "stream", "time_us", "frames", "user_metadata"},
+    "oom": {"action", "device_free", "size", "stream", "time_us", "frames", "user_metadata"},
+    "frame": {"name", "filename", "line"},
+}
+"""The keys that the page reads (pytorch.org/memory_viz, MemoryViz.js); ``trace_plot`` takes any dictionary."""
+
+
+@pytest.mark.parametrize("step", FILES)
+def test_the_file_has_every_key_that_the_page_reads(tmp_path, run, step):
+    out = tmp_path / "out.pickle"
+    assert main(["export", str(run), "memory_viz", "-o", str(out), "--rank", "1", "--step", str(step)]) == 0
+    written = pickle.loads(out.read_bytes())
+    blocks = [block for segment in written["segments"] for block in segment["blocks"]]
+    traced = [entry for trace in written["device_traces"] for entry in trace]
+    found: dict[str, list[dict[str, Any]]] = {
+        "": [written],
+        "segment": written["segments"],
+        "block": blocks,
+        "entry": [entry for entry in traced if entry["action"] != "oom"],
+        "oom": [entry for entry in traced if entry["action"] == "oom"],
+        "frame": [frame for one in (*blocks, *traced) for frame in one["frames"]],
+    }
+    for kind, some in found.items():
+        assert some or kind == "oom" or (kind, step) == ("frame", 6), "that file has no stacks"
+        assert all(one.keys() == KEYS[kind] for one in some), kind
+
+
+@pytest.mark.parametrize("step", FILES)
+def test_a_flame_graph_has_the_memory_of_the_highest_moment_by_stack(tmp_path, run, capsys, step):
+    picture, stacks = tmp_path / "step.svg", tmp_path / "step.folded"
+    for path in (picture, stacks):
+        words = ["export", str(run), "flamegraph", "-o", str(path), "--rank", "1", "--step", str(step)]
+        assert main(words) == 0
+    assert f"{stacks}: rank 1, step {step}, request: " in capsys.readouterr().out
+    assert main(["snapshot", str(run / "snapshots" / f"{FILES[step]}.pickle"), "--json", "--top", "100000"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    peak = max(device["peak_allocated_bytes"] for device in described["devices"])
+    lines = [line.rpartition(" ") for line in stacks.read_text().splitlines()]
+    assert sum(int(size) for *_, size in lines) == peak
+    largest = described["top_stacks"][0]
+    assert max(int(size) for *_, size in lines) == largest["bytes"]
+    depths = {len(one["frames"]) for one in described["top_stacks"] if one["bytes"] == largest["bytes"]}
+    assert {text.count(";") + 1 for text, _, size in lines if int(size) == largest["bytes"]} <= {*depths, 1}
+    drawn = [element for element in ElementTree.parse(picture).getroot() if element.tag.endswith("}g")]
+    boxes = [{name: float(box.attrib[name]) for name in ("x", "y", "width")} for box in (group[1] for group in drawn)]
+    tips = [group[0].text or "" for group in drawn]
+    assert tips[0].startswith(f"all: {peak / 2**30:.2f} GiB, 100.0%")
+    rows: dict[float, list[dict[str, float]]] = defaultdict(list)
+    for box in boxes:
+        rows[box["y"]].append(box)
+    for y, row in rows.items():
+        row.sort(key=lambda box: box["x"])
+        assert all(one["x"] + one["width"] <= other["x"] + 0.11 for one, other in pairwise(row))
+        below = rows.get(y + 17)
+        if below:  # each box stands on one of its callers
+            for box in row:
+                assert any(
+                    one["x"] - 0.11 <= box["x"] and box["x"] + box["width"] <= one["x"] + one["width"] + 0.11
+                    for one in below
+                )
+    assert "<script" not in picture.read_text()
+
+
+@pytest.mark.parametrize("kind", ["memory_viz", "flamegraph"])
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -102,8 +177,8 @@ def test_the_file_is_the_captured_snapshot(tmp_path, run, viewer, capsys, step):
         (["--rank", "1", "--step", "1"], "snapshots/passwd: the snapshot of step 1 is gone"),
     ],
 )
-def test_a_refusal_is_one_line_and_writes_nothing(tmp_path, run, capsys, words, line):
-    assert main(["export", str(run), "memory_viz", "-o", str(tmp_path / "out"), *words]) == 2
+def test_a_refusal_is_one_line_and_writes_nothing(tmp_path, run, capsys, kind, words, line):
+    assert main(["export", str(run), kind, "-o", str(tmp_path / "out"), *words]) == 2
     err = capsys.readouterr().err
     assert line in err
     assert err.count("\n") == 1

@@ -213,7 +213,7 @@ def test_a_newer_schema_is_refused_with_the_remedy(path: Path, tmp_path: Path) -
     connection.close()
     with pytest.raises(RecordingError) as error:
         Reader(newer)
-    assert "this ftmon reads 1 to 2: install a newer ftmon" in one_line(error.value, newer)
+    assert f"this ftmon reads 1 to {SCHEMA_VERSION}: install a newer ftmon" in one_line(error.value, newer)
     with pytest.raises(RecordingError, match="install a newer ftmon"):
         Writer(newer)
 

@@ -19,13 +19,15 @@ import msgspec
 from ... import __version__
 from ...protocol.analysis.sweep.search import order, with_durations
 from ...protocol.analysis.sweep.summary import curves, fastest, pool, value
-from ...protocol.errors import FtmonError
+from ...protocol.errors import FtmonError, UsageError
 from ...protocol.host.process import never_fail, this_process
 from ...protocol.run import exits
 from ...protocol.run.rundir import RunDir
-from ...protocol.sweep.rows import FORMAT, Ended, Header, Plan, Planned, Row, Started
+from ...protocol.sweep.rows import FORMAT, Ended, Header, Plan, Planned, Row, Settings, Started
 from ...protocol.sweep.store import Results, Writer, default_output, read
+from ..recipe.hardware import torch_is_cpu_only
 from . import plan as spec
+from .engines import ENGINES, Jobs, engine, recover
 from .plan import Lines, Spec
 from .run import Session, StopError, clear_lost, measure_plan
 from .search import Predictor, gpus_of, search
@@ -42,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         spec.check(wanted)
         gpus = gpus_of(wanted, spec.combinations(wanted))
         wanted = wanted._replace(budget=spec.priced(wanted.budget, gpus, arguments.price))
+        if arguments.on != "local" and wanted.one_process:
+            raise UsageError(f"--on {arguments.on}: one_process is for this host; remove it from {arguments.sweep}")
         return _sweep(wanted, arguments, interrupts)
     except FtmonError as error:
         print(f"ftmon: {error}", file=sys.stderr)
@@ -62,16 +66,24 @@ def _sweep(wanted: Spec, arguments: argparse.Namespace, interrupts: list[int]) -
         if arguments.json:
             _print_json(plan)
         return 0
+    elsewhere = None
+    if arguments.on != "local":
+        elsewhere = engine(arguments.on, path, wanted.timeout, dict(arguments.slurm))
     writer = Writer(path, _header(wanted))
     earlier = read(path)
     if arguments.accepted is not None:
         os.write(arguments.accepted, b"1")
         os.close(arguments.accepted)
     lines.note(f"sweep {wanted.name}: results in {path}")
-    if earlier.running is not None:
-        writer.append(_lost(earlier.running))
+    if lost := earlier.unanswered:
+        for started in lost:
+            writer.append(recover(elsewhere, started) if started.job else _lost(started))
         earlier = read(path)
     session = Session(wanted, writer, earlier, lines, arguments.fail_fast, lambda: bool(interrupts))
+    if elsewhere is not None:
+        session.jobs = Jobs(
+            elsewhere, session, lambda settings: _gpus(wanted, arguments.gpus, settings), arguments.jobs
+        )
     plan = _plan(wanted, predictor, arguments.fail_fast, session.rows)
     writer.append(plan)
     lines.plan(plan, session.rows, _answered(plan, session), session.used_seconds)
@@ -112,6 +124,10 @@ def _run(wanted: Spec, session: Session, predictor: Predictor, plan: Plan, lines
     def progress() -> None:
         lines.progress(plan, session.used_seconds, session.rows)
 
+    if session.jobs is not None:
+        runs = [(run, repeat) for repeat in range(wanted.repeats) for run in plan.runs]
+        session.jobs.measure([one for one in runs if not session.has(one[0].settings, one[1])], progress)
+        return []
     for repeat in range(wanted.repeats):
         if wanted.one_process:
             measure_plan(session, plan.runs, repeat, progress)
@@ -121,6 +137,20 @@ def _run(wanted: Spec, session: Session, predictor: Predictor, plan: Plan, lines
                 session.measure(run.settings, repeat, run.predicted)
                 progress()
     return []
+
+
+def _gpus(wanted: Spec, given: int | None, settings: Settings) -> int:
+    """Return the GPUs of a configuration's job: its ranks, and none with a PyTorch for the CPU."""
+    if given is not None:
+        return given
+    return 0 if torch_is_cpu_only() else gpus_of(wanted, [settings])
+
+
+def _option(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    if not name.isidentifier() or not value:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, such as partition=gpu, not {text!r}")
+    return name, value
 
 
 def _plan(wanted: Spec, predictor: Predictor, fail_fast: bool, rows: Sequence[Row] = ()) -> Plan:
@@ -191,6 +221,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--price", type=float)
     parser.add_argument("--fail-fast", action="store_true")
+    parser.add_argument("--on", choices=ENGINES, default="local")
+    parser.add_argument("--jobs", type=int, default=64)
+    parser.add_argument("--gpus", type=int)
+    parser.add_argument("--slurm", type=_option, action="append", default=[])
     parser.add_argument("--json", action="store_true")
     parser.add_argument(
         "--accepted", type=int, metavar="FD", help="descriptor that gets a byte once the file is accepted"

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ...protocol.analysis.sweep.search import why_not_next
 from ...protocol.analysis.sweep.summary import figures
@@ -25,8 +25,8 @@ from ...protocol.recording.reader import Reader
 from ...protocol.run.end import last_lines
 from ...protocol.run.rundir import ExitFile, RunDir
 from ...protocol.run.start import CommandEnd, spawn_start, started_run
-from ...protocol.sweep.rows import Ended, Planned, Predicted, RankRow, Row, Settings, Started, Verdict, key_of
-from ...protocol.sweep.store import Results, Writer
+from ...protocol.sweep.rows import Ended, Entry, Planned, Predicted, RankRow, Row, Settings, Started, Verdict, key_of
+from ...protocol.sweep.store import Results
 from ...protocol.text import first_line
 from ..host import processes
 from ..host.end.kill import sweep
@@ -281,6 +281,22 @@ class StopError(Exception):
         self.reason = reason
 
 
+class Entries(Protocol):
+    """Keeps the entries of a results file."""
+
+    def append(self, entry: Entry) -> None:
+        """Keep an entry; raise ``FtmonError`` if that fails."""
+        ...
+
+
+class Measures(Protocol):
+    """Runs configurations elsewhere."""
+
+    def measure(self, runs: Sequence[tuple[Planned, int]], progress: Callable[[], object]) -> None:
+        """Run configurations, each with its repeat; ``progress`` is called after each row."""
+        ...
+
+
 class Session:
     """Runs configurations and keeps their rows.
 
@@ -288,10 +304,13 @@ class Session:
     the session. ``interrupted`` returns whether the session is to end.
     """
 
+    jobs: "Measures | None" = None
+    """Runs configurations elsewhere; None: on this host."""
+
     def __init__(
         self,
         spec: Spec,
-        writer: Writer,
+        writer: Entries,
         earlier: Results,
         lines: Lines,
         fail_fast: bool,
@@ -325,9 +344,12 @@ class Session:
             StopError: the budget is used up, the session was interrupted, or ``--fail-fast`` ends it.
         """
         key = (key_of(settings), repeat)
-        if key in self._answered:
-            return self._answered[key]
-        Process(self, [Planned(settings, predicted)], repeat).measure()
+        if key not in self._answered:
+            planned = Planned(settings, predicted)
+            if self.jobs is not None:
+                self.jobs.measure([(planned, repeat)], lambda: None)
+            else:
+                Process(self, [planned], repeat).measure()
         return self._answered[key]
 
     def check(self) -> None:
@@ -346,10 +368,15 @@ class Session:
         """Name of the next run."""
         return f"{self.spec.name}-{self._count + 1:03d}"
 
-    def started(self, settings: Settings, repeat: int, run: str = "") -> None:
-        """Write the start of a run; ``run``: its directory."""
+    def started(self, settings: Settings, repeat: int, run: str = "", job: str = "") -> None:
+        """Write the start of a run; ``run``: its directory; ``job``: its number elsewhere."""
         self._count += 1
-        self._writer.append(Started(time.time(), settings, repeat, run))
+        self._writer.append(Started(time.time(), settings, repeat, run, job))
+
+    def lost(self, row: Row) -> None:
+        """Write the unfinished row of a job elsewhere, which will be run again."""
+        self._writer.append(row)
+        self.lines.row(row)
 
     def keep(self, row: Row) -> None:
         """Write a row.
@@ -364,7 +391,7 @@ class Session:
             raise StopError(Ended(time.time(), reason, text))
         self._answered[key_of(row.settings), row.repeat] = row
         self.rows.append(row)
-        if row.note:
+        if row.note and self.jobs is None:  # of another host it is only said
             raise StopError(Ended(time.time(), "gpus", row.note))
         if self._fail_fast and row.verdict != "done":
             raise StopError(Ended(time.time(), "failure", "--fail-fast: a run is not done"))

@@ -93,7 +93,8 @@ def rank(text: str) -> int:
     return int(text)
 
 
-EXPORT_FORMATS = ("parquet", "arrow", "csv", "perfetto", "memory_viz")
+ENGINES = ("local", "slurm", "ray", "submitit")  # of `trainer.sweep.engines`
+EXPORT_FORMATS = ("parquet", "arrow", "csv", "perfetto", "memory_viz", "flamegraph")
 SERIES = ("steps", "phases", "evaluations", "alerts", "devices")  # of `protocol.recording.series`
 
 INTERNAL = ("relay",)
@@ -389,6 +390,17 @@ _TRAIN = (
         flag("--plan", "print the planned runs with predictions, their time and cost, and exit"),
         PRICE,
         flag("--fail-fast", "run likely failures first, and end at the first failure"),
+        argument(
+            "--on",
+            "ENGINE",
+            f"where the runs are: one of {', '.join(ENGINES)} (default: local, this host, one after the other)",
+            choices=ENGINES,
+        ),
+        argument("--jobs", "N", "with --on: jobs at a time, those in a queue included (default: 64)", type=positive),
+        argument("--gpus", "N", "with --on: GPUs of a job (default: the ranks of its configuration)", type=whole),
+        argument(
+            "--slurm", "NAME=VALUE", "with --on slurm: an option of sbatch, such as partition=gpu", action="append"
+        ),
         json_flag("one JSON object at the end; progress on standard error"),
         PLAIN,
         ASCII,
@@ -573,9 +585,14 @@ _INVESTIGATE = (
         argument(
             "--series", "NAME", f"of a table: {', '.join(SERIES)} or all (default: steps)", choices=(*SERIES, "all")
         ),
-        argument("--rank", "R", "of memory_viz: the rank whose snapshot is written (default: 0)", type=rank),
-        argument("--step", "S", "of memory_viz: the step of the snapshot (default: the last one)", type=whole),
-        epilog="memory_viz writes a captured memory snapshot for PyTorch's viewer. parquet and arrow need pyarrow, "
+        argument(
+            "--rank", "R", "of memory_viz and flamegraph: the rank whose snapshot is written (default: 0)", type=rank
+        ),
+        argument(
+            "--step", "S", "of memory_viz and flamegraph: the step of the snapshot (default: the last one)", type=whole
+        ),
+        epilog="memory_viz writes a captured memory snapshot for PyTorch's viewer, flamegraph its memory by stack: as "
+        "SVG if the name of FILE ends with .svg, else as folded stacks. parquet and arrow need pyarrow, "
         "perfetto the extra ftmon[perfetto]. Columns and units: docs/recording.md.",
     ),
     command(

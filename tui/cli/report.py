@@ -13,6 +13,7 @@ from ...protocol.analysis.report import Comparison, compare, comparison_lines, n
 from ...protocol.errors import UsageError
 from ...protocol.recording.series import SERIES
 from ...protocol.text import counted, sanitize
+from ..export.flame_graph import write_flame_graph
 from ..export.memory_viz import write_snapshot
 from ..export.perfetto import write_trace
 from ..export.tables import write_table
@@ -127,8 +128,11 @@ def export(arguments: Namespace) -> int:
     kind, target, series = arguments.format, Path(arguments.output), arguments.series or "steps"
     if arguments.series and kind not in _TABLES:
         raise UsageError(f"--series: {kind} has none; remove the option, or export {', '.join(_TABLES)}")
-    if kind != "memory_viz" and (arguments.rank is not None or arguments.step is not None):
-        raise UsageError(f"--rank, --step: {kind} has all ranks and steps; remove the options, or export memory_viz")
+    of_step = {"memory_viz": write_snapshot, "flamegraph": write_flame_graph}.get(kind)
+    if of_step is None and (arguments.rank is not None or arguments.step is not None):
+        raise UsageError(
+            f"--rank, --step: {kind} has all ranks and steps; remove the options, or export memory_viz or flamegraph"
+        )
     source = find_recording(arguments.run)
     files = {series: target}
     if series == "all":
@@ -143,8 +147,8 @@ def export(arguments: Namespace) -> int:
         for name, path in files.items():
             if kind == "perfetto":
                 written = counted(write_trace(reader, path), "event")
-            elif kind == "memory_viz":
-                written = write_snapshot(reader, arguments.rank or 0, arguments.step, path)
+            elif of_step is not None:
+                written = of_step(reader, arguments.rank or 0, arguments.step, path)
             else:
                 written = counted(write_table(reader, name, kind, path), "row")
             print(f"written: {path}: {sanitize(written)}")

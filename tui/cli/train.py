@@ -248,7 +248,10 @@ def sweep(arguments: Namespace) -> int:
 
 def sweep_words(arguments: Namespace) -> list[str]:
     """Return the arguments of the process that runs the sweep."""
-    return [arguments.sweep, *words_of(arguments, ("output", "plan", "price", "fail_fast", "json"))]
+    return [
+        arguments.sweep,
+        *words_of(arguments, ("output", "plan", "price", "fail_fast", "on", "jobs", "gpus", "slurm", "json")),
+    ]
 
 
 def _in_app(arguments: Namespace) -> int:

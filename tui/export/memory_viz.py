@@ -24,13 +24,21 @@ Dict = dict[str, Any]
 
 
 def write_snapshot(reader: Reader, rank: int, step: int | None, path: Path) -> str:
-    """Write the last snapshot that a rank's run captured (in ``step``, if given); return which, in words.
+    """Write the last captured snapshot of a rank (in ``step``, if given); return which, in words.
 
     Raises:
         UsageError: there is no such snapshot, or the file cannot be written.
         SnapshotError: the captured file cannot be read.
         RecordingError: the recording cannot be read.
     """
+    words, snapshot = captured(reader, rank, step)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        pickle.dump(as_pytorch(snapshot), file, protocol=4)
+    return words
+
+
+def captured(reader: Reader, rank: int, step: int | None) -> tuple[str, Snapshot]:
+    """Return the last captured snapshot of a rank (in ``step``, if given), with words for it; errors are the same."""
     taken = [frame.message for frame in reader.sampled("snapshot", rank, _MOST)]
     found = [one for one in taken if isinstance(one, SnapshotTaken)]
     steps = sorted({one.step for one in found})
@@ -49,9 +57,7 @@ def write_snapshot(reader: Reader, rank: int, step: int | None, path: Path) -> s
     with SnapshotReading(source) as reading:
         first = reading.snapshot()
         snapshot = first.with_stacks(reading.stacks())
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        pickle.dump(as_pytorch(snapshot), file, protocol=4)
-    return f"rank {rank}, step {chosen.step}, {chosen.reason}"
+    return f"rank {rank}, step {chosen.step}, {chosen.reason}", snapshot
 
 
 def as_pytorch(snapshot: Snapshot) -> Dict:

@@ -3,10 +3,12 @@
 import csv
 import os
 import tempfile
+from array import array
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from ...protocol.errors import UsageError
@@ -14,7 +16,9 @@ from ...protocol.recording.reader import Reader
 from ...protocol.recording.series import SERIES, Part
 
 _LARGEST = 1 << 63
-_ROWS = 10_000  # of the recording's table, read at once
+_CODES = {"int64": "q", "double": "d", "int8": "b"}  # of the module array, by Arrow's type
+_ROWS = 1_000  # of the recording's table, read at once: their values fit into the processor's cache
+_GROUP = 100_000  # rows of a Parquet row group
 
 
 @contextmanager
@@ -94,22 +98,47 @@ def _arrow(kind: str) -> Callable[[Path, str], Writer]:
         if kind == "parquet":
             # Parquet's statistics omit NaN, by which DuckDB skips rows with NaN (`loss > 5`, `isnan(loss)`).
             bounded = [name for name, kind in columns.items() if kind is not float]
-            opened = parquet.ParquetWriter(path, schema, write_statistics=bounded)
+            texts = [name for name, kind in columns.items() if kind is str]
+            opened = parquet.ParquetWriter(path, schema, write_statistics=bounded, use_dictionary=texts)
         else:
             opened = arrow.ipc.new_file(str(path), schema)
+        waiting: list[Any] = []
         with opened as out:
-            while True:
-                values = yield
-                arrays = [_array(arrow, one, kind) for one, kind in zip(values, schema.types, strict=True)]
-                out.write_table(arrow.Table.from_arrays(arrays, schema=schema))
+            try:
+                while True:
+                    values = yield
+                    arrays = [_array(arrow, one, kind) for one, kind in zip(values, schema.types, strict=True)]
+                    waiting.append(arrow.Table.from_arrays(arrays, schema=schema))
+                    if sum(map(len, waiting)) >= _GROUP:
+                        out.write_table(arrow.concat_tables(waiting))
+                        waiting.clear()
+            finally:
+                if waiting:
+                    out.write_table(arrow.concat_tables(waiting))
 
     return write
 
 
 def _array(arrow: Any, values: list[Any], kind: Any) -> Any:
-    try:
+    """Return a column of Arrow's: numbers from their bytes, as ``arrow.array`` would first import pandas."""
+    code = _CODES.get(str(kind))
+    if code is None:
         return arrow.array(values, kind)
-    except (OverflowError, arrow.ArrowInvalid):  # an integer above 64 bits, which no writer writes
-        return arrow.array(
-            [value if value is not None and -_LARGEST <= value < _LARGEST else None for value in values], kind
-        )
+    try:
+        return _numbers(arrow, values, kind, code)
+    except OverflowError:  # an integer above 64 bits, which no writer writes
+        fits = [None if value is not None and not -_LARGEST <= value < _LARGEST else value for value in values]
+        return _numbers(arrow, fits, kind, code)
+
+
+def _numbers(arrow: Any, values: list[Any], kind: Any, code: str) -> Any:
+    if values and values[0] is None and {*map(type, values)} == {NoneType}:
+        return arrow.nulls(len(values), kind)
+    present = None
+    try:
+        data = array(code, values)
+    except TypeError:  # None among them
+        data = array(code, [0 if value is None else value for value in values])
+        bits = "".join(["0" if value is None else "1" for value in reversed(values)])
+        present = arrow.py_buffer(int(bits, 2).to_bytes(len(values) // 8 + 1, "little"))
+    return arrow.Array.from_buffers(kind, len(values), [present, arrow.py_buffer(data)])

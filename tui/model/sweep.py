@@ -16,7 +16,7 @@ from ...protocol.analysis.sweep.text import (
     value_text,
 )
 from ...protocol.host.process import is_alive
-from ...protocol.sweep.rows import Plan, Planned, Predicted, Row, Settings, key_of
+from ...protocol.sweep.rows import Plan, Planned, Predicted, Row, Settings, Started, key_of
 from ...protocol.sweep.store import Results, read, verdicts
 from ...protocol.text import duration, gib
 
@@ -125,6 +125,11 @@ class SweepModel:
         return self.results.header.axes if self.results else []
 
     @property
+    def _running(self) -> list[Started]:
+        """The runs without a row; several if an engine runs them."""
+        return self.results.unanswered if self.results is not None and self.alive else []
+
+    @property
     def _wanted(self) -> list[str]:
         return self.plan.columns if self.plan is not None else []
 
@@ -141,13 +146,14 @@ class SweepModel:
         planned = list(self.results.plan.runs) if self.results.plan and self.total else []
         keys = {key_of(run.settings) for run in planned}
         lines = [self._measured(one) for key, one in pooled.items() if key not in keys]
-        running = self.results.running if self.alive else None
-        if running is not None and key_of(running.settings) not in keys | set(pooled):
-            planned.append(Planned(running.settings))
+        running = {key_of(one.settings): one for one in self._running}
+        planned += [Planned(one.settings) for key, one in running.items() if key not in keys | set(pooled)]
         for run in planned:
             key = key_of(run.settings)
-            if running is not None and key_of(running.settings) == key:
-                lines.append(self._coming(run, "running", f"running, {duration(now - running.time)}"))
+            if key in running:
+                since = duration(now - running[key].time)
+                words = f"submitted {since} ago" if running[key].job else f"running, {since}"
+                lines.append(self._coming(run, "running", words))
             elif key in pooled:
                 lines.append(self._measured(pooled[key]))
             else:
@@ -199,8 +205,10 @@ class SweepModel:
         """Return the sweep's name and the current run."""
         if self.results is None:
             return self.path.name
-        running = self.results.running if self.alive else None
-        return self.results.header.name + (f": {settings_text(running.settings)}" if running is not None else "")
+        running = self._running
+        if len(running) > 1:
+            return f"{self.results.header.name}: {len(running)} jobs"
+        return self.results.header.name + (f": {settings_text(running[0].settings)}" if running else "")
 
 
 def _at(settings: Settings, axis: str) -> int:

@@ -39,6 +39,9 @@ class HistoryPoint:
     mfu: float | None = None
     data_share: float | None = None  # share of the step in which a rank waits for data
     step_seconds: float | None = None
+    loss_not_finite: int = 0
+    """Number of steps, one for each rank, whose loss was NaN or infinite; the mean does not include them."""
+    grad_norm_not_finite: int = 0
 
     @property
     def steps(self) -> int:
@@ -48,7 +51,7 @@ class HistoryPoint:
 
 _SUMS = (
     *("count", "data_us", "flops", "grad_norm", "loss", "loss_weight", "lr", "lr_weight", "norm_weight"),
-    *("tokens", "training_us", "whole_us"),
+    *("loss_not_finite", "grad_norm_not_finite", "tokens", "training_us", "whole_us"),
 )
 
 
@@ -58,6 +61,7 @@ class _Bucket:
     def __init__(self) -> None:
         self.count = self.training_us = self.tokens = self.data_us = self.whole_us = 0
         self.loss_weight = self.lr_weight = self.norm_weight = 0
+        self.loss_not_finite = self.grad_norm_not_finite = 0
         self.flops = self.loss = self.lr = self.grad_norm = self.t = 0.0
         self.low_loss = self.max_grad_norm = self.high_loss = None
         self.first_step, self.step = 1 << 62, 0
@@ -73,6 +77,8 @@ class _Bucket:
         self.t = max(self.t, point.t)
         self.first_step = min(self.first_step, point.first_step)
         self.step = max(self.step, point.step)
+        self.loss_not_finite += point.loss_not_finite
+        self.grad_norm_not_finite += point.grad_norm_not_finite
         if point.loss is not None:
             weight = point.label_tokens or count
             self.loss += point.loss * weight
@@ -194,6 +200,7 @@ class TrainingHistory:
                     mfu(bucket.flops, seconds, peak),
                     min(1.0, bucket.data_us / bucket.whole_us) if bucket.whole_us else None,
                     seconds / bucket.count if seconds else None,
+                    *(bucket.loss_not_finite, bucket.grad_norm_not_finite),
                 )
             )
         return found

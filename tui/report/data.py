@@ -4,6 +4,7 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from pathlib import Path
 
 import msgspec
@@ -185,8 +186,9 @@ def _of_run(
         Counter(alert.kind for alert in found.alerts),
         "done" if found.info.state in ("finished", "", "stopped") else found.info.state,
     )
+    side = msgspec.structs.replace(side, not_finite=_not_finite(found))
     loss = next((each.loss for each in reversed(found.evaluations) if (each.name, each.step) == evaluated), None)
-    if loss is not None:
+    if loss is not None and isfinite(loss):
         side.measures["evaluation loss"] = Measure(loss, unit="loss")
     return Loaded(name, False, {"": side}, steps)
 
@@ -224,6 +226,23 @@ def losses(found: RecordedRun) -> list[float]:
     """Return the losses of the lowest rank with losses."""
     by_rank = ([step.loss for step in found.steps(rank) if step.loss is not None] for rank in found.ranks)
     return next(filter(None, by_rank), [])
+
+
+def _not_finite(found: RecordedRun) -> dict[str, int]:
+    """Count the kept steps in which a rank's loss or gradient norm was NaN or infinite.
+
+    The norm of an update that the loss scaler skipped does not count.
+    """
+    steps = [step for rank in found.ranks for step in found.steps(rank)]
+    lost = {
+        "loss": {step.step for step in steps if step.loss is not None and not isfinite(step.loss)},
+        "gradient norm": {
+            step.step
+            for step in steps
+            if step.grad_norm is not None and not isfinite(step.grad_norm) and not step.overflow
+        },
+    }
+    return {name: len(numbers) for name, numbers in lost.items() if numbers}
 
 
 def _config(path: Path) -> dict[str, str]:

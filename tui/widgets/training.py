@@ -285,8 +285,7 @@ def _loss_title(scene: Scene) -> Line:
     theme, moment = scene.theme, scene.moment
     dim, strong = theme.style("dim"), theme.style(bold=True)
     line = Line(" loss", theme.style(bold=True))
-    value = moment.loss if moment is not None else None
-    line.add(f"   {sign_of('points', theme)} raw ", dim).add("-" if value is None else loss(value), strong)
+    line.add(f"   {sign_of('points', theme)} raw ", dim).add(_written(moment, "loss", loss), strong)
     if scene.over > 1 and scene.smooth_at is not None:
         line.add(f"   {sign_of('line', theme)} ", theme.style("accent")).add("smoothed ", dim)
         line.add(loss(scene.smooth_at), strong)
@@ -307,6 +306,14 @@ def _loss_title(scene: Scene) -> Line:
             if line.width + len(words) < scene.width:
                 line.add(words, dim)
     return line
+
+
+def _written(moment: HistoryPoint | None, name: str, write: Callable[[float], str]) -> str:
+    """Return a figure of a moment as text; ``-`` if it was not measured, ``some`` are ranks or pooled steps."""
+    value, lost = getattr(moment, name, None), getattr(moment, f"{name}_not_finite", 0)
+    if not lost:
+        return "-" if value is None else write(value)
+    return "not finite" if value is None else f"{write(value)}, some not finite"
 
 
 def _evaluation_at(scene: Scene) -> Evaluation | None:
@@ -340,9 +347,8 @@ def _figure_title(scene: Scene, index: int) -> Line:
     theme, name = scene.theme, FIGURES[index]
     figure = _FIGURES[name]
     dim = theme.style("dim")
-    value = getattr(scene.moment, name) if scene.moment is not None else None
     line = Line(f" {figure.title} ", theme.style(bold=True))
-    line.add("-" if value is None else figure.write(value), theme.style(bold=True))
+    line.add(_written(scene.moment, name, figure.write), theme.style(bold=True))
     highest = getattr(scene.moment, figure.extreme) if figure.extreme and scene.moment is not None else None
     if highest is not None and scene.moment is not None and scene.moment.steps > 1:
         line.add(f"   {sign_of('points', theme)} highest {figure.write(highest)}", dim)

@@ -1,6 +1,7 @@
 """Two gloo ranks that train a small model on rows of a length, for a sweep, started without torchrun's own imports.
 
-argv: the length, and what happens in step 6 of rank 1: ``ok``, ``oom``, ``hang`` or ``crash``.
+argv: the length, and what happens in step 6 of rank 1: ``ok``, ``oom``, ``hang``, ``crash``, or the path of a file that
+it waits for.
 """
 
 import os
@@ -29,6 +30,8 @@ def main():
         model(rows).square().mean().backward()
         if step == 6 and rank == 1 and what == "hang":
             time.sleep(3600)
+        while step == 6 and rank == 1 and what.startswith("/") and not os.path.exists(what):
+            time.sleep(0.05)
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
         optimizer.step()

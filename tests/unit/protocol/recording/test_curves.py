@@ -1,5 +1,6 @@
 """Curves of training out of a recording: pooled where long, exact where short, and from older recordings too."""
 
+import math
 import sqlite3
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.curves import Rollups, point_of, pool_points, pool_rollups, pool_steps
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.rows import step_rows
-from ftmon.protocol.recording.schema import ROLLUP_COLUMNS, ROLLUP_SIZES
+from ftmon.protocol.recording.schema import ADDED, ROLLUP_COLUMNS, ROLLUP_SIZES
 from ftmon.protocol.recording.writer import Writer
 from streams import STARTED, Stream, write
 
@@ -90,6 +91,76 @@ def test_a_recording_that_is_continued_goes_on_pooling_where_it_stopped(tmp_path
     rows = connection.execute("SELECT min_step, max_step, count FROM curves WHERE level = 0 ORDER BY last_seq")
     assert rows.fetchall() == [(first, first + 15, 16) for first in range(1, 97, 16)]
     connection.close()
+
+
+def with_nan(path: Path) -> Path:
+    """Record two ranks. Rank 1's loss is NaN in step 5, infinite in 6; its norm is NaN in 7, later not measured."""
+    frames: list[Frame] = []
+    for frame in Stream(ranks=2, steps=40, devices=False, logs=False).frames():
+        if isinstance(step := frame.message, Step):
+            loss = {5: math.nan, 6: math.inf}.get(step.step, 2.0 + step.rank) if step.rank else 2.0
+            norm = None if step.step > 7 else math.nan if step.rank and step.step == 7 else 1.0
+            known = msgspec.structs.replace(step, loss=loss, grad_norm=norm, label_tokens=100 + 200 * step.rank)
+            frame = Frame(frame.seq, frame.t, known)
+        frames.append(frame)
+    last = frames[-1]
+    return write(path, [*frames, Frame(last.seq + 1, last.t, Evaluation(0, 40, last.t, "test", math.nan))])
+
+
+def as_schema_2(path: Path) -> Path:
+    """Turn a recording into one of schema 2."""
+    connection = sqlite3.connect(path, isolation_level=None)
+    for view in ("loss_curve", "jobs_latest", "ranks_latest"):
+        connection.execute(f"DROP VIEW {view}")
+    for table, columns in ADDED.items():
+        for column in columns:
+            connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+    connection.execute("PRAGMA user_version=2")
+    connection.close()
+    return path
+
+
+def test_a_figure_that_was_nan_is_told_from_one_that_was_not_measured(tmp_path: Path) -> None:
+    path = with_nan(tmp_path / "r.sqlite")
+    connection = sqlite3.connect(path)
+    flags = (
+        "SELECT step, loss, loss_finite, grad_norm, grad_norm_finite FROM steps WHERE rank = 1 AND step BETWEEN 5 AND 8"
+    )
+    assert connection.execute(flags).fetchall() == [
+        (5, None, 0, 1.0, 1),
+        (6, math.inf, 0, 1.0, 1),
+        (7, 3.0, 1, None, 0),
+        (8, 3.0, 1, None, None),
+    ]
+    curve = "SELECT ranks, loss, low_loss, high_loss, loss_finite, grad_norm, grad_norm_finite FROM loss_curve"
+    assert connection.execute(f"{curve} WHERE step IN (4, 5, 7, 8) ORDER BY step").fetchall() == [
+        (2, 2.75, 2.0, 3.0, 1, 1.0, 1),
+        (2, 2.0, 2.0, 2.0, 0, 1.0, 1),
+        (2, 2.75, 2.0, 3.0, 1, 1.0, 0),
+        (2, 2.75, 2.0, 3.0, 1, None, None),
+    ]
+    assert connection.execute("SELECT loss, loss_finite FROM evaluations").fetchall() == [(None, 0)]
+    assert connection.execute("SELECT rank, last_step, loss_finite FROM ranks_latest").fetchall() == [
+        (0, 40, 1),
+        (1, 40, 1),
+    ]
+    connection.close()
+
+
+@pytest.mark.parametrize(("schema", "lost"), [(3, (2, 1)), (2, (1, 0))])
+def test_pooled_points_count_the_steps_that_were_not_finite(tmp_path: Path, schema: int, lost: tuple[int, int]) -> None:
+    path = with_nan(tmp_path / "r.sqlite")
+    with Reader(as_schema_2(path) if schema == 2 else path) as reader:
+        info = reader.info()
+        assert (info.schema, info.missing, info.steps) == (schema, "", 80)
+        for limit in (100, 2):
+            points = reader.training(1, info.first_t, info.last_t, limit)
+            counts = [sum(getattr(point, f"{name}_not_finite") for point in points) for name in ("loss", "grad_norm")]
+            assert counts == ([*lost] if schema == 3 or limit == 100 else [0, 0])
+            assert {point.loss for point in points} - {None} == {3.0}
+        steps = [frame.message for frame in reader.frames(limit=1000) if isinstance(frame.message, Step)]
+    losses = {step.step: step.loss for step in steps if step.rank}
+    assert (str(losses[5]), losses[6], losses[7]) == ("nan", math.inf, 3.0)
 
 
 def rows(steps: int, cuda: bool = True) -> list[tuple[object, ...]]:

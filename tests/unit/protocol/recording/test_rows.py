@@ -8,7 +8,7 @@ import pytest
 from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.telemetry import PHASES, PhaseRecord, Signs, Span, Step, Update
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.recording.rows import FIRST_PHASE_COLUMN, PHASE_WIDTH, step_from_row, step_rows
+from ftmon.protocol.recording.rows import FIRST_PHASE_COLUMN, PHASE_WIDTH, REST_COLUMN, step_from_row, step_rows
 from ftmon.protocol.recording.writer import Writer
 from ftmon.tui.model.runs import job_rows
 from ftmon.tui.source.load import describe, load
@@ -57,7 +57,8 @@ def test_an_ordinary_step_needs_no_extra_rows_and_little_detail(cuda: bool) -> N
         if isinstance(frame.message, Step):
             row, extra = step_rows(frame.seq, frame.t, frame.message)
             assert extra == []
-            assert len(row[-1]) < 200
+            assert len(row[REST_COLUMN]) < 200
+            assert row[-2:] == (1, 1)
             assert step_from_row(row) == frame.message
 
 

@@ -208,7 +208,7 @@ def test_every_step_of_it_is_read_exactly_and_it_is_neither_changed_nor_continue
     steps = [frame.message for frame in frames if isinstance(frame.message, Step)]
     assert (info.schema, info.missing, len(steps)) == (1, "", 80)
     assert sha256(msgspec.msgpack.encode(steps)).hexdigest() == STEPS
-    with pytest.raises(RecordingError, match="has recording schema 1, this ftmon writes 2; move it out of the way"):
+    with pytest.raises(RecordingError, match="has recording schema 1, this ftmon writes 3; move it out of the way"):
         Writer(old)
     assert old.read_bytes() == before
     os.truncate(old, len(before) * 9 // 10)

@@ -168,6 +168,22 @@ def test_a_run_has_its_loss_learning_rate_and_evaluations(tmp_path, shown, secti
         assert {"loss", "learning rate", "evaluation: accuracy"} <= set(re.findall(r'aria-label="([^"]*)"', text))
 
 
+def test_a_comparison_names_a_loss_that_became_nan(tmp_path, capsys):
+    known, lost = (tmp_path / name / "recording.sqlite" for name in ("known", "lost"))
+    for path in (known, lost):
+        path.parent.mkdir()
+    recorded(known, 2, steps=20)
+    learning(lost)
+    assert main(["compare", str(known), str(lost), "--gate", "95%"]) == 1
+    out = capsys.readouterr().out
+    assert "  loss not finite: in 0 -> 2 steps\n" in out
+    assert "regression: loss not finite in 2 steps" in out
+    main(["compare", str(lost), str(known), "--gate", "95%"])
+    out = capsys.readouterr().out
+    assert "  loss not finite: in 2 -> 0 steps\n" in out
+    assert "regression: loss" not in out
+
+
 def test_runs_of_the_same_figures_share_their_charts_of_loss(tmp_path, sections):
     paths = [learning(tmp_path / f"{name}.sqlite") for name in ("one", "other")]
     together = sections(*paths)[0]

@@ -1,4 +1,4 @@
-"""A trace has each phase on a track of its own, where slices follow each other, and exact counters."""
+"""A trace has each phase on a track of its own, where slices follow each other, flows between ranks, exact counters."""
 
 import sqlite3
 import sys
@@ -29,18 +29,31 @@ class Parsed:
         self.slices: dict[tuple[str, str], list[tuple[int, int, str]]] = defaultdict(list)
         self.counters: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
         self.instants: list[tuple[tuple[str, str], int, str, dict[str, str]]] = []
+        self.flows: dict[int, list[tuple[tuple[str, str], int]]] = defaultdict(list)
+        self.arguments: dict[tuple[tuple[str, str], int], dict[str, int]] = {}
         names: dict[int, str] = {}
+        annotations: dict[int, str] = {}
+        assert trace.packet[0].sequence_flags & 1, "the first packet clears the sequence's state"
+        self.clock = trace.packet[0].trace_packet_defaults.timestamp_clock_id
         for packet in trace.packet:  # interned names and tracks come before their first use
+            assert packet.trusted_packet_sequence_id == 1
             if packet.HasField("track_descriptor"):
                 self.tracks[packet.track_descriptor.uuid] = packet.track_descriptor
+            if packet.HasField("clock_snapshot"):
+                self.clocks = {clock.clock_id: clock for clock in packet.clock_snapshot.clocks}
             names |= {one.iid: one.name for one in packet.interned_data.event_names}
+            annotations |= {one.iid: one.name for one in packet.interned_data.debug_annotation_names}
         events = [packet for packet in trace.packet if packet.HasField("track_event")]
         open_slices: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)
-        for packet in sorted(events, key=lambda packet: packet.timestamp):  # stable, as trace_processor's
-            event, at = packet.track_event, packet.timestamp
+        for packet in sorted(events, key=self.time_of):  # stable, as trace_processor's
+            event, at = packet.track_event, self.time_of(packet)
             key = self.place(event.track_uuid)
             if event.type == _BEGIN:
                 open_slices[key].append((at, event.name or names[event.name_iid]))
+                for flow in event.flow_ids:
+                    self.flows[flow].append((key, at))
+                more = {annotations[one.name_iid]: one.uint_value for one in event.debug_annotations}
+                self.arguments[key, at] = more
                 assert len(open_slices[key]) == 1, f"{key}: a slice begins within another"
             elif event.type == _END:
                 begun, name = open_slices[key].pop()
@@ -52,6 +65,12 @@ class Parsed:
                 self.instants.append((key, at, event.name, more))
         assert not any(open_slices.values())
 
+    def time_of(self, packet: Any) -> int:
+        """Return the time of a packet, ns since the epoch."""
+        clock = self.clocks[packet.timestamp_clock_id or self.clock]
+        elapsed = (packet.timestamp - clock.timestamp) * (clock.unit_multiplier_ns or 1)
+        return self.clocks[6].timestamp + elapsed
+
     def place(self, uuid: int) -> tuple[str, str]:
         """Return the process and the name of a track."""
         track = self.tracks[uuid]
@@ -60,16 +79,24 @@ class Parsed:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Record two ranks; the device of rank 1 is behind in step 5, and an alert concerns the whole run."""
+    """Record two ranks; the device of rank 1 is behind in step 5, and an alert concerns the whole run.
+
+    Rank 0 alone calls collectives in its forward of step 7, and step 60 was taken twice.
+    """
     frames = list(Stream(ranks=2, steps=60, spike_every=40).frames())
     for place, frame in enumerate(frames):
         step = frame.message
+        if isinstance(step, Step) and (step.rank, step.step) == (0, 7):
+            alone = [replace(one, collectives=3 * (one.name == "forward"), collective_us=0) for one in step.phases]
+            frames[place] = replace(frame, message=replace(step, phases=alone))
         if isinstance(step, Step) and (step.rank, step.step) == (1, 5):
             late = [replace(phase, device_us=phase.host_us * 3) for phase in step.phases]
             frames[place] = replace(frame, message=replace(step, phases=late, device_us=None))
     t, seq = frames[-1].t, frames[-1].seq
     raised = Alert(70, "hang", "error", t, "the ranks wait")
     frames += [Frame(seq + 1, t, raised), Frame(seq + 2, t, replace(raised, resolved=t))]
+    again = [frame.message for frame in frames if isinstance(frame.message, Step) and frame.message.step == 60]
+    frames += [Frame(seq + 3 + step.rank, t + 9, replace(step, started=step.started + 9)) for step in again]
     return write(tmp_path_factory.mktemp("recorded") / "r.sqlite", frames)
 
 
@@ -111,6 +138,26 @@ def test_the_phases_of_a_device_run_one_after_the_other(path, parsed):
         assert [spent for _, spent, _ in slices] == [spent * 1000 for spent in measured]
 
 
+def test_a_flow_joins_the_collectives_of_a_phase_of_all_ranks(path, parsed):
+    wanted: dict[tuple[int, float, str], list[tuple[int, int]]] = defaultdict(list)
+    again = max(step.started for step in steps_of(path, 0)) - 4
+    for rank in range(2):
+        for step in steps_of(path, rank):
+            for phase in step.phases:
+                if phase.collectives:
+                    wanted[step.step, step.started > again, phase.name].append((phase.collectives, phase.collective_us))
+    found = []
+    for joined in parsed.flows.values():
+        ranks = [process for (process, _), _ in joined]
+        assert len({*ranks}) == len(ranks)
+        assert len({track for (_, track), _ in joined}) == 1
+        calls = [parsed.arguments[one] for one in sorted(joined)]
+        found.append([(one["collectives"], one["collective_us"]) for one in calls])
+    assert sorted(found) == sorted(wanted.values())
+    assert sum(len(one) == 2 for one in found) == 2 * 61 - 2, "backward and optimizer, but for step 7"
+    assert [one for one in found if len(one) == 1 and one[0][0] == 3] == [[(3, 0)]]
+
+
 def test_counters_are_those_of_the_steps(path, parsed):
     for rank in range(2):
         steps = steps_of(path, rank)
@@ -149,6 +196,7 @@ def test_figures_beyond_the_format_are_left_out(tmp_path, path):
     for change in (
         f"rank = {1 << 40}",
         f"rank = 9, tokens = {1 << 62}, host_us = 1",
+        "rank = 9, started = started - 10000",
         f"rank = 9, host_us = {1 << 62}",
         "rank = 9, started = 1e300",
     ):
@@ -156,7 +204,9 @@ def test_figures_beyond_the_format_are_left_out(tmp_path, path):
         connection.execute(f"UPDATE steps SET {change} WHERE seq = {number}")
     connection.close()
     assert main(["export", str(damaged), "perfetto", "-o", str(out)]) == 0
-    assert len(Parsed(out).slices["rank 9", "steps"]) == 1
+    parsed = Parsed(out)
+    early, late = parsed.slices["rank 9", "steps"]
+    assert late[0] - early[0] == pytest.approx(10_000e9, rel=0.01), "a clock of another host may be hours behind"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +218,7 @@ def test_figures_beyond_the_format_are_left_out(tmp_path, path):
     ],
 )
 def test_a_refusal_is_one_line_and_writes_nothing(tmp_path, path, capsys, monkeypatch, words, line):
-    monkeypatch.setitem(sys.modules, "perfetto.trace_builder.proto_builder", None)
+    monkeypatch.setitem(sys.modules, "perfetto.protos.perfetto.trace.perfetto_trace_pb2", None)
     assert main(["export", str(path), "perfetto", "-o", str(tmp_path / "out"), *words]) == 2
     err = capsys.readouterr().err
     assert line in err

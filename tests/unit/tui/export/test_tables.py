@@ -225,6 +225,26 @@ def test_a_refusal_is_one_line_and_writes_nothing(tmp_path, path, capsys, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_recipes_of_the_documentation_find_the_nan(tmp_path, path, capsys, monkeypatch):
+    for name in ("pyarrow", "pandas", "duckdb", "polars"):
+        pytest.importorskip(name)
+    (tmp_path / "recording.sqlite").write_bytes(path.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "recording.sqlite", "parquet", "--series", "all", "-o", "."]) == 0
+    assert main(["export", "recording.sqlite", "csv", "-o", "steps.csv"]) == 0
+    printed: dict[str, list[str]] = {}
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/recording.md").read_text(), re.S):
+        capsys.readouterr()
+        exec(compile(code, "docs/recording.md", "exec"), {})
+        for library in re.findall(r"^import (pandas|polars|duckdb)", code, re.M):
+            printed.setdefault(library, []).append(capsys.readouterr().out)
+    assert {library: len(out) for library, out in printed.items()} == {"pandas": 2, "polars": 3, "duckdb": 1}
+    assert "not finite in the steps [90]" in printed["pandas"][0]
+    for out in (printed["pandas"][1], printed["polars"][0], printed["polars"][2], printed["duckdb"][0]):
+        assert re.search(r"\b90\b", out), out
+    assert re.search(r"\b1\b.*\b90\b.*nan", printed["duckdb"][0])
+
+
 def test_the_documentation_has_every_column() -> None:
     text = (ROOT / "docs/recording.md").read_text().split("## Export")[1].split("\n## ")[0]
     for series, columns in SERIES.items():

@@ -6,6 +6,7 @@ import pytest
 from ftmon.protocol.messages.control import RankState
 from ftmon.protocol.messages.telemetry import Activity, Checkpoint, Evaluation, Heartbeat, PhaseRecord, Plan, Span, Step
 from ftmon.protocol.messages.wire import Frame
+from ftmon.protocol.recording.curves import point_of
 from ftmon.protocol.recording.results import TrainingPoint
 from ftmon.tui.model.run import RunModel, activity_words, epoch_words
 from ftmon.tui.model.training import (
@@ -21,6 +22,7 @@ from ftmon.tui.model.training import (
     times_left,
     value_range,
 )
+from ftmon.tui.widgets.training import _written
 from models import folded
 from streams import STARTED, Stream
 
@@ -300,3 +302,13 @@ def test_a_step_is_drawn_once_all_ranks_that_live_have_reported_it() -> None:
     model.apply(Frame(1_000_000, STARTED + 100, RankState(1, "gone", STARTED + 100)))
     assert model.moments[-1].step == 12, "nothing more comes of a rank that is gone"
     assert with_rank_1_until(3).moments[-1].step == 12, "nor is a rank waited for that is far behind"
+
+
+def test_a_loss_that_was_not_finite_is_told_from_one_that_is_unknown() -> None:
+    history = TrainingHistory()
+    for step, loss in enumerate((2.0, math.nan, None), 1):
+        history.add(point_of(Step(0, step, STARTED, 100, [], loss=loss), BEGUN + step))
+    history.add(point_of(Step(1, 1, STARTED, 100, [], loss=math.inf), BEGUN + 1))
+    moments = history.moments(2)
+    assert [(moment.loss, moment.loss_not_finite) for moment in moments] == [(2.0, 1), (None, 1), (None, 0)]
+    assert [_written(moment, "loss", str) for moment in moments] == ["2.0, some not finite", "not finite", "-"]
