@@ -1,44 +1,91 @@
 """What the probe's own Python costs a step on the training thread, on any CPU: no run, no GPU, no publisher.
 
-    python bench/hook_cost.py [--loop torch|engine|accumulation] [--blocks 400] [--samples]
+    python bench/hook_cost.py [--loop torch|engine|accumulation] [--blocks 400] [--samples] [--cold MIB] [--budget 0.5]
 
 A tiny loop with real hooks and a real probe, whose memory samples are free (``--samples`` takes real ones). Short
 blocks of steps with the probe and without take turns. What counts is the training thread's CPU time, and of it the
 fastest tenth of the blocks of either kind: other load on the machine makes a block slower, never faster.
+
+``--cold``: between any two events so much memory is written and other Python runs, as a model's own work empties the
+caches between them; batches and times are handled as on a GPU. Also prints the time that the hooks count themselves.
 """
 
 import argparse
+import copy
+import json
 import os
 import random
 import statistics
 import tempfile
 from collections.abc import Callable
-from time import thread_time_ns
+from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
 STEPS = 10
+Cool = Callable[[], None]
 
 
-def torch_loop(micro_steps: int) -> Callable[[], None]:
+def cooler(mib: int) -> Cool:
+    """Return what empties the caches; without a size it does nothing."""
+    if not mib:
+        return lambda: None
+    import numpy
+
+    big = numpy.zeros(mib << 17)
+    tree = {str(number): [{"a": [number] * 3, "b": str(number)}] for number in range(20)}
+
+    def cool() -> None:
+        numpy.add(big, 1, out=big)
+        json.dumps(copy.deepcopy(tree), indent=1)
+
+    return cool
+
+
+def cooled(torch: Any, model: Any, cool: Cool) -> Any:
+    """Empty the caches in the middle of a backward; return a class of optimizer that does in its step."""
+    next(iter(model.parameters())).register_hook(lambda _: cool())
+
+    class Cooled(torch.optim.Optimizer):  # type: ignore[misc,name-defined]
+        """Gradient descent."""
+
+        def __init__(self, parameters: Any, lr: float) -> None:
+            super().__init__(parameters, {"lr": lr})
+
+        def step(self) -> None:
+            cool()
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.add_(parameter.grad, alpha=-1e-4)
+            cool()
+
+    return Cooled
+
+
+def torch_loop(micro_steps: int, cool: Cool) -> Callable[[], None]:
     """A plain PyTorch loop with a data loader and a loss over the batch."""
     import torch
 
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    optimizer = cooled(torch, model, cool)(model.parameters(), lr=1e-4)
     loader = iter(Endless(torch))
 
     def step() -> None:
         for _ in range(micro_steps):
             inputs, targets = next(loader)
+            cool()
             loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+            cool()
             (loss / micro_steps if micro_steps > 1 else loss).backward()
+        cool()
         optimizer.step()
+        cool()
         optimizer.zero_grad()
+        cool()
 
     return step
 
 
-def engine_loop() -> Callable[[], None]:
+def engine_loop(cool: Cool) -> Callable[[], None]:
     """A DeepSpeed engine's loop, ZeRO-1 on one rank."""
     import deepspeed
     import torch
@@ -47,6 +94,7 @@ def engine_loop() -> Callable[[], None]:
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", str(random.randint(20000, 30000)))
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+    next(iter(model.parameters())).register_hook(lambda _: cool())
     engine, *_ = deepspeed.initialize(
         model=model,
         config={
@@ -60,8 +108,13 @@ def engine_loop() -> Callable[[], None]:
 
     def step() -> None:
         inputs, targets = next(loader)
-        engine.backward(torch.nn.functional.cross_entropy(engine(inputs), targets))
+        cool()
+        loss = torch.nn.functional.cross_entropy(engine(inputs), targets)
+        cool()
+        engine.backward(loss)
+        cool()
         engine.step()
+        cool()
 
     return step
 
@@ -96,12 +149,50 @@ class Constant:
         """Return the same sample each time."""
         return self.found
 
+    def read(self, sample: Any) -> Any:
+        """Return no figures."""
+        return sample
+
+
+class NoEvents:
+    """Device events that nothing records."""
+
+    def mark(self) -> Any:
+        """Return no event."""
+
+
+class Timed:
+    """Measures the events of followed steps, each by itself."""
+
+    def __init__(self, events: Any) -> None:
+        from ftmon.trainer.probe.loop.regular import Code
+
+        self.spent: dict[int, list[int]] = {code: [] for code in Code}
+        self._names, self._follows = Code, events.follows
+        events.follows = self._timed
+
+    def _timed(self, code: int, owner: Any = None, what: Any = None) -> bool:
+        start = perf_counter_ns()
+        is_followed = self._follows(code, owner, what)
+        if is_followed:
+            self.spent[code].append(perf_counter_ns() - start)
+        return is_followed
+
+    def text(self) -> str:
+        """Return the median of each event, in microseconds."""
+        medians = {
+            self._names(code).name.lower(): statistics.median(each) / 1000 for code, each in self.spent.items() if each
+        }
+        return ", ".join(f"{name} {value:.1f}" for name, value in medians.items())
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loop", choices=["torch", "engine", "accumulation"], default="torch")
     parser.add_argument("--blocks", type=int, default=400)
     parser.add_argument("--samples", action="store_true", help="take real samples of the process's memory")
+    parser.add_argument("--cold", type=int, default=0, metavar="MIB", help="empty the caches between events")
+    parser.add_argument("--budget", type=float, default=0.5, help="as --probe-budget")
     args = parser.parse_args()
     os.environ["FTMON_RUN"] = tempfile.mkdtemp()
     os.environ["FTMON_RANK_PID"] = str(os.getpid())
@@ -109,17 +200,19 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    from ftmon.protocol.run.rundir import RunDir
+    from ftmon.protocol.run.rundir import RunDir, RunOptions
     from ftmon.trainer.probe import active
     from ftmon.trainer.probe.events import TorchEvents
     from ftmon.trainer.probe.hooks import distributed
     from ftmon.trainer.probe.hooks import torch as hooks_torch
     from ftmon.trainer.probe.loop.training import Training
+    from ftmon.trainer.probe.phases.tracker import Notes
     from ftmon.trainer.probe.rank.context import RankContext, place_of_this_process
 
     hooks_torch.install(torch)
     distributed.install_collectives(torch)
-    rank = RankContext(*place_of_this_process(), RunDir(os.environ["FTMON_RUN"]))
+    options = RunOptions(probe_budget=args.budget)
+    rank = RankContext(*place_of_this_process(), RunDir(os.environ["FTMON_RUN"]), options)
     training = Training(rank, active.counts)
     events = active.events = TorchEvents(training)
     if args.loop == "engine":
@@ -127,11 +220,15 @@ def main() -> None:
         from ftmon.trainer.probe.hooks import deepspeed as hooks_deepspeed
 
         hooks_deepspeed.install(deepspeed)
-        step = engine_loop()
+        step = engine_loop(cooler(args.cold))
     else:
-        step = torch_loop(4 if args.loop == "accumulation" else 1)
+        step = torch_loop(4 if args.loop == "accumulation" else 1, cooler(args.cold))
+    if args.cold:
+        rank.device.events = NoEvents()
     if not args.samples:
         training.tracker.memory = Constant()  # type: ignore[assignment]
+
+    by_event = Timed(events)
 
     def block() -> float:
         begin = thread_time_ns()
@@ -140,13 +237,17 @@ def main() -> None:
         return (thread_time_ns() - begin) / 1000 / STEPS
 
     blocks: dict[bool, list[float]] = {True: [], False: []}
+    costs: dict[bool, list[float]] = {True: [], False: []}
     draw = random.Random(0)
     for number in range(args.blocks + 10):
         for on in draw.sample((True, False), 2):
             active.events = events if on else None
             step()
             spent = block()
+            for raw in training.outbox.unsent_steps():
+                costs[raw.followed].append(raw.cost_ns / 1000)
             training.outbox.items.clear()
+            training.regular.spare.extend(Notes() for _ in range(STEPS))
             if number >= 10:
                 blocks[on].append(spent)
     assert rank.guard.enabled, "the probe has switched itself off"
@@ -157,6 +258,11 @@ def main() -> None:
         f"{args.blocks} pairs of {STEPS} steps; {found[False][1]:.0f} us without)",
         flush=True,
     )
+    for followed, each in costs.items():
+        if each:
+            name = "followed" if followed else "judged"
+            print(f"  counted: {name} {statistics.median(each):.1f} us a step ({len(each)} steps)", flush=True)
+    print(f"  by event: {by_event.text()} us")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from .values.edits import Edits
 from .values.model_flops import model_flops
 from .values.signs import EVERY, FIRST, attended, labels_of, received
 
-__all__ = ["Events", "OnHost", "TorchEvents", "dtype_name", "learning_rate"]
+__all__ = ["Code", "Events", "OnHost", "TorchEvents", "dtype_name", "learning_rate"]
 
 MOST_WAITS = 32
 """Waits timed on the device in one step; a step with more micro-steps is timed on the host alone."""
@@ -84,6 +84,8 @@ class Events:
         self.guard, self._training, self._state = training.guard, training, training.state
         self._loading, self._micro_steps, self._updates = training.loading, training.micro_steps, training.updates
         self._regular = training.regular
+        self.follows = training.regular.follows
+        """Handles an event of ``Code`` with its owner and argument, if the step goes like those before (any thread)."""
         self._forward_scope, self._backward_scope = _Scope(self._end_forward), _Scope(self._end_backward)
         training.regular.handlers |= {
             Code.FETCHING: self._loading.fetching,
@@ -99,7 +101,16 @@ class Events:
     @property
     def in_backward(self) -> bool:
         """Whether a backward is under way."""
-        return self._state.in_backward
+        return self._state.in_backward or self._regular.is_inside("backward")
+
+    @property
+    def _in_update(self) -> bool:
+        return self._state.in_update or self._regular.is_inside("update")
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the step goes like those before: what is sampled, is not."""
+        return bool(self._regular.keys)
 
     def fetching(self, iterator: Any) -> None:
         """A dataloader's iterator is asked for a batch; then ``fetched``, or ``exhausted`` if it has no more."""
@@ -129,10 +140,10 @@ class Events:
         ``module`` is the model in its wrappers. The ``framework`` is reported in the rank's hello, unless a more
         specific one is known; ``always``: report it even if another framework reports its own forwards.
         """
-        if self._state.in_forward or self._state.in_backward:
+        if self._state.in_forward or self._regular.is_inside("forward") or self.in_backward:
             return _NOTHING
         given = args, kwargs or {}, framework, always
-        if not self._regular.goes_on(Code.FORWARD, module, *given):
+        if not self._regular.goes_on(Code.FORWARD, module, given):
             self._judge_forward(module, *given)
         return self._forward_scope
 
@@ -141,9 +152,9 @@ class Events:
 
         ``scaled``: they add up to the step's loss although an engine updates.
         """
-        if self._state.in_backward:
+        if self.in_backward:
             return _NOTHING
-        if self._regular.goes_on(Code.BACKWARD, None, losses, scaled) or self._micro_steps.going_backward(
+        if self._regular.goes_on(Code.BACKWARD, None, (losses, scaled)) or self._micro_steps.going_backward(
             losses, scaled
         ):
             return self._backward_scope
@@ -154,7 +165,7 @@ class Events:
 
         ``lr`` is the learning rate, or a function that returns it.
         """
-        if self._state.in_update:
+        if self._in_update:
             return _Update(None)
         if not self._regular.goes_on(Code.UPDATE, by, lr):
             self._begin_update(by, lr)
@@ -175,6 +186,7 @@ class Events:
     def evaluating(self, model: Any) -> bool:
         """A module was put into evaluation mode; return whether an evaluation begins."""
         self._regular.leave()
+        self._training.tracker.budget.suspect()  # it may stay in that mode
         return bool(self._loading.evaluating(model))
 
     def evaluated(self) -> None:
@@ -229,11 +241,19 @@ class Events:
 
     def _end_backward(self, error: BaseException | None) -> None:
         if error is None:
-            if not self._regular.goes_on(Code.BACKWARD_ENDS):
-                self._micro_steps.went_backward()
+            self.backward_ends()
         else:
-            self.failed(error)
-            self._micro_steps.failed_backward()
+            self.backward_failed(error)
+
+    def backward_ends(self) -> None:
+        """The end of a backward whose beginning was followed."""
+        if not self._regular.goes_on(Code.BACKWARD_ENDS):
+            self._micro_steps.went_backward()
+
+    def backward_failed(self, error: BaseException) -> None:
+        """A backward raised."""
+        self.failed(error)
+        self._micro_steps.failed_backward()
 
     @guarded
     def _begin_update(self, by: Any, lr: Any) -> None:
@@ -291,7 +311,7 @@ class TorchEvents(Events):
 
     def zeroing(self, owner: Any) -> None:
         """An optimizer or a module sets its gradients to zero."""
-        if not self._regular.goes_on(Code.ZEROING, None, owner):
+        if not self._regular.goes_on(Code.ZEROING, owner):
             self._updates.zeroing(owner)
 
     def prefetching(self, prefetched: Any) -> None:
@@ -339,18 +359,21 @@ class TorchEvents(Events):
 
     def stepping(self, optimizer: Any) -> bool:
         """A bare optimizer's step begins; return whether it is an update rather than a part of one."""
-        if self._state.in_update and self._updates.updater is not optimizer:
-            return False
-        return self._regular.goes_on(Code.STEPPING, optimizer) or bool(self._updates.begin_update(optimizer))
+        if self._regular.follows(Code.STEPPING, optimizer):
+            return True
+        inner = self._in_update and self._updates.updater is not optimizer
+        self._regular.note(Code.STEPPING, optimizer, inner=inner)
+        return not inner and bool(self._updates.begin_update(optimizer))
 
     def stepped(self, optimizer: Any) -> None:
         """A bare optimizer's step has ended."""
-        if not (self._updates.updater is optimizer and self._regular.goes_on(Code.STEPPED, optimizer)):
+        if not self._regular.follows(Code.STEPPED, optimizer):
+            self._regular.note(Code.STEPPED, optimizer, inner=self._updates.updater is not optimizer)
             self._updates.end_update(optimizer)
 
     def closure(self) -> _Scope:
         """A call of the closure of a step, for the length of a ``with`` block: its work is no part of the update."""
-        if not self._state.in_update:
+        if not self._in_update:
             return _NOTHING
         self._regular.leave()
         self._updates.open_closure()
@@ -360,10 +383,11 @@ class TorchEvents(Events):
         """A loss scaler's step, for the length of a ``with`` block: a skipped one if no optimizer stepped in it."""
         if self._state.engine_steps:
             return _NOTHING
-        before = self._training.updaters.updates
+        updaters, tracker = self._training.updaters, self._training.tracker
+        before = updaters.updates, tracker.step
 
         def over(error: BaseException | None) -> None:
-            if error is None and self._training.updaters.updates == before:
+            if error is None and (updaters.updates, tracker.step) == before:
                 self._regular.leave()
                 self._updates.skipped_update(optimizer, scale)
 
@@ -503,7 +527,7 @@ class TorchEvents(Events):
         """As ``Events.backward``; a batch received without labels gets those of the loss."""
         if self._without_labels is not None and len(losses) == 1:
             self._label(losses[0])
-        if not (self._sought or self._state.in_backward):
+        if not (self._sought or self.in_backward):
             self._sought = True
             self._seek_model(losses)
         return super().backward(losses, scaled=scaled)

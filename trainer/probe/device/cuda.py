@@ -9,7 +9,7 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy
@@ -42,22 +42,17 @@ class ScriptPeaks:
     """The peaks the script would see without ftmon: the highest of all samples since its own last reset."""
 
     def __init__(self) -> None:
-        self._samples: deque[Sample] = deque()
+        self.samples: deque[Sample] = deque()
+        """Samples taken just before the probe has reset the peaks; the first is a dictionary."""
         self._places: list[Place] = []
         self._highest: list[int] = []
         self._copied: Any = None
         self._lock = threading.Lock()
 
-    def note(self, sample: Sample) -> None:
-        """Keep a sample taken just before the probe resets the peaks; the first is a dictionary."""
-        self._samples.append(sample)
-        if len(self._samples) >= _APPLY_AT_LATEST:
-            self.apply_samples()
-
     def restart(self) -> None:
         """Discard the earlier peaks: the script has reset them."""
         with self._lock:
-            self._samples.clear()
+            self.samples.clear()
             self._highest.clear()
             self._copied = None
 
@@ -80,8 +75,8 @@ class ScriptPeaks:
         """Reduce the samples to their highest; the publisher does it now and then, to spare the training thread."""
         copies: list[bytes] = []
         with self._lock:
-            while self._samples:
-                sample = self._samples.popleft()
+            while self.samples:
+                sample = self.samples.popleft()
                 if isinstance(sample, bytes):
                     copies.append(sample)
                     continue
@@ -108,7 +103,7 @@ class CudaMemory:
         self._source = StatsSource(self._stats, device, devices)
         self._pick: Pick | None = None
         self._script = ScriptPeaks()
-        self._note = self._script.note
+        self._samples = self._script.samples
         self._on_script_reset = on_script_reset
         self._wrap(core)
 
@@ -116,7 +111,10 @@ class CudaMemory:
         """Return the allocator's statistics and begin new peaks."""
         found = self._source.read()
         self._reset(self.device_index)
-        self._note(found)
+        samples = self._samples  # not by a method: runs where every cache is cold
+        samples.append(found)
+        if len(samples) >= _APPLY_AT_LATEST:
+            self._script.apply_samples()
         return found
 
     def read(self, sample: Sample) -> Reading:
@@ -323,6 +321,7 @@ MOST_BYTES = 64 * 2**20
 _SCALAR = torch.Size(())
 
 _free: dict[int, "deque[_Buffer]"] = {}
+_scalars: "deque[_Buffer]" = deque()
 _total = 0
 _copy: Any = None
 
@@ -333,20 +332,34 @@ class _Buffer(NamedTuple):
     tensor: Any
     address: int
     free: "deque[_Buffer]"
+    head: Any = None
+    """The first bytes of a scalar's buffer, by which its arrival is seen."""
 
 
-class Fetched:
+_UNREAD = b"\xa5\xff" * 4
+"""What a scalar's buffer has until the copy arrives. As a float of up to 32 bits that is a NaN with a payload that no
+computation makes, as a boolean it is neither."""
+
+
+class Fetched(NamedTuple):
     """A tensor on its way to the host. Whoever drops it, read or not, returns its buffer."""
 
-    __slots__ = ("buffer", "dtype", "shape")
-
-    def __init__(self, buffer: _Buffer, dtype: Any, shape: Any) -> None:
-        self.buffer = buffer
-        self.dtype = dtype
-        self.shape = shape
+    buffer: _Buffer
+    dtype: Any
+    shape: Any
 
     def __del__(self) -> None:
-        self.buffer.free.append(self.buffer)
+        buffer = self.buffer
+        if buffer.head is not None:
+            if not self.arrived():
+                return  # the copy is still to come, into the next one's number
+            buffer.head.raw = _UNREAD
+        buffer.free.append(buffer)
+
+    def arrived(self) -> bool:
+        """Return whether a scalar is here; of other tensors an event after the copy shows that."""
+        size = self.dtype.itemsize
+        return self.buffer.head is None or self.buffer.head.raw[:size] != _UNREAD[:size]
 
     def tensor(self) -> Any:
         """Return the tensor on the host, valid while this object lives; the stream must have passed the copy."""
@@ -354,67 +367,91 @@ class Fetched:
         return self.buffer.tensor[:size].view(self.dtype).view(self.shape)
 
 
+arrays = 0
+"""Number of copies so far whose arrival only an event shows."""
+
+
 def fetch(tensor: Any) -> Fetched | None:
     """Begin to copy a CUDA tensor to the host; None while a graph is captured, or if too many copies are in flight."""
+    global arrays
+    if under_way:
+        return None
+    arrays += 1
     size = tensor.nbytes
     size = SMALLEST if size <= SMALLEST else 1 << (size - 1).bit_length()
-    return _fetch(tensor, size, tensor.dtype, tensor.shape)
+    free = _free.get(size)
+    buffer = free.popleft() if free else _make(size)
+    return None if buffer is None else _begin_copy()(buffer, tensor, tensor.dtype, tensor.shape)
 
 
 def fetch_scalar(tensor: Any) -> Fetched | None:
-    """Begin to copy a CUDA tensor of one element, as ``fetch`` does with fewer checks."""
-    return _fetch(tensor, SMALLEST, tensor.dtype, _SCALAR)
-
-
-def _fetch(tensor: Any, size: int, dtype: Any, shape: Any) -> Fetched | None:
-    global _copy
+    """Begin to copy a CUDA tensor of one element, as ``fetch`` does; ``Fetched.arrived`` shows its end."""
     if under_way:
         return None
-    free = _free.get(size)
-    buffer = free.popleft() if free else _make(size)
-    if buffer is None:
-        return None
-    if _copy is None:
-        _copy = _find_copy()
-    fetched = Fetched(buffer, dtype, shape)
-    if not _copy(buffer, tensor, dtype, shape):
-        fetched.tensor().copy_(tensor.detach().view(shape), non_blocking=True)
-    return fetched
+    buffer = _scalars.popleft() if _scalars else _make(0)
+    return None if buffer is None else (_copy or _begin_copy())(buffer, tensor, tensor.dtype, _SCALAR)
 
 
 def _make(size: int) -> _Buffer | None:
+    """Return a new buffer; of size 0: of a scalar."""
     global _total
-    if _total + size > MOST_BYTES:
+    own = size or SMALLEST
+    if _total + own > MOST_BYTES:
         return None
     # A script may have set another default device, on which memory cannot be pinned.
-    tensor: Any = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-    _total += size
-    return _Buffer(tensor, tensor.data_ptr(), _free.setdefault(size, deque()))
+    tensor: Any = torch.empty(own, dtype=torch.uint8, device="cpu", pin_memory=True)
+    _total += own
+    address = tensor.data_ptr()
+    if size:
+        return _Buffer(tensor, address, _free.setdefault(size, deque()))
+    head = (ctypes.c_char * len(_UNREAD)).from_address(address)
+    head.raw = _UNREAD
+    return _Buffer(tensor, address, _scalars, head)
+
+
+def _begin_copy() -> Any:
+    global _copy
+    if _copy is None:
+        _copy = _find_copy()
+    return _copy
+
+
+def _copy_by_torch(buffer: _Buffer, tensor: Any, dtype: Any, shape: Any) -> Fetched:
+    fetched = Fetched(buffer, dtype, shape)
+    fetched.tensor().copy_(tensor.detach().view(shape), non_blocking=True)
+    return fetched
 
 
 def _find_copy() -> Any:
-    """Return a function that has the driver copy a tensor into a buffer, and returns whether it succeeded."""
+    """Return a function that has the driver copy a tensor into a buffer; PyTorch does where the driver cannot."""
     try:
         driver: Any = ctypes.CDLL("libcuda.so.1")
         copy: Any = driver.cuMemcpyDtoHAsync_v2
     except (OSError, AttributeError) as error:
         guard.log_error("the driver's copy is not to be had", error)
-        return lambda *_: False
+        return _copy_by_torch
     copy.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     copy.restype = ctypes.c_int
 
     core: Any = torch._C
     stream_of: Any = core._cuda_getCurrentRawStream
     current: Any = core._cuda_getDevice
+    new: Any = tuple.__new__
 
-    def by_driver(buffer: _Buffer, tensor: Any, dtype: Any, shape: Any) -> bool:
+    def by_driver(buffer: _Buffer, tensor: Any, dtype: Any, shape: Any) -> Fetched:
         device = tensor.get_device()
-        if device != current() or (shape is not _SCALAR and not tensor.is_contiguous()):
-            return False
-        size = dtype.itemsize if shape is _SCALAR else dtype.itemsize * shape.numel()
-        return copy(buffer.address, tensor.data_ptr(), size, stream_of(device)) == 0
+        if device == current() and (shape is _SCALAR or tensor.is_contiguous()):
+            size = dtype.itemsize if shape is _SCALAR else dtype.itemsize * shape.numel()
+            if copy(buffer.address, tensor.data_ptr(), size, stream_of(device)) == 0:
+                return new(Fetched, (buffer, dtype, shape))
+        return _copy_by_torch(buffer, tensor, dtype, shape)
 
     return by_driver
+
+
+def arrived(values: Iterable[Any]) -> bool:
+    """Return whether scalars on their way from the device are here."""
+    return all(value.arrived() for value in values if isinstance(value, Fetched))
 
 
 _NUMBERS = (int, float, Fetched)
@@ -427,8 +464,14 @@ def fetch_values(value: Any) -> Any:
 
     A DTensor that is not the same on all ranks is no scalar: the probe enters no collective.
     """
+    if type(value) is torch.Tensor and value.is_cuda and value.numel() == 1:
+        return fetch_scalar(value)
     if value is None or isinstance(value, _NUMBERS):
         return value
+    return _fetch_other(value)
+
+
+def _fetch_other(value: Any) -> Any:
     if not hasattr(value, "data_ptr"):
         return None
     if (local := getattr(value, "_local_tensor", None)) is not None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import is_grad_enabled
 from torch.compiler import is_compiling
 
+from .. import active
 from ..active import current, mine, switched_on
 from ..events import OnHost
 from ..guard import logged, replace
@@ -56,7 +57,8 @@ def _attending(original: Any) -> Callable[..., Any]:
     cache = next((place for place, name in enumerate(names) if name in ("cache", "past_key_values")), -1)
 
     def _preprocess_mask_arguments(*args: Any, **kwargs: Any) -> Any:
-        if not is_compiling() and is_grad_enabled():
+        events = active.events
+        if events is not None and not events.is_followed and not is_compiling() and is_grad_enabled():
             events = mine()
             if events is not None:
                 given = [*args, *(kwargs.get(name) for name in names[len(args) :])]

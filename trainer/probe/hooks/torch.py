@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .. import active
 from ..active import mine, switched_on
-from ..events import TorchEvents
+from ..events import Code, TorchEvents
 from ..guard import logged, replace, replace_in_package
 from .imports import after_import
 
@@ -91,7 +91,11 @@ def _note_scaling(events: TorchEvents, scaled: Any, _scaler: Any, *args: Any, **
         events.scaled(scaled, loss)
 
 
-clipping = after(lambda events, norm, /, *_, **__: events.clipped(norm))
+def _note_norm(events: TorchEvents, norm: Any, /, *_: Any, **__: Any) -> None:
+    events.clipped(norm)
+
+
+clipping = after(_note_norm)
 """Wraps a function that clips gradients and returns their norm: records the norm."""
 scaling = after(_note_scaling)
 """Wraps a method that scales a loss, its only argument: records which loss was scaled."""
@@ -259,7 +263,7 @@ def install(_module: ModuleType) -> None:
     replace(torch, "save", _saving)
     replace(Optimizer, "__init__", _making_optimizer)
     for owner in (Optimizer, Module):
-        replace(owner, "zero_grad", before(lambda events, owner, /, *_, **__: events.zeroing(owner)))
+        replace(owner, "zero_grad", _zeroing)
     replace(Module, "eval", evaluating)
     register_optimizer_step_pre_hook(_before_optimizer)
     register_optimizer_step_post_hook(_after_optimizer)
@@ -344,25 +348,63 @@ def _saving(original: Any) -> Callable[..., Any]:
     return save
 
 
+_FETCHING, _FETCHED, _BACKWARD, _BACKWARD_ENDS, _STEPPING, _STEPPED, _ZEROING = map(
+    int,
+    (
+        *(Code.FETCHING, Code.FETCHED, Code.BACKWARD, Code.BACKWARD_ENDS),
+        *(Code.STEPPING, Code.STEPPED, Code.ZEROING),
+    ),
+)
+"""Events that go to ``TorchEvents.follows`` first: between two of them the training fills all caches, and each further
+function that an event calls takes one to three microseconds."""
+
+
 def _fetching(original: Any) -> Callable[..., Any]:
     def __next__(self: Any) -> Any:  # noqa: N807
-        events = mine()
+        events = active.events
         if events is None:
             return original(self)
-        events.fetching(self)
+        if not events.follows(_FETCHING, self):
+            events = mine()
+            if events is None:
+                return original(self)
+            events.fetching(self)
         try:
             found = original(self)
         except StopIteration:
             events.exhausted(self)
             raise
-        events.fetched(found)
+        if not events.follows(_FETCHED, None, found):
+            events.fetched(found)
         return found
 
     return __next__
 
 
+def _zeroing(original: Any) -> Callable[..., Any]:
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        events = active.events
+        if events is not None and not events.follows(_ZEROING, self):
+            events = mine()
+            if events is not None:
+                events.zeroing(self)
+        return original(self, *args, **kwargs)
+
+    return zero_grad
+
+
 def _backward(original: Any) -> Callable[..., Any]:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        events = active.events
+        if type(tensors) is Tensor and events is not None and events.follows(_BACKWARD, None, ((tensors,), False)):
+            try:
+                found = original(tensors, *args, **kwargs)
+            except BaseException as error:
+                events.backward_failed(error)
+                raise
+            if not events.follows(_BACKWARD_ENDS):
+                events.backward_ends()
+            return found
         active.become_rank()
         events = mine() or _adopted(updates=False)
         if events is None or events.in_backward:
@@ -389,9 +431,11 @@ def _making_optimizer(original: Any) -> Callable[..., Any]:
 
 def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> Any:
     """Begin an update; return the arguments with the closure wrapped: its work is not the update's."""
-    events = mine() or _adopted()
-    if events is None or not events.stepping(optimizer):
-        return None
+    events = active.events
+    if events is None or not events.follows(_STEPPING, optimizer):
+        events = mine() or _adopted()
+        if events is None or not events.stepping(optimizer):
+            return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         return None
@@ -406,6 +450,9 @@ def _adopted(*, updates: bool = True) -> TorchEvents | None:
 
 
 def _after_optimizer(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    events = active.events
+    if events is None or events.follows(_STEPPED, optimizer):
+        return
     events = mine()
     if events is not None:
         events.stepped(optimizer)

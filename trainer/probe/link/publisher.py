@@ -32,6 +32,7 @@ from .. import guard
 from ..device import cuda
 from ..device.cuda import elapsed_us, has_passed
 from ..device.memory import Reading
+from ..loop.regular import SPARE_NOTES, Followed
 from ..loop.training import Training
 from ..memory.capture_scheduler import CaptureScheduler
 from ..memory.snapshots import CaptureContext, PhaseMarks, Recording, Snapshots
@@ -436,7 +437,7 @@ class Publisher(threading.Thread):
         self._signs = training.signs
         self._tracker = tracker = training.tracker
         self._outbox = outbox = training.outbox
-        self._steps = outbox.pending
+        self._steps, self._spare_notes = outbox.pending, training.regular.spare
         self._pace, self._hold = pace, hold
         self._unusual = Unusual()
         self._oom_history, self._phase_marks = oom_history, phase_marks
@@ -551,9 +552,13 @@ class Publisher(threading.Thread):
             self.send(compiles)
 
     def _drain(self) -> None:
-        outbox = self._outbox.items
+        outbox, spare = self._outbox.items, self._spare_notes
+        while len(spare) < SPARE_NOTES and self._steps and self._steps[-1].followed:
+            spare.append(Notes())
         while outbox:
             item = outbox.popleft()
+            if isinstance(item, Followed):
+                item = item.raw()
             if isinstance(item, StepRaw):
                 self._steps.append(item)
                 # Now, not when the step is sent: a snapshot or the end of a stack capture may precede that.
@@ -589,7 +594,7 @@ class Publisher(threading.Thread):
         self._last_steps, sent = time.time(), 0
         while self._steps:
             try:
-                if not has_passed(self._steps[0].marks[-1].event):
+                if not self._has_passed():
                     return
                 raw = self._steps.popleft()
             except RuntimeError:
@@ -600,6 +605,17 @@ class Publisher(threading.Thread):
             if self._steps and not (raw.coarse and sent % YIELD_EVERY):
                 # Yields the interpreter's lock: the training thread waits for one step's work at most.
                 time.sleep(YIELD_SECONDS)
+
+    def _has_passed(self) -> bool:
+        """Return whether the device has passed the first step that is not sent."""
+        raw = self._steps[0]
+        if not raw.followed or raw.marks[-1].event is not None:
+            return has_passed(raw.marks[-1].event)
+        notes = raw.notes
+        if cuda.arrived((*notes.losses, notes.grad_norm, notes.loss_scale, notes.overflow, notes.lr)):
+            return True
+        later = next((each.marks[-1].event for each in self._steps if each.marks[-1].event is not None), None)
+        return later is not None and has_passed(later)
 
     def _send_last_steps(self) -> None:
         """Wait briefly for the device to pass the last events; send unfinished steps without device figures."""
@@ -653,8 +669,8 @@ class Publisher(threading.Thread):
                 events.recycle(ended)
 
     def _next_beat(self, now: float) -> Heartbeat | None:
-        tracker, counts = self._tracker, self._tracker.counts
-        progress = tracker.progress + counts.entered
+        tracker, counts, at = self._tracker, self._tracker.counts, self._tracker.now()
+        progress = at.progress + counts.entered
         changes = progress + self._hold.since  # a rank that is held, or released, reports at once
         quiet, since = now - self._last_sent, now - self._last_beat
         if changes == self._changes:
@@ -667,11 +683,11 @@ class Publisher(threading.Thread):
         return Heartbeat(
             rank=self._rank.rank,
             step=tracker.step + 1,
-            phase=tracker.phase,
-            phase_started=now - (time.perf_counter_ns() - tracker.phase_ns) / 1e9,
+            phase=at.phase,
+            phase_started=now - (time.perf_counter_ns() - at.since_ns) / 1e9,
             progress=progress,
             time=now,
-            micro_step=tracker.notes.micro_steps + tracker.notes.repeats,
+            micro_step=at.micro_steps,
             collectives=counts.entered,
             collective=counts.in_flight,
             last_collective=counts.last,

@@ -358,8 +358,7 @@ class Loading:
 
     def note_fetched(self, found: Any) -> None:
         """Note a batch of the training, whose phases are known."""
-        notes, key = self._tracker.notes, id(self._last_iterator())
-        notes.fetches[key] = notes.fetches.get(key, 0) + 1
+        notes = self._tracker.notes
         if not self._state.forward_by or self._state.calls_module:
             self._note_batch(found)
         elif self._device.events is not None:

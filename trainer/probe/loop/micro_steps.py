@@ -111,16 +111,19 @@ class MicroSteps:
         self.note_losses(losses, scaled)
         return True
 
-    def note_losses(self, losses: Sequence[Any], scaled: bool) -> list[Any]:
-        """Note a micro-step and its losses; return them, on their way from the device."""
+    def note_losses(self, losses: Sequence[Any], scaled: bool) -> None:
+        """Note a micro-step and its losses."""
         notes, state = self._tracker.notes, self._state
         notes.micro_steps += 1
-        unscaled, self._unscaled = self._unscaled, None
         notes.sum_losses, notes.added_ranks = state.sum_losses or scaled, state.added_ranks
-        originals = [unscaled[1] if unscaled is not None and unscaled[0] == id(loss) else loss for loss in losses]
-        fetched = list(map(cuda.fetch_values, originals))
-        notes.losses += fetched
-        return fetched
+        notes.losses += self.fetch_losses(losses)
+
+    def fetch_losses(self, losses: Sequence[Any]) -> list[Any]:
+        """Return the losses before their scaling, on their way from the device."""
+        if self._unscaled is not None:
+            unscaled, self._unscaled = self._unscaled, None
+            losses = [unscaled[1] if unscaled[0] == id(loss) else loss for loss in losses]
+        return [cuda.fetch_values(losses[0])] if len(losses) == 1 else list(map(cuda.fetch_values, losses))
 
     @guarded
     def went_backward(self) -> None:

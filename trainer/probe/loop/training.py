@@ -45,7 +45,9 @@ class Training:
         self.loading = Loading(loop)
         self.micro_steps = MicroSteps(loop, self.loading, self._saw_forward)
         self.updates = Updates(loop, self.updaters)
-        self.regular = Regular(loop, self.loading, self.micro_steps, self.updates)
+        self.regular = Regular(
+            loop, outbox, self.loading, self.micro_steps, self.updates, lambda: self.signs.unlabelled
+        )
         phases.leave = self.regular.leave
         self._asked_to_stop = False
         self._shown = 0
@@ -83,17 +85,19 @@ class Training:
     def asked_to_stop(self, by: Literal["SIGTERM", "ftmon stop"] = "SIGTERM") -> None:
         """Report, once, that the script was asked to stop; from any thread, and from a handler of a signal."""
         tracker, rank, now = self.tracker, self.rank, time()
+        phase, since_ns = tracker.now()[:2]
         if self._asked_to_stop or os.getpid() != rank.process.pid:
             return
         self._asked_to_stop = True
-        done, total = self.loading.evaluated_batches() if tracker.phase == "eval" else (0, 0)
-        began = now - (perf_counter_ns() - tracker.phase_ns) / 1e9
+        done, total = self.loading.evaluated_batches() if phase == "eval" else (0, 0)
+        began = now - (perf_counter_ns() - since_ns) / 1e9
         grace = rank.options.stop_grace if by == "SIGTERM" else 0.0
-        self.outbox.hand_over(StopAsked(rank.rank, now, tracker.step, tracker.phase, began, by, grace, done, total))
+        self.outbox.hand_over(StopAsked(rank.rank, now, tracker.step, phase, began, by, grace, done, total))
 
     @guarded
     def begin_cell(self, _info: Any = None) -> None:
         """A cell of a notebook begins: start-up is over, and a forward before a backward begins here."""
+        self.regular.leave()
         if self.tracker.phase in ("init", "idle"):
             self.phases.check_device()
             self.tracker.begin("idle")

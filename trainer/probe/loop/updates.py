@@ -113,25 +113,6 @@ class Updates:
         notes.overflow = cuda.fetch_values(overflow)
         self._end_step(number)
 
-    def end_regular(
-        self,
-        number: int | None = None,
-        grad_norm: Any = None,
-        loss_scale: Any = None,
-        overflow: Any = False,
-        accumulation: int = 0,
-    ) -> None:
-        """End a step whose owner and next phase are those of the step before."""
-        notes = self._tracker.notes
-        if grad_norm is not None:
-            notes.grad_norm = cuda.fetch_values(grad_norm)
-        if loss_scale is not None:
-            notes.loss_scale = cuda.fetch_values(loss_scale)
-        notes.overflow, notes.accumulation = cuda.fetch_values(overflow), accumulation
-        self._end()
-        self._updaters.updates += 1
-        self._tracker.end_step(number)
-
     @guarded
     def skipped_update(self, optimizer: Any, loss_scale: Any = None) -> None:
         """Record a step that a loss scaler, at ``loss_scale``, skipped."""
@@ -193,11 +174,10 @@ class Updates:
 
     def _note_weights(self, updater: Any) -> None:
         tracker = self._tracker
-        if not (tracker.budget.full or tracker.watchers):  # with a watcher memory is read at each boundary, too
-            return
         notes = tracker.notes
-        notes.weights = self._weights.take(updater)
         notes.evaluating = self._weights.in_evaluation()
+        if tracker.budget.full or tracker.watchers:  # with a watcher memory is read at each boundary, too
+            notes.weights = self._weights.take(updater)
 
     def _end(self) -> None:
         state = self._state

@@ -360,7 +360,7 @@ class Snapshots:
         found: Any = torch.cuda.memory._snapshot()
         step = self._tracker.step
         index = self._rank.device.memory.device_index
-        self._phase_marks.annotate(found, index, step + 1, list(self._tracker.marks))
+        self._phase_marks.annotate(found, index, step + 1, self._tracker.present_marks())
         taken, note = take_snapshot(self._rank, found, step, reason)
         if taken is not None:
             self._send(taken)

@@ -286,7 +286,7 @@ class OomReporter:
         return oom.held
 
     def _plain(self, failed: Failed) -> Oom:
-        tracker, memory = self._tracker, self._rank.device.memory
+        tracker, memory, at = self._tracker, self._rank.device.memory, self._tracker.now()
         on_gpu = failed.device is not None
         if on_gpu and failed.device == memory.device_index and hasattr(memory, "now"):
             cuda: Any = memory
@@ -305,7 +305,7 @@ class OomReporter:
         return Oom(
             rank=self._rank.rank,
             step=tracker.step + 1,
-            phase=tracker.phase,
+            phase=at.phase,
             time=time.time(),
             requested_bytes=failed.requested,
             device_free_bytes=failed.free,
@@ -317,7 +317,7 @@ class OomReporter:
             stack=stack_words(failed.frames, failed.lines),
             measure="cuda" if on_gpu else "glibc",
             stack_of=failed.stack_of,
-            micro_step=tracker.notes.micro_steps,
+            micro_step=at.micro_steps,
             steps_done=self._outbox.steps_done,
             capacity_bytes=capacity,
             limit="" if on_gpu else limit,
@@ -375,9 +375,9 @@ class OomReporter:
         free = pieces(segments, failed.requested, stream)
         known = {address: held.part for address, held in self._storages(failed.device).held.items()}
         offset_ns = wall_offset_ns()
-        parts, note = parts_of_blocks(segments, trace, known, self._tracker.marks, offset_ns, oom.phase)
+        parts, note = parts_of_blocks(segments, trace, known, self._tracker.present_marks(), offset_ns, oom.phase)
         step = self._tracker.step + 1
-        self._phase_marks.annotate(found, failed.device, step, list(self._tracker.marks))
+        self._phase_marks.annotate(found, failed.device, step, self._tracker.present_marks())
         taken, trouble = take_snapshot(self._rank, found, step, "oom")
         if taken is not None:
             self._outbox.hand_over(taken)

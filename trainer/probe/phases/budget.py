@@ -55,6 +55,15 @@ class Budget:
             self._choose()
         self.full = bool(self._left) or self._coarse + 1 >= self.every
 
+    @property
+    def suspected(self) -> bool:
+        """Whether the next steps are full although the present one is not."""
+        return self._left > 0
+
+    def ahead(self) -> int:
+        """Return how many coarse steps follow, at least one: the present one."""
+        return max(1, self.every - 1 - self._coarse)
+
     def affords(self, entries: int) -> bool:
         """Return whether PyTorch's recorder may be on in steps of so many entries; any thread."""
         steps = list(self._steps)

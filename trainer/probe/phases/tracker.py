@@ -142,6 +142,8 @@ class Notes:
     """Backwards without a batch of the DataLoader that the training uses."""
     pending: int = 0
     """Micro-batches of this update that are of an earlier pass over the data."""
+    complete: bool = False
+    """What was kept of a followed step's events (``loop.regular``) was added."""
 
     def end_part(self, key: int, name: str) -> None:
         """Move the figures since the last update to the part of the engine or optimizer that has now updated."""
@@ -191,6 +193,18 @@ class StepRaw(NamedTuple):
     """Every how many steps memory is read at each boundary of phases (``Budget``)."""
     coarse: bool = False
     """Memory was read at the step's ends and around the optimizer's phase alone."""
+    followed: bool = False
+    """The step was followed by the order of earlier ones: it has no device times."""
+
+
+class Moment(NamedTuple):
+    """Where the training thread is."""
+
+    phase: str
+    since_ns: int
+    """When that phase began (``time.perf_counter_ns``)."""
+    progress: int
+    micro_steps: int
 
 
 FETCHING: frozenset[str] = frozenset(("data",))
@@ -259,8 +273,11 @@ class Tracker:
         self.memory, self.mark_event, self.clock = memory, mark_event, perf_counter_ns
         self.counts, self._finish = counts, finish
         self._guard, self.budget = guard, budget
-        self._spent_ns = 0
+        self.spent_ns = 0
         """The probe's cost until the step began."""
+        self.followed: Callable[[], Moment | None] = nothing
+        self.followed_marks: Callable[[], list[Mark] | None] = nothing
+        """Return where a followed step is, and its marks (``loop.regular``); None: the present step is judged."""
         self.step = 0
         self.phase = "init"
         self.phase_ns = perf_counter_ns()
@@ -283,6 +300,15 @@ class Tracker:
         self.notes = Notes()
         self.sample: Any = None
         self.marks = [self._mark("init", self.phase_ns)]
+
+    def now(self) -> Moment:
+        """Return where the training thread is; any thread."""
+        notes = self.notes
+        return self.followed() or Moment(self.phase, self.phase_ns, self.progress, notes.micro_steps + notes.repeats)
+
+    def present_marks(self) -> list[Mark]:
+        """Return the marks of the unfinished step; any thread."""
+        return self.followed_marks() or list(self.marks)
 
     def enter(self, phase: str) -> None:
         """Move to ``phase``; no effect inside a scope, or if it is the present phase."""
@@ -390,12 +416,12 @@ class Tracker:
         for watcher in self.watchers:
             watcher(before, "end")
         cpu, self.cpu_ns = self.cpu_ns, thread_time_ns()
-        spent, self._spent_ns = self._guard.spent_ns - self._spent_ns, self._guard.spent_ns
+        spent, self.spent_ns = self._guard.spent_ns - self.spent_ns, self._guard.spent_ns
         budget, coarse = self.budget, not self.budget.full
         every = budget.every
         budget.end_step(spent, start - marks[0].ns)
         cpu_ns = max(0, self.cpu_ns - cpu)
-        self._finish(_new(StepRaw, (self.step, marks, ended, notes, spent, cpu_ns, every, coarse)))
+        self._finish(_new(StepRaw, (self.step, marks, ended, notes, spent, cpu_ns, every, coarse, False)))
 
     def pause(self) -> None:
         """Let a capture end here, within a step: what has run so far may be all that runs."""
@@ -582,8 +608,8 @@ class Outbox:
         else:
             self.overflowed += 1
 
-    def hand_over_step(self, raw: StepRaw) -> None:
-        """Queue a finished step for the publisher."""
+    def hand_over_step(self, raw: Any) -> None:
+        """Queue a finished step (``StepRaw``, or ``loop.regular.Followed``) for the publisher."""
         self.steps_done += 1
         if len(self.items) < LIMIT:  # not by ``hand_over``: runs once a step on the training thread
             self.items.append(raw)
@@ -598,7 +624,8 @@ class Outbox:
         """Return the finished steps without a message yet, oldest first; any thread."""
         for _ in range(5):
             with contextlib.suppress(RuntimeError):  # the publisher removed one meanwhile
-                return [*self.pending, *(item for item in self.items if isinstance(item, StepRaw))]
+                found = [item.raw() if callable(getattr(item, "raw", None)) else item for item in list(self.items)]
+                return [*self.pending, *(item for item in found if isinstance(item, StepRaw))]
         return []
 
 

@@ -139,7 +139,7 @@ class _Ending:
     def _describe(self, error: BaseException) -> Failure:
         text = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
         tracker, error_text = self._training.tracker, f"{type(error).__name__}: {error}"
-        return Failure(self._rank.rank, tracker.step + 1, tracker.phase, time.time(), error_text[:2000], text)
+        return Failure(self._rank.rank, tracker.step + 1, tracker.now().phase, time.time(), error_text[:2000], text)
 
     def _report(self, failure: Failure) -> None:
         self._failed = failure.error

@@ -120,6 +120,27 @@ def note(
         notes.tokens.append(padded)  # no mask, or not a padding mask: every position counts
 
 
+def snapshot(found: Any) -> Any:
+    """Return a batch as it is now, to be noted later; None: at once, as it is on a device or of an unknown kind."""
+    kind = type(found)
+    if kind is not dict:
+        found = getattr(found, "data", None) if kind.__name__ == "BatchEncoding" else found
+        kind = type(found)
+    if kind is dict:
+        kept: Any = found.copy()
+        values = kept.values()
+    elif kind is tuple or kind is list:
+        kept = values = tuple(found)
+    elif isinstance(found, torch.Tensor):
+        kept, values = found, (found,)
+    else:
+        return None
+    for value in values:
+        if type(value) is not torch.Tensor or value.is_cuda:
+            return None
+    return kept
+
+
 def count_labels(labels: Any) -> int:
     """Return the number of labels that a loss averages over; ``labels`` may already be that number."""
     return labels if isinstance(labels, int) else int(numpy.count_nonzero(labels.numpy() != IGNORED))

@@ -9,7 +9,6 @@ import torch
 from ftmon.trainer.probe import active
 from ftmon.trainer.probe.events import Events
 from ftmon.trainer.probe.link.publisher import step_message
-from ftmon.trainer.probe.phases.tracker import StepRaw
 from ftmon.trainer.probe.start import activate
 from places import DOCS
 
@@ -70,7 +69,7 @@ def hooked(monkeypatch):
 
 def test_a_framework_with_the_documented_hook_has_its_steps_and_phases(hooked, training):
     told = hooked().fit()
-    raws = [item for item in training.outbox.items if type(item) is StepRaw]
+    raws = training.outbox.unsent_steps()
     steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
     assert [(step.step, step.lr, step.grad_norm, step.micro_steps) for step in steps] == [
         (number, 0.5, 1.5 * number, 2) for number in range(1, STEPS + 1)
@@ -91,7 +90,7 @@ def test_that_an_update_was_skipped_may_be_known_on_the_device_alone(training):
     for number, flag in enumerate(flags, 1):
         with events.update(engine, lambda: 0.1) as update:
             update.done(lambda number=number, flag=flag: {"number": number, "overflow": torch.tensor(flag)})
-    raws = [item for item in training.outbox.items if type(item) is StepRaw]
+    raws = training.outbox.unsent_steps()
     steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
     assert [step.overflow for step in steps] == [bool(flag) for flag in flags]
 
@@ -105,4 +104,4 @@ def test_without_a_probe_it_does_nothing_and_an_error_of_the_framework_stays_its
     monkeypatch.setattr(active, "events", None)
     trainer.update()
     assert trainer.step == STEPS + 2
-    assert not any(type(item) is StepRaw for item in training.outbox.items)
+    assert not training.outbox.unsent_steps()

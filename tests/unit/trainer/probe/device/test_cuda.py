@@ -111,7 +111,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(cuda.torch, "empty", pageable)
     monkeypatch.setattr(cuda, "_free", {})
     monkeypatch.setattr(cuda, "_total", 0)
-    monkeypatch.setattr(cuda, "_copy", lambda *_: False)
+    monkeypatch.setattr(cuda, "_scalars", deque())
+    monkeypatch.setattr(cuda, "_copy", cuda._copy_by_torch)
     return sizes
 
 
@@ -122,6 +123,28 @@ def test_a_value_that_is_never_read_returns_its_buffer(made: list[int]) -> None:
         assert cuda.read(norm) == number
     assert len(made) <= 3
     assert cuda._total == sum(made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool])
+def test_a_number_has_arrived_once_its_bytes_are_other_ones(
+    dtype: torch.dtype, made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as device:
+        device.setattr(cuda, "_copy", lambda buffer, _, *others: cuda.Fetched(buffer, *others))
+        slow: Any = cuda.fetch_scalar(torch.ones((), dtype=dtype))
+        lost: Any = cuda.fetch_scalar(torch.ones((), dtype=dtype))
+    assert not slow.arrived()
+    assert not cuda.arrived([0.5, slow, None])
+    address = lost.buffer.address
+    del lost
+    for value in (1.0, 0.0, float("nan")):
+        here: Any = cuda.fetch_scalar(torch.tensor(value).to(dtype))
+        assert here.arrived()
+        assert here.buffer.address != address, "its copy may still come"
+    slow.tensor().fill_(1)
+    assert slow.arrived()
+    assert cuda.arrived([slow])
+    assert len(made) == 4
 
 
 def test_a_value_on_its_way_keeps_its_buffer_and_the_longest_free_one_is_used_first(made: list[int]) -> None:

@@ -12,7 +12,7 @@ from ftmon.trainer.probe.hooks import torch as hooks_torch
 from ftmon.trainer.probe.link.publisher import step_message
 from ftmon.trainer.probe.loop import regular
 from ftmon.trainer.probe.loop.training import Training
-from ftmon.trainer.probe.phases.tracker import Counts, StepRaw
+from ftmon.trainer.probe.phases.tracker import Counts
 from ftmon.trainer.probe.rank.context import RankContext
 
 BATCHES = 14
@@ -169,26 +169,19 @@ def told(script, monkeypatch, like):
     monkeypatch.setattr(regular, "LIKE", like)
     monkeypatch.setattr(active, "events", TorchEvents(training))
     hooks_torch.install(torch)
-    followed, end_step = [], training.regular.end_step
-
-    def count(raw):
-        followed.append(training.regular.on)
-        end_step(raw)
-
-    training.regular.end_step = count
     try:
         script(Loop())
         training.hand_over_closing()
     finally:
         monkeypatch.setattr(active, "events", None)
     assert training.guard.enabled, "the probe has switched itself off"
-    raws = [item for item in training.outbox.items if type(item) is StepRaw]
+    raws = training.outbox.unsent_steps()
     steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
     kept = ("step", "micro_steps", "loss", "lr", "grad_norm", "loss_scale", "overflow", "batch_shape", "samples")
     kept += ("tokens", "padded_tokens", "label_tokens")
     figures = [{name: getattr(step, name) for name in kept} for step in steps]
     phases = [[(each.name, each.count, each.coarse) for each in step.phases if each.name != "idle"] for step in steps]
-    return msgspec.json.encode([figures, phases]).decode(), sum(followed)
+    return msgspec.json.encode([figures, phases]).decode(), sum(raw.followed for raw in raws)
 
 
 @pytest.mark.parametrize("script", LOOPS, ids=lambda each: each.__name__)
@@ -220,7 +213,7 @@ def test_the_optimizer_s_memory_is_read_in_each_followed_step(monkeypatch):
     monkeypatch.setattr(active, "events", TorchEvents(training))
     hooks_torch.install(torch)
     plain(Loop())
-    raws = [item for item in training.outbox.items if type(item) is StepRaw]
+    raws = training.outbox.unsent_steps()
     for raw in raws[-5:]:
         read = [mark.phase for mark in raw.marks if mark.memory is not None]
         assert raw.coarse
@@ -237,7 +230,7 @@ def test_weights_are_sampled_where_each_phase_is_read_as_in_a_captured_step(watc
     monkeypatch.setattr(active, "events", TorchEvents(training))
     hooks_torch.install(torch)
     plain(Loop())
-    raws = [item for item in training.outbox.items if type(item) is StepRaw]
+    raws = training.outbox.unsent_steps()
     steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
     for raw, step in zip(raws[1:], steps[1:], strict=True):
         assert (raw.notes.weights is not None) is watched

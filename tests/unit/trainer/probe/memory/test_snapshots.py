@@ -134,7 +134,7 @@ def test_a_snapshot_that_cannot_be_written_is_answered_and_the_next_one_is_taken
     answers: list[tuple[bool, str, dict[str, Any]]] = []
     device = SimpleNamespace(memory=SimpleNamespace(measure="cuda", device_index=0))
     rank: Any = SimpleNamespace(rank=3, device=device, run=SimpleNamespace(snapshots=tmp_path))
-    others: Any = SimpleNamespace(step=7, marks=[], usual=0.0)
+    others: Any = SimpleNamespace(step=7, present_marks=list, usual=0.0)
     taker = snapshots.Snapshots(
         snapshots.CaptureContext(rank, others, others, others, Recorder(), sent.append), PhaseMarks()
     )  # type: ignore[arg-type]
