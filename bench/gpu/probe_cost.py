@@ -1,20 +1,26 @@
-"""What the probe costs a training loop: blocks of steps with the probe on and off in turn, in one process.
+"""What the probe costs a training loop: a few steps with the probe and a few without in turn, in one process.
 
-    ftmon run --plain -- python bench/gpu/probe_cost.py [--loop torch|engine] [--layers 24] [--hidden 512] [--rows 2]
-        [--length 256] [--rounds 40] [--block 20] [--states off,recorder,on] [--out FILE]
+    ftmon run --plain -- python bench/gpu/probe_cost.py [--loop torch|engine] [--targets 14,50] [--seconds 70]
+        [--block 5] [--states off,on] [--hidden 512] [--rows 2] [--length 256] [--out FILE]
     ftmon run --plain -- traceml run bench/gpu/probe_cost.py --args --states off,on,traceml ...
 
-A Qwen2 with two dataloader workers, bound by the host at the default sizes. A block is some steps between two
-synchronisations of the device; the first two steps after a switch are not timed. "Off" leaves the hooks in place,
-asleep, with PyTorch's memory recorder off: a function call or two a step remain, which no bare loop has; "recorder" has
-that on alone; "traceml" has ftmon asleep and each step inside ``trace_step`` of TraceML (traceml-ai), started by its
-own launcher. The order inside a round is drawn, so that a drift of the host's speed hits all alike. Beside the time
-that passes, the CPU time of the training thread and of the probe's own thread is measured, which other load on a host
-moves less. Ratios come with a 95 % confidence interval: percentiles of the median over resampled rounds (bootstrap).
+A Qwen2 with two dataloader workers, bound by the host, whose number of layers is chosen for steps of each target (ms).
+"Off" leaves one test of a global in each hook; "recorder" is that with PyTorch's memory recorder on; "traceml" is off
+with each step inside ``trace_step`` of TraceML (traceml-ai), started by its own launcher. Each round has a block of
+every state, in a drawn order, so that a drift of the host's speed hits all alike; the first step of a block is not
+timed. The publisher makes and sends messages in the blocks with the probe alone: what it takes from them is in theirs.
+Garbage is collected between rounds only, and the training thread stays on one core where its steps are faster so.
+
+Of each round the ratio of a state's time to that without a probe counts: medians and means (without a fifth of the
+rounds at either end) come with a 95 % confidence interval, percentiles over resampled rounds (bootstrap). Beside the
+time that passes, the CPU time of the training thread is compared, which other load on a host moves less. At the end
+the events of followed steps are timed one by one.
 """
 
 import argparse
+import gc
 import json
+import os
 import random
 import statistics
 import threading
@@ -24,9 +30,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WARM_STEPS = 2
+WARM_STEPS = 1
+TRIED_LAYERS = (4, 12)
 STATES = ("off", "recorder", "on")
-VOCABULARY = 32000
+VOCABULARY = int(os.environ.get("VOCABULARY", "32000"))
+"""A small one tries this script without a GPU."""
 
 
 def qwen(layers: int, hidden: int) -> dict[str, Any]:
@@ -106,40 +114,77 @@ def engine_step(model: Any) -> Callable[[Any], None]:
 
 
 class Switch:
-    """Turns the probe of this process, and PyTorch's recorder with it, on and off."""
+    """Turns the probe of this process, and PyTorch's recorder with it, on and off between two steps."""
 
     def __init__(self) -> None:
         from ftmon.trainer.probe import active
 
         assert active.events is not None, "start this under `ftmon run`"
-        self.training = active.events._training
+        self._active: Any = active
+        self.events: Any = active.events
         self.publisher: Any = next(t for t in threading.enumerate() if t.name == "ftmon-publisher")
-        self.watch = self.publisher._captures.steps
-        self.costs_us: list[float] = []
-        finish = self.training.tracker._finish
+        self.costs_us: dict[str, list[float]] = {"judged": [], "followed": []}
+        self.spent_ns: dict[int, list[int]] = {}
+        """Time of the events of followed steps, by their codes; empty unless they are timed."""
+        self._is_on, self._recorded = True, False
+        self._recording: Any = self.publisher._captures.steps._recording
+        send, drain, due = self.publisher._send_step, self.publisher._drain, self.publisher._is_due
 
         def note(raw: Any) -> None:
-            self.costs_us.append(raw.cost_ns / 1000)
-            finish(raw)
+            if self._is_on:
+                self.costs_us["followed" if raw.followed else "judged"].append(raw.cost_ns / 1000)
+            send(raw)
 
-        self.training.tracker._finish = note
+        self.publisher._send_step = note
+        self.publisher._drain = lambda: drain() if self._is_on else None
+        self.publisher._is_due = lambda now: self._is_on and due(now)
 
     def publisher_seconds(self) -> float:
         """Return the CPU time of the probe's own thread."""
         return time.clock_gettime(time.pthread_getcpuclockid(self.publisher.ident))
 
     def set(self, state: str) -> None:
-        """Switch to one of ``STATES``, and wait until the recorder follows."""
-        on = state == "on"
-        self.watch._wanted = on
-        self.training.guard.enabled = on
-        time.sleep(0.25)  # two turns of the publisher, which gives up or takes up the recorder
-        if state in ("off", "traceml"):
-            self.watch._recording.off()
-        elif state == "recorder":
-            self.watch._recording.numbers()
-        else:
-            self.costs_us = self.costs_us[:-1] if self.costs_us else []  # a step that was begun before the pause
+        """Switch to one of ``STATES``."""
+        if self._is_on:
+            self._recorded = self._recording.mode != "off"
+        self._is_on = state == "on"
+        self._active.events = self.events if self._is_on else None
+        if (self._recorded and self._is_on) or state == "recorder":
+            self._recording.numbers()
+        elif self._recording.mode != "off":
+            self._recording.off()
+
+    def time_events(self) -> None:
+        """Time each event of followed steps from now on."""
+        follows, spent = self.events.follows, self.spent_ns
+
+        def timed(code: int, owner: Any = None, what: Any = None) -> bool:
+            start = time.perf_counter_ns()
+            if not follows(code, owner, what):
+                return False
+            spent.setdefault(code, []).append(time.perf_counter_ns() - start)
+            return True
+
+        self.events.follows = timed
+
+    def by_event_us(self) -> dict[str, float]:
+        """Return the median time of each event."""
+        from ftmon.trainer.probe.events import Code
+
+        return {Code(code).name.lower(): statistics.median(each) / 1000 for code, each in self.spent_ns.items()}
+
+
+def interval(ratios: list[float], estimate: Callable[[list[float]], float]) -> list[float]:
+    """Return the 95 % confidence interval of an estimate, over resampled rounds."""
+    draw = random.Random(0)
+    drawn = sorted(estimate(draw.choices(ratios, k=len(ratios))) for _ in range(1000))
+    return [drawn[25], drawn[-26]]
+
+
+def trimmed(ratios: list[float]) -> float:
+    """Return the mean without a fifth at either end."""
+    cut = len(ratios) // 5
+    return statistics.fmean(sorted(ratios)[cut : len(ratios) - cut])
 
 
 def compared(blocks: list[Times], off: list[Times]) -> dict[str, Any]:
@@ -147,87 +192,159 @@ def compared(blocks: list[Times], off: list[Times]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("wall_ms", "thread_ms"):
         mine, other = [getattr(one, name) for one in blocks], [getattr(one, name) for one in off]
-        ratios = sorted(a / b for a, b in zip(mine, other, strict=True))
-        draw = random.Random(0)
-        drawn = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+        ratios = [a / b for a, b in zip(mine, other, strict=True)]
         tenth = len(mine) // 10
         found[name] = {
             "median": statistics.median(mine),
             "ratio": statistics.median(ratios),
-            "interval_95": [drawn[50], drawn[-51]],
-            "added_us": (statistics.median(mine) - statistics.median(other)) * 1000,
-            "fastest_block": min(mine) / min(other),
+            "interval_95": interval(ratios, statistics.median),
+            "trimmed_ratio": trimmed(ratios),
+            "trimmed_interval_95": interval(ratios, trimmed),
+            "added_us": statistics.median(a - b for a, b in zip(mine, other, strict=True)) * 1000,
             "tenth_percentile": sorted(mine)[tenth] / sorted(other)[tenth],
         }
+    return found
+
+
+class Loop:
+    """One size of the model, and its steps."""
+
+    def __init__(self, args: argparse.Namespace, layers: int, switch: Switch | None, traced: Any) -> None:
+        import torch
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        self.device_name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        torch.manual_seed(0)
+        with torch.device(self._device):
+            self.model: Any = Qwen2ForCausalLM(Qwen2Config(**qwen(layers, args.hidden)))
+        if self._device == "cuda":
+            self.model.to(torch.bfloat16)
+        self._step = (torch_step if args.loop == "torch" else engine_step)(self.model)
+        loader: Any = torch.utils.data.DataLoader
+        self._rows = iter(
+            loader(Rows(args.length), batch_size=args.rows, num_workers=2, pin_memory=self._device == "cuda")
+        )
+        self._switch, self._traced = switch, traced
+        self._synchronize = torch.cuda.synchronize if self._device == "cuda" else bool
+
+    def run(self, count: int, state: str = "") -> Times:
+        """Take steps; return the time of one."""
+        switch = self._switch
+        self._synchronize()
+        begin = time.perf_counter(), time.thread_time(), switch.publisher_seconds() if switch else 0.0
+        for _ in range(count):
+            with self._traced(self.model) if state == "traceml" else nullcontext():
+                self._step(next(self._rows).to(self._device, non_blocking=True))
+        self._synchronize()
+        end = time.perf_counter(), time.thread_time(), switch.publisher_seconds() if switch else 0.0
+        return Times(*((after - before) * 1000 / count for before, after in zip(begin, end, strict=True)))
+
+
+def layers_for(target_ms: float, make: Callable[[int], "Loop"], switch: Switch) -> int:
+    """Return the number of layers with which a step without a probe takes about so long."""
+    found: list[float] = []
+    switch.set("off")
+    for layers in TRIED_LAYERS:
+        loop = make(layers)
+        loop.run(10)
+        found.append(statistics.median(loop.run(2).wall_ms for _ in range(15)))
+    few, many = TRIED_LAYERS
+    per_layer = max(0.01, (found[1] - found[0]) / (many - few))
+    return max(1, round(few + (target_ms - found[0]) / per_layer))
+
+
+def pinned(loop: Loop) -> bool:
+    """Keep the training thread on its present core if its steps are faster so; return whether they are."""
+    everywhere = os.sched_getaffinity(0)
+    free = statistics.median(loop.run(3).wall_ms for _ in range(10))
+    with open("/proc/thread-self/stat", encoding="ascii") as file:
+        core = int(file.read().rpartition(")")[2].split()[36])
+    os.sched_setaffinity(0, {core})
+    if statistics.median(loop.run(3).wall_ms for _ in range(10)) <= free:
+        return True
+    os.sched_setaffinity(0, everywhere)
+    return False
+
+
+def measured(loop: Loop, switch: Switch, args: argparse.Namespace) -> dict[str, Any]:
+    """Take rounds of blocks for so many seconds; return what they show."""
+    switch.set("on")
+    ready = time.monotonic() + 4  # captures of the first steps, and the choice of coarse steps
+    while time.monotonic() < ready:
+        loop.run(10)
+    switch.set("off")
+    is_pinned = pinned(loop)
+    for each in switch.costs_us.values():
+        each.clear()
+    blocks: dict[str, list[Times]] = {state: [] for state in args.states}
+    draw, deadline = random.Random(0), time.monotonic() + args.seconds
+    while time.monotonic() < deadline:
+        gc.collect()
+        for state in draw.sample(args.states, len(args.states)):
+            switch.set(state)
+            loop.run(WARM_STEPS, state)
+            blocks[state].append(loop.run(args.block, state))
+    switch.set("on")
+    budget = switch.events._training.tracker.budget
+    found = {
+        "pinned": is_pinned,
+        "rounds": len(blocks["off"]),
+        **{state: compared(blocks[state], blocks["off"]) for state in args.states},
+        "every": budget.every,
+        "publisher_cpu_us": statistics.fmean(block.publisher_ms for block in blocks["on"]) * 1000,
+    }
+    for name, costs in switch.costs_us.items():
+        if costs:
+            found[f"{name}_us"] = [round(each, 1) for each in statistics.quantiles(costs, n=20)[9::9]]
+            found[f"{name}_steps"] = len(costs)
+    every = switch.costs_us["judged"] + switch.costs_us["followed"]
+    found["mean_hook_us"] = statistics.fmean(every)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loop", choices=["torch", "engine"], default="torch")
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--targets", type=lambda text: [float(each) for each in text.split(",")], default=[14.0, 50.0])
+    parser.add_argument("--layers", type=int, default=0, help="instead of a target")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--block", type=int, default=20, help="timed steps of a block")
-    parser.add_argument("--states", type=lambda text: text.split(","), default=STATES)
+    parser.add_argument("--seconds", type=float, default=70.0, help="of the blocks of each size")
+    parser.add_argument("--block", type=int, default=5, help="timed steps of a block")
+    parser.add_argument("--states", type=lambda text: text.split(","), default=["off", "on"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     traced: Callable[[Any], AbstractContextManager[None]] = lambda _: nullcontext()  # noqa: E731
     if "traceml" in args.states:
         import traceml_ai
 
         traceml_ai.init(mode="auto")
         traced = traceml_ai.trace_step
-    torch.manual_seed(0)
-    torch.cuda.set_device(0)
-    with torch.device("cuda"):
-        model: Any = Qwen2ForCausalLM(Qwen2Config(**qwen(args.layers, args.hidden)))
-    model.to(torch.bfloat16)
-    step = (torch_step if args.loop == "torch" else engine_step)(model)
-    rows = Rows(args.length)
-    loader = iter(torch.utils.data.DataLoader(rows, batch_size=args.rows, num_workers=2, pin_memory=True))  # type: ignore[arg-type]
-
-    def steps(count: int, state: str = "") -> Times:
-        torch.cuda.synchronize()
-        begin = time.perf_counter(), time.thread_time(), switch.publisher_seconds()
-        for _ in range(count):
-            with traced(model) if state == "traceml" else nullcontext():
-                step(next(loader).cuda(non_blocking=True))
-        torch.cuda.synchronize()
-        end = time.perf_counter(), time.thread_time(), switch.publisher_seconds()
-        return Times(*((after - before) * 1000 / count for before, after in zip(begin, end, strict=True)))
-
+    gc.disable()
+    Loop(args, TRIED_LAYERS[0], None, traced).run(5)  # the first optimizer makes this process a rank
     switch = Switch()
-    steps(60)
-    blocks: dict[str, list[Times]] = {state: [] for state in args.states}
-    draw = random.Random(0)
-    for _ in range(args.rounds):
-        for state in draw.sample(args.states, len(args.states)):
-            switch.set(state)
-            steps(WARM_STEPS, state)
-            blocks[state].append(steps(args.block, state))
-            print(f"{state}: {blocks[state][-1].wall_ms:.3f} ms a step", flush=True)
-    switch.set("on")
-    found = {
-        "loop": args.loop,
-        "device": torch.cuda.get_device_name(0),
-        "sizes": [args.layers, args.hidden, args.rows, args.length],
-        "rounds": args.rounds,
-        "block": args.block,
-        **{state: compared(blocks[state], blocks["off"]) for state in args.states},
-        "publisher_cpu_us": statistics.median(block.publisher_ms for block in blocks["on"]) * 1000,
-        "hook_us_median": statistics.median(switch.costs_us),
-        "hook_us_95": sorted(switch.costs_us)[len(switch.costs_us) * 95 // 100],
-    }
-    text = json.dumps(found)
-    print(text, flush=True)
+
+    def make(layers: int) -> Loop:
+        gc.collect()  # another training begins once the optimizer of the one before is gone
+        return Loop(args, layers, switch, traced)
+
+    sizes = [args.layers] if args.layers else [layers_for(target, make, switch) for target in args.targets]
+    results: list[dict[str, Any]] = []
+    for layers in sizes:
+        switch.set("on")
+        loop = make(layers)
+        loop.run(20)
+        found = {"loop": args.loop, "device": loop.device_name, "layers": layers, "block": args.block}
+        found |= {"sizes": [args.hidden, args.rows, args.length]} | measured(loop, switch, args)
+        print(json.dumps(found), flush=True)
+        results.append(found)
+    switch.time_events()
+    loop.run(200)
+    print(json.dumps({"by_event_us": switch.by_event_us()}), flush=True)
     if args.out:
-        args.out.write_text(text + "\n")
+        args.out.write_text(json.dumps([*results, {"by_event_us": switch.by_event_us()}]) + "\n")
 
 
 if __name__ == "__main__":
