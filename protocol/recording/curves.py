@@ -211,6 +211,8 @@ def figures_of(step: Step, t: float) -> StepFigures:
         data_us = data.host_us
         if data.device_us is not None and step.device_us is not None:
             whole, data_us = min(step.device_us, whole), data.device_us
+        elif data.coarse and data.resident is None:
+            whole = data_us = 0  # of a GPU's rank, in a step without device times
     return (
         *(t, step.step, training_us, step.tokens, step.label_tokens, step.flops),
         *(step.loss, step.lr, step.grad_norm, data_us, whole),

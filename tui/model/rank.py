@@ -98,10 +98,13 @@ class Shares:
 def shares(steps: Iterable[telemetry.Step]) -> Shares:
     """Return the shares of these steps' phases, in device time if all steps have it, else in host time.
 
-    In host time, time inside collective calls is subtracted from its phase and counted as ``wait``. The record of
+    Where the device's times are taken in some steps only, their shares are returned. In host time, time inside
+    collective calls is subtracted from its phase and counted as ``wait``. The record of
     ``init`` in the first step is excluded, because it lies before that step.
     """
     chosen = list(steps)
+    if any(step.memory_every > 1 for step in chosen):
+        chosen = [step for step in chosen if _on_device(step)] or chosen
     clock: Literal["device", "host"] = "device" if chosen and all(_on_device(step) for step in chosen) else "host"
     parts = dict.fromkeys(SHARE_NAMES, 0.0)
     total = 0.0

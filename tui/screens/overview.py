@@ -94,9 +94,8 @@ class RankHead(Canvas):
         lines.append(Line())
         lines += phase_table(rank.phases, width, self.theme)
         if rank.last is not None and rank.last.memory_every > 1 and rank.read is not None:
-            words = (
-                f" memory by phase is read in 1 of {rank.last.memory_every} steps: above, in step {rank.read.step:,}"
-            )
+            every, step = rank.last.memory_every, rank.read.step
+            words = f" memory and device times by phase are read in 1 of {every} steps: above, in step {step:,}"
             lines.append(Line(words, self.theme.style("dim")))
         return lines[:height]
 

@@ -323,7 +323,7 @@ def _monitor(rank: RankModel) -> Pairs:
     last = rank.last
     found = [("ftmon cost", f"{milliseconds(last.probe_us)} ms of the last step")] if last is not None else []
     if last is not None and last.memory_every > 1:
-        found.append(("memory by phase", f"read in 1 of {last.memory_every} steps"))
+        found.append(("memory, device time", f"by phase in 1 of {last.memory_every} steps"))
     found.append(("dropped messages", f"{rank.dropped:,}"))
     events = rank.allocator.last
     if events is not None:

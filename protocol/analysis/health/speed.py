@@ -89,6 +89,8 @@ class DataWait(Judge):
     def step(self, step: Step) -> list[Finding]:
         """Process one rank's step."""
         rank = self._ranks[step.rank]
+        if rank.cuda and step.device_us is None and step.memory_every > 1:
+            return []  # the wait of the host alone is no wait of the device
         rank.steps += 1
         if rank.steps <= WARM_UP:
             return []

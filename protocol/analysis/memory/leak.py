@@ -1,7 +1,8 @@
 """Leaks: memory that grows step over step at the same point of the step, separated from noise by a test.
 
 **What is measured**: bytes allocated (never reserved) at the start of a step's forward, or at the step's end if no
-forward is known; on the CPU the resident set. Excluded are the first ``FIRST`` steps of a rank, steps with a
+forward is known; on the CPU the resident set. Where memory is read by phase in some steps only, it is the end of the
+optimizer's phase, which is read in each. Excluded are the first ``FIRST`` steps of a rank, steps with a
 checkpoint, and steps with an evaluation unless ``REGULAR`` in a row have one (a policy that acts in evaluation mode).
 
 **The test**, on three windows: 64, 256 and 1,024 steps, each as 16 blocks represented by their minimum, because memory
@@ -38,7 +39,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...messages.memory import Cause
-from ...messages.telemetry import STEP_PHASES, DeviceSample, Hello, Plan, Step
+from ...messages.telemetry import STEP_PHASES, DeviceSample, Hello, PhaseRecord, Plan, Step
 from ..findings.alerts import RANKS_LISTED, DiagnosticRequests
 from ..findings.finding import Finding, Resolution
 from .causes import LeakFacts, place_of
@@ -173,6 +174,14 @@ class Levels:
         return count
 
 
+def _level(record: PhaseRecord, *, at_start: bool) -> tuple[int, int]:
+    """Return the level at one end of a phase, and the second figure of ``Levels.add``."""
+    allocated = record.allocated.start if at_start else record.allocated.end
+    if record.resident is None:
+        return allocated, -1
+    return record.resident.start if at_start else record.resident.end, allocated
+
+
 @dataclass
 class _Open:
     """A leak of one rank."""
@@ -187,7 +196,8 @@ class _Open:
 class _Rank:
     def __init__(self) -> None:
         self.seen = 0
-        self.levels = Levels()
+        self.levels, self.after_updates = Levels(), Levels()
+        """At the start of the forward; at the end of the optimizer's phase, which coarse steps have, too."""
         self.batch = 0
         self.capacity = 0
         self.cpu = False
@@ -246,16 +256,16 @@ class LeakDetector:
                 return []
             rank.place = names.index("forward") if "forward" in names else len(names) - 1
             rank.name = names[rank.place]
-        record = phases[rank.place]
-        if record.coarse:
-            return []
-        at_start = rank.name == "forward"
-        span = record.allocated
-        level, second = (span.start if at_start else span.end), -1
-        if record.resident is not None:
-            span = record.resident
-            level, second = (span.start if at_start else span.end), level
-        new = rank.levels.add(level, second, batch)
+        record, new = phases[rank.place], 0
+        updating = next((each for each in phases if each.name == "optimizer" and not each.coarse), None)
+        if updating is not None:
+            new = rank.after_updates.add(*_level(updating, at_start=False), batch)
+        if step.memory_every > 1 and updating is not None and rank.open is None:
+            rank.levels = rank.after_updates
+        if rank.levels is not rank.after_updates:
+            if record.coarse:
+                return []
+            new = rank.levels.add(*_level(record, at_start=rank.name == "forward"), batch)
         return self._check(step, rank, new) if new else []
 
     def cause(self, cause: Cause) -> list[Finding]:

@@ -98,6 +98,8 @@ class _Place(NamedTuple):
     """Phase that begins with it; empty: none."""
     read: bool
     """Whether memory is read there."""
+    timed: bool
+    """Whether a device event is recorded there."""
 
 
 class Order(NamedTuple):
@@ -111,6 +113,8 @@ class Order(NamedTuple):
     """What is under way after so many events: ``forward``, ``backward``, ``update``."""
     counts: bool
     """Whether there are collective calls to count."""
+    timed: bool
+    """Whether the device's times are taken, by which ranks are compared."""
     fetched: int
     """Key of the dataloader in ``Notes.fetches``."""
     sum_losses: bool
@@ -148,24 +152,25 @@ class Followed(NamedTuple):
 
     def _marks(self) -> list[Mark]:
         marks = [self.first]
-        for place, ns, counted, sample, _ in self._events():
+        for place, ns, figures, _ in self._events():
             if place.phase:
-                marks.append(Mark(place.phase, ns, sample, None, *counted))
+                marks.append(Mark(place.phase, ns, *figures))
         return [*marks, self.end]
 
-    def _events(self) -> Iterator[tuple[_Place, int, tuple[int, int], Any, tuple[Any, ...]]]:
-        """Yield each event's place, time, counts of collectives, memory sample, and what else was kept of it."""
+    def _events(self) -> Iterator[tuple[_Place, int, tuple[Any, Any, int, int], tuple[Any, ...]]]:
+        """Yield each event's place, time, figures of a mark, and what else was kept of it."""
         kept, first = iter(self.kept), self.first
         for place, ns in zip(self.order.places, self.times, strict=False):
-            counted, sample = (first.collectives, first.collective_ns), None
+            counted, sample, event = (first.collectives, first.collective_ns), None, None
             if place.phase:
                 counted = (next(kept), next(kept)) if self.order.counts else counted
                 sample = next(kept) if place.read else None
-            yield place, ns, counted, sample, tuple(islice(kept, 0 if place.inner else _KEPT[place.code]))
+                event = next(kept) if place.timed else None
+            yield place, ns, (sample, event, *counted), tuple(islice(kept, 0 if place.inner else _KEPT[place.code]))
 
     def _complete(self, notes: Notes) -> None:
         order, before = self.order, 0
-        for place, ns, _, _, kept in self._events():
+        for place, ns, _, kept in self._events():
             if place.inner:
                 pass
             elif place.code == Code.FETCHED:
@@ -214,7 +219,19 @@ class Regular:
 
     __slots__ = (
         *("_acts", "_guard", "_kept", "_times", "keys"),
-        *("_budget", "_counts", "_cpu_ns", "_device", "_first", "_held", "_left", "_order", "_outbox", "_sample"),
+        *(
+            "_budget",
+            "_counts",
+            "_is_timed",
+            "_cpu_ns",
+            "_device",
+            "_first",
+            "_held",
+            "_left",
+            "_order",
+            "_outbox",
+            "_sample",
+        ),
         *("_alike", "_arrays", "_costs", "_done", "_events", "_is_odd", "_loading", "_micro_steps", "_spent_ns"),
         *("_state", "_tracker", "_unlabelled", "_updates", "handlers", "spare"),
     )
@@ -232,6 +249,7 @@ class Regular:
         self._device, self._budget, self._counts = loop.rank.device, loop.tracker.budget, loop.tracker.counts
         self._loading, self._micro_steps, self._updates = loading, micro_steps, updates
         self._outbox, self._unlabelled = outbox, unlabelled
+        self._is_timed = loop.rank.world_size > 1
         self.handlers: dict[int, Callable[..., Any]] = {}
         """The methods that judge an event, which a replay calls with its arguments."""
         self.keys: list[int] = []
@@ -368,14 +386,16 @@ class Regular:
         if not events or events[-1].code not in _ENDS or marks[0].phase != "idle" or marks[-1].phase != "idle":
             return None
         times = [event.ns for event in events]
-        phases: dict[int, tuple[str, bool]] = {}
+        phases: dict[int, tuple[str, bool, bool]] = {}
+        timed = self._is_timed and self._device.events is not None
         for before, mark in pairwise(marks[:-1]):
             at = bisect_right(times, mark.ns) - 1
             if at < 0 or at in phases or not mark.phase or at == len(events) - 1:
                 return None
-            phases[at] = mark.phase, mark.phase not in light and not (mark.phase in COARSE and before.phase in COARSE)
+            is_measured, name = mark.phase not in light, mark.phase
+            phases[at] = name, is_measured and not (name in COARSE and before.phase in COARSE), is_measured and timed
         places = [
-            _Place(event.key, event.code, event.owner, event.inner, *phases.get(at, ("", False)))
+            _Place(event.key, event.code, event.owner, event.inner, *phases.get(at, ("", False, False)))
             for at, event in enumerate(events)
         ]
         # A forward that begins no phase of that name is another model's: its batch is not the step's.
@@ -387,7 +407,7 @@ class Regular:
         facts = state.sum_losses, state.added_ranks, state.normalised_over_ranks
         fetched = id(next(iter(loaders), None))
         names = [mark.phase for mark in marks]
-        return Order(places, keys, names, _insides(places), self._counts.host_ns > 0, fetched, *facts)
+        return Order(places, keys, names, _insides(places), self._counts.host_ns > 0, timed, fetched, *facts)
 
     def _act_of(self, place: _Place, order: Order) -> Callable[[Any, Any], object] | None:
         """Return what is done at an event."""
@@ -402,17 +422,11 @@ class Regular:
         act = None if place.inner else own.get(place.code)
         if place is order.places[-1]:
             return self._updated
-        if not place.phase or not (place.read or order.counts):
+        if not place.phase or not (place.read or place.timed or order.counts):
             return act
-        if not order.counts:
-            return (
-                self._read
-                if act is None
-                else self._stepping_read
-                if act == self._stepping
-                else partial(self._both, act)
-            )
-        return partial(self._counted, place.read, act)
+        if not (order.counts or place.timed) and act in (None, self._stepping):
+            return self._read if act is None else self._stepping_read
+        return partial(self._boundary, place, order.counts, act)
 
     def _read(self, _owner: Any, _what: Any) -> None:
         self._kept.append(self._sample())
@@ -423,16 +437,17 @@ class Regular:
         rate = owner.param_groups[0]["lr"]
         kept.append(rate if type(rate) is float and rate else _rate_of(owner))
 
-    def _both(self, act: Callable[[Any, Any], object], owner: Any, what: Any) -> None:
-        self._kept.append(self._sample())
-        act(owner, what)
-
-    def _counted(self, read: bool, act: Callable[[Any, Any], object] | None, owner: Any, what: Any) -> None:
+    def _boundary(
+        self, place: _Place, counted: bool, act: Callable[[Any, Any], object] | None, owner: Any, what: Any
+    ) -> None:
         counts, kept = self._counts, self._kept
-        kept.append(counts.entered)
-        kept.append(counts.host_ns)
-        if read:
+        if counted:
+            kept.append(counts.entered)
+            kept.append(counts.host_ns)
+        if place.read:
             kept.append(self._sample())
+        if place.timed:
+            kept.append(self._tracker.mark_event())
         if act is not None:
             act(owner, what)
 
@@ -476,7 +491,8 @@ class Regular:
         now = times[-1]
         sample = tracker.sample = self._sample()
         # A full step has device times, from its beginning on; and the device may still copy more than numbers.
-        event = tracker.mark_event() if left <= 0 or cuda.arrays != self._arrays else None
+        timed = left <= 0 or cuda.arrays != self._arrays or (order is not None and order.timed)
+        event = tracker.mark_event() if timed else None
         step = tracker.step = number if number is not None and number > 0 else tracker.step + 1
         end = self._first = _new(Mark, ("idle", now, sample, event, counts.entered, counts.host_ns))
         cpu, spent = thread_time_ns(), guard.spent_ns
@@ -543,10 +559,12 @@ class Regular:
         done = Followed(0, tracker.marks[0], tracker.marks[0], order, times, kept, notes, 0, 0, 1)
         memory, mark_event, clock = tracker.memory, tracker.mark_event, tracker.clock
         events = list(done._events())
-        tracker.memory = _Given(memory, [sample for _, _, _, sample, _ in events if sample is not None])
+        tracker.memory = _Given(memory, [figures[0] for _, _, figures, _ in events if figures[0] is not None])
+        marked = deque(figures[1] for _, _, figures, _ in events if figures[1] is not None)
+        tracker.mark_event = lambda: marked.popleft() if marked else mark_event()
         fetched_ns = sum(after[1] - one[1] for one, after in pairwise(events) if after[0].code == Code.FETCHED)
         try:
-            for place, ns, _, _, own in events:
+            for place, ns, _, own in events:
                 tracker.clock = lambda ns=ns: ns  # type: ignore[misc]
                 self._events.append(_Event(place.key, ns, place.code, place.owner, place.inner))
                 if not place.inner:

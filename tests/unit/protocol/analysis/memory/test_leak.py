@@ -148,6 +148,20 @@ def test_a_leak_is_told_with_its_rate_and_the_step_at_which_the_device_is_full()
     assert first <= 80, "two windows of 64 steps that overlap, after the first steps"
 
 
+def test_where_most_steps_are_coarse_a_leak_is_found_by_the_end_of_their_updates() -> None:
+    run, level = Run(), 20 * GIB
+    for number in range(1, 96):
+        coarse = number > 30 and number % 20 != 0
+        level += 2 * MIB
+        span = Span(level, level, level + GIB)
+        phases = [PhaseRecord("forward", 0, 9000, span, span, coarse=coarse)]
+        phases += [PhaseRecord("optimizer", 0, 900, span, span)]
+        step = Step(0, number, 0.1 * number, 9000, phases, memory_every=20 if number > 30 else 1)
+        run.sent += run.alerts.put(0.1 * number, run.detector.step(step))
+    assert run.last.kind == "leak"
+    assert run.last.evidence["bytes_per_step"] == pytest.approx(2 * MIB, rel=0.01)
+
+
 def test_a_leak_that_stops_is_resolved() -> None:
     run = Run().steps(120, lambda n: 8 * n)
     assert run.last.resolved is None
