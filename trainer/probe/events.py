@@ -104,7 +104,8 @@ class Events:
         return self._state.in_backward or self._regular.is_inside("backward")
 
     @property
-    def _in_update(self) -> bool:
+    def in_update(self) -> bool:
+        """Whether an update is under way."""
         return self._state.in_update or self._regular.is_inside("update")
 
     @property
@@ -165,7 +166,7 @@ class Events:
 
         ``lr`` is the learning rate, or a function that returns it.
         """
-        if self._in_update:
+        if self.in_update:
             return _Update(None)
         if not self._regular.goes_on(Code.UPDATE, by, lr):
             self._begin_update(by, lr)
@@ -232,11 +233,20 @@ class Events:
         self._micro_steps.forwarding(module, args, kwargs)
 
     def _end_forward(self, error: BaseException | None) -> None:
-        if error is None and self._regular.goes_on(Code.FORWARD_ENDS):
-            return
-        if error is not None:
-            self.failed(error)
-            self._micro_steps.failed_forward()
+        if error is None:
+            self.forward_ends()
+        else:
+            self.forward_failed(error)
+
+    def forward_ends(self) -> None:
+        """The end of a forward whose beginning was followed."""
+        if not self._regular.goes_on(Code.FORWARD_ENDS):
+            self._state.in_forward = False
+
+    def forward_failed(self, error: BaseException) -> None:
+        """A forward raised."""
+        self.failed(error)
+        self._micro_steps.failed_forward()
         self._state.in_forward = False
 
     def _end_backward(self, error: BaseException | None) -> None:
@@ -361,7 +371,7 @@ class TorchEvents(Events):
         """A bare optimizer's step begins; return whether it is an update rather than a part of one."""
         if self._regular.follows(Code.STEPPING, optimizer):
             return True
-        inner = self._in_update and self._updates.updater is not optimizer
+        inner = self.in_update and self._updates.updater is not optimizer
         self._regular.note(Code.STEPPING, optimizer, inner=inner)
         return not inner and bool(self._updates.begin_update(optimizer))
 
@@ -373,7 +383,7 @@ class TorchEvents(Events):
 
     def closure(self) -> _Scope:
         """A call of the closure of a step, for the length of a ``with`` block: its work is no part of the update."""
-        if not self._in_update:
+        if not self.in_update:
             return _NOTHING
         self._regular.leave()
         self._updates.open_closure()

@@ -14,7 +14,7 @@ from .. import active
 from ..active import mine, switched_on
 from ..events import TorchEvents, dtype_name, learning_rate
 from ..guard import replace
-from .torch import around, before, clipping, scaling, scoped
+from .torch import around, before, clipping, forwarding, scaling, scoped
 
 
 def install(_module: ModuleType) -> None:
@@ -25,7 +25,7 @@ def install(_module: ModuleType) -> None:
 
     engine: Any = DeepSpeedEngine
     replace(engine, "__init__", _making)
-    replace(engine, "forward", around(lambda events, engine, /, *a, **kw: events.forward(engine, a, kw, always=True)))
+    replace(engine, "forward", forwarding(always=True))
     replace(engine, "backward", around(_backward))
     if hasattr(engine, "scale"):
         replace(engine, "scale", scaling)
@@ -110,7 +110,7 @@ def _step(original: Any, *, itself: bool = False) -> Callable[..., Any]:
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         events = mine()
-        if events is None or not (itself or _is_boundary(self)):
+        if events is None or events.in_update or not (itself or _is_boundary(self)):
             return original(self, *args, **kwargs)
         before = self.global_steps
         with events.update(self, lambda: _rate(self)) as update:

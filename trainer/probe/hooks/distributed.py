@@ -23,7 +23,7 @@ from ..active import switched_on
 from ..events import TorchEvents
 from ..guard import is_replaced, logged, replace, replace_in_package
 from .imports import after_import
-from .torch import Wrapper, after, around, before, clipping
+from .torch import Wrapper, after, before, clipping, forwarding
 
 
 def install(_module: ModuleType) -> None:
@@ -39,7 +39,7 @@ def install(_module: ModuleType) -> None:
 
 def _parallel_forward(framework: str) -> Wrapper:
     """Return a wrapper of a parallel module's forward. FSDP wraps modules inside modules: the outermost counts."""
-    return around(lambda events, module, /, *args, **kwargs: events.forward(module, args, kwargs, framework))
+    return forwarding(framework)
 
 
 def _on_fsdp(module: ModuleType) -> None:

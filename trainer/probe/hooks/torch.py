@@ -348,9 +348,10 @@ def _saving(original: Any) -> Callable[..., Any]:
     return save
 
 
-_FETCHING, _FETCHED, _BACKWARD, _BACKWARD_ENDS, _STEPPING, _STEPPED, _ZEROING = map(
+_FORWARD, _FORWARD_ENDS, _FETCHING, _FETCHED, _BACKWARD, _BACKWARD_ENDS, _STEPPING, _STEPPED, _ZEROING = map(
     int,
     (
+        *(Code.FORWARD, Code.FORWARD_ENDS),
         *(Code.FETCHING, Code.FETCHED, Code.BACKWARD, Code.BACKWARD_ENDS),
         *(Code.STEPPING, Code.STEPPED, Code.ZEROING),
     ),
@@ -379,6 +380,32 @@ def _fetching(original: Any) -> Callable[..., Any]:
         return found
 
     return __next__
+
+
+def forwarding(framework: str = "", *, always: bool = False) -> Wrapper:
+    """Return a wrapper of a model's forward, reported as ``Events.forward`` has it."""
+
+    def make(original: Any) -> Callable[..., Any]:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            events = active.events
+            if events is not None and events.follows(_FORWARD, self, (args, kwargs, framework, always)):
+                try:
+                    found = original(self, *args, **kwargs)
+                except BaseException as error:
+                    events.forward_failed(error)
+                    raise
+                if not events.follows(_FORWARD_ENDS):
+                    events.forward_ends()
+                return found
+            events = mine()
+            if events is None:
+                return original(self, *args, **kwargs)
+            with events.forward(self, args, kwargs, framework, always=always):
+                return original(self, *args, **kwargs)
+
+        return forward
+
+    return make
 
 
 def _zeroing(original: Any) -> Callable[..., Any]:

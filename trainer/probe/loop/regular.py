@@ -157,7 +157,7 @@ class Followed(NamedTuple):
                 marks.append(Mark(place.phase, ns, *figures))
         return [*marks, self.end]
 
-    def _events(self) -> Iterator[tuple[_Place, int, tuple[Any, Any, int, int], tuple[Any, ...]]]:
+    def _events(self) -> Iterator[tuple[_Place, int, tuple[Any, ...], tuple[Any, ...]]]:
         """Yield each event's place, time, figures of a mark, and what else was kept of it."""
         kept, first = iter(self.kept), self.first
         for place, ns in zip(self.order.places, self.times, strict=False):
@@ -328,12 +328,14 @@ class Regular:
 
     def end_step(self, raw: StepRaw) -> None:
         """Handle the end of a judged step: compare it with the one before, and decide about the next one."""
-        order, known = None, self._order
+        order, known, is_like = None, self._order, False
         if not self._is_odd and len(self._events) < MOST_EVENTS and not _is_odd(raw):
-            keys = [event.key for event in self._events]
-            same = known is not None and known.keys == keys and known.phases == [mark.phase for mark in raw.marks]
-            order = known if same else self._order_of(raw, keys)
-        self._alike = self._alike + 1 if order is not None and order == known else 0
+            keys, phases = [event.key for event in self._events], [mark.phase for mark in raw.marks]
+            # A pause that is sometimes too short for a mark is one, so that its time is not another phase's.
+            is_like = known is not None and known.keys == keys and _without_idle(known.phases) == _without_idle(phases)
+            keeps = known is not None and is_like and len(known.phases) >= len(phases)
+            order = known if keeps else self._order_of(raw, keys)
+        self._alike = self._alike + 1 if order is not None and is_like else 0
         self._events, self._is_odd = [], False
         if order is not known:
             self._order, self._acts = (
@@ -598,6 +600,10 @@ def _is_odd(raw: StepRaw) -> bool:
     notes = raw.notes
     skipped = notes.overflow == 1  # a flag on its way from the device is not waited for
     return bool(notes.parts or notes.repeats or notes.discarded or skipped or notes.pending)
+
+
+def _without_idle(phases: list[str]) -> list[str]:
+    return [phase for phase in phases if phase != "idle"]
 
 
 def _insides(places: list[_Place]) -> list[frozenset[str]]:
