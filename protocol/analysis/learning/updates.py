@@ -80,22 +80,18 @@ class ModeFacts(msgspec.Struct, frozen=True):
 
     since_step: int
     steps: int
-    after_step: int = 0
-    """The last step before that was looked at; the mode is sampled where steps are short. 0: none."""
 
 
 class _Row:
     """Steps in a row for which something holds."""
 
     def __init__(self) -> None:
-        self.count = self.since = self.before = 0
+        self.count = self.since = 0
 
     def add(self, holds: bool, step: int) -> int:
         """Count a step; return the number of steps in a row."""
         if holds and not self.count:
             self.since = step
-        if not holds:
-            self.before = step
         self.count = self.count + 1 if holds else 0
         return self.count
 
@@ -192,17 +188,11 @@ def _edit(finding: Finding) -> Words:
 def _mode(finding: Finding) -> Words:
     facts: ModeFacts = finding.facts
     return Words(
-        f"the model trains in evaluation mode since {_first(facts)}",
+        f"the model trains in evaluation mode since step {facts.since_step}",
         "Dropout is off and batch statistics are frozen in these updates.",
         "Call model.train() after the evaluation, and before the first step of a model that was loaded.",
         "It is in training mode again.",
     )
-
-
-def _first(facts: ModeFacts) -> str:
-    """Return the step at which something began, or the steps among which it did."""
-    sampled = 0 < facts.after_step < facts.since_step - 1
-    return f"a step from {facts.after_step + 1} to {facts.since_step}" if sampled else f"step {facts.since_step}"
 
 
 class Updates(Detector):
@@ -274,7 +264,7 @@ class Updates(Detector):
                 rank.skipped.count, rank.skipped.since, step.grad_norm, step.loss, step.lr, self._precision
             )
             found += self._judge("updates_skipped", skipped, step, facts, rank.skipped.since, "error")
-        # The weights are sampled in full steps alone, the mode also in those that are unlike the ones before.
+        # The weights are sampled in full steps alone.
         sampled = step.memory_every == 1 or not any(phase.coarse for phase in step.phases)
         still = bool(step.lr) and not step.overflow and signs is not None and signs.weights == "same"
         zero = step.lr == 0
@@ -286,12 +276,10 @@ class Updates(Detector):
             facts = StillFacts(row.lasts(step.step), row.since, step.lr, step.grad_norm, *self._sizes)
             found += self._judge("weights_unchanged", many, step, facts, row.since)
         evaluating = signs is not None and signs.evaluating
-        if sampled or evaluating:
-            rank.evaluating.add(evaluating, step.step)
-            if not evaluating or rank.evaluating.lasts(step.step) >= EVALUATING:
-                row = rank.evaluating
-                facts = ModeFacts(row.since, row.lasts(step.step), row.before)
-                found += self._judge("evaluation_mode", evaluating, step, facts, rank.evaluating.since)
+        rank.evaluating.add(evaluating, step.step)
+        if not evaluating or rank.evaluating.lasts(step.step) >= EVALUATING:
+            facts = ModeFacts(rank.evaluating.since, rank.evaluating.lasts(step.step))
+            found += self._judge("evaluation_mode", evaluating, step, facts, rank.evaluating.since)
         if signs is not None and signs.weights == "nan" and loss_is_finite and not step.overflow:
             facts = WeightFacts(step.step, step.loss, step.grad_norm, step.lr)
             found += self._once("weights_not_finite", facts, step.rank, step.step, "error")

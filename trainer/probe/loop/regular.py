@@ -23,7 +23,7 @@ from ..device import cuda
 from ..device.memory import MemoryBackend
 from ..guard import nothing
 from ..phases.tracker import COARSE, BatchesNoted, Mark, Moment, Notes, Outbox, StepRaw, wall_offset_ns
-from ..rank.model import learning_rate
+from ..rank.model import learning_rate, own_model
 from ..values import batch
 from ..values.signs import EVERY
 from .loading import Loading
@@ -233,6 +233,7 @@ class Regular:
             "_sample",
         ),
         *("_alike", "_arrays", "_costs", "_done", "_events", "_is_odd", "_loading", "_micro_steps", "_spent_ns"),
+        *("_evaluates", "_model", "_trained", "_trains"),
         *("_state", "_tracker", "_unlabelled", "_updates", "handlers", "spare"),
     )
 
@@ -249,7 +250,7 @@ class Regular:
         self._device, self._budget, self._counts = loop.rank.device, loop.tracker.budget, loop.tracker.counts
         self._loading, self._micro_steps, self._updates = loading, micro_steps, updates
         self._outbox, self._unlabelled = outbox, unlabelled
-        self._is_timed = loop.rank.world_size > 1
+        self._is_timed, self._trained = loop.rank.world_size > 1, loop.trained
         self.handlers: dict[int, Callable[..., Any]] = {}
         """The methods that judge an event, which a replay calls with its arguments."""
         self.keys: list[int] = []
@@ -276,6 +277,9 @@ class Regular:
         """The probe's cost and the time of these steps."""
         self._spent_ns = self._cpu_ns = self._arrays = 0
         self._sample: Callable[[], Any] = nothing
+        self._model: Callable[[], Any] = nothing
+        self._trains = self._evaluates = False
+        """Mode of the model, and whether that of its layers is evaluation."""
         loop.tracker.followed, loop.tracker.followed_marks = self.now, self.marks
 
     def follows(self, code: int, owner: Any = None, what: Any = None) -> bool:
@@ -380,7 +384,13 @@ class Regular:
         self._spent_ns, self._cpu_ns = tracker.spent_ns, tracker.cpu_ns
         self._left = min(self._budget.ahead(), EVERY - 1 - tracker.step % EVERY)
         self._arrays = cuda.arrays
+        model = own_model(self._trained.any_model())
+        self._model = nothing if model is None else weakref.ref(model)
+        self._see_mode(model)
         self.keys = order.keys
+
+    def _see_mode(self, model: Any) -> None:
+        self._trains, self._evaluates = getattr(model, "training", True), self._updates.in_evaluation()
 
     def _order_of(self, raw: StepRaw, keys: list[int]) -> Order | None:
         """Return the order of a judged step's events; None: it is none to follow another step by."""
@@ -489,6 +499,12 @@ class Regular:
             found = {name: cuda.fetch_values(value) for name, value in figures().items() if value is not None}
             number = found.pop("number", None)
         kept.append(found)
+        model = self._model()
+        if model is not None and model.training is not self._trains:
+            self._see_mode(model)
+            self._budget.suspect()
+        if self._evaluates:
+            notes.evaluating = True
         left = self._left = self._left - 1
         now = times[-1]
         sample = tracker.sample = self._sample()

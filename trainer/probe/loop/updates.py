@@ -91,6 +91,10 @@ class Updates:
         elif not state.closures and state.in_update:
             self._tracker.interrupt("optimizer")
 
+    def in_evaluation(self) -> bool:
+        """Return whether the model is in evaluation mode, and has layers that behave differently there."""
+        return self._weights.in_evaluation()
+
     @guarded
     def note_grad_norm(self, norm: Any) -> None:
         """Record that the script has clipped its gradients, whose norm was ``norm``."""

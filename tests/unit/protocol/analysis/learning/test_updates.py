@@ -7,7 +7,7 @@ import pytest
 from ftmon.protocol.analysis.kinds import words_of
 from ftmon.protocol.analysis.learning.updates import STILL, ZERO, Updates
 from ftmon.protocol.analysis.words import Words
-from ftmon.protocol.messages.telemetry import Goodbye, LostEdit, PhaseRecord, Signs, Span, Step
+from ftmon.protocol.messages.telemetry import Goodbye, LostEdit, Signs, Step
 from msgspec.structs import replace
 from simulated_run import Sim
 
@@ -61,14 +61,7 @@ def test_steps_that_change_nothing_are_told_with_the_learning_rate(lr: float, si
     assert bool(found(detector, [step(100)])) == bool(raised)
 
 
-@pytest.mark.parametrize(
-    ("signs", "kind", "at"),
-    [
-        (Signs(weights="same"), "weights_unchanged", 60),
-        (Signs(evaluating=True), "evaluation_mode", 20),
-    ],
-)
-def test_where_only_some_steps_are_sampled_the_others_break_no_row(signs: Signs, kind: str, at: int) -> None:
+def test_where_weights_are_sampled_in_some_steps_the_others_break_no_row() -> None:
     sim = Sim(1)
     coarse = [replace(sim.phase("forward"), coarse=True)]
 
@@ -78,9 +71,11 @@ def test_where_only_some_steps_are_sampled_the_others_break_no_row(signs: Signs,
         return one if full else replace(one, phases=coarse)
 
     detector = Updates()
-    assert found(detector, [made(number, signs) for number in range(1, 100)]) == [(at, kind, "raised", 10)]
+    assert found(detector, [made(number, Signs(weights="same")) for number in range(1, 100)]) == [
+        (60, "weights_unchanged", "raised", 10)
+    ]
     assert found(detector, [made(number, Signs(pending=0)) for number in range(100, 111)]) == [
-        (100, kind, "resolved", 10)
+        (100, "weights_unchanged", "resolved", 10)
     ]
 
 
@@ -90,18 +85,6 @@ def test_a_schedule_that_begins_and_ends_at_0_and_weights_that_rest_for_a_while_
     # The first sampled parameter has no gradient, the others are looked at in every eighth step.
     signs = [None if number % 8 == 0 else Signs(weights="same") for number in range(1, 400)]
     assert found(Updates(), [step(number, signs=each) for number, each in enumerate(signs, 1)]) == []
-
-
-def test_a_mode_that_is_sampled_in_some_steps_is_told_with_the_steps_among_which_it_began() -> None:
-    updates, span, told = Updates(), Span(1, 1, 1), []
-    phases = {False: [PhaseRecord("forward", 0, 1, span, span, coarse=True)], True: []}
-    for number in range(1, 80):
-        full = number % 10 == 0
-        signs = Signs(evaluating=True) if full and number > 41 else None
-        told += updates.step(replace(step(number, signs=signs), phases=phases[full], memory_every=10))
-    (raised,) = told
-    assert (raised.facts.after_step, raised.facts.since_step) == (40, 50)
-    assert words_of(raised).title == "the model trains in evaluation mode since a step from 41 to 50"
 
 
 def test_a_model_left_in_evaluation_mode_is_told_and_resolved() -> None:

@@ -220,6 +220,28 @@ def test_the_optimizer_s_memory_is_read_in_each_followed_step(monkeypatch):
         assert read == ["idle", "optimizer", "idle"], "at the step's two ends and where the optimizer begins"
 
 
+def test_a_mode_that_is_set_by_hand_is_seen_in_the_same_step_although_that_is_followed(monkeypatch):
+    training = Training(RankContext(0, 0, 1, RunDir("run")), Counts())
+    training.device.settled = True
+    training.tracker.budget.end_step = lambda *_: None
+    training.tracker.budget.full = False
+    monkeypatch.setattr(active, "events", TorchEvents(training))
+    hooks_torch.install(torch)
+    loop = Loop()
+    loop.model.append(torch.nn.Dropout(0.5))
+    training.trained.model = lambda: loop.model
+    for number, batch in enumerate(loop.loader, 1):
+        if number == 10:
+            loop.model.training = False
+            for child in loop.model:
+                child.training = False
+        loop.loss(batch).backward()
+        loop.update()
+    raws = training.outbox.unsent_steps()
+    assert raws[9].followed
+    assert [raw.notes.evaluating for raw in raws] == [raw.number >= 10 for raw in raws]
+
+
 @pytest.mark.parametrize("watched", [True, False])
 def test_weights_are_sampled_where_each_phase_is_read_as_in_a_captured_step(watched, monkeypatch):
     training = Training(RankContext(0, 0, 1, RunDir("run")), Counts())
