@@ -93,6 +93,7 @@ def engine_loop(cool: Cool) -> Callable[[], None]:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", str(random.randint(20000, 30000)))
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute; for inference only
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
     next(iter(model.parameters())).register_hook(lambda _: cool())
     engine, *_ = deepspeed.initialize(
