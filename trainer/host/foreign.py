@@ -108,7 +108,7 @@ def jobs_of(pid: int, table: Mapping[int, Process], environments: Mapping[int, d
     jobs = find_jobs(table, environments)
     found = [job for job in jobs if any(rank.pid in below for rank in job.ranks.values())]
     found = found or [job for job in jobs if any(rank.pid in line for rank in job.ranks.values())]
-    found = found or [job for job in single_jobs([*sorted(below), *line[1:]], table, environments)][:1]
+    found = found or list(single_jobs(sorted(below) + line[1:], table, environments))[:1]
     if not found:
         raise UsageError(
             f"process {pid} ({table[pid].name}) is neither a rank nor a launcher of ranks, and has not loaded PyTorch"

@@ -1,4 +1,4 @@
-"""A loop into which the probe comes while it runs, as ``sys.remote_exec`` brings it: ``attached_loop.py RUN REPORT``."""
+"""A loop into which the probe comes while it runs, as ``sys.remote_exec`` brings it: arguments RUN REPORT."""
 
 import os
 import sys
