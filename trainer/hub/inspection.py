@@ -257,7 +257,7 @@ class StallProbe:
             text, thread, by = _text_of(answer)
             if not text and rank in local.stacks:
                 dump = _dump_of(tracked)
-                by = "signal" if dump is not None else "outside"
+                by = "outside" if dump is None and self._inspection.foreign is not None else "signal"
                 text, thread = local.stacks[rank], dump.thread if dump is not None else ""
             if action is not None and rank in self._paused:
                 action = action._replace(switches=action.switches - self._paused[rank])

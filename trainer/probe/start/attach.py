@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 from ....protocol.run.environment import RANK_PID_ENV, RUN_ENV
@@ -53,8 +54,8 @@ def attach_running(run: str, report: str) -> None:
 
 
 def _import() -> None:
-    from ..hooks import deepspeed, distributed, frameworks, torch  # noqa: F401
-    from . import begin  # noqa: F401
+    for name in ("..hooks.torch", "..hooks.distributed", "..hooks.frameworks", ".begin"):
+        import_module(name, __package__)
 
 
 def _begin() -> None:
