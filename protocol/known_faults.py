@@ -52,6 +52,13 @@ def tested_versions() -> dict[str, tuple[str, str]]:
     return {library: (row["oldest"], row["newest"]) for library, row in _table("tested_versions.toml").items()}
 
 
+@cache
+def watched_versions() -> dict[str, str]:
+    """Return the oldest version by library with which the tests of the probe and of ``ftmon run`` have run."""
+    rows = _table("tested_versions.toml")
+    return {library: row["watched"] for library, row in rows.items() if "watched" in row}
+
+
 def version_check(library: str, version: str) -> Check:
     """Return the check of an installed version: a warning outside the tested ones; ok if the library has none."""
     if library not in tested_versions():
@@ -59,6 +66,10 @@ def version_check(library: str, version: str) -> Check:
     oldest, newest = tested_versions()[library]
     tested = oldest if oldest == newest else f"{oldest} to {newest}"
     remedy = f"if something fails with it, install {tested}, which was tested"
+    watched = watched_versions().get(library, oldest)
+    if version_parts(watched) <= _compared(version, watched) and _compared(version, oldest) < version_parts(oldest):
+        text = f"{version}: ftmon run was tested with it (oldest: {watched}), ftmon's own trainer from {oldest} on"
+        return Check(library, "ok", text)
     if _compared(version, oldest) < version_parts(oldest):
         return Check(library, "warning", f"{version}, older than the oldest tested version, {oldest}", remedy)
     if _compared(version, newest) > version_parts(newest):

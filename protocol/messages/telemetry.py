@@ -747,6 +747,9 @@ class Failure(msgspec.Struct, tag="failure", frozen=True, omit_defaults=True):
     traceback: str = ""
 
 
+TakenBy = Literal["", "probe", "signal", "py-spy", "outside"]
+
+
 class Stacks(msgspec.Struct, tag="stacks", frozen=True, omit_defaults=True):
     """Python stacks of all threads of a rank, in the format of ``faulthandler``."""
 
@@ -756,9 +759,9 @@ class Stacks(msgspec.Struct, tag="stacks", frozen=True, omit_defaults=True):
     reason: str = ""
     thread: str = ""
     """The training thread's name in ``text``; empty: unknown."""
-    taken_by: Literal["", "probe", "signal", "py-spy"] = ""
+    taken_by: TakenBy = ""
     """``probe``: the rank answered; ``signal``: native code held the GIL, and faulthandler wrote them on a signal;
-    ``py-spy``: read by py-spy, with native frames."""
+    ``py-spy``: read by py-spy, with native frames; ``outside``: read from its memory by py-spy, without a pause."""
 
 
 class Goodbye(msgspec.Struct, tag="goodbye", frozen=True, omit_defaults=True):

@@ -141,6 +141,25 @@ class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
     """The training data: files, or the name of a data set."""
 
 
+class ForeignRank(msgspec.Struct, frozen=True):
+    """A rank's process of a run that was started without ftmon."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    process: ProcessId
+
+
+class Foreign(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Processes of this host that ``ftmon watch`` observes from outside."""
+
+    ranks: list[ForeignRank]
+    launcher: ProcessId | None = None
+    """Their common launcher (torchrun, deepspeed ...); None: there is none, or it starts other processes too."""
+    nccl: str = ""
+    """Address of NCCL's RAS service; empty: no rank has loaded NCCL."""
+
+
 class RunFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """``run.json``."""
 
@@ -156,6 +175,8 @@ class RunFile(msgspec.Struct, frozen=True, omit_defaults=True):
     options: RunOptions = RunOptions()
     recipe: Recipe | None = None
     """None for scripts that are not ftmon's trainer."""
+    foreign: Foreign | None = None
+    """For a run that was started without ftmon: its processes."""
 
 
 class HubFile(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -426,7 +447,12 @@ def _is_private_group(group: int) -> bool:
 
 
 def create(
-    name: str, command: list[str], kind: str, options: RunOptions | None = None, recipe: Recipe | None = None
+    name: str,
+    command: list[str],
+    kind: str,
+    options: RunOptions | None = None,
+    recipe: Recipe | None = None,
+    foreign: Foreign | None = None,
 ) -> RunDir:
     """Create a run directory with its ``run.json``.
 
@@ -451,7 +477,7 @@ def create(
         run.logs.mkdir(mode=0o700)
         run.snapshots.mkdir(mode=0o700)
         host, chosen = socket.gethostname(), options or RunOptions()
-        run.write_run(RunFile(run.id, slug, now, command, cwd, host, kind, None, chosen, recipe))
+        run.write_run(RunFile(run.id, slug, now, command, cwd, host, kind, None, chosen, recipe, foreign))
         for name in _ROOMS:
             write_private(run.room(name), b" " * _ROOM_BYTES)
     except OSError as error:

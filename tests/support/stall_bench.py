@@ -25,7 +25,8 @@ class Bench:
         self.tracker: Any = SimpleNamespace(ranks={0: self.rank}, suspected=True, verdict=None, launcher="")
         self.says: dict[str, Any] | None = {}  # its answer about its collectives; None: it does not answer
         self.inspected = Inspection({}, {}, {})
-        self.parts: Any = SimpleNamespace(any_elsewhere=False, ask=self._ask, inspect=self._see)
+        seams = {"any_elsewhere": False, "foreign": None, "nccl": ""}
+        self.parts: Any = SimpleNamespace(ask=self._ask, inspect=self._see, **seams)
         parts, self.emitted = self.parts, list[Any]()
         access: Any = SimpleNamespace(
             run=run,

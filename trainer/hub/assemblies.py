@@ -28,6 +28,7 @@ from .commands import Actions, Commands, Kills
 from .core import Core, of_the_last_job
 from .detect import Leftovers, MissingRanks, PortWatch, ProcessFacts, Unhooked
 from .end import EndDetector, RunEnd
+from .foreign import ForeignRanks
 from .hang_policy import HangPolicy
 from .history import Commits, HistoryServer
 from .inspection import HostInspection, StackRequests, StallProbe
@@ -103,6 +104,8 @@ class JudgeAssembly:
         self.jobs = JobStream(core, self.end_detector, self.ports, self.register, self._end_job)
         self._missing_ranks = MissingRanks(analysis, core.rank_hosts, core.file.options.listen)
         self._prediction = PredictionProcess(core.run, core.file, core.emit)
+        foreign = core.file.foreign
+        self.foreign = ForeignRanks(core, foreign, self.accept, self.end_detector.note) if foreign is not None else None
         self.agents: Agents | None = None
         """Agents of other hosts, whose messages ``accept`` receives too."""
         self.commands: Commands | None = None
@@ -115,6 +118,8 @@ class JudgeAssembly:
         kind = type(message)
         if kind is Hello:
             assert isinstance(message, Hello)
+            if self.foreign is not None and "ftmon" in message.versions:
+                self.foreign.heard(message)
             if not self.jobs.join(message, t):
                 return
             t = time.time()  # messages that start its job were appended first: times in the stream do not go back
@@ -178,6 +183,8 @@ class JudgeAssembly:
         self.unhooked.tick(now, bool(self._core.rank_hosts.senders))
         self.leftovers.tick(now)
         self._prediction.tick(self.end_detector.stepped)
+        if self.foreign is not None:
+            self.foreign.tick(now)
 
     def close(self) -> None:
         """End the processes of the analyses."""
@@ -268,7 +275,7 @@ class ActAssembly:
 
     def __init__(self, core: Core, agents: Agents, judge: JudgeAssembly, loop: PollLoop) -> None:
         self._core = core
-        inspection = HostInspection(core.access, agents)
+        inspection = HostInspection(core.access, agents, judge.foreign)
         actions = Actions(core.link, core.emit, self._may_ask)
         core.analysis.act, actions.answered = actions.send, core.analysis.answered
         self._stall_probe = stall_probe = StallProbe(core.access, inspection)

@@ -87,6 +87,11 @@ class Kills:
     def _kill_here(self, targets: list[Target], whole_run: bool, number: signal.Signals | None) -> Reply[Outcome]:
         roots, spared = self.launcher_and_spared()
         others = set(self._rank_hosts.targets()) - set(targets)
+        foreign = self._core.file.foreign
+        if whole_run and foreign is not None and foreign.launcher is not None and is_alive(foreign.launcher):
+            # A launcher of ranks that would restart them.
+            roots = [foreign.launcher.pid]
+            targets = [*targets, Target(-1, *msgspec.structs.astuple(foreign.launcher))]
         scope = KillScope(self._core.run.path, targets, spared, whole_run, roots, others)
         return kill(scope, number, self._rank_hosts.on_gpu, self._core.post)
 

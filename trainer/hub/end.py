@@ -45,6 +45,7 @@ class EndDetector:
     def __init__(self, run: RunDir, run_file: RunFile) -> None:
         self._run = run
         self._kind = run_file.kind
+        self._is_foreign = run_file.foreign is not None
         self._begun = time.monotonic()
         self._next_poll = 0.0
         self._empty_polls = 0
@@ -136,9 +137,15 @@ class EndDetector:
         """Return the finding that a run ended without a step.
 
         None if there were steps, if an earlier run had completed them all, or if the run was ended: on request, or
-        because it hung. ``unhooked``: a process that was not monitored.
+        because it hung, or if its ranks are watched from outside. ``unhooked``: a process that was not monitored.
         """
-        if end.state == "stopped" or end.cause == "hang" or self.stepped or (self._resumed and end.state == "finished"):
+        if (
+            self._is_foreign
+            or end.state == "stopped"
+            or end.cause == "hang"
+            or self.stepped
+            or (self._resumed and end.state == "finished")
+        ):
             return None
         last = [line[:_LINE_LENGTH] for line in last_lines(self._run.logs / "launcher.log", _LOG_TAIL_LINES)]
         facts = NoStepFacts(end.text, end.exit_code, len(self._hellos), last_lines=last)

@@ -26,7 +26,7 @@ from ...protocol.analysis.stalls.words import of_verdict
 from ...protocol.host.process import is_alive
 from ...protocol.messages import control
 from ...protocol.messages.control import Result
-from ...protocol.messages.telemetry import DeviceSample, SelfDump, Stacks
+from ...protocol.messages.telemetry import DeviceSample, SelfDump, Stacks, TakenBy
 from ...protocol.text import ranks_in_words
 from ..host import loop, processes
 from ..host.end.kill import Target
@@ -34,6 +34,7 @@ from ..host.inspection import inspect, nccl_ras
 from ..host.inspection.inspect import DumpTarget, Inspection, inspect_ranks
 from ..host.loop import in_thread
 from .agents import Agents
+from .foreign import ForeignRanks
 from .ranks import Answers, RankAccess
 
 T = TypeVar("T")
@@ -42,12 +43,13 @@ AWAY_SECONDS = 3.0
 
 
 class HostInspection:
-    """Inspects ranks. Main loop only. ``agents`` are those of other hosts."""
+    """Inspects ranks. Main loop only. ``agents`` are those of other hosts, ``foreign`` ranks without a probe."""
 
-    def __init__(self, access: RankAccess, agents: Agents) -> None:
+    def __init__(self, access: RankAccess, agents: Agents, foreign: ForeignRanks | None = None) -> None:
         self._access = access
         self._tracker = access.tracker
         self._agents = agents
+        self.foreign = foreign
 
     async def inspect(self, silent: Collection[int], nccl_address: str = "") -> Inspection:
         """Inspect all ranks of this host and the silent ones of others; takes seconds.
@@ -59,8 +61,15 @@ class HostInspection:
         answers = await self._ask_agents(silent)
         nothing = Inspection({}, {}, {})  # then only the ranks' own answers are used
 
+        outside = self.foreign.targets() if self.foreign is not None else []
+        asked = set(silent) - {target.rank for target in outside}
+
         def inspect() -> Inspection:
-            seen = inspect_ranks(here, silent)
+            seen = inspect_ranks(here, asked)
+            if self.foreign is not None:
+                texts, why = self.foreign.observer.stacks(target for target in outside if target.rank in silent)
+                seen.stacks.update(texts)
+                seen.why.update(why)
             nccl = nccl_ras.launched(nccl_ras.query(nccl_address), pids) if nccl_address else {}
             return seen._replace(nccl=nccl)
 
@@ -69,6 +78,11 @@ class HostInspection:
             with contextlib.suppress(TypeError, ValueError, AttributeError):
                 _add(seen, answer)
         return seen
+
+    @property
+    def nccl(self) -> str:
+        """Where NCCL's RAS service of ranks without a probe answers; empty: unknown."""
+        return self.foreign.nccl if self.foreign is not None else ""
 
     async def _ask_agents(self, silent: Collection[int]) -> Answers:
         agents = [agent for agent in self._agents.reachable() if set(silent) & set(agent.ranks)]
@@ -170,7 +184,7 @@ class StallProbe:
         self._inspection = inspection
         self._under_way = False
         self._unanswered = False
-        self._nccl_address = ""
+        self._nccl_address = inspection.nccl
         """Where NCCL's RAS service answers; empty: no rank uses NCCL."""
         self._probes = 0
         self._next = 0.0
@@ -243,11 +257,12 @@ class StallProbe:
             text, thread, by = _text_of(answer)
             if not text and rank in local.stacks:
                 dump = _dump_of(tracked)
-                text, thread, by = local.stacks[rank], dump.thread if dump is not None else "", "signal"
+                by = "outside" if dump is None and self._inspection.foreign is not None else "signal"
+                text, thread = local.stacks[rank], dump.thread if dump is not None else ""
             if action is not None and rank in self._paused:
                 action = action._replace(switches=action.switches - self._paused[rank])
             if text:
-                self._stacks[rank] = Stacks(rank, now, text, "", thread, "probe" if by == "probe" else "signal")
+                self._stacks[rank] = Stacks(rank, now, text, "", thread, by)
             elif rank in self._stacks and self._has_slept_since(rank, action, tracked.progress.moved_at):
                 text, thread, by = self._stacks[rank].text, self._stacks[rank].thread, self._stacks[rank].taken_by
             elif action is None:
@@ -271,7 +286,7 @@ class StallProbe:
             lingers = seen is not None and time.monotonic() - seen.worked <= WORK_KEPT_SECONDS
             tracked.evidence = Evidence(
                 taken=now,
-                by="probe" if by == "probe" else "signal" if by else "",
+                by=by,
                 frames=frames,
                 place=place,
                 asleep=seen.asleep if seen is not None else 0.0,
@@ -280,7 +295,7 @@ class StallProbe:
                 work=seen.work if seen is not None and lingers else "",
                 quiet=seen.last.time - seen.quiet.time if seen is not None else None,
                 # A rank asked by a signal is in native code that holds the GIL, not in a data set's retry.
-                timed=by == "probe" and action is not None and _sleeps_for_a_time(data, action, frames),
+                timed=by in ("probe", "outside") and action is not None and _sleeps_for_a_time(data, action, frames),
                 wakes=_converted(data.get(wakes), float),
                 loops=_converted(data.get("loops"), dict[str, tuple[tuple[int, int], ...]]) or {},
                 threads=any(evidence.is_of_script(one) for one in threads if one is not found and not one.worker),
@@ -374,7 +389,7 @@ class StallProbe:
             stacks = self._stacks[rank]
             self._access.emit(Stacks(rank, stacks.time, stacks.text, why, stacks.thread, stacks.taken_by))
         self._saved.update(ranks)
-        if is_new and verdict.hung and inspect.py_spy():
+        if is_new and verdict.hung and inspect.py_spy() and self._inspection.foreign is None:
             loop.start(self.read_native(list(verdict.hung[:NATIVE_RANKS]), why))
 
     async def read_native(self, ranks: list[int], reason: str) -> dict[int, tuple[str, str]]:
@@ -408,6 +423,8 @@ class StallProbe:
         finally:
             self._is_reading = False
             self._native_reads += 1
+        if self._inspection.foreign is not None:
+            self._inspection.foreign.observer.forgive()
         for rank, switches in paused.items():
             self._paused[rank] = self._paused.get(rank, 0) + switches
         for rank, (text, _) in found.items():
@@ -432,7 +449,8 @@ class StallProbe:
     def launcher(self) -> str:
         """Return the state of the run's launcher: ``alive``, ``stopped``, ``gone``; empty: there is none."""
         with contextlib.suppress(Exception):
-            launcher = self._access.run.read_run().launcher
+            content = self._access.run.read_run()
+            launcher = content.foreign.launcher if content.foreign is not None else content.launcher
             if launcher is None:
                 return ""
             process = processes.read(launcher.pid)
@@ -461,7 +479,7 @@ def _wait_until_asleep(pid: int, thread: int) -> None:
             return
 
 
-def _text_of(answer: Result | None) -> tuple[str, str, str]:
+def _text_of(answer: Result | None) -> tuple[str, str, TakenBy]:
     if answer is None or not answer.ok:
         return "", "", ""
     data: dict[str, Any] = answer.data
@@ -510,7 +528,8 @@ class StackRequests:
                     answers[rank] = answer = self._result(rank, seen)
                     if answer.ok:
                         text, thread = str(answer.data["text"]), str(answer.data["thread"])
-                        self._access.emit(Stacks(rank, time.time(), text, reason, thread, "signal"))
+                        by = answer.data["taken_by"]
+                        self._access.emit(Stacks(rank, time.time(), text, reason, thread, by))
         if verb.native:
             native = await self._stall_probe.read_native(ranks, reason or "asked")
             for rank, (text, why) in native.items():
@@ -521,6 +540,9 @@ class StackRequests:
     def _result(self, rank: int, seen: Inspection) -> Result:
         tracked = self._access.tracker.ranks.get(rank)
         dump = _dump_of(tracked)
+        if rank in seen.stacks and dump is None:
+            data = {"text": seen.stacks[rank], "thread": "", "taken_by": "outside"}
+            return Result("", True, "stacks", "read from its memory, without a pause", data)
         if rank in seen.stacks and dump is not None:
             words = "native code holds Python's lock; written on a signal"
             data = {"text": seen.stacks[rank], "thread": dump.thread, "taken_by": "signal"}

@@ -472,6 +472,19 @@ _WATCH = (
         ASCII,
     ),
     command(
+        "watch",
+        "watch:watch_foreign",
+        "watch a run that was started without ftmon",
+        argument("pid", "PID", "a rank, or a process above it such as torchrun", nargs="?", type=positive),
+        flag("--all", "every such run of this user on this host"),
+        flag("--detach", "begin to watch, and return at once"),
+        PLAIN,
+        flag("--read-only", "watch only: this app cannot stop or kill"),
+        ASCII,
+        epilog="Leaving it does not touch the run. Stacks need the extra ftmon[watch]. Memory by phase, losses and "
+        "steps need 'ftmon run', or Python 3.14 in the ranks, into which the probe is then injected.",
+    ),
+    command(
         "relay",
         "remote:relay",
         "report a run's sockets and wait for its end (started by 'attach ssh://')",

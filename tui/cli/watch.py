@@ -1,6 +1,7 @@
 """``ftmon attach``, ``replay``, ``ls``, ``status`` and ``logs``: watch, list and print runs, live or recorded."""
 
 import shutil
+import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -10,23 +11,48 @@ from textwrap import wrap
 
 import msgspec
 
-from ...protocol.errors import HubError
+from ...protocol.errors import HubError, UsageError
 from ...protocol.messages.telemetry import LogLine
 from ...protocol.run import exits, rundir
 from ...protocol.run.end import ending_in_words
 from ...protocol.run.rundir import RunDir
-from ...protocol.run.start import CommandEnd
+from ...protocol.run.start import CommandEnd, module_command
 from ...protocol.text import cells_of, duration, gib, sanitize
 from ..model.run import RunModel, TerminalNotices, activity_words, early_stop_words, epoch_words, status
 from ..model.runs import RunEntry, RunList, recorded_entry
 from ..source.load import describe, find_recording, load, read_overview, recording_file
 from . import output
-from .access import check_rank, living_hub, opened
+from .access import StartFailedError, check_rank, living_hub, opened
 from .follow import Standing, follow, passed_on
 from .narrate import Narrator, attach_line, closing_lines, evaluation_words, figure_words, job_table, remedy_lines
 from .output import print_json
 
 _POLL_SECONDS = 0.1
+
+
+FOREIGN = "ftmon.trainer.host.foreign"
+
+
+def watch_foreign(arguments: Namespace) -> int:
+    """Watch a run that was started without ftmon, by the pid of a rank or a launcher, or all of this user."""
+    if arguments.all == (arguments.pid is not None):
+        raise UsageError("watch needs the pid of a rank or of its launcher, or --all")
+    words = ["--all"] if arguments.all else [str(arguments.pid)]
+    done = subprocess.run(module_command(FOREIGN, words), stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if done.returncode:
+        raise StartFailedError(done.stderr.decode(errors="replace").strip() or FOREIGN, done.returncode)
+    found = [msgspec.json.decode(line, type=_Watched) for line in done.stdout.splitlines()]
+    for each in found:
+        for note in each.notes:
+            print(sanitize(note, 1000))
+        if len(found) > 1 or arguments.detach:
+            print(attach_line(RunDir(each.run).id))
+    return 0 if len(found) > 1 or arguments.detach else watch(RunDir(found[0].run), arguments)
+
+
+class _Watched(msgspec.Struct):
+    run: str
+    notes: list[str]
 
 
 def choose(arguments: Namespace) -> int:

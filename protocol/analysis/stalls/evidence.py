@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from ...code_owner import is_probe, library_of
+from ...messages.telemetry import TakenBy
 from ...text import sanitize
 
 Doing = Literal[
@@ -431,8 +432,9 @@ class Evidence:
 
     taken: float
     """Seconds since the epoch on the hub's clock."""
-    by: Literal["", "probe", "signal"] = ""
-    """Source of its stacks: its probe's answer; or a signal, because native code held the GIL; empty: no stacks."""
+    by: TakenBy = ""
+    """Source of its stacks: its probe's answer; a signal, because native code held the GIL; its memory, read from
+    outside; empty: no stacks."""
     frames: tuple[Frame, ...] = ()
     """The training thread, innermost first."""
     place: Place = NOWHERE

@@ -36,7 +36,8 @@ def test_an_architecture_list_that_deepspeed_cannot_read_gets_a_correction(
 @pytest.mark.parametrize(
     ("library", "version", "state", "text"),
     [
-        ("torch", "2.6.0", "warning", "2.6.0, older than the oldest tested version, 2.7"),
+        ("torch", "2.5.1", "warning", "2.5.1, older than the oldest tested version, 2.7"),
+        ("torch", "2.6.0", "ok", "2.6.0: ftmon run was tested with it (oldest: 2.6), ftmon's own trainer from 2.7 on"),
         ("torch", "2.7.0rc1", "ok", "2.7.0rc1 (tested: 2.7 to 2.14)"),
         ("torch", "2.14.1+cu130", "ok", "2.14.1+cu130 (tested: 2.7 to 2.14)"),
         ("torch", "2.15.0.dev20261101", "warning", "2.15.0.dev20261101, newer than the newest tested version, 2.14"),
@@ -50,6 +51,7 @@ def test_versions_outside_the_tested_ones_are_warned_of(
 ) -> None:
     tested = {"torch": ("2.7", "2.14"), "deepspeed": ("0.19.8", "0.19.8")}
     monkeypatch.setattr(known_faults, "tested_versions", lambda: tested)
+    monkeypatch.setattr(known_faults, "watched_versions", lambda: {"torch": "2.6"})
     check = known_faults.version_check(library, version)
     assert (check.state, check.text) == (state, text)
 
@@ -59,6 +61,7 @@ def test_the_table_of_tested_versions_has_both_ends_in_order() -> None:
     assert {"torch", "transformers", "deepspeed"} <= tested.keys()
     parts = known_faults.version_parts
     assert all(parts(oldest) <= parts(newest) for oldest, newest in tested.values())
+    assert all(parts(watched) <= parts(tested[name][0]) for name, watched in known_faults.watched_versions().items())
 
 
 def test_missing_packages_are_findings_and_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,8 @@ class Kill:
     def _report(self, left: list[Process], seconds: float) -> Outcome:
         alive = {process.key for process in left}
         ended = [process for key, process in self._known.items() if key not in alive]
-        ranks = [target.rank for target in self._targets if (target.pid, target.start_ticks) not in alive]
+        targets = [target for target in self._targets if target.rank >= 0]
+        ranks = [target.rank for target in targets if (target.pid, target.start_ticks) not in alive]
         data: dict[str, Any] = {
             "ended": [process.pid for process in ended],
             "left": [process.pid for process in left],

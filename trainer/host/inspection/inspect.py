@@ -8,6 +8,7 @@ import shutil
 import socket
 import struct
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -236,6 +237,7 @@ def _io(path: str) -> tuple[int, int]:
 WRITE_SECONDS = 1.0
 """Time limit for the handler, from the signal to the last line written."""
 PY_SPY_SECONDS = 20.0
+_PAUSE_POLL_SECONDS = 0.005
 _POLL_SECONDS = 0.02
 _QUIET_LOOKS = 5
 """Looks in a row at a file that did not grow: the handler is done. It may not run between two of its lines."""
@@ -304,20 +306,48 @@ def py_spy() -> str:
 def native(process: Process) -> tuple[str, str]:
     """Return a process's stacks by py-spy, including native frames; or an empty string, and the reason.
 
-    The process is paused meanwhile.
+    The process is paused meanwhile: the first line of the text has the measured time.
     """
     program = py_spy()
     if not program:
         return "", "py-spy is not installed"
+    pause = _Pause(process.pid)
+    pause.start()
     try:
         command = [program, "dump", "--native", "--pid", str(process.pid)]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PY_SPY_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"py-spy: {error}"
+    finally:
+        seconds = pause.end()
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()
         return "", f"py-spy: {last[-1] if last else f'exit status {done.returncode}'}"[:300]
-    return done.stdout[:_LARGEST].decode(errors="replace"), ""
+    return f"paused for {seconds:.2f} s\n{done.stdout[:_LARGEST].decode(errors='replace')}", ""
+
+
+class _Pause(threading.Thread):
+    """Measures how long a tracer stops a process, to within two polls."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(name="pause", daemon=True)
+        self._pid = pid
+        self._over = threading.Event()
+        self._seconds = 0.0
+
+    def run(self) -> None:
+        before = time.monotonic()
+        while not self._over.wait(_PAUSE_POLL_SECONDS):
+            now = time.monotonic()
+            found = processes.read(self._pid)
+            self._seconds += now - before if found is not None and found.state == "t" else 0.0
+            before = now
+
+    def end(self) -> float:
+        """Return the seconds for which it was stopped."""
+        self._over.set()
+        self.join()
+        return self._seconds + 2 * _PAUSE_POLL_SECONDS
 
 
 def _tgkill(pid: int, thread: int, number: int) -> bool:

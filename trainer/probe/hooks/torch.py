@@ -190,11 +190,16 @@ def install_reducer() -> None:
 
 def _making(original: Any) -> Callable[..., Any]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        global _watching
         original(self, *args, **kwargs)
-        _watching = True
+        time_reducer()
 
     return __init__
+
+
+def time_reducer() -> None:
+    """Measure the waits inside DDP's reducer from now on: a module of DDP exists."""
+    global _watching
+    _watching = True
 
 
 def _timed_backward(original: Any) -> Callable[..., Any]:
