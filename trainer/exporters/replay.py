@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     try:
         print(f"written: {sanitize(replay(Path(argv[0]), argv[1]))}", file=words, flush=True)
     except FtmonError as error:
-        print(error, file=sys.stderr)
+        print(f"ftmon: {error}", file=sys.stderr)
         return error.exit_status
     return 0
 

@@ -8,12 +8,14 @@ import contextlib
 import logging
 import os
 import re
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ...protocol.errors import FtmonError
+from ...protocol.errors import TargetError
 from ...protocol.text import sanitize
 from .trackers import About, Client, Note, Row, Tracker, Value
 
@@ -36,8 +38,7 @@ class Wandb:
         self._run: Any = None
 
     def open(self, about: About) -> None:
-        import wandb
-
+        wandb = import_module("wandb")
         settings = wandb.Settings(
             console="off", silent=True, disable_git=True, save_code=False, disable_job_creation=True,
             init_timeout=_OPEN_SECONDS, finish_timeout=_OPEN_SECONDS, x_disable_meta=True, x_disable_stats=True,
@@ -51,7 +52,7 @@ class Wandb:
             self._run = wandb.init(**named, settings=settings, mode="offline")
         # Without a step of W&B's own, rows whose step falls after a resume are kept.
         self._run.define_metric("*", step_metric="train/global_step")
-        offline = f"{Path(self._run.dir).parent}; upload it with: wandb sync DIRECTORY"
+        offline = f"offline; to upload it: wandb sync {Path(self._run.dir).parent}"
         self.where = offline if self._run.offline else self._run.url or ""
 
     def configure(self, facts: Mapping[str, Value]) -> None:
@@ -77,11 +78,11 @@ class Trackio:
     def __init__(self) -> None:
         self.where = ""
         self._run: Any = None
+        self._trackio: Any = None
         self._warned = ""
 
     def open(self, about: About) -> None:
-        import trackio
-
+        self._trackio = trackio = import_module("trackio")
         warnings.showwarning = self._note_warning  # how it reports what it could not write
         self._run = trackio.init(
             os.environ.get("TRACKIO_PROJECT", PROJECT), about.run, resume="never" if about.replayed else "allow",
@@ -98,9 +99,8 @@ class Trackio:
         self._raise_warning()
 
     def alert(self, note: Note) -> None:
-        from trackio import AlertLevel
-
-        self._run.alert(note.title, note.text, AlertLevel[_LEVELS[note.severity]], step=note.step)
+        level = self._trackio.AlertLevel[_LEVELS[note.severity]]
+        self._run.alert(note.title, note.text, level, step=note.step)
         self._raise_warning()
 
     def close(self, state: str, ended: float) -> None:
@@ -114,7 +114,7 @@ class Trackio:
     def _raise_warning(self) -> None:
         warned, self._warned = self._warned, ""
         if warned:
-            raise FtmonError(without_secrets(warned))
+            raise TargetError(without_secrets(warned))
 
 
 class TensorBoard:
@@ -124,60 +124,59 @@ class TensorBoard:
 
     def __init__(self) -> None:
         self.where = ""
+        self._file: Any = None
         self._writer: Any = None
+        """None: the next event begins another file."""
 
     def open(self, about: About) -> None:
         folder = Path(os.environ.get("TENSORBOARD_LOGGING_DIR") or "runs", about.run).absolute()
         if about.replayed and folder.exists() and any(folder.iterdir()):
-            raise FtmonError(f"{folder}: has a run already, whose curves would be drawn twice; remove it first")
+            raise TargetError(f"{folder}: has a run already, whose curves would be drawn twice; remove it first")
+        self._file = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter
         self.where = str(folder)
         self._write([])
 
     def configure(self, facts: Mapping[str, Value]) -> None:
-        self._write([self._text("configuration", "\n".join(f"    {name}: {facts[name]}" for name in facts), 0, 0.0)])
+        text = "\n".join(f"    {name}: {facts[name]}" for name in facts)
+        self._write([self._event(0, time.time(), [self._text("configuration", text)])])
 
     def log(self, rows: Sequence[Row]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = ([Summary.Value(tag=name, simple_value=value) for name, value in row.values.items()] for row in rows)
+        value = import_module("tensorboard.compat.proto.summary_pb2").Summary.Value
         self._write(
-            [
-                Event(wall_time=row.time, step=row.step, summary=Summary(value=some))
-                for row, some in zip(rows, values, strict=True)
-            ]
+            self._event(row.step, row.time, [value(tag=name, simple_value=row.values[name]) for name in row.values])
+            for row in rows
         )
 
     def alert(self, note: Note) -> None:
-        self._write([self._text(f"alerts/{note.severity}", f"**{note.title}** {note.text}", note.step, note.time)])
+        text = self._text(f"alerts/{note.severity}", f"**{note.title}** {note.text}")
+        self._write([self._event(note.step, note.time, [text])])
 
     def close(self, state: str, ended: float) -> None:
         if self._writer is not None:
             self._writer.close()
 
-    def _write(self, events: Sequence[Any]) -> None:
-        """Write events to the file; after an error the next ones go to another file, as the writer has ended."""
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
+    def _write(self, events: Iterable[Any]) -> None:
         try:
             if self._writer is None:
-                self._writer = EventFileWriter(self.where, max_queue_size=1_000)
+                self._writer = self._file(self.where, max_queue_size=1_000)
             for event in events:
                 self._writer.add_event(event)
             self._writer.flush()
-        except OSError as error:
+        except OSError as error:  # with which the writer's thread has ended
             self._writer = None
-            raise FtmonError(f"{self.where}: {error.strerror or error}") from None
+            raise TargetError(f"{self.where}: {error.strerror or error}") from None
 
     @staticmethod
-    def _text(tag: str, text: str, step: int, time: float) -> Any:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.text.metadata import create_summary_metadata
-        from tensorboard.util.tensor_util import make_tensor_proto
+    def _event(step: int, at: float, values: list[Any]) -> Any:
+        summary = import_module("tensorboard.compat.proto.summary_pb2").Summary(value=values)
+        return import_module("tensorboard.compat.proto.event_pb2").Event(wall_time=at, step=step, summary=summary)
 
-        value = Summary.Value(tag=tag, metadata=create_summary_metadata(tag, ""), tensor=make_tensor_proto([text]))
-        return Event(wall_time=time, step=step, summary=Summary(value=[value]))
+    @staticmethod
+    def _text(tag: str, text: str) -> Any:
+        metadata = import_module("tensorboard.plugins.text.metadata").create_summary_metadata(tag, "")
+        tensor = import_module("tensorboard.util.tensor_util").make_tensor_proto([text])
+        value = import_module("tensorboard.compat.proto.summary_pb2").Summary.Value
+        return value(tag=tag, metadata=metadata, tensor=tensor)
 
 
 class Mlflow:
@@ -194,11 +193,9 @@ class Mlflow:
         # Its own retries, of minutes, are replaced by those of ``report.Feed``.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        from mlflow import MlflowClient
-
         address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path('mlflow.db').absolute()}"
         with _reported():
-            client = MlflowClient(address)
+            client = import_module("mlflow").MlflowClient(address)
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
             found = client.get_experiment_by_name(name)
             experiment = found.experiment_id if found is not None else client.create_experiment(name)
@@ -215,10 +212,9 @@ class Mlflow:
                 self._client.set_tag(self._run, f"ftmon.{name}", str(value))
 
     def log(self, rows: Sequence[Row]) -> None:
-        from mlflow.entities import Metric
-
+        metric = import_module("mlflow.entities").Metric
         metrics = [
-            Metric(re.sub(r"[^\w\-./: ]", "_", name), value, int(row.time * 1000), row.step)
+            metric(re.sub(r"[^\w\-./: ]", "_", name), value, int(row.time * 1000), row.step)
             for row in rows
             for name, value in row.values.items()
         ]
@@ -238,14 +234,14 @@ class Mlflow:
 
 
 @contextlib.contextmanager
-def _reported() -> Iterator[None]:
-    """Raise what MLflow raises as an ``FtmonError`` of one line without its secrets."""
-    from mlflow.exceptions import MlflowException
-
+def _reported() -> Generator[None, None, None]:
+    """Raise what MLflow raises as a ``TargetError`` of one line without its secrets."""
     try:
         yield
-    except MlflowException as error:
-        raise FtmonError(without_secrets(str(error))) from None
+    except ImportError as error:  # of what a database needs
+        raise TargetError(f"{error}; pip install 'ftmon[mlflow]'") from None
+    except import_module("mlflow.exceptions").MlflowException as error:
+        raise TargetError(without_secrets(str(error))) from None
 
 
 _USER = re.compile(r"(?<=://)[^/\s@]+@")

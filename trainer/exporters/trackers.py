@@ -123,7 +123,7 @@ class Rows:
         self._ended: set[int] = set()
         self._job = 0
         self._pending: dict[int, _Pending] = {}
-        self._devices: dict[frozenset[tuple[str, str]], DeviceSample] = {}
+        self._devices: dict[tuple[str, str, int], DeviceSample] = {}
         self._devices_due = 0.0
         self.step = 0
         """The last step of a row."""
@@ -137,7 +137,7 @@ class Rows:
         elif isinstance(message, Evaluation):
             rows.append(self._row(message.step, t, self._values([message])))
         elif isinstance(message, DeviceSample):
-            self._devices[frozenset((message.host, message.kind, str(message.index)))] = message
+            self._devices[message.host, message.kind, message.index] = message
         elif isinstance(message, Hello):
             self._world = max(1, message.world_size)
             self._ended.discard(message.rank)
