@@ -1,6 +1,6 @@
 """``python -m ftmon.trainer.exporters RUNDIR TARGET``: sends a run to one system, beside its hub (``--report-to``).
 
-It ends with the run, at most ``Target.end_seconds`` later: what the target has not taken by then is counted and given up.
+It ends with the run, at most ``Target.end_seconds`` later: what its target has not taken is then counted and given up.
 """
 
 import importlib

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import re
+import sys
 import time
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ PROJECT = "ftmon"
 """Project or experiment, if the tracker's own variable names none."""
 _LEVELS = {"info": "INFO", "warning": "WARN", "error": "ERROR"}
 _FAILED = {"failed": "FAILED", "stopped": "KILLED"}
-_OPEN_SECONDS = 30.0
+_OPEN_SECONDS = 20.0
 _MOST_METRICS = 1_000
 """Metrics in one request of MLflow: what its server accepts."""
 
@@ -38,6 +39,7 @@ class Wandb:
         self._run: Any = None
 
     def open(self, about: About) -> None:
+        os.environ["WANDB_SILENT"] = "true"
         wandb = import_module("wandb")
         settings = wandb.Settings(
             console="off", silent=True, disable_git=True, save_code=False, disable_job_creation=True,
@@ -48,7 +50,11 @@ class Wandb:
         named |= {} if about.replayed else {"id": re.sub(r"[^A-Za-z0-9_-]", "-", about.run), "resume": "allow"}
         try:
             self._run = wandb.init(**named, settings=settings)
-        except wandb.Error:  # no key, a wrong one, or no answer: nothing may be lost
+        except wandb.UsageError:  # no key
+            self._run = wandb.init(**named, settings=settings, mode="offline")
+        except Exception as error:  # of many types: a wrong key, no answer
+            print(f"wandb: {without_secrets(str(error))}; recording offline instead", file=sys.stderr)
+            wandb.teardown()  # its service would go on with the run of this id
             self._run = wandb.init(**named, settings=settings, mode="offline")
         # Without a step of W&B's own, rows whose step falls after a resume are kept.
         self._run.define_metric("*", step_metric="train/global_step")
