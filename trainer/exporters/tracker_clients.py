@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -67,6 +68,9 @@ class Wandb:
     def log(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._run.log({"train/global_step": row.step, **row.values, "_timestamp": row.time})
+        disk = os.statvfs(self._run.dir)
+        if not disk.f_bavail:  # on which it reports nothing
+            raise TargetError(f"{self._run.dir}: no space left on the device")
 
     def alert(self, note: Note) -> None:
         self._run.alert(note.title, note.text, level=_LEVELS[note.severity])
@@ -89,6 +93,7 @@ class Trackio:
 
     def open(self, about: About) -> None:
         self._trackio = trackio = import_module("trackio")
+        warnings.simplefilter("always")
         warnings.showwarning = self._note_warning  # how it reports what it could not write
         self._run = trackio.init(
             os.environ.get("TRACKIO_PROJECT", PROJECT), about.run, resume="never" if about.replayed else "allow",
@@ -120,7 +125,8 @@ class Trackio:
     def _raise_warning(self) -> None:
         warned, self._warned = self._warned, ""
         if warned:
-            raise TargetError(without_secrets(warned))
+            self._run._warned_failures.clear()  # otherwise it reports the next failure of this kind no more
+            raise TargetError(without_secrets(warned.replace("User code will continue, but ", "")))
 
 
 class TensorBoard:
@@ -264,14 +270,15 @@ def without_secrets(text: str) -> str:
 
 
 def _tracker(client: Client) -> Tracker:
-    """Return the tracker of a client, in a process whose standard output and log are then the client's: discarded.
+    """Return the tracker of a client, in a process whose output is the client's from now on, and discarded.
 
-    The clients print and log much, at worst addresses with keys.
+    The clients print, log and write tracebacks of their threads much, at worst addresses with keys.
     """
     discarded = os.open(os.devnull, os.O_WRONLY)
     os.dup2(discarded, 1)
     os.close(discarded)
     logging.disable(logging.CRITICAL)
+    threading.excepthook = lambda _: None
     return Tracker(client)
 
 
