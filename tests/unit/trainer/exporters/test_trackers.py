@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
 
 import msgspec
 import pytest
+from ftmon.protocol.errors import TargetError
 from ftmon.protocol.messages.control import Alert, RankState, RunState
 from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.telemetry import DeviceSample, Evaluation, PhaseRecord, Span, Step
 from ftmon.protocol.messages.wire import Frame, Message
 from ftmon.trainer.exporters.report import Sent
-from ftmon.trainer.exporters.tracker_clients import without_secrets
+from ftmon.trainer.exporters.tracker_clients import TensorBoard, without_secrets
 from ftmon.trainer.exporters.trackers import About, Note, Row, Rows, Tracker, Value
 from streams import RUN, Stream
 
@@ -165,3 +168,24 @@ def test_texts_of_clients_are_shown_without_keys_and_users(monkeypatch: pytest.M
     monkeypatch.setenv("SOME_API_KEY", "abcdef123")
     text = "cannot reach http://me:secret@host:5000/api?key=abcdef123\nsecond line"
     assert without_secrets(text) == "cannot reach http://host:5000/api?key=***"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_is_an_error_of_one_line_and_what_follows_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.chdir(tmp_path)
+    client = TensorBoard()
+    client.open(About("run", 0.0, False))
+    (file,) = Path("runs/run").iterdir()
+    file.unlink()
+    file.symlink_to("/dev/full")
+    with pytest.raises(TargetError, match=r"runs/run: No space left on device$"):
+        client.log([Row(1, 1.0, {"train/loss": 1.0})])
+    file.unlink()
+    client.log([Row(2, 2.0, {"train/loss": 2.0})])
+    client.close("finished", 3.0)
+    reader = import_module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator("runs/run")
+    reader.Reload()
+    assert [(each.step, each.value) for each in reader.Scalars("train/loss")] == [(2, 2.0)]
