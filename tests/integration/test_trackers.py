@@ -20,8 +20,10 @@ from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.messages.wire import Frame
+from ftmon.protocol.recording.collect import RecordedRun
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.protocol.run.targets import TRACKERS
+from ftmon.tui.source.imported import import_log
 from hub_client import exit_of, fake_ranks, hub_gone, started
 from streams import RUN, Stream, write
 
@@ -231,3 +233,12 @@ def test_a_recording_is_replayed_with_its_times_its_falling_steps_and_its_alerts
     first = next(frame for frame in resumed() if isinstance(frame.message, Step) and frame.message.step == 1)
     assert found.times[1] == pytest.approx(first.t, abs=0.01), "recorded, not replayed"
     assert ALERT in found.alerts
+    if name in ("wandb", "tensorboard"):
+        monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
+        (folder,) = tmp_path.glob({"wandb": "wandb/offline-run-*", "tensorboard": "runs/*"}[name])
+        made = import_log(folder, None)
+        imported = RecordedRun(made.run.recording).steps(0)
+        assert [step.step for step in imported] == [*range(1, 61)], "each step once"
+        recorded = {step.step: step.host_us for step in RecordedRun(recording).steps(0)}
+        assert [step.host_us for step in imported] == [pytest.approx(recorded[step.step], rel=0.1) for step in imported]
+        assert {phase.name for phase in imported[0].phases} == {"data", "forward", "backward", "optimizer"}

@@ -615,12 +615,18 @@ _INVESTIGATE = (
     command(
         "import",
         "report:import_run",
-        "make a run of the trainer_state.json of transformers' Trainer",
-        argument("file", "FILE", "a trainer_state.json, in the Trainer's output folder or in a checkpoint"),
+        "make a run of the log of a training that ftmon did not watch",
+        argument(
+            "file",
+            "FILE|FOLDER",
+            "a trainer_state.json of transformers' Trainer, W&B's .wandb file, TensorBoard's event files, or what "
+            "DeepSpeed printed",
+        ),
         argument("--name", None, "name of the run (default: the file's folder)"),
         JSON,
-        epilog="The run has the logged losses, learning rates, gradient norms and evaluations, for 'ftmon report' and "
-        "'ftmon compare'. What is imported: docs/report.md.",
+        epilog="The run has the logged losses, learning rates, gradient norms, evaluations and times, for 'ftmon "
+        "report' and 'ftmon compare'. .wandb needs the extra ftmon[wandb], event files ftmon[tensorboard]. What is "
+        "imported: docs/report.md.",
     ),
 )
 _END = (

@@ -24,7 +24,7 @@ from ..export.tables import write_table
 from ..report.build import build, check_outputs, lines, records, to_csv, to_parquet, write_file
 from ..report.data import Loaded, load, load_both, parse_mapping
 from ..report.pictures import page, png, sheet
-from ..source.imported import import_state
+from ..source.imported import import_log
 from ..source.load import find_recording
 from . import output
 from .access import opened
@@ -79,8 +79,8 @@ def compare_loaded(before: Loaded, after: Loaded, gate: float | None) -> list[Co
 
 
 def import_run(arguments: Namespace) -> int:
-    """Make a run of a ``trainer_state.json``, and print its name."""
-    made = import_state(Path(arguments.file), arguments.name)
+    """Make a run of a log, and print its name."""
+    made = import_log(Path(arguments.file), arguments.name)
     if arguments.json:
         counts = {name: getattr(made, name) for name in ("steps", "last_step", "evaluations", "repeated")}
         print_json({"run": made.run.id, **counts})
