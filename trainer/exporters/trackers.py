@@ -5,6 +5,7 @@
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -234,6 +235,8 @@ class Tracker:
         """Open the run in the tracker."""
         self._rows = Rows(run.host, run.created, self.client.float32)
         self.client.open(About(run.id, run.created, self.replayed))
+        if not self.replayed:
+            print(f"the run is there: {self.client.where}", file=sys.stderr)  # in the exporter's log
 
     def points(self, batch: Sequence[Sent]) -> None:
         """Write the rows of messages; of those that are not live, only what is true of the whole run."""
