@@ -35,7 +35,9 @@ class Figure(NamedTuple):
     by: str = ""
     """Label of the values, if there are several."""
     tracker: str = ""
-    """W&B and trackio, for which a value's label is appended after a slash; empty: not a figure for trackers."""
+    """W&B, trackio, TensorBoard and MLflow (``tracker_name``); empty: not a figure for trackers."""
+    ranks: Literal["max", "mean", "sum", "min"] = "max"
+    """How one value is made of all ranks' for trackers; ``mean``: weighted by the label tokens."""
     transformers: str = ""
     """Key in the logs of Hugging Face's Trainer."""
     megatron: str = ""
@@ -81,7 +83,7 @@ FIGURES: Mapping[type[Message], tuple[Figure, ...]] = {
             transformers="step",
         ),
         Figure(
-            "loss", "Loss of the last step on this rank", lambda step: step.loss, tracker="train/loss",
+            "loss", "Loss of the last step on this rank", lambda step: step.loss, tracker="train/loss", ranks="mean",
             transformers="loss", megatron="megatron.training.loss", may_be_nan=True,
         ),
         Figure(
@@ -122,12 +124,12 @@ FIGURES: Mapping[type[Message], tuple[Figure, ...]] = {
         ),
         Figure(
             "tokens_per_second", "Tokens of this rank per second of the last step, without evaluations and checkpoints",
-            lambda step: _training_rate(step, step.tokens), tracker="train/tokens_per_second",
+            lambda step: _training_rate(step, step.tokens), tracker="train/tokens_per_second", ranks="sum",
             megatron="megatron.training.tokens_per_sec",
         ),
         Figure(
             "model_flops_per_second", "Floating-point operations of the model on this rank per second of the last step",
-            lambda step: _training_rate(step, step.flops), tracker="train/model_flops_per_second",
+            lambda step: _training_rate(step, step.flops), tracker="train/model_flops_per_second", ranks="sum",
             megatron="megatron.training.throughput_tflops", megatron_scale=1e-12,
         ),
         Figure(
@@ -293,7 +295,7 @@ def finite_flag(figure: Figure) -> Figure:
     """Return the companion of a figure that can become NaN; ``points`` computes its values."""
     return Figure(
         f"{figure.name}_finite", f"{figure.help}: 1 if it is a finite number, else 0", figure.read, by=figure.by,
-        tracker=f"{figure.tracker}{'_' if '/' in figure.tracker else '/'}finite",
+        tracker=f"{figure.tracker}{'_' if '/' in figure.tracker else '/'}finite", ranks="min",
     )  # fmt: skip
 
 
@@ -317,3 +319,34 @@ def points(message: Message, kind: str = "") -> Iterator[Point]:
             yield Point(figure, own, float(value))
             if figure.may_be_nan:
                 yield Point(_FLAGS[figure.name], own, float(math.isfinite(value)))
+
+
+TIME = Figure(
+    "timestamp_seconds", "When the values of a row were recorded, since the epoch", lambda _: None, "seconds",
+    tracker="system/timestamp_seconds",
+)  # fmt: skip
+"""A figure of each row of a tracker, as ``ELAPSED``: some trackers know only when a row reached them."""
+ELAPSED = Figure(
+    "elapsed_seconds", "The same, since the start of the run", lambda _: None, "seconds",
+    tracker="system/elapsed_seconds",
+)  # fmt: skip
+
+
+def tracker_name(figure: Figure, labels: Mapping[str, str], host: str) -> str:
+    """Return a value's name in trackers; empty: it has none. ``host`` is the one whose name is left out of names.
+
+    A label other than the rank is appended after a slash; the name of an evaluation follows the prefix, as in the names
+    of transformers' Trainer: ``eval/squad_loss``.
+    """
+    name = figure.tracker
+    if not name:
+        return ""
+    if figure.by:
+        name += f"/{labels[figure.by]}"
+    evaluation = labels.get("evaluation", "")
+    if evaluation and evaluation != "evaluation":
+        name = name.replace("/", f"/{evaluation}_", 1)
+    if "device" in labels:
+        other = f"{labels['host']}/" if labels["host"] != host else ""
+        name += f"/{other}{labels['kind']}{labels['device'] if labels['kind'] == 'gpu' else ''}"
+    return name

@@ -226,7 +226,9 @@ def side_of_ranks(
         for phase in _PHASES:
             found = [rank.phases[phase] for rank in measured if phase in rank.phases]
             if found:
-                measures[f"{phase} peak"] = peak_measure(max(one.peak_bytes for one in found), resident=resident)
+                highest = max(one.peak_bytes for one in found)
+                if highest:  # an imported log has times alone
+                    measures[f"{phase} peak"] = peak_measure(highest, resident=resident)
                 measures[f"{phase} time"] = _time(found)
     loss = _mean_of_last(losses)
     if loss is not None:

@@ -10,15 +10,21 @@ class ReportTarget(NamedTuple):
     """A system that a run can be sent to. The extra with its packages has the same name as the target."""
 
     target: str
-    """``module:class`` in ``ftmon.trainer.exporters``; the class implements ``report.Target``."""
+    """``module:name`` in ``ftmon.trainer.exporters`` of what makes the ``report.Target``: a class or a function."""
     package: str
     """What must be importable."""
 
 
 REPORT_TARGETS = {
     "otel": ReportTarget("otel:OpenTelemetry", "opentelemetry.exporter.otlp.proto.http"),
+    "wandb": ReportTarget("tracker_clients:wandb", "wandb"),
+    "trackio": ReportTarget("tracker_clients:trackio", "trackio"),
+    "tensorboard": ReportTarget("tracker_clients:tensorboard", "tensorboard"),
+    "mlflow": ReportTarget("tracker_clients:mlflow", "mlflow"),
 }
 """By name in ``--report-to``."""
+TRACKERS = ("wandb", "trackio", "tensorboard", "mlflow")
+"""Those that take a recording afterwards, too (``ftmon export``)."""
 
 
 def parse_targets(text: str) -> list[str]:

@@ -34,7 +34,7 @@ from ftmon.protocol.recording.collect import RecordedRun
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run import rundir
 from ftmon.trainer.launch.environment import executable_command
-from ftmon.tui.source.imported import import_state
+from ftmon.tui.source.imported import import_log
 from ports import free_port
 from probe_collector import BIN, SCRIPTS, Collector
 
@@ -141,7 +141,7 @@ def test_a_trainer_with_a_deepspeed_config_tells_its_plan_and_its_other_phases(c
     # What a Trainer logs as loss is the mean over the accumulation, and so is ours.
     assert all(2 < step.loss < 3.5 for step in steps)
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
-    imported = RecordedRun(import_state(tmp_path / "out" / "checkpoint-2" / "trainer_state.json", None).run.recording)
+    imported = RecordedRun(import_log(tmp_path / "out" / "checkpoint-2" / "trainer_state.json", None).run.recording)
     logged = [(step.step, step.loss, step.grad_norm) for step in imported.steps(0)]
     assert logged == [
         (s.step, pytest.approx(s.loss, abs=1e-3), pytest.approx(s.grad_norm, rel=1e-3)) for s in steps[:2]

@@ -1,6 +1,6 @@
 """``python -m ftmon.trainer.exporters RUNDIR TARGET``: sends a run to one system, beside its hub (``--report-to``).
 
-It ends with the run, at most ``END_SECONDS`` later: what its target has not taken by then is counted and given up.
+It ends with the run, at most ``Target.end_seconds`` later: what its target has not taken is then counted and given up.
 """
 
 import importlib
@@ -17,8 +17,6 @@ from .report import Feed, Target
 from .stream import RunStream, yield_cpu
 
 _WAIT_SECONDS = 0.5
-END_SECONDS = 5.0
-"""Time for a target to send what is left."""
 
 
 def make_target(name: str) -> Target:
@@ -44,14 +42,15 @@ def export(run: RunDir, name: str) -> None:
     stream = RunStream(run)
     yield_cpu()  # not before: what is sent until it has subscribed is missed
     try:
-        feed = Feed(make_target(name), run.read_run())
+        target = make_target(name)
+        feed = Feed(target, run.read_run())
         feed.start()
         while not stream.over and not stopped.is_set():
             for frame, live in stream.read(_WAIT_SECONDS):
                 feed.put(frame, live)
             stream.report(name, feed.dropped, feed.error)
-        done = feed.end(END_SECONDS)
-        error = feed.error or ("" if done else f"not done {END_SECONDS:g} s after the end of the run")
+        done = feed.end(target.end_seconds)
+        error = feed.error or ("" if done else f"not done {target.end_seconds:g} s after the end of the run")
         if error or feed.dropped or stream.dropped:
             lost = f"{feed.dropped:,} points were dropped, and {stream.dropped:,} messages of the hub missed"
             print(f"{name}: {'; '.join(filter(None, (error, lost)))}", file=sys.stderr)

@@ -51,6 +51,8 @@ _PROTOCOL = "http/protobuf"
 class OpenTelemetry:
     """The target ``otel``, a ``report.Target``."""
 
+    end_seconds = 5.0
+
     def __init__(self) -> None:
         self._interval = _number("OTEL_METRIC_EXPORT_INTERVAL", _METRICS_SECONDS * 1e3) / 1e3
         self.seconds = min(_number("OTEL_BSP_SCHEDULE_DELAY", _SPANS_SECONDS * 1e3) / 1e3, self._interval)

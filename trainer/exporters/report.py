@@ -51,6 +51,8 @@ class Target(Protocol):
 
     seconds: float
     """Time between two calls of ``points``."""
+    end_seconds: float
+    """Time after the end of the run for what is left; less than the launcher's ``_EXPORTERS_END_SECONDS``."""
 
     def open(self, run: RunFile) -> None:
         """Connect to the system; called again after a while if it raises."""

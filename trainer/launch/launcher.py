@@ -191,8 +191,8 @@ _REAP_AFTER_SECONDS = 0.3
 """Time for which an orphan of the job stays a zombie, so that the hub can read its exit status from /proc."""
 _LEFTOVER_GRACE_SECONDS = 1.5
 _HUB_END_SECONDS = 60.0
-_EXPORTERS_END_SECONDS = 8.0
-"""Time for the exporters to end after the hub."""
+_EXPORTERS_END_SECONDS = 65.0
+"""Time for the exporters to end after the hub; most need less than one second."""
 _KILL_AGAIN_SECONDS = 1.0
 _TROUBLE_SECONDS = 0.2
 

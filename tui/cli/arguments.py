@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import __version__
 from ...protocol.run import exits
-from ...protocol.run.targets import REPORT_TARGETS
+from ...protocol.run.targets import REPORT_TARGETS, TRACKERS
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -94,7 +94,7 @@ def rank(text: str) -> int:
 
 
 ENGINES = ("local", "slurm", "ray", "submitit")  # of `trainer.sweep.engines`
-EXPORT_FORMATS = ("parquet", "arrow", "csv", "perfetto", "memory_viz", "flamegraph")
+EXPORT_FORMATS = ("parquet", "arrow", "csv", "perfetto", "memory_viz", "flamegraph", *TRACKERS)
 SERIES = ("steps", "phases", "evaluations", "alerts", "devices")  # of `protocol.recording.series`
 
 INTERNAL = ("relay",)
@@ -594,7 +594,11 @@ _INVESTIGATE = (
         "write a run's recorded figures in formats of other tools",
         FILE_OR_RUN,
         argument("format", "FORMAT", f"one of {', '.join(EXPORT_FORMATS)}", choices=EXPORT_FORMATS),
-        argument("-o --output", "FILE", "the file to write; with --series all: a folder", required=True),
+        argument(
+            "-o --output",
+            "FILE",
+            f"the file to write; a folder with --series all, and for files of {', '.join(TRACKERS)} (default: here)",
+        ),
         argument(
             "--series", "NAME", f"of a table: {', '.join(SERIES)} or all (default: steps)", choices=(*SERIES, "all")
         ),
@@ -606,7 +610,8 @@ _INVESTIGATE = (
         ),
         epilog="memory_viz writes a captured memory snapshot for PyTorch's viewer, flamegraph its memory by stack: as "
         "SVG if the name of FILE ends with .svg, else as folded stacks. parquet and arrow need pyarrow, "
-        "perfetto the extra ftmon[perfetto]. Columns and units: docs/recording.md.",
+        "perfetto and the trackers the extra of the same name. Columns and units: docs/recording.md. Trackers: "
+        "docs/exporters.md.",
     ),
     command(
         "compare",
@@ -623,12 +628,18 @@ _INVESTIGATE = (
     command(
         "import",
         "report:import_run",
-        "make a run of the trainer_state.json of transformers' Trainer",
-        argument("file", "FILE", "a trainer_state.json, in the Trainer's output folder or in a checkpoint"),
+        "make a run of the log of a training that ftmon did not watch",
+        argument(
+            "file",
+            "FILE|FOLDER",
+            "a trainer_state.json of transformers' Trainer, W&B's .wandb file, TensorBoard's event files, or what "
+            "DeepSpeed printed",
+        ),
         argument("--name", None, "name of the run (default: the file's folder)"),
         JSON,
-        epilog="The run has the logged losses, learning rates, gradient norms and evaluations, for 'ftmon report' and "
-        "'ftmon compare'. What is imported: docs/report.md.",
+        epilog="The run has the logged losses, learning rates, gradient norms, evaluations and times, for 'ftmon "
+        "report' and 'ftmon compare'. .wandb needs the extra ftmon[wandb], event files ftmon[tensorboard]. What is "
+        "imported: docs/report.md.",
     ),
 )
 _END = (

@@ -1,6 +1,8 @@
 """``ftmon report``, ``compare``, ``export`` and ``import``: runs and sweeps as charts, tables, files, differences."""
 
+import os
 import shutil
+import subprocess
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -12,6 +14,8 @@ from ... import __version__
 from ...protocol.analysis.report import Comparison, compare, comparison_lines, noisy, summary_line
 from ...protocol.errors import UsageError
 from ...protocol.recording.series import SERIES
+from ...protocol.run.start import module_command
+from ...protocol.run.targets import REPORT_TARGETS, TRACKERS, is_installed
 from ...protocol.text import counted, sanitize
 from ..export.flame_graph import write_flame_graph
 from ..export.memory_viz import write_snapshot
@@ -20,7 +24,7 @@ from ..export.tables import write_table
 from ..report.build import build, check_outputs, lines, records, to_csv, to_parquet, write_file
 from ..report.data import Loaded, load, load_both, parse_mapping
 from ..report.pictures import page, png, sheet
-from ..source.imported import import_state
+from ..source.imported import import_log
 from ..source.load import find_recording
 from . import output
 from .access import opened
@@ -75,8 +79,8 @@ def compare_loaded(before: Loaded, after: Loaded, gate: float | None) -> list[Co
 
 
 def import_run(arguments: Namespace) -> int:
-    """Make a run of a ``trainer_state.json``, and print its name."""
-    made = import_state(Path(arguments.file), arguments.name)
+    """Make a run of a log, and print its name."""
+    made = import_log(Path(arguments.file), arguments.name)
     if arguments.json:
         counts = {name: getattr(made, name) for name in ("steps", "last_step", "evaluations", "repeated")}
         print_json({"run": made.run.id, **counts})
@@ -120,12 +124,27 @@ def show_report(arguments: Namespace) -> int:
     return 0
 
 
+def _send(source: Path, tracker: str, folder: str | None) -> int:
+    """Send a recording to a tracker, in a process of the trainer's side; return its exit status."""
+    if not is_installed(REPORT_TARGETS[tracker].package):
+        raise UsageError(f"{tracker} needs packages that are not installed: pip install 'ftmon[{tracker}]'")
+    environ = dict(os.environ)
+    if folder is not None:
+        try:
+            Path(folder).mkdir(exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--output: {folder}: no folder for the files: {error.strerror}") from None
+        environ.setdefault("TRACKIO_DIR", str(Path(folder, "trackio").absolute()))
+    words = module_command("ftmon.trainer.exporters.replay", [str(source.absolute()), tracker])
+    return subprocess.run(words, stdin=subprocess.DEVNULL, cwd=folder, env=environ, check=False).returncode
+
+
 _TABLES = ("parquet", "arrow", "csv")
 
 
 def export(arguments: Namespace) -> int:
-    """Write the requested files of a run's recording."""
-    kind, target, series = arguments.format, Path(arguments.output), arguments.series or "steps"
+    """Write the requested files of a run's recording, or send it to a tracker."""
+    kind, series = arguments.format, arguments.series or "steps"
     if arguments.series and kind not in _TABLES:
         raise UsageError(f"--series: {kind} has none; remove the option, or export {', '.join(_TABLES)}")
     of_step = {"memory_viz": write_snapshot, "flamegraph": write_flame_graph}.get(kind)
@@ -134,6 +153,11 @@ def export(arguments: Namespace) -> int:
             f"--rank, --step: {kind} has all ranks and steps; remove the options, or export memory_viz or flamegraph"
         )
     source = find_recording(arguments.run)
+    if kind in TRACKERS:
+        return _send(source, kind, arguments.output)
+    if not arguments.output:
+        raise UsageError(f"--output: {kind} needs the file to write: -o FILE")
+    target = Path(arguments.output)
     files = {series: target}
     if series == "all":
         try:

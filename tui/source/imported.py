@@ -1,38 +1,28 @@
-"""Makes a recording of a run that ftmon did not watch: from the ``trainer_state.json`` of transformers' ``Trainer``.
+"""Makes a recording of a run that ftmon did not watch, from its log (``foreign_logs``).
 
-The file has the losses, learning rates and gradient norms that the Trainer logged, and its evaluations; no time of a
-step and no memory. A logged loss is the mean over the ranks and over the steps since the log before.
+A log has losses, learning rates and gradient norms, and evaluations; some have times of steps and phases, none has
+memory by phase. A loss that the Trainer logged is the mean over the ranks and over the steps since the log before.
 """
 
-import json
 import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from ...protocol.errors import RecordingError, UsageError
 from ...protocol.messages.control import RankState, RunState
-from ...protocol.messages.telemetry import MAX_WHOLE, Evaluation, Step
+from ...protocol.messages.telemetry import Evaluation, PhaseRecord, Span, Step
 from ...protocol.recording.writer import Writer
 from ...protocol.run import rundir
 from ...protocol.run.rundir import ExitFile, RunDir
+from .foreign_logs import Entry, ForeignLog, number_of, read_log
 
-_LARGEST = 256 << 20
-_OF_TRAINING = ("loss", "learning_rate", "grad_norm")
-_NO_RESULTS = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "loss")
-"""What the Trainer adds to the results of each evaluation."""
-Entry = dict[str, Any]
-
-
-class TrainerState(msgspec.Struct):
-    """The part of a ``trainer_state.json`` that is imported."""
-
-    log_history: list[Entry]
-    global_step: int = 0
-    max_steps: int = 0
+_OF_TRAINING = ("loss", "learning_rate", "grad_norm", "step_seconds")
+_NO_RESULTS = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "loss", "perplexity")
+"""What the results of an evaluation have besides its own."""
+_LONGEST_SECONDS = 1e9
 
 
 class Imported(msgspec.Struct):
@@ -47,151 +37,138 @@ class Imported(msgspec.Struct):
     """Entries left out because later ones repeat their steps."""
 
 
-def read_state(path: Path) -> TrainerState:
-    """Read a ``trainer_state.json``.
-
-    Raises:
-        UsageError: it cannot be read, or is no such file.
-    """
-    try:
-        if path.stat().st_size > _LARGEST:
-            raise UsageError(f"{path}: is larger than 256 MiB")
-        tree = json.loads(path.read_bytes())  # which accepts the NaN that Python writes
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: is not JSON: {error}") from None
-    try:
-        state = msgspec.convert(tree, TrainerState)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"{path}: is not the trainer_state.json of a transformers Trainer: {error}") from None
-    for number, entry in enumerate(state.log_history):
-        step = entry.get("step")
-        if type(step) is not int or not 0 <= step <= MAX_WHOLE:
-            raise UsageError(f"{path}: log_history[{number}]: step must be a whole number of 0 or more, not {step!r}")
-    return state
-
-
 def without_repeated(history: list[Entry]) -> list[Entry]:
     """Return the entries of the training that led to the end.
 
     A run resumed from a checkpoint repeats the steps after it: where the step falls, the earlier entries of higher
-    steps are dropped. Of several entries of one step with the same keys the last is kept.
+    steps are dropped. Of several entries of one step with the same figure the last is kept.
     """
-    kept: list[tuple[int, dict[frozenset[str], Entry]]] = []
+    kept: list[tuple[int, list[tuple[frozenset[str], Entry]]]] = []
     for entry in history:
-        step, keys = entry["step"], frozenset(entry)
+        step, figures = entry["step"], _figures(entry)
         while kept and kept[-1][0] > step:
             kept.pop()
         if not kept or kept[-1][0] < step:
-            kept.append((step, {}))
+            kept.append((step, []))
         of_step = kept[-1][1]
-        of_step.pop(keys, None)
-        of_step[keys] = entry
-    return [entry for _, entries in kept for entry in entries.values()]
+        of_step[:] = [(known, other) for known, other in of_step if not known & figures]
+        of_step.append((figures, entry))
+    return [entry for _, entries in kept for _, entry in entries]
 
 
-def import_state(path: Path, name: str | None) -> Imported:
-    """Make a run with a recording of a ``trainer_state.json``; ``name``: of the run, None: from the file's folder.
+def _figures(entry: Entry) -> frozenset[str]:
+    of_evaluations = (key for key in entry if key.endswith(("_loss", "_runtime")) and not key.startswith("train_"))
+    return frozenset((*(entry.keys() & _OF_TRAINING), *of_evaluations)) or frozenset(entry)
 
-    The end of the run is the file's time of modification; the steps are spread evenly over its ``train_runtime``.
+
+def import_log(path: Path, name: str | None) -> Imported:
+    """Make a run with a recording of a log; ``name``: of the run, None: from the file's folder.
+
+    Steps without a time are spread evenly over the time of the run.
 
     Raises:
-        UsageError: the file cannot be read, or has no logged steps.
+        UsageError: the log cannot be read, or has no logged steps.
         RunDirError: the run directory cannot be made.
         RecordingError: the recording cannot be written.
     """
-    state = read_state(path)
-    history = without_repeated(state.log_history)
-    if not any(_is_of_training(entry) or _prefix(entry) for entry in history):
-        raise UsageError(f"{path}: log_history has no loss and no evaluation: nothing to import")
-    ended = path.stat().st_mtime
-    runtime = next((found for one in reversed(history) if (found := _number(one, "train_runtime"))), 0.0)
-    started = max(0.0, ended - runtime) if math.isfinite(runtime) and runtime > 0 else ended
+    log = read_log(path)
+    history = without_repeated(log.history)
+    of_log = "log_history " if path.suffix == ".json" else ""
+    if not any(_is_of_training(entry) or _prefixes(entry) for entry in history):
+        raise UsageError(f"{path}: {of_log}has no loss and no evaluation: nothing to import")
     run = rundir.create(name or _name(path), ["ftmon", "import", str(path)], "import")
     try:
-        return _write(run, state, history, started, ended)
+        return _write(run, log, history)
     except BaseException:
         shutil.rmtree(run.path, ignore_errors=True)
         raise
 
 
-def _write(run: RunDir, state: TrainerState, history: list[Entry], started: float, ended: float) -> Imported:
+def _write(run: RunDir, log: ForeignLog, history: list[Entry]) -> Imported:
+    started = log.ended if log.started is None else log.started
     content = msgspec.structs.replace(run.read_run(), created=started)
     run.write_run(content)
     last = history[-1]["step"]
-    summarised = any("train_loss" in entry and entry["step"] == last for entry in history)
-    over = state.global_step >= state.max_steps > 0 or summarised
-    text = f"imported after step {state.global_step:,} of {state.max_steps:,}"
-    seconds = (ended - started) / max(1, last)
+    of_plan = f" of {log.planned:,}" if log.planned else ""
+    text = f"imported after step {log.steps or last:,}{of_plan}"
     steps = evaluations = 0
     writer = Writer(run.recording, msgspec.structs.replace(content, host=""))  # the file does not name the host
-    for seq, message in enumerate(_messages(history, started, seconds), 1):
-        writer.append(seq, started + seconds * message.step, message)
+    for seq, message in enumerate(_messages(history, started, (log.ended - started) / max(1, last)), 1):
+        writer.append(seq, message.started if isinstance(message, Step) else message.time, message)
         steps += isinstance(message, Step)
         evaluations += isinstance(message, Evaluation)
-    reason = "finished" if over else "stopped"
-    for message in (RankState(0, "finished", ended), RunState(reason, ended, text)):
-        writer.append(writer.last_seq + 1, ended, message)
+    reason = "stopped" if log.failed is None else "failed" if log.failed else "finished"
+    for message in (RankState(0, "finished", log.ended), RunState(reason, log.ended, text)):
+        writer.append(writer.last_seq + 1, log.ended, message)
     writer.close()
     if writer.error or writer.lost:
         raise RecordingError(writer.error or f"{run.recording}: {writer.lost} messages could not be written")
-    run.write_exit(ExitFile(0, ended, reason, text))
-    return Imported(run, steps, last, evaluations, len(state.log_history) - len(history))
+    run.write_exit(ExitFile(int(bool(log.failed)), log.ended, reason, text))
+    return Imported(run, steps, last, evaluations, len(log.history) - len(history))
 
 
 def _messages(history: list[Entry], started: float, seconds: float) -> Iterator[Step | Evaluation]:
     best: dict[str, float] = {}
     for entry in history:
-        at, step = started + seconds * entry["step"], entry["step"]
+        step = entry["step"]
+        at = entry.get("time") or started + seconds * step
         if _is_of_training(entry):
-            loss, lr, grad_norm = (_number(entry, key) for key in _OF_TRAINING)
-            yield Step(0, step, at, 0, [], loss=loss, lr=lr, grad_norm=grad_norm)
-        prefix = _prefix(entry)
-        if prefix:
-            name = prefix.removeprefix("eval").strip("_")[:256] or "evaluation"
-            loss = _number(entry, f"{prefix}_loss")
+            yield _step(entry, step, at)
+        for name, results in _evaluations(entry):
+            loss = results.get("loss")
             is_best = loss is not None and loss < best.get(name, math.inf)
             if is_best and loss is not None:
                 best[name] = loss
-            took = _number(entry, f"{prefix}_runtime") or 0.0
+            own = {key: value for key, value in results.items() if key not in _NO_RESULTS}
+            took = results.get("runtime", 0.0)
             yield Evaluation(
-                *(0, step, at, name, loss), seconds=took, best=is_best, metrics=dict(_results(entry, f"{prefix}_"))
+                0, step, at, name, loss, results.get("perplexity"), seconds=took, best=is_best, metrics=own
             )
 
 
+def _step(entry: Entry, step: int, at: float) -> Step:
+    loss, lr, grad_norm, seconds = (number_of(entry, key) for key in _OF_TRAINING)
+    phases: list[PhaseRecord] = []
+    unknown, begun = Span(0, 0, 0), 0
+    for name in entry.get("phases", ()):
+        took = _micros(entry["phases"][name])
+        phases.append(PhaseRecord(name, begun, took, unknown, unknown))
+        begun += took
+    return Step(0, step, at, _micros(seconds), phases, loss=loss, lr=lr, grad_norm=grad_norm)
+
+
+def _micros(seconds: float | None) -> int:
+    return round(seconds * 1e6) if seconds is not None and 0 <= seconds < _LONGEST_SECONDS else 0
+
+
 def _is_of_training(entry: Entry) -> bool:
-    return any(_number(entry, key) is not None for key in _OF_TRAINING)
+    return any(number_of(entry, key) is not None for key in _OF_TRAINING)
 
 
-def _prefix(entry: Entry) -> str:
-    """Return what the names of an evaluation's results begin with, such as ``eval_squad``; empty: no evaluation."""
-    for suffix in ("_runtime", "_loss"):
-        found = [key.removesuffix(suffix) for key in entry if key.endswith(suffix) and not key.startswith("train_")]
-        known = [prefix for prefix in found if suffix == "_runtime" or prefix.startswith("eval")]
-        if known:
-            return min(known, key=len)
-    return ""
-
-
-def _results(entry: Entry, prefix: str) -> Iterator[tuple[str, float]]:
+def _prefixes(entry: Entry) -> list[str]:
+    """Return what the names of each evaluation's results begin with, such as ``eval_squad``, the longest first."""
+    found: set[str] = set()
     for key in entry:
-        name = key.removeprefix(prefix)
-        value = _number(entry, key)
-        if key.startswith(prefix) and name not in _NO_RESULTS and value is not None:
-            yield name, value
+        prefix = key.removesuffix("_loss")
+        if prefix != key and prefix.startswith("eval"):
+            found.add(prefix)
+        elif key.endswith("_runtime") and not key.startswith("train_"):
+            found.add(key.removesuffix("_runtime"))
+    return sorted(found, key=lambda prefix: (-len(prefix), prefix))
 
 
-def _number(entry: Entry, key: str) -> float | None:
-    value = entry.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+def _evaluations(entry: Entry) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the name and the results of each evaluation of an entry; results belong to the longest prefix they have."""
+    left = dict(entry)
+    for prefix in _prefixes(entry):
+        keys = [key for key in left if key.startswith(f"{prefix}_")]
+        values = ((key.removeprefix(f"{prefix}_"), number_of(left, key)) for key in keys)
+        found = {name: value for name, value in values if value is not None}
+        for key in keys:
+            del left[key]
+        yield prefix.removeprefix("eval").strip("_")[:256] or "evaluation", found
 
 
 def _name(path: Path) -> str:
-    folder = path.absolute().parent
+    folder = path.absolute() if path.is_dir() else path.absolute().parent
     return f"{folder.parent.name}-{folder.name}" if folder.name.startswith("checkpoint-") else folder.name

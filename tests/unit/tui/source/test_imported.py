@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from ftmon.protocol.recording.collect import RecordedRun
 from ftmon.protocol.run import rundir
 from ftmon.tui.cli.main import main
-from ftmon.tui.source.imported import import_state, without_repeated
+from ftmon.tui.source.imported import import_log, without_repeated
 
 ENDED = 1_700_000_000.0
 
@@ -57,7 +58,7 @@ def written(tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_a_resumed_run_has_each_step_once(written: Callable[..., Path]) -> None:
-    made = import_state(written(HISTORY), None)
+    made = import_log(written(HISTORY), None)
     assert (made.steps, made.last_step, made.evaluations, made.repeated) == (10, 100, 3, 3)
     found = RecordedRun(made.run.recording)
     steps = found.steps(0)
@@ -117,7 +118,7 @@ def test_losses_that_are_not_finite_and_entries_of_other_callbacks_are_kept_out_
         {"step": 2, "tokens": 10**400},
         evaluated(2, math.nan),
     ]
-    found = RecordedRun(import_state(written(history), "x").run.recording)
+    found = RecordedRun(import_log(written(history), "x").run.recording)
     assert found.not_finite == {1}
     assert [(one.step, one.grad_norm) for one in found.steps(0)] == [(1, 1.5), (2, math.inf)]
     assert [math.isnan(one.loss or 0.0) for one in found.evaluations] == [True]
@@ -151,3 +152,70 @@ def test_a_file_that_is_no_log_is_one_line_and_makes_no_run(tmp_path, capsys, co
     assert words in error
     assert len(error.splitlines()) == 1
     assert rundir.all_runs() == []
+
+
+def events(folder: Path, rows: list[tuple[int, dict[str, float]]], started: float) -> None:
+    """Write an event file as a training does, a row a second."""
+    module = pytest.importorskip("tensorboard.compat.proto.summary_pb2")
+    event = import_module("tensorboard.compat.proto.event_pb2").Event
+    writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(str(folder))
+    for second, (step, row) in enumerate(rows):
+        for name, value in row.items():
+            some = module.Summary(value=[module.Summary.Value(tag=name, simple_value=value)])
+            writer.add_event(event(wall_time=started + second + len(name) / 1e6, step=step, summary=some))
+    writer.close()
+
+
+def test_event_files_of_a_run_and_its_resumed_part_are_one_run_with_each_step_once(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "llama"
+    rows = [(step, {"train/loss": 3.0 - step / 100, "train/learning_rate": 1e-3}) for step in range(1, 51)]
+    evaluated = (40, {"eval/loss": 2.5, "eval/runtime": 4.0, "eval/squad_loss": 1.5, "eval/accuracy": 0.5})
+    events(folder, [*rows[:40], evaluated, *rows[40:]], ENDED)
+    first = import_log(next(folder.iterdir()), "first")
+    assert {(one.name, one.step, one.loss) for one in RecordedRun(first.run.recording).evaluations} == {
+        ("evaluation", 40, 2.5), ("squad", 40, 1.5),
+    }  # fmt: skip
+    resumed = [(step, {"loss/train": 1.0} | ({"val/loss": 2.0} if step == 60 else {})) for step in range(31, 61)]
+    events(folder, resumed, ENDED + 100)
+    made = import_log(folder, None)
+    assert (made.steps, made.last_step) == (60, 60)
+    found = RecordedRun(made.run.recording)
+    assert [(one.step, one.loss) for one in found.steps(0)] == [
+        *((step, pytest.approx(3.0 - step / 100)) for step in range(1, 31)), *((step, 1.0) for step in range(31, 61)),
+    ]  # fmt: skip
+    assert [(one.name, one.step, one.loss) for one in found.evaluations] == [("evaluation", 60, 2.0)]
+    assert found.steps(0)[30].started == pytest.approx(ENDED + 100, abs=0.01)
+
+
+DEEPSPEED = """\
+[2026-11-29 06:38:03,804] [INFO] [logging.py:123:log_dist] [Rank 0] step=0, skipped=0, lr=[0.0], mom=[(0.9, 0.999)]
+[Rank 0] time (ms) | fwd_microstep: 76.02 | bwd_microstep: 2.61 | bwd_inner_microstep: 2.48 | step_microstep: 0.02
+[Rank 0] time (ms) | fwd: 86.53 | bwd: 27.25 | bwd_inner: 20.39 | bwd_allreduce: 6.79 | step: 15.31
+[2026-11-29 06:38:04,013] [INFO] [logging.py:123:log_dist] [Rank 0] step=2, skipped=0, lr=[0.0003, 0.1], mom=[0.0, 0.0]
+[Rank 0] time (ms) | fwd: 19.98 | bwd: 0.81 | bwd_inner: 0.32 | bwd_allreduce: 0.46 | step: 10.69
+[Rank 0] time (ms) | fwd: 41.21 | bwd: 4.58 | bwd_inner: 0.35 | bwd_allreduce: 4.19 | step: 14.88
+the script's own line
+[2026-11-29 06:38:04,122] [INFO] [logging.py:123:log_dist] [Rank 0] step=4, skipped=1, lr=[0.0006], mom=[(0.9, 0.999)]
+[2026-11-29 06:38:04,122] [INFO] [timer.py:264:stop] epoch=0/micro_step=8/global_step=4, RunningAvgSamplesPerSec=147.5
+"""
+
+
+def test_what_deepspeed_prints_becomes_steps_with_their_phases(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(DEEPSPEED)
+    found = RecordedRun(import_log(path, "ds").run.recording)
+    steps = found.steps(0)
+    assert [(one.step, one.lr, one.host_us) for one in steps] == [
+        (1, None, 129_090), (2, 3e-4, 31_480), (3, None, 60_670), (4, 6e-4, 0)
+    ]  # fmt: skip
+    assert [(phase.name, phase.host_us) for phase in steps[1].phases] == [
+        ("forward", 19_980), ("backward", 810), ("optimizer", 10_690)
+    ]  # fmt: skip
+    path.write_text("steps: 10 loss: 4.2500 iter time (s): 0.500 samples/sec: 32.000\n")
+    (step,) = RecordedRun(import_log(path, "pipeline").run.recording).steps(0)
+    assert (step.step, step.loss, step.host_us) == (10, 4.25, 500_000)
+    path.write_text("nothing of DeepSpeed\n")
+    assert main(["import", str(path)]) == 2
+    assert "is no log that can be imported" in capsys.readouterr().err
