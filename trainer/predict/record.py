@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...protocol.analysis.allocator.model import CachingAllocator, DeviceOutOfMemory, Peaks
 from ...protocol.analysis.allocator.settings import Settings
-from ...protocol.analysis.estimates.time import Collective, Communication, Operation, Work
+from ...protocol.analysis.estimates.time import Collective, Communication, Operation, Work, combined
 from ...protocol.messages.throughput import Precision
 
 ALLOCATE, FREE, USE, EMPTY, MARK, END = range(6)
@@ -425,6 +425,20 @@ class Counting:
         """Number of times that ZeRO-3 gathers or releases a module's parameters."""
         self._transfer_bytes = 0
         self._host_bytes = 0
+        self._starts: list[tuple[int, Work]] = []
+        """Weight of each micro-step, and the work before it."""
+
+    def begin_micro_step(self, times: int) -> None:
+        """Begin a micro-step that stands for ``times`` like it."""
+        self.times = times
+        self._starts.append((times, self.work()))
+
+    def micro_step(self) -> Work:
+        """Return the work of one micro-step between the first and the last; empty if there is none."""
+        if len(self._starts) < 3:
+            return Work([], [])
+        (times, before), (_, after) = self._starts[1:3]
+        return combined([(after, 1 / times), (before, -1 / times)])
 
     def work(self) -> Work:
         """Return the counted work."""
