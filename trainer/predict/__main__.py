@@ -75,7 +75,7 @@ def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Predi
     from . import what_if
     from .script import NOT_CHANGED
 
-    allocator = _allocator()
+    allocator = allocator_settings()
     tell(_PREPARING)
     job = jobs.prepare(arguments, allocator)
     tell(_IMPORTING)
@@ -143,8 +143,9 @@ class Progress:
     once as a JSON object, for the process that waits for a background prediction.
     """
 
-    def __init__(self, *, as_json: bool = False) -> None:
+    def __init__(self, *, as_json: bool = False, activity: str = "predicting") -> None:
         self._as_json = as_json
+        self._activity = activity
         self._began = self._changed = time.monotonic()
         self._what = _PREPARING
         self._printed = ""
@@ -182,7 +183,7 @@ class Progress:
 
     def _print(self, what: str, more: str = "") -> None:
         self._printed = what
-        _write(f"predicting: {sanitize(what)}{more}")
+        _write(f"{self._activity}: {sanitize(what)}{more}")
 
 
 _PREPARING = "reading the configuration of the model and the run"
@@ -197,7 +198,8 @@ def _write(line: str) -> None:
         os.write(2, f"{line}\n".encode())
 
 
-def _allocator() -> Settings:
+def allocator_settings() -> Settings:
+    """Return the settings of PyTorch's allocator in this environment; a wrong or unsupported one is refused."""
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     try:
         settings = Settings.parse(text)

@@ -22,6 +22,8 @@ MARGIN = 0.92
 """Share of the memory for PyTorch that a chosen configuration may need: predicted reserved memory is up to 6 % off."""
 _ALIKE = 0.01
 """Share of the highest speed within which the candidate with the least memory is chosen."""
+_OF_ZERO_3 = 0.9
+"""Factor of ZeRO-3's speeds in comparisons: its communication is counted as hidden, of which some is not."""
 LORA_RANK = 16
 _STATES = ("parameters", "gradients", "optimizer_states", "master_copies", "partitions")
 _LIVE = 10**9
@@ -272,11 +274,11 @@ def order(found: Sequence[Estimate], space: Space) -> list[Estimate]:
     All weights before adapters, states on the GPU before offloaded ones, then by speed; of those that are about as
     fast, the one with the least memory. An offloaded candidate fits if the host has memory for its states.
     """
-    waiting = sorted((one for one in found if fits(one, space)), key=lambda one: (_tier(one), -one.tokens_per_second))
+    waiting = sorted((one for one in found if fits(one, space)), key=lambda one: (_tier(one), -_compared(one)))
     result: list[Estimate] = []
     while waiting:
-        tier, fastest = _tier(waiting[0]), waiting[0].tokens_per_second
-        alike = [one for one in waiting if _tier(one) == tier and one.tokens_per_second >= (1 - _ALIKE) * fastest]
+        tier, fastest = _tier(waiting[0]), _compared(waiting[0])
+        alike = [one for one in waiting if _tier(one) == tier and _compared(one) >= (1 - _ALIKE) * fastest]
         best = min(alike, key=lambda one: one.needed_bytes)
         waiting.remove(best)
         result.append(best)
@@ -288,6 +290,10 @@ def fits(one: Estimate, space: Space) -> bool:
     return one.needed_bytes <= space.usable_bytes
 
 
+def _compared(one: Estimate) -> float:
+    return one.tokens_per_second * (_OF_ZERO_3 if one.candidate.stage == 3 else 1)
+
+
 def _tier(one: Estimate) -> tuple[bool, bool]:
     return one.candidate.lora_rank > 0, one.candidate.offload
 
@@ -296,7 +302,9 @@ class Choice(NamedTuple):
     """The result of a choice."""
 
     ranked: list[Estimate]
-    """Best first; the first one is chosen."""
+    """Those that fit, best first; the first one is chosen."""
+    found: list[Estimate]
+    """All candidates."""
     runs: int
     """Full dry runs."""
     fits: dict[int, Fit]
@@ -307,7 +315,6 @@ def choose(
     space: Space,
     fit: Callable[[int], Fit],
     run: Callable[[Candidate], tuple[int, float]],
-    host_bytes: Callable[[Candidate], int] = lambda candidate: 0,
 ) -> Choice:
     """Return the ranked candidates; the first one was run dry itself.
 
@@ -329,14 +336,15 @@ def choose(
             break
     exact: dict[Candidate, Estimate] = {}
     while True:
-        ranked = order([exact.get(one) or _corrected(known, exact, found) for one, known in found.items()], space)
+        now = [exact.get(one) or _corrected(known, exact, found) for one, known in found.items()]
+        ranked = order(now, space)
         if not ranked:
-            raise _refusal([exact.get(one, known) for one, known in found.items()], space)
-        best = ranked[0]
+            raise _refusal(now, space)
+        best, runs = ranked[0], len(fitted) + len(exact)
         if best.exact:
-            return Choice(ranked, len(fitted) + len(exact), fitted)
-        if len(fitted) + len(exact) >= MOST_RUNS and (ready := [one for one in ranked if one.exact]):
-            return Choice([ready[0], *(one for one in ranked if one is not ready[0])], MOST_RUNS, fitted)
+            return Choice(ranked, now, runs, fitted)
+        if runs >= MOST_RUNS and (ready := [one for one in ranked if one.exact]):
+            return Choice([ready[0], *(one for one in ranked if one is not ready[0])], now, runs, fitted)
         needed, seconds = run(best.candidate)
         exact[best.candidate] = Estimate(best.candidate, needed, seconds, _speed(best.candidate, space, seconds), True)
 

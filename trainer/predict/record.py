@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -438,7 +439,7 @@ class Counting:
         if len(self._starts) < 3:
             return Work([], [])
         (times, before), (_, after) = self._starts[1:3]
-        return combined([(after, 1 / times), (before, -1 / times)])
+        return combined([(after, Fraction(1, times)), (before, Fraction(-1, times))])
 
     def work(self) -> Work:
         """Return the counted work."""
