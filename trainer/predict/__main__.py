@@ -143,9 +143,10 @@ class Progress:
     once as a JSON object, for the process that waits for a background prediction.
     """
 
-    def __init__(self, *, as_json: bool = False, activity: str = "predicting") -> None:
+    def __init__(self, *, as_json: bool = False, activity: str = "predicting", descriptor: int = 2) -> None:
         self._as_json = as_json
         self._activity = activity
+        self._descriptor = descriptor
         self._began = self._changed = time.monotonic()
         self._what = _PREPARING
         self._printed = ""
@@ -167,7 +168,7 @@ class Progress:
         self._what, self._changed = what, time.monotonic()
         if self._as_json:
             if what not in _BEFORE_DRY_RUNS:
-                _write(json.dumps({"predicting": what}))
+                _write(2, json.dumps({"predicting": what}))
         elif what != self._printed and self._changed - self._began >= _SILENT_SECONDS:
             self._print(what)
 
@@ -183,7 +184,7 @@ class Progress:
 
     def _print(self, what: str, more: str = "") -> None:
         self._printed = what
-        _write(f"{self._activity}: {sanitize(what)}{more}")
+        _write(self._descriptor, f"{self._activity}: {sanitize(what)}{more}")
 
 
 _PREPARING = "reading the configuration of the model and the run"
@@ -193,9 +194,9 @@ _SILENT_SECONDS = 2.0
 _REPEAT_SECONDS = 10.0
 
 
-def _write(line: str) -> None:
+def _write(descriptor: int, line: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(2, f"{line}\n".encode())
+        os.write(descriptor, f"{line}\n".encode())
 
 
 def allocator_settings() -> Settings:

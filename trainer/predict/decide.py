@@ -5,6 +5,7 @@ Exit status: 0, or 2 for wrong usage, a configuration that cannot be used, or if
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -23,7 +24,8 @@ from ...protocol.analysis.estimates.time import combined, gpu_cost
 from ...protocol.errors import ConfigError, FtmonError
 from ...protocol.host.machine import GPUS, Gpu, available_memory, find_gpu
 from ...protocol.text import counted, duration, gib, sanitize
-from ..recipe.config.load import Loaded, load
+from ..host.processes import end_with_parent
+from ..recipe.config.load import Loaded, load, of_model_and_data
 from ..recipe.config.schema import Config
 from ..recipe.hardware import usable_gpus
 from ..recipe.preflight import resolve
@@ -45,16 +47,6 @@ _CPU_TOKENS = 4096
 """Tokens of a micro-batch on the CPU."""
 _STAND_IN = "A100 80 GB"
 """Kind whose rates order the candidates for a GPU without known rates."""
-
-AUTO = (
-    "zero.stage",
-    "zero.offload_optimizer",
-    "model.gradient_checkpointing",
-    "lora.rank",
-    "training.sequence_length",
-    "training.micro_batch",
-)
-"""What is chosen for a model and data alone; ``training.grad_accumulation`` is auto by default."""
 
 
 class Machine(NamedTuple):
@@ -89,24 +81,27 @@ class Decision(msgspec.Struct, frozen=True):
     """As ``key.sub=value``."""
     lines: list[str]
     """The choice with its reasons, for people."""
-    others: list[list[str]] = []
-    """Overrides of the next best."""
 
 
 class _Decided(NamedTuple):
     values: dict[str, tuple[str, str]]
     """Value and reason by dotted path."""
     head: list[str]
-    others: list[list[str]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print or write a choice; return the exit status."""
     given = _parser().parse_args(argv)
+    if given.parent:
+        end_with_parent(given.parent)
+    if given.pair:
+        words = of_model_and_data(given.config, given.overrides[0])
+        given.words = [given.config, *given.overrides]
+        given.config, given.overrides = words[0], [*words[1:], *given.overrides[1:]]
     try:
         if given.init and Path(given.init).exists():
             raise ConfigError(f"{given.init}: exists; give another name with --output")
-        with quietly(), Progress(activity="choosing") as tell:
+        with quietly(), Progress(activity="choosing", descriptor=given.progress or 2) as tell:
             loaded, decided = decide(given, tell)
         if given.init:
             Path(given.init).write_text(_file(given, loaded, decided))
@@ -122,7 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(sanitize(f"written: {given.init}; start it: ftmon train {shlex.quote(given.init)}"))
     else:
         overrides = [f"{path}={value}" for path, (value, _) in decided.values.items() if path in _ASSIGNED]
-        print(msgspec.json.encode(Decision(overrides, lines, decided.others)).decode())
+        if given.progress:
+            with contextlib.suppress(OSError):
+                os.write(given.progress, "".join(f"{sanitize(line)}\n" for line in lines).encode())
+        print(msgspec.json.encode(Decision(overrides, lines)).decode())
     return 0
 
 
@@ -341,7 +339,9 @@ class _Runs:
     def run(self, candidate: Candidate) -> tuple[int, float]:
         """Return the needed bytes and the step seconds of a candidate."""
         self._say(candidate, "checking")
-        (point,) = answer.predict(self._job(candidate), self._space.capacity_bytes).points
+        space = self._space
+        ends = sorted({0, space.ranks - 1}) if candidate.stage in (1, 2) else None
+        (point,) = answer.predict(self._job(candidate), space.capacity_bytes, only=ends).points
         assert point.step_seconds is not None
         return point.needed_bytes, point.step_seconds
 
@@ -404,7 +404,7 @@ def _on_cpu(config: Config, loaded: Loaded, data: Data, rows: int) -> _Decided:
     found = _common(batch, reasons, config, data, rows, ranks_)
     found["model.compile"] = (config.model.compile, "on the CPU layers are not compiled")
     head = ["for the CPU, whose memory and times are not predicted"]
-    return _Decided(_ordered(found), head, [])
+    return _Decided(_ordered(found), head)
 
 
 def _ordered(found: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
@@ -449,7 +449,7 @@ def _described(
     for other in others:
         words = ", ".join(_words(other.candidate, space))
         head.append(f"next best: {words}: {_figures(other, space, config, rows, price)}")
-    return _Decided(_ordered(found), head, [one.candidate.assignments() for one in others])
+    return _Decided(_ordered(found), head)
 
 
 def _figures(one: Estimate, space: Space, config: Config, rows: int, price: float | None) -> str:
@@ -541,7 +541,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", default=[])
     parser.add_argument("--init", metavar="FILE")
-    parser.add_argument("--words", type=json.loads, default=[], help="the command's words, as a JSON list")
+    parser.add_argument("--pair", action="store_true", help="a model and data are given in place of a configuration")
+    parser.add_argument("--no-measure", action="store_true")
+    parser.add_argument("--parent", type=int, metavar="PID", help="end with that process")
+    parser.add_argument("--progress", type=int, metavar="FD", help="descriptor for lines about the choice")
     parser.add_argument("--gpus")
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--price", type=float)

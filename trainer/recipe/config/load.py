@@ -4,6 +4,7 @@ A wrong key, type or value raises ``ConfigError``.
 """
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -184,6 +185,22 @@ def load(path: str | None, overrides: Sequence[str] = (), base: str = "") -> Loa
     for assignment in overrides:
         tree = override(tree, assignment)
     return decode(tree, path or COMMAND_LINE)
+
+
+_FILES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
+
+
+def of_model_and_data(model: str, data: str) -> list[str]:
+    """Return the assignments with which a model is trained on data, a file or a data set, and all else is chosen."""
+    where = "path" if Path(data).suffix in _FILES else "name"
+    sections = [section for section in msgspec.structs.fields(Config) if section.name != "deepspeed"]
+    auto = [
+        f"{section.name}.{found.name}=auto"
+        for section in sections
+        for found in inspect.type_info(section.type).fields  # type: ignore[union-attr]
+        if isinstance(found.type, inspect.Metadata) and CHOSEN in (found.type.extra or {})
+    ]
+    return [f"model.name={json.dumps(model)}", f"data.{where}={json.dumps(data)}", *auto]
 
 
 def decode(tree: Node | None, source: str) -> Loaded:

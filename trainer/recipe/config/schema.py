@@ -61,8 +61,8 @@ class Model(Section, frozen=True):
         Literal["none", "layers", "selective"], msgspec.Meta(extra={"true": "layers", "false": "none", CHOSEN: True})
     ] = "none"
     """What the backward pass recomputes of decoder layers. layers: everything from their inputs (about a third more
-    time); selective: all but matrix products and attention outputs, which are kept. true is layers, false is none. auto:
-    chosen by dry runs."""
+    time); selective: all but matrix products and attention outputs, which are kept. true is layers, false is none.
+    auto: chosen by dry runs."""
     checkpoint_every: AtLeast1 = 1
     """Recompute every n-th decoder layer, and keep the activations of the others."""
     activation_offload: Literal["none", "inputs", "all"] = "none"
