@@ -30,7 +30,7 @@ from ..recipe.config.schema import Config
 from ..recipe.hardware import usable_gpus
 from ..recipe.preflight import resolve
 from ..recipe.support import settle_batch
-from . import answer, jobs, ranks
+from . import answer, jobs, measure, ranks
 from .__main__ import Progress, allocator_settings, quietly
 from .choose import LORA_RANK, Candidate, Choice, Estimate, Fit, FitPoint, Space, choose, fits
 
@@ -143,16 +143,30 @@ def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Load
     if on_cpu:
         return loaded, _on_cpu(config, loaded, data, rows)
     tell("importing torch, transformers and DeepSpeed")
+    environ = dict(os.environ)
     ranks.warm()
     space = _space(config, loaded, machine, count, rows)
     runs = _Runs(given, loaded, space, data, tell)
     chosen = choose(space, runs.fit, runs.run)
-    return loaded, _described(chosen, space, config, data, machine, given.price)
+    measured: list[str] = []
+    if not given.gpus and not given.no_measure:
+        length = f"training.sequence_length={space.sequence_length}"
+        file = [] if _is_assignment(given.config) else [given.config]
+        words = [*([] if file else [given.config]), *given.overrides, length]
+        ranked, measured = measure.best(file[0] if file else None, words, chosen.ranked, environ, tell)
+        if not ranked:
+            raise ConfigError("every choice that was measured ran out of memory; is another process on the GPUs?")
+        chosen = chosen._replace(ranked=ranked)
+    decided = _described(chosen, space, config, data, machine, given.price)
+    return loaded, decided._replace(head=[*decided.head, *measured])
+
+
+def _is_assignment(source: str) -> bool:
+    return "=" in source and not Path(source).exists()
 
 
 def _load(source: str, overrides: Sequence[str]) -> Loaded:
-    without_file = "=" in source and not Path(source).exists()
-    return load(None, [source, *overrides]) if without_file else load(source, overrides)
+    return load(None, [source, *overrides]) if _is_assignment(source) else load(source, overrides)
 
 
 def _machine(text: str | None) -> Machine:

@@ -424,7 +424,9 @@ _TRAIN = (
         argument(
             "target",
             "MODEL|RUN",
-            "a model's folder, an output folder, a checkpoint, a run, or a name on the Hugging Face Hub",
+            "a model's folder, an output folder, a checkpoint, a run, or a name on the Hugging Face Hub (default: the "
+            "newest run of 'ftmon train')",
+            nargs="?",
         ),
         argument(
             "--adapter", "NAME=PATH", "adapters of that model, under a name; several times: several", action="append"

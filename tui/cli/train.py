@@ -34,8 +34,19 @@ from .watch import opens_app, watch
 def chat(arguments: Namespace) -> NoReturn:
     """Run the chat."""
     require_training()
+    target = arguments.target or _newest()
     names = ("adapter", "system", "temperature", "top_p", "max_tokens", "stop", "seed", "device", "whole", "debug")
-    become("ftmon.trainer.recipe.chat", [*words_of(arguments, names), "--", arguments.target])
+    become("ftmon.trainer.recipe.chat", [*words_of(arguments, names), "--", target])
+
+
+def _newest() -> str:
+    """Return the newest run of the trainer, which ``ftmon chat`` without a model means; a finished one comes first."""
+    entries = [one for one in RunList().entries() if one.kind in TRAINER_KINDS]
+    if not entries:
+        raise UsageError("chat needs a model or a run: 'ftmon train' has no run here yet")
+    found = next((one for one in entries if one.state == "finished"), entries[0])
+    print(f"ftmon: chat with {found.id}", file=sys.stderr, flush=True)
+    return found.id
 
 
 def check(arguments: Namespace) -> int:
