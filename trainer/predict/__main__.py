@@ -11,10 +11,12 @@ import json
 import logging
 import math
 import os
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from typing import Self
 
 import msgspec
@@ -23,8 +25,10 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.ranking import Need
 from ...protocol.analysis.estimates.time import epoch_cost
 from ...protocol.errors import ConfigError, FtmonError, UsageError
+from ...protocol.run.start import module_command
 from ...protocol.text import duration, escape_json, sanitize
 from ..host.processes import end_with_parent, lower_priority
+from ..recipe.config.load import load
 from . import answer, deepspeed_file, explain, jobs, ranks
 from .result import Prediction
 
@@ -77,6 +81,8 @@ def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Predi
 
     allocator = allocator_settings()
     tell(_PREPARING)
+    if arguments.config:
+        arguments.overrides = [*arguments.overrides, *_chosen(arguments, tell)]
     job = jobs.prepare(arguments, allocator)
     tell(_IMPORTING)
     ranks.warm()
@@ -97,6 +103,31 @@ def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Predi
     rows = what_if.table(arguments, allocator, found, capacity or 0, tell)
     notes = [*found.notes, NOT_CHANGED] if arguments.command else found.notes
     return msgspec.structs.replace(found, what_if=rows, notes=notes)
+
+
+def _chosen(arguments: argparse.Namespace, tell: Callable[[str], None]) -> list[str]:
+    """Return the choice of what is ``auto`` in a configuration, made by a process of its own, as assignments.
+
+    Raises:
+        ConfigError: the configuration cannot be used, or nothing fits.
+    """
+    source = [arguments.config, *arguments.overrides]
+    without_file = "=" in source[0] and not Path(source[0]).exists()
+    loaded = load(None, source) if without_file else load(source[0], source[1:])
+    if not loaded.chosen:
+        return []
+    tell("choosing what is auto")
+    count = arguments.ranks or loaded.config.run.ranks or 1
+    words = [f"--gpus={count}x{arguments.gpu}", f"--parent={os.getpid()}", "--", *source]
+    done = subprocess.run(
+        module_command("ftmon.trainer.predict.decide", words),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        raise ConfigError(done.stderr.decode(errors="replace").strip().rpartition("ftmon: ")[2])
+    return list(json.loads(done.stdout.splitlines()[-1])["overrides"])
 
 
 def _with_data(

@@ -87,6 +87,7 @@ class _Decided(NamedTuple):
     values: dict[str, tuple[str, str]]
     """Value and reason by dotted path."""
     head: list[str]
+    ranks: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -418,7 +419,7 @@ def _on_cpu(config: Config, loaded: Loaded, data: Data, rows: int) -> _Decided:
     found = _common(batch, reasons, config, data, rows, ranks_)
     found["model.compile"] = (config.model.compile, "on the CPU layers are not compiled")
     head = ["for the CPU, whose memory and times are not predicted"]
-    return _Decided(_ordered(found), head)
+    return _Decided(_ordered(found), head, ranks_)
 
 
 def _ordered(found: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
@@ -463,7 +464,7 @@ def _described(
     for other in others:
         words = ", ".join(_words(other.candidate, space))
         head.append(f"next best: {words}: {_figures(other, space, config, rows, price)}")
-    return _Decided(_ordered(found), head)
+    return _Decided(_ordered(found), head, space.ranks)
 
 
 def _figures(one: Estimate, space: Space, config: Config, rows: int, price: float | None) -> str:
@@ -539,7 +540,8 @@ def _file(given: argparse.Namespace, loaded: Loaded, decided: _Decided) -> str:
         section, _, key = path.partition(".")
         if key and "." not in key and "[" not in key and path not in loaded.chosen:
             values.setdefault(section, {})[key] = (json.dumps(config[section][key], ensure_ascii=False), "")
-    for path, value in decided.values.items():
+    of_gpus = {"run.ranks": (str(loaded.config.run.ranks or decided.ranks), "one on each GPU")} if given.gpus else {}
+    for path, value in {**decided.values, **of_gpus}.items():
         section, _, key = path.partition(".")
         values.setdefault(section, {})[key] = value
     for section, settings in values.items():
