@@ -53,7 +53,7 @@ class Machine(NamedTuple):
     """The GPUs of a run."""
 
     gpu: Gpu
-    count: int
+    number: int
     """0: none, training is on the CPU."""
     capacity_bytes: int
     """Total memory of a GPU that this run can have."""
@@ -133,8 +133,8 @@ def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Load
     """
     machine = _machine(given.gpus)
     loaded = _load(given.config, given.overrides)
-    count = loaded.config.run.ranks or given.ranks or max(1, machine.count)
-    on_cpu = loaded.config.run.device == "cpu" or not machine.count
+    count = loaded.config.run.ranks or given.ranks or max(1, machine.number)
+    on_cpu = loaded.config.run.device == "cpu" or not machine.number
     tell("reading the data")
     config = resolve.resolve(loaded, elsewhere=count).config
     data, length = _read(config, loaded)
