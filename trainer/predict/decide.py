@@ -135,6 +135,7 @@ def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Load
     loaded = _load(given.config, given.overrides)
     count = loaded.config.run.ranks or given.ranks or max(1, machine.number)
     on_cpu = loaded.config.run.device == "cpu" or not machine.number
+    resolve.check_hub(loaded)
     tell("reading the data")
     config = resolve.resolve(loaded, elsewhere=count).config
     data, length = _read(config, loaded)
@@ -475,7 +476,7 @@ def _figures(one: Estimate, space: Space, config: Config, rows: int, price: floa
     cost = "" if price is None else f", costs {gpu_cost(seconds, space.ranks, price):,.2f}"
     needed, capacity = one.needed_bytes / 2**30, space.capacity_bytes / 2**30
     return (
-        f"{needed:.1f} of {capacity:.1f} GiB{'' if one.exact else ' (fitted)'}, "
+        f"{needed:.2f} of {capacity:.1f} GiB{'' if one.exact else ' (fitted)'}, "
         f"{one.tokens_per_second:,.0f} tokens/s, {counted(steps, 'step')} in {duration(seconds)}{cost}"
     )
 
