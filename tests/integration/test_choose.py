@@ -1,12 +1,15 @@
 """A model and data are all that is given: what is chosen loads, is predicted, trains, and answers."""
 
+import contextlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ftmon.trainer.predict.measure import run
 from ftmon.trainer.recipe.config.load import load, of_model_and_data
 from ftmon.trainer.recipe.model import tokenizer as tokenizers
 from ftmon_process import Ftmon
@@ -73,16 +76,16 @@ def test_a_model_and_data_are_trained_and_answer_with_two_commands(ftmon: Ftmon,
     done = ftmon.run("train", "--plain", "model", "data.jsonl", "training.max_steps=3", cwd=here)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "chosen for the CPU" in done.stderr
-    (run,) = ftmon.runs()
-    assert run.id.startswith("model-")
-    assert run.config.read_text().startswith("# chosen for the CPU")
-    config = load(str(run.config)).config
+    (made,) = ftmon.runs()
+    assert made.id.startswith("model-")
+    assert made.config.read_text().startswith("# chosen for the CPU")
+    config = load(str(made.config)).config
     assert (config.training.micro_batch, config.training.sequence_length, config.run.ranks) == (8, 256, 1)
-    assert (run.path / "output" / "model" / "config.json").is_file()
+    assert (made.path / "output" / "model" / "config.json").is_file()
 
     answered = ftmon.run("chat", "--max-tokens", "3", cwd=here)
     assert answered.returncode == 0, answered.stderr
-    assert f"chat with {run.id}" in answered.stderr
+    assert f"chat with {made.id}" in answered.stderr
 
 
 def test_a_choice_that_is_refused_is_one_line_and_starts_no_run(ftmon: Ftmon, here: Path) -> None:
@@ -97,3 +100,14 @@ def test_a_choice_that_is_refused_is_one_line_and_starts_no_run(ftmon: Ftmon, he
         assert (done.returncode, [line for line in progress if not line.startswith("choosing: ")]) == (2, [])
         assert text in last
     assert len(ftmon.runs()) == before
+
+
+def test_a_short_training_of_two_ranks_is_measured_and_keeps_nothing(here: Path, tmp_path: Path) -> None:
+    words = [*of_model_and_data("model", "data.jsonl"), "run={ranks: 2, device: cpu}", "training.grad_accumulation=2"]
+    words += ["training.micro_batch=2", "training.sequence_length=64", "zero.stage=1", "lora.rank=0"]
+    with contextlib.chdir(here):
+        found = run(None, words, {**os.environ, "TMPDIR": str(tmp_path), "FTMON_HOME": str(tmp_path / "home")})
+    assert not found.out_of_memory
+    # 2 x 2 x 2 full rows, of at most 64 tokens each.
+    assert found.tokens_per_second * found.step_seconds == pytest.approx(8 * 64, rel=0.05)
+    assert list((tmp_path / "home").rglob("*.safetensors")) == []

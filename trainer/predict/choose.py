@@ -57,6 +57,13 @@ class Candidate(NamedTuple):
         """All but the division of the batch."""
         return self[:4]
 
+    def words(self) -> list[str]:
+        """Return the settings in words, without those of a plain training."""
+        found = [f"LoRA of rank {self.lora_rank}" if self.lora_rank else "all weights", f"ZeRO {self.stage}"]
+        found += ["offloaded states"] if self.offload else []
+        found += [f"{self.checkpointing} recomputed"] if self.checkpointing != "none" else []
+        return [*found, f"micro-batch {self.micro_batch} x {self.accumulation}"]
+
     def assignments(self) -> list[str]:
         """Return the settings as ``key.sub=value``."""
         return [f"{key}={value}" for key, value in self.settings().items()]
@@ -367,13 +374,9 @@ def _offloaded(fit: Fit, candidate: Candidate, space: Space) -> int:
 
 def _refusal(found: Sequence[Estimate], space: Space) -> ConfigError:
     least = min(found, key=lambda one: one.needed_bytes)
-    of = least.candidate
-    words = [f"LoRA of rank {of.lora_rank}"] if of.lora_rank else ["all weights"]
-    words += [f"ZeRO {of.stage}"] if space.ranks > 1 else []
-    words += ["recomputed layers"] if of.checkpointing == "layers" else []
-    batch = f"{of.micro_batch} x {space.sequence_length:,} tokens"
+    words = [*least.candidate.words()[:-1], f"{least.candidate.micro_batch} x {space.sequence_length:,} tokens"]
     return ConfigError(
-        f"does not fit {space.ranks} x {space.gpu.name}: the least ({', '.join(words)}, {batch}) needs "
+        f"does not fit {space.ranks} x {space.gpu.name}: the least ({', '.join(words)}) needs "
         f"{gib(least.needed_bytes)} of the {gib(space.usable_bytes)} that a GPU has for it; use more or larger GPUs, "
         "or a shorter training.sequence_length"
     )

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,7 +155,10 @@ def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Load
         length = f"training.sequence_length={space.sequence_length}"
         file = [] if _is_assignment(given.config) else [given.config]
         words = [*([] if file else [given.config]), *given.overrides, length]
-        ranked, measured = measure.best(file[0] if file else None, words, chosen.ranked, environ, tell)
+        source = file[0] if file else None
+        ranked, measured = measure.best(
+            chosen.ranked, lambda one: measure.run(source, [*words, *one.assignments()], environ), tell
+        )
         if not ranked:
             raise ConfigError("every choice that was measured ran out of memory; is another process on the GPUs?")
         chosen = chosen._replace(ranked=ranked)
@@ -363,7 +366,7 @@ class _Runs:
 
     def _say(self, candidate: Candidate, what: str) -> None:
         self._count += 1
-        self._tell(f"dry run {self._count}, {what} {', '.join(_words(candidate, self._space))}")
+        self._tell(f"dry run {self._count}, {what} {', '.join(candidate.words())}")
 
 
 def _fit_point(tokens: int, outcome: ranks.Outcome, candidate: Candidate) -> FitPoint:
@@ -371,17 +374,6 @@ def _fit_point(tokens: int, outcome: ranks.Outcome, candidate: Candidate) -> Fit
     parts = {name: phase.parts for name, phase in rank.phases.items() if phase.parts}
     rest = combined([(outcome.work, 1), (outcome.micro_step, -candidate.accumulation)])
     return FitPoint(tokens, parts, rank.needed_bytes, outcome.micro_step, rest)
-
-
-def _words(candidate: Candidate, space: Space) -> Iterator[str]:
-    yield f"LoRA of rank {candidate.lora_rank}" if candidate.lora_rank else "all weights"
-    if space.ranks > 1:
-        yield f"ZeRO {candidate.stage}"
-    if candidate.offload:
-        yield "offloaded states"
-    if candidate.checkpointing != "none":
-        yield f"{candidate.checkpointing} recomputed"
-    yield f"micro-batch {candidate.micro_batch} x {candidate.accumulation}"
 
 
 _KEYS = (
@@ -463,7 +455,7 @@ def _described(
     head += [machine.note] if machine.note else []
     others = chosen.ranked[1:3]
     for other in others:
-        words = ", ".join(_words(other.candidate, space))
+        words = ", ".join(other.candidate.words())
         head.append(f"next best: {words}: {_figures(other, space, config, rows, price)}")
     return _Decided(_ordered(found), head, space.ranks)
 

@@ -63,33 +63,28 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def best(
-    source: str | None,
-    overrides: Sequence[str],
-    ranked: Sequence[Estimate],
-    environ: Mapping[str, str],
-    tell: Callable[[str], None],
+    ranked: Sequence[Estimate], measure: Callable[[Candidate], Measured], tell: Callable[[str], None]
 ) -> tuple[list[Estimate], list[str]]:
     """Return the candidates with the fastest measured one first, and a line for each that was measured.
 
-    Those that run out of memory are left out; a candidate whose training fails otherwise keeps its place.
+    Those that run out of memory are left out, and the next one is measured in their place if no other is left. If a
+    training fails otherwise, no further one is measured.
     """
+    close = [one for one in ranked if one.tokens_per_second >= CLOSE * ranked[0].tokens_per_second][:MOST]
+    waiting = list(ranked)
     tried: dict[Candidate, Measured] = {}
     lines: list[str] = []
-    close = [one for one in ranked if one.tokens_per_second >= CLOSE * ranked[0].tokens_per_second][:MOST]
-    waiting = list(ranked) if len(close) > 1 else []
     while waiting and (len(tried) < len(close) or all(one.out_of_memory for one in tried.values())):
-        one = waiting.pop(0)
-        of = one.candidate
-        name = f"micro-batch {of.micro_batch} x {of.accumulation}, ZeRO {of.stage}, {of.checkpointing} recomputed"
+        of = waiting.pop(0).candidate
+        name = ", ".join(of.words())
         tell(f"measuring {name}")
         try:
-            found = run(source, [*overrides, *of.assignments()], environ)
+            found = tried[of] = measure(of)
         except FtmonError as error:
             lines.append(f"measured {name}: failed: {error}")
             break
-        tried[of] = found
         if found.out_of_memory:
-            lines.append(f"measured {name}: out of memory, so the next choice is taken")
+            lines.append(f"measured {name}: out of memory, so it is not chosen")
         else:
             peak = f", {gib(found.reserved_bytes, 1)} reserved" if found.reserved_bytes else ""
             lines.append(f"measured {name}: {found.tokens_per_second:,.0f} tokens/s{peak}")

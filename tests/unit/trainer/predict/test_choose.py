@@ -137,9 +137,7 @@ def test_what_fits_nowhere_is_one_line_with_the_least_that_is_needed() -> None:
     with pytest.raises(ConfigError) as refused:
         chosen(space, fit)
     text = str(refused.value)
-    assert text.startswith(
-        "does not fit 1 x T4 16 GB: the least (LoRA of rank 16, recomputed layers, 1 x 2,048 tokens)"
-    )
+    assert text.startswith("does not fit 1 x T4 16 GB: the least (LoRA of rank 16, ZeRO 1, layers recomputed, ")
     assert "\n" not in text
 
 
