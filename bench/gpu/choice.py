@@ -1,32 +1,67 @@
 """What ``ftmon train --init`` chooses, beside a small exhaustive sweep on one GPU: tokens/s and peak of each.
 
-    python bench/gpu/choice.py --out choice.json [--model 0.5b | 1.2b] [--budget 290] [--tiny]
+    python bench/gpu/choice.py --choose choice.json [--model 0.5b | 1.2b]                anywhere, without a GPU
+    python bench/gpu/choice.py --choice choice.json --out FILE [--budget 100] [--tiny]   on a GPU; --tiny: on a CPU
 
 The sweep trains steps of the same rows with each micro-batch, with and without recomputed layers: a process for each
-kind (and ZeRO stage) takes all micro-batches one after the other, with the accumulation that makes the same step, until
-one runs out of memory. On one GPU stages 1 and 2 differ only in how gradients are kept, so stage 2 is run with one
-kind. In what is left of the budget, the choice is made again with its three short trainings. ``--tiny``: on a CPU.
+kind (and ZeRO stage) takes the micro-batches one after the other, the chosen one first, then its neighbours, with the
+accumulation that makes the same step. On one GPU ZeRO's stages 1 and 2 differ only in how gradients are kept. While the
+GPU is measured, ``--init`` chooses on its host too, and its progress is printed with times.
 """
 
 import argparse
+import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from train_rows import LLAMA_12B, QWEN_DEFAULT, Row, documents, prepare, shrunk
+from train_rows import LLAMA_12B, QWEN_DEFAULT, TINY, documents
 
-MODELS = {"0.5b": Row(QWEN_DEFAULT, length=4096), "1.2b": Row(LLAMA_12B, length=4096)}
+MODELS = {"0.5b": QWEN_DEFAULT, "1.2b": LLAMA_12B}
 KINDS = (("none", 1), ("layers", 1), ("none", 2))
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-SECONDS, WARM, LEAST = 6.0, 2, 2
+SECONDS, LEAST = 4.0, 2
+WORDS = 1_500_000
+"""Words of the data of a choice; a sweep needs the rows of one step."""
 FTMON = [sys.executable, "-m", "ftmon.tui.cli"]
+Log = Callable[[str], None]
+
+
+def make(folder: Path, model: dict[str, Any], words: int) -> tuple[Path, Path]:
+    """Write a model's folder without weights and data; return their paths."""
+    from ftmon.trainer.recipe.model.tokenizer import train
+
+    data, named = folder / "data.jsonl", folder / "model"
+    documents(data, words)
+    with data.open(encoding="utf-8") as lines:
+        texts = [json.loads(line)["text"] for line, _ in zip(lines, range(300), strict=False)]
+    tokenizer = train(lambda: texts, 8192)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(named)
+    (named / "config.json").write_text(json.dumps(model))
+    return named, data
+
+
+def choose(model: dict[str, Any], target: Path) -> None:
+    """Have the command choose for one H200, and write its settings, lines and time."""
+    import yaml
+
+    with tempfile.TemporaryDirectory() as made:
+        named, data = make(Path(made), model, WORDS)
+        file = Path(made, "train.yaml")
+        began = time.perf_counter()
+        command = [*FTMON, "train", "--init", f"--output={file}", "--gpus=1xH200", str(named), str(data)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found = {"chosen": yaml.safe_load(file.read_text()), "lines": done.stdout.splitlines()}
+    target.write_text(json.dumps({**found, "seconds": round(time.perf_counter() - began, 1)}, indent=1))
 
 
 def rank(words: list[str], rows: int, micro_batches: list[int]) -> None:
@@ -63,26 +98,26 @@ def rank(words: list[str], rows: int, micro_batches: list[int]) -> None:
     print("ready", file=said)
     for size in micro_batches:
         sys.stdin.readline()
+        found: dict[str, Any] = {"micro_batch": size}
         try:
-            last = [step(size) for _ in range(WARM)][-1]
+            last = step(size)
             if world.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            count = max(LEAST, round(SECONDS / last))
-            seconds = sum(step(size) for _ in range(count)) / count
+            seconds = [step(size) for _ in range(max(LEAST, round(SECONDS / last)))]
+            found["tokens_per_second"] = round(tokens / min(seconds))
         except torch.OutOfMemoryError:
-            print(json.dumps({"micro_batch": size, "out_of_memory": True}), file=said)
-            break
-        found: dict[str, Any] = {"micro_batch": size, "tokens_per_second": round(tokens / seconds)}
+            found["out_of_memory"] = True
         if world.on_gpu:
             found["allocated_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
             found["reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
+            gc.collect()
             torch.cuda.empty_cache()
         print(json.dumps(found), file=said)
     said.flush()
     os._exit(0)
 
 
-def start(words: list[str], rows: int, log: Any, tiny: bool) -> "subprocess.Popen[str]":
+def start(words: list[str], rows: int, sizes: list[int], log: IO[str]) -> "subprocess.Popen[str]":
     """Start the process of one kind."""
     from ftmon.trainer.recipe import launcher
     from ftmon.trainer.recipe.config.load import load
@@ -93,37 +128,34 @@ def start(words: list[str], rows: int, log: Any, tiny: bool) -> "subprocess.Pope
     resolved = resolve(load(None, words))
     base = os.environ | launch_environment(resolved)
     del base["PYTHONSAFEPATH"]  # train_rows is beside this file
-    sizes = json.dumps([size for size in MICRO_BATCHES[: 3 if tiny else None] if size <= rows])
     return subprocess.Popen(
-        [sys.executable, __file__, "--rank", json.dumps(words), "--rows", str(rows), "--sizes", sizes],
+        [sys.executable, __file__, "--rank", json.dumps(words), "--rows", str(rows), "--sizes", json.dumps(sizes)],
         env=launcher.environment_of(0, 1, ",".join(resolved.gpus), free_port(), base),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1,
     )  # fmt: skip
 
 
-def init(folder: Path, data: Path, name: str, *more: str) -> dict[str, Any]:
-    """Have the command choose; return the settings that it wrote, its lines and its time."""
-    import yaml
+def beside(named: Path, data: Path, log: Log) -> "subprocess.Popen[str]":
+    """Have the command choose on this host, and print its progress with times."""
+    command = [*FTMON, "train", "--init", "--no-measure", f"--output={named.parent}/train.yaml", str(named), str(data)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1)
 
-    target = folder.parent / f"{name}.yaml"
-    began = time.perf_counter()
-    command = [*FTMON, "train", "--init", f"--output={target}", *more, str(folder), str(data)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - began
-    if done.returncode:
-        return {"failed": done.stderr.splitlines()[-3:], "seconds": round(seconds, 1)}
-    return {
-        "chosen": yaml.safe_load(target.read_text()),
-        "lines": done.stdout.splitlines(),
-        "seconds": round(seconds, 1),
-    }
+    def follow() -> None:
+        assert process.stdout
+        for line in process.stdout:
+            log(f"--init: {line.rstrip()}")
+
+    threading.Thread(target=follow, daemon=True).start()
+    return process
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--choose", type=Path)
+    options.add_argument("--choice", type=Path)
     options.add_argument("--out", type=Path)
     options.add_argument("--model", choices=sorted(MODELS), default="0.5b")
-    options.add_argument("--budget", type=float, default=290.0)
+    options.add_argument("--budget", type=float, default=100.0)
     options.add_argument("--tiny", action="store_true")
     options.add_argument("--rank", type=json.loads)
     options.add_argument("--rows", type=int)
@@ -131,98 +163,96 @@ def main() -> None:
     given = options.parse_args()
     if given.rank:
         rank(given.rank, given.rows, given.sizes)
+    if given.choose:
+        choose(MODELS[given.model], given.choose)
+        return
     began = time.monotonic()
 
     def log(text: str) -> None:
         print(f"{time.monotonic() - began:.0f} s  {text}", flush=True)
 
-    row = shrunk(MODELS[given.model]) if given.tiny else MODELS[given.model]
-    row = replace(row, length=4096)
-    result: dict[str, Any] = {"model": given.model, "kinds": []}
+    chosen = json.loads(given.choice.read_text())["chosen"]
+    result: dict[str, Any] = {"model": given.model, "chosen": chosen, "kinds": []}
     with tempfile.TemporaryDirectory() as made, Path(given.out.parent, "choice.log").open("w") as errors:
-        folder, data = Path(made, "model"), Path(made, "data.jsonl")
-        documents(data, 120_000 if given.tiny else 1_500_000)
-        prepare(row, folder, data)
-        log("the model and the data are written")
-        run_sweep(given, folder, data, result, errors, log, began)
+        model = MODELS[given.model] | (TINY if given.tiny else {})
+        named, data = make(Path(made), model, 60_000 if given.tiny else 200_000)
+        log("the data are written")
+        sweep(given, model, (named, data), chosen, result, errors, log, began + given.budget)
     given.out.write_text(json.dumps(result, indent=1))
 
 
-def run_sweep(
-    given: argparse.Namespace, folder: Path, data: Path, result: dict[str, Any], errors: Any, log: Any, began: float
-) -> None:
-    """Choose, sweep, compare."""
-    elsewhere = ["--gpus=1xH200"] if given.tiny else ["--no-measure"]
-    result["choice"] = init(folder, data, "choice", *elsewhere)
-    log(f"--init: {json.dumps(result['choice'])}")
-    chosen = result["choice"]["chosen"]["training"]
-    rows = chosen["micro_batch"] * chosen["grad_accumulation"]
+def sweep(
+    given: argparse.Namespace, model: dict[str, Any], made: tuple[Path, Path], chosen: Any, result: Any, errors: Any,
+    log: Log, until: float,
+) -> None:  # fmt: skip
+    """Run each kind with each micro-batch, as long as there is time, and compare the choice with the best."""
+    named, data = made
+    own = chosen["training"]["micro_batch"]
+    rows = 4 if given.tiny else own * chosen["training"]["grad_accumulation"]
+    sizes = sorted(
+        (size for size in MICRO_BATCHES if size <= rows), key=lambda size: abs(size.bit_length() - own.bit_length())
+    )
     words = [
-        f"model.name={folder}",
+        f"model.config={json.dumps(model)}",
+        f"tokenizer.name={named}",
         f"data.path={data}",
         f"training.micro_batch={min(2, rows)}",
         f"training.grad_accumulation={max(1, rows // 2)}",
-        f"training.sequence_length={chosen['sequence_length']}",
+        f"training.sequence_length={256 if given.tiny else chosen['training']['sequence_length']}",
         "training.rehearsal=false",
-        f"output.dir={folder.parent}/out",
+        f"output.dir={named.parent}/out",
         "output.save_model=false",
-        "checkpoint.minutes=0",
-        "checkpoint.keep_best=false",
+        "checkpoint={minutes: 0, keep_best: false}",
         "evaluation.share=0",
         *(["run.device=cpu", "run.ranks=1"] if given.tiny else []),
     ]
-    running: list[tuple[tuple[str, int], subprocess.Popen[str]]] = []
-    for kind in KINDS:
+    kinds = sorted(KINDS, key=lambda kind: (kind[1], kind[0] != chosen["model"]["gradient_checkpointing"]))
+    running: list[subprocess.Popen[str]] = []
+    for kind in kinds:
         more = [f"model.gradient_checkpointing={kind[0]}", f"zero.stage={kind[1]}"]
-        more += (
-            ["zero.grad_accum_dtype=bf16"] if kind[1] == 2 and not given.tiny else []
-        )  # else stage 2 on one rank runs as 1
-        running.append((kind, start([*words, *more], rows, errors, given.tiny)))
+        more += ["zero.grad_accum_dtype=bf16"] if kind[1] == 2 and not given.tiny else []  # else it runs as stage 1
+        running.append(start([*words, *more], rows, sizes, errors))
+    others = [] if given.tiny else [beside(named, data, log)]
     speeds: dict[tuple[str, int, int], int] = {}
-    for kind, process in running:
-        take(kind, process, speeds, result["kinds"], log, lambda: time.monotonic() - began < given.budget - 15)
-    compare(result, speeds, log)
-    if not given.tiny and given.budget - (time.monotonic() - began) > 100:
-        result["measured"] = init(folder, data, "measured")
-        log(f"--init with short trainings: {json.dumps(result['measured'])}")
-        compare(result, speeds, log, "measured")
+    try:
+        for kind, process in zip(kinds, running, strict=True):
+            take(kind, process, speeds, result["kinds"], log, until)
+    finally:
+        for process in (*running, *others):
+            process.kill()
+            process.wait()
+    if speeds:
+        of, best = (chosen["model"]["gradient_checkpointing"], 1, own), max(speeds, key=lambda one: speeds[one])
+        result["share"] = round(speeds.get(of, 0) / speeds[best], 3)
+        log(f"chosen {of} {speeds.get(of)} tokens/s, best {best} {speeds[best]}: {result['share']:.1%}")
 
 
-def take(kind: tuple[str, int], process: "subprocess.Popen[str]", speeds: Any, found: Any, log: Any, may: Any) -> None:
+def take(
+    kind: tuple[str, int], process: "subprocess.Popen[str]", speeds: dict[tuple[str, int, int], int], found: list[Any],
+    log: Log, until: float,
+) -> None:  # fmt: skip
     """Take the micro-batches of one kind in turn, as long as there is time."""
     assert process.stdin
     assert process.stdout
+    end = threading.Timer(max(1.0, until - time.monotonic()), process.kill)
+    end.start()
     try:
-        while process.stdout.readline() not in ("ready\n", ""):
+        while (line := process.stdout.readline()) not in ("ready\n", ""):
             pass
-        log(f"{kind} is ready")
-        while may():
+        log(f"{kind} {'is ready' if line else 'ended'}")
+        while line and time.monotonic() < until:
             process.stdin.write("\n")
             line = process.stdout.readline()
-            if not line:
-                break
-            one = {"gradient_checkpointing": kind[0], "stage": kind[1], **json.loads(line)}
-            found.append(one)
-            log(json.dumps(one))
-            if "tokens_per_second" in one:
-                speeds[(*kind, one["micro_batch"])] = one["tokens_per_second"]
+            if line:
+                one = {"gradient_checkpointing": kind[0], "stage": kind[1], **json.loads(line)}
+                found.append(one)
+                log(json.dumps(one))
+                if "tokens_per_second" in one:
+                    speeds[(*kind, one["micro_batch"])] = one["tokens_per_second"]
     except BrokenPipeError:
         pass
     finally:
-        process.kill()
-        process.wait()
-
-
-def compare(result: dict[str, Any], speeds: dict[tuple[str, int, int], int], log: Any, name: str = "choice") -> None:
-    """Add the choice's share of the best of the sweep."""
-    chosen = result[name].get("chosen")
-    if not chosen or not speeds:
-        return
-    kind = (chosen["model"]["gradient_checkpointing"], 1, chosen["training"]["micro_batch"])
-    best = max(speeds, key=lambda one: speeds[one])
-    share = speeds.get(kind, 0) / speeds[best]
-    result[f"{name}_share"] = round(share, 3)
-    log(f"{name}: {kind} {speeds.get(kind)} tokens/s, best {best} {speeds[best]}: {share:.1%}")
+        end.cancel()
 
 
 if __name__ == "__main__":

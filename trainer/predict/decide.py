@@ -12,12 +12,12 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from ... import __version__
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.memory import beside_pytorch
 from ...protocol.analysis.estimates.time import combined, gpu_cost
@@ -146,6 +146,7 @@ def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Load
         return loaded, _on_cpu(config, loaded, data, rows)
     tell("importing torch, transformers and DeepSpeed")
     environ = dict(os.environ)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # dry runs need none
     ranks.warm()
     space = _space(config, loaded, machine, count, rows)
     runs = _Runs(given, loaded, space, data, tell)
@@ -524,7 +525,7 @@ def _lines(decided: _Decided) -> list[str]:
 def _file(given: argparse.Namespace, loaded: Loaded, decided: _Decided) -> str:
     """Return a commented configuration: what was given, and what was chosen with its reason."""
     command = shlex.join(["ftmon", "train", "--init", *given.words])
-    lines = [f"# Written by ftmon {metadata.version('ftmon')}: {sanitize(command, 400)}"]
+    lines = [f"# Written by ftmon {__version__}: {sanitize(command, 400)}"]
     lines += [f"# {sanitize(line, 400)}" for line in [f"Predicted {decided.head[0]}", *decided.head[1:]]]
     lines += ["# Every key: ftmon train --print-config", ""]
     values: dict[str, dict[str, tuple[str, str]]] = {}
