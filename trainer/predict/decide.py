@@ -29,7 +29,7 @@ from ..recipe.config.load import Loaded, load, of_model_and_data
 from ..recipe.config.schema import Config
 from ..recipe.hardware import usable_gpus
 from ..recipe.preflight import resolve
-from ..recipe.support import settle_batch
+from ..recipe.support import TARGET_ROWS, settle_batch
 from . import answer, jobs, measure, ranks
 from .__main__ import Progress, allocator_settings, quietly
 from .choose import LORA_RANK, Candidate, Choice, Estimate, Fit, FitPoint, Space, choose, fits
@@ -412,7 +412,7 @@ def _on_cpu(config: Config, loaded: Loaded, data: Data, rows: int) -> _Decided:
     }
     found = _common(batch, reasons, config, data, rows, ranks_)
     found["model.compile"] = (config.model.compile, "on the CPU layers are not compiled")
-    head = ["for the CPU, whose memory and times are not predicted"]
+    head = ["for the CPU: its memory and times are not predicted"]
     return _Decided(_ordered(found), head, ranks_)
 
 
@@ -426,20 +426,20 @@ def _common(
     """Return values and reasons, with those that depend on the data and the batch."""
     length = config.training.sequence_length
     sequences = of.micro_batch * of.accumulation * count
-    fewer = f"; {rows} of the target 32, so that an epoch has ten steps" if rows < 32 else ""
+    fewer = " (small data)" if rows < TARGET_ROWS else ""
     inside = sum(one <= length for one in data.lengths) / len(data.lengths)
     longest = (
-        f"the longest has {data.lengths[-1]:,}" if data.lengths[-1] < length else f"{inside:.1%} have at most so many"
+        f"the longest has {data.lengths[-1]:,} tokens" if data.lengths[-1] < length else f"{inside:.1%} are not longer"
     )
     packing = json.dumps(config.data.packing).strip('"')
     more = {
-        "training.sequence_length": (str(length), f"tokens; of {data.records:,} records {longest}"),
+        "training.sequence_length": (str(length), f"of {data.records:,} records {longest}"),
         "training.grad_accumulation": (
             str(of.accumulation),
             f"{of.micro_batch} x {of.accumulation} x {counted(count, 'rank')} = {counted(sequences, 'sequence')}, "
-            f"{sequences * length:,} tokens a step{fewer}",
+            f"{sequences * length:,} tokens{fewer}",
         ),
-        "data.packing": (packing, f"{data.padding:.0%} of the positions would be padding otherwise"),
+        "data.packing": (packing, f"{data.padding:.0%} would be padding otherwise"),
     }
     return {key: (value, reasons.get(key, "")) for key, value in of.settings().items()} | more
 
@@ -450,14 +450,14 @@ def _described(
     best = chosen.ranked[0]
     reasons = _reasons(chosen, space)
     found = _common(best.candidate, reasons, config, data, space.rows, space.ranks)
-    found["model.compile"] = (config.model.compile, "layers are compiled where nothing excludes it, see the log")
+    found["model.compile"] = (config.model.compile, "where nothing excludes it: the log says")
     rows = data.rows if config.data.packing else data.records
-    head = [f"for {space.ranks} x {space.gpu.name}: {_figures(best, space, config, rows, price)}"]
+    head = [f"for {space.ranks} x {space.gpu.name}", f"predicted: {_figures(best, space, config, rows, price)}"]
     head += [machine.note] if machine.note else []
     others = chosen.ranked[1:3]
     for other in others:
         words = ", ".join(other.candidate.words())
-        head.append(f"next best: {words}: {_figures(other, space, config, rows, price)}")
+        head += [f"next best: {words}", f"           {_figures(other, space, config, rows, price)}"]
     return _Decided(_ordered(found), head, space.ranks)
 
 
@@ -483,8 +483,8 @@ def _reasons(chosen: Choice, space: Space) -> dict[str, str]:
         if other is None:
             return ""
         if not fits(other, space):
-            return f"needs {gib(other.needed_bytes, 1)} of the {gib(space.usable_bytes, 1)} that may be used"
-        return f"would be {other.step_seconds / best.step_seconds:.2f} times as long a step"
+            return f"needs {other.needed_bytes / 2**30:.1f} of the {gib(space.usable_bytes, 1)} to use"
+        return f"takes {other.step_seconds / best.step_seconds:.2f} times as long"
 
     result = {
         "zero.stage": "on one GPU nothing is partitioned" if space.ranks == 1 else "the least communication",
@@ -506,7 +506,7 @@ def _reasons(chosen: Choice, space: Space) -> dict[str, str]:
         result["zero.offload_optimizer"] = "adapters have small states"
         full = [one.needed_bytes for one in chosen.found if not one.candidate.lora_rank]
         if full:
-            result["lora.rank"] = f"all weights need {gib(min(full), 1)} at the least, of {gib(space.usable_bytes, 1)}"
+            result["lora.rank"] = f"all weights need {gib(min(full), 1)} or more"
     larger = of._replace(micro_batch=2 * of.micro_batch, accumulation=max(1, of.accumulation // 2))
     if larger in every:
         words = against(micro_batch=larger.micro_batch, accumulation=larger.accumulation)
@@ -526,7 +526,7 @@ def _file(given: argparse.Namespace, loaded: Loaded, decided: _Decided) -> str:
     """Return a commented configuration: what was given, and what was chosen with its reason."""
     command = shlex.join(["ftmon", "train", "--init", *given.words])
     lines = [f"# Written by ftmon {__version__}: {sanitize(command, 400)}"]
-    lines += [f"# {sanitize(line, 400)}" for line in [f"Predicted {decided.head[0]}", *decided.head[1:]]]
+    lines += [f"# {sanitize(line, 400)}" for line in [f"Chosen {decided.head[0]}", *decided.head[1:]]]
     lines += ["# Every key: ftmon train --print-config", ""]
     values: dict[str, dict[str, tuple[str, str]]] = {}
     config = msgspec.to_builtins(loaded.config)

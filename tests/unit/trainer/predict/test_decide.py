@@ -78,7 +78,7 @@ def test_the_choice_for_the_cpu_is_written_as_a_file_that_loads(
     assert training.sequence_length == 512
     assert training.micro_batch * training.micro_steps == 4
     text = file.read_text()
-    assert "  # 4 x 1 x 1 rank = 4 sequences, 2,048 tokens a step; 4 of the target 32, so that an epoch has ten" in text
+    assert "  # 4 x 1 x 1 rank = 4 sequences, 2,048 tokens (small data)\n" in text
     assert "training.micro_batch=4" in shown
     assert f"written: {file}; start it: ftmon train {file}" in shown
 
