@@ -244,7 +244,7 @@ def take(
             process.stdin.write("\n")
             line = process.stdout.readline()
             if line:
-                one = {"gradient_checkpointing": kind[0], "stage": kind[1], **json.loads(line)}
+                one: dict[str, Any] = {"gradient_checkpointing": kind[0], "stage": kind[1], **json.loads(line)}
                 found.append(one)
                 log(json.dumps(one))
                 if "tokens_per_second" in one:
