@@ -479,7 +479,9 @@ class Counting:
         if attention is not None:
             flops = _attention_flops(args, kwargs, *attention, self._keys_of_packed(name, args))
         elif packet in flop_registry:
-            flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
+            # Products with a type of their own (``dtype_out``) have it among their arguments.
+            given = [one for one in args if not isinstance(one, torch.dtype)]
+            flops = float(flop_registry[packet](*given, **kwargs, out_val=result))
         self._operations[flops, moved, precision, attention is not None] += self.times
 
     def update(self, tensors: Any) -> None:
