@@ -149,6 +149,8 @@ def train(arguments: Namespace) -> int:
     pair = _model_and_data(arguments)
     if arguments.init:
         _init(arguments, pair)
+    if arguments.gpus:
+        raise UsageError("--gpus goes with --init: a training is on this host's GPUs (run.ranks=N takes fewer)")
     push = [f"output.push={arguments.push}"] if arguments.push else []
     given = {"given": pair} if pair else {"config": arguments.config}
     overrides = [*arguments.overrides[1 if pair else 0 :], *push]
