@@ -427,10 +427,8 @@ def _common(
     length = config.training.sequence_length
     sequences = of.micro_batch * of.accumulation * count
     fewer = " (small data)" if rows < TARGET_ROWS else ""
-    inside = sum(one <= length for one in data.lengths) / len(data.lengths)
-    longest = (
-        f"the longest has {data.lengths[-1]:,} tokens" if data.lengths[-1] < length else f"{inside:.1%} are not longer"
-    )
+    reached = sum(one >= length for one in data.lengths) / len(data.lengths)
+    longest = f"{reached:.1%} reach it" if reached else f"the longest has {data.lengths[-1]:,} tokens"
     packing = json.dumps(config.data.packing).strip('"')
     more = {
         "training.sequence_length": (str(length), f"of {data.records:,} records {longest}"),
@@ -484,7 +482,7 @@ def _reasons(chosen: Choice, space: Space) -> dict[str, str]:
             return ""
         if not fits(other, space):
             return f"needs {other.needed_bytes / 2**30:.1f} of the {gib(space.usable_bytes, 1)} to use"
-        return f"takes {other.step_seconds / best.step_seconds:.2f} times as long"
+        return f"needs {other.step_seconds / best.step_seconds:.2f} times as long"
 
     result = {
         "zero.stage": "on one GPU nothing is partitioned" if space.ranks == 1 else "the least communication",
