@@ -186,6 +186,12 @@ class StartRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """For ``run``: the script's command."""
     config: str = ""
     """For ``train``: the configuration file, or its first ``key.sub=value``."""
+    given: list[str] = []
+    """For ``train``, instead of ``config``: a model and data, for which all else is chosen."""
+    measure: bool = True
+    """For ``train``: whether the best of what is chosen are measured on GPUs before."""
+    price: float | None = None
+    """Of one GPU for one hour, for the cost of what is chosen."""
     resume: str = ""
     """For ``train``, instead of ``config``: the directory of the run whose configuration and checkpoint are used."""
     overrides: list[str] = []
@@ -200,22 +206,32 @@ class StartRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """
     stdin: int | None = None
     """Inherited descriptor that becomes the job's standard input; None: no standard input."""
+    progress: int | None = None
+    """Inherited descriptor for lines about a choice (``auto``) and its progress; None: they are not shown."""
 
 
 def spawn_start(
-    request: StartRequest, line: CommandEnd | None = None, *, stdin: int | None = None, environ: Mapping[str, str]
+    request: StartRequest,
+    line: CommandEnd | None = None,
+    *,
+    stdin: int | None = None,
+    progress: int | None = None,
+    environ: Mapping[str, str],
 ) -> tuple["subprocess.Popen[bytes]", bytes]:
     """Start the process that starts a run; return it, and the input to pass to its ``communicate``.
 
     ``line`` is the requesting process's end of the socket pair to the run's launcher; None: no process waits for the
-    run. The descriptor ``stdin`` becomes the job's standard input; ``environ``, without the variables of a run, its
-    environment. Raises ``UsageError`` if an argument is not UTF-8, ``OSError`` if the process cannot be created.
+    run. The descriptor ``stdin`` becomes the job's standard input, ``progress`` receives lines about a choice;
+    ``environ``, without the variables of a run, is its environment. Raises ``UsageError`` if an argument is not UTF-8,
+    ``OSError`` if the process cannot be created.
     """
     # A copy: the process's own descriptor 0 is the pipe with the request.
     input_copy = os.dup(stdin) if stdin is not None else None
+    shown = os.dup(progress) if progress is not None else None
     try:
-        inherited = [each for each in (line and line.launchers_end, input_copy) if each is not None]
-        request = msgspec.structs.replace(request, line=line and line.launchers_end, stdin=input_copy)
+        inherited = [each for each in (line and line.launchers_end, input_copy, shown) if each is not None]
+        line_end = line and line.launchers_end
+        request = msgspec.structs.replace(request, line=line_end, stdin=input_copy, progress=shown)
         try:
             written = msgspec.json.encode(request)
         except UnicodeEncodeError:
@@ -230,8 +246,9 @@ def spawn_start(
             environ=environ,
         )
     finally:
-        if input_copy is not None:
-            os.close(input_copy)
+        for copy in (input_copy, shown):
+            if copy is not None:
+                os.close(copy)
     if line is not None:
         line.other.close()
     return process, written
@@ -258,7 +275,7 @@ def read_request(file: IO[bytes]) -> StartRequest:
         request = msgspec.json.decode(file.read(), type=StartRequest)
     except (msgspec.MsgspecError, ValueError) as error:
         raise UsageError(f"standard input must be a request to start a run, in JSON: {error}") from None
-    for descriptor in (request.line, request.stdin):
+    for descriptor in (request.line, request.stdin, request.progress):
         if descriptor is not None:
             try:
                 os.fstat(descriptor)

@@ -11,10 +11,12 @@ import json
 import logging
 import math
 import os
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from typing import Self
 
 import msgspec
@@ -23,8 +25,10 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.ranking import Need
 from ...protocol.analysis.estimates.time import epoch_cost
 from ...protocol.errors import ConfigError, FtmonError, UsageError
+from ...protocol.run.start import module_command
 from ...protocol.text import duration, escape_json, sanitize
 from ..host.processes import end_with_parent, lower_priority
+from ..recipe.config.load import load
 from . import answer, deepspeed_file, explain, jobs, ranks
 from .result import Prediction
 
@@ -75,8 +79,10 @@ def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Predi
     from . import what_if
     from .script import NOT_CHANGED
 
-    allocator = _allocator()
+    allocator = allocator_settings()
     tell(_PREPARING)
+    if arguments.config:
+        arguments.overrides = [*arguments.overrides, *_chosen(arguments, tell)]
     job = jobs.prepare(arguments, allocator)
     tell(_IMPORTING)
     ranks.warm()
@@ -97,6 +103,31 @@ def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Predi
     rows = what_if.table(arguments, allocator, found, capacity or 0, tell)
     notes = [*found.notes, NOT_CHANGED] if arguments.command else found.notes
     return msgspec.structs.replace(found, what_if=rows, notes=notes)
+
+
+def _chosen(arguments: argparse.Namespace, tell: Callable[[str], None]) -> list[str]:
+    """Return the choice of what is ``auto`` in a configuration, made by a process of its own, as assignments.
+
+    Raises:
+        ConfigError: the configuration cannot be used, or nothing fits.
+    """
+    source = [arguments.config, *arguments.overrides]
+    without_file = "=" in source[0] and not Path(source[0]).exists()
+    loaded = load(None, source) if without_file else load(source[0], source[1:])
+    if not loaded.chosen:
+        return []
+    tell("choosing what is auto")
+    count = arguments.ranks or loaded.config.run.ranks or 1
+    words = [f"--gpus={count}x{arguments.gpu}", f"--parent={os.getpid()}", "--", *source]
+    done = subprocess.run(
+        module_command("ftmon.trainer.predict.decide", words),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        raise ConfigError(done.stderr.decode(errors="replace").strip().rpartition("ftmon: ")[2])
+    return list(json.loads(done.stdout.splitlines()[-1])["overrides"])
 
 
 def _with_data(
@@ -143,8 +174,10 @@ class Progress:
     once as a JSON object, for the process that waits for a background prediction.
     """
 
-    def __init__(self, *, as_json: bool = False) -> None:
+    def __init__(self, *, as_json: bool = False, activity: str = "predicting", descriptor: int = 2) -> None:
         self._as_json = as_json
+        self._activity = activity
+        self._descriptor = descriptor
         self._began = self._changed = time.monotonic()
         self._what = _PREPARING
         self._printed = ""
@@ -166,7 +199,7 @@ class Progress:
         self._what, self._changed = what, time.monotonic()
         if self._as_json:
             if what not in _BEFORE_DRY_RUNS:
-                _write(json.dumps({"predicting": what}))
+                _write(2, json.dumps({"predicting": what}))
         elif what != self._printed and self._changed - self._began >= _SILENT_SECONDS:
             self._print(what)
 
@@ -182,7 +215,7 @@ class Progress:
 
     def _print(self, what: str, more: str = "") -> None:
         self._printed = what
-        _write(f"predicting: {sanitize(what)}{more}")
+        _write(self._descriptor, f"{self._activity}: {sanitize(what)}{more}")
 
 
 _PREPARING = "reading the configuration of the model and the run"
@@ -192,12 +225,13 @@ _SILENT_SECONDS = 2.0
 _REPEAT_SECONDS = 10.0
 
 
-def _write(line: str) -> None:
+def _write(descriptor: int, line: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(2, f"{line}\n".encode())
+        os.write(descriptor, f"{line}\n".encode())
 
 
-def _allocator() -> Settings:
+def allocator_settings() -> Settings:
+    """Return the settings of PyTorch's allocator in this environment; a wrong or unsupported one is refused."""
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     try:
         settings = Settings.parse(text)

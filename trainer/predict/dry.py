@@ -58,6 +58,8 @@ class Measured:
     """Events from the start of the process to the end of the steps at this length."""
     work: Work
     """Work of one step."""
+    micro_step: Work
+    """Of that, a micro-step between the first and the last; empty if there is none."""
 
 
 _LOOK_FOR_CUDA = ("torch._dynamo", "bitsandbytes")
@@ -177,7 +179,7 @@ class DryRun:
             self._sightings.begin(self.engine)
             self._step(length)
             self._sightings.watching = False
-            work = self._counting.work()
+            work, micro_step = self._counting.work(), self._counting.micro_step()
             again = self.trace.repeat(start)
             start += (len(self.trace.events) - start) // 2 if again is not None else 0
             if again is None:
@@ -193,7 +195,7 @@ class DryRun:
             logits = {part: size for part, size in logits.items() if size}
             self._phases[phase] = msgspec.structs.replace(self._phases[phase], parts=parts, logits=logits)
         rank = Rank(self._rank, dict(self._phases), self.trace.host_peak)
-        return Measured(rank, list(self.trace.events), work)
+        return Measured(rank, list(self.trace.events), work, micro_step)
 
     def _step(self, length: int) -> None:
         for name in ("forward", "backward", "optimizer"):

@@ -39,6 +39,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """Processor seconds of this length; the first one includes the start of the run."""
     work: Work = Work([], [])
     """Work of a step, from which its time is predicted."""
+    micro_step: Work = Work([], [])
+    """Of that, a micro-step between the first and the last; empty if there is none."""
 
 
 class RankRun(msgspec.Struct):
@@ -236,4 +238,5 @@ def _outcome(dry: DryRun, length: int, capacity: int | None, in_turn: bool) -> O
     rank = measured.rank
     low, high = rank.allocated_peak_bytes, rank.reserved_peak_bytes
     needed = record.needed_bytes(measured.events, allocator, low, high)
-    return Outcome(length, msgspec.structs.replace(rank, needed_bytes=needed), fails, work=measured.work)
+    rank = msgspec.structs.replace(rank, needed_bytes=needed)
+    return Outcome(length, rank, fails, work=measured.work, micro_step=measured.micro_step)

@@ -347,10 +347,7 @@ class RecipeRun(DryRun):
         with fake.left():
             batch = self._dry.batch([length] if self._documents is None else self._documents.row(length))
         self._counting.pairs_a_token = self._documents and self._documents.pairs(length)
-        self._dry.train_step(batch, self._weigh)
-
-    def _weigh(self, times: int) -> None:
-        self._counting.times = times
+        self._dry.train_step(batch, self._counting.begin_micro_step)
 
 
 def _packed(documents: Documents | None) -> str:

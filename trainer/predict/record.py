@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...protocol.analysis.allocator.model import CachingAllocator, DeviceOutOfMemory, Peaks
 from ...protocol.analysis.allocator.settings import Settings
-from ...protocol.analysis.estimates.time import Collective, Communication, Operation, Work
+from ...protocol.analysis.estimates.time import Collective, Communication, Operation, Work, combined
 from ...protocol.messages.throughput import Precision
 
 ALLOCATE, FREE, USE, EMPTY, MARK, END = range(6)
@@ -425,6 +426,20 @@ class Counting:
         """Number of times that ZeRO-3 gathers or releases a module's parameters."""
         self._transfer_bytes = 0
         self._host_bytes = 0
+        self._starts: list[tuple[int, Work]] = []
+        """Weight of each micro-step, and the work before it."""
+
+    def begin_micro_step(self, times: int) -> None:
+        """Begin a micro-step that stands for ``times`` like it."""
+        self.times = times
+        self._starts.append((times, self.work()))
+
+    def micro_step(self) -> Work:
+        """Return the work of one micro-step between the first and the last; empty if there is none."""
+        if len(self._starts) < 3:
+            return Work([], [])
+        (times, before), (_, after) = self._starts[1:3]
+        return combined([(after, Fraction(1, times)), (before, Fraction(-1, times))])
 
     def work(self) -> Work:
         """Return the counted work."""
@@ -464,7 +479,9 @@ class Counting:
         if attention is not None:
             flops = _attention_flops(args, kwargs, *attention, self._keys_of_packed(name, args))
         elif packet in flop_registry:
-            flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
+            # Products with a type of their own (``dtype_out``) have it among their arguments.
+            given = [one for one in args if not isinstance(one, torch.dtype)]
+            flops = float(flop_registry[packet](*given, **kwargs, out_val=result))
         self._operations[flops, moved, precision, attention is not None] += self.times
 
     def update(self, tensors: Any) -> None:

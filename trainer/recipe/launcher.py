@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
 import psutil
@@ -29,11 +29,11 @@ def command(ranks: int, gpus: Sequence[str], port: int, arguments: Sequence[str]
     return [*words, *([f"--gpus={','.join(gpus)}"] if gpus else []), "--", *arguments]
 
 
-def environment_of(rank: int, ranks: int, gpus: str, port: int) -> dict[str, str]:
+def environment_of(rank: int, ranks: int, gpus: str, port: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment of a rank; all ranks are on this host."""
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_SIZE": ranks}
     own |= {"CROSS_RANK": 0, "CROSS_SIZE": 1, "MASTER_PORT": port}
-    result = {**os.environ, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in own.items()}}
+    result = {**base, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in own.items()}}
     return {**result, "CUDA_VISIBLE_DEVICES": gpus} if gpus else result
 
 

@@ -9,19 +9,23 @@ import argparse
 import contextlib
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ...protocol.run import exits
 from ...protocol.run.rundir import Recipe, RunDir, home
-from ...protocol.run.start import StartRequest, print_started, read_request
+from ...protocol.run.start import StartRequest, module_command, print_started, read_request
+from ...protocol.text import sanitize
 from ..launch import start
 from . import hardware, launcher
 from .checkpoint import manifest as checkpoints
 from .config import write
-from .config.load import Loaded, load
+from .config.load import Loaded, load, of_model_and_data
 from .config.schema import Config
 from .faults import spec
 from .hardware import free_port, usable_gpus
@@ -91,9 +95,10 @@ def demo_config(overrides: list[str]) -> Loaded:
     return load(None, [f"data.path={DATA}", *overrides], _BOTH + (_CPU if on_cpu else _GPU))
 
 
-def start_trainer(request: StartRequest, loaded: Loaded) -> RunDir:
+def start_trainer(request: StartRequest, loaded: Loaded, notes: Sequence[str] = ()) -> RunDir:
     """Check a configuration and start its run, called after the request, ``run.name``, or the file.
 
+    ``notes`` become comments of the run's configuration.
     What does not hold, or is missing, is a ``UsageError``; a run that cannot be started an ``FtmonError``.
     """
     start.check_request(request)
@@ -104,9 +109,10 @@ def start_trainer(request: StartRequest, loaded: Loaded) -> RunDir:
     resolved = resolve(loaded)
     _make_output(loaded, resolved.config.output.dir)
     os.environ.update(launch_environment(resolved))
-    chosen = request.name or resolved.config.run.name or Path(loaded.source).stem
-    described, recipe = write.dump(resolved.config), _recipe(request, resolved.config)
-    return start.start_run(request, chosen, launch_command(resolved), described, recipe)
+    source = request.given[0] if request.given else loaded.source
+    name = request.name or resolved.config.run.name or Path(source).absolute().stem
+    described = "".join(f"# {sanitize(note)}\n" for note in notes) + write.dump(resolved.config)
+    return start.start_run(request, name, launch_command(resolved), described, _recipe(request, resolved.config))
 
 
 def _recipe(request: StartRequest, config: Config) -> Recipe:
@@ -128,6 +134,8 @@ def _file(request: StartRequest) -> str:
 
 
 def _overrides(request: StartRequest) -> list[str]:
+    if request.given:
+        return [*of_model_and_data(*request.given), *request.overrides]
     return request.overrides if _file(request) == request.config else [request.config, *request.overrides]
 
 
@@ -148,7 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         request = read_request(sys.stdin.buffer)
-        run = start_trainer(request, _demo(request) if request.kind == "demo" else _train(request))
+        loaded = _demo(request) if request.kind == "demo" else _train(request)
+        run = start_trainer(request, *(_with_choice(request, loaded) if loaded.chosen else (loaded, ())))
     except FtmonError as error:
         print(error, file=sys.stderr)
         return exits.of_error(error, exits.WRONG_USAGE)
@@ -165,6 +174,40 @@ def _train(request: StartRequest) -> Loaded:
     if request.resume:
         return _resumed(RunDir(request.resume), request.overrides)
     return load(_file(request) or None, _overrides(request))
+
+
+class _Decision(msgspec.Struct):
+    """What ``ftmon.trainer.predict.decide`` prints."""
+
+    overrides: list[str]
+    lines: list[str]
+
+
+def _with_choice(request: StartRequest, loaded: Loaded) -> tuple[Loaded, list[str]]:
+    """Return a configuration with what is ``auto`` chosen by a process of its own, and its reasons.
+
+    Raises:
+        ConfigError: the process refused, or nothing fits.
+    """
+    if request.kind != "train" or request.resume:
+        path = min(loaded.chosen)
+        raise loaded.error(path, "is auto, which is for 'ftmon train' with a configuration or MODEL DATA")
+    file, words = _file(request), _overrides(request)
+    arguments = [*([] if request.measure else ["--no-measure"]), f"--parent={os.getpid()}"]
+    arguments += [] if request.price is None else [f"--price={request.price}"]
+    arguments += [] if request.progress is None else [f"--progress={request.progress}"]
+    done = subprocess.run(
+        module_command("ftmon.trainer.predict.decide", [*arguments, "--", *([file] if file else []), *words]),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        pass_fds=[] if request.progress is None else [request.progress],
+        check=False,
+    )
+    if done.returncode:
+        text = done.stderr.decode(errors="replace").strip().removeprefix("ftmon: ")
+        raise ConfigError(text or f"the choice ended with status {done.returncode}")
+    decision = msgspec.json.decode(done.stdout.splitlines()[-1], type=_Decision)
+    return load(file or None, [*words, *decision.overrides]), decision.lines
 
 
 def _resumed(run: RunDir, overrides: Sequence[str]) -> Loaded:

@@ -466,7 +466,7 @@ def check(spec: Spec) -> None:
         return
     if missing := missing_packages():
         raise UsageError(f"training needs {', '.join(missing)}, not installed here; run: pip install 'ftmon[train]'")
-    load.load(spec.config)
+    _refuse_choice(load.load(spec.config))
     for name, value in spec.settings.items():
         _check_one(spec, name, value, f"{spec.source}: set.{name}")
     for axis in spec.axes:
@@ -489,10 +489,15 @@ def fingerprint(spec: Spec) -> str:
 
 def _check_one(spec: Spec, name: str, value: Value, where: str) -> None:
     try:
-        load.load(spec.config, [_assignment(name, value)])
+        _refuse_choice(load.load(spec.config, [_assignment(name, value)]))
     except FtmonError as error:
         words = str(error).removeprefix(f"{load.COMMAND_LINE}: ")
         raise ConfigError(f"{where}: {words}") from None
+
+
+def _refuse_choice(loaded: load.Loaded) -> None:
+    for path in sorted(loaded.chosen):
+        raise loaded.error(path, "is auto, and a sweep needs a value; 'ftmon train --init MODEL DATA' writes one")
 
 
 def _assignment(name: str, value: Value) -> str:

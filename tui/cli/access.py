@@ -179,7 +179,9 @@ def start_run(request: StartRequest, line: CommandEnd | None = None, *, stdin: b
         StartFailedError: the process refused; the text is its output.
     """
     environment = _with_own_programs() | (_window() if line is not None else {})
-    process, written = spawn_start(request, line, stdin=0 if stdin else None, environ=environment)
+    stderr: object = sys.stderr  # None if the command was started without one
+    progress = 2 if request.kind == "train" and stderr is not None else None
+    process, written = spawn_start(request, line, stdin=0 if stdin else None, progress=progress, environ=environment)
     try:
         try:
             output, errors = process.communicate(written, timeout=_SILENT_SECONDS)

@@ -362,13 +362,21 @@ _TRAIN = (
     command(
         "train",
         "train:train",
-        "train with a configuration of your own, and watch it",
-        argument("config", "CONFIG.yaml", "the configuration", nargs="?"),
+        "train a model on data, or with a configuration of your own, and watch it",
+        argument("config", "MODEL DATA | CONFIG.yaml", "a model and data, or a configuration", nargs="?"),
         flag("--print-config", "print a commented default configuration and exit"),
+        flag("--init", "write the configuration that is chosen for MODEL DATA, and exit"),
+        argument("--output", "FILE", "file of --init (default: train.yaml)", default="train.yaml"),
+        argument("--gpus", "NxNAME", "choose for these GPUs, such as 8xH100-80GB, with --init (default: this host's)"),
+        flag("--no-measure", "do not measure the best of what is chosen before the training (GPUs)"),
+        PRICE,
         argument("--push", "REPOSITORY", "upload the final model to the Hugging Face Hub"),
         OVERRIDES,
         _NO_PREDICT,
         *START_OPTIONS,
+        usage="ftmon train [options] MODEL DATA | CONFIG.yaml [key.sub=value ...]",
+        epilog="MODEL is a folder or a name on the Hugging Face Hub, DATA a file, a folder or a name there. What MODEL "
+        "DATA leaves open, and what is auto in CONFIG.yaml, is chosen by dry runs: docs/training.md.",
     ),
     command(
         "resume",
@@ -416,7 +424,9 @@ _TRAIN = (
         argument(
             "target",
             "MODEL|RUN",
-            "a model's folder, an output folder, a checkpoint, a run, or a name on the Hugging Face Hub",
+            "a model's folder, an output folder, a checkpoint, a run, or a name on the Hugging Face Hub (default: the "
+            "newest run of 'ftmon train')",
+            nargs="?",
         ),
         argument(
             "--adapter", "NAME=PATH", "adapters of that model, under a name; several times: several", action="append"

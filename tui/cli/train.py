@@ -34,8 +34,19 @@ from .watch import opens_app, watch
 def chat(arguments: Namespace) -> NoReturn:
     """Run the chat."""
     require_training()
+    target = arguments.target or _newest()
     names = ("adapter", "system", "temperature", "top_p", "max_tokens", "stop", "seed", "device", "whole", "debug")
-    become("ftmon.trainer.recipe.chat", [*words_of(arguments, names), "--", arguments.target])
+    become("ftmon.trainer.recipe.chat", [*words_of(arguments, names), "--", target])
+
+
+def _newest() -> str:
+    """Return the newest run of the trainer, which ``ftmon chat`` without a model means; a finished one comes first."""
+    entries = [one for one in RunList().entries() if one.kind in TRAINER_KINDS]
+    if not entries:
+        raise UsageError("chat needs a model or a run: 'ftmon train' has no run here yet")
+    found = next((one for one in entries if one.state == "finished"), entries[0])
+    print(f"ftmon: chat with {found.id}", file=sys.stderr, flush=True)
+    return found.id
 
 
 def check(arguments: Namespace) -> int:
@@ -134,10 +145,37 @@ def train(arguments: Namespace) -> int:
         command = module_command("ftmon.trainer.recipe.start", ["print-config"])
         return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
     if arguments.config is None:
-        raise UsageError("train needs CONFIG.yaml; 'ftmon train --print-config' prints a template")
+        raise UsageError("train needs MODEL DATA or CONFIG.yaml; 'ftmon train --print-config' prints a template")
+    pair = _model_and_data(arguments)
+    if arguments.init:
+        _init(arguments, pair)
+    if arguments.gpus:
+        raise UsageError("--gpus goes with --init: a training is on this host's GPUs (run.ranks=N takes fewer)")
     push = [f"output.push={arguments.push}"] if arguments.push else []
-    request = _request("train", arguments, config=arguments.config, overrides=[*arguments.overrides, *push])
-    return _start_and_watch(arguments, request)
+    given = {"given": pair} if pair else {"config": arguments.config}
+    overrides = [*arguments.overrides[1 if pair else 0 :], *push]
+    choice = {"measure": not arguments.no_measure, "price": arguments.price}
+    return _start_and_watch(arguments, _request("train", arguments, overrides=overrides, **given, **choice))
+
+
+def _model_and_data(arguments: Namespace) -> list[str]:
+    """Return MODEL and DATA if they are given instead of a configuration."""
+    first, rest = arguments.config, arguments.overrides
+    if ("=" in first and not os.path.exists(first)) or first.endswith((".yaml", ".yml")):
+        return []
+    if rest and ("=" not in rest[0] or os.path.exists(rest[0])):
+        return [first, rest[0]]
+    if os.path.isdir(first):
+        raise UsageError(f"{first}: is a folder; to train the model in it, name the data too: ftmon train MODEL DATA")
+    return []
+
+
+def _init(arguments: Namespace, pair: list[str]) -> NoReturn:
+    """Write the configuration that is chosen for a model and data."""
+    if not pair:
+        raise UsageError("--init needs MODEL DATA, as in: ftmon train --init Qwen/Qwen2.5-0.5B data.jsonl")
+    words = [f"--init={arguments.output}", *words_of(arguments, ("gpus", "price"))]
+    become("ftmon.trainer.predict.decide", [*words, "--pair", "--", *pair, *arguments.overrides[1:]], ends_at_once=True)
 
 
 @_own_statuses(exits.WRONG_USAGE)

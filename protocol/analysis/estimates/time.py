@@ -7,9 +7,11 @@ can launch its operations. Host times are fitted to steps of 0.5B to 1.2B models
 Also the cost of an epoch, and the comparison of a live run's peaks with the predicted ones.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -92,6 +94,26 @@ class Work(msgspec.Struct, frozen=True):
     """Bytes read and written in the host's memory by an optimizer on the CPU."""
     fetches: int = 0
     """Number of gathers of a module's parameters by ZeRO-3, whose hooks run on the host even if nothing is sent."""
+
+
+def combined(parts: Sequence[tuple[Work, float | Fraction]]) -> Work:
+    """Return the sum of works, each with all its counts and sizes multiplied by a factor, which may be negative."""
+    values: dict[str, Any] = {}
+    for name in Work.__struct_fields__:
+        weighted: list[tuple[Any, float | Fraction]] = [(getattr(work, name), factor) for work, factor in parts]
+        if not isinstance(weighted[0][0], list):
+            values[name] = _number(sum(size * factor for size, factor in weighted))
+            continue
+        counts: Counter[Any] = Counter()
+        for every, factor in weighted:
+            for one in every:
+                counts[msgspec.structs.replace(one, count=1)] += one.count * factor
+        values[name] = [msgspec.structs.replace(one, count=_number(count)) for one, count in counts.items() if count]
+    return Work(**values)
+
+
+def _number(value: float | Fraction) -> float:
+    return int(value) if value == int(value) else float(value)
 
 
 class StepTime(msgspec.Struct, frozen=True):

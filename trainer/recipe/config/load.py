@@ -4,6 +4,7 @@ A wrong key, type or value raises ``ConfigError``.
 """
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from msgspec import inspect
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from ....protocol.errors import ConfigError, UsageError
-from .schema import MOST_WHOLE, OFF, Config
+from .schema import CHOSEN, MOST_WHOLE, OFF, Config
 
 # YAML as nodes with their lines: PyYAML's ``compose`` keeps positions and builds no Python objects. A scalar is
 # interpreted later, by the type of its field (YAML 1.1 would read ``1e-5`` as text and ``no`` as a boolean).
@@ -164,6 +165,8 @@ class Loaded:
     source: str
     places: dict[str, str] = field(default_factory=dict[str, str])
     """Place of each given dotted path: ``train.yaml:12`` or ``command line``."""
+    chosen: frozenset[str] = frozenset()
+    """Dotted paths of settings that are ``auto`` and chosen by dry runs; ``config`` has their defaults."""
 
     def error(self, path: str, text: str) -> ConfigError:
         """Return an error with ``text`` about a dotted path, with the place of its value."""
@@ -184,9 +187,25 @@ def load(path: str | None, overrides: Sequence[str] = (), base: str = "") -> Loa
     return decode(tree, path or COMMAND_LINE)
 
 
+_FILES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
+
+
+def of_model_and_data(model: str, data: str) -> list[str]:
+    """Return the assignments with which a model is trained on data, a file or a data set, and all else is chosen."""
+    where = "path" if Path(data).suffix in _FILES else "name"
+    sections = [section for section in msgspec.structs.fields(Config) if section.name != "deepspeed"]
+    auto = [
+        f"{section.name}.{found.name}=auto"
+        for section in sections
+        for found in inspect.type_info(section.type).fields  # type: ignore[union-attr]
+        if isinstance(found.type, inspect.Metadata) and CHOSEN in (found.type.extra or {})
+    ]
+    return [f"model.name={json.dumps(model)}", f"data.{where}={json.dumps(data)}", *auto]
+
+
 def decode(tree: Node | None, source: str) -> Loaded:
     """Convert a node tree to the configuration."""
-    places: dict[str, str] = {}
+    places = _Places()
     if tree is None or _is_null(tree):
         return Loaded(Config(), source, places)
     if not isinstance(tree, MappingNode):
@@ -194,10 +213,17 @@ def decode(tree: Node | None, source: str) -> Loaded:
     info = inspect.type_info(Config)
     assert isinstance(info, inspect.StructType)
     plain = _struct(tree, info, "", places)
-    return Loaded(msgspec.convert(plain, Config), source, places)
+    return Loaded(msgspec.convert(plain, Config), source, places, frozenset(places.chosen))
 
 
-def _struct(node: Node, info: inspect.StructType, path: str, places: dict[str, str]) -> dict[str, Any]:
+class _Places(dict[str, str]):
+    """Places by dotted path, and the paths whose value is to be chosen."""
+
+    def __init__(self) -> None:
+        self.chosen: set[str] = set()
+
+
+def _struct(node: Node, info: inspect.StructType, path: str, places: _Places) -> dict[str, Any]:
     if path in OFF and isinstance(node, ScalarNode) and node.style is None and node.value.lower() in _FALSE:
         return OFF[path]
     if not isinstance(node, MappingNode):
@@ -210,15 +236,24 @@ def _struct(node: Node, info: inspect.StructType, path: str, places: dict[str, s
         if key.value not in fields:
             raise ConfigError(f"{place(key)}: unknown key {shown(below)}{_suggest(key.value, path, fields)}")
         places[below] = place(key)
-        if not _is_null(value):
+        if _is_chosen(value, fields[key.value].type):
+            places.chosen.add(below)
+        elif not _is_null(value):
             result[key.value] = _value(value, fields[key.value].type, below, places)
     return result
 
 
-def _value(node: Node, info: inspect.Type, path: str, places: dict[str, str], others: str = "") -> Any:
+def _is_chosen(node: Node, info: inspect.Type) -> bool:
+    extra = info.extra if isinstance(info, inspect.Metadata) else None
+    return CHOSEN in (extra or {}) and isinstance(node, ScalarNode) and node.value == "auto"
+
+
+def _value(node: Node, info: inspect.Type, path: str, places: _Places, others: str = "") -> Any:
     match info:
         case inspect.Metadata(type=inspect.LiteralType(values=values), extra=aliases):
             return _choice(node, values, path, aliases or {})
+        case inspect.Metadata(type=inner):
+            return _value(node, inner, path, places, others)
         case inspect.StructType():
             return _struct(node, info, path, places)
         case inspect.LiteralType(values=values):
@@ -261,7 +296,7 @@ def _choice(node: Node, values: Iterable[Any], path: str, aliases: Mapping[str, 
     """Return the chosen value; ``aliases`` maps true and false of a setting that was once a boolean."""
     allowed = list(values)
     if isinstance(node, ScalarNode):
-        if aliases and node.style is None and node.value.lower() in (*_TRUE, *_FALSE):
+        if aliases and "true" in aliases and node.style is None and node.value.lower() in (*_TRUE, *_FALSE):
             return aliases["true" if node.value.lower() in _TRUE else "false"]
         for value in allowed:
             if node.value == str(value):

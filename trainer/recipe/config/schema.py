@@ -24,6 +24,9 @@ Positive = Annotated[float, msgspec.Meta(gt=0.0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0.0)]
 Length = Annotated[int, msgspec.Meta(ge=8, le=MOST_WHOLE)]
 """Of a sequence, in tokens."""
+CHOSEN = "chosen"
+_CHOSEN = msgspec.Meta(extra={CHOSEN: True})
+"""Marks a setting that may be ``auto``: ``ftmon train`` chooses its value by dry runs (``Loaded.chosen``)."""
 Format = Literal["auto", "text", "instruction", "alpaca", "chat", "sharegpt", "markers"]
 Change = Literal["seed", "data", "sequence_length", "micro_batch", "grad_accumulation", "ranks"]
 
@@ -55,10 +58,11 @@ class Model(Section, frozen=True):
     """Compute the loss in chunks of label tokens, without logits at full size: the same loss with less memory. auto:
     where a check of the model finds it to be the same; on: refuse other models."""
     gradient_checkpointing: Annotated[
-        Literal["none", "layers", "selective"], msgspec.Meta(extra={"true": "layers", "false": "none"})
+        Literal["none", "layers", "selective"], msgspec.Meta(extra={"true": "layers", "false": "none", CHOSEN: True})
     ] = "none"
     """What the backward pass recomputes of decoder layers. layers: everything from their inputs (about a third more
-    time); selective: all but matrix products and attention outputs, which are kept. true is layers, false is none."""
+    time); selective: all but matrix products and attention outputs, which are kept. true is layers, false is none.
+    auto: chosen by dry runs."""
     checkpoint_every: AtLeast1 = 1
     """Recompute every n-th decoder layer, and keep the activations of the others."""
     activation_offload: Literal["none", "inputs", "all"] = "none"
@@ -77,8 +81,8 @@ class Model(Section, frozen=True):
 class Lora(Section, frozen=True):
     """Low-rank adapters (peft) instead of full fine-tuning, when `rank` is above 0."""
 
-    rank: AtLeast0 = 0
-    """Rank of the adapters; 0 trains all weights."""
+    rank: Annotated[AtLeast0, _CHOSEN] = 0
+    """Rank of the adapters; 0 trains all weights. auto: 0 if all weights fit, else 16."""
     kind: Literal["lora", "dora"] = "lora"
     """lora, or dora: the weights' magnitudes are trained too (weight-decomposed; slower)."""
     alpha: Positive = 16.0
@@ -173,11 +177,12 @@ class Data(Section, frozen=True):
 class Zero(Section, frozen=True):
     """DeepSpeed ZeRO."""
 
-    stage: Literal[0, 1, 2, 3] = 2
+    stage: Annotated[Literal[0, 1, 2, 3], _CHOSEN] = 2
     """What is partitioned over ranks: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters. In half
-    precision 0 runs as 1, and so does 2 on one rank in bf16."""
-    offload_optimizer: bool = False
-    """Keep the optimizer's states in host memory and step there (stages 1 to 3)."""
+    precision 0 runs as 1, and so does 2 on one rank in bf16. auto: chosen by dry runs."""
+    offload_optimizer: Annotated[bool, _CHOSEN] = False
+    """Keep the optimizer's states in host memory and step there (stages 1 to 3). auto: where nothing else holds all
+    weights."""
     bucket_bytes: Annotated[int, msgspec.Meta(ge=1 << 16, le=MOST_WHOLE)] = 200_000_000
     """Size of the buckets that gradients are reduced and parameters gathered in."""
     offload_parameters: bool = False
@@ -243,15 +248,15 @@ class Training(Section, frozen=True):
     """Optimizer steps to train; 0: as many as `epochs` take."""
     epochs: Positive = 1.0
     """Passes over the data, when `max_steps` is 0."""
-    micro_batch: AtLeast1 = 1
-    """Sequences in one forward pass of one rank."""
+    micro_batch: Annotated[AtLeast1, _CHOSEN] = 1
+    """Sequences in one forward pass of one rank. auto: chosen by dry runs."""
     grad_accumulation: AtLeast1 | Literal["auto"] = "auto"
     """Forward and backward passes before each optimizer step. auto: as many as make `total_batch`, or else a batch of
     32 sequences over all ranks, of fewer where an epoch would have less than ten steps."""
     total_batch: AtLeast0 = 0
     """Sequences in a step: micro_batch x grad_accumulation x ranks / sequence_parallel_size must be this; 0: free."""
-    sequence_length: Length = 1024
-    """Longest sequence, in tokens; `data.truncation` decides about longer ones."""
+    sequence_length: Annotated[Length, _CHOSEN] = 1024
+    """Longest sequence, in tokens; `data.truncation` decides about longer ones. auto: by the lengths of the records."""
     sequence_parallel_size: AtLeast1 = 1
     """Ranks that share each sequence, each computing a slice of it (Ulysses): for lengths that one GPU does not hold.
     The ranks must be a multiple of it, and it must divide the attention heads; 1: each rank has whole sequences."""

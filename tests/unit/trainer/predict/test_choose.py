@@ -1,0 +1,159 @@
+"""The choice of a configuration equals the best of an enumeration by hand, and what does not fit is one line."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from ftmon.protocol.analysis.estimates.time import Communication, Operation, Work
+from ftmon.protocol.errors import ConfigError
+from ftmon.protocol.host.machine import Gpu, find_gpu
+from ftmon.trainer.predict.choose import (
+    MARGIN,
+    MOST_RUNS,
+    Candidate,
+    Choice,
+    Estimate,
+    Fit,
+    FitPoint,
+    Space,
+    choose,
+    estimate,
+)
+
+GIB = 1 << 30
+LENGTH = 2048
+
+
+def gpu(name: str) -> Gpu:
+    found = find_gpu(name)
+    assert found is not None
+    return found
+
+
+def fit_of(parameters: float, layers: int, hidden: int, ranks: int) -> Callable[[int], Fit]:
+    """Return the pieces of a dry run of a model: 34 bytes of activations a unit, 6 FLOPs a parameter and token."""
+
+    def made(lora: int) -> Fit:
+        trainable = round(0.005 * parameters) if lora else round(parameters)
+        points: list[FitPoint] = []
+        for tokens in (4096, 16384):
+            activations = 34 * layers * hidden * tokens
+            states = {"parameters": 2 * round(parameters), "optimizer_states": 12 * trainable // ranks}
+            parts = {"activations": activations, "temporaries": 2 * GIB, **states}
+            flops = (4.0 if lora else 6.0) * parameters * tokens
+            micro = Work([Operation(flops=flops)], [], calls=400 * layers)
+            if ranks > 1:
+                sent = Communication("all_reduce", 4 * trainable, ranks, overlapped=True)
+                micro = Work(micro.operations, [sent], micro.calls)
+            rest = Work([Operation(bytes_moved=30 * trainable / ranks)], [], calls=100)
+            phases = {"forward": parts, "backward": parts}
+            points.append(FitPoint(tokens, phases, sum(parts.values()), micro, rest))
+        run = Candidate(2 if ranks > 1 else 1, "none", False, lora, 1, 8)
+        sizes = (round(parameters), trainable, layers, hidden, 128_000 * hidden, 2)
+        return Fit(run, *sizes, *points)
+
+    return made
+
+
+def space_of(name: str, ranks: int, host_gib: int = 0) -> Space:
+    kind = gpu(name)
+    return Space(kind, ranks, kind.memory_bytes - 2 * GIB, 32, LENGTH, host_gib * GIB)
+
+
+def by_hand(space: Space, fit: Callable[[int], Fit]) -> list[Estimate]:
+    """Return every combination that fits, in no order; adapters only if nothing else fits."""
+    for lora in (0, 16):
+        pieces, found = fit(lora), list[Estimate]()
+        for stage, recompute, offload, power in itertools.product(
+            (1, 2, 3), ("none", "layers"), (False, True), range(6)
+        ):
+            rows = 1 << power
+            if rows > 32 // space.ranks or (space.ranks == 1 and stage != (2 if offload else 1)):
+                continue
+            if offload and (lora or stage == 1 or 18 * pieces.trainable > space.host_bytes):
+                continue
+            one = Candidate(stage, recompute, offload, lora, rows, 32 // space.ranks // rows)
+            found.append(estimate(pieces, one, space))
+        found = [one for one in found if one.needed_bytes <= MARGIN * space.capacity_bytes]
+        on_gpu = [one for one in found if not one.candidate.offload]
+        if on_gpu or found:
+            return on_gpu or found
+    return []
+
+
+def chosen(space: Space, fit: Callable[[int], Fit], more: float = 1.0) -> tuple[Choice, list[Candidate]]:
+    """Choose; dry runs of candidates need ``more`` times the fitted memory."""
+    ran: list[Candidate] = []
+
+    def run(candidate: Candidate) -> tuple[int, float]:
+        ran.append(candidate)
+        one = estimate(fit(candidate.lora_rank), candidate, space)
+        return round(one.needed_bytes * more), one.step_seconds
+
+    return choose(space, fit, run), ran
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "model", "host_gib", "lora", "offload"),
+    [
+        pytest.param("H200", 1, (0.5e9, 24, 896), 0, 0, False, id="small model on a large GPU"),
+        pytest.param("RTX 4090", 1, (0.5e9, 24, 896), 0, 0, False, id="small model on 24 GB"),
+        pytest.param("H100", 8, (8e9, 32, 4096), 0, 0, False, id="8B on eight GPUs of 80 GB"),
+        pytest.param("H100", 2, (8e9, 32, 4096), 0, 16, False, id="8B on two GPUs"),
+        pytest.param("RTX 4090", 1, (8e9, 32, 4096), 0, 16, False, id="8B on 24 GB"),
+        pytest.param("H100", 1, (8e9, 32, 4096), 500, 0, True, id="8B on one GPU of a large host"),
+        pytest.param("H100", 8, (70e9, 80, 8192), 0, 16, False, id="70B on eight GPUs of 80 GB"),
+    ],
+)
+def test_the_choice_is_the_best_of_all_combinations(
+    name: str, ranks: int, model: tuple[float, int, int], host_gib: int, lora: int, offload: bool
+) -> None:
+    space, fit = space_of(name, ranks, host_gib), fit_of(*model, ranks)
+    choice, ran = chosen(space, fit)
+    best = choice.ranked[0]
+    assert (bool(best.candidate.lora_rank), best.candidate.offload) == (bool(lora), offload)
+    assert best.exact
+    assert choice.runs == len(ran) + len(choice.fits) <= MOST_RUNS
+
+    every = by_hand(space, fit)
+    speeds = {one.candidate: one.tokens_per_second * (0.9 if one.candidate.stage == 3 else 1) for one in every}
+    assert speeds[best.candidate] >= 0.99 * max(speeds.values())
+    alike = [one for one in every if speeds[one.candidate] >= 0.99 * max(speeds.values())]
+    assert best.needed_bytes == min(one.needed_bytes for one in alike)
+    assert best.needed_bytes <= MARGIN * space.capacity_bytes
+
+
+def test_a_dry_run_that_needs_more_than_the_pieces_leads_to_a_smaller_choice() -> None:
+    space, fit = space_of("RTX 4090", 1), fit_of(0.5e9, 24, 896, 1)
+    before, _ = chosen(space, fit)
+    choice, ran = chosen(space, fit, more=1.5)
+    assert len(ran) == 2  # the first one did not fit; what it needed corrects the others of its kind
+    assert choice.ranked[0].candidate == ran[1] != before.ranked[0].candidate
+    assert choice.ranked[0].needed_bytes <= MARGIN * space.capacity_bytes
+
+
+def test_what_fits_nowhere_is_one_line_with_the_least_that_is_needed() -> None:
+    space, fit = space_of("T4", 1), fit_of(70e9, 80, 8192, 1)
+    with pytest.raises(ConfigError) as refused:
+        chosen(space, fit)
+    text = str(refused.value)
+    assert text.startswith("does not fit 1 x T4 16 GB: the least (LoRA of rank 16, ZeRO 1, layers recomputed, ")
+    assert "\n" not in text
+
+
+def test_fixed_settings_are_kept() -> None:
+    space = space_of("H100", 8)
+    fixed = Space(
+        space.gpu, 8, space.capacity_bytes, 32, LENGTH, stages=(3,), checkpointing=("layers",), offload=(False,),
+        lora_ranks=(0,), micro_batches=(2,), accumulation=5,
+    )  # fmt: skip
+    choice, _ = chosen(fixed, fit_of(8e9, 32, 4096, 8))
+    assert choice.ranked[0].candidate == Candidate(3, "layers", False, 0, 2, 5)
+    assert len(choice.found) == 1
+
+
+def test_settings_are_written_as_the_configuration_reads_them() -> None:
+    words = Candidate(2, "layers", True, 16, 4, 8).assignments()
+    assert "zero.offload_optimizer=true" in words
+    assert "model.gradient_checkpointing=layers" in words
+    assert "training.micro_batch=4" in words

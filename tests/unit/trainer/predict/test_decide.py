@@ -1,0 +1,95 @@
+"""What is read of GPUs and data for a choice, and the files that it is written to."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ftmon.protocol.errors import ConfigError
+from ftmon.trainer.predict import decide
+from ftmon.trainer.recipe.config.load import load, of_model_and_data
+from ftmon.trainer.recipe.model import tokenizer as tokenizers
+from small_shape import SMALL_SHAPE
+from transformers import AutoConfig
+
+RECORDS = 600
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """Return the folder of a model without weights, which a choice does not read, and data of 3 to 90 words."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    words = ["one", "two", "three", "four", "five", "six", "seven"]
+    texts = [" ".join(words[(row + place) % 7] for place in range(3 + row * 37 % 88)) for row in range(RECORDS)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    made: Any = tokenizers.train(lambda: texts, 300)
+    made.save_pretrained(tmp_path / "model")
+    shape = SMALL_SHAPE | {"vocab_size": len(made), "max_position_embeddings": 512}
+    AutoConfig.for_model("llama", **shape).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model"), str(tmp_path / "data.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "count"),
+    [
+        ("8xH100-80GB", "H100 80 GB", 8),
+        ("H100", "H100 80 GB", 1),
+        ("2xA100-40GB", "A100 40 GB", 2),
+        ("4 x RTX 4090", "RTX 4090 24 GB", 4),
+        ("NVIDIA H200", "H200 141 GB", 1),
+    ],
+)
+def test_gpus_are_named_as_people_name_them(text: str, name: str, count: int) -> None:
+    machine = decide._machine(text)
+    assert (machine.gpu.name, machine.number, machine.host_bytes) == (name, count, 0)
+
+
+@pytest.mark.parametrize(("text", "words"), [("8xA100", "say which"), ("3xfoo", "is not in the table")])
+def test_gpus_that_are_not_one_kind_of_the_table_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        decide._machine(text)
+
+
+def test_a_gpu_without_known_rates_is_ordered_by_those_of_another_with_its_own_memory() -> None:
+    machine = decide._machine("A10G")
+    assert machine.gpu.name == "A100 80 GB"
+    assert machine.capacity_bytes < 23 * 2**30
+    assert machine.note == "no rates are known of A10G 24 GB: times are those of an A100 80 GB"
+
+
+def test_the_share_of_padding_is_that_of_batches_in_any_order() -> None:
+    assert decide._padding([100] * 50) == pytest.approx(0)
+    # Of 8 draws from 1 to n, the longest is 8/9 of n on average, and the mean is half of n.
+    assert decide._padding(range(1, 10_001)) == pytest.approx(1 - (1 / 2) / (8 / 9), abs=1e-3)
+
+
+def test_the_choice_for_the_cpu_is_written_as_a_file_that_loads(
+    given: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.yaml"
+    words = ["--pair", "--init", str(file), "--", *given, "run.device=cpu", "training.epochs=3"]
+    assert decide.main(words) == 0
+    shown = capsys.readouterr().out
+    config = load(str(file)).config
+    training = config.training
+    assert (config.model.name, config.data.path) == given
+    assert (config.run.device, training.epochs) == ("cpu", 3.0)
+    # 600 records make some 50 rows of the model's 512 positions, of which a step takes a tenth.
+    assert training.sequence_length == 512
+    assert training.micro_batch * training.micro_steps == 4
+    text = file.read_text()
+    assert "  # 4 x 1 x 1 rank = 4 sequences, 2,048 tokens (small data)\n" in text
+    assert "training.micro_batch=4" in shown
+    assert f"written: {file}; start it: ftmon train {file}" in shown
+
+    assert decide.main(words) == 2
+    assert capsys.readouterr().err == f"ftmon: {file}: exists; give another name with --output\n"
+
+
+def test_what_is_given_is_not_chosen(given: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ["run.device=cpu", "training.micro_batch=2", "training.sequence_length=128", "zero.stage=0"]
+    assert decide.main(["--pair", "--", *given, *fixed]) == 0
+    overrides: list[str] = json.loads(capsys.readouterr().out)["overrides"]
+    assert {"training.micro_batch=2", "training.sequence_length=128", "zero.stage=0"} < set(overrides)
+    config = load(None, [*of_model_and_data(*given), *fixed, *overrides])
+    assert config.chosen == frozenset()

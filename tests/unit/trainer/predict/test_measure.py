@@ -1,0 +1,59 @@
+"""Which choices are measured, and which of them is taken."""
+
+from ftmon.protocol.errors import FtmonError
+from ftmon.trainer.predict.choose import Candidate, Estimate
+from ftmon.trainer.predict.measure import Measured, best
+
+GIB = 1 << 30
+
+
+def ranked(*speeds: float) -> list[Estimate]:
+    """Return candidates with these predicted speeds, told apart by their micro-batches 1, 2, 4 ..."""
+    return [
+        Estimate(Candidate(1, "none", False, 0, 1 << place, 32 >> place), GIB, 1.0, speed)
+        for place, speed in enumerate(speeds)
+    ]
+
+
+def measured(speeds: dict[int, float], found: list[Estimate]) -> tuple[list[int], list[int], list[str]]:
+    """Measure with these speeds by micro-batch, 0: out of memory, -1: fails; return tried, resulting order, lines."""
+    tried: list[int] = []
+
+    def measure(one: Candidate) -> Measured:
+        tried.append(one.micro_batch)
+        speed = speeds[one.micro_batch]
+        if speed < 0:
+            raise FtmonError("rank 0 was killed by SIGKILL")
+        return Measured(speed, 1.0, 2 * GIB) if speed else Measured(out_of_memory=True)
+
+    result, lines = best(found, measure, lambda text: None)
+    return tried, [one.candidate.micro_batch for one in result], lines
+
+
+def test_the_fastest_of_the_three_best_is_taken() -> None:
+    tried, order, lines = measured({1: 90, 2: 120, 4: 100, 8: 999}, ranked(110, 109, 108, 107))
+    assert (tried, order) == ([1, 2, 4], [2, 4, 1, 8])
+    assert lines[0] == "measured all weights, ZeRO 1, micro-batch 1 x 32: 90 tokens/s, 2.0 GiB reserved"
+
+
+def test_what_is_predicted_a_fifth_slower_is_not_measured() -> None:
+    tried, order, _ = measured({1: 90}, ranked(100, 79, 50))
+    assert (tried, order) == ([1], [1, 2, 4])
+
+
+def test_after_running_out_of_memory_the_next_choice_is_taken() -> None:
+    tried, order, lines = measured({1: 0, 2: 80, 4: 0}, ranked(100, 99, 98))
+    assert (tried, order) == ([1, 2, 4], [2])
+    assert lines[0] == "measured all weights, ZeRO 1, micro-batch 1 x 32: out of memory, so it is not chosen"
+
+
+def test_choices_are_measured_until_one_does_not_run_out_of_memory() -> None:
+    tried, order, _ = measured({1: 0, 2: 0, 4: 0, 8: 0, 16: 7}, ranked(100, 99, 98, 97, 20))
+    assert (tried, order) == ([1, 2, 4, 8, 16], [16])
+    assert measured({1: 0, 2: 0}, ranked(100, 99))[1] == []
+
+
+def test_a_training_that_fails_keeps_the_predicted_order() -> None:
+    tried, order, lines = measured({1: -1}, ranked(100, 99))
+    assert (tried, order) == ([1], [1, 2])
+    assert lines == ["measured all weights, ZeRO 1, micro-batch 1 x 32: failed: rank 0 was killed by SIGKILL"]

@@ -1,0 +1,382 @@
+"""The choice of a configuration: candidates, their figures from fitted pieces of a dry run, and their ranking.
+
+A dry run of one candidate yields the parts of its memory and its work at two sizes of the micro-batch. Memory and work
+of other candidates follow from these parts: what grows with the micro-batch is linear in it, and what ZeRO, offload and
+recomputing change are known shares of the parameters. The best candidates are then run themselves.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import msgspec
+
+from ...protocol.analysis.estimates.time import Communication, Work, combined, step_time
+from ...protocol.errors import ConfigError
+from ...protocol.host.machine import Gpu
+from ...protocol.text import gib
+
+MOST_RUNS = 3
+"""Full dry runs of a choice."""
+MARGIN = 0.92
+"""Share of the memory for PyTorch that a chosen configuration may need: predicted reserved memory is up to 6 % off."""
+_ALIKE = 0.01
+"""Share of the highest speed within which the candidate with the least memory is chosen."""
+_OF_ZERO_3 = 0.9
+"""Factor of ZeRO-3's speeds in comparisons: its communication is counted as hidden, of which some is not."""
+LORA_RANK = 16
+_STATES = ("parameters", "gradients", "optimizer_states", "master_copies", "partitions")
+_LIVE = 10**9
+"""Elements of parameters that ZeRO-3 keeps gathered (``stage3_max_live_parameters``)."""
+_GRADIENT_BYTES = 4
+"""Of a gradient that is accumulated and reduced (``zero.grad_accum_dtype``)."""
+_STATE_BYTES = 12
+"""Of a master weight and AdamW's two running averages."""
+_RECOMPUTED = 0.75
+"""Share of a layer's forward pass that checkpointing repeats: all before its last matrix product."""
+_MODULES = 9
+"""Modules of a decoder layer with parameters of their own: seven projections and two norms; adapters have two each."""
+_FETCHES, _CALLS = 3, 31
+"""Hooks of ZeRO-3 and operations of the host per module and micro-step, as counted in dry runs of an 8B."""
+_OFFLOADED_COPIED, _OFFLOADED_HOST = 6, 28
+"""Bytes per parameter of a rank's share that an offloaded update copies, and reads and writes on the host."""
+
+
+class Candidate(NamedTuple):
+    """Settings that are chosen."""
+
+    stage: int
+    checkpointing: str
+    offload: bool
+    lora_rank: int
+    micro_batch: int
+    accumulation: int
+
+    @property
+    def kind(self) -> tuple[int, str, bool, int]:
+        """All but the division of the batch."""
+        return self[:4]
+
+    def words(self) -> list[str]:
+        """Return the settings in words, without those of a plain training."""
+        found = [f"LoRA of rank {self.lora_rank}" if self.lora_rank else "all weights", f"ZeRO {self.stage}"]
+        found += ["offloaded states"] if self.offload else []
+        found += [f"{self.checkpointing} recomputed"] if self.checkpointing != "none" else []
+        return [*found, f"micro-batch {self.micro_batch} x {self.accumulation}"]
+
+    def assignments(self) -> list[str]:
+        """Return the settings as ``key.sub=value``."""
+        return [f"{key}={value}" for key, value in self.settings().items()]
+
+    def settings(self) -> dict[str, str]:
+        """Return the settings by dotted path, as they are written in YAML."""
+        return {
+            "zero.stage": str(self.stage),
+            "zero.offload_optimizer": str(self.offload).lower(),
+            "model.gradient_checkpointing": self.checkpointing,
+            "lora.rank": str(self.lora_rank),
+            "training.micro_batch": str(self.micro_batch),
+            "training.grad_accumulation": str(self.accumulation),
+        }
+
+
+class Space(msgspec.Struct, frozen=True):
+    """What may be chosen, and for which machine."""
+
+    gpu: Gpu
+    ranks: int
+    capacity_bytes: int
+    """What PyTorch may reserve on a GPU."""
+    rows: int
+    """Rows of a step over all ranks."""
+    sequence_length: int
+    host_bytes: int = 0
+    """Memory of the host for offloaded states; 0: not known, so that nothing is offloaded."""
+    stages: tuple[int, ...] = ()
+    """Stages of a fixed setting; empty: those that differ on so many ranks."""
+    checkpointing: tuple[str, ...] = ("none", "layers")
+    offload: tuple[bool, ...] = (False, True)
+    lora_ranks: tuple[int, ...] = (0, LORA_RANK)
+    micro_batches: tuple[int, ...] = ()
+    accumulation: int = 0
+    """A fixed one; 0: what makes ``rows``."""
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts, of eight GPUs."""
+        return -(-self.ranks // 8)
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a chosen configuration may need on a GPU."""
+        return round(MARGIN * self.capacity_bytes)
+
+
+def candidates(space: Space) -> list[Candidate]:
+    """Return all candidates."""
+    of_rank = max(1, round(space.rows / space.ranks))
+    powers = tuple(1 << power for power in range(of_rank.bit_length()))
+    found: list[Candidate] = []
+    batches = product(space.lora_ranks, space.offload, space.checkpointing, space.micro_batches or powers)
+    for lora, offload, checkpointing, micro_batch in batches:
+        if offload and (lora or not space.host_bytes) and space.offload != (True,):
+            continue
+        accumulation = space.accumulation or max(1, round(of_rank / micro_batch))
+        for stage in space.stages or _stages(space.ranks, offload):
+            found.append(Candidate(stage, checkpointing, offload, lora, micro_batch, accumulation))
+    return found
+
+
+def _stages(ranks: int, offload: bool) -> tuple[int, ...]:
+    """Return the stages that differ: on one rank nothing is partitioned, and offloaded gradients need stage 2."""
+    if ranks == 1:
+        return (2,) if offload else (1,)
+    return (2, 3) if offload else (1, 2, 3)
+
+
+class FitPoint(msgspec.Struct, frozen=True):
+    """Figures of a dry run at one size of the micro-batch."""
+
+    tokens: int
+    parts: dict[str, dict[str, int]]
+    """Composition of the allocated peak by phase."""
+    needed_bytes: int
+    micro_step: Work
+    rest: Work
+    """Work of a step beside its micro-steps."""
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """Pieces of one dry run, from which the figures of other candidates are made."""
+
+    run: Candidate
+    parameters: int
+    trainable: int
+    layers: int
+    hidden: int
+    largest_layer: int
+    weight_bytes: int
+    first: FitPoint
+    second: FitPoint
+
+
+class Estimate(NamedTuple):
+    """Figures of a candidate."""
+
+    candidate: Candidate
+    needed_bytes: int
+    """Memory that PyTorch must be able to reserve on a GPU."""
+    step_seconds: float
+    tokens_per_second: float
+    """Of all ranks."""
+    exact: bool = False
+    """Whether the candidate itself was run dry."""
+
+
+def estimate(fit: Fit, candidate: Candidate, space: Space) -> Estimate:
+    """Return a candidate's figures from the pieces of a dry run of the same kind of training (adapters or not)."""
+    tokens = candidate.micro_batch * space.sequence_length
+    phases = [_phase_bytes(fit, candidate, space.ranks, phase, tokens) for phase in fit.first.parts]
+    fragmented = max(1.0, fit.second.needed_bytes / max(sum(one.values()) for one in fit.second.parts.values()))
+    seconds = step_time(_work(fit, candidate, space.ranks, tokens), space.gpu, space.hosts).total.value
+    return Estimate(candidate, round(max(phases) * fragmented), seconds, _speed(candidate, space, seconds))
+
+
+def _speed(candidate: Candidate, space: Space, seconds: float) -> float:
+    return candidate.micro_batch * candidate.accumulation * space.ranks * space.sequence_length / seconds
+
+
+def _line(fit: Fit, tokens: int) -> tuple[float, float]:
+    """Return the factors of the two points with which their sum is the value on the line through them."""
+    share = (tokens - fit.first.tokens) / (fit.second.tokens - fit.first.tokens)
+    return 1 - share, share
+
+
+def _phase_bytes(fit: Fit, candidate: Candidate, ranks: int, phase: str, tokens: int) -> float:
+    """Return the highest allocated memory of a phase."""
+    first, second = _line(fit, tokens)
+    parts = fit.first.parts[phase]
+    sizes = {
+        part: max(0.0, first * size + second * fit.second.parts[phase].get(part, 0))
+        for part, size in parts.items()
+        if part not in _STATES
+    }
+    if candidate.checkpointing == "layers" and fit.run.checkpointing == "none" and "activations" in sizes:
+        kept = sizes["activations"]
+        inputs = float(fit.weight_bytes * fit.layers * fit.hidden * tokens)
+        sizes["activations"] = min(kept, inputs + kept / max(1, fit.layers))
+    return sum(sizes.values()) + _states_bytes(fit, candidate, ranks, phase)
+
+
+def _states_bytes(fit: Fit, candidate: Candidate, ranks: int, phase: str) -> float:
+    """Return weights, gradients and optimizer states of a rank in a phase, by ZeRO's stage."""
+    stage, weights = candidate.stage, fit.weight_bytes * fit.parameters
+    size = weights if stage < 3 else weights / ranks + fit.weight_bytes * min(_LIVE, fit.parameters)
+    size += 0 if candidate.offload else _STATE_BYTES * fit.trainable / ranks
+    gradients = _GRADIENT_BYTES * fit.trainable / (1 if stage < 2 else ranks)
+    if not (candidate.offload and stage == 3):
+        size += gradients * (2 if stage == 3 and phase == "optimizer" else 1)
+    whole = min(fit.largest_layer, fit.trainable) * fit.weight_bytes  # before it is reduced or added
+    return size + (whole if phase == "backward" else 0)
+
+
+def _work(fit: Fit, candidate: Candidate, ranks: int, tokens: int) -> Work:
+    """Return the work of a step."""
+    first, second = _line(fit, tokens)
+    micro_step = combined([(fit.first.micro_step, first), (fit.second.micro_step, second)])
+    rest = fit.first.rest
+    if candidate.checkpointing == "layers" and fit.run.checkpointing == "none":
+        flops = sum(one.flops * one.count for one in micro_step.operations) or 1.0
+        inside = max(0, fit.parameters - fit.largest_layer)
+        again = _without_transfers(micro_step, fetches=micro_step.fetches)
+        micro_step = combined([(micro_step, 1), (again, 2.0 * inside * tokens * _RECOMPUTED / flops)])
+    if (candidate.stage, candidate.offload) != (fit.run.stage, fit.run.offload):
+        micro_step = _with_hooks(fit, candidate, _without_transfers(micro_step))
+        micro_step = combined([(micro_step, 1), (_reduced(fit, candidate, ranks), 1)])
+        rest = combined([(_without_transfers(rest), 1), (_updated(fit, candidate, ranks), 1)])
+    return combined([(micro_step, candidate.accumulation), (rest, 1)])
+
+
+def _without_transfers(work: Work, fetches: int = 0) -> Work:
+    return msgspec.structs.replace(work, communications=[], transfer_bytes=0, host_bytes=0, fetches=fetches)
+
+
+def _with_hooks(fit: Fit, candidate: Candidate, micro_step: Work) -> Work:
+    """Return a micro-step with the host's work for ZeRO-3, in place of that of the stage that was run."""
+    modules = fit.layers * _MODULES * (3 if candidate.lora_rank else 1)
+    modules = round(modules * (1.4 if candidate.checkpointing == "layers" else 1))
+    sign = (candidate.stage == 3) - (fit.run.stage == 3)
+    fetches = _FETCHES * modules if candidate.stage == 3 else 0
+    calls = max(0, micro_step.calls + sign * _CALLS * modules)
+    return msgspec.structs.replace(micro_step, fetches=fetches, calls=calls)
+
+
+def _reduced(fit: Fit, candidate: Candidate, ranks: int) -> Work:
+    """Return the collectives of a micro-step."""
+    gradients, weights = _GRADIENT_BYTES * fit.trainable, fit.weight_bytes * fit.parameters
+    per_layer = max(1, fit.layers)
+    if ranks == 1 or candidate.stage < 2:
+        return Work([], [])
+    if candidate.stage == 2:
+        return Work([], [Communication("all_reduce", gradients / per_layer, ranks, True, per_layer)])
+    gathers = Communication("all_gather", weights / per_layer, ranks, True, 2 * per_layer)
+    return Work([], [gathers, Communication("reduce_scatter", gradients / per_layer, ranks, True, per_layer)])
+
+
+def _updated(fit: Fit, candidate: Candidate, ranks: int) -> Work:
+    """Return the collectives around an update, and what an offloaded one moves."""
+    share = fit.trainable // ranks
+    moved = (_OFFLOADED_COPIED * share, _OFFLOADED_HOST * share) if candidate.offload else (0, 0)
+    sent: list[Communication] = []
+    if ranks > 1 and candidate.stage < 2:
+        sent.append(Communication("all_reduce", _GRADIENT_BYTES * fit.trainable, ranks))
+    if ranks > 1 and candidate.stage < 3:
+        sent.append(Communication("all_gather", fit.weight_bytes * fit.trainable, ranks))
+    return Work([], sent, 0, *moved)
+
+
+def order(found: Sequence[Estimate], space: Space) -> list[Estimate]:
+    """Return the candidates that fit, best first.
+
+    All weights before adapters, states on the GPU before offloaded ones, then by speed; of those that are about as
+    fast, the one with the least memory. An offloaded candidate fits if the host has memory for its states.
+    """
+    waiting = sorted((one for one in found if fits(one, space)), key=lambda one: (_tier(one), -_compared(one)))
+    result: list[Estimate] = []
+    while waiting:
+        tier, fastest = _tier(waiting[0]), _compared(waiting[0])
+        alike = [one for one in waiting if _tier(one) == tier and _compared(one) >= (1 - _ALIKE) * fastest]
+        best = min(alike, key=lambda one: one.needed_bytes)
+        waiting.remove(best)
+        result.append(best)
+    return result
+
+
+def fits(one: Estimate, space: Space) -> bool:
+    """Return whether a candidate fits the GPU, with the margin."""
+    return one.needed_bytes <= space.usable_bytes
+
+
+def _compared(one: Estimate) -> float:
+    return one.tokens_per_second * (_OF_ZERO_3 if one.candidate.stage == 3 else 1)
+
+
+def _tier(one: Estimate) -> tuple[bool, bool]:
+    return one.candidate.lora_rank > 0, one.candidate.offload
+
+
+class Choice(NamedTuple):
+    """The result of a choice."""
+
+    ranked: list[Estimate]
+    """Those that fit, best first; the first one is chosen."""
+    found: list[Estimate]
+    """All candidates."""
+    runs: int
+    """Full dry runs."""
+    fits: dict[int, Fit]
+    """By the rank of adapters."""
+
+
+def choose(
+    space: Space,
+    fit: Callable[[int], Fit],
+    run: Callable[[Candidate], tuple[int, float]],
+) -> Choice:
+    """Return the ranked candidates; the first one was run dry itself.
+
+    ``fit`` returns the pieces of a dry run with adapters of a rank (0: all weights), ``run`` the needed bytes and the
+    step seconds of a candidate from a dry run of its own.
+
+    Raises:
+        ConfigError: nothing fits, or a dry run was refused.
+    """
+    every = candidates(space)
+    fitted: dict[int, Fit] = {}
+    found: dict[Candidate, Estimate] = {}
+    for lora in sorted({one.lora_rank for one in every}):
+        made = fitted[lora] = fit(lora)
+        mine = [one for one in every if one.lora_rank == lora]
+        mine = [one for one in mine if not one.offload or _offloaded(made, one, space) <= space.host_bytes]
+        found.update({one: estimate(made, one, space) for one in mine})
+        if order(list(found.values()), space):
+            break
+    exact: dict[Candidate, Estimate] = {}
+    while True:
+        now = [exact.get(one) or _corrected(known, exact, found) for one, known in found.items()]
+        ranked = order(now, space)
+        if not ranked:
+            raise _refusal(now, space)
+        best, runs = ranked[0], len(fitted) + len(exact)
+        if best.exact:
+            return Choice(ranked, now, runs, fitted)
+        if runs >= MOST_RUNS and (ready := [one for one in ranked if one.exact]):
+            return Choice([ready[0], *(one for one in ranked if one is not ready[0])], now, runs, fitted)
+        needed, seconds = run(best.candidate)
+        exact[best.candidate] = Estimate(best.candidate, needed, seconds, _speed(best.candidate, space, seconds), True)
+
+
+def _corrected(one: Estimate, exact: Mapping[Candidate, Estimate], found: Mapping[Candidate, Estimate]) -> Estimate:
+    """Return fitted figures, multiplied by what a dry run of the same kind has had more or less than its own."""
+    for candidate, known in exact.items():
+        if candidate.kind == one.candidate.kind:
+            fitted = found[candidate]
+            memory, time = known.needed_bytes / fitted.needed_bytes, known.step_seconds / fitted.step_seconds
+            speed = one.tokens_per_second / time
+            return Estimate(one.candidate, round(one.needed_bytes * memory), one.step_seconds * time, speed)
+    return one
+
+
+def _offloaded(fit: Fit, candidate: Candidate, space: Space) -> int:
+    """Return the bytes that all ranks of a host keep in its memory: states, and copies of gradients and weights."""
+    return round((_STATE_BYTES + _GRADIENT_BYTES + fit.weight_bytes) * fit.trainable / space.hosts)
+
+
+def _refusal(found: Sequence[Estimate], space: Space) -> ConfigError:
+    least = min(found, key=lambda one: one.needed_bytes)
+    words = [*least.candidate.words()[:-1], f"{least.candidate.micro_batch} x {space.sequence_length:,} tokens"]
+    return ConfigError(
+        f"does not fit {space.ranks} x {space.gpu.name}: the least ({', '.join(words)}) needs "
+        f"{gib(least.needed_bytes)} of the {gib(space.usable_bytes)} that a GPU has for it; use more or larger GPUs, "
+        "or a shorter training.sequence_length"
+    )

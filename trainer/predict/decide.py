@@ -1,0 +1,567 @@
+"""Chooses what is ``auto`` in a configuration: ``python -m ftmon.trainer.predict.decide CONFIG [key.sub=value ...]``.
+
+Prints the choice as a JSON object (``Decision``); with ``--init FILE`` it writes a commented configuration instead.
+Exit status: 0, or 2 for wrong usage, a configuration that cannot be used, or if nothing fits.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ... import __version__
+from ...protocol.analysis.allocator.settings import Settings
+from ...protocol.analysis.estimates.memory import beside_pytorch
+from ...protocol.analysis.estimates.time import combined, gpu_cost
+from ...protocol.errors import ConfigError, FtmonError
+from ...protocol.host.machine import GPUS, Gpu, available_memory, find_gpu
+from ...protocol.text import counted, duration, gib, sanitize
+from ..host.processes import end_with_parent
+from ..recipe.config.load import Loaded, load, of_model_and_data
+from ..recipe.config.schema import Config
+from ..recipe.hardware import usable_gpus
+from ..recipe.preflight import resolve
+from ..recipe.support import TARGET_ROWS, settle_batch
+from . import answer, jobs, measure, ranks
+from .__main__ import Progress, allocator_settings, quietly
+from .choose import LORA_RANK, Candidate, Choice, Estimate, Fit, FitPoint, Space, choose, fits
+
+_SAMPLE = 2000
+"""Records whose lengths are read."""
+_LONGEST = 4096
+"""Largest sequence length that is chosen."""
+_LEAST = 1024
+_LENGTHS = 0.995
+"""Share of the records that fit a chosen sequence length."""
+_FIT_TOKENS = 4096
+"""Least tokens of the first point of a fit: the loss is computed in chunks, which grow up to there."""
+_CPU_TOKENS = 4096
+"""Tokens of a micro-batch on the CPU."""
+_STAND_IN = "A100 80 GB"
+"""Kind whose rates order the candidates for a GPU without known rates."""
+
+
+class Machine(NamedTuple):
+    """The GPUs of a run."""
+
+    gpu: Gpu
+    number: int
+    """0: none, training is on the CPU."""
+    capacity_bytes: int
+    """Total memory of a GPU that this run can have."""
+    host_bytes: int
+    """Memory of the host; 0: not known."""
+    note: str = ""
+
+
+class Data(NamedTuple):
+    """Lengths of a data set, from a sample of its records."""
+
+    records: int
+    lengths: list[int]
+    rows: int
+    """Packed rows of an epoch."""
+    padding: float
+    """Share of the positions that would be padding without packing."""
+    pairs_a_token: float
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What was chosen."""
+
+    overrides: list[str]
+    """As ``key.sub=value``."""
+    lines: list[str]
+    """The choice with its reasons, for people."""
+
+
+class _Decided(NamedTuple):
+    values: dict[str, tuple[str, str]]
+    """Value and reason by dotted path."""
+    head: list[str]
+    ranks: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print or write a choice; return the exit status."""
+    given = _parser().parse_args(argv)
+    if given.parent:
+        end_with_parent(given.parent)
+    if given.pair:
+        words = of_model_and_data(given.config, given.overrides[0])
+        given.words = [given.config, *given.overrides]
+        given.config, given.overrides = words[0], [*words[1:], *given.overrides[1:]]
+    try:
+        if given.init and Path(given.init).exists():
+            raise ConfigError(f"{given.init}: exists; give another name with --output")
+        with quietly(), Progress(activity="choosing", descriptor=given.progress or 2) as tell:
+            loaded, decided = decide(given, tell)
+        if given.init:
+            Path(given.init).write_text(_file(given, loaded, decided))
+    except FtmonError as error:
+        print(sanitize(f"ftmon: {error}"), file=sys.stderr)
+        return error.exit_status
+    except OSError as error:
+        print(sanitize(f"ftmon: {error.filename}: cannot be written: {error.strerror}"), file=sys.stderr)
+        return 2
+    lines = _lines(decided)
+    if given.init:
+        print("\n".join(sanitize(line) for line in lines))
+        print(sanitize(f"written: {given.init}; start it: ftmon train {shlex.quote(given.init)}"))
+    else:
+        overrides = [f"{path}={value}" for path, (value, _) in decided.values.items() if path in _ASSIGNED]
+        if given.progress:
+            with contextlib.suppress(OSError):
+                os.write(given.progress, "".join(f"{sanitize(line)}\n" for line in lines).encode())
+        print(msgspec.json.encode(Decision(overrides, lines)).decode())
+    return 0
+
+
+def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Loaded, _Decided]:
+    """Return a configuration, and the values of its settings that are ``auto``.
+
+    Raises:
+        ConfigError: the configuration or the data cannot be used, or nothing fits.
+    """
+    machine = _machine(given.gpus)
+    loaded = _load(given.config, given.overrides)
+    count = loaded.config.run.ranks or given.ranks or max(1, machine.number)
+    on_cpu = loaded.config.run.device == "cpu" or not machine.number
+    resolve.check_hub(loaded)
+    tell("reading the data")
+    config = resolve.resolve(loaded, elsewhere=count).config
+    data, length = _read(config, loaded)
+    training = msgspec.structs.replace(config.training, sequence_length=length)
+    config = msgspec.structs.replace(config, training=training)
+    rows = _target_rows(config, data)
+    if on_cpu:
+        return loaded, _on_cpu(config, loaded, data, rows)
+    tell("importing torch, transformers and DeepSpeed")
+    environ = dict(os.environ)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # dry runs need none
+    ranks.warm()
+    space = _space(config, loaded, machine, count, rows)
+    runs = _Runs(given, loaded, space, data, tell)
+    chosen = choose(space, runs.fit, runs.run)
+    measured: list[str] = []
+    if not given.gpus and not given.no_measure:
+        length = f"training.sequence_length={space.sequence_length}"
+        file = [] if _is_assignment(given.config) else [given.config]
+        words = [*([] if file else [given.config]), *given.overrides, length]
+        source = file[0] if file else None
+        ranked, measured = measure.best(
+            chosen.ranked, lambda one: measure.run(source, [*words, *one.assignments()], environ), tell
+        )
+        if not ranked:
+            raise ConfigError("every choice that was measured ran out of memory; is another process on the GPUs?")
+        chosen = chosen._replace(ranked=ranked)
+    decided = _described(chosen, space, config, data, machine, given.price)
+    return loaded, decided._replace(head=[*decided.head, *measured])
+
+
+def _is_assignment(source: str) -> bool:
+    return "=" in source and not Path(source).exists()
+
+
+def _load(source: str, overrides: Sequence[str]) -> Loaded:
+    return load(None, [source, *overrides]) if _is_assignment(source) else load(source, overrides)
+
+
+def _machine(text: str | None) -> Machine:
+    """Return the GPUs named by ``--gpus`` (``8xH100-80GB``), or this machine's.
+
+    Raises:
+        ConfigError: the table has no such GPU, or several.
+    """
+    if not text:
+        return _this_machine()
+    count, name = re.fullmatch(r"(?:(\d{1,5})\s*[x*]\s*)?(.+)", text.strip(), re.IGNORECASE).groups()  # type: ignore[union-attr]
+    plain = _plain(name)
+    found = [gpu for gpu in GPUS if gpu.title and _plain(gpu.title).startswith(plain)]
+    gpu = found[0] if len(found) == 1 else jobs.find(name)
+    number = int(count or 1)
+    if not 1 <= number <= jobs.MOST_RANKS:
+        raise ConfigError(f"--gpus: {text}: must be 1 to {jobs.MOST_RANKS:,} GPUs, such as 8xH100-80GB")
+    return _rated(Machine(gpu, number, gpu.memory_bytes, 0), gpu.name)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _this_machine() -> Machine:
+    """Return the visible GPUs, as of the kind with the least free memory."""
+    names = usable_gpus()
+    if not names:
+        return Machine(jobs.find(_STAND_IN), 0, 0, available_memory())
+    import pynvml
+
+    pynvml.nvmlInit()
+    found: list[tuple[int, str]] = []
+    for name in names:
+        by_number = name.isdigit()
+        handle: Any = (
+            pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_number else pynvml.nvmlDeviceGetHandleByUUID(name)
+        )
+        found.append((int(pynvml.nvmlDeviceGetMemoryInfo(handle).free), str(pynvml.nvmlDeviceGetName(handle))))
+    pynvml.nvmlShutdown()
+    free, device = min(found)
+    gpu = find_gpu(device) or jobs.find(_STAND_IN)
+    machine = Machine(gpu, len(names), min(free, gpu.memory_bytes if find_gpu(device) else free), available_memory())
+    return _rated(machine, device)
+
+
+def _rated(machine: Machine, name: str) -> Machine:
+    if machine.gpu.peak_flops("bf16") and find_gpu(name):
+        return machine
+    note = f"no rates are known of {name}: times are those of an {_STAND_IN}"
+    return machine._replace(gpu=jobs.find(_STAND_IN), note=note)
+
+
+def _read(config: Config, loaded: Loaded) -> tuple[Data, int]:
+    """Return the lengths of the data, and the sequence length: the given one, or one that nearly all records fit.
+
+    Raises:
+        ConfigError: the data or the tokenizer do not fit the configuration.
+    """
+    from ..recipe.data import encode, pipeline
+    from ..recipe.data.records import read_records
+    from ..recipe.model.shape import check, positions
+    from .recipe import of_rows
+
+    given = "training.sequence_length" not in loaded.chosen
+    shape, _ = check(config)
+    limit = positions(shape)
+    most = config.training.sequence_length if given else min(_LONGEST, limit.most if limit else _LONGEST)
+    training = msgspec.structs.replace(config.training, sequence_length=most)
+    config = msgspec.structs.replace(config, training=training)
+    records = read_records(config)
+    forms = pipeline.record_formats(records, config)
+    encoder = encode.Encoder(pipeline.load_tokenizer(config, records, forms), config, forms)
+    step = -(-len(records) // _SAMPLE)
+    sample = [(encode.read(records, one), records.source_of(one)[0]) for one in range(0, len(records), step)]
+    made = [one for one in encoder.encode(sample) if isinstance(one, list)]
+    lengths = sorted(len(document.ids) for documents in made for document in documents if document.label_tokens)
+    if not lengths:
+        raise ConfigError("data: no record of the sample holds a token to learn; 'ftmon data check' shows why")
+    if not given:
+        longest = lengths[min(len(lengths) - 1, round(_LENGTHS * len(lengths)))]
+        most = min(most, max(_LEAST, 1 << (longest - 1).bit_length()))
+    lengths = [min(one, most) for one in lengths]
+    bins = pipeline.best_fit(lengths, most)
+    documents = of_rows([lengths[one] for one in row] for row in bins)
+    data = Data(len(records), lengths, len(bins) * step, _padding(lengths), documents.pairs_a_token)
+    return data, most
+
+
+def _padding(lengths: Sequence[int]) -> float:
+    """Return the share of padding in batches of 8 records in any order; ``lengths`` in rising order."""
+    count = len(lengths)
+    # The longest of 8 draws from n is the k-th with the chance (k / n)^8 - ((k - 1) / n)^8.
+    longest = sum(one * (((k + 1) / count) ** 8 - (k / count) ** 8) for k, one in enumerate(lengths))
+    return 1 - sum(lengths) / count / longest
+
+
+def _target_rows(config: Config, data: Data) -> int:
+    """Return the rows of a step over all ranks."""
+    rows = data.rows if config.data.packing else data.records
+    run = msgspec.structs.replace(config.run, ranks=1)
+    training = msgspec.structs.replace(config.training, micro_batch=1, grad_accumulation="auto")
+    return settle_batch(msgspec.structs.replace(config, run=run, training=training), rows).training.micro_steps
+
+
+def _space(config: Config, loaded: Loaded, machine: Machine, count: int, rows: int) -> Space:
+    """Return what may be chosen: all values of what is ``auto``, and the given ones of the rest."""
+    chosen, training, zero = loaded.chosen, config.training, config.zero
+    beside = beside_pytorch(min(count, 8), -(-count // 8), False, machine.gpu.name).value
+    given = training.grad_accumulation
+    return Space(
+        gpu=machine.gpu,
+        ranks=count,
+        capacity_bytes=machine.capacity_bytes - round(beside),
+        rows=rows,
+        sequence_length=training.sequence_length,
+        host_bytes=round(0.8 * machine.host_bytes),
+        stages=() if "zero.stage" in chosen else (zero.stage,),
+        checkpointing=("none", "layers")
+        if "model.gradient_checkpointing" in chosen
+        else (config.model.gradient_checkpointing,),
+        offload=(False, True) if "zero.offload_optimizer" in chosen else (zero.offload_optimizer,),
+        lora_ranks=(0, LORA_RANK) if "lora.rank" in chosen else (config.lora.rank,),
+        micro_batches=() if "training.micro_batch" in chosen else (training.micro_batch,),
+        accumulation=0 if given == "auto" else given,
+    )
+
+
+class _Runs:
+    """Dry runs of candidates."""
+
+    def __init__(
+        self, given: argparse.Namespace, loaded: Loaded, space: Space, data: Data, tell: Callable[[str], None]
+    ) -> None:
+        self._config, self._overrides, self._space, self._tell = given.config, given.overrides, space, tell
+        self._packed = bool(loaded.config.data.packing)
+        self._allocator: Settings = allocator_settings()
+        self._pairs = data.pairs_a_token
+        self._count = 0
+
+    def _job(self, candidate: Candidate) -> jobs.Prepared:
+        from .recipe import Documents
+
+        length = self._space.sequence_length
+        documents = Documents(self._pairs, length, [length]) if self._packed else None
+        words = [f"training.sequence_length={length}", *candidate.assignments()]
+        arguments = argparse.Namespace(
+            config=self._config,
+            overrides=[*self._overrides, *words],
+            ranks=self._space.ranks,
+            sequence_length=[length],
+            gpu=self._space.gpu.name,
+            data=False,
+            documents=documents,
+        )
+        return jobs.prepare(arguments, self._allocator)
+
+    def fit(self, lora_rank: int) -> Fit:
+        """Return the pieces of a dry run of rank 0 with adapters of a rank (0: all weights)."""
+        space = self._space
+        stage = space.stages[0] if space.stages else 1 if space.ranks == 1 else 2
+        offload = space.offload == (True,)
+        candidate = Candidate(stage, space.checkpointing[0], offload, lora_rank, 1, 8)
+        self._say(candidate, "fitted to")
+        length = space.sequence_length
+        first = -(-_FIT_TOKENS // length)
+        if self._packed:  # rows of several documents stand for several rows
+            job = self._job(candidate)
+            run = ranks.run(job.make, [0], [first * length, 4 * first * length])[0]
+            outcomes = run.outcomes
+        else:
+            jobs_of = [self._job(candidate._replace(micro_batch=rows)) for rows in (first, 4 * first)]
+            each = [ranks.run(job.make, [0], [length])[0] for job in jobs_of]
+            run, outcomes = each[0], [one.outcomes[0] for one in each]
+        points = [
+            _fit_point(rows * length, outcome, candidate)
+            for rows, outcome in zip((first, 4 * first), outcomes, strict=True)
+        ]
+        made = run.made
+        assert made is not None
+        sizes = (run.parameters, run.trainable, made.layers, made.hidden, made.largest_layer, made.weight_bytes)
+        return Fit(candidate, *sizes, *points)
+
+    def run(self, candidate: Candidate) -> tuple[int, float]:
+        """Return the needed bytes and the step seconds of a candidate."""
+        self._say(candidate, "checking")
+        space = self._space
+        ends = sorted({0, space.ranks - 1}) if candidate.stage in (1, 2) else None
+        (point,) = answer.predict(self._job(candidate), space.capacity_bytes, only=ends).points
+        assert point.step_seconds is not None
+        return point.needed_bytes, point.step_seconds
+
+    def _say(self, candidate: Candidate, what: str) -> None:
+        self._count += 1
+        self._tell(f"dry run {self._count}, {what} {', '.join(candidate.words())}")
+
+
+def _fit_point(tokens: int, outcome: ranks.Outcome, candidate: Candidate) -> FitPoint:
+    rank = outcome.rank
+    parts = {name: phase.parts for name, phase in rank.phases.items() if phase.parts}
+    rest = combined([(outcome.work, 1), (outcome.micro_step, -candidate.accumulation)])
+    return FitPoint(tokens, parts, rank.needed_bytes, outcome.micro_step, rest)
+
+
+_KEYS = (
+    "model.gradient_checkpointing",
+    "model.compile",
+    "lora.rank",
+    "data.packing",
+    "zero.stage",
+    "zero.offload_optimizer",
+    "training.sequence_length",
+    "training.micro_batch",
+    "training.grad_accumulation",
+)
+_ASSIGNED = tuple(key for key in _KEYS if key not in ("model.compile", "data.packing"))
+"""Without those that the training itself decides, and that stay as they are."""
+
+
+def _on_cpu(config: Config, loaded: Loaded, data: Data, rows: int) -> _Decided:
+    """Return the settings of a training on the CPU, where no memory is predicted."""
+    length, training = config.training.sequence_length, config.training
+    ranks_ = max(1, config.run.ranks)
+    most = max(1, min(_CPU_TOKENS // length, rows // ranks_))
+    micro_batch = 1 << (most.bit_length() - 1) if "training.micro_batch" in loaded.chosen else training.micro_batch
+    given = training.grad_accumulation
+    accumulation = max(1, round(rows / micro_batch / ranks_)) if given == "auto" else given
+    lora = config.lora.rank if "lora.rank" not in loaded.chosen else 0
+    checkpointing, zero = config.model.gradient_checkpointing, config.zero
+    batch = Candidate(zero.stage, checkpointing, zero.offload_optimizer, lora, micro_batch, accumulation)
+    reasons = {
+        "zero.stage": "on the CPU nothing is chosen by memory",
+        "zero.offload_optimizer": "states are in the host's memory",
+        "model.gradient_checkpointing": "all activations are kept",
+        "lora.rank": "all weights are trained",
+        "training.micro_batch": f"at most {_CPU_TOKENS:,} tokens at a time on the CPU",
+    }
+    found = _common(batch, reasons, config, data, rows, ranks_)
+    found["model.compile"] = (config.model.compile, "on the CPU layers are not compiled")
+    head = ["for the CPU: its memory and times are not predicted"]
+    return _Decided(_ordered(found), head, ranks_)
+
+
+def _ordered(found: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    return {key: found[key] for key in _KEYS}
+
+
+def _common(
+    of: Candidate, reasons: Mapping[str, str], config: Config, data: Data, rows: int, count: int
+) -> dict[str, tuple[str, str]]:
+    """Return values and reasons, with those that depend on the data and the batch."""
+    length = config.training.sequence_length
+    sequences = of.micro_batch * of.accumulation * count
+    fewer = " (small data)" if rows < TARGET_ROWS else ""
+    reached = sum(one >= length for one in data.lengths) / len(data.lengths)
+    longest = f"{reached:.1%} reach it" if reached else f"the longest has {data.lengths[-1]:,} tokens"
+    packing = json.dumps(config.data.packing).strip('"')
+    more = {
+        "training.sequence_length": (str(length), f"of {data.records:,} records {longest}"),
+        "training.grad_accumulation": (
+            str(of.accumulation),
+            f"{of.micro_batch} x {of.accumulation} x {counted(count, 'rank')} = {counted(sequences, 'sequence')}, "
+            f"{sequences * length:,} tokens{fewer}",
+        ),
+        "data.packing": (packing, f"{data.padding:.0%} would be padding otherwise"),
+    }
+    return {key: (value, reasons.get(key, "")) for key, value in of.settings().items()} | more
+
+
+def _described(
+    chosen: Choice, space: Space, config: Config, data: Data, machine: Machine, price: float | None
+) -> _Decided:
+    best = chosen.ranked[0]
+    reasons = _reasons(chosen, space)
+    found = _common(best.candidate, reasons, config, data, space.rows, space.ranks)
+    found["model.compile"] = (config.model.compile, "where nothing excludes it: the log says")
+    rows = data.rows if config.data.packing else data.records
+    head = [f"for {space.ranks} x {space.gpu.name}", f"predicted: {_figures(best, space, config, rows, price)}"]
+    head += [machine.note] if machine.note else []
+    others = chosen.ranked[1:3]
+    for other in others:
+        words = ", ".join(other.candidate.words())
+        head += [f"next best: {words}", f"           {_figures(other, space, config, rows, price)}"]
+    return _Decided(_ordered(found), head, space.ranks)
+
+
+def _figures(one: Estimate, space: Space, config: Config, rows: int, price: float | None) -> str:
+    of = one.candidate
+    sequences = of.micro_batch * of.accumulation * space.ranks
+    steps = config.training.max_steps or max(1, round(config.training.epochs * rows / sequences))
+    seconds = steps * one.step_seconds
+    cost = "" if price is None else f", costs {gpu_cost(seconds, space.ranks, price):,.2f}"
+    needed, capacity = one.needed_bytes / 2**30, space.capacity_bytes / 2**30
+    return (
+        f"{needed:.2f} of {capacity:.1f} GiB{'' if one.exact else ' (fitted)'}, "
+        f"{one.tokens_per_second:,.0f} tokens/s, {counted(steps, 'step')} in {duration(seconds)}{cost}"
+    )
+
+
+def _reasons(chosen: Choice, space: Space) -> dict[str, str]:
+    best, every = chosen.ranked[0], {one.candidate: one for one in chosen.found}
+    of = best.candidate
+
+    def against(**changes: Any) -> str:
+        other = every.get(of._replace(**changes))
+        if other is None:
+            return ""
+        if not fits(other, space):
+            return f"needs {other.needed_bytes / 2**30:.1f} of the {gib(space.usable_bytes, 1)} to use"
+        return f"needs {other.step_seconds / best.step_seconds:.2f} times as long"
+
+    result = {
+        "zero.stage": "on one GPU nothing is partitioned" if space.ranks == 1 else "the least communication",
+        "zero.offload_optimizer": "the states fit the GPU",
+        "model.gradient_checkpointing": "all activations fit",
+        "lora.rank": "all weights fit",
+        "training.micro_batch": "the fastest that fits",
+    }
+    if space.ranks > 1 and of.stage > 1 and (words := against(stage=of.stage - 1)):
+        result["zero.stage"] = f"stage {of.stage - 1} {words}"
+    elif space.ranks > 1 and of.stage < 3 and (words := against(stage=of.stage + 1)):
+        result["zero.stage"] = f"stage {of.stage + 1} {words}"
+    other = "none" if of.checkpointing == "layers" else "layers"
+    if words := against(checkpointing=other):
+        result["model.gradient_checkpointing"] = f"{other} {words}"
+    if of.offload:
+        result["zero.offload_optimizer"] = "nothing else holds all weights' states"
+    elif of.lora_rank:
+        result["zero.offload_optimizer"] = "adapters have small states"
+        full = [one.needed_bytes for one in chosen.found if not one.candidate.lora_rank]
+        if full:
+            result["lora.rank"] = f"all weights need {gib(min(full), 1)} or more"
+    larger = of._replace(micro_batch=2 * of.micro_batch, accumulation=max(1, of.accumulation // 2))
+    if larger in every:
+        words = against(micro_batch=larger.micro_batch, accumulation=larger.accumulation)
+        result["training.micro_batch"] = f"{larger.micro_batch} {words}"
+    return result
+
+
+def _lines(decided: _Decided) -> list[str]:
+    lines = [f"chosen {decided.head[0]}"]
+    values = {key: f"{key}={value}" for key, (value, _) in decided.values.items()}
+    width = max(map(len, values.values()))
+    lines += [f"  {values[key]:{width}}  {reason}" for key, (_, reason) in decided.values.items()]
+    return [*lines, *decided.head[1:]]
+
+
+def _file(given: argparse.Namespace, loaded: Loaded, decided: _Decided) -> str:
+    """Return a commented configuration: what was given, and what was chosen with its reason."""
+    command = shlex.join(["ftmon", "train", "--init", *given.words])
+    lines = [f"# Written by ftmon {__version__}: {sanitize(command, 400)}"]
+    lines += [f"# {sanitize(line, 400)}" for line in [f"Chosen {decided.head[0]}", *decided.head[1:]]]
+    lines += ["# Every key: ftmon train --print-config", ""]
+    values: dict[str, dict[str, tuple[str, str]]] = {}
+    config = msgspec.to_builtins(loaded.config)
+    for path in loaded.places:
+        section, _, key = path.partition(".")
+        if key and "." not in key and "[" not in key and path not in loaded.chosen:
+            values.setdefault(section, {})[key] = (json.dumps(config[section][key], ensure_ascii=False), "")
+    of_gpus = {"run.ranks": (str(loaded.config.run.ranks or decided.ranks), "one on each GPU")} if given.gpus else {}
+    for path, value in {**decided.values, **of_gpus}.items():
+        section, _, key = path.partition(".")
+        values.setdefault(section, {})[key] = value
+    for section, settings in values.items():
+        lines.append(f"{section}:")
+        for key, (value, reason) in settings.items():
+            lines += [f"  # {reason}"] if reason else []
+            lines.append(f"  {key}: {value}")
+    return "\n".join(lines) + "\n"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ftmon train", description=__doc__)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", default=[])
+    parser.add_argument("--init", metavar="FILE")
+    parser.add_argument("--pair", action="store_true", help="a model and data are given in place of a configuration")
+    parser.add_argument("--no-measure", action="store_true")
+    parser.add_argument("--parent", type=int, metavar="PID", help="end with that process")
+    parser.add_argument("--progress", type=int, metavar="FD", help="descriptor for lines about the choice")
+    parser.add_argument("--gpus")
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--price", type=float)
+    return parser
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once: on unloading, PyTorch's libraries would call the device that a dry run has installed.
+    os._exit(status)
