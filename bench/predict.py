@@ -121,7 +121,7 @@ def estimator(measured: dict[str, Any]) -> int:
         largest = 2 * 2 * shape["vocab_size"] * shape["hidden_size"] if "hidden_size" in shape else 4 * 50257 * 1024
         return largest + (2 if offload else 18) * parameters // ranks
     # stage_1_and_2.py, estimate_zero2_model_states_mem_needs
-    return 2 * parameters if offload else 4 * parameters + 16 * parameters // ranks
+    return 2 * parameters + (0 if offload else 18 * parameters // ranks)
 
 
 def estimates(measured: dict[str, Any]) -> dict[str, int]:

@@ -58,14 +58,14 @@ DOCUMENT = 512
 CAPACITY = 320 * MIB
 """Holds some of these lengths and not all."""
 PARAMETERS = 2 * VOCABULARY * WIDTH + 2 * (2 * WIDTH * WIDTH + 2 * WIDTH * 1024 + 3 * WIDTH * 11008 + 2 * WIDTH) + WIDTH
-SMALLEST = ["optimizer.kind=adamw_bf16", "optimizer.master_weights=none"]
+SMALLEST = ["optimizer.kind=adamw_bf16", "optimizer.master_weights=none", "model.compile=off"]
 CASES = {
     "small": SMALLEST,
-    "logits": [*SMALLEST, "model.fused_loss=off", "model.compile=off"],
+    "logits": [*SMALLEST, "model.fused_loss=off"],
     "shared": [*SMALLEST, "training.sequence_parallel_size=2"],
     "zero 3": ["zero.stage=3"],
-    "lora": ["zero.stage=3", "lora.rank=8", "model.gradient_checkpointing=layers"],
-    "compiled": ["zero.stage=3", "model.compile=layers"],
+    "lora": ["zero.stage=3", "lora.rank=8", "model.gradient_checkpointing=layers", "model.compile=off"],
+    "uncompiled": ["zero.stage=3", "model.compile=off"],
 }
 QUANTIZED = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCABULARY, "hidden_size": WIDTH,
@@ -211,7 +211,7 @@ def test_a_peak_consists_of_what_the_memory_screen_calls_it(predictions: dict[st
     assert zero_3["optimizer"]["parts"]["master_copies"] == pytest.approx(4 * share, rel=0.02)
     assert zero_3["optimizer"]["parts"]["optimizer_states"] == pytest.approx(8 * share, rel=0.02)
     activations = {
-        name: _phases(predictions[name])["forward"]["parts"]["activations"] for name in CASES if name != "compiled"
+        name: _phases(predictions[name])["forward"]["parts"]["activations"] for name in CASES if name != "uncompiled"
     }
     assert activations["logits"] > activations["small"] > 3 * activations["lora"] > 0, activations
     # What checkpointed layers compute again in the backward pass is kept for gradients: activations, not temporaries.
@@ -235,7 +235,7 @@ def test_a_step_takes_its_matrix_products_and_costs_its_gpus(predictions: dict[s
     assert point["mfu"] == pytest.approx(flops / 989.4e12 / seconds, rel=0.01)
     assert time["total"]["value"] == seconds
     assert 0 < time["total"]["error"] <= 0.5
-    assert "roofline" in time["total"]["basis"]
+    assert "of the arithmetic rate" in time["total"]["basis"]
     assert point["tokens_per_second"] == pytest.approx(RANKS * LENGTH / seconds)
     assert point["price_per_million_tokens"] == pytest.approx(RANKS * 2 / 3600 * 1e6 * seconds / (RANKS * LENGTH))
     assert point["run_seconds"] == pytest.approx(STEPS * seconds)
@@ -323,16 +323,20 @@ def test_ranks_that_share_sequences_hold_a_slice_of_the_activations(predictions:
     assert any(note.startswith("2 ranks share each sequence") for note in prediction["notes"])
 
 
-def test_compiled_layers_are_predicted_uncompiled_and_a_note_says_how_far_that_is_off(
-    predictions: dict[str, Any],
-) -> None:
-    assert point(predictions["compiled"]) == point(predictions["zero 3"])
-
-    def noted(case: str) -> bool:
-        notes = json.loads(predictions[case]["output"])["notes"]
-        return any(note.startswith("decoder layers are compiled (model.compile) and predicted un") for note in notes)
-
-    assert (noted("compiled"), noted("zero 3"), noted("logits")) == (True, True, False)
+def test_compiled_layers_keep_less_and_take_less_time(predictions: dict[str, Any]) -> None:
+    compiled, plain = (_phases(predictions[case]) for case in ("zero 3", "uncompiled"))
+    same = "optimizer_states", "master_copies", "gradients"
+    assert [compiled["optimizer"]["parts"][part] for part in same] == [
+        plain["optimizer"]["parts"][part] for part in same
+    ]
+    # Of each layer and token: two norms' inputs in fp32, and the output of the gate's function in bf16.
+    less = plain["forward"]["parts"]["activations"] - compiled["forward"]["parts"]["activations"]
+    assert less == 2 * LENGTH * (2 * WIDTH * 4 + 11008 * 2)
+    found = [json.loads(predictions[case]["output"]) for case in ("zero 3", "uncompiled")]
+    first, second = (one["points"][0]["time"] for one in found)
+    assert first["compute_seconds"] < second["compute_seconds"]
+    assert first["host_seconds"] < second["host_seconds"]
+    assert not any("uncompiled" in note for note in found[0]["notes"])
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -377,9 +381,9 @@ def test_packed_rows_consist_of_the_documents_of_the_data_set(predictions: dict[
     assert predictions["documents"]["status"] == 0, predictions["documents"]["output"]
     one, many = (json.loads(predictions[case]["output"]) for case in ("small", "documents"))
     before, after = one["points"][0]["time"]["total"], many["points"][0]["time"]["total"]
-    # Without them the stated error reaches down to attention that takes no time; with them it is the roofline's.
+    # Without them the stated error reaches down to attention that takes no time; with them it is that of kernels.
     assert before["value"] * (1 - before["error"]) <= after["value"] < 0.9 * before["value"]
-    assert before["error"] > after["error"] == 0.2
+    assert before["error"] > after["error"] == 0.1
     # FLOPs of attention are in proportion to pairs of query and key: 12 for each, layer and unit of width.
     flops = [found["points"][0]["mfu"] * total["value"] for found, total in ((one, before), (many, after))]
     pairs = [LENGTH // tokens * (tokens * (tokens + 1) // 2) for tokens in (LENGTH, DOCUMENT)]

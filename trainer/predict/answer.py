@@ -1,7 +1,8 @@
 """Makes the answer of a prediction from the results of the ranks' dry runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -9,6 +10,7 @@ from ...protocol.analysis.estimates.memory import Figure, Piece, beside_pytorch,
 from ...protocol.analysis.estimates.ranking import Largest
 from ...protocol.analysis.estimates.time import StepTime, epoch_cost, step_time
 from ...protocol.analysis.words import describe_curve
+from ...protocol.errors import ConfigError
 from ...protocol.host.machine import FIT_TABLE, Gpu
 from ...protocol.messages.throughput import causal_pairs, mfu
 from ...protocol.text import duration, gib, sanitize
@@ -16,6 +18,9 @@ from ..recipe import support
 from . import explain, ranks
 from .jobs import Prepared
 from .result import Point, Prediction, Rank, RiskyStep
+
+if TYPE_CHECKING:
+    from .dry import DryRun
 
 _GPUS_OF_A_HOST = 8
 _H200S = "peaks of DeepSpeed steps on H200s (bench/RESULTS.md); other kinds of GPU were not measured"
@@ -42,6 +47,38 @@ def predict(
         ConfigError: a dry run was refused.
     """
     found = ranks.run(job.make, only or ranks.differing(job.stage, job.ranks), job.lengths, capacity_bytes)
+    return _answer(job, found, capacity_bytes, price_per_gpu_hour)
+
+
+def predict_each(
+    of: Sequence[Prepared],
+    capacity_bytes: int,
+    price_per_gpu_hour: float | None,
+    rank: int,
+    tell: Callable[[int], None],
+) -> list[Prediction | ConfigError]:
+    """Return the predictions of jobs of the same lengths, from one rank of each: the nearest to ``rank`` that differs.
+
+    Two run at a time. ``tell`` is called with a job's number when it begins; a refused job has its error.
+    """
+    chosen = [ranks.nearest(ranks.differing(job.stage, job.ranks), rank) for job in of]
+    refused: dict[int, ConfigError] = {}
+
+    def make(number: int) -> "DryRun":
+        return of[number].make(chosen[number])
+
+    found = ranks.run(make, range(len(of)), of[0].lengths, capacity_bytes, refused=refused, began=tell) if of else {}
+    return [
+        refused[number]
+        if number in refused
+        else _answer(job, {chosen[number]: found[number]}, capacity_bytes, price_per_gpu_hour)
+        for number, job in enumerate(of)
+    ]
+
+
+def _answer(
+    job: Prepared, found: dict[int, ranks.RankRun], capacity_bytes: int | None, price_per_gpu_hour: float | None
+) -> Prediction:
     first = found[min(found)]
     notes = [*job.notes, *first.notes]
     if 1 < len(found) < job.ranks:
@@ -391,9 +428,7 @@ def _what_if(prediction: Prediction) -> str:
         memory = [_gib(one.needed_bytes), _gib(one.host_bytes)]
         rows.append([one.name, "yes" if one.fits else "no", *memory, *times, *cost, one.change])
     length = max(point.sequence_length for point in prediction.points)
-    head = (
-        f"changes at {length:,} tokens, the cheapest that fits first; memory in GiB, each from a dry run of its own\n"
-    )
+    head = f"changes at {length:,} tokens, the fastest that fits first; memory in GiB, each from dry runs of its own\n"
     return head + _table(names, rows, left=(0, len(names) - 1))
 
 

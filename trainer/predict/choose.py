@@ -22,8 +22,6 @@ MARGIN = 0.92
 """Share of the memory for PyTorch that a chosen configuration may need: predicted reserved memory is up to 6 % off."""
 _ALIKE = 0.01
 """Share of the highest speed within which the candidate with the least memory is chosen."""
-_OF_ZERO_3 = 0.9
-"""Factor of ZeRO-3's speeds in comparisons: its communication is counted as hidden, of which some is not."""
 LORA_RANK = 16
 _STATES = ("parameters", "gradients", "optimizer_states", "master_copies", "partitions")
 _LIVE = 10**9
@@ -281,11 +279,11 @@ def order(found: Sequence[Estimate], space: Space) -> list[Estimate]:
     All weights before adapters, states on the GPU before offloaded ones, then by speed; of those that are about as
     fast, the one with the least memory. An offloaded candidate fits if the host has memory for its states.
     """
-    waiting = sorted((one for one in found if fits(one, space)), key=lambda one: (_tier(one), -_compared(one)))
+    waiting = sorted((one for one in found if fits(one, space)), key=lambda one: (_tier(one), -one.tokens_per_second))
     result: list[Estimate] = []
     while waiting:
-        tier, fastest = _tier(waiting[0]), _compared(waiting[0])
-        alike = [one for one in waiting if _tier(one) == tier and _compared(one) >= (1 - _ALIKE) * fastest]
+        tier, fastest = _tier(waiting[0]), waiting[0].tokens_per_second
+        alike = [one for one in waiting if _tier(one) == tier and one.tokens_per_second >= (1 - _ALIKE) * fastest]
         best = min(alike, key=lambda one: one.needed_bytes)
         waiting.remove(best)
         result.append(best)
@@ -295,10 +293,6 @@ def order(found: Sequence[Estimate], space: Space) -> list[Estimate]:
 def fits(one: Estimate, space: Space) -> bool:
     """Return whether a candidate fits the GPU, with the margin."""
     return one.needed_bytes <= space.usable_bytes
-
-
-def _compared(one: Estimate) -> float:
-    return one.tokens_per_second * (_OF_ZERO_3 if one.candidate.stage == 3 else 1)
 
 
 def _tier(one: Estimate) -> tuple[bool, bool]:

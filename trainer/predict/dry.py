@@ -215,7 +215,9 @@ class DryRun:
             self._note("optimizer")
 
     def _fetched(self, module: Any) -> None:
-        self._counting.fetches += self._counting.times
+        recursing = bool(getattr(module, "_z3_leaf", False))  # all at once: ``set_z3_leaf_module``
+        gathered = sum(1 for _ in module.parameters(recurse=recursing))
+        self._counting.fetches += (1 + gathered / 5) * self._counting.times
         self._sightings.fetched(module)
 
     def _begin(self, phase: str) -> None:

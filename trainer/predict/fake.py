@@ -400,7 +400,7 @@ class Device:
             "stream": self.stream,
             "current_stream": self.current_stream,
             "default_stream": lambda *_: self._streams[0],
-            "StreamContext": self.stream,
+            "StreamContext": self._context_class(),
             "nvtx": SimpleNamespace(**ranges, range=contextlib.nullcontext),
         }
         cuda: Any = torch.cuda
@@ -426,6 +426,17 @@ class Device:
         tensor.record_stream = record_stream
         tensor.pin_memory = pin_memory
         tensor.is_pinned = lambda this, *_: bool(getattr(this, "dry_pinned", False))
+
+    def _context_class(self) -> type:
+        """Return the class of the contexts that ``stream`` returns: Dynamo asks for it."""
+        enter = self.stream
+
+        class StreamContext(contextlib.ExitStack):
+            def __init__(self, stream: Any) -> None:
+                super().__init__()
+                self.enter_context(enter(stream))
+
+        return StreamContext
 
     def current_stream(self, *_: Any) -> Stream:
         """Return the stream of new allocations."""

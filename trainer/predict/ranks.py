@@ -1,5 +1,6 @@
 """Runs every rank of a job that can differ, each in a process forked from one that has imported the libraries."""
 
+import contextlib
 import gc
 import importlib
 import os
@@ -94,7 +95,7 @@ _IMPORTED = (
 
 
 def warm(modules: Iterable[str] = ()) -> None:
-    """Import what every rank needs, and ``modules``, once: forked processes do not import it again.
+    """Import what every rank needs, and those of ``modules`` that exist, once: forked processes need not.
 
     DeepSpeed queries the GPU at import: none is visible meanwhile, so that this process makes no CUDA context.
     """
@@ -102,8 +103,11 @@ def warm(modules: Iterable[str] = ()) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     gc.disable()  # imported objects are kept
-    for name in (*_IMPORTED, *modules):
+    for name in _IMPORTED:
         importlib.import_module(name)
+    for name in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     gc.freeze()
     gc.enable()
     if visible is None:
@@ -118,10 +122,13 @@ def run(
     lengths: Sequence[int],
     capacity_bytes: int | None = None,
     in_turn: bool = False,
+    refused: dict[int, ConfigError] | None = None,
+    began: Callable[[int], None] = lambda rank: None,
 ) -> dict[int, RankRun]:
     """Run some ranks at some lengths, in this order, two ranks at a time, in forked processes.
 
-    ``in_turn``: as in a process that measures one length after the other (``DryRun.measure``).
+    ``in_turn``: as in a process that measures one length after the other (``DryRun.measure``). ``refused`` receives the
+    errors of ranks; without it the first one is raised. ``began`` is called with a rank before it runs.
 
     Raises:
         ConfigError: a rank was refused, or its process ended.
@@ -134,6 +141,7 @@ def run(
             while waiting or children:
                 while waiting and len(children) < _TOGETHER:
                     rank = waiting.pop(0)
+                    began(rank)
                     reading, child = _fork(partial(_measure, make, rank, lengths, capacity_bytes, in_turn))
                     children[reading] = (rank, child, bytearray())
                     selector.register(reading, selectors.EVENT_READ)
@@ -145,7 +153,12 @@ def run(
                         selector.unregister(key.fd)
                         del children[key.fd]
                         os.close(key.fd)
-                        found[rank] = _result(child, bytes(text), RankRun, f"the dry run of rank {rank}")
+                        try:
+                            found[rank] = _result(child, bytes(text), RankRun, f"the dry run of rank {rank}")
+                        except ConfigError as error:
+                            if refused is None:
+                                raise
+                            refused[rank] = error
         finally:
             for reading, (_, child, _) in children.items():
                 os.close(reading)
@@ -234,9 +247,12 @@ def _measure(
 def _outcome(dry: DryRun, length: int, capacity: int | None, in_turn: bool) -> Outcome:
     measured = dry.measure(length, in_turn)
     allocator = dry.job.allocator
-    fails = "" if capacity is None else record.failing_phase(measured.events, allocator, capacity)
     rank = measured.rank
-    low, high = rank.allocated_peak_bytes, rank.reserved_peak_bytes
-    needed = record.needed_bytes(measured.events, allocator, low, high)
-    rank = msgspec.structs.replace(rank, needed_bytes=needed)
+    limits = record.limits(measured.events, allocator, rank.allocated_peak_bytes, rank.reserved_peak_bytes)
+    fails = ""
+    if capacity is not None and capacity < rank.reserved_peak_bytes:
+        found = record.failing_phase(measured.events, allocator, capacity)
+        # A size below one that fails does not count, even if it happens to fit.
+        fails = found or (limits.phase if capacity <= limits.failing_bytes else "")
+    rank = msgspec.structs.replace(rank, needed_bytes=limits.needed_bytes)
     return Outcome(length, rank, fails, work=measured.work, micro_step=measured.micro_step)

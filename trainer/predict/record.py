@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch._library.utils import is_builtin
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
@@ -21,6 +22,7 @@ from ...protocol.messages.throughput import Precision
 
 ALLOCATE, FREE, USE, EMPTY, MARK, END = range(6)
 _NEAR = 0.005
+_MOST_PROBES = 8
 Event = tuple[int, int, int, int, str]
 """Kind, handle, bytes, stream, name of a phase that begins or ends."""
 
@@ -201,18 +203,41 @@ def failing_phase(events: Iterable[Event], settings: Settings, capacity_bytes: i
     return ""
 
 
-def needed_bytes(events: Sequence[Event], settings: Settings, low: int, high: int) -> int:
-    """Return the minimum of reservable memory for every allocation to succeed, within 0.5 %.
+class Limits(NamedTuple):
+    """Where a trace begins to fit."""
 
-    It is between the highest allocated bytes, ``low``, and the highest reserved bytes, ``high``.
+    needed_bytes: int
+    """Reservable memory with which every allocation succeeds, as with all larger sizes that were tried."""
+    failing_bytes: int
+    """The largest size that was found to fail, at most 0.5 % less; 0: none was."""
+    phase: str
+    """The phase that fails with it."""
+
+
+def limits(events: Sequence[Event], settings: Settings, low: int, high: int) -> Limits:
+    """Return from which size of reservable memory on every allocation succeeds.
+
+    The size is between the highest allocated bytes, ``low``, and the highest reserved bytes, ``high``. Between them a
+    larger size can fail where a smaller one does not, as segments are freed and split differently: sizes are tried from
+    above, eight steps and then halves, so that all larger ones that were tried fit.
     """
-    while high - low > max(_NEAR * high, 1 << 21):
-        middle = (low + high) // 2
-        if failing_phase(events, settings, middle):
-            low = middle
+    least = max(_NEAR * high, 1 << 21)
+    count = max(1, min(_MOST_PROBES, int((high - low) / (4 * least))))
+    step = (high - low) / count
+    for number in range(count - 1, -1, -1):
+        failing = low + round(number * step)
+        if phase := failing_phase(events, settings, failing):
+            break
+        high = failing
+    else:
+        return Limits(low, 0, "")
+    while high - failing > least:
+        middle = (failing + high) // 2
+        if found := failing_phase(events, settings, middle):
+            failing, phase = middle, found
         else:
             high = middle
-    return high
+    return Limits(high, failing, phase)
 
 
 _aten: Any = torch.ops.aten
@@ -398,6 +423,10 @@ _ATTENTION = {
     "_varlen_attn_backward": (1, 10, 2.5),
 }
 """Positions of query and ``is_causal``, and number of products relative to the forward pass (the backward has five)."""
+_IN_VAIN = {"_varlen_attn": 1100, "_varlen_attn_backward": 1100}
+_MORE_IN_VAIN = 290
+"""Keys per query that FlashAttention 2 computes besides those of the causal mask: parts of blocks, and waits. Measured
+on an H200, with documents of 38 to 2,048 tokens, and for full rows."""
 _BORDERS = {"_varlen_attn": 3, "_varlen_attn_backward": 6}
 """Position of the borders between the documents of packed rows."""
 _ADAM_MOVES = 7 / 4
@@ -419,11 +448,11 @@ class Counting:
 
     def clear(self) -> None:
         """Reset the counts for a step."""
-        self._operations: Counter[tuple[float, float, Precision, bool]] = Counter()
+        self._operations: Counter[Operation] = Counter()
         self._communications: Counter[tuple[Collective, int, bool]] = Counter()
-        self._calls = 0
-        self.fetches = 0
-        """Number of times that ZeRO-3 gathers or releases a module's parameters."""
+        self._calls = self._launches = self._graphs = 0
+        self.fetches = 0.0
+        """Gathers of modules' parameters by ZeRO-3 (``Work.fetches``)."""
         self._transfer_bytes = 0
         self._host_bytes = 0
         self._starts: list[tuple[int, Work]] = []
@@ -443,17 +472,14 @@ class Counting:
 
     def work(self) -> Work:
         """Return the counted work."""
-        operations = [
-            Operation(flops, moved, precision, count, attention)
-            for (flops, moved, precision, attention), count in self._operations.items()
-        ]
+        operations = [msgspec.structs.replace(one, count=count) for one, count in self._operations.items()]
         of_sharing = self._sharing if self._sharing > 1 else self._ranks
         communications = [
             Communication(kind, size, of_sharing if kind == "all_to_all" else self._ranks, overlapped, count)
             for (kind, size, overlapped), count in self._communications.items()
         ]
         moved = self._transfer_bytes, self._host_bytes
-        return Work(operations, communications, self._calls, *moved, self.fetches)
+        return Work(operations, communications, self._calls, *moved, round(self.fetches), self._launches, self._graphs)
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: int) -> None:
         """Count an operation of the dispatcher; collectives on streams other than 0 overlap with computation."""
@@ -473,23 +499,43 @@ class Counting:
             self._transfer_bytes += min(map(_bytes, (*outputs, *inputs))) * self.times
             return
         moved = _moved(name, args, inputs, outputs)
-        precision = _PRECISIONS.get(inputs[0].dtype if inputs else None, "fp32")
+        # Of a product's factors: the sum that it is added to can have a wider type.
+        precision = _PRECISIONS.get(
+            min((one.dtype for one in inputs), key=lambda dtype: dtype.itemsize, default=None), "fp32"
+        )
         attention = _ATTENTION.get(name)
         flops = 0.0
         if attention is not None:
-            flops = _attention_flops(args, kwargs, *attention, self._keys_of_packed(name, args))
+            flops = _attention_flops(args, kwargs, *attention, self._keys_of_packed(name, args), _IN_VAIN.get(name))
         elif packet in flop_registry:
             # Products with a type of their own (``dtype_out``) have it among their arguments.
             given = [one for one in args if not isinstance(one, torch.dtype)]
             flops = float(flop_registry[packet](*given, **kwargs, out_val=result))
-        self._operations[flops, moved, precision, attention is not None] += self.times
+        width = args[attention[0]].shape[-1] if attention is not None else 0
+        kind: Any = "update" if name.startswith("_fused_adam") else "eager"
+        self._operations[Operation(flops, moved, precision, 1, width, kind)] += self.times
+
+    @contextlib.contextmanager
+    def in_graph(self, kernels: int) -> Generator[None]:
+        """Count the operations in the body as a call of compiled code, which launches so many kernels."""
+        calls = self._calls
+        try:
+            yield
+        finally:
+            self._calls = calls
+            self._graphs += self.times
+            self._launches += kernels * self.times
+
+    def kernel(self, moved: float) -> None:
+        """Count a fused kernel that reads and writes ``moved`` bytes."""
+        self._operations[Operation(0.0, moved, "fp32", memory="fused")] += self.times
 
     def update(self, tensors: Any) -> None:
         """Count a compiled optimizer's update of these tensors (parameters, gradients, states) as one kernel."""
         found = list(_tensors(tensors))
         moved = int(sum(map(_bytes, found)) * _ADAM_MOVES)
         if any(one.device.type == "cuda" for one in found):
-            self._operations[0.0, float(moved), "fp32", False] += self.times
+            self._operations[Operation(0.0, float(moved), "fp32", memory="update")] += self.times
         else:
             self._host_bytes += moved * self.times
 
@@ -529,31 +575,42 @@ def _bytes(tensor: Any) -> int:
 def _moved(name: str, args: tuple[Any, ...], inputs: Iterable[Any], outputs: Iterable[Any]) -> float:
     written = sum(map(_bytes, outputs))
     if not written:  # a foreach operation returns nothing: it writes its first list
-        written = sum(map(_bytes, _tensors(args[0]))) if args else 0
+        lists = (args[0], args[2], args[3]) if name.startswith("_fused_adam") else args[:1]
+        written = sum(map(_bytes, _tensors(lists)))
     if name in _PICKS:
         return 2.0 * written
     read = sum(map(_bytes, inputs))
+    if name == "softmax_gradient":  # reads logits twice, and writes over them (``recipe/model/cross_entropy.py``)
+        return float(read + 2 * written)
     if name in _WRITES_ONLY and args:
         read -= sum(map(_bytes, _tensors(args[0])))
     return float(read + written)
 
 
 def _attention_flops(
-    args: tuple[Any, ...], kwargs: dict[str, Any], position: int, causal_at: int, products: float, keys: float | None
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    position: int,
+    causal_at: int,
+    products: float,
+    keys: float | None,
+    in_vain: int | None,
 ) -> float:
     """Return the FLOPs of attention: two products over pairs of query and key, half of them under a causal mask.
+
+    A kernel computes ``in_vain`` further keys of each query (None: those of full rows).
 
     Packed rows are joined, and attention stays within documents: a query has ``keys`` keys in its own document.
     """
     query, key = args[position], args[position + 1]
     causal = args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)
     if keys is not None:
-        length, heads, width = query.shape
-        pairs = length * keys
+        (queries, heads, width), most = query.shape, keys
     else:
         batch, heads, length, width = query.shape
-        pairs = batch * length * key.shape[2]
-    return 4.0 * heads * width * pairs * (0.5 if causal else 1.0) * products
+        queries, most = batch * length, float(key.shape[2])
+    each = most * (0.5 if causal else 1.0) + (_MORE_IN_VAIN if in_vain is None else in_vain)
+    return 4.0 * heads * width * queries * each * products
 
 
 _prim: Any = torch.ops.prim
@@ -579,6 +636,13 @@ class Recorder(TorchDispatchMode):
         """Tokens of the model's vocabulary; 0: not known, and logits are not told apart."""
         self._recomputing = -1
         """Event at which the recomputation of checkpointed layers began; -1: none is under way."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: ``torch.compile`` traces under this mode, which does not see it."""
+        return True
+
+    is_infra_mode = ignore_compile_internals
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record its allocations."""

@@ -19,6 +19,7 @@ from ..recipe.data.batches import Order, padded_length
 from ..recipe.data.encode import Encoder
 from ..recipe.data.pipeline import Examples
 from ..recipe.data.records import Records, read_records
+from ..recipe.preflight.consistency import uncompiled
 from ..recipe.support import settle_batch, zero_stage
 from . import answer, deepspeed_file, jobs, ranks
 from .jobs import Prepared
@@ -44,22 +45,25 @@ class RunChange(NamedTuple):
 def table(
     arguments: argparse.Namespace, allocator: Settings, base: Prediction, capacity_bytes: int, tell: Tell
 ) -> list[WhatIf]:
-    """Return the table of all remedies, predicted at the longest length of ``base``.
+    """Return the table of all changes, predicted at the longest length of ``base``: the fastest that fits first.
 
-    Remedies that do not change the training are combined if none of them fits alone. ``tell`` is called with the name
-    of each remedy before its dry run.
+    Those that do not change the training are combined if none of them fits alone. ``tell`` is called with the name of
+    each change before its dry run.
     """
     point = max(base.points, key=lambda one: one.sequence_length)
     given = argparse.Namespace(**{**vars(arguments), "sequence_length": [point.sequence_length]})
     found: dict[str, tuple[Option, Prediction | None]] = {}
     known = list(remedies(given, allocator))
+    highest = max(point.ranks, key=lambda one: one.needed_bytes).rank
 
-    def add(remedy: RunChange) -> None:
-        tell(f"what if: {remedy.name} ({len(found) + 1} of {max(len(known), len(found) + 1)})")
-        found[remedy.name] = _option(remedy, arguments.price, capacity_bytes)
+    def add(changes: Sequence[RunChange]) -> None:
+        def began(number: int) -> None:
+            tell(f"what if: {changes[number].name} ({len(found) + number + 1} of {len(found) + len(changes)})")
 
-    for remedy in known:
-        add(remedy)
+        results = _options(changes, arguments.price, capacity_bytes, highest, began)
+        found.update(zip((change.name for change in changes), results, strict=True))
+
+    add(known)
     as_it_is = _of(base, jobs.prepare(given, allocator), "as it is", "", capacity_bytes)
     ranked = rank(as_it_is, [option for option, _ in found.values()], capacity_bytes)
     best = [remedy for one in ranked for remedy in known if remedy.name == one.option.name and remedy.combines]
@@ -69,18 +73,34 @@ def table(
             break
         together = joined(given, allocator, best[:count])
         if together is not None:
-            add(together)
+            add([together])
             ranked = rank(as_it_is, [option for option, _ in found.values()], capacity_bytes)
     return [_row(one, found[one.option.name][1]) for one in ranked]
 
 
-def _option(remedy: RunChange, price: float | None, capacity: int) -> tuple[Option, Prediction | None]:
-    try:
-        job = remedy.prepare()
-        predicted = answer.predict(job, capacity, price)
-    except FtmonError as error:
-        return Option(remedy.name, 0, 0.0, change=remedy.change, refused=str(error)), None
-    return _of(predicted, job, remedy.name, remedy.change, capacity), predicted
+def _options(
+    changes: Sequence[RunChange], price: float | None, capacity: int, rank: int, tell: Callable[[int], None]
+) -> list[tuple[Option, Prediction | None]]:
+    """Predict one rank of each change, the one that needs most in the unchanged run."""
+    found: dict[str, tuple[Option, Prediction | None]] = {}
+    prepared: dict[str, Prepared] = {}
+
+    def refuse(change: RunChange, error: FtmonError) -> None:
+        found[change.name] = Option(change.name, 0, 0.0, change=change.change, refused=str(error)), None
+
+    for change in changes:
+        try:
+            prepared[change.name] = change.prepare()
+        except FtmonError as error:
+            refuse(change, error)
+    waiting = [change for change in changes if change.name in prepared]
+    of = list(prepared.values())
+    for change, result in zip(waiting, answer.predict_each(of, capacity, price, rank, tell), strict=True):
+        if isinstance(result, Prediction):
+            found[change.name] = _of(result, prepared[change.name], change.name, change.change, capacity), result
+        else:
+            refuse(change, result)
+    return [found[change.name] for change in changes]
 
 
 def _of(predicted: Prediction, job: Prepared, name: str, change: str, capacity: int) -> Option:
@@ -171,6 +191,7 @@ def _assignments(given: argparse.Namespace) -> Iterator[Kind]:
     config = recipe.read(given.config, given.overrides, given.ranks, given.sequence_length)
     config = settle_batch(config, getattr(given, "rows", 0))
     training, zero, optimizer = config.training, config.zero, config.optimizer
+    yield from _faster(config)
     if config.model.gradient_checkpointing == "none":
         yield "selective checkpointing", ("model.gradient_checkpointing=selective",), False
     if config.model.gradient_checkpointing != "layers":
@@ -198,6 +219,26 @@ def _assignments(given: argparse.Namespace) -> Iterator[Kind]:
     if config.model.quantization == "none" and config.model.name and zero.stage < 3:
         adapters = () if config.lora.rank else ("lora.rank=16",)
         yield "QLoRA" if config.lora.rank else "QLoRA of rank 16", (*adapters, "model.quantization=nf4"), False
+
+
+def _faster(config: Config) -> Iterator[Kind]:
+    """Yield changes that spend memory on speed, without changing the batch of a step."""
+    training, zero = config.training, config.zero
+    if training.micro_steps % 2 == 0:
+        changes = (
+            f"training.micro_batch={2 * training.micro_batch}",
+            f"training.grad_accumulation={training.micro_steps // 2}",
+        )
+        yield f"micro-batch {2 * training.micro_batch}", changes, False
+    if config.model.gradient_checkpointing != "none":
+        yield "no checkpointing", ("model.gradient_checkpointing=none",), False
+    if config.model.compile == "off" and not uncompiled(config):
+        yield "compiled layers", ("model.compile=layers",), False
+    if zero.offload_optimizer or zero.offload_parameters:
+        yield "no offload", ("zero.offload_optimizer=false", "zero.offload_parameters=false"), False
+    stage = zero_stage(config, config.run.ranks)
+    for lower in range(1, stage) if config.run.ranks > 1 and not zero.offload_parameters else ():
+        yield f"ZeRO {lower}", (f"zero.stage={lower}",), False
 
 
 def _flags(given: argparse.Namespace) -> Iterator[Kind]:

@@ -336,7 +336,7 @@ _TRAIN = (
             "--largest",
             "search the largest sequence length and micro-batch that fit each GPU, or --capacity (takes minutes)",
         ),
-        flag("--what-if", "also predict changes of the configuration, the cheapest that fits first (takes minutes)"),
+        flag("--what-if", "also predict changes of the configuration, the fastest that fits first"),
         flag("--explain", "also show each part of the memory as a sum made by hand, beside the predicted figure"),
         argument("--run", None, "with --explain: this run's configuration, and its measured figures"),
         argument("--gpu", "NAME", "the kind of GPU, such as 'A100 80 GB' (default: H200)"),

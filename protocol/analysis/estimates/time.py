@@ -1,8 +1,8 @@
-"""Estimates a step's time from its operations: each takes the longer of its arithmetic and its memory traffic.
+"""Estimates a step's time from its operations: each takes the time of its arithmetic or of its memory traffic.
 
 The shares of the data sheet's rates reached in practice determine the error. A step also cannot be faster than the host
-can launch its operations. Host times are fitted to steps of 0.5B to 1.2B models under ZeRO 0 to 3 on H200s
-(``bench/data/h200_peaks.jsonl``), whose hosts differed by a factor of two.
+can launch its operations. The constants are fitted to profiles and steps of 0.5B to 4B models on an H200, one rank
+(``bench/gpu/step_times.py``, rows that are not held out), and to steps of several ranks in ``bench/RESULTS.md``.
 
 Also the cost of an epoch, and the comparison of a live run's peaks with the predicted ones.
 """
@@ -20,27 +20,44 @@ from ...messages.memory import PredictedPhase, PredictedPoint, Prediction
 from ...messages.throughput import Precision
 from .memory import Figure
 
-_ERRORS = {"host": 0.5, "communication": 0.5, "offload": 0.5}
-"""Expected error, by the step's bound; 0.2 for other bounds."""
-ARITHMETIC = 0.7
-"""Share of the arithmetic rate: large bf16 products with cuBLAS on Hopper reach 65 to 80 %."""
-ATTENTION = 0.4
-"""The same of FlashAttention 2 on Hopper, forward and backward together."""
-MEMORY = 0.85
-"""Share of the memory rate."""
-BUSY = 0.85
-"""Share of a device-bound step in which the device runs a kernel; it waits at the step's ends and around collectives.
-Fitted to steps of 0.5B to 8B models on H200s (``bench/RESULTS.md``)."""
-_LINK = 0.75
-"""Share of the link: NCCL's bus bandwidth for messages of 64 MiB and more."""
-CALL_SECONDS = 11e-6
+_ERRORS = {"host": 0.45, "communication": 0.3, "offload": 0.5}
+"""Expected error, by the step's bound; 0.1 for other bounds."""
+_ERROR = 0.1
+ARITHMETIC = 0.76
+"""Share of the arithmetic rate that matrix products reach inside."""
+_PRODUCT_MEMORY = 0.3
+"""Share of the time of a product's memory traffic, at the data sheet's rate, that its arithmetic does not hide."""
+_NARROW_ATTENTION, _ATTENTION = 0.43, 0.58
+"""Share of the arithmetic rate of FlashAttention 2 on Hopper, forward and backward: heads of up to 64, and wider ones.
+The blocks that its kernels compute in vain are among the FLOPs (``trainer/predict/record.py``)."""
+MEMORY: dict[str, float] = {"fused": 0.85, "eager": 0.7, "update": 0.55}
+"""Share of the memory rate, by kind of kernel."""
+_KERNEL_SECONDS = 2e-6
+"""Device time of the smallest kernel, which large ones take in addition: start and end."""
+BUSY = 0.96
+"""Share of a device-bound step in which the device runs a kernel."""
+_STEP_SECONDS = 2e-3
+"""Time per step in which the device waits for the host, around the optimizer."""
+_LINK = 0.4
+"""Share of the link that NCCL reaches in a training. Fitted with the next one to steps on two H200s and four H100s."""
+_EXPOSED = 0.7
+"""Share of the collectives beside computation that takes time nevertheless: they wait for each other's ranks, and take
+processors and memory traffic from the kernels beside them."""
+CALL_SECONDS = 13e-6
 """Host time per dispatched operation in eager PyTorch, including the Python code of modules and engine."""
-_FETCH_SECONDS = 250e-6
+_LAUNCH_SECONDS = 8e-6
+"""Host time per kernel of compiled code."""
+_GRAPH_SECONDS = 400e-6
+"""Host time of a call of compiled code: Dynamo's guards and autograd's function."""
+_FETCH_SECONDS = 210e-6
 """Host time of ZeRO-3's hooks per gather and release of a module's parameters."""
+_HOST_SPREAD = 1.6
+"""Ratio of a slow, shared host's times to those of a fast one."""
 _COLLECTIVE_HOST_SECONDS = 60e-6
 """Host time of a collective in DeepSpeed."""
 _COLLECTIVE_SECONDS = 25e-6
 """Latency of a collective on the device."""
+_NARROW = 64
 _TRANSFER = 0.8
 """Share of the bandwidth to the host, with page-locked memory."""
 _HOST_MEMORY_GBS = 22.0
@@ -64,8 +81,11 @@ class Operation(msgspec.Struct, frozen=True):
     """Bytes read from and written to the device's memory."""
     precision: Precision = "bf16"
     count: int = 1
-    attention: bool = False
-    """Whether it is a fused attention kernel, which reaches a lower arithmetic rate than a matrix product."""
+    attention: int = 0
+    """Width of a head of a fused attention kernel, which reaches a lower arithmetic rate than a matrix product; 0: it
+    is none."""
+    memory: Literal["fused", "eager", "update"] = "eager"
+    """Kind of kernel without arithmetic: of compiled code, one operation of PyTorch, an optimizer's update."""
 
 
 class Communication(msgspec.Struct, frozen=True):
@@ -93,7 +113,12 @@ class Work(msgspec.Struct, frozen=True):
     host_bytes: int = 0
     """Bytes read and written in the host's memory by an optimizer on the CPU."""
     fetches: int = 0
-    """Number of gathers of a module's parameters by ZeRO-3, whose hooks run on the host even if nothing is sent."""
+    """Number of gathers of a module's parameters by ZeRO-3, whose hooks run on the host even if nothing is sent; each
+    parameter counts as a fifth of one in addition."""
+    launches: int = 0
+    """Number of kernels that compiled code launches."""
+    graphs: int = 0
+    """Number of calls of compiled code."""
 
 
 def combined(parts: Sequence[tuple[Work, float | Fraction]]) -> Work:
@@ -139,37 +164,60 @@ def step_time(work: Work, gpu: Gpu, hosts: int = 1) -> StepTime:
     """
     arithmetic = memory = 0.0
     for one in work.operations:
-        share = ATTENTION if one.attention else ARITHMETIC
-        flops_seconds = one.flops / (_rate(gpu, one.precision) * share) if one.flops else 0.0
-        bytes_seconds = one.bytes_moved / (gpu.memory_gbs * 1e9 * MEMORY)
-        if flops_seconds >= bytes_seconds:
-            arithmetic += flops_seconds * one.count
+        seconds = _kernel_seconds(one, gpu) * one.count
+        if one.flops:
+            arithmetic += seconds
         else:
-            memory += bytes_seconds * one.count
+            memory += seconds
     link = min(gpu.link_gbs, _NETWORK_GBS) if hosts > 1 else gpu.link_gbs
-    host = work.calls * CALL_SECONDS + work.fetches * _FETCH_SECONDS
+    host = _host_seconds(work)
     exposed = beside = 0.0
     for one in work.communications:
-        host += one.count * _COLLECTIVE_HOST_SECONDS
         seconds = collective_seconds(one.kind, one.size_bytes, one.ranks, link) * one.count
         if one.overlapped:
             beside += seconds
         else:
             exposed += seconds
-    compute = (arithmetic + memory) / BUSY
-    communication = exposed + max(0.0, beside - compute)
+    compute = (arithmetic + memory) / BUSY + _STEP_SECONDS
+    communication = exposed + max(_EXPOSED * beside, beside - compute)
     offload = work.transfer_bytes / (gpu.host_gbs * 1e9 * _TRANSFER)
     offload += work.host_bytes / (_HOST_MEMORY_GBS * 1e9)
     total = max(compute + communication, host) + offload
     parts = {"arithmetic": arithmetic, "memory": memory, "communication": communication, "offload": offload}
     bound = "host" if host > compute + communication + offload else max(parts, key=lambda name: parts[name])
-    error = _ERRORS.get(bound, 0.2)
+    error = _ERRORS.get(bound, _ERROR)
+    # A slower host can become the limit.
+    error = max(error, (_HOST_SPREAD * host + offload) / total - 1) if bound != "host" else error
     basis = (
-        f"roofline at {ARITHMETIC:.0%} of the arithmetic and {MEMORY:.0%} of the memory rate of the data sheet in "
-        f"{BUSY:.0%} of a step, {CALL_SECONDS * 1e6:.0f} us of host time an operation; "
+        f"products at {ARITHMETIC:.0%} of the arithmetic rate of the data sheet, kernels at {MEMORY['update']:.0%} to "
+        f"{MEMORY['fused']:.0%} of the memory rate, {CALL_SECONDS * 1e6:.0f} us of host time an operation; "
         f"bound by {bound}"
     )
     return StepTime(compute, communication, host, offload, Figure(total, error, basis), bound)  # type: ignore[arg-type]
+
+
+def _kernel_seconds(one: Operation, gpu: Gpu) -> float:
+    """Return the device time of one kernel."""
+    traffic = one.bytes_moved / (gpu.memory_gbs * 1e9)
+    if not one.flops:
+        return traffic / MEMORY[one.memory] + _KERNEL_SECONDS
+    if one.attention:
+        share = _NARROW_ATTENTION if one.attention <= _NARROW else _ATTENTION
+        return one.flops / (_rate(gpu, one.precision) * share) + _KERNEL_SECONDS
+    arithmetic = one.flops / (_rate(gpu, one.precision) * ARITHMETIC) + _PRODUCT_MEMORY * traffic
+    return max(arithmetic, traffic / MEMORY["fused"]) + _KERNEL_SECONDS
+
+
+def _host_seconds(work: Work) -> float:
+    """Return the time in which a host launches a step."""
+    collectives = sum(one.count for one in work.communications)
+    return (
+        work.calls * CALL_SECONDS
+        + work.launches * _LAUNCH_SECONDS
+        + work.graphs * _GRAPH_SECONDS
+        + work.fetches * _FETCH_SECONDS
+        + collectives * _COLLECTIVE_HOST_SECONDS
+    )
 
 
 def collective_seconds(kind: Collective, size_bytes: float, ranks: int, link_gbs: float) -> float:

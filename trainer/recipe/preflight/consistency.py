@@ -74,7 +74,7 @@ def _rules(config: Config, on_cpu: bool) -> Iterator[_Rule]:
         yield model.activation_offload == "inputs", "model.activation_offload", text
     budget, compiles = "model.activation_memory_budget", model.compile == "layers"
     if model.activation_memory_budget < 1:
-        excluded = model.compile == "off" or (model.compile == "auto" and (on_cpu or _uncompiled(config)))
+        excluded = model.compile == "off" or (model.compile == "auto" and (on_cpu or uncompiled(config)))
         yield excluded, budget, "needs model.compile=layers; without it use model.gradient_checkpointing"
         text = "cannot be used with model.gradient_checkpointing, which keeps less; use one of them"
         yield model.gradient_checkpointing != "none", budget, text
@@ -104,7 +104,7 @@ def settle_compile(config: Config, compiler: bool, log: Callable[[str], None]) -
     """
     if config.model.compile != "auto":
         return config
-    reason = _uncompiled(config) or ("" if compiler else "no C compiler (gcc, clang or $CC) is found")
+    reason = uncompiled(config) or ("" if compiler else "no C compiler (gcc, clang or $CC) is found")
     on_gpu = config.run.device != "cpu"
     if on_gpu and not reason:
         return config
@@ -113,7 +113,7 @@ def settle_compile(config: Config, compiler: bool, log: Callable[[str], None]) -
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, compile="off"))
 
 
-def _uncompiled(config: Config) -> str:
+def uncompiled(config: Config) -> str:
     """Return the setting that excludes compiled layers; empty if none does."""
     model = config.model
     for excluded, setting in (

@@ -1,12 +1,13 @@
 """What is counted of a step's operations."""
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from ftmon.protocol.analysis.allocator.settings import Settings
-from ftmon.trainer.predict.record import MISSING, Counting, ResultCache, Trace, failing_phase, needed_bytes
+from ftmon.trainer.predict.record import MISSING, Counting, ResultCache, Trace, failing_phase, limits
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -205,9 +206,37 @@ def test_less_than_was_reserved_suffices_where_the_cache_can_be_given_back(trace
     trace.moment(400 * MIB)
     peaks = trace.peaks()
     assert (peaks.allocated_bytes, peaks.reserved_bytes) == (500 * MIB, 800 * MIB)
-    needed = needed_bytes(trace.events, Settings(), peaks.allocated_bytes, peaks.reserved_bytes)
+    needed = limits(trace.events, Settings(), peaks.allocated_bytes, peaks.reserved_bytes).needed_bytes
     assert 500 * MIB <= needed < 505 * MIB
     assert failing_phase(trace.events, Settings(), needed) == ""
+
+
+def _random_trace(seed: int) -> Trace:
+    chance = random.Random(seed)
+    trace, held = Trace(Settings()), []
+    trace.begin("forward")
+    for _ in range(60):
+        if held and chance.random() < 0.45:
+            trace.free(held.pop(chance.randrange(len(held))))
+        else:
+            held.append(trace.allocate(chance.choice((3, 7, 12, 25, 41, 60, 90, 130)) * MIB, "cuda"))
+    return trace
+
+
+def test_every_size_above_what_is_needed_fits_also_where_a_smaller_one_fits_and_a_larger_one_fails() -> None:
+    uneven = 0
+    for seed in range(120):
+        trace = _random_trace(seed)
+        peaks = trace.peaks()
+        low, high = peaks.allocated_bytes, peaks.reserved_bytes
+        sizes = [low + (high - low) * number // 8 for number in range(9)]
+        fit = [not failing_phase(trace.events, Settings(), size) for size in sizes]
+        uneven += False in fit[fit.index(True) :]
+        found = limits(trace.events, Settings(), low, high)
+        above = [one for size, one in zip(sizes, fit, strict=True) if size >= found.needed_bytes]
+        assert all(above), seed
+        assert not found.failing_bytes or failing_phase(trace.events, Settings(), found.failing_bytes) == "forward"
+    assert uneven
 
 
 def test_what_an_allocation_holds_goes_with_it_into_the_repeated_step(trace: Trace) -> None:
@@ -248,7 +277,7 @@ def attention_flops(tokens: int, documents: int, pairs_a_token: float | None = N
 
 def test_packed_documents_do_not_see_each_other_and_those_of_a_data_set_take_their_own_pairs() -> None:
     one = attention_flops(4096, 1)
-    # Two products of 2 FLOPs for each pair, half of the pairs.
-    assert one == 2 * 2 * HEADS * WIDTH * 4096**2 / 2
+    # Two products of 2 FLOPs for each pair, half of the pairs, and the keys that the kernel computes in vain.
+    assert one == 2 * 2 * HEADS * WIDTH * 4096 * (4096 / 2 + 1100)
     assert attention_flops(8 * 4096, 8) == 8 * one
-    assert attention_flops(4096, 3, pairs_a_token=100.5) == 2 * 2 * HEADS * WIDTH * 4096 * 100.5
+    assert attention_flops(4096, 3, pairs_a_token=100.5) == 2 * 2 * HEADS * WIDTH * 4096 * (100.5 + 1100)

@@ -103,6 +103,20 @@ def test_changes_of_a_configuration_are_assignments(config: str) -> None:
     assert not {"ZeRO 2", "parameter offload"} & found.keys()
 
 
+def test_what_is_faster_is_a_change_too(config: str) -> None:
+    """Nothing of these changes the batch of a step."""
+    slow = ["model.gradient_checkpointing=layers", "zero.stage=3", "zero.offload_optimizer=true", "data.packing=true"]
+    slow += ["training.grad_accumulation=4", "model.compile=off"]
+    assert {
+        "micro-batch 8": "training.micro_batch=8 training.grad_accumulation=2",
+        "no checkpointing": "model.gradient_checkpointing=none",
+        "compiled layers": "model.compile=layers",
+        "no offload": "zero.offload_optimizer=false zero.offload_parameters=false",
+        "ZeRO 2": "zero.stage=2",
+    }.items() <= changes(given(config=config, overrides=slow)).items()
+    assert not {"no checkpointing", "no offload", "micro-batch 8"} & changes(given(config=config)).keys()
+
+
 def test_a_base_that_is_loaded_may_be_held_in_4_bits(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # its name is not looked up
     named = Path(config).with_name("named.yaml")
@@ -148,7 +162,7 @@ def test_every_change_is_one_that_the_trainer_takes_and_they_are_joined_unless_t
     for name, one in found.items():
         job = one.prepare()
         assert job.micro_batch * job.accumulation * job.ranks == 12, name
-        assert job.stage == (3 if name == "ZeRO 3" else 2)
+        assert job.stage == (int(name[-1]) if name.startswith("ZeRO") else 2)
     joined = what_if.joined(given(config=config), Settings(), [found["checkpointing"], found["ZeRO 3"]])
     assert joined.name == "checkpointing + ZeRO 3"
     assert joined.prepare().stage == 3
@@ -158,20 +172,28 @@ def test_every_change_is_one_that_the_trainer_takes_and_they_are_joined_unless_t
 def test_remedies_are_joined_where_none_fits_alone_though_one_is_refused(
     config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def predict(job: jobs.Prepared, capacity: int | None = None, price: float | None = None) -> Prediction:
-        del price
-        assert capacity is not None
+    def predict(job: jobs.Prepared, capacity: int) -> Prediction | ConfigError:
         if job.stage == 3:
-            raise ConfigError("refused")
+            return ConfigError("refused")
         saved = 40 * job.offload + 40 * (job.micro_batch < 4)
         needed = 150 - saved
         rank = Rank(0, {"backward": Phase(needed, needed)}, 0, needed)
         return Prediction("m", 1, 3, [Point(64, job.micro_batch, [rank], 0, needed, needed <= capacity, "", needed)])
 
-    monkeypatch.setattr(answer, "predict", predict)
+    def each(of: list[jobs.Prepared], capacity: int, price: float | None, rank: int, tell: Any) -> list[Any]:
+        assert (price, rank) == (None, 0)
+        for number in range(len(of)):
+            tell(number)
+        return [predict(job, capacity) for job in of]
+
+    monkeypatch.setattr(answer, "predict_each", each)
     arguments = given(config=config, price=None)
     base = predict(jobs.prepare(arguments, Settings()), 100)
-    rows = what_if.table(arguments, Settings(), base, 100, lambda _: None)
+    assert isinstance(base, Prediction)
+    told: list[str] = []
+    rows = what_if.table(arguments, Settings(), base, 100, told.append)
+    assert told[0] == f"what if: expandable segments (1 of {len(rows) - 1})"
+    assert told[-1] == f"what if: {next(row.name for row in rows if row.fits)} ({len(rows)} of {len(rows)})"
     assert [row.name for row in rows if row.refused] == ["ZeRO 3"]
     (fits,) = [row for row in rows if row.fits]
     assert set(fits.name.split(" + ")) == {"micro-batch 2", "optimizer offload"}
