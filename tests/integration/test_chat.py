@@ -141,6 +141,7 @@ def test_each_of_several_adapters_answers_as_peft_alone_does(
     expected["base"] = generated_by_peft(model, None, "a few words")
     assert len(set(expected.values())) == 4
     monkeypatch.setattr("sys.stdin", io.StringIO("a few words\n"))
+    monkeypatch.setenv("COLUMNS", "160")  # of a terminal where four answers fit side by side
     assert conversation.answer_lines() == 0
     lines = dict(line.split("\t", 1) for line in capsys.readouterr().out.removesuffix("\n").split("\n"))
     shown = {name: session._UNSAFE.sub("", text) for name, text in expected.items()}

@@ -106,7 +106,7 @@ def test_a_run_without_a_place_for_its_directory_is_not_started(tmp_path: Path, 
     [
         (["run", "--", "nosuchprogram", "x"], "nosuchprogram: command not found", 196),
         (["run"], "run needs a command after '--'", 195),
-        (["train"], "train needs CONFIG.yaml", 2),
+        (["train"], "train needs MODEL DATA or CONFIG.yaml", 2),
         (["train", "nosuch.yaml"], "nosuch.yaml", 2),
         (["demo", "--fault", "earthquake"], "earthquake", 2),
         (["demo", "zero.stag=2"], "zero.stag", 2),

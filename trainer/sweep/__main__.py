@@ -25,7 +25,7 @@ from ...protocol.run import exits
 from ...protocol.run.rundir import RunDir
 from ...protocol.sweep.rows import FORMAT, Ended, Header, Plan, Planned, Row, Settings, Started
 from ...protocol.sweep.store import Results, Writer, default_output, read
-from ..recipe.hardware import torch_is_cpu_only
+from ..recipe.hardware import torch_is_cpu_only, usable_gpus
 from . import plan as spec
 from .engines import ENGINES, Jobs, engine, recover
 from .plan import Lines, Spec
@@ -82,7 +82,10 @@ def _sweep(wanted: Spec, arguments: argparse.Namespace, interrupts: list[int]) -
     session = Session(wanted, writer, earlier, lines, arguments.fail_fast, lambda: bool(interrupts))
     if elsewhere is not None:
         session.jobs = Jobs(
-            elsewhere, session, lambda settings: _gpus(wanted, arguments.gpus, settings), arguments.jobs
+            elsewhere,
+            session,
+            lambda settings: _gpus(wanted, arguments.gpus, elsewhere.takes_gpus, settings),
+            arguments.jobs,
         )
     plan = _plan(wanted, predictor, arguments.fail_fast, session.rows)
     writer.append(plan)
@@ -139,11 +142,12 @@ def _run(wanted: Spec, session: Session, predictor: Predictor, plan: Plan, lines
     return []
 
 
-def _gpus(wanted: Spec, given: int | None, settings: Settings) -> int:
-    """Return the GPUs of a configuration's job: its ranks, and none with a PyTorch for the CPU."""
+def _gpus(wanted: Spec, given: int | None, here: bool, settings: Settings) -> int:
+    """Return the GPUs of a configuration's job: its ranks, or none where there are none."""
     if given is not None:
         return given
-    return 0 if torch_is_cpu_only() else gpus_of(wanted, [settings])
+    none = not usable_gpus() if here else torch_is_cpu_only()
+    return 0 if none else gpus_of(wanted, [settings])
 
 
 def _option(text: str) -> tuple[str, str]:

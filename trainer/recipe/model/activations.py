@@ -4,6 +4,7 @@ The forward of a layer object is replaced, not the layer: parameter names and th
 parameters do not change. Evaluation and generation run the layer's own forward.
 """
 
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -314,8 +315,8 @@ def run_uncompiled(model: Any) -> None:
 def compile_ahead(model: Any, batch: dict[str, Any], world: World, *, required: bool) -> None:
     """Compile forward and backward of each layer with its inputs in one micro-batch. All ranks call this.
 
-    If the layers cannot be compiled, raise ``ConfigError`` if that is ``required``; else nothing of the training is
-    compiled from here on, with a note.
+    If the layers cannot be compiled, or give other results than uncompiled, raise ``ConfigError`` if that is
+    ``required``; else nothing of the training is compiled from here on, with a note.
     """
     began = time.perf_counter()
     layers, kind = decoder_layers(model), model.config.model_type
@@ -324,8 +325,10 @@ def compile_ahead(model: Any, batch: dict[str, Any], world: World, *, required: 
         return
     world.log("compiling decoder layers (model.compile=off turns it off)")
     problem = ""
+    different: dict[Any, str] = {}
     # These hooks run after DeepSpeed's, so with ZeRO-3 the layer's parameters are whole.
-    hooks = [layer.register_forward_pre_hook(_compile, with_kwargs=True) for layer in layers]
+    hook = partial(_compile, different)
+    hooks = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in layers]
     with activity("compilation", "decoder layers"):
         try:
             model(**batch, use_cache=False)
@@ -339,8 +342,10 @@ def compile_ahead(model: Any, batch: dict[str, Any], world: World, *, required: 
             text = (str(cause).strip() or repr(cause)).splitlines()[0]
             problem = f"layers of {kind} cannot be compiled: {text}"
         finally:
-            for hook in hooks:
-                hook.remove()
+            for one in hooks:
+                one.remove()
+    # Not raised in the hook: ranks that share parameters must all run the whole pass.
+    problem = problem or next((f"layers of {kind} {found}" for found in different.values() if found), "")
     if not world.all_agree(not problem):
         problem = problem or f"layers of {kind} cannot be compiled in another rank"
         if required:
@@ -352,15 +357,53 @@ def compile_ahead(model: Any, batch: dict[str, Any], world: World, *, required: 
     world.log(f"compiled decoder layers: {duration(time.perf_counter() - began)}")
 
 
-def _compile(layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Run forward and backward of a layer with its inputs, without side effects."""
+def _compile(different: dict[Any, str], layer: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Run forward and backward of a layer with its inputs, without side effects.
+
+    For the first layer of each compiled code, ``different`` gets in words how its gradients differ from uncompiled ones
+    ("": they do not).
+    """
     hidden = inputs[0].detach().requires_grad_(inputs[0].requires_grad)
-    wanted = [one for one in (hidden, *layer.parameters()) if one.requires_grad][:1]
+    wanted = [one for one in (hidden, *layer.parameters()) if one.requires_grad]
+    code = getattr(layer.forward, "in_training", layer.forward)
+    checked = isinstance(layer.forward, LayerForward) and code not in different and not _is_random(layer)
+    results: list[Any] = []
     # Not through the layer's __call__, and into no parameter's .grad: DeepSpeed's hooks do not run.
-    found = layer.forward(hidden, *inputs[1:], **named)
-    if wanted:
+    for forward in (layer.forward, layer.forward.plain) if checked else (layer.forward,):
+        found = forward(hidden, *inputs[1:], **named)
         out: torch.Tensor = found if isinstance(found, torch.Tensor) else found[0]
-        torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
+        if wanted:
+            generator = torch.Generator(out.device).manual_seed(0)
+            slope = torch.randn(out.shape, dtype=out.dtype, device=out.device, generator=generator)
+            results.append(torch.autograd.grad(out, wanted if checked else wanted[:1], slope, allow_unused=True))
+        del found, out
+    if checked:
+        names = ["the input", *(name for name, one in layer.named_parameters() if one.requires_grad)][-len(wanted) :]
+        different[code] = _difference(names, *results) if wanted else ""
+
+
+_OTHER = 0.5
+"""Relative difference of a matrix's gradient that no rounding explains; a gradient that is missing differs by 1."""
+
+
+def _difference(names: list[str], compiled: Any, plain: Any) -> str:
+    for name, mine, true in zip(names, compiled, plain, strict=True):
+        if true is None or true.dim() < 2:  # a key's bias has a gradient of rounding alone
+            continue
+        size = float(true.float().norm())
+        if not math.isfinite(size):  # the weights are to blame
+            continue
+        distance = size if mine is None else float((mine.float() - true.float()).norm())
+        if not distance <= _OTHER * size:
+            return f"have other gradients compiled ({name}: relative difference {distance / (size or 1.0):.1e})"
+    return ""
+
+
+def _is_random(layer: Any) -> bool:
+    """Return whether a layer has dropout, for which compiled code draws other numbers."""
+    values = [value for module in layer.modules() for name, value in vars(module).items() if "drop" in name]
+    values += [module.p for module in layer.modules() if isinstance(module, torch.nn.Dropout)]
+    return any(isinstance(value, float) and value > 0 for value in values)
 
 
 class LayerForward:
@@ -379,6 +422,10 @@ class LayerForward:
     def run_uncompiled(self) -> None:
         """Train with the plain forward from now on."""
         self.in_training = self._plain
+
+    def plain(self, *inputs: Any, **named: Any) -> Any:
+        """Return what the layer's own forward returns, with nothing of this class."""
+        return self._plain(self._layer, *inputs, **named)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return what the layer's own forward returns."""

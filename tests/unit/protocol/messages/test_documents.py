@@ -82,7 +82,8 @@ def test_the_examples_for_a_recording_run(tmp_path: Path, monkeypatch: pytest.Mo
     for statement in (part for example in examples for part in example.split(";") if part.strip()):
         assert connection.execute(statement).fetchall(), statement
     connection.close()
-    pytest.importorskip("pandas")
+    for package in ("pandas", "duckdb", "polars"):
+        pytest.importorskip(package)
     (tmp_path / "r.sqlite").rename(tmp_path / "recording.sqlite")
     monkeypatch.chdir(tmp_path)
     for code in re.findall(r"```python\n(.*?)```", RECORDING, re.S):

@@ -1,5 +1,6 @@
 """Jobs of a sweep take GPUs that no other job has, check their number, and refuse what differs on their host."""
 
+import json
 import os
 import signal
 import sys
@@ -112,7 +113,7 @@ def test_an_engine_that_is_not_there_is_one_line(sweep, monkeypatch, capsys, nam
         monkeypatch.setitem(sys.modules, missing, None)
     else:
         pytest.importorskip("submitit")
-    sweep.write_text(SWEEP.replace("python", sys.executable))
+    sweep.write_text(SWEEP.replace("python {seq}", f"[{json.dumps(sys.executable)}, '{{seq}}']"))
     assert main([str(sweep), "--on", name, "--gpus", "0"]) == 2
     assert capsys.readouterr().err == f"ftmon: {line}\n"
     assert [path.name for path in sweep.parent.iterdir()] == ["s.yaml"]
@@ -128,5 +129,5 @@ def test_lengths_of_one_process_stay_on_this_host(tmp_path: Path, monkeypatch, c
 
 
 def _written(path: Path) -> Path:
-    path.write_text(SWEEP.replace("python", sys.executable))
+    path.write_text(SWEEP.replace("python {seq}", f"[{json.dumps(sys.executable)}, '{{seq}}']"))
     return path

@@ -214,24 +214,34 @@ class OneRank:
         return mine
 
 
-def test_layers_that_cannot_be_compiled_run_as_they_are_unless_compilation_was_asked_for(
-    compiling: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("no code for this layer\nand more")
+def broken(*_: Any) -> Any:
+    raise RuntimeError("no code for this layer\nand more")
 
+
+def without_gradients(graph: Any, _: Any) -> Any:
+    return lambda *inputs: tuple(one.detach() + 0.0 * one for one in graph(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (broken, "cannot be compiled: .*no code for this layer.*"),
+        (without_gradients, "have other gradients compiled .*relative difference 1.0e.00.*"),
+    ],
+)
+def test_layers_that_cannot_be_compiled_run_as_they_are_unless_compilation_was_asked_for(
+    compiling: None, monkeypatch: pytest.MonkeyPatch, broken: Any, said: str
+) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
     batch = {"input_ids": torch.zeros(1, 5, dtype=torch.long)}
     world: Any = OneRank()
     loss, grads = step(made("none"))
     try:
-        with pytest.raises(
-            ConfigError, match=r"model\.compile: layers of llama cannot be compiled: .*no code.*; use off$"
-        ):
+        with pytest.raises(ConfigError, match=rf"model\.compile: layers of llama {said}; use off$"):
             compile_ahead(made("none", more=["model.compile=layers"]), batch, world, required=True)
         model = made("none", more=["model.compile=auto"])
         compile_ahead(model, batch, world, required=False)
-        assert re.match(r"note: model\.compile: .*no code for this layer.*; nothing is compiled$", world.lines[-1])
+        assert re.match(rf"note: model\.compile: layers of llama {said}; nothing is compiled$", world.lines[-1])
         again, others = step(model)
     finally:
         torch.compiler.set_stance("default")
