@@ -167,6 +167,11 @@ def patch_tensors() -> None:
     # Builds with CUDA would make a real tensor on the device for the first fake one (PyTorch before 2.13).
     patched: Any = fake_tensor
     patched.init_gpu_context = lambda _: None
+    # PyTorch 2.11 takes the type of such a product for a factor.
+    product: Any = getattr(torch.ops.aten.addmm, "dtype_out", None)
+    if product is not None:
+        import_module("torch._decomp").decomposition_table.pop(product, None)
+        import_module("torch._subclasses.fake_impls").register_op_impl(product)(lambda *_, out, **__: out)
     module: Any = torch.nn.Module
     module._apply = _apply
     # The device guard returns True for every query, also for whether a CUDA graph is being captured.
