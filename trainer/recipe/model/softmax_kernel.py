@@ -1,4 +1,5 @@
 # pyright: basic, reportInvalidTypeForm=false, reportMissingImports=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 """The kernel of the chunked cross entropy, in Triton's language: import it on a GPU alone."""
 
 import torch
