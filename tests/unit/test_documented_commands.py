@@ -26,10 +26,10 @@ def status_of(words: list[str]) -> object:
     return 0
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/symptoms.md", "docs/learn.md"])
-def test_every_command_is_accepted(document: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("document", "least"), [("README.md", 11), ("docs/symptoms.md", 11), ("docs/learn.md", 7)])
+def test_every_command_is_accepted(document: str, least: int, capsys: pytest.CaptureFixture[str]) -> None:
     found = commands((ROOT / document).read_text())
-    assert len(found) > 6
+    assert len(found) >= least
     for words in found:
         if len(words) == 1:  # the name of a command in a sentence
             words = [*words, "--help"]
