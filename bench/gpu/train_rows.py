@@ -67,7 +67,10 @@ class Row:
     """Arguments of SFTConfig besides the common ones; None: TRL does not run this row."""
     lora: int = 0
     defaults: bool = False
-    """ftmon gets the model, the data, the micro-batch, the length and the number of steps, and chooses the rest."""
+    """ftmon gets the model, the data, the micro-batch, the length and the number of steps, and chooses the rest.
+
+    It does not evaluate, as TRL does not. Its step has 32 rows; TRL's is one micro-batch, if ``trl`` says no more.
+    """
 
 
 QWEN_DEFAULT = QWEN_05B | {
@@ -76,8 +79,23 @@ QWEN_DEFAULT = QWEN_05B | {
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
 }
+QWEN3_06B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
 ROWS = {
     "0.5b-defaults": Row(QWEN_DEFAULT, length=2048, micro_batch=8, defaults=True),
+    "0.5b-defaults-same-step": Row(
+        QWEN_DEFAULT, length=2048, micro_batch=8, defaults=True, trl={"gradient_accumulation_steps": 4}
+    ),
+    "0.6b-defaults": Row(QWEN3_06B, length=2048, micro_batch=8, defaults=True),
     "1.2b-defaults": Row(LLAMA_12B, length=2048, micro_batch=8, defaults=True),
     "1.2b-defaults-2": Row(LLAMA_12B, length=2048, micro_batch=8, gpus=2, defaults=True),
     "0.5b": Row(QWEN_05B, micro_batch=8),
@@ -212,7 +230,6 @@ def overrides(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> lis
             f"model.name={folder}",
             f"data.path={data}",
             sizes,
-            "training.grad_accumulation=1",
             "evaluation=off",
             *device,
         ]

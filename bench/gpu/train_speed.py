@@ -29,6 +29,8 @@ from train_rows import ROWS, SEED, Row, documents, folder_of, overrides, prepare
 FTMON = [sys.executable, "-m", "ftmon.tui.cli"]
 HERE = Path(__file__).resolve()
 WARM = 20
+DEFAULT_ROWS = 32
+"""Rows of a step, where the trainer chooses."""
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -227,9 +229,13 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     for key in given.rows.split(","):
         row = rows[key]
-        tokens_per_step = row.micro_batch * row.length
+        rows_by_rank = {
+            "ftmon": DEFAULT_ROWS // row.gpus if row.defaults else row.micro_batch,
+            "trl": row.micro_batch * (row.trl or {}).get("gradient_accumulation_steps", 1),
+        }
+        tokens_per_step = {who: count * row.length for who, count in rows_by_rank.items()}
         data = work / f"{key}.jsonl"
-        documents(data, tokens_per_step * row.gpus * (given.steps + 10))
+        documents(data, max(tokens_per_step.values()) * row.gpus * (given.steps + 10))
         folder = folder_of(work, row)
         if not (folder / "tokenizer.json").exists():
             child = [sys.executable, str(HERE), "--prepare", key, "--folder", str(folder), "--data", str(data)]
@@ -245,7 +251,8 @@ def main() -> int:
                 if done.returncode:
                     result["output"] = done.stdout.splitlines()[-15:]
                 else:
-                    result |= figures(f"{key}-{who}-{turn}", tokens_per_step, begun)
+                    result["said"] = done.stdout.splitlines()[:40] if who == "ftmon" else []
+                    result |= figures(f"{key}-{who}-{turn}", tokens_per_step[who], begun)
                     if given.predict and who == "ftmon":
                         result["predicted"] = predicted(row, folder, data, given.steps, given.tiny)
                 results.append(result)
