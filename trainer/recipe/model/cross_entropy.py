@@ -103,8 +103,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.grads = (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+            grad_bias,  # rounded once, in ``backward``; the weight's would take its size in fp32 until then
         )
+        ctx.bias_dtype = None if bias is None else bias.dtype
         return loss
 
     @staticmethod
@@ -112,7 +113,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("the gradients of a fused loss can be taken once")
         grads, ctx.grads = ctx.grads, None
-        return (*(None if grad is None else grad.mul_(grad_outputs[0]) for grad in grads), None, None, None, None, None)
+        hidden, weight, bias = (None if grad is None else grad.mul_(grad_outputs[0]) for grad in grads)
+        return hidden, weight, None if bias is None else bias.to(ctx.bias_dtype), None, None, None, None, None
 
 
 # PyTorch 2.8 and newer, on CUDA alone.
