@@ -1,14 +1,15 @@
 """What the probe costs a training loop: a few steps with the probe and a few without in turn, in one process.
 
     ftmon run --plain -- python bench/gpu/probe_cost.py [--loop torch|engine] [--targets 14,50] [--seconds 70]
-        [--block 5] [--states off,on] [--hidden 512] [--rows 2] [--length 256] [--out FILE]
+        [--block 20] [--states off,on] [--hidden 512] [--rows 2] [--length 256] [--out FILE]
     ftmon run --plain -- traceml run bench/gpu/probe_cost.py --args --states off,on,traceml ...
 
 A Qwen2 with two dataloader workers, bound by the host, whose number of layers is chosen for steps of each target (ms).
 "Off" leaves one test of a global in each hook; "recorder" is that with PyTorch's memory recorder on; "traceml" is off
 with each step inside ``trace_step`` of TraceML (traceml-ai), started by its own launcher. Each round has a block of
-every state, in a drawn order, so that a drift of the host's speed hits all alike; the first step of a block is not
-timed. The publisher makes and sends messages in the blocks with the probe alone: what it takes from them is in theirs.
+every state, in a drawn order, so that a drift of the host's speed hits all alike; the first steps of a block are
+not timed: what follows a switch is unusual to the probe, and read in full. The publisher makes and sends messages in
+the blocks with the probe alone: what it takes from them is in theirs.
 Garbage is collected between rounds only, and the training thread stays on one core where its steps are faster so.
 
 Of each round the ratio of a state's time to that without a probe counts: medians and means (without a fifth of the
@@ -30,7 +31,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WARM_STEPS = 1
+WARM_STEPS = 8
 TRIED_LAYERS = (4, 12)
 STATES = ("off", "recorder", "on")
 VOCABULARY = int(os.environ.get("VOCABULARY", "32000"))
@@ -312,7 +313,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=70.0, help="of the blocks of each size")
-    parser.add_argument("--block", type=int, default=5, help="timed steps of a block")
+    parser.add_argument("--block", type=int, default=20, help="timed steps of a block")
     parser.add_argument("--states", type=lambda text: text.split(","), default=["off", "on"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
