@@ -119,7 +119,7 @@ def trl_rank(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> None
         "seed": SEED,
         **(row.trl or {}),
     }
-    if row.gpus > 1 or "zero.stage=3" in row.words:
+    if "zero.stage=3" in row.words:  # else DistributedDataParallel on several GPUs
         from ftmon.trainer.recipe.config.schema import Zero
 
         options["deepspeed"] = deepspeed_for_trl(Zero().bucket_bytes // 2)
