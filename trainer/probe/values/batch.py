@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy
@@ -16,8 +16,6 @@ _IDS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_v
 _OF_TOKENS = ("input_ids", "inputs_embeds")
 _SEQUENCES = (list, tuple)
 _NO_MAPPINGS = (torch.Tensor, list, tuple)
-_DEEPEST = 2
-"""Levels of lists, tuples and mappings inside a batch that are searched for a tensor."""
 IGNORED = -100
 """The label of positions that a loss leaves out (``ignore_index`` of PyTorch's cross entropy)."""
 
@@ -27,8 +25,7 @@ class OnHost(NamedTuple):
 
     mask: Any
     labels: Any
-    rows: int | None = None
-    ids: Any = None
+    ids: Any
 
 
 class Seen(NamedTuple):
@@ -43,21 +40,18 @@ class _Found(NamedTuple):
     ids: Any = None
     mask: Any = None
     is_tokens: bool = False
-    rows: int | None = None
-    """Samples; None: as many as ``ids`` has rows."""
 
-    @property
-    def is_batch(self) -> bool:
-        return self.ids is not None or self.rows is not None
+
+_NOTHING = _Found()
 
 
 def on_host(found: Any) -> OnHost:
     """Return what is counted of a dataloader's batch before it goes to the device."""
-    ids, mask, _, rows = _find(found)
+    ids, mask, _ = _find(found)
     mask, labels, ids = (
         tensor if is_dense(tensor) and not tensor.is_cuda else None for tensor in (mask, _labels(found, False), ids)
     )
-    return OnHost(mask, labels, rows, ids)
+    return OnHost(mask, labels, ids)
 
 
 def _seen(ids: Any, mask: Any, labels: Any, fetched: OnHost | None) -> Seen:
@@ -68,7 +62,7 @@ def _seen(ids: Any, mask: Any, labels: Any, fetched: OnHost | None) -> Seen:
             return None
         return (before if own.is_cuda and before is not None and before.shape == own.shape else own).detach()
 
-    before = fetched or OnHost(None, None)
+    before = fetched or OnHost(None, None, None)
     return Seen(on_host(ids, before.ids), on_host(mask, before.mask), on_host(labels, before.labels))
 
 
@@ -84,15 +78,12 @@ def note(
 
     ``later``: defer the counting of a mask to the publisher. ``fetched`` is the batch that the dataloader returned for
     this forward, if known: a mask of the same shape in it is the forward's before it went to the device, and need not
-    be fetched from there. A number of samples that it states holds for the forward, whose rows may be others (nodes of
-    graphs). ``shifted``: the model receives unshifted labels and ignores the first label of each sequence, as causal
-    models do.
+    be fetched from there. ``shifted``: the model receives unshifted labels and ignores the first label of each
+    sequence, as causal models do.
     """
-    ids, mask, is_tokens, rows = _find_in_call(*found) if is_forward else _find(found)
-    if fetched is not None and fetched.rows is not None:
-        rows = fetched.rows
+    ids, mask, is_tokens = _find_in_call(*found) if is_forward else _find(found)
     shape = [] if ids is None or ids.is_nested else list(ids.shape)  # a nested tensor's rows differ in length
-    notes.samples += rows if rows is not None else int(ids.size(0)) if ids is not None and ids.dim() else 0
+    notes.samples += int(ids.size(0)) if ids is not None and ids.dim() else 0
     if not shape:
         return
     if not notes.shape or math.prod(shape) >= math.prod(notes.shape):
@@ -157,71 +148,40 @@ def _labels(found: Any, is_forward: bool) -> Any:
 
 
 def _find_in_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Found:
-    found = _find(kwargs) if kwargs else _Found()
+    found = _find(kwargs) if kwargs else _NOTHING
     for argument in args:
-        if found.is_batch:
+        if found.ids is not None:
             break
-        found = _find_in(argument, args, _DEEPEST)
+        if not isinstance(argument, _SEQUENCES):
+            found = _find(argument)
     if found.mask is None and found.is_tokens:
         mask = kwargs.get("attention_mask")
         return found._replace(mask=mask if isinstance(mask, torch.Tensor) else None)
     return found
 
 
-def _find(value: Any, deepest: int = _DEEPEST) -> _Found:
-    """Return what is read of a batch: of its ids, of its first tensor, or of what it holds down to that depth."""
+def _find(value: Any) -> _Found:
+    """Return what is read of a batch: its ids, else its first tensor, else what its first mapping has.
+
+    Nothing of lists in lists, which may be samples or the parts of a batch.
+    """
     if isinstance(value, torch.Tensor):
         return _Found(value, None, _are_ids(value))
-    rows = None
-    if isinstance(value, _SEQUENCES):
-        items: Any = value
-    else:
-        if not _is_mapping(value):
-            rows, deepest = _graphs(value), 0
-            value = getattr(value, "__dict__", {})
+    items: Any = value
+    if not isinstance(value, _SEQUENCES):
+        fields: Any = value if _is_mapping(value) else getattr(value, "__dict__", {})
         for key in _IDS:
-            ids: Any = value.get(key)
+            ids: Any = fields.get(key)
             if isinstance(ids, torch.Tensor):
-                mask = value.get("attention_mask")
-                return _Found(ids, mask if is_dense(mask) else None, key in _OF_TOKENS, rows)
-        items = value.values()
-    for item in items:
-        if isinstance(item, torch.Tensor):
-            return _Found(item, None, _are_ids(item), rows)
-    if deepest and not (isinstance(value, _SEQUENCES) and _are_samples(value)):
-        for item in items:
-            found = _find_in(item, items, deepest - 1)
-            if found.is_batch:
-                return found
-    return _Found(rows=rows)
-
-
-def _find_in(part: Any, parts: Iterable[Any], deepest: int) -> _Found:
-    """Return what is read of one part of a batch: a list of pictures has one for each mapping in a list of targets."""
-    found = _find(part, deepest)
-    if isinstance(part, _SEQUENCES) and len(part) > 0 and isinstance(part[0], torch.Tensor):
-        for other in parts:
-            if isinstance(other, _SEQUENCES) and len(other) == len(part) and all(map(_is_mapping, other)):
-                return found._replace(rows=len(part))
-    return found
-
-
-def _are_samples(items: Sequence[Any]) -> bool:
-    """Return whether the items of a list may be samples, rather than the parts of a batch: all are of one kind."""
-    kinds = [
-        tuple(item) if _is_mapping(item) else type(item[0]) if isinstance(item, _SEQUENCES) and item else type(item)
-        for item in items
-    ]
-    return all(kind == kinds[0] for kind in kinds)
-
-
-def _graphs(value: Any) -> int | None:
-    """Return the number of graphs that an object states, as batches of torch_geometric do; None if it states none."""
-    try:
-        graphs = value.num_graphs if hasattr(type(value), "num_graphs") else None
-    except Exception:  # another library's property
-        return None
-    return graphs if isinstance(graphs, int) else None
+                mask = fields.get("attention_mask")
+                return _Found(ids, mask if is_dense(mask) else None, key in _OF_TOKENS)
+        items = fields.values()
+    tensor = next((item for item in items if isinstance(item, torch.Tensor)), None)
+    if tensor is not None:
+        return _Found(tensor, None, _are_ids(tensor))
+    # Several mappings of one form may be samples.
+    parts = [item for item in items if _is_mapping(item)]
+    return _find(parts[0]) if len(parts) == 1 else _NOTHING
 
 
 def _is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:

@@ -140,18 +140,6 @@ def test_a_mask_may_be_counted_later_and_is_then_counted_as_it_is():
     assert tokens(notes) == 13
 
 
-class Graphs:
-    """As torch_geometric's ``Batch``: its tensors are in a store of its own."""
-
-    num_graphs = 16
-
-
-class Broken:
-    @property
-    def num_graphs(self):
-        raise ValueError("not a batch")
-
-
 class Fields:
     def __init__(self, **fields):
         self.__dict__.update(fields)
@@ -170,23 +158,16 @@ IDS = ids(2, 6)
 @pytest.mark.parametrize(
     ("found", "samples", "shape"),
     [
-        (({"encoder": X}, (Y, None)), 4, [4, 8]),
-        ({"input": {"video": [X, X]}, "target": {"label": Y}}, 4, [4, 8]),
-        (({"x": X}, {"y": Y}), 4, [4, 8]),
-        ((PICTURES, TARGETS), 2, [3, 20, 30]),
-        ({"images": tuple(PICTURES), "targets": tuple(TARGETS)}, 2, [3, 20, 30]),
+        ({"input": {"x": X}, "names": ["a"]}, 4, [4, 8]),
         (Fields(name="a", x=X, y=Y), 4, [4, 8]),
         (Fields(input_ids=IDS, attention_mask=torch.ones_like(IDS)), 2, [2, 6]),
-        ((["names"], Fields(x=X)), 4, [4, 8]),
-        (Graphs(), 16, []),
-        (Broken(), 0, []),
+        ((PICTURES, TARGETS), 0, []),
         # These may be lists of samples, or of the parts of a batch.
         ([{"image": each} for each in PICTURES], 0, []),
         ([(each, 1) for each in PICTURES], 0, []),
-        ([Graphs(), Graphs()], 0, []),
     ],
 )
-def test_the_samples_of_nested_batches_and_of_objects_are_counted(found, samples, shape):
+def test_the_samples_of_a_mapping_in_a_batch_and_of_objects_are_counted(found, samples, shape):
     for notes in (noted_batches(found), noted(found)):
         assert (notes.samples, notes.shape) == (samples, shape)
 
@@ -194,13 +175,6 @@ def test_the_samples_of_nested_batches_and_of_objects_are_counted(found, samples
 def test_nested_ids_are_tokens_without_their_pads():
     notes = noted_batches(({"input_ids": LONG, "attention_mask": PADDED}, ["names"]))
     assert (tokens(notes), notes.padded_tokens) == (13, 16)
-
-
-def test_a_forward_of_pictures_or_graphs_has_a_sample_for_each_of_them():
-    assert noted(PICTURES, TARGETS).samples == 2
-    nodes = (torch.zeros(192, 5), ids(2, 700))
-    notes = noted_batches((nodes, {}), is_forward=True, fetched=batch.on_host(Graphs()))
-    assert (notes.samples, notes.shape) == (16, [192, 5])
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
