@@ -10,7 +10,7 @@ import torch
 from eventually import eventually
 from ftmon.protocol.analysis.stalls import evidence
 from ftmon.protocol.analysis.stalls.evidence import Place
-from ftmon.trainer.probe.link.workers import SIGNAL, answer_signals, stacks_of_workers
+from ftmon.trainer.probe.link.stacks import SIGNAL, answer_signals, stacks_of_workers
 from torch.utils.data import DataLoader, Dataset
 
 

@@ -25,7 +25,6 @@ from ..oom.console import Hold
 from ..phases.tracker import StopRequest
 from . import stacks
 from .stacks import Dumper
-from .workers import stacks_of_workers
 
 
 class Captures(NamedTuple):
@@ -131,7 +130,7 @@ class Commands:
             file.seek(0)
             text = file.read(1 << 20).decode(errors="replace")
         training, prepared, pid = self._rank.guard.thread, self._dumper.prepared, os.getpid()
-        text += stacks_of_workers(pid)
+        text += stacks.stacks_of_workers(pid)
         thread = f"0x{training:016x}"
         data: dict[str, Any] = {"text": text, "thread": thread}
         if verb.calls:

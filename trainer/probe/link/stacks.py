@@ -2,6 +2,11 @@
 
 Read only when a stall is suspected. The loops of the script that a thread is in, from its source, show which rank has
 left the training loop.
+
+A rank that waits for a dataloader worker stands in the loader; the fault is in the worker, a fork of the rank. It keeps
+a file in memory, and writes the stack of its main thread there when it gets ``SIGNAL``; Python runs the handler between
+two instructions, or in an interrupted wait. The rank's publisher sends the signal, only to children that catch it and
+have that file, and reads the file in ``/proc``.
 """
 
 import ast
@@ -17,6 +22,7 @@ import struct
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -221,9 +227,9 @@ def _free_signal() -> int:
     raise OSError("every real-time signal is taken")
 
 
-def _is_caught(number: int) -> bool:
-    """Return whether native code has registered a handler for a signal, unknown to Python."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def _is_caught(number: int, pid: int | str = "self") -> bool:
+    """Return whether a process has a handler for a signal, be it of native code and unknown to Python."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, mask = line.partition(":")
         if name in ("SigCgt", "SigIgn") and int(mask, 16) >> (number - 1) & 1:
             return True
@@ -297,6 +303,7 @@ _ABSOLUTE = 1  # TIMER_ABSTIME of clock_nanosleep(2)
 _WAIT_BITSET, _OF_COMMAND, _REAL_TIME = 9, 0x7F, 256
 """FUTEX_WAIT_BITSET, whose deadline is absolute; the bits of the command; FUTEX_CLOCK_REALTIME."""
 _LOADER_WORKER = "pt_data_worker"
+"""PyTorch's name for the process."""
 
 
 def waits_for_a_time(thread: int) -> bool:
@@ -343,16 +350,64 @@ def seconds_until_awake(pid: int, thread: int) -> float | None:
 
 def first_worker_awake(pid: int) -> float | None:
     """Return the seconds until the first sleep of a dataloader worker of this process ends; None: no worker sleeps."""
-    found: list[float] = []
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        for child in map(int, children):
-            if Path(f"/proc/{child}/comm").read_text().strip() == _LOADER_WORKER:
-                seconds = seconds_until_awake(child, child)
-                found += [] if seconds is None else [seconds]
-    except (OSError, ValueError):
-        return None
-    return min(found, default=None)
+    found = (seconds_until_awake(child, child) for child in _workers(pid))
+    return min((seconds for seconds in found if seconds is not None), default=None)
+
+
+SIGNAL = signal.SIGRTMAX - 9
+"""A real-time signal that no library of this field uses."""
+_WORKER_FILE = "ftmon-worker"
+_WORKER_SECONDS = 0.1
+"""A worker that has not answered after this is in native code."""
+_MOST_WORKERS = 8
+
+
+def answer_signals() -> None:
+    """Make this process, a fork of a rank, write its stack on ``SIGNAL``; nothing if it uses the signal itself."""
+    with contextlib.suppress(OSError, ValueError):
+        if signal.getsignal(SIGNAL) is signal.SIG_DFL:
+            file = os.memfd_create(_WORKER_FILE)
+            signal.signal(SIGNAL, lambda _, frame: _write_stack(file, frame))
+
+
+def _write_stack(file: int, frame: FrameType | None) -> None:
+    found = traceback.extract_stack(frame)
+    lines = [f'  File "{each.filename}", line {each.lineno} in {each.name}' for each in reversed(found)]
+    os.pwrite(file, "\n".join(lines).encode(errors="replace"), 0)
+
+
+def stacks_of_workers(pid: int) -> str:
+    """Return the stacks of a process's dataloader workers as ``faulthandler`` writes them; empty: none answered."""
+    files = {child: file for child in list(_workers(pid))[:_MOST_WORKERS] if (file := _file_of(child)) is not None}
+    for child in files:
+        with contextlib.suppress(OSError):
+            os.kill(child, SIGNAL)
+    deadline = time.monotonic() + _WORKER_SECONDS
+    found: dict[int, str] = {}
+    while len(found) < len(files) and time.monotonic() < deadline:
+        time.sleep(0.005)
+        for child, file in files.items():
+            with contextlib.suppress(OSError):
+                if child not in found and (text := file.read_text(errors="replace")):
+                    found[child] = text
+    return "".join(f"\nThread 0x{child:016x} [{_LOADER_WORKER} {child}]:\n{text}\n" for child, text in found.items())
+
+
+def _workers(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError, ValueError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                if Path(f"/proc/{child}/comm").read_text().strip() == _LOADER_WORKER:
+                    yield child
+
+
+def _file_of(child: int) -> Path | None:
+    """Return the file of a worker that answers the signal."""
+    with contextlib.suppress(OSError, StopIteration):
+        if _is_caught(SIGNAL, child):
+            files = Path(f"/proc/{child}/fd").iterdir()
+            return next(file for file in files if f"memfd:{_WORKER_FILE}" in os.readlink(file))
+    return None
 
 
 _DEEPEST = 200

@@ -10,7 +10,6 @@ from ..guard import guarded, nothing
 from ..phases.budget import Budget
 from ..phases.forwards import Forwards
 from ..phases.tracker import FETCHING, ClosingRaw, Counts, Outbox, StepRaw, Tracker
-from ..phases.updaters import Updaters
 from ..rank.context import Introduction, RankContext
 from ..rank.model import Optimized, Trained, describe_models
 from ..values.signs import SignReader
@@ -18,7 +17,7 @@ from .loading import Loading
 from .micro_steps import MicroSteps
 from .regular import Regular
 from .state import Loop, Phases
-from .updates import Updates
+from .updates import Updaters, Updates
 
 
 class Training:

@@ -99,7 +99,7 @@ def leave_to_parent() -> None:
     if active is not None:
         active.leave_to_parent()
         if active.forked:
-            from ..link.workers import answer_signals
+            from ..link.stacks import answer_signals
 
             answer_signals()
 

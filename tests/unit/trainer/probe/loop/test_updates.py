@@ -7,10 +7,10 @@ import torch
 from ftmon.trainer.probe.device.memory import Reading
 from ftmon.trainer.probe.guard import Guard
 from ftmon.trainer.probe.link.publisher import MOST_UPDATES, step_message
-from ftmon.trainer.probe.phases import updaters as module
+from ftmon.trainer.probe.loop import updates as module
+from ftmon.trainer.probe.loop.updates import OTHERS, Updaters
 from ftmon.trainer.probe.phases.budget import Budget
 from ftmon.trainer.probe.phases.tracker import Counts, Tracker
-from ftmon.trainer.probe.phases.updaters import OTHERS, Updaters
 
 
 class CountingMemory:
