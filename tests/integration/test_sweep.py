@@ -101,7 +101,8 @@ def test_a_wrong_axis_is_one_line_and_writes_nothing(home: Ftmon, tmp_path: Path
     path.write_text("config: train.yaml\naxes:\n  zero.stag: [1, 2]\n")
     done = home.run("sweep", str(path))
     assert done.returncode == 2
-    assert done.stderr == f"ftmon: {path}:3: axes.zero.stag: unknown key zero.stag; did you mean zero.stage?\n"
+    words = "axes.zero.stag[0] is refused: unknown key zero.stag; did you mean zero.stage?"
+    assert done.stderr == f"ftmon: {path}:3: {words}\n"
     assert done.stdout == ""
     assert sorted(one.name for one in tmp_path.iterdir() if one.is_file()) == ["train.yaml", "wrong.yaml"]
 

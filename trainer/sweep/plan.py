@@ -1,6 +1,5 @@
 """A sweep's plan: the sweep file, the jobs of its configurations, their GPUs, and the printed lines."""
 
-import difflib
 import hashlib
 import json
 import math
@@ -12,7 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+import msgspec
+from yaml.nodes import MappingNode
 
 from ...protocol.analysis.sweep import summary
 from ...protocol.analysis.sweep.search import left
@@ -34,55 +34,81 @@ from ...protocol.analysis.sweep.text import (
 from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ...protocol.run.rundir import RunOptions
 from ...protocol.run.start import StartRequest
-from ...protocol.sweep.rows import Budget, Ended, Goal, Plan, Predicted, Row, Search, Settings, Value, key_of
+from ...protocol.sweep.rows import Budget, Ended, Plan, Predicted, Row, Search, Settings, Value, key_of
 from ...protocol.sweep.store import verdicts
 from ...protocol.text import duration, gib, sanitize
 from ..host.hardware.gpus import GpuUse, gpu_use, wait_until_free
 from ..recipe.config import load, write
+from ..recipe.config.schema import AtLeast0, AtLeast1, Positive
 from ..recipe.hardware import missing_packages
 
 LENGTH = "training.sequence_length"
 ENVIRONMENT = "env."  # prefix of an axis that sets an environment variable
 PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
-_GOALS: tuple[Goal, ...] = ("largest", "fastest", "phases")
 _MOST_RUNS = 10_000
 
 
-class Axis(NamedTuple):
-    """One axis of a sweep."""
+class _Budget(msgspec.Struct, frozen=True):
+    hours: Positive | None = None
+    money: Positive | None = None
+    price_per_gpu_hour: Positive | None = None
+    gpus: AtLeast0 = 0
 
-    name: str
-    values: list[Value]
-    places: list[str]  # place of each value
+
+class _File(msgspec.Struct, frozen=True):
+    """The keys of a sweep file, as docs/sweep.md describes them."""
+
+    name: str = ""
+    config: str = ""
+    set: Settings = {}
+    command: list[str] | str = ""
+    env: dict[str, str] = {}
+    axes: dict[str, list[Value]] = {}
+    search: Search | None = None
+    steps: AtLeast1 = 3
+    warm_up: AtLeast0 = 2
+    repeats: AtLeast1 = 1
+    timeout: str = "10 m"
+    hang_grace: str = "60 s"
+    budget: _Budget = _Budget()
+    capacity: str | None = None
+    predict: bool = True
+    columns: list[str] = []
+    one_process: bool = False
 
 
 class Spec(NamedTuple):
     """A sweep file."""
 
-    source: str
+    places: load.Places
     name: str
-    config: str = ""  # configuration of ftmon's trainer; empty with a `command`
-    settings: Mapping[str, Value] = {}  # overrides of the configuration, the same in each run
-    command: Sequence[str] = ()  # a script's command with placeholders `{axis}`
-    environment: Mapping[str, str] = {}
-    axes: Sequence[Axis] = ()
-    search: Search | None = None
-    steps: int = 3
-    warm_up: int = 2
-    repeats: int = 1
-    timeout: float = 600.0
-    hang_grace: float = 60.0
-    budget: Budget = Budget()
-    capacity_bytes: int | None = None
-    predict: bool = True
-    columns: Sequence[str] = ()  # figures of the recordings in the table; empty: the default ones
-    one_process: bool = False  # whether configurations that differ only in their length are measured in one process
+    config: str  # configuration of ftmon's trainer; empty with a `command`
+    settings: Settings  # overrides of the configuration, the same in each run
+    command: list[str]  # a script's command with placeholders `{axis}`
+    environment: dict[str, str]
+    axes: dict[str, list[Value]]
+    search: Search | None
+    steps: int
+    warm_up: int
+    repeats: int
+    timeout: float
+    hang_grace: float
+    budget: Budget
+    capacity_bytes: int | None
+    predict: bool
+    columns: list[str]  # figures of the recordings in the table; empty: the default ones
+    one_process: bool  # whether configurations that differ only in their length are measured in one process
+
+    @property
+    def source(self) -> str:
+        """The file's path."""
+        return self.places.source
 
     @property
     def axis_names(self) -> list[str]:
         """Names of all axes, that of the search last."""
         searched = [self.search.axis] if self.search is not None and self.search.axis else []
-        return [*(axis.name for axis in self.axes), *searched]
+        return [*self.axes, *searched]
 
 
 def read(path: str) -> Spec:
@@ -98,220 +124,138 @@ def read(path: str) -> Spec:
     tree = load.read(path)
     if not isinstance(tree, MappingNode):
         raise ConfigError(f"{path}: must hold keys such as config and axes; docs/sweep.md has an example")
-    nodes = _nodes(tree, "", _KEYS)
-    found = {_FIELDS.get(name, name): _KEYS[name](node, name) for name, node in nodes.items()}
-    found["name"] = found.get("name") or Path(path).stem
-    if name := found.get("config"):
-        config = Path(path).parent / Path(name).expanduser()
-        if not config.is_file():
-            raise _error(nodes["config"], f"config {name}: no such file; 'ftmon train --print-config' writes one")
-        found["config"] = str(config)
-    spec = Spec(path, **found)
-    _check(spec, nodes)
+    places = load.Places(path)
+    file = load.convert(tree, _File, places)
+    config = Path(path).parent / Path(file.config).expanduser() if file.config else None
+    if config is not None and not config.is_file():
+        raise places.error("config", f"{file.config}: no such file; 'ftmon train --print-config' writes one")
+    capacity = None if file.capacity is None else int(_amount(places, "capacity", file.capacity, *_SIZES))
+    spec = Spec(
+        places=places,
+        name=file.name or Path(path).stem,
+        config=str(config or ""),
+        settings=file.set,
+        command=_words(file.command, places),
+        environment=file.env,
+        axes=file.axes,
+        search=file.search,
+        steps=file.steps,
+        warm_up=file.warm_up,
+        repeats=file.repeats,
+        timeout=_amount(places, "timeout", file.timeout, *_SECONDS),
+        hang_grace=_amount(places, "hang_grace", file.hang_grace, *_SECONDS),
+        budget=_budget(file.budget, places),
+        capacity_bytes=capacity,
+        predict=file.predict,
+        columns=file.columns,
+        one_process=file.one_process,
+    )
+    _check(spec)
     return spec
 
 
-def _check(spec: Spec, nodes: dict[str, Node]) -> None:
+def _check(spec: Spec) -> None:
+    error = spec.places.error
     if bool(spec.config) == bool(spec.command):
         both = "config and command exclude each other" if spec.config else "config or command is missing"
         raise ConfigError(f"{spec.source}: {both}: config for ftmon's trainer, command for a script of your own")
     if not spec.axes and spec.search is None:
         raise ConfigError(f"{spec.source}: axes is missing: what is varied, such as zero.stage: [2, 3]")
-    names = [axis.name for axis in spec.axes]
-    if spec.search is not None and spec.search.axis in names:
-        raise _error(nodes["search"], f"search.axis {spec.search.axis} is among the axes too")
+    for name, values in spec.axes.items():
+        _check_axis(f"axes.{name}", values, spec.places)
+    variables = [f"env.{name}" for name in spec.environment]
+    variables += [f"axes.{name}" for name in spec.axis_names if name.startswith(ENVIRONMENT)]
+    for path in variables:
+        if not re.fullmatch(r"[^=\x00]+", path.partition(ENVIRONMENT)[2]):
+            raise error(path, "is no name of an environment variable")
+    if spec.search is not None:
+        _check_search(spec, spec.search)
     if spec.command and spec.settings:
-        raise _error(nodes["set"], "set goes with config; write it into the command")
-    count = math.prod(len(axis.values) for axis in spec.axes) * spec.repeats
+        raise error("set", "goes with config; write it into the command")
+    count = math.prod(map(len, spec.axes.values())) * spec.repeats
     if count > _MOST_RUNS:
-        raise _error(nodes["axes"], f"axes make {count:,} runs, over {_MOST_RUNS:,}")
+        raise error("axes", f"make {count:,} runs, over {_MOST_RUNS:,}")
     if spec.one_process:
         if spec.command:
-            raise _error(nodes["one_process"], "one_process goes with config: a script is started for each length")
+            raise error("one_process", "goes with config: a script is started for each length")
         if spec.search is not None:
-            raise _error(nodes["one_process"], "one_process goes without search, which chooses lengths one by one")
-        if LENGTH not in names:
-            raise _error(nodes["one_process"], f"one_process needs the axis {LENGTH}, whose values share a process")
+            raise error("one_process", "goes without search, which chooses lengths one by one")
+        if LENGTH not in spec.axes:
+            raise error("one_process", f"needs the axis {LENGTH}, whose values share a process")
     if spec.command:
-        _check_template(spec, nodes["command"])
+        _check_template(spec)
+    for number, name in enumerate(spec.columns):
+        try:
+            summary.check(name)
+        except ValueError as wrong:
+            text = f"{load.shown(name)} is not a figure of a run; they {wrong}"
+            raise error(f"columns[{number}]", text) from None
+        if name in spec.columns[:number]:
+            raise error(f"columns[{number}]", f"has {name} twice")
 
 
-def _check_template(spec: Spec, node: Node) -> None:
+def _check_axis(path: str, values: list[Value], places: load.Places) -> None:
+    if not values:
+        raise places.error(path, "must be a list of values such as [512, 1024]")
+    for number, one in enumerate(values):
+        if any(one == other and type(one) is type(other) for other in values[:number]):
+            raise places.error(f"{path}[{number}]", f"has {one!r} twice")
+
+
+def _check_search(spec: Spec, search: Search) -> None:
+    error = spec.places.error
+    if search.axis in spec.axes:
+        raise error("search.axis", f"{search.axis} is among the axes too")
+    if search.goal == "fastest":
+        if search.axis:
+            raise error("search.axis", "goes without fastest, which is searched for over the axes")
+    elif not search.axis or "search.high" not in spec.places:
+        raise error("search", "needs axis and high, such as training.sequence_length and 8192")
+    elif not (0 <= search.low < search.high and search.step >= 1):
+        raise error("search", f"needs a low of at least 0, a high above it ({search.low}), and a step of at least 1")
+
+
+def _check_template(spec: Spec) -> None:
     used = {name for word in spec.command for name in PLACEHOLDER.findall(word)}
     for name in spec.axis_names:
         if name not in used and not name.startswith(ENVIRONMENT):
-            raise _error(node, f"command has no {{{name}}}, which axes vary: write it where the script takes it")
+            text = f"has no {{{name}}}, which axes vary: write it where the script takes it"
+            raise spec.places.error("command", text)
     for name in sorted(used.difference(spec.axis_names)):
-        raise _error(node, f"command has {{{name}}}, but the axes are {', '.join(spec.axis_names)}")
+        raise spec.places.error("command", f"has {{{name}}}, but the axes are {', '.join(spec.axis_names)}")
 
 
-def _error(node: Node, text: str) -> ConfigError:
-    return ConfigError(f"{load.place(node)}: {text}")
-
-
-def _pairs(node: Node, path: str) -> list[tuple[ScalarNode, Node]]:
-    if not isinstance(node, MappingNode):
-        raise _error(node, f"{path} must be a section of keys and values")
-    return load.pairs(node)
-
-
-def _nodes(node: Node, path: str, known: Collection[str]) -> dict[str, Node]:
-    """Return the values of a section (of the file: an empty path) by key, of which all must be known."""
-    for key, _ in _pairs(node, path):
-        if key.value not in known:
-            close = difflib.get_close_matches(key.value, known, 1)
-            rest = f"{'it has' if path else 'the keys are'} {', '.join(known)}"
-            name = f"{path}.{load.shown(key.value)}" if path else load.shown(key.value)
-            raise _error(key, f"unknown key {name}; {f'did you mean {close[0]}?' if close else rest}")
-    return {key.value: value for key, value in _pairs(node, path)}
-
-
-def _scalar(node: Node, path: str) -> Value:
-    if not isinstance(node, ScalarNode):
-        raise _error(node, f"{path} must be a number or a word, not {load.describe(node)}")
-    value = load.plain_scalar(node, path)
-    if isinstance(value, int) and abs(value) >= 1 << 63:  # rows of the results file take none (``bounds.Whole``)
-        raise _error(node, f"{path} must be a whole number of at most 64 bits")
-    return value
-
-
-def _text(node: Node, path: str) -> str:
-    value = _scalar(node, path)
-    return "" if value is None else str(value)
-
-
-def _whole(least: int) -> Callable[[Node, str], int]:
-    def read(node: Node, path: str) -> int:
-        value = _scalar(node, path)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise _error(node, f"{path} must be a whole number of at least {least}")
-        return value
-
-    return read
-
-
-def _amount(node: Node, path: str) -> float:
-    value = _scalar(node, path)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
-        raise _error(node, f"{path} must be a number above 0")
-    return float(value)
-
-
-def _switch(node: Node, path: str) -> bool:
-    value = _scalar(node, path)
-    if not isinstance(value, bool):
-        raise _error(node, f"{path} must be true or false")
-    return value
-
-
-def _with_unit(units: Mapping[str, int], words: str) -> Callable[[Node, str], float]:
-    def read(node: Node, path: str) -> float:
-        found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", _text(node, path))
-        try:
-            value = float(found[1]) * units[found[2]] if found else 0.0
-        except (ValueError, KeyError):
-            value = 0.0
-        if value <= 0:
-            raise _error(node, f"{path} must be {words}")
-        return value
-
-    return read
-
-
-_duration = _with_unit({"s": 1, "m": 60, "h": 3600, "": 1}, "seconds, or such as 90 s, 10 m, 2 h")
-_size = _with_unit({"GiB": 1 << 30, "MiB": 1 << 20, "GB": 10**9, "MB": 10**6, "": 1}, "a size such as 80GB or 24GiB")
-
-
-def _mapping(node: Node, path: str) -> dict[str, Value]:
-    return {key.value: _scalar(value, f"{path}.{key.value}") for key, value in _pairs(node, path)}
-
-
-def _environment(node: Node, path: str) -> dict[str, str]:
-    for key, _ in _pairs(node, path):
-        _check_variable(key, key.value, f"{path}.{key.value}")
-    return {name: str(value) for name, value in _mapping(node, path).items()}
-
-
-def _check_variable(key: Node, name: str, where: str) -> None:
-    if not re.fullmatch(r"[^=\x00]+", name):
-        raise _error(key, f"{load.shown(where)} is no name of an environment variable")
-
-
-def _command(node: Node, path: str) -> list[str]:
-    if isinstance(node, SequenceNode):
-        words = [str(_scalar(part, path)) for part in node.value]
-    else:
-        try:
-            words = shlex.split(_text(node, path))
-        except ValueError as error:
-            raise _error(node, f"command cannot be split into words: {error}") from None
-    if not words:
-        raise _error(node, "command is empty")
+def _words(command: list[str] | str, places: load.Places) -> list[str]:
+    try:
+        words = shlex.split(command) if isinstance(command, str) else command
+    except ValueError as error:
+        raise places.error("command", f"cannot be split into words: {error}") from None
+    if "command" in places and not words:
+        raise places.error("command", "is empty")
     return words
 
 
-def _axes(node: Node, path: str) -> list[Axis]:
-    axes: list[Axis] = []
-    for key, value in _pairs(node, path):
-        where = f"{path}.{key.value}"
-        if not isinstance(value, SequenceNode) or not value.value:
-            raise _error(value, f"{where} must be a list of values such as [512, 1024]")
-        if key.value.startswith(ENVIRONMENT):
-            _check_variable(key, key.value.removeprefix(ENVIRONMENT), where)
-        values = [_scalar(part, where) for part in value.value]
-        for number, one in enumerate(values):
-            if any(one == other and type(one) is type(other) for other in values[:number]):
-                raise _error(value.value[number], f"{where} has {one!r} twice")
-        axes.append(Axis(key.value, values, [load.place(part) for part in value.value]))
-    return axes
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "": 1}, "seconds, or such as 90 s, 10 m, 2 h"
+_SIZES = {"GiB": 1 << 30, "MiB": 1 << 20, "GB": 10**9, "MB": 10**6, "": 1}, "a size such as 80GB or 24GiB"
 
 
-def _columns(node: Node, path: str) -> list[str]:
-    if not isinstance(node, SequenceNode) or not node.value:
-        raise _error(node, "columns must be a list of figures such as [peak, backward.peak, loss]")
-    names: list[str] = []
-    for part in node.value:
-        name = _text(part, path)
-        try:
-            summary.check(name)
-        except ValueError as error:
-            raise _error(part, f"columns: {load.shown(name)} is not a figure of a run; they {error}") from None
-        if name in names:
-            raise _error(part, f"columns has {name} twice")
-        names.append(name)
-    return names
+def _amount(places: load.Places, path: str, text: str, units: Mapping[str, int], words: str) -> float:
+    """Return a number with a unit, times the unit."""
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
+    try:
+        value = float(found[1]) * units[found[2]] if found else 0.0
+    except (ValueError, KeyError):
+        value = 0.0
+    if value <= 0:
+        raise places.error(path, f"must be {words}")
+    return value
 
 
-def _search(node: Node, path: str) -> Search:
-    found = _nodes(node, path, ("goal", "axis", "low", "high", "step"))
-    goal, axis = (_text(found[name], f"search.{name}") if name in found else "" for name in ("goal", "axis"))
-    known: Goal | None = next((one for one in _GOALS if one == goal), None)
-    if known is None:
-        raise _error(found.get("goal", node), f"search.goal must be {', '.join(_GOALS)}")
-    if known == "fastest":
-        if axis:
-            raise _error(found["axis"], "search.axis: the fastest is searched for over the axes")
-        return Search("fastest")
-    if not axis or "high" not in found:
-        raise _error(node, "search needs axis and high, such as training.sequence_length and 8192")
-    low = _whole(0)(found["low"], "search.low") if "low" in found else 1
-    step = _whole(1)(found["step"], "search.step") if "step" in found else 1
-    return Search(known, axis, low, _whole(low + 1)(found["high"], "search.high"), step)
-
-
-def _budget(node: Node, path: str) -> Budget:
-    if isinstance(node, MappingNode):
-        for key, _ in load.pairs(node):
-            if key.value == "price_per_hour":
-                raise _error(key, "budget.price_per_hour was of all GPUs together; write price_per_gpu_hour, of one")
-    names = ("hours", "money", "price_per_gpu_hour", "gpus")
-    nodes = _nodes(node, path, names)
-    gpus = _whole(1)(nodes.pop("gpus"), f"{path}.gpus") if "gpus" in nodes else 0
-    amounts = {name: _amount(value, f"{path}.{name}") for name, value in nodes.items()}
-    hours, money, price = map(amounts.get, names[:3])
-    if money is not None and price is None:
-        raise _error(node, "budget.money needs price_per_gpu_hour, of one GPU")
-    return Budget(None if hours is None else hours * 3600, money, price, gpus)
+def _budget(given: _Budget, places: load.Places) -> Budget:
+    if given.money is not None and given.price_per_gpu_hour is None:
+        raise places.error("budget.money", "needs price_per_gpu_hour, of one GPU")
+    seconds = None if given.hours is None else given.hours * 3600
+    return Budget(seconds, given.money, given.price_per_gpu_hour, given.gpus)
 
 
 def priced(budget: Budget, gpus: int, price: float | None) -> Budget:
@@ -322,27 +266,6 @@ def priced(budget: Budget, gpus: int, price: float | None) -> Budget:
         seconds = min(seconds or math.inf, budget.money / (gpus * price) * 3600)
     return Budget(seconds, budget.money, price, gpus)
 
-
-_KEYS: dict[str, Callable[[Node, str], Any]] = {
-    "name": _text,
-    "config": _text,
-    "set": _mapping,
-    "command": _command,
-    "env": _environment,
-    "axes": _axes,
-    "search": _search,
-    "steps": _whole(1),
-    "warm_up": _whole(0),
-    "repeats": _whole(1),
-    "timeout": _duration,
-    "hang_grace": _duration,
-    "budget": _budget,
-    "capacity": lambda node, path: int(_size(node, path)),
-    "predict": _switch,
-    "columns": _columns,
-    "one_process": _switch,
-}
-_FIELDS = {"set": "settings", "env": "environment", "capacity": "capacity_bytes"}  # keys named otherwise in `Spec`
 
 _GPUS_SECONDS = 30.0
 _POLL_SECONDS = 0.5
@@ -412,8 +335,8 @@ class Job(NamedTuple):
 def combinations(spec: Spec) -> list[Settings]:
     """Return the grid: all combinations of the axes' values, the last axis varying fastest."""
     found: list[Settings] = [{}]
-    for axis in spec.axes:
-        found = [{**settings, axis.name: value} for settings in found for value in axis.values]
+    for name, values in spec.axes.items():
+        found = [{**settings, name: value} for settings in found for value in values]
     return found
 
 
@@ -468,14 +391,14 @@ def check(spec: Spec) -> None:
         raise UsageError(f"training needs {', '.join(missing)}, not installed here; run: pip install 'ftmon[train]'")
     _refuse_choice(load.load(spec.config))
     for name, value in spec.settings.items():
-        _check_one(spec, name, value, f"{spec.source}: set.{name}")
-    for axis in spec.axes:
-        for value, place in zip(axis.values, axis.places, strict=True):
-            if not axis.name.startswith(ENVIRONMENT):
-                _check_one(spec, axis.name, value, f"{place}: axes.{axis.name}")
+        _check_one(spec, name, value, f"set.{name}")
+    for name, values in spec.axes.items():
+        for number, value in enumerate(values):
+            if not name.startswith(ENVIRONMENT):
+                _check_one(spec, name, value, f"axes.{name}[{number}]")
     if spec.search is not None and spec.search.axis and not spec.search.axis.startswith(ENVIRONMENT):
         for value in (spec.search.low, spec.search.high):
-            _check_one(spec, spec.search.axis, value, f"{spec.source}: search.axis")
+            _check_one(spec, spec.search.axis, value, "search.axis")
 
 
 def fingerprint(spec: Spec) -> str:
@@ -487,12 +410,12 @@ def fingerprint(spec: Spec) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _check_one(spec: Spec, name: str, value: Value, where: str) -> None:
+def _check_one(spec: Spec, name: str, value: Value, path: str) -> None:
     try:
         _refuse_choice(load.load(spec.config, [_assignment(name, value)]))
     except FtmonError as error:
         words = str(error).removeprefix(f"{load.COMMAND_LINE}: ")
-        raise ConfigError(f"{where}: {words}") from None
+        raise spec.places.error(path, f"is refused: {words}") from None
 
 
 def _refuse_choice(loaded: load.Loaded) -> None:

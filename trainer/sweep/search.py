@@ -134,8 +134,7 @@ def gpus_of(spec: Spec, grid: Sequence[Settings]) -> int:
     assumed = len(usable_gpus()) or 1
     if spec.command:
         return max((_started(spec, settings) or assumed for settings in grid), default=assumed)
-    axis = next((one for one in spec.axes if one.name == "run.ranks"), None)
-    varied: list[Settings] = [{"run.ranks": value} for value in axis.values] if axis is not None else [{}]
+    varied: list[Settings] = [{"run.ranks": value} for value in spec.axes.get("run.ranks", [])] or [{}]
     return max(load(spec.config, overrides(spec, one)).config.run.ranks or assumed for one in varied)
 
 

@@ -1,4 +1,4 @@
-"""Converts YAML nodes to the typed configuration; errors name the place, the dotted path and the allowed values.
+"""Converts YAML to typed settings; errors name the place, the dotted path and the allowed values.
 
 A wrong key, type or value raises ``ConfigError``.
 """
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import yaml
@@ -22,6 +22,8 @@ from .schema import CHOSEN, MOST_WHOLE, OFF, Config
 
 # YAML as nodes with their lines: PyYAML's ``compose`` keeps positions and builds no Python objects. A scalar is
 # interpreted later, by the type of its field (YAML 1.1 would read ``1e-5`` as text and ``no`` as a boolean).
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 _SHOWN = 80  # characters of a wrong value or key in an error
 
@@ -157,23 +159,35 @@ _DEPTH = 16
 """Nesting limit of a free-form value; an alias to itself never ends."""
 
 
+class Places(dict[str, str]):
+    """Place of each given dotted path of a file, ``train.yaml:12`` or ``command line``."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.chosen: set[str] = set()
+        """Paths that are ``auto``, and whose value is to be chosen."""
+
+    def error(self, path: str, text: str) -> ConfigError:
+        """Return an error with ``text`` about a dotted path, with the place of its value."""
+        at = path
+        while at and at not in self:
+            at = at.rpartition(".")[0]
+        return ConfigError(f"{self[at] if at else self.source}: {path} {text}")
+
+
 @dataclass
 class Loaded:
     """A configuration, and the place of each of its values."""
 
     config: Config
     source: str
-    places: dict[str, str] = field(default_factory=dict[str, str])
-    """Place of each given dotted path: ``train.yaml:12`` or ``command line``."""
+    places: Places = field(default_factory=lambda: Places("the configuration"))
     chosen: frozenset[str] = frozenset()
     """Dotted paths of settings that are ``auto`` and chosen by dry runs; ``config`` has their defaults."""
 
     def error(self, path: str, text: str) -> ConfigError:
         """Return an error with ``text`` about a dotted path, with the place of its value."""
-        at = path
-        while at and at not in self.places:
-            at = at.rpartition(".")[0]
-        return ConfigError(f"{self.places[at] if at else self.source}: {path} {text}")
+        return self.places.error(path, text)
 
 
 def load(path: str | None, overrides: Sequence[str] = (), base: str = "") -> Loaded:
@@ -205,25 +219,22 @@ def of_model_and_data(model: str, data: str) -> list[str]:
 
 def decode(tree: Node | None, source: str) -> Loaded:
     """Convert a node tree to the configuration."""
-    places = _Places()
+    places = Places(source)
     if tree is None or _is_null(tree):
         return Loaded(Config(), source, places)
     if not isinstance(tree, MappingNode):
         raise ConfigError(f"{place(tree)}: the file must hold sections such as 'zero:', not {describe(tree)}")
-    info = inspect.type_info(Config)
+    return Loaded(convert(tree, Config, places), source, places, frozenset(places.chosen))
+
+
+def convert(tree: MappingNode, kind: type[S], places: Places) -> S:
+    """Convert a mapping to a struct, and note the place of each path; what does not fit is a ``ConfigError``."""
+    info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
-    plain = _struct(tree, info, "", places)
-    return Loaded(msgspec.convert(plain, Config), source, places, frozenset(places.chosen))
+    return msgspec.convert(_struct(tree, info, "", places), kind)
 
 
-class _Places(dict[str, str]):
-    """Places by dotted path, and the paths whose value is to be chosen."""
-
-    def __init__(self) -> None:
-        self.chosen: set[str] = set()
-
-
-def _struct(node: Node, info: inspect.StructType, path: str, places: _Places) -> dict[str, Any]:
+def _struct(node: Node, info: inspect.StructType, path: str, places: Places) -> dict[str, Any]:
     if path in OFF and isinstance(node, ScalarNode) and node.style is None and node.value.lower() in _FALSE:
         return OFF[path]
     if not isinstance(node, MappingNode):
@@ -240,6 +251,8 @@ def _struct(node: Node, info: inspect.StructType, path: str, places: _Places) ->
             places.chosen.add(below)
         elif not _is_null(value):
             result[key.value] = _value(value, fields[key.value].type, below, places)
+    for name in (found.name for found in info.fields if found.required and found.name not in result):
+        raise ConfigError(f"{place(node)}: {path} needs {name}")
     return result
 
 
@@ -248,7 +261,7 @@ def _is_chosen(node: Node, info: inspect.Type) -> bool:
     return CHOSEN in (extra or {}) and isinstance(node, ScalarNode) and node.value == "auto"
 
 
-def _value(node: Node, info: inspect.Type, path: str, places: _Places, others: str = "") -> Any:
+def _value(node: Node, info: inspect.Type, path: str, places: Places, others: str = "") -> Any:
     match info:
         case inspect.Metadata(type=inspect.LiteralType(values=values), extra=aliases):
             return _choice(node, values, path, aliases or {})
@@ -265,6 +278,17 @@ def _value(node: Node, info: inspect.Type, path: str, places: _Places, others: s
         case inspect.UnionType(types=(number, inspect.LiteralType(values=(word,)))):
             is_word = isinstance(node, ScalarNode) and node.value == word
             return word if is_word else _value(node, number, path, places, f"{word}, or ")
+        case inspect.UnionType(types=(inner, inspect.NoneType())):
+            return _value(node, inner, path, places)
+        case inspect.UnionType(types=(inspect.ListType() as items, inspect.StrType() as text)):
+            return _value(node, items if isinstance(node, SequenceNode) else text, path, places)
+        case inspect.UnionType():
+            if not isinstance(node, ScalarNode):
+                raise _wrong(node, path, "must be a number or a word")
+            value = plain_scalar(node, path)
+            if isinstance(value, int) and abs(value) >= 1 << 63:
+                raise _wrong(node, path, "must be a whole number of at most 64 bits")
+            return value
         case inspect.IntType():
             return _number(node, info, path, _integer, f"{others}a whole number")
         case inspect.FloatType():
@@ -276,11 +300,15 @@ def _value(node: Node, info: inspect.Type, path: str, places: _Places, others: s
         case inspect.ListType(item_type=item):
             if not isinstance(node, SequenceNode):
                 raise _wrong(node, path, "must be a list such as [a, b]")
+            places.update((f"{path}[{index}]", place(below)) for index, below in enumerate(node.value))
             return [_value(below, item, f"{path}[{index}]", places) for index, below in enumerate(node.value)]
-        case inspect.DictType():
+        case inspect.DictType(value_type=item):
             if not isinstance(node, MappingNode):
                 raise _wrong(node, path, "must be a section of keys and values")
-            return _free(node, path, places, _DEPTH)
+            if isinstance(item, inspect.AnyType):
+                return _free(node, path, places, _DEPTH)
+            places.update((f"{path}.{key.value}", place(key)) for key, _ in pairs(node))
+            return {key.value: _value(below, item, f"{path}.{key.value}", places) for key, below in pairs(node)}
         case _:
             raise AssertionError(f"{path}: no rule for {info}")
 
