@@ -1,8 +1,9 @@
 """The launcher of a run: starts the hub and the job, restarts a dead hub, and records the job's end.
 
-``python -m ftmon.trainer.launch RUNDIR`` is detached from any terminal. It is the subreaper of everything the job
-starts, so a dataloader worker whose rank was killed becomes its child and is found by the sweep. Signals are forwarded
-to the job. A run that is tied to the command that started it is ended, as by SIGTERM, when that command is gone.
+``python -m ftmon.trainer.launch.launcher RUNDIR`` is detached from any terminal. It is the subreaper of everything the
+job starts, so a dataloader worker whose rank was killed becomes its child and is found by the sweep. Signals are
+forwarded to the job. A run that is tied to the command that started it is ended, as by SIGTERM, when that command is
+gone.
 """
 
 import argparse
@@ -499,8 +500,8 @@ def _close_stdin() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run ``python -m ftmon.trainer.launch RUNDIR``; return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m ftmon.trainer.launch", description=__doc__)
+    """Run ``python -m ftmon.trainer.launch.launcher RUNDIR``; return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m ftmon.trainer.launch.launcher", description=__doc__)
     parser.add_argument("run", metavar="RUNDIR")
     parser.add_argument("--starter", type=int, metavar="FD", help="the line to the command that started the run")
     parser.add_argument("--stdin", action="store_true", help="the job reads this process's standard input")
@@ -514,3 +515,7 @@ def main(argv: list[str] | None = None) -> int:
     except (FtmonError, OSError) as error:
         print(error, file=sys.stderr)
         return error.exit_status if isinstance(error, FtmonError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -118,7 +118,7 @@ def check_command(command: Sequence[str]) -> None:
 
 
 def spawn_launcher(run: RunDir, line: int | None = None, stdin: int | None = None) -> None:
-    """Start ``ftmon.trainer.launch`` for ``run`` in a new session, with its output in ``logs/launcher.log``.
+    """Start ``ftmon.trainer.launch.launcher`` for ``run`` in a new session, with its output in ``logs/launcher.log``.
 
     ``line`` is the launcher's end of the connection to the command that started the run, ``stdin`` the job's input.
     """
@@ -128,7 +128,7 @@ def spawn_launcher(run: RunDir, line: int | None = None, stdin: int | None = Non
     source = subprocess.DEVNULL if stdin is None else stdin
     fds = () if line is None else (line,)
     with (run.logs / "launcher.log").open("ab") as log:
-        spawn_module("ftmon.trainer.launch", words, stdin=source, stdout=log, stderr=log, pass_fds=fds)
+        spawn_module("ftmon.trainer.launch.launcher", words, stdin=source, stdout=log, stderr=log, pass_fds=fds)
 
 
 def default_name(command: Sequence[str]) -> str:

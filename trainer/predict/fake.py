@@ -674,9 +674,6 @@ def hidden(capability: tuple[int, int]) -> dict[Any, Hidden]:
             found[torch.ops.bitsandbytes.gemm_4bit.default] = _dequantized
     found[_aten._scaled_dot_product_flash_attention_backward.default] = _flash_backward
     found[_aten._foreach_norm.Scalar] = _norms
-    try:
-        import_module("torch.nn.attention.varlen")  # registers the operation
-    except ImportError:  # PyTorch before 2.10
-        return found
+    import_module("torch.nn.attention.varlen")  # registers the operation
     found[torch.ops.torch_attn._varlen_attn_backward.default] = _varlen_backward
     return found

@@ -67,7 +67,7 @@ def select_visible(uuids: list[str], setting: str | None) -> list[str]:
 
 def cores(root: Path = ROOT) -> int:
     """Return the number of CPU cores this process may use: its affinity, limited by the quota of its cgroups."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = len(os.sched_getaffinity(0))
     quota = cpu_quota(root)
     return count if quota is None else max(1, min(count, round(quota)))
 

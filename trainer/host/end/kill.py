@@ -25,7 +25,7 @@ ONE_SIGNAL_SECONDS = 8.0
 """Time to wait after a single signal that the user chose."""
 _GPU_SECONDS = 5.0
 _RANK_PID = f"{RANK_PID_ENV}=".encode()
-_LAUNCHER = "ftmon.trainer.launch"
+_LAUNCHER = "ftmon.trainer.launch.launcher"
 _POLL_SECONDS = 0.05
 
 

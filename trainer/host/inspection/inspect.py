@@ -129,7 +129,7 @@ _OWN_THREADS = ("ZMQbg", "ftmon", "pt_", "gloo_", "NCCL")
 second and forward data of other ranks, which is not work of the script."""
 _LOADER_WORKER = "pt_data_worker"
 """PyTorch's name for a worker's main thread."""
-_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def measure(

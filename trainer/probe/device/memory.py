@@ -420,11 +420,6 @@ class CpuMemory:
             inherited = real_getrusage(resource.RUSAGE_SELF).ru_maxrss
             self._floor_kib = inherited if inherited > _high_water_kib() + 1024 else 0
 
-    @property
-    def has_peaks(self) -> bool:
-        """Whether the kernel lets this process reset its high-water mark; without it a peak is often unknown."""
-        return self._clear is not None
-
     def sample(self) -> tuple[int, int, int, int]:
         """Return (allocated, reserved, resident, resident peak since the last sample) in bytes; begins a new peak."""
         global highest_kib

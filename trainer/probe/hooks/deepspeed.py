@@ -27,18 +27,14 @@ def install(_module: ModuleType) -> None:
     replace(engine, "__init__", _making)
     replace(engine, "forward", forwarding(always=True))
     replace(engine, "backward", around(_backward))
-    if hasattr(engine, "scale"):
-        replace(engine, "scale", scaling)
-    # Without ZeRO in fp32 the engine keeps no norm of its own.
-    if hasattr(module, "clip_grad_norm_"):
-        replace(module, "clip_grad_norm_", clipping)
+    replace(engine, "scale", scaling)
+    replace(module, "clip_grad_norm_", clipping)  # without ZeRO in fp32 the engine keeps no norm of its own
     replace(engine, "_take_model_step", partial(_step, itself=True))
     replace(engine, "step", _step)
     replace(GatheredParameters, "__enter__", _gathering)
     replace(GatheredParameters, "__exit__", before(_releasing))
-    for name in ("save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model"):
-        if hasattr(engine, name):
-            replace(engine, name, scoped("checkpoint"))
+    for name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
+        replace(engine, name, scoped("checkpoint"))
 
 
 def attach(engine: Any) -> None:

@@ -124,8 +124,8 @@ def _resident(address: int, size: int) -> int:
 
 
 # Attributes of DeepSpeed's optimizers, read in the source of 0.19.8 (``runtime/zero/stage_1_and_2.py``, ``stage3.py``,
-# ``partition_parameters.py``, ``bf16_optimizer.py``, ``fp16/fused_optimizer.py``, ``fp16/unfused_optimizer.py``); a few
-# are names of older versions. Storages without such an attribute are not found; a wrong name has no other effect.
+# ``partition_parameters.py``, ``bf16_optimizer.py``, ``fp16/fused_optimizer.py``, ``fp16/unfused_optimizer.py``).
+# Storages without such an attribute are not found; a wrong name has no other effect.
 _STAGE3 = "_DeepSpeedZeroOptimizer_Stage3__"
 
 PARAMETERS = (
@@ -163,7 +163,6 @@ BUCKETS = (
     "temp_grad_buffer_for_gpu_offload",
     "temp_grad_buffer_for_cpu_offload",
     "_muon_allgather_buffers",
-    "ipg_buffer",
     f"{_STAGE3}ipg_bucket_flat_buffer",
 )
 

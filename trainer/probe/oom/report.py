@@ -494,12 +494,12 @@ _CPU_MESSAGE = re.compile(r"not enough memory|can't allocate memory|Cannot alloc
 _CPU_SIZE = re.compile(r"tried to allocate (\d+) bytes")
 _CUDA_FIGURES = {
     "requested": re.compile(r"Tried to allocate ([\d.]+) ([KMGT]?i?B|bytes)"),
-    "total": re.compile(r"total capacity of ([\d.]+) ([KMGT]?i?B)|; ([\d.]+) ([KMGT]?i?B) total capacity"),
-    "free": re.compile(r"of which ([\d.]+) ([KMGT]?i?B|bytes) is free|; ([\d.]+) ([KMGT]?i?B|bytes) free"),
-    "allocated": re.compile(r"([\d.]+) ([KMGT]?i?B|bytes) (?:is allocated by PyTorch|already allocated)"),
+    "total": re.compile(r"total capacity of ([\d.]+) ([KMGT]?i?B)"),
+    "free": re.compile(r"of which ([\d.]+) ([KMGT]?i?B|bytes) is free"),
+    "allocated": re.compile(r"([\d.]+) ([KMGT]?i?B|bytes) is allocated by PyTorch"),
     "unallocated": re.compile(r"([\d.]+) ([KMGT]?i?B|bytes) is reserved by PyTorch but unallocated"),
 }
-"""PyTorch's own message (c10/cuda/CUDACachingAllocator.cpp), now and before 2.2."""
+"""PyTorch's own message (c10/cuda/CUDACachingAllocator.cpp)."""
 _CUDA_INDEX = re.compile(r"\bGPU (\d+)")
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DRIVER_MESSAGE = re.compile(r"CUDA error: out of memory|CUDA driver error: out of memory|Cuda failure .*out of memory")
@@ -599,10 +599,7 @@ def _from_message(error: RuntimeError) -> Failed:
 
 def _bytes_in(pattern: "re.Pattern[str]", text: str) -> int:
     found = pattern.search(text)
-    if found is None:
-        return 0
-    number, unit = [group for group in found.groups() if group is not None][:2]
-    return int(float(number) * _UNITS[unit])
+    return int(float(found[1]) * _UNITS[found[2]]) if found is not None else 0
 
 
 def frames_of(trace: TracebackType | None) -> tuple[list[FrameType], list[int]]:

@@ -128,9 +128,8 @@ class Writer(TorchCheckpointEngine):
         """Write a sample of a file's content, compare what is read back, and reserve the file's size on the disk."""
         part = sample(content)
         written = self._write(part, path)
-        if hasattr(os, "posix_fadvise"):
-            with path.open("rb") as file:  # from the disk, not from the page cache, if the file system allows it
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with path.open("rb") as file:  # from the disk, not from the page cache, if the file system allows it
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if manifest.checksum(path) != written.crc32:
             raise ValueError(f"{path.name} was not read back as it was written: its checksum differs")
         problem, compared = difference(torch.load(path, map_location="cpu", weights_only=False), part, path.name)

@@ -218,7 +218,7 @@ def memory():
 
 
 def test_memory_that_came_and_went_is_in_the_resident_peak(memory):
-    if not memory.has_peaks:
+    if memory._clear is None:
         pytest.skip("this kernel does not let a process reset its high-water mark")
     start = memory.read(memory.sample())
     block = bytearray(96 * MIB)
