@@ -1,5 +1,6 @@
 """The systems of ``--report-to``: one line each, in ``REPORT_TARGETS``. The command line imports it, so it is light."""
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -40,10 +41,10 @@ def is_installed(package: str) -> bool:
         return False
 
 
-def check_report_to(names: list[str]) -> None:
-    """Raise ``UsageError`` for an unknown target, and for one whose packages are not installed."""
+def check_report_to(names: Iterable[str], setting: str = "--report-to") -> None:
+    """Raise ``UsageError`` for an unknown target of a setting, and for one whose packages are not installed."""
     for name in names:
         if name not in REPORT_TARGETS:
-            raise UsageError(f"--report-to {name}: must be one of {', '.join(REPORT_TARGETS)}, or several with commas")
+            raise UsageError(f"{setting} {name}: must be one of {', '.join(REPORT_TARGETS)}, or several with commas")
         if not is_installed(REPORT_TARGETS[name].package):
-            raise UsageError(f"--report-to {name} needs packages that are not installed: pip install 'ftmon[{name}]'")
+            raise UsageError(f"{setting} {name} needs packages that are not installed: pip install 'ftmon[{name}]'")

@@ -36,23 +36,23 @@ def parse_listen(text: str) -> Listen:
     return Listen(_address(f"--listen {text}", host.strip("[]") or "0.0.0.0"), int(port_text))
 
 
-def parse_metrics(text: str) -> Listen | Path:
+def parse_metrics(text: str, setting: str = "--metrics") -> Listen | Path:
     """Parse ``[HOST:]PORT`` or ``FILE.prom``; without HOST, only this host is served.
 
     Raises ``UsageError`` for anything else, and if ``prometheus_client`` is not installed.
     """
     if find_spec("prometheus_client") is None:
-        raise UsageError("--metrics needs prometheus_client, which is not installed: pip install 'ftmon[metrics]'")
+        raise UsageError(f"{setting} needs prometheus_client, which is not installed: pip install 'ftmon[metrics]'")
     host, _, port_text = text.rpartition(":")
     if text.endswith(".prom"):
         return Path(text)
     known = port_text.isascii() and port_text.isdigit() and len(port_text) <= 5
     if not known or not 1 <= int(port_text) <= 65535:
         raise UsageError(
-            f"--metrics {text}: must be [HOST:]PORT, such as 9400 or 0.0.0.0:9400, or a file FILE.prom in the textfile "
+            f"{setting} {text}: must be [HOST:]PORT, such as 9400 or 0.0.0.0:9400, or a file FILE.prom in the textfile "
             "directory of node_exporter"
         )
-    return Listen(_address(f"--metrics {text}", host.strip("[]") or "127.0.0.1"), int(port_text))
+    return Listen(_address(f"{setting} {text}", host.strip("[]") or "127.0.0.1"), int(port_text))
 
 
 def _address(option: str, host: str) -> str:

@@ -75,13 +75,13 @@ def start_run(
     return run
 
 
-def check_metrics(text: str) -> None:
-    """Raise ``UsageError`` if the figures cannot be served or written there."""
-    target = parse_metrics(text)
+def check_metrics(text: str, setting: str = "--metrics") -> None:
+    """Raise ``UsageError`` if the figures cannot be served or written there; ``setting`` is its name."""
+    target = parse_metrics(text, setting)
     if isinstance(target, Listen):
-        check_free(target, "--metrics", 1)
+        check_free(target, setting, 1)
     elif not os.access(target.parent, os.W_OK | os.X_OK) or not target.parent.is_dir():
-        raise UsageError(f"--metrics {text}: {target.parent} is not a folder that you can write to; make it first")
+        raise UsageError(f"{setting} {text}: {target.parent} is not a folder that you can write to; make it first")
 
 
 def join_run(path: Path, command: Sequence[str]) -> NoReturn:

@@ -32,7 +32,8 @@ _LENGTHS = 5
 _NEEDED_BYTES = 4 << 30
 """Free host memory required: a dry run uses up to half a GB per rank, two at a time, besides the libraries."""
 _KEPT = 64
-_VOLATILE = {"run": ("name", "master_port"), "checkpoint": None, "output": None, "schedule": None, "debug": None}
+_OTHER = ("checkpoint", "output", "schedule", "monitor", "debug")
+_VOLATILE = {"run": ("name", "master_port")} | dict.fromkeys(_OTHER)
 """Keys without an effect on a step's memory; None: the whole section."""
 _PHASES = ("forward", "backward", "optimizer")
 

@@ -20,6 +20,7 @@ from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ...protocol.run import exits
 from ...protocol.run.rundir import Recipe, RunDir, home
 from ...protocol.run.start import StartRequest, module_command, print_started, read_request
+from ...protocol.run.targets import check_report_to
 from ...protocol.text import sanitize
 from ..launch import start
 from . import hardware, launcher
@@ -101,6 +102,7 @@ def start_trainer(request: StartRequest, loaded: Loaded, notes: Sequence[str] = 
     ``notes`` become comments of the run's configuration.
     What does not hold, or is missing, is a ``UsageError``; a run that cannot be started an ``FtmonError``.
     """
+    request = _with_monitor(request, loaded)
     start.check_request(request)
     missing = hardware.missing_packages()
     if missing:
@@ -113,6 +115,18 @@ def start_trainer(request: StartRequest, loaded: Loaded, notes: Sequence[str] = 
     name = request.name or resolved.config.run.name or Path(source).absolute().stem
     described = "".join(f"# {sanitize(note)}\n" for note in notes) + write.dump(resolved.config)
     return start.start_run(request, name, launch_command(resolved), described, _recipe(request, resolved.config))
+
+
+def _with_monitor(request: StartRequest, loaded: Loaded) -> StartRequest:
+    """Return the request with the configuration's ``monitor`` where the command line has no option for it."""
+    found, options = loaded.config.monitor, request.options
+    if found.metrics and not options.metrics:
+        start.check_metrics(found.metrics, f"{loaded.places['monitor.metrics']}: monitor.metrics")
+        options = msgspec.structs.replace(options, metrics=found.metrics)
+    if found.report_to and not options.report_to:
+        check_report_to(found.report_to, f"{loaded.places['monitor.report_to']}: monitor.report_to")
+        options = msgspec.structs.replace(options, report_to=found.report_to)
+    return msgspec.structs.replace(request, options=options)
 
 
 def _recipe(request: StartRequest, config: Config) -> Recipe:

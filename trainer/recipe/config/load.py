@@ -18,7 +18,7 @@ from msgspec import inspect
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from ....protocol.errors import ConfigError, UsageError
-from .schema import CHOSEN, MOST_WHOLE, OFF, Config
+from .schema import CHOSEN, COMMAS, MOST_WHOLE, OFF, Config
 
 # YAML as nodes with their lines: PyYAML's ``compose`` keeps positions and builds no Python objects. A scalar is
 # interpreted later, by the type of its field (YAML 1.1 would read ``1e-5`` as text and ``no`` as a boolean).
@@ -265,6 +265,8 @@ def _value(node: Node, info: inspect.Type, path: str, places: Places, others: st
     match info:
         case inspect.Metadata(type=inspect.LiteralType(values=values), extra=aliases):
             return _choice(node, values, path, aliases or {})
+        case inspect.Metadata(extra=extra) if COMMAS in (extra or {}) and isinstance(node, ScalarNode):
+            return [word.strip() for word in _text(node, path).split(",") if word.strip()]
         case inspect.Metadata(type=inner):
             return _value(node, inner, path, places, others)
         case inspect.StructType():

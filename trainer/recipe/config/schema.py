@@ -27,6 +27,9 @@ Length = Annotated[int, msgspec.Meta(ge=8, le=MOST_WHOLE)]
 CHOSEN = "chosen"
 _CHOSEN = msgspec.Meta(extra={CHOSEN: True})
 """Marks a setting that may be ``auto``: ``ftmon train`` chooses its value by dry runs (``Loaded.chosen``)."""
+COMMAS = "commas"
+_COMMAS = msgspec.Meta(extra={COMMAS: True})
+"""Marks a list that may also be one text, with commas."""
 Format = Literal["auto", "text", "instruction", "alpaca", "chat", "sharegpt", "markers"]
 Change = Literal["seed", "data", "sequence_length", "micro_batch", "grad_accumulation", "ranks"]
 
@@ -388,6 +391,16 @@ class Run(Section, frozen=True):
     """TCP port the ranks meet at; 0: a free one."""
 
 
+class Monitor(Section, frozen=True):
+    """Where else the run can be seen while it trains; an option of the command line replaces its setting."""
+
+    metrics: str = ""
+    """As `--metrics`: [HOST:]PORT to serve figures to Prometheus, or FILE.prom for node_exporter; empty: neither."""
+    report_to: Annotated[list[str], _COMMAS] = msgspec.field(default_factory=list[str])
+    """As `--report-to`: systems that the run is sent to, of otel, wandb, trackio, tensorboard and mlflow; a list, or
+    one text with commas."""
+
+
 class Debug(Section, frozen=True):
     """For trying the monitor out."""
 
@@ -413,6 +426,7 @@ class Config(Section, frozen=True):
     checkpoint: Checkpoint = msgspec.field(default_factory=Checkpoint)
     output: Output = msgspec.field(default_factory=Output)
     run: Run = msgspec.field(default_factory=Run)
+    monitor: Monitor = msgspec.field(default_factory=Monitor)
     debug: Debug = msgspec.field(default_factory=Debug)
     deepspeed: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """Any other keys of DeepSpeed's own configuration, applied on top of the sections above."""

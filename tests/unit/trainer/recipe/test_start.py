@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.errors import ConfigError
-from ftmon.protocol.run.rundir import home
+from ftmon.protocol.errors import ConfigError, UsageError
+from ftmon.protocol.run.rundir import RunOptions, home
+from ftmon.protocol.run.start import StartRequest
 from ftmon.trainer.recipe import hardware, start
+from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.preflight import resolve
 
 
@@ -67,3 +69,29 @@ def test_a_port_that_was_chosen_is_kept_and_another_is_free(monkeypatch: pytest.
     assert Path(words[0]).name.startswith("python")
     assert words[-1] == "ftmon.trainer.recipe"
     assert words[words.index("-m") + 1] == "ftmon.trainer.recipe.launcher"
+
+
+def test_the_configuration_says_where_a_run_is_sent_unless_the_command_line_does(tmp_path: Path) -> None:
+    file = tmp_path / "train.yaml"
+    for written in ("otel, otel", "[otel]"):
+        file.write_text(f"monitor:\n  metrics: {tmp_path}/run.prom\n  report_to: {written}\n")
+        options = start._with_monitor(StartRequest("train"), load(str(file))).options
+        assert (options.metrics, set(options.report_to)) == (f"{tmp_path}/run.prom", {"otel"})
+    given = RunOptions(metrics="9400", report_to=["wandb"])
+    assert start._with_monitor(StartRequest("train", options=given), load(str(file))).options == given
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("report_to: otel,wandbb", "monitor.report_to wandbb: must be one of otel, wandb"),
+        ("metrics: here", "monitor.metrics here: must be [HOST:]PORT"),
+        ("metrics: /no/such/run.prom", "monitor.metrics /no/such/run.prom: /no/such is not a folder"),
+    ],
+)
+def test_a_place_that_does_not_exist_is_refused_with_its_line(written: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "train.yaml"
+    file.write_text(f"monitor:\n  {written}\n")
+    with pytest.raises(UsageError) as refused:
+        start.start_trainer(StartRequest("train"), load(str(file)))
+    assert str(refused.value).startswith(f"{file}:2: {said}")

@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+from ftmon.protocol.run.targets import REPORT_TARGETS
 from ftmon.trainer.recipe.config import write
 from ftmon.trainer.recipe.config.load import decode, parse
 from ftmon.trainer.recipe.config.schema import Config
@@ -68,3 +69,4 @@ def test_the_commented_default_loads_back_to_the_defaults_and_shows_every_fields
     for section in (one for one in msgspec.structs.fields(Config) if one.name != "deepspeed"):
         for found in msgspec.structs.fields(section.type):
             assert docs[section.type.__name__, found.name] in text, f"{section.name}.{found.name}"
+    assert [name for name in REPORT_TARGETS if name not in docs["Monitor", "report_to"]] == []
