@@ -25,6 +25,8 @@ WINDOWS = {"eval": 8.0, "generate": 30.0}
 """Seconds of steady growth, by phase."""
 WINDOW = 60.0
 """The same in a training's other phases."""
+LEAST_PART = 0.1
+"""Of the host's growth in 8 s: a rank that grew less is not named."""
 NOT_JUDGED = frozenset(("init", "checkpoint"))
 FEWEST = 8
 PARTS = 4
@@ -40,7 +42,7 @@ class HostMemoryFacts(msgspec.Struct, frozen=True):
     full_in_s: float
     phase: str
     growing_rank: int | None
-    """The rank whose resident memory grew most; None: unknown."""
+    """The rank whose resident memory grew most; None: none did by ``LEAST_PART`` of it, or it is unknown."""
 
 
 class _Host:
@@ -76,6 +78,11 @@ def _words(finding: Finding) -> Words:
         else "Look for a list or a cache that grows with each batch: losses kept with their graphs, a data set that "
         "keeps its items, loader workers that copy them."
     )
+    if facts.growing_rank is None:
+        remedy = (
+            "The ranks themselves grow little: find the process that grows (ps aux --sort=-rss), a loader worker of "
+            "this run or another program."
+        )
     return Words(
         f"memory of {facts.host} will be full in {duration(facts.full_in_s)}",
         f"{gib(facts.free_bytes)} are left, and its use grows by {gib(round(facts.bytes_per_s * 60))} a minute {during}"
@@ -163,7 +170,7 @@ class HostMemory(Detector):
         if host.standing is not None:
             standing, host.standing = host.standing, None
             return [standing.over()]
-        facts = HostMemoryFacts(sample.host, free, rate, left, phase, self._growing(ranks))
+        facts = HostMemoryFacts(sample.host, free, rate, left, phase, self._growing(ranks, rate))
         host.standing = Finding("host_memory_filling", facts, "raised", "error", key=sample.host)
         return [host.standing]
 
@@ -172,7 +179,7 @@ class HostMemory(Detector):
         phases = {self._phases.get(rank, "init") for rank in ranks} or {"init"}
         return next((phase for phase in ("init", "checkpoint", "eval", "generate") if phase in phases), "training")
 
-    def _growing(self, ranks: list[int]) -> int | None:
+    def _growing(self, ranks: list[int], rate: float) -> int | None:
         grown = {rank: sizes[-1] - sizes[0] for rank in ranks if (sizes := self._resident.get(rank))}
         rank = max(grown, key=lambda one: grown[one], default=None)
-        return rank if rank is not None and grown[rank] > 0 else None
+        return rank if rank is not None and grown[rank] > LEAST_PART * rate * WINDOWS["eval"] else None
