@@ -3,7 +3,7 @@
 Finds the processes that are ranks, creates a run directory for each of their runs, and starts its hub, which observes
 them from outside (``trainer.hub.foreign``). Prints one JSON line per run, ``{"run": DIRECTORY, "notes": [...]}``.
 
-A rank is the topmost process with a rank in its environment that a launcher set (``RANK``, ``WORLD_SIZE``): its
+A rank is the topmost Python process with a rank in its environment that a launcher set (``RANK``, ``WORLD_SIZE``): its
 children inherit it. Ranks with one ``TORCHELASTIC_RUN_ID``, or else one ``MASTER_PORT``, are a run. A process that
 has loaded PyTorch and has no rank is a run of its own.
 """
@@ -42,6 +42,8 @@ _RAS_ADDRESS = "localhost:28028"
 """Default of NCCL_RAS_ADDR."""
 _PYTHON = re.compile(rb"/(?:lib)?python(3\.\d+)")
 _INJECT_SECONDS = 20.0
+_AGE_SECONDS = 10.0
+"""Of a process without a rank that ``--all`` takes for a training."""
 
 
 @dataclass
@@ -69,7 +71,11 @@ def rank_of(environment: Mapping[str, str]) -> int | None:
 def find_jobs(table: Mapping[int, Process], environments: Mapping[int, dict[str, str]]) -> list[Job]:
     """Return the runs whose ranks have one in their environment; ``environments`` by pid, of the readable ones."""
     ranks = {pid: rank_of(found) for pid, found in environments.items()}
-    named = {pid: (rank, environments[pid].get("LOCAL_RANK")) for pid, rank in ranks.items() if rank is not None}
+    named = {
+        pid: (rank, environments[pid].get("LOCAL_RANK"))
+        for pid, rank in ranks.items()
+        if rank is not None and is_python(pid)
+    }
     jobs: dict[str, Job] = {}
     for pid in sorted(named, key=lambda pid: (table[pid].start_ticks, pid)):
         if any(named.get(above.pid) == named[pid] for above in _ancestors(pid, table)):
@@ -119,8 +125,9 @@ def jobs_of(pid: int, table: Mapping[int, Process], environments: Mapping[int, d
 def single_jobs(
     pids: Sequence[int], table: Mapping[int, Process], environments: Mapping[int, dict[str, str]]
 ) -> Iterator[Job]:
-    """Yield those of the processes that have loaded PyTorch and are below no other that has."""
-    loaded = {pid for pid in pids if pid in environments and b"/libtorch" in proc_bytes(f"/proc/{pid}/maps")}
+    """Yield those of the processes that have loaded PyTorch in Python and are below no other that has."""
+    known = (pid for pid in pids if pid in environments and is_python(pid))
+    loaded = {pid for pid in known if b"/libtorch" in proc_bytes(f"/proc/{pid}/maps")}
     for pid in pids:
         if pid in loaded and not any(above.pid in loaded for above in _ancestors(pid, table)):
             yield Job(f"pid {pid}", {0: table[pid]}, {0: environments[pid]})
@@ -133,7 +140,12 @@ def all_jobs(table: Mapping[int, Process], environments: Mapping[int, dict[str, 
     ranks = [process.pid for job in jobs for process in job.ranks.values()]
     taken = {*ranks, *(each.pid for each in processes.descendants(ranks, dict(table)))}
     taken.update(above.pid for pid in ranks for above in _ancestors(pid, table))
-    return jobs + list(single_jobs([pid for pid in known if pid not in taken], table, known))
+    return jobs + list(single_jobs([pid for pid in known if pid not in taken and _is_old(table[pid])], table, known))
+
+
+def _is_old(process: Process) -> bool:
+    """Return whether a process is older than one that only looks at PyTorch's version, or compiles for it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - process.start_ticks / os.sysconf("SC_CLK_TCK") >= _AGE_SECONDS
 
 
 def environments_of(table: Mapping[int, Process]) -> dict[int, dict[str, str]]:
@@ -178,6 +190,9 @@ def watch(job: Job, table: Mapping[int, Process]) -> dict[str, object]:
     first = job.ranks[ranks[0].rank]
     known = next((run for run in rundir.all_runs() if _watches(run, ranks)), None)
     if known is not None:
+        if known.living_hub() is None:
+            with (known.logs / "hub.log").open("ab") as log:
+                spawn_hub(known, log)
         return {"run": str(known.path), "notes": []}
     has_nccl = b"libnccl" in proc_bytes(f"/proc/{first.pid}/maps")
     environment = job.environments[ranks[0].rank]
@@ -219,6 +234,12 @@ def _notes(run: RunDir, job: Job, ranks: Sequence[ForeignRank]) -> Iterator[str]
             yield inject(run, one, job.environments[one.rank])
     if reason := why_no_stacks(pids[0]):
         yield f"stacks: {reason}"
+
+
+def is_python(pid: int) -> bool:
+    """Return whether a process is Python, and no shell around a rank, compiler or debugger; True if it is unknown."""
+    found = proc_bytes(f"/proc/{pid}/maps")
+    return not found or _PYTHON.search(found) is not None
 
 
 def python_version(pid: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import pytest
 from ftmon.protocol.errors import UsageError
+from ftmon.trainer.host import foreign
 from ftmon.trainer.host.foreign import all_jobs, find_jobs, jobs_of
 from ftmon.trainer.host.processes import Process
 
@@ -30,6 +31,15 @@ def test_ranks_of_one_port_are_a_run_and_their_children_belong_to_them() -> None
     jobs = find_jobs(processes, environments)
     found = {job.key: {rank: process.pid - NONE for rank, process in job.ranks.items()} for job in jobs}
     assert found == {"29500": {0: 11, 1: 12}, "29501": {0: 20}}
+
+
+def test_a_shell_around_a_rank_and_a_compiler_that_it_left_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = table(p10=1, p11=10, p20=1)
+    programs = {f"/proc/{NONE + pid}/maps": b"0-1 r-xp /bin/" + name for pid, name in ((10, b"bash"), (20, b"cc1plus"))}
+    programs[f"/proc/{NONE + 11}/maps"] = b"0-1 r-xp /usr/bin/python3.12"
+    monkeypatch.setattr(foreign, "proc_bytes", programs.__getitem__)
+    jobs = find_jobs(processes, {NONE + 10: ranked(0), NONE + 11: ranked(0), NONE + 20: ranked(1)})
+    assert [{rank: process.pid - NONE for rank, process in job.ranks.items()} for job in jobs] == [{0: 11}]
 
 
 def test_a_run_id_of_torchrun_counts_before_the_port() -> None:
