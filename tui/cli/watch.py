@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import wrap
@@ -17,7 +18,7 @@ from ...protocol.run import exits, rundir
 from ...protocol.run.end import ending_in_words
 from ...protocol.run.rundir import RunDir
 from ...protocol.run.start import CommandEnd, module_command
-from ...protocol.text import cells_of, duration, gib, sanitize
+from ...protocol.text import cells_of, counted, duration, gib, sanitize
 from ..model.run import RunModel, TerminalNotices, activity_words, early_stop_words, epoch_words, status
 from ..model.runs import RunEntry, RunList, recorded_entry
 from ..source.load import describe, find_recording, load, read_overview, recording_file
@@ -42,12 +43,24 @@ def watch_foreign(arguments: Namespace) -> int:
     if done.returncode:
         raise StartFailedError(done.stderr.decode(errors="replace").strip() or FOREIGN, done.returncode)
     found = [msgspec.json.decode(line, type=_Watched) for line in done.stdout.splitlines()]
+    if len(found) > 1:
+        return _print_watched(found)
+    for note in found[0].notes:
+        print(sanitize(note, 1000))
+    if arguments.detach:
+        print(attach_line(RunDir(found[0].run).id))
+        return 0
+    return watch(RunDir(found[0].run), arguments)
+
+
+def _print_watched(found: "list[_Watched]") -> int:
+    """Print a line for each run, then what holds for several of them once."""
     for each in found:
-        for note in each.notes:
-            print(sanitize(note, 1000))
-        if len(found) > 1 or arguments.detach:
-            print(attach_line(RunDir(each.run).id))
-    return 0 if len(found) > 1 or arguments.detach else watch(RunDir(found[0].run), arguments)
+        print(sanitize(f"{RunDir(each.run).id}: {each.notes[0] if each.notes else 'is watched already'}", 1000))
+    for note, count in Counter(note for each in found for note in each.notes[1:]).items():
+        print(sanitize(note if count == len(found) else f"{counted(count, 'run')}: {note}", 1000))
+    print("watch one of them: ftmon attach RUN")
+    return 0
 
 
 class _Watched(msgspec.Struct):
@@ -287,7 +300,8 @@ def _lines(entry: RunEntry, model: RunModel) -> Iterator[str]:
     total = f" of {model.total_steps:,}" if model.total_steps else ""
     left = f", {duration(model.seconds_left)} left" if model.seconds_left and entry.live else ""
     epoch = f", epoch {epochs}" if (epochs := epoch_words(model)) else ""
-    yield f"step {model.step:,}{total}{epoch}{left}"
+    unseen = entry.kind == "watch" and not model.step
+    yield "steps are not seen from outside" if unseen else f"step {model.step:,}{total}{epoch}{left}"
     if entry.live and (activity := activity_words(model)):
         yield f"now: {activity}"
     means = ["(means over the run)"] if model.ended and model.rates.seconds_per_step else []
