@@ -1,13 +1,16 @@
 """What exporters cost a training and its hub: one CPU demo, in alternating blocks with all exporters and with none.
 
-    python bench/exporters.py [--blocks 16] [--seconds 30] [--targets metrics,otel,...] [key.sub=value ...]
+    python bench/exporters.py [--blocks 32] [--seconds 15] [--targets metrics,otel,...] [key.sub=value ...]
 
-In a block "on" the exporters run as with ``--metrics`` and ``--report-to``: a scraper reads the metrics every 5 s, a
-receiver in this process takes OTLP, trackers write to a temporary folder without network. They are started before the
-block and gone after it. Order: on off off on. Of each block: the median host time of a step, the training thread's CPU
-time in it (both of steps without evaluation or checkpoint), and the CPU time a second of hub and exporters. Ratios are
-those of neighbouring blocks: their geometric mean, and a 95 % interval by bootstrap. Other load on the machine disturbs
-host times most; an interval that holds 1 shows nothing but its width.
+The exporters run as with ``--metrics`` and ``--report-to``: a scraper reads the metrics every 5 s, a receiver in this
+process takes OTLP, trackers write to a temporary folder without network. They are started once; in a block "off" they
+are stopped (SIGSTOP). What waited meanwhile is passed on before and in the next block "on", so their cost is not less
+than in a run. Order: on off off on. Of each block: the median host time of a step, the training thread's CPU time in
+it (both of steps without evaluation or checkpoint), and the CPU time of hub and exporters. Ratios are those of
+neighbouring blocks: their geometric mean, and a 95 % interval by bootstrap. Other load on the machine disturbs host
+times most: there the training thread's CPU time shows what exporters cost it in caches, and ``share``, the exporters'
+part of the host's CPU time, what they can take from ranks that use all of it. An interval that holds 1 shows nothing
+but its width.
 """
 
 import argparse
@@ -34,11 +37,13 @@ from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run import rundir
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.protocol.run.start import spawn_metrics, spawn_report
-from ftmon.protocol.run.targets import REPORT_TARGETS, is_installed
+from ftmon.protocol.run.start import spawn_exporter
+from ftmon.protocol.run.targets import REPORT_TARGETS, TRACKERS, is_installed
 
-SETTLE_SECONDS = 15.0
-"""After the exporters were started: their imports, and what waited meanwhile."""
+START_SECONDS = 300.0
+"""For the exporters' imports, at most."""
+SETTLE_SECONDS = 4.0
+"""Between blocks."""
 SCRAPE_SECONDS = 5.0
 
 
@@ -47,7 +52,8 @@ class Block(NamedTuple):
     begin: float
     end: float
     hub_s: float
-    exporters_s: float
+    exporters_s: dict[str, float]
+    """CPU time by target."""
 
 
 class _Collector(BaseHTTPRequestHandler):
@@ -62,22 +68,30 @@ class _Collector(BaseHTTPRequestHandler):
 
 
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
-    """Return the CPU time of processes and of all that they have started."""
+    """Return the CPU time of processes and of all that they have started, exact to a microsecond."""
     total = 0.0
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            for one in (process, *process.children(recursive=True)):
-                with suppress(psutil.NoSuchProcess):
-                    times = one.cpu_times()
-                    total += times.user + times.system
+    for one in family(processes):
+        with suppress(OSError):
+            total += time.clock_gettime((~one.pid << 3) | 2)  # the process's CPU clock: clock_getcpuclockid(3)
     return total
 
 
+def family(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Return processes and all that they have started."""
+    found: list[psutil.Process] = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            found += [process, *process.children(recursive=True)]
+    return found
+
+
 @contextmanager
-def exporting(run: RunDir, targets: Sequence[str], port: int) -> Iterator[list[psutil.Process]]:
+def exporting(run: RunDir, targets: Sequence[str], port: int) -> Iterator[dict[str, psutil.Process]]:
     """Run exporters of a run that was started without any."""
-    with (run.logs / "bench.log").open("ab") as log:
-        started = [spawn_metrics(run, log) if name == "metrics" else spawn_report(name, run, log) for name in targets]
+    started: list[subprocess.Popen[bytes]] = []
+    for name in targets:
+        with (run.logs / f"{name}-exporter.log").open("ab") as log:
+            started.append(spawn_exporter(name, run, log))
     over = threading.Event()
 
     def scrape() -> None:
@@ -88,27 +102,30 @@ def exporting(run: RunDir, targets: Sequence[str], port: int) -> Iterator[list[p
     scraper = threading.Thread(target=scrape)
     scraper.start()
     try:
-        yield [psutil.Process(process.pid) for process in started]
+        waiting = [run.logs / f"{name}-exporter.log" for name in targets if name in TRACKERS]
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and not all("the run is there" in log.read_text() for log in waiting):
+            time.sleep(1.0)
+        yield {name: psutil.Process(process.pid) for name, process in zip(targets, started, strict=True)}
         failed = [name for name, process in zip(targets, started, strict=True) if process.poll() is not None]
         if failed:
-            sys.exit(f"{', '.join(failed)} ended: see {run.logs / 'bench.log'}")
+            sys.exit(f"{', '.join(failed)} ended: see {run.logs}")
     finally:
         over.set()
         for process in started:
-            process.send_signal(signal.SIGTERM)
-        for process in started:
+            process.kill()  # the recording is not theirs, and nobody reads the rest
             process.wait()
         scraper.join()
 
 
-def measure(run: RunDir, on: bool, seconds: float, exporters: list[psutil.Process]) -> Block:
+def measure(run: RunDir, on: bool, seconds: float, exporters: dict[str, psutil.Process]) -> Block:
     hub = run.living_hub()
     assert hub is not None
-    processes = [psutil.Process(hub.process.pid)]
-    begin, before = time.time(), (cpu_seconds(processes), cpu_seconds(exporters))
+    processes = {"hub": psutil.Process(hub.process.pid), **exporters}
+    begin, before = time.time(), {name: cpu_seconds([process]) for name, process in processes.items()}
     time.sleep(seconds)
-    after = cpu_seconds(processes), cpu_seconds(exporters)
-    return Block(on, begin, time.time(), after[0] - before[0], after[1] - before[1])
+    spent = {name: cpu_seconds([process]) - before[name] for name, process in processes.items()}
+    return Block(on, begin, time.time(), spent.pop("hub"), spent)
 
 
 def steps_of(run: RunDir) -> list[Step]:
@@ -122,7 +139,7 @@ def steps_of(run: RunDir) -> list[Step]:
 
 
 def figures(block: Block, steps: Sequence[Step]) -> dict[str, float]:
-    """Return a block's figures in ms a step; of the hub and exporters, in ms a second: most of it goes by time."""
+    """Return a block's figures in ms a step, and of the hub in ms a second: most of it goes by time."""
     mine = [step for step in steps if block.begin <= step.started and step.started + step.host_us / 1e6 <= block.end]
     plain = [step for step in mine if step.training_us == step.host_us]
     numbers = {step.step for step in mine}
@@ -131,17 +148,21 @@ def figures(block: Block, steps: Sequence[Step]) -> dict[str, float]:
         "step": statistics.median(step.host_us for step in plain) / 1e3,
         "training_cpu": statistics.median(step.cpu_us for step in plain) / 1e3,
         "hub_cpu": block.hub_s * 1e3 / (block.end - block.begin),
-        "exporters_cpu": block.exporters_s * 1e3 / (block.end - block.begin),
+        "share": sum(block.exporters_s.values()) / (block.end - block.begin) / (os.cpu_count() or 1),
     }
 
 
 def ratio(pairs: Sequence[tuple[float, float]]) -> str:
     """Return the geometric mean of on / off, and its 95 % interval."""
-    logs = [math.log(on / off) for on, off in pairs]
+    mean, low, high = (math.exp(value) for value in interval([math.log(on / off) for on, off in pairs]))
+    return f"{mean:.4f} ({low:.4f} to {high:.4f})"
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean, and its 95 % interval by bootstrap."""
     drawn = random.Random(0)
-    means = sorted(statistics.fmean(drawn.choices(logs, k=len(logs))) for _ in range(10_000))
-    low, high = means[249], means[9749]
-    return f"{math.exp(statistics.fmean(logs)):.4f} ({math.exp(low):.4f} to {math.exp(high):.4f})"
+    means = sorted(statistics.fmean(drawn.choices(values, k=len(values))) for _ in range(10_000))
+    return statistics.fmean(values), means[249], means[9749]
 
 
 def start(overrides: Sequence[str]) -> RunDir:
@@ -154,8 +175,8 @@ def start(overrides: Sequence[str]) -> RunDir:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--blocks", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=15.0)
     installed = ["metrics", *(name for name, target in REPORT_TARGETS.items() if is_installed(target.package))]
     parser.add_argument("--targets", default=",".join(installed))
     parser.add_argument("overrides", nargs="*")
@@ -184,30 +205,31 @@ def main() -> None:
 
 
 def alternate(run: RunDir, targets: list[str], port: int, arguments: argparse.Namespace) -> Iterator[Block]:
-    for index in range(arguments.blocks):
-        on = index % 4 in (0, 3)
-        if on:
-            with exporting(run, targets, port) as exporters:
-                time.sleep(SETTLE_SECONDS)
-                yield measure(run, on, arguments.seconds, exporters)
-        else:
+    with exporting(run, targets, port) as exporters:
+        for index in range(arguments.blocks):
+            on = index % 4 in (0, 3)
+            for process in family(list(exporters.values())):
+                process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
             time.sleep(SETTLE_SECONDS)
-            yield measure(run, on, arguments.seconds, [])
+            yield measure(run, on, arguments.seconds, exporters)
 
 
 def report(blocks: list[Block], steps: list[Step], targets: list[str]) -> None:
     found = [(block.on, figures(block, steps)) for block in blocks]
     for on, row in found:
-        print("on " if on else "off", json.dumps({name: round(value, 3) for name, value in row.items()}))
+        print("on " if on else "off", json.dumps({name: round(value, 5) for name, value in row.items()}))
     pairs = [
         (one, other) if on else (other, one) for (on, one), (_, other) in zip(found[::2], found[1::2], strict=False)
     ]
     print(f"targets: {', '.join(targets)}; load {os.getloadavg()[0]:.1f}; {len(pairs)} pairs of blocks; on / off:")
     for name in ("step", "training_cpu", "hub_cpu"):
         print(f"  {name}: {ratio([(on[name], off[name]) for on, off in pairs])}")
-    cost = statistics.median(on["exporters_cpu"] for on, _ in pairs)
-    trained = statistics.median(on["training_cpu"] for on, _ in pairs)
-    print(f"  exporters: {cost:.2f} ms of CPU a second; a step takes {trained:.0f} ms of each rank's training thread")
+    mean, low, high = interval([on["share"] for on, _ in pairs])
+    print(f"  share: {mean:.2%} ({low:.2%} to {high:.2%}) of the CPU time of {os.cpu_count()} cores")
+    working = [block for block in blocks if block.on]
+    seconds = sum(block.end - block.begin for block in working)
+    for name in targets:
+        print(f"  {name}: {sum(block.exporters_s[name] for block in working) * 1e3 / seconds:.2f} ms of CPU a second")
 
 
 if __name__ == "__main__":

@@ -157,18 +157,10 @@ def spawn_hub(run: RunDir, log: BinaryIO) -> "subprocess.Popen[bytes]":
     return spawn_module("ftmon.trainer.hub", [str(run.path)], stdout=log, stderr=log)
 
 
-def spawn_metrics(run: RunDir, log: BinaryIO) -> "subprocess.Popen[bytes]":
-    """Start the process that exports a run's figures to Prometheus; it ends with the run.
+def spawn_exporter(target: str, run: RunDir, log: BinaryIO) -> "subprocess.Popen[bytes]":
+    """Start the process that sends a run to ``targets.METRICS`` or one of ``targets.REPORT_TARGETS``.
 
-    Raises ``OSError`` if the process cannot be created.
-    """
-    return spawn_module("ftmon.trainer.exporters.metrics", [str(run.path)], stdout=log, stderr=log)
-
-
-def spawn_report(target: str, run: RunDir, log: BinaryIO) -> "subprocess.Popen[bytes]":
-    """Start the process that sends a run to one of ``targets.REPORT_TARGETS``; it ends with the run.
-
-    Raises ``OSError`` if the process cannot be created.
+    It ends with the run. Raises ``OSError`` if the process cannot be created.
     """
     return spawn_module("ftmon.trainer.exporters", [str(run.path), target], stdout=log, stderr=log)
 

@@ -24,6 +24,11 @@ REPORT_TARGETS = {
     "mlflow": ReportTarget("tracker_clients:mlflow", "mlflow"),
 }
 """By name in ``--report-to``."""
+EXPORTERS_END_SECONDS = 35.0
+"""Time for the exporters to end after the hub, which the command that started the run waits too: a container or a job
+of a cluster ends with it. Most need less than a second."""
+METRICS = "metrics"
+"""The exporter of ``--metrics``."""
 TRACKERS = ("wandb", "trackio", "tensorboard", "mlflow")
 """Those that take a recording afterwards, too (``ftmon export``)."""
 

@@ -61,12 +61,12 @@ def scrape(port: int, accept: str = "*/*") -> Scrape | None:
     return Scrape((open_metrics if accept != "*/*" else text_string_to_metric_families)(text))
 
 
-def exporters(run: RunDir, module: str = "ftmon.trainer.exporters.metrics") -> list[psutil.Process]:
+def exporters(run: RunDir, target: str = "metrics") -> list[psutil.Process]:
     """Return the living exporters of a run."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
-        if module in words and str(run.path) in words and process.info["status"] != "zombie":
+        if words[-2:] == [str(run.path), target] and process.info["status"] != "zombie":
             found.append(process)
     return found
 

@@ -1,22 +1,65 @@
-"""``python -m ftmon.trainer.exporters RUNDIR TARGET``: sends a run to one system, beside its hub (``--report-to``).
+"""``python -m ftmon.trainer.exporters RUNDIR TARGET``: sends a run to one system, beside its hub.
 
-It ends with the run, at most ``Target.end_seconds`` later: what its target has not taken is then counted and given up.
+TARGET is ``metrics`` (``--metrics``) or one of ``--report-to``. The process ends with the run, at most
+``Sink.end_seconds`` later: what its target has not taken is then counted and given up.
+``... --replay RECORDING TARGET`` sends a recording to a tracker (``ftmon export``); the tracker's files are made in the
+working directory, unless its own variables name another place.
 """
 
 import importlib
 import os
 import signal
 import sys
-import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
 
 from ...protocol.errors import FtmonError, UsageError
 from ...protocol.host.process import never_fail
+from ...protocol.messages.wire import Frame
 from ...protocol.run.rundir import RunDir
-from ...protocol.run.targets import REPORT_TARGETS
+from ...protocol.run.targets import METRICS, REPORT_TARGETS
+from ...protocol.text import sanitize
 from .report import Feed, Target
 from .stream import RunStream, yield_cpu
 
-_WAIT_SECONDS = 0.5
+_GATHER_SECONDS = 2.0
+"""Longest time for which messages are gathered: a process that wakes up disturbs ranks that compute on CPUs."""
+
+
+class Sink(Protocol):
+    """Where a process passes a run's messages on to: ``report.Feed`` or ``metrics.Prometheus``."""
+
+    seconds: float
+    """Time for which its messages may be gathered."""
+    end_seconds: float
+    """Time for ``end``."""
+
+    @property
+    def dropped(self) -> int:
+        """Points that did not reach the target."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why the target accepts nothing now; empty: it does."""
+        ...
+
+    def start(self) -> None:
+        """Start; raises ``UsageError``."""
+        ...
+
+    def put(self, frame: Frame, live: bool) -> None:
+        """Pass a message on."""
+        ...
+
+    def check(self, missed: int) -> None:
+        """Called after each reading of the stream, of which ``missed`` messages did not arrive."""
+        ...
+
+    def end(self, seconds: float) -> bool:
+        """Pass on what is left; return whether it was done within ``seconds``."""
+        ...
 
 
 def make_target(name: str) -> Target:
@@ -30,45 +73,82 @@ def make_target(name: str) -> Target:
         raise UsageError(f"--report-to {name}: {error}; pip install 'ftmon[{name}]'") from None
 
 
+def _sink(run: RunDir, name: str) -> Sink:
+    file = run.read_run()
+    if name != METRICS:
+        return Feed(make_target(name), file)
+    from .metrics import Prometheus
+
+    return Prometheus(file)
+
+
 def export(run: RunDir, name: str) -> None:
-    """Send a run to a target until the run is over.
+    """Send a run to a target until the run is over, or SIGTERM; what has arrived by then is sent too.
 
     Raises:
-        UsageError: there is no such target, or its package is not installed.
+        UsageError: there is no such target, its package is not installed, or its port cannot be used.
         RunDirError: the run directory cannot be read.
     """
-    stopped = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     stream = RunStream(run)
     yield_cpu()  # not before: what is sent until it has subscribed is missed
     try:
-        target = make_target(name)
-        feed = Feed(target, run.read_run())
-        feed.start()
-        while not stream.over and not stopped.is_set():
-            for frame, live in stream.read(_WAIT_SECONDS):
-                feed.put(frame, live)
-            stream.report(name, feed.dropped, feed.error)
-        done = feed.end(target.end_seconds)
-        error = feed.error or ("" if done else f"not done {target.end_seconds:g} s after the end of the run")
-        if error or feed.dropped or stream.dropped:
-            lost = f"{feed.dropped:,} points were dropped, and {stream.dropped:,} messages of the hub missed"
+        sink = _sink(run, name)
+        sink.start()
+        while True:
+            for frame, live in stream.read(min(_GATHER_SECONDS, sink.seconds), woken):
+                sink.put(frame, live)
+            sink.check(stream.dropped)
+            stream.report(name, sink.dropped, sink.error)
+            if stream.over or stopped:  # SIGTERM comes after the hub's last message
+                break
+        done = sink.end(sink.end_seconds)
+        error = sink.error or ("" if done else f"not done {sink.end_seconds:g} s after the end of the run")
+        if error or sink.dropped or stream.dropped:
+            lost = f"{sink.dropped:,} points were dropped, and {stream.dropped:,} messages of the hub missed"
             print(f"{name}: {'; '.join(filter(None, (error, lost)))}", file=sys.stderr)
     finally:
         stream.close()
 
 
+def replay(recording: Path, name: str) -> None:
+    """Send a recording to a tracker; print what was written, and where.
+
+    Raises:
+        UsageError: there is no such tracker, or its package is not installed.
+        RecordingError: the recording cannot be read.
+        FtmonError: the tracker does not take it.
+    """
+    from .trackers import Tracker
+
+    words = os.fdopen(os.dup(1), "w")  # a tracker's client has this process's standard output
+    target = make_target(name)
+    if not isinstance(target, Tracker):
+        raise UsageError(f"{name}: a recording cannot be sent there")
+    print(f"written: {sanitize(target.replay(recording))}", file=words, flush=True)
+
+
 def main(argv: list[str]) -> int:
-    """Send the run of the directory named in ``argv`` to the target named there; return the exit status."""
-    if len(argv) != 2:
-        print("usage: python -m ftmon.trainer.exporters RUNDIR TARGET", file=sys.stderr)
+    """Send the run or recording named in ``argv`` to the target named there; return the exit status."""
+    replays = argv[:1] == ["--replay"]
+    words = argv[1:] if replays else argv
+    if len(words) != 2:
+        print("usage: python -m ftmon.trainer.exporters [--replay] PATH TARGET", file=sys.stderr)
         return 2
-    never_fail()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a ctrl-c meant for the job
+    work: Callable[[], None] = lambda: export(RunDir(words[0]), words[1])  # noqa: E731
+    if replays:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        work = lambda: replay(Path(words[0]), words[1])  # noqa: E731
+    else:
+        never_fail()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a ctrl-c meant for the job
     try:
-        export(RunDir(argv[0]), argv[1])
+        work()
     except FtmonError as error:
-        print(error, file=sys.stderr)
+        print(f"ftmon: {error}" if replays else error, file=sys.stderr)
         return error.exit_status
     return 0
 

@@ -3,7 +3,7 @@
 A target is a system that receives a run's messages and alerts, through its own client. Its client may block for any
 time and raise anything: it runs in a thread of its own, in a process of its own, behind a queue that drops its oldest
 messages and counts their points. To add a target: one file with a class that implements ``Target``, and its line in
-``protocol.run.start.REPORT_TARGETS``.
+``protocol.run.targets.REPORT_TARGETS``.
 """
 
 import threading
@@ -52,7 +52,7 @@ class Target(Protocol):
     seconds: float
     """Time between two calls of ``points``."""
     end_seconds: float
-    """Time after the end of the run for what is left; less than the launcher's ``_EXPORTERS_END_SECONDS``."""
+    """Time after the end of the run for what is left; less than ``targets.EXPORTERS_END_SECONDS``."""
 
     def open(self, run: RunFile) -> None:
         """Connect to the system; called again after a while if it raises."""
@@ -84,8 +84,11 @@ class Feed:
         self._alerts_seen: set[tuple[int, bool]] = set()
         self._lock = threading.Lock()
         self._ending = threading.Event()
+        self._due = threading.Event()
+        """The target is called before its time: the queue fills, or the run has ended."""
         self._retry_seconds = _FIRST_RETRY_SECONDS
         self._thread = threading.Thread(target=self._work, name="target", daemon=True)
+        self.seconds, self.end_seconds = target.seconds, target.end_seconds
         self.dropped = 0
         """Points that did not reach the target."""
         self._error = ""
@@ -116,11 +119,20 @@ class Feed:
                 if len(self._waiting) >= QUEUED:
                     self._drop([self._waiting.popleft()])
                 self._waiting.append(Sent(frame, live))
+                if len(self._waiting) > QUEUED // 2 and not self._error:
+                    self._due.set()
+
+    def check(self, missed: int) -> None:
+        """Do nothing: the thread passes messages on."""
 
     def end(self, seconds: float) -> bool:
-        """Have the target send what is left; return whether it was done within ``seconds``."""
+        """Have the target send what is left; return whether it was done within ``seconds``.
+
+        A target whose last call failed has ``SILENT_SECONDS``.
+        """
         self._ending.set()
-        self._thread.join(seconds)
+        self._due.set()
+        self._thread.join(min(seconds, SILENT_SECONDS) if self._error else seconds)
         done = not self._thread.is_alive()
         with self._lock:
             self._drop([*self._passed, *self._waiting])
@@ -140,7 +152,8 @@ class Feed:
         while not self._ending.is_set():
             started = time.monotonic()
             self._pass_on()
-            self._ending.wait(max(0.0, self._target.seconds - (time.monotonic() - started)))
+            if self._due.wait(max(0.0, self._target.seconds - (time.monotonic() - started))):
+                self._due.clear()
         while self._waiting or self._alerts:
             self._pass_on()
         self._error = self._failure(self._target.close) or self._error

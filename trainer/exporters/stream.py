@@ -7,6 +7,7 @@ for the state of the run, so that an exporter's figures are the current ones aga
 
 import os
 import secrets
+import select
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,8 +26,6 @@ from ...protocol.recording.results import decode_answer
 from ...protocol.run.rundir import RunDir
 
 _CHECK_SECONDS = 2.0
-_GATHER_SECONDS = 0.5
-"""Time for which messages are gathered, so that the process wakes up twice a second, not with each message."""
 _REPORT_SECONDS = 10.0
 _ANSWER_SECONDS = 10.0
 _LATER_SECONDS = 86_400.0
@@ -75,19 +74,18 @@ class RunStream:
         """Close the sockets."""
         self._context.destroy(linger=0)
 
-    def read(self, seconds: float) -> Iterator[tuple[Frame, bool]]:
-        """Wait for messages for at most ``seconds``; yield those that arrived, and whether they are from the stream.
+    def read(self, seconds: float, woken: int | None = None) -> Iterator[tuple[Frame, bool]]:
+        """Gather messages for ``seconds``; yield those that arrived, and whether they are from the stream.
 
-        The others are of the run's state, and may be older than what was in the stream before.
+        The others are of the run's state, and may be older than what was in the stream before. The process sleeps
+        meanwhile, instead of waking up with each message; ``woken``: a descriptor that is readable if it must not.
         """
-        poller = zmq.Poller()
-        poller.register(self._stream, zmq.POLLIN)
-        poller.register(self._query, zmq.POLLIN)
-        if poller.poll(round(seconds * 1000)):
-            time.sleep(min(seconds, _GATHER_SECONDS))
+        select.select([] if woken is None else [woken], [], [], seconds)
         for parts in received(self._query):
             yield from ((frame, False) for frame in self._state(parts))
+        found = False
         for parts in received(self._stream):
+            found = True
             frame = self._decode(parts)
             if frame is not None:
                 self.over |= isinstance(frame.message, RunState) and frame.message.is_over
@@ -96,7 +94,7 @@ class RunStream:
         now = time.monotonic()
         if now >= self._next_check:
             self._next_check = now + _CHECK_SECONDS
-            self.over = self.over or self._abandoned()
+            self.over = self.over or (not found and self._abandoned())
 
     def report(self, target: str, dropped: int, error: str) -> None:
         """Send the exporter's state to the hub, if due; see ``ExporterState``. Never waits."""

@@ -41,6 +41,7 @@ class Wandb:
 
     def open(self, about: About) -> None:
         os.environ["WANDB_SILENT"] = "true"
+        os.environ.setdefault("GOMAXPROCS", "1")  # of its service, whose idle threads wake each other
         wandb = import_module("wandb")
         settings = wandb.Settings(
             console="off", silent=True, disable_git=True, save_code=False, disable_job_creation=True,
@@ -205,6 +206,7 @@ class Mlflow:
         # Its own retries, of minutes, are replaced by those of ``report.Feed``.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path('mlflow.db').absolute()}"
         with _reported():
             client = import_module("mlflow").MlflowClient(address)

@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ...protocol.figures import ELAPSED, TIME, Figure, points, tracker_name
@@ -16,8 +17,9 @@ from ...protocol.messages.hosts import Job
 from ...protocol.messages.telemetry import DeviceSample, Evaluation, Hello, Step
 from ...protocol.messages.wire import Frame
 from ...protocol.recording.curves import mean_loss
+from ...protocol.recording.reader import Reader
 from ...protocol.run.rundir import RunFile
-from ...protocol.text import sanitize
+from ...protocol.text import counted, sanitize
 from .report import Sent
 
 _LATE_SECONDS = 10.0
@@ -27,6 +29,7 @@ _DEVICES_SECONDS = 10.0
 _GIB = 2**30
 _TITLE = 63
 _TEXT = 2_000
+_MESSAGES = 1_000
 Value = float | int | str
 
 
@@ -216,8 +219,8 @@ def facts_of(hello: Hello) -> dict[str, Value]:
 class Tracker:
     """A target of ``--report-to`` that passes one run on to a client, as rows and alerts."""
 
-    seconds = 1.0
-    end_seconds = 60.0
+    seconds = 10.0
+    end_seconds = 30.0
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -264,6 +267,27 @@ class Tracker:
                 self.written += len(rows)
         finally:
             self.client.close(self._state, self._time)
+
+    def replay(self, recording: Path) -> str:
+        """Write a recording to a new run in the tracker; return in words what was written, and where.
+
+        Raises:
+            RecordingError: the recording cannot be read.
+            FtmonError: the tracker does not take it.
+        """
+        self.replayed = True
+        with Reader(recording, once=True) as reader:
+            info = reader.info()
+            self.open(RunFile(info.run_id or info.name, info.name, info.started, [], "", info.host, info.kind))
+            after = 0
+            while frames := reader.frames(after, _MESSAGES):
+                after = frames[-1].seq
+                self.points([Sent(frame, True) for frame in frames])
+                for frame in frames:
+                    if isinstance(frame.message, Alert):
+                        self.alert(frame.message)
+            self.close()
+        return f"{counted(self.written, 'row')}: {self.client.where}"
 
     def _apply(self, frame: Frame, live: bool) -> list[Row]:
         message = frame.message

@@ -30,7 +30,8 @@ from ...protocol.host.process import never_fail, this_process
 from ...protocol.link.join import join_path
 from ...protocol.run.end import LAUNCHER, EndRequest, ending_in_words, print_own, read_end_request, write_end_request
 from ...protocol.run.rundir import ExitFile, LeftoversFile, RunDir, RunFile, RunOptions
-from ...protocol.run.start import LauncherEnd, LauncherMessage, spawn_hub, spawn_metrics, spawn_report
+from ...protocol.run.start import LauncherEnd, LauncherMessage, spawn_exporter, spawn_hub
+from ...protocol.run.targets import EXPORTERS_END_SECONDS, METRICS
 from ...protocol.text import counted
 from ..host import processes
 from ..host.end.kill import sweep
@@ -126,6 +127,11 @@ class HubKeeper:
         except subprocess.TimeoutExpired:
             print_own(f"the {self._name} has not ended yet; leaving it")
 
+    def ask_to_end(self) -> None:
+        """Send SIGTERM."""
+        if self._process is not None:
+            self._process.terminate()
+
     def end(self, timeout: float) -> None:
         """Wait at most ``timeout`` seconds for its end, then kill it."""
         if self._process is None:
@@ -192,8 +198,6 @@ _REAP_AFTER_SECONDS = 0.3
 """Time for which an orphan of the job stays a zombie, so that the hub can read its exit status from /proc."""
 _LEFTOVER_GRACE_SECONDS = 1.5
 _HUB_END_SECONDS = 60.0
-_EXPORTERS_END_SECONDS = 65.0
-"""Time for the exporters to end after the hub; most need less than one second."""
 _KILL_AGAIN_SECONDS = 1.0
 _TROUBLE_SECONDS = 0.2
 
@@ -251,16 +255,17 @@ class Launcher:
         if not self._hub.alive and not self._hub.dismissed:
             self._hub.start()  # the end of the run belongs in the recording too
         self._hub.wait(_HUB_END_SECONDS)
-        deadline = time.monotonic() + _EXPORTERS_END_SECONDS
+        deadline = time.monotonic() + EXPORTERS_END_SECONDS
+        for exporter in self._exporters:
+            exporter.ask_to_end()
         for exporter in self._exporters:
             exporter.end(max(0.0, deadline - time.monotonic()))
         return 0
 
     def _start_exporters(self, options: RunOptions) -> None:
-        if options.metrics:
-            self._exporters.append(HubKeeper(self._run, spawn_metrics, "metrics-exporter"))
-        for target in dict.fromkeys(options.report_to):
-            self._exporters.append(HubKeeper(self._run, partial(spawn_report, target), f"{target}-exporter"))
+        targets = [METRICS, *options.report_to] if options.metrics else options.report_to
+        for target in dict.fromkeys(targets):
+            self._exporters.append(HubKeeper(self._run, partial(spawn_exporter, target), f"{target}-exporter"))
         for exporter in self._exporters:
             exporter.start()
 

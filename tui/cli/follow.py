@@ -19,6 +19,7 @@ from ...protocol.run import exits
 from ...protocol.run.notices import terminal_sequence
 from ...protocol.run.rundir import ExitFile, RunDir, RunFile
 from ...protocol.run.start import CommandEnd
+from ...protocol.run.targets import EXPORTERS_END_SECONDS
 from ..model.run import RunModel, TerminalNotices
 from ..source.base import Connection, ConnectionState, Source
 from .narrate import Narrator, attach_line, closing_lines
@@ -176,6 +177,7 @@ POLL_SECONDS = 0.1
 DRAIN_SECONDS = 5.0  # time limit of waiting for the rest of the stream after the run's end
 _LATE_SECONDS = 25.0
 """Additional time while the launcher lives, which waits for the hub: a job may end before its hub has started."""
+_QUIET_SECONDS = 1.0  # after which a wait for exporters is said
 _INTERRUPTS = 3  # the first requests the end of the run, the second and third end it; the next one leaves it
 _INTERRUPT_WORDS = (
     "ctrl-c was passed on to the training; again: SIGTERM to all of it",
@@ -241,8 +243,24 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standin
         output_printed = narrator.with_output and source.model.ended
         for line in closing_lines(run, end, source.model, output_printed=output_printed):
             lines.print(line)
+        if owned:
+            await_exporters(standing, lines.print, signals)
         asked = following.interrupts and end.state == "stopped" and not following.foreign
         return exits.INTERRUPTED if asked else exits.of_run(end)
+
+
+def await_exporters(standing: Standing, say: Callable[[str], object], signals: "deque[signal.Signals]") -> None:
+    """Wait until the exporters of a run that has ended have sent the rest, if it has any; a signal ends the wait."""
+    targets = ", ".join(standing.content.options.report_to)
+    begun, signals_before, said = time.monotonic(), len(signals), False
+    while targets and standing.launcher_lives and len(signals) == signals_before:
+        waited = time.monotonic() - begun
+        if waited > EXPORTERS_END_SECONDS:
+            return
+        if waited > _QUIET_SECONDS and not said:
+            said = True
+            say(f"sending the rest to {targets}, at most {EXPORTERS_END_SECONDS:g} s; ctrl-c: in the background")
+        time.sleep(POLL_SECONDS)
 
 
 @dataclass

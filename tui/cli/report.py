@@ -135,7 +135,7 @@ def _send(source: Path, tracker: str, folder: str | None) -> int:
         except OSError as error:
             raise UsageError(f"--output: {folder}: no folder for the files: {error.strerror}") from None
         environ.setdefault("TRACKIO_DIR", str(Path(folder, "trackio").absolute()))
-    words = module_command("ftmon.trainer.exporters.replay", [str(source.absolute()), tracker])
+    words = module_command("ftmon.trainer.exporters", ["--replay", str(source.absolute()), tracker])
     return subprocess.run(words, stdin=subprocess.DEVNULL, cwd=folder, env=environ, check=False).returncode
 
 

@@ -1,6 +1,7 @@
 """``ftmon attach``, ``replay``, ``ls``, ``status`` and ``logs``: watch, list and print runs, live or recorded."""
 
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from ..model.runs import RunEntry, RunList, recorded_entry
 from ..source.load import describe, find_recording, load, read_overview, recording_file
 from . import output
 from .access import StartFailedError, check_rank, living_hub, opened
-from .follow import Standing, follow, passed_on
+from .follow import Standing, await_exporters, follow, kept, passed_on
 from .narrate import Narrator, attach_line, closing_lines, evaluation_words, figure_words, job_table, remedy_lines
 from .output import print_json
 
@@ -135,7 +136,11 @@ def _in_app(run: RunDir, arguments: Namespace, standing: Standing, owned: bool) 
         return status
     for text in closing_lines(run, end, source.model):
         print(text)
-    return exits.of_run(end) if owned else status
+    if not owned:
+        return status
+    with kept((signal.SIGINT, signal.SIGTERM)) as signals:
+        await_exporters(standing, print, signals)
+    return exits.of_run(end)
 
 
 def replay(arguments: Namespace) -> int:

@@ -28,6 +28,7 @@ class Kept:
     """A target that keeps what it got; ``called`` is called first, and may block or raise."""
 
     seconds = 0.01
+    end_seconds = 60.0
 
     def __init__(self, called: Callable[[str], object] = lambda _: None) -> None:
         self.called = called
@@ -142,3 +143,42 @@ def test_a_target_that_cannot_be_opened_is_tried_again(monkeypatch: pytest.Monke
     eventually(lambda: target.steps == [1], "the step")
     assert feed.end(60.0)
     assert feed.error == ""
+
+
+def test_a_target_of_long_intervals_is_called_early_if_messages_wait_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(report, "QUEUED", 100)
+    target = Kept()
+    target.seconds = 3600.0
+    feed = Feed(target, RUN)
+    feed.start()
+    for number in range(1, 1001):
+        feed.put(step(number), True)
+        if number % 60 == 0:
+            eventually(lambda: len(feed._waiting) <= 50, "a queue that is not half full")
+    feed.put(step(1001), True)
+    assert feed.end(60.0)
+    assert target.steps == list(range(1, 1002))
+    assert feed.dropped == 0
+
+
+def test_a_target_that_accepts_nothing_gets_no_more_than_some_seconds_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(report, "SILENT_SECONDS", 0.0)
+    blocked, release, calls = threading.Event(), threading.Event(), iter(range(100))
+
+    def fail(method: str) -> None:
+        if method == "points" and next(calls) == 0:
+            raise TargetError("http://there: HTTP status 503")
+        if method == "points":
+            blocked.set()
+            release.wait()
+
+    feed = Feed(Kept(fail), RUN)
+    feed.start()
+    blocked.wait()
+    assert feed.error.startswith("http://there")
+    assert not feed.end(3600.0)
+    release.set()

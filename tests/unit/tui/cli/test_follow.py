@@ -1,6 +1,7 @@
 """A run that is over before its hub has told of it: for how long its stream is waited for."""
 
 import math
+import signal
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,8 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.host.process import ProcessId, this_process
-from ftmon.protocol.run.rundir import ExitFile
+from ftmon.protocol.run.rundir import ExitFile, RunFile, RunOptions
+from ftmon.protocol.run.start import CommandEnd
 from ftmon.tui.cli import follow
 from ftmon.tui.cli.follow import Standing
 
@@ -50,3 +52,26 @@ def test_a_hub_that_comes_up_after_the_end_is_waited_for_while_the_launcher_live
 def test_a_hub_that_never_tells_is_not_waited_for_without_end(monkeypatch):
     assert not ended(LateSource(math.inf), this_process(), monkeypatch, late=0.5)
     assert not ended(LateSource(math.inf), None, monkeypatch, late=1000.0), "no launcher could wait for a hub"
+
+
+@pytest.mark.parametrize("how", ["a signal", "the end of the launcher", "the time", "no target"])
+def test_exporters_that_send_the_rest_are_waited_for_and_said(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "_QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(follow, "EXPORTERS_END_SECONDS", 0.0 if how == "the time" else 3600.0)
+    options = RunOptions(report_to=[] if how == "no target" else ["otel", "wandb"])
+    content = RunFile("a", "a", 1.0, [], "/", "here", "run", options=options)
+    end = CommandEnd()
+    run: Any = SimpleNamespace(read_run=lambda: content)
+    standing = Standing(run, end)
+    signals: deque[signal.Signals] = deque()
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        signals.extend([signal.SIGINT] if how == "a signal" else [])
+        if how == "the end of the launcher":
+            end.other.close()
+
+    follow.await_exporters(standing, say, signals)
+    assert len(said) == (how in ("a signal", "the end of the launcher"))
+    assert all("otel, wandb" in text for text in said)
