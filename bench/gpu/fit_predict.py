@@ -67,7 +67,7 @@ def predict_one(case: Case) -> dict[str, Any]:
         words += ["--accumulation", "1", "--capacity", str(capacity)]
         words += ["--checkpointing"] * case.gradient_checkpointing
         words += ["--lora-rank", str(case.lora_r)] if case.lora_r else []
-        job = jobs.prepare(command.arguments_of(words), command._allocator())
+        job = jobs.prepare(command.arguments_of(words), command.allocator_settings())
     ranks.warm(["peft", *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "qwen2"))])
 
     def points(lengths: Sequence[int]) -> list[Any]:

@@ -248,11 +248,7 @@ def _outcome(dry: DryRun, length: int, capacity: int | None, in_turn: bool) -> O
     measured = dry.measure(length, in_turn)
     allocator = dry.job.allocator
     rank = measured.rank
-    limits = record.limits(measured.events, allocator, rank.allocated_peak_bytes, rank.reserved_peak_bytes)
-    fails = ""
-    if capacity is not None and capacity < rank.reserved_peak_bytes:
-        found = record.failing_phase(measured.events, allocator, capacity)
-        # A size below one that fails does not count, even if it happens to fit.
-        fails = found or (limits.phase if capacity <= limits.failing_bytes else "")
+    limits = record.limits(measured.events, allocator)
+    fails = "" if capacity is None else record.failing_phase(measured.events, allocator, limits, capacity)
     rank = msgspec.structs.replace(rank, needed_bytes=limits.needed_bytes)
     return Outcome(length, rank, fails, work=measured.work, micro_step=measured.micro_step)

@@ -15,14 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ...protocol.analysis.allocator.model import CachingAllocator, DeviceOutOfMemory, Peaks
+from ...protocol.analysis.allocator.model import UNLIMITED, CachingAllocator, DeviceOutOfMemory, Driver, Peaks
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.time import Collective, Communication, Operation, Work, combined
 from ...protocol.messages.throughput import Precision
 
 ALLOCATE, FREE, USE, EMPTY, MARK, END = range(6)
-_NEAR = 0.005
-_MOST_PROBES = 8
+_MOST_RANGES = 32
 Event = tuple[int, int, int, int, str]
 """Kind, handle, bytes, stream, name of a phase that begins or ends."""
 
@@ -30,8 +29,8 @@ Event = tuple[int, int, int, int, str]
 class AllocatorReplay(CachingAllocator):
     """The caching allocator's model, to which the events of a trace are applied."""
 
-    def __init__(self, settings: Settings, capacity_bytes: int | None = None) -> None:
-        super().__init__(settings, capacity_bytes)
+    def __init__(self, settings: Settings, driver: Driver | None = None) -> None:
+        super().__init__(settings, driver=driver)
         self._handles: dict[int, int] = {}
 
     def apply(self, event: Event) -> None:
@@ -189,9 +188,27 @@ class Trace:
             self.host_peak = max(self.host_peak, self.current.get("cpu", 0) + self.current.get("pinned", 0))
 
 
-def failing_phase(events: Iterable[Event], settings: Settings, capacity_bytes: int) -> str:
-    """Return the phase whose allocation fails with ``capacity_bytes`` of reservable memory; empty: all succeed."""
-    replay = AllocatorReplay(settings, capacity_bytes)
+class _Driver(Driver):
+    """Physical memory, and how much of it was in use at most: with as much, all requests have the same outcomes."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self.most_bytes = 0
+
+    def take(self, size: int) -> bool:
+        granted = super().take(size)
+        self.most_bytes = max(self.most_bytes, self.used_bytes)
+        return granted
+
+
+def _attempt(events: Iterable[Event], settings: Settings, capacity_bytes: int) -> tuple[str, int]:
+    """Replay a trace with limited memory.
+
+    Returns:
+        The phase whose allocation fails, or nothing; and the smallest limit with which the replay is the same.
+    """
+    driver = _Driver(capacity_bytes)
+    replay = AllocatorReplay(settings, driver)
     phase = "init"
     try:
         for event in events:
@@ -199,45 +216,45 @@ def failing_phase(events: Iterable[Event], settings: Settings, capacity_bytes: i
                 phase = event[4]
             replay.apply(event)
     except DeviceOutOfMemory:
-        return phase
-    return ""
+        return phase, driver.most_bytes
+    return "", driver.most_bytes
 
 
 class Limits(NamedTuple):
     """Where a trace begins to fit."""
 
     needed_bytes: int
-    """Reservable memory with which every allocation succeeds, as with all larger sizes that were tried."""
-    failing_bytes: int
-    """The largest size that was found to fail, at most 0.5 % less; 0: none was."""
+    """The least reservable memory with which, as with any more, every allocation succeeds."""
     phase: str
-    """The phase that fails with it."""
+    """The phase that fails with less."""
 
 
-def limits(events: Sequence[Event], settings: Settings, low: int, high: int) -> Limits:
+def limits(events: Sequence[Event], settings: Settings) -> Limits:
     """Return from which size of reservable memory on every allocation succeeds.
 
-    The size is between the highest allocated bytes, ``low``, and the highest reserved bytes, ``high``. Between them a
-    larger size can fail where a smaller one does not, as segments are freed and split differently: sizes are tried from
-    above, eight steps and then halves, so that all larger ones that were tried fit.
+    A larger size can fail where a smaller one does not, as segments are freed and split differently. But a replay is
+    the same for a whole range of sizes, and a step has a few ranges: they are tried from above, each once. Of a trace
+    with very many, the lower ones are tried in steps of 0.5 %.
     """
-    least = max(_NEAR * high, 1 << 21)
-    count = max(1, min(_MOST_PROBES, int((high - low) / (4 * least))))
-    step = (high - low) / count
-    for number in range(count - 1, -1, -1):
-        failing = low + round(number * step)
-        if phase := failing_phase(events, settings, failing):
-            break
-        high = failing
-    else:
-        return Limits(low, 0, "")
-    while high - failing > least:
-        middle = (failing + high) // 2
-        if found := failing_phase(events, settings, middle):
-            failing, phase = middle, found
-        else:
-            high = middle
-    return Limits(high, failing, phase)
+    tried, (_, needed) = 0, _attempt(events, settings, UNLIMITED)
+    while needed:
+        tried += 1
+        below = needed - 1 if tried < _MOST_RANGES else needed * 199 // 200
+        phase, least = _attempt(events, settings, below)
+        if phase:
+            return Limits(needed, phase)
+        needed = least
+    return Limits(0, "")
+
+
+def failing_phase(events: Iterable[Event], settings: Settings, found: Limits, capacity_bytes: int) -> str:
+    """Return the phase whose allocation fails with ``capacity_bytes`` of reservable memory; empty: all succeed.
+
+    A size that is smaller than one that fails does not suffice, even if every allocation happens to succeed with it.
+    """
+    if capacity_bytes >= found.needed_bytes:
+        return ""
+    return _attempt(events, settings, capacity_bytes)[0] or found.phase
 
 
 _aten: Any = torch.ops.aten

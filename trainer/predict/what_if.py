@@ -64,7 +64,7 @@ def table(
         found.update(zip((change.name for change in changes), results, strict=True))
 
     add(known)
-    as_it_is = _of(base, jobs.prepare(given, allocator), "as it is", "", capacity_bytes)
+    as_it_is = _of(base, jobs.prepare(given, allocator), "as it is", "")
     ranked = rank(as_it_is, [option for option, _ in found.values()], capacity_bytes)
     best = [remedy for one in ranked for remedy in known if remedy.name == one.option.name and remedy.combines]
     best = [remedy for remedy in best if not found[remedy.name][0].refused][:3]
@@ -97,21 +97,17 @@ def _options(
     of = list(prepared.values())
     for change, result in zip(waiting, answer.predict_each(of, capacity, price, rank, tell), strict=True):
         if isinstance(result, Prediction):
-            found[change.name] = _of(result, prepared[change.name], change.name, change.change, capacity), result
+            found[change.name] = _of(result, prepared[change.name], change.name, change.change), result
         else:
             refuse(change, result)
     return [found[change.name] for change in changes]
 
 
-def _of(predicted: Prediction, job: Prepared, name: str, change: str, capacity: int) -> Option:
+def _of(predicted: Prediction, job: Prepared, name: str, change: str) -> Option:
     point = max(predicted.points, key=lambda one: one.sequence_length)
-    # The allocator's own verdict counts; the search for the least capacity is exact to half a percent.
-    peak = min(point.needed_bytes, capacity) if point.fits else max(point.needed_bytes, capacity + 1)
-    if point.fits is None:
-        peak = point.needed_bytes
     samples = job.micro_batch * job.accumulation * job.data_ranks
     host = max(rank.host_bytes for rank in point.ranks)
-    return Option(name, peak, point.step_seconds or 0.0, samples, job.ranks, host, change)
+    return Option(name, point.needed_bytes, point.step_seconds or 0.0, samples, job.ranks, host, change)
 
 
 def _row(one: Ranked, predicted: Prediction | None) -> WhatIf:
@@ -357,9 +353,7 @@ def _search(
 
 
 def _need(point: Point, kinds: list[tuple[str, int]]) -> ranking.Need:
-    # With a capacity, the allocator's own verdict counts.
-    fits = [bool(point.fits) if not gpu else point.needed_bytes <= capacity for gpu, capacity in kinds]
-    return ranking.Need(point.needed_bytes, fits)
+    return ranking.Need(point.needed_bytes, [point.needed_bytes <= capacity for _, capacity in kinds])
 
 
 _MOST_NAMED = 3
