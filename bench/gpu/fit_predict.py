@@ -100,6 +100,7 @@ def plain(point: Any) -> dict[str, Any]:
     return {
         "length": point.sequence_length,
         "fits": point.fits,
+        "tight": point.tight,
         "fails_in": point.fails_in,
         "needed_bytes": point.needed_bytes,
         "allocated": highest("allocated_peak_bytes"),

@@ -141,7 +141,7 @@ def _point(
         msgspec.structs.replace(rank, nvml_bytes=rank.reserved_peak_bytes + beside_bytes)
         for rank in ranks.every({rank: one.rank for rank, one in outcomes.items()}, job.ranks)
     ]
-    failing = next((one.fails_in for one in outcomes.values() if one.fails_in), "")
+    failing = [one for one in outcomes.values() if one.fails_in]
     needed = max(rank.needed_bytes for rank in every)
     time = _time(job, list(outcomes.values()))
     seconds = time.total.value if time else 0.0
@@ -157,7 +157,8 @@ def _point(
         host_bytes=sum(rank.host_bytes for rank in every),
         nvml_bytes=max(rank.nvml_bytes for rank in every),
         fits=None if capacity is None else not failing,
-        fails_in=failing,
+        fails_in=failing[0].fails_in if failing else "",
+        tight=bool(failing) and all(one.tight for one in failing),
         needed_bytes=needed,
         step_seconds=seconds or None,
         tokens_per_second=rows * length * job.data_ranks / seconds if seconds else None,
@@ -188,7 +189,7 @@ def _time(job: Prepared, outcomes: Sequence[ranks.Outcome]) -> StepTime | None:
     total = slowest.total
     basis = f"{total.basis}; each packed row is one document, and attention takes {1 - least / total.value:.0%} of it"
     total = Figure(total.value, max(total.error, 1 - least / total.value), basis)
-    return msgspec.structs.replace(slowest, total=total)
+    return msgspec.structs.replace(slowest, total=total, lowest_seconds=min(slowest.lowest_seconds, least))
 
 
 def _with_run(point: Point, job: Prepared, price: float | None) -> Point:
@@ -256,7 +257,7 @@ def render(prediction: Prediction) -> str:
                 row.append(f"{_gib(rank.phases[name].allocated_peak_bytes)}{highest}")
             row += [_gib(rank.reserved_peak_bytes), _gib(rank.nvml_bytes), _gib(rank.host_bytes)]
             if point.fits is not None:
-                row.append("yes" if point.fits else f"no: {point.fails_in}")
+                row.append("yes" if point.fits else "tight" if point.tight else f"no: {point.fails_in}")
             rows.append(row)
     between = " (on average; between two lengths another phase may lead)" if len(prediction.points) == 2 else ""
     curve = f"{describe_curve(prediction.pieces)}{between}\n" if prediction.pieces else ""
@@ -264,7 +265,7 @@ def render(prediction: Prediction) -> str:
     parts += map(_composition, prediction.points)
     parts += (part(prediction) for part in (_estimator, _explained))
     parts += (_show_time(point, prediction) for point in prediction.points)
-    parts += map(_fits, prediction.points)
+    parts += (_fits(point, prediction.capacity_bytes) for point in prediction.points)
     parts.append(f"one checkpoint takes {gib(prediction.checkpoint_bytes)} on disk\n")
     parts += (part(prediction) for part in (_data, _largest, _what_if, _errors))
     parts += (f"note: {note}\n" for note in prediction.notes)
@@ -348,13 +349,20 @@ def _show_time(point: Point, prediction: Prediction) -> str:
         run += f", {point.run_price:,.2f}"
     return (
         f"{point.sequence_length:,} tokens: {point.step_seconds * 1e3:,.0f} ms a step "
-        f"(+- {point.time.total.error:.0%}; bound by {point.time.bound_by}), "
+        f"({point.time.lowest_seconds * 1e3:,.0f} to {point.time.highest_seconds * 1e3:,.0f}; "
+        f"bound by {point.time.bound_by}), "
         f"{point.tokens_per_second:,.0f} tokens/s{share}{price}{run}\n"
     )
 
 
-def _fits(point: Point) -> str:
-    needs = f"{point.sequence_length:,} tokens need {_gib(point.needed_bytes)} GiB for PyTorch: "
+def _fits(point: Point, capacity: int | None) -> str:
+    tokens, needed = f"{point.sequence_length:,} tokens", _gib(point.needed_bytes)
+    needs = f"{tokens} need {needed} GiB for PyTorch: "
+    if point.tight and capacity is not None:
+        needs = (
+            f"{tokens} are tight: {_gib(capacity)} GiB or less happen to suffice, but some sizes up to {needed} GiB do "
+            f"not, because segments are divided differently\n{needs}"
+        )
     if not point.fits_on:
         return f"{needs}more than any GPU of the table has\n"
     larger = len(point.fits_on) - 3

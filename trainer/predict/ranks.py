@@ -36,6 +36,8 @@ class Outcome(msgspec.Struct, frozen=True):
     rank: Rank
     fails_in: str = ""
     """The phase whose allocation does not fit the capacity; empty: all fit, or no capacity was given."""
+    tight: bool = False
+    """Whether every allocation happens to succeed with the capacity or less, and fails with more."""
     seconds: float = 0.0
     """Processor seconds of this length; the first one includes the start of the run."""
     work: Work = Work([], [])
@@ -250,5 +252,9 @@ def _outcome(dry: DryRun, length: int, capacity: int | None, in_turn: bool) -> O
     rank = measured.rank
     limits = record.limits(measured.events, allocator)
     fails = "" if capacity is None else record.failing_phase(measured.events, allocator, limits, capacity)
+    tight = False
+    if capacity is not None and fails:
+        low = rank.allocated_peak_bytes
+        tight = capacity >= record.least_that_fits(measured.events, allocator, limits, low)
     rank = msgspec.structs.replace(rank, needed_bytes=limits.needed_bytes)
-    return Outcome(length, rank, fails, work=measured.work, micro_step=measured.micro_step)
+    return Outcome(length, rank, fails, tight, work=measured.work, micro_step=measured.micro_step)

@@ -21,7 +21,7 @@ from ...protocol.analysis.estimates.time import Collective, Communication, Opera
 from ...protocol.messages.throughput import Precision
 
 ALLOCATE, FREE, USE, EMPTY, MARK, END = range(6)
-_MOST_RANGES = 32
+_MOST_RANGES = 64
 Event = tuple[int, int, int, int, str]
 """Kind, handle, bytes, stream, name of a phase that begins or ends."""
 
@@ -255,6 +255,20 @@ def failing_phase(events: Iterable[Event], settings: Settings, found: Limits, ca
     if capacity_bytes >= found.needed_bytes:
         return ""
     return _attempt(events, settings, capacity_bytes)[0] or found.phase
+
+
+def least_that_fits(events: Sequence[Event], settings: Settings, found: Limits, low: int) -> int:
+    """Return the smallest size with which every allocation happens to succeed, though some larger one fails.
+
+    ``low`` bytes are allocated at once, so no smaller size suffices.
+    """
+    least = lowest = found.needed_bytes
+    for _ in range(_MOST_RANGES):
+        if lowest <= low:
+            break
+        phase, lowest = _attempt(events, settings, lowest - 1)
+        least = least if phase else lowest
+    return least
 
 
 _aten: Any = torch.ops.aten

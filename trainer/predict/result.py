@@ -34,8 +34,8 @@ class Rank(msgspec.Struct, frozen=True):
     host_bytes: int
     """Host memory of its tensors: offloaded states and page-locked buffers, without the process itself."""
     needed_bytes: int = 0
-    """Minimum of reservable memory for every allocation to succeed, found by replays of the trace; below the reserved
-    peak if cached memory can be freed."""
+    """Minimum of reservable memory with which, as with any more, every allocation succeeds, found by replays of the
+    trace; below the reserved peak if cached memory can be freed."""
     nvml_bytes: int = 0
     """Memory of the process according to NVML at its peak: reserved, the CUDA context and NCCL's buffers."""
 
@@ -69,6 +69,9 @@ class Point(msgspec.Struct, frozen=True):
     """Whether every rank's allocations fit; None without a capacity."""
     fails_in: str = ""
     """The phase whose allocation does not fit."""
+    tight: bool = False
+    """Whether it does not fit reliably: with the capacity or less every allocation happens to succeed, with more (up to
+    ``needed_bytes``) one fails."""
     needed_bytes: int = 0
     """Highest over the ranks."""
     step_seconds: float | None = None

@@ -20,8 +20,8 @@ from ...messages.memory import PredictedPhase, PredictedPoint, Prediction
 from ...messages.throughput import Precision
 from .memory import Figure
 
-_ERRORS = {"host": 0.45, "communication": 0.3, "offload": 0.5}
-"""Expected error, by the step's bound; 0.1 for other bounds."""
+_ERRORS = {"communication": 0.3, "offload": 0.5}
+"""Expected error, by the step's bound; 0.1 for other bounds, and beside ``_HOST_SPREAD``."""
 _ERROR = 0.1
 ARITHMETIC = 0.76
 """Share of the arithmetic rate that matrix products reach inside."""
@@ -51,8 +51,9 @@ _GRAPH_SECONDS = 400e-6
 """Host time of a call of compiled code: Dynamo's guards and autograd's function."""
 _FETCH_SECONDS = 210e-6
 """Host time of ZeRO-3's hooks per gather and release of a module's parameters."""
-_HOST_SPREAD = 1.6
-"""Ratio of a slow, shared host's times to those of a fast one."""
+_HOST_SPREAD = 0.9, 1.6
+"""Times of a fast and of a slow, shared host relative to these: 0.97 to 1.49 in steps that the host limited
+(``bench/data/step_times_h200.jsonl``), 1.7 times between two of the same host."""
 _COLLECTIVE_HOST_SECONDS = 60e-6
 """Host time of a collective in DeepSpeed."""
 _COLLECTIVE_SECONDS = 25e-6
@@ -154,6 +155,10 @@ class StepTime(msgspec.Struct, frozen=True):
     """Time of copies between host and device, and of the optimizer on the CPU; they do not overlap the rest."""
     total: Figure
     bound_by: Literal["arithmetic", "memory", "communication", "host", "offload"]
+    lowest_seconds: float = 0.0
+    """With a fast host, and the expected error in the other direction too."""
+    highest_seconds: float = 0.0
+    """With a slow host, which can become the limit."""
 
 
 def step_time(work: Work, gpu: Gpu, hosts: int = 1) -> StepTime:
@@ -182,18 +187,20 @@ def step_time(work: Work, gpu: Gpu, hosts: int = 1) -> StepTime:
     communication = exposed + max(_EXPOSED * beside, beside - compute)
     offload = work.transfer_bytes / (gpu.host_gbs * 1e9 * _TRANSFER)
     offload += work.host_bytes / (_HOST_MEMORY_GBS * 1e9)
-    total = max(compute + communication, host) + offload
+    device = compute + communication
+    total = max(device, host) + offload
     parts = {"arithmetic": arithmetic, "memory": memory, "communication": communication, "offload": offload}
-    bound = "host" if host > compute + communication + offload else max(parts, key=lambda name: parts[name])
-    error = _ERRORS.get(bound, _ERROR)
-    # A slower host can become the limit.
-    error = max(error, (_HOST_SPREAD * host + offload) / total - 1) if bound != "host" else error
+    bound = "host" if host > device + offload else max(parts, key=lambda name: parts[name])
+    error, (fast, slow) = _ERRORS.get(bound, _ERROR), _HOST_SPREAD
+    lowest = (1 - error) * (max(device, fast * host) + offload)
+    error = max(error, (slow * host + offload) / total - 1)
     basis = (
         f"products at {ARITHMETIC:.0%} of the arithmetic rate of the data sheet, kernels at {MEMORY['update']:.0%} to "
         f"{MEMORY['fused']:.0%} of the memory rate, {CALL_SECONDS * 1e6:.0f} us of host time an operation; "
         f"bound by {bound}"
     )
-    return StepTime(compute, communication, host, offload, Figure(total, error, basis), bound)  # type: ignore[arg-type]
+    times = compute, communication, host, offload, Figure(total, error, basis)
+    return StepTime(*times, bound, lowest, (1 + error) * total)  # type: ignore[arg-type]
 
 
 def _kernel_seconds(one: Operation, gpu: Gpu) -> float:

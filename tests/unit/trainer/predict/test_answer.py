@@ -52,6 +52,16 @@ def test_the_largest_that_fits_says_where_the_search_ended() -> None:
     assert large == ["B300 288 GB", "266.00", "4,096 (the model's)", "1,024 or more"]
 
 
+def test_a_size_that_only_happens_to_suffice_is_tight() -> None:
+    (point,) = FOUND.points
+    point = msgspec.structs.replace(point, needed_bytes=3 * GIB, fits=False, fails_in="backward")
+    for tight, verdict in ((True, "tight"), (False, "no: backward")):
+        points = [msgspec.structs.replace(point, tight=tight)]
+        text = render(msgspec.structs.replace(FOUND, points=points, capacity_bytes=2 * GIB))
+        assert table(text, "tokens")[1][-1] == verdict
+        assert ("2.00 GiB or less happen to suffice, but some sizes up to 3.00 GiB do not" in text) is tight
+
+
 def test_a_slope_between_two_lengths_is_called_an_average() -> None:
     (point,) = FOUND.points
     points = [msgspec.structs.replace(point, sequence_length=length) for length in (512, 1024, 2048)]

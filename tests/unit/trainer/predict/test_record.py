@@ -15,6 +15,7 @@ from ftmon.trainer.predict.record import (
     ResultCache,
     Trace,
     failing_phase,
+    least_that_fits,
     limits,
 )
 from hypothesis import event, example, given, settings
@@ -244,7 +245,11 @@ def test_a_verdict_is_never_worse_with_more_memory_and_no_allocation_fails_where
     fits = [not failing_phase(trace.events, own, found, size) for size in sorted(around)]
     assert fits == sorted(fits)
     assert (fits[0], fits[-1]) == (False, True)
-    assert all(_succeeds(trace, CachingAllocator(own, size, 1 << 42)) for size in around if size >= found.needed_bytes)
+    succeed = [size for size in around if _succeeds(trace, CachingAllocator(own, size, 1 << 42))]
+    assert {size for size in around if size >= found.needed_bytes} <= set(succeed)
+    least = least_that_fits(trace.events, own, found, trace.peaks().allocated_bytes)
+    assert least <= min(succeed)
+    assert _succeeds(trace, CachingAllocator(own, least, 1 << 42))
 
 
 def _succeeds(trace: Trace, allocator: CachingAllocator) -> bool:

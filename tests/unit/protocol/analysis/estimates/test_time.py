@@ -23,7 +23,7 @@ from ftmon.protocol.analysis.estimates.time import (
 from ftmon.protocol.analysis.words import comparison_sentences
 from ftmon.protocol.host.machine import FIT_TABLE, GPUS, find_gpu
 from ftmon.protocol.messages.memory import PredictedPhase, PredictedPoint, Prediction
-from places import DATA
+from places import DATA, ROOT
 
 MIB, GIB = 2**20, 2**30
 H200 = find_gpu("NVIDIA H200")
@@ -119,6 +119,22 @@ def test_a_step_whose_host_is_nearly_the_limit_has_a_wider_range() -> None:
     assert far.error == 0.1
     assert near.value == far.value
     assert 0.3 < near.error < 0.7
+
+
+@pytest.mark.parametrize(
+    ("case", "calls", "launches", "fetches"),
+    [("0.5b batch 1", 2933, 1008, 0), ("0.5b batch 2, held out", 2945, 1008, 0), ("0.5b stage 3", 7496, 1032, 175)],
+)
+def test_the_range_of_a_step_that_its_host_limits_has_the_measured_time(
+    case: str, calls: int, launches: int, fetches: int
+) -> None:
+    """Counts of dry runs of the configurations that ``bench/gpu/step_times.py`` measured."""
+    lines = map(json.loads, (ROOT / "bench/data/step_times_h200.jsonl").read_text().splitlines())
+    measured = next(line["median_ms"] for line in lines if line["case"] == case) / 1e3
+    work = Work([], [], calls=calls, launches=launches, graphs=48, fetches=fetches)
+    found = step_time(work, H200)
+    assert found.bound_by == "host"
+    assert found.lowest_seconds < measured < found.highest_seconds < 2 * found.lowest_seconds
 
 
 def test_products_of_few_columns_take_the_time_of_their_traffic() -> None:
