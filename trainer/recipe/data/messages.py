@@ -36,7 +36,9 @@ def utf8(content: bytes) -> str:
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise ValueError("is not text in UTF-8; convert the file, as iconv -f LATIN1 -t UTF-8 does from Latin-1")
+        wide = content[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in content[:2]  # as PowerShell's > writes
+        encoding, name = ("UTF-16", "UTF-16") if wide else ("LATIN1", "Latin-1")
+        raise ValueError(f"is not text in UTF-8; convert the file, as iconv -f {encoding} -t UTF-8 does from {name}")
     return text
 
 

@@ -47,7 +47,8 @@ def check_model(loaded: Loaded) -> None:
             continue
         folder = Path(name).expanduser()
         if not folder.is_dir():
-            raise loaded.error(path, f"{name}: no such folder")
+            what = "is a file; give the folder that has it" if folder.exists() else "no such folder"
+            raise loaded.error(path, f"{name}: {what}")
         if not (folder / marker).exists():
             raise loaded.error(path, f"{name}: is not a folder that save_pretrained wrote (no {marker})")
 
@@ -105,7 +106,7 @@ def is_path(name: str) -> bool:
     """Return whether a name is a local path, not a hub name such as ``Qwen/Qwen2.5-0.5B``."""
     if not name:
         return False
-    return name.startswith(("/", "./", "../", "~")) or Path(name).is_dir() or name.count("/") > 1
+    return name.startswith(("/", "./", "../", "~")) or Path(name).exists() or name.count("/") > 1
 
 
 _HUB = "https://huggingface.co"

@@ -122,7 +122,14 @@ def test_a_data_file_in_another_encoding_is_refused_with_how_to_convert_it(
     text = {"a.jsonl": '{"text": "caf\xe9"}\n', "a.json": '[{"text": "caf\xe9"}]', "a.csv": "text\ncaf\xe9\n"}
     path = data.with_name(name)
     path.write_bytes(text.get(name, "caf\xe9\n").encode(encoding))
-    assert "is not text in UTF-8; convert the file" in refusal(path)
+    name = "LATIN1" if encoding == "latin-1" else "UTF-16"
+    assert f"is not text in UTF-8; convert the file, as iconv -f {name} -t UTF-8" in refusal(path)
+
+
+def test_a_file_in_a_models_place_is_no_name_of_the_hub(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(data.parent)
+    expected = f"tokenizer.name {data.name}: is a file; give the folder that has it"
+    assert expected in refusal(data, f"tokenizer.name={data.name}")
 
 
 @pytest.mark.parametrize(
