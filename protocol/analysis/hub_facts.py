@@ -267,11 +267,10 @@ def _no_step(facts: NoStepFacts) -> Words:
         why = "ftmon saw no DeepSpeed engine and no PyTorch optimizer in it."
     wrote = "it" if facts.last_line_rank is None else f"rank {facts.last_line_rank}"
     last = f"; the last line that {wrote} wrote: {facts.last_line}" if facts.last_line else ""
-    return Words(
-        f"ended without a recorded step: {what}{last}",
-        f"{sentence(f'{what} ({facts.end})')} {why}",
-        "The last lines of its output may show the cause." if facts.last_lines else "",
-    )
+    remedy = "The last lines of its output may show the cause." if facts.last_lines else ""
+    if facts.ranks and facts.exit_code == 0:
+        remedy = "A script without an optimizer has no steps: 'ftmon memory RUN' shows what its passes held."
+    return Words(f"ended without a recorded step: {what}{last}", f"{sentence(f'{what} ({facts.end})')} {why}", remedy)
 
 
 def _no_step_evidence(finding: Finding) -> dict[str, Any]:

@@ -164,6 +164,9 @@ def test_a_run_without_a_step_is_described_by_what_is_known(
     words = kinds.words_of(Finding("no_step", NoStepFacts("exit code 1", 1, ranks, **more)))
     remedy = "The last lines of its output may show the cause." if "last_lines" in more else ""
     assert words[:3] == (title, text, remedy)
+    if ranks and "error" not in more:
+        done = kinds.words_of(Finding("no_step", NoStepFacts("exit code 0", 0, ranks, **more)))
+        assert done.remedy.startswith("A script without an optimizer has no steps: 'ftmon memory RUN' shows")
 
 
 def test_leftovers_are_named_with_what_they_wait_for_and_hold() -> None:
