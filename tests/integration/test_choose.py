@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,9 @@ def test_a_model_and_data_are_trained_and_answer_with_two_commands(ftmon: Ftmon,
     done = ftmon.run("train", "--plain", "model", "data.jsonl", "training.max_steps=3", cwd=here)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "chosen for the CPU" in done.stderr
+    assert re.search(
+        r"^\d\d:\d\d:\d\d settings: training.grad_accumulation .* no evaluation", done.stdout, re.MULTILINE
+    )
     (made,) = ftmon.runs()
     assert made.id.startswith("model-")
     assert made.config.read_text().startswith("# chosen for the CPU")

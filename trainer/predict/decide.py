@@ -67,6 +67,8 @@ class Data(NamedTuple):
 
     records: int
     lengths: list[int]
+    empty: float
+    """Share of the records that have no token to learn within the sequence length, or are refused."""
     rows: int
     """Packed rows of an epoch."""
     padding: float
@@ -258,7 +260,9 @@ def _read(config: Config, loaded: Loaded) -> tuple[Data, int]:
     lengths = [min(one, most) for one in lengths]
     bins = pipeline.best_fit(lengths, most)
     documents = of_rows([lengths[one] for one in row] for row in bins)
-    data = Data(len(records), lengths, len(bins) * step, _padding(lengths), documents.pairs_a_token)
+    learned = sum(any(document.label_tokens for document in documents) for documents in made)
+    empty = 1 - learned / len(sample)
+    data = Data(len(records), lengths, empty, len(bins) * step, _padding(lengths), documents.pairs_a_token)
     return data, most
 
 
@@ -429,9 +433,10 @@ def _common(
     fewer = " (small data)" if rows < TARGET_ROWS else ""
     reached = sum(one >= length for one in data.lengths) / len(data.lengths)
     longest = f"{reached:.1%} reach it" if reached else f"the longest has {data.lengths[-1]:,} tokens"
+    longest += f"; {data.empty:.1%} are refused, or have nothing to learn in it" if data.empty else ""
     packing = json.dumps(config.data.packing).strip('"')
     more = {
-        "training.sequence_length": (str(length), f"of {data.records:,} records {longest}"),
+        "training.sequence_length": (str(length), f"of {counted(data.records, 'record')} {longest}"),
         "training.grad_accumulation": (
             str(of.accumulation),
             f"{of.micro_batch} x {of.accumulation} x {counted(count, 'rank')} = {counted(sequences, 'sequence')}, "

@@ -77,3 +77,10 @@ def activity(name: str, text: str = "", total: int = 0) -> Generator[Progress]:
         yield progress
     finally:
         progress.send(total, text, over=True)
+
+
+def announce(name: str, text: str, log: Callable[[str], None]) -> None:
+    """Log a line of rank 0 that a person should read at the start, and report it to whoever watches."""
+    log(f"{name}: {text}")
+    with activity(name, text):
+        pass

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...protocol.errors import FtmonError
+from ...protocol.text import counted
 from .checkpoint import manifest
 from .checkpoint.manifest import Base
 from .checkpoint.restore import load_weights, restore
@@ -19,7 +20,7 @@ from .faults import spec
 from .faults.make import FaultMaker
 from .model import load, tokenizer
 from .model.loss import Batch
-from .monitor import Progress, activity, probe
+from .monitor import Progress, activity, announce, probe
 from .optim import optimizer
 from .rehearse import Sampled, Writing, compile_first, rehearse
 from .state import TrainState
@@ -370,7 +371,7 @@ class Trainer(Stepper):
         share = f" ({config.schedule.warmup_ratio:.0%})" if config.schedule.warmup_steps == "auto" else ""
         divided = f" / {training.sequence_parallel_size}" if training.sequence_parallel_size > 1 else ""
         batch = f"{training.micro_batch} x {training.micro_steps} x {self.world.size}{divided}"
-        batch += f" = {self.order.samples_per_step} sequences a step"
+        batch += f" = {counted(self.order.samples_per_step, 'sequence')} a step"
         timed = f"checkpoint.minutes {saving.minutes:g}" if saving.minutes else "no checkpoints by time or step"
         return [
             f"training.grad_accumulation {training.micro_steps} ({batch})",
@@ -384,7 +385,7 @@ class Trainer(Stepper):
     def _evaluation_settings(self) -> list[str]:
         settings, output = self.config.evaluation, self.config.output
         if self.evaluator is None:
-            return ["no evaluation"]
+            return ["no evaluation (evaluation.share holds rows out, by default of 1,000 records or more)"]
         count, share = len(self.evaluator.examples.rows), settings.held_out
         held_out = f" held out (evaluation.share {share:g})" if share else ""
         when = f"evaluation.every {settings.interval} steps" if settings.interval else "evaluation after the last step"
@@ -404,7 +405,7 @@ class Trainer(Stepper):
             f"{config.training.precision}, {where}; {len(self.data.examples.rows):,} examples, "
             f"{order.samples_per_step} a step, {self.total_steps} steps"
         )
-        world.log(f"settings: {'; '.join(self._settings())}")
+        announce("settings", "; ".join(self._settings()), world.log)
         if (stage := zero_stage(config, world.size)) != config.zero.stage:
             why = "on one rank nothing is partitioned" if config.zero.stage else "its stage 0 is for fp32"
             world.log(f"note: zero.stage is {config.zero.stage}, DeepSpeed runs its stage {stage}: {why}")

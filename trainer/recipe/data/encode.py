@@ -310,7 +310,7 @@ class Report(msgspec.Struct):
         ):
             if listed.count:
                 place, reason = listed.first[0]
-                found.append(f"note: {listed.count:,} of {self.read:,} records {what}, the first {place}: {reason}")
+                found.append(f"{listed.count:,} of {self.read:,} records {what}, the first {place}: {reason}")
         return found
 
 

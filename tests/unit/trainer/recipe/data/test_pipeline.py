@@ -127,7 +127,7 @@ def test_records_that_are_refused_are_counted_by_line_and_too_many_refuse_the_ru
     )
     examples = build(of(path, max_refused=0.6), tokenizer)
     assert (len(examples.rows), examples.read, examples.report.refused.count) == (2, 5, 3)
-    assert examples.report.notes()[0].startswith("note: 3 of 5 records refused, the first a.jsonl:2: response is null")
+    assert examples.report.notes()[0].startswith("3 of 5 records refused, the first a.jsonl:2: response is null")
 
 
 def test_records_whose_labels_are_all_cut_away_are_counted_and_listed(tmp_path: Path, tokenizer: Any) -> None:
