@@ -13,8 +13,9 @@ last 384 steps with a comparable learning rate (``Levels``). A rise counts if it
 A rise is raised if it is present at ``RISING_LOOKS`` consecutive checks (one every ``EVERY`` steps) and the loss still
 rises, or at ``STAYING_LOOKS`` consecutive checks without falling. Harder data, another task, a restart of the learning
 rate or a new target network raise the loss too, but then it falls or jumps back. For ``RESTART_STEPS`` after the
-learning rate jumped up nothing is raised. After a rise was raised and resolved, another counts only if it is higher or
-lasts twice as long.
+learning rate jumped up nothing is raised. A loss ``EXPLODED`` times that of the run's start is none of these: it is
+raised at ``EXPLODED_LOOKS`` consecutive checks. After a rise was raised and resolved, another counts only if it is
+higher or lasts twice as long.
 
 The severity is only ``info``
 
@@ -56,6 +57,8 @@ EVERY = 4
 RISING_LOOKS = 5
 STAYING_LOOKS = 25
 STEPPED_LOOKS = 75
+EXPLODED = 100.0
+EXPLODED_LOOKS = 2
 FURTHER = 1.5
 NOISE = 3.0
 BLOCK_NOISE = 6.0
@@ -164,13 +167,17 @@ class Divergence(Judge):
     def _check(self, row: JoinedStep) -> list[Finding]:
         recent = median(self._levels.recent)
         rise = self._rise(recent, row)
-        if rise is None or rise.height <= rise.limit or row.step < self._held_until:
+        exploded = recent > EXPLODED * max(abs(self._first), abs(rise.lowest.level)) if rise is not None else False
+        if rise is None or rise.height <= rise.limit or (row.step < self._held_until and not exploded):
             self._high = []
             return []
         self._high.append(recent)
         if len(self._high) == 1:
             self._since = max(1, row.step - BLOCK // 2)
-        how = self._lasts(rise)
+            if exploded:
+                high = rise.lowest.level + rise.limit
+                self._since += next(at for at, loss in enumerate(self._levels.recent) if loss > high) - BLOCK // 2 + 1
+        how = "rises" if exploded and len(self._high) >= EXPLODED_LOOKS else self._lasts(rise)
         if not how:
             return []
         self._middle = rise.lowest.level + rise.limit / 2
@@ -297,8 +304,9 @@ def _divergence(finding: Finding) -> Words:
         f"steps scatter by {number(facts.noise)}. The run began at {number(facts.first_loss)}.{why} Learning rate "
         f"{number(facts.lr)}, gradient norm {number(facts.grad_norm)}.",
         f"If the data changed at step {facts.since_step} (curriculum, another task or shard), check the data first; "
-        "otherwise resume from a checkpoint before it with a lower learning rate, a longer warm-up or tighter gradient "
-        "clipping.",
+        # The loss of a step is that of the weights before its update.
+        f"otherwise resume from a checkpoint before step {max(1, facts.since_step - 1)} with a lower learning rate, a "
+        "longer warm-up or tighter gradient clipping.",
         "The loss has fallen again.",
     )
 
@@ -425,6 +433,7 @@ KINDS = (
             "rise, of what the run had gained": f"{SHARE_OF_GAIN:.0%}",
             "checks in a row, rising": f"{RISING_LOOKS} (one every {EVERY} steps)",
             "checks in a row, staying": str(STAYING_LOOKS),
+            f"or above {EXPLODED:g} times the run's start": f"{EXPLODED_LOOKS} checks in a row",
         },
     ),
     Kind(

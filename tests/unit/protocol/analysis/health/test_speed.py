@@ -22,6 +22,7 @@ from ftmon.protocol.analysis.health.speed import (
     may_be_bound,
     workers_needed,
 )
+from ftmon.protocol.analysis.kinds import words_of
 from ftmon.protocol.messages.telemetry import (
     Compilation,
     Compiles,
@@ -310,6 +311,14 @@ def test_a_step_to_another_level_is_a_warning_once_it_has_stayed():
 def test_a_loss_that_turns_while_the_learning_rate_still_rises_is_a_divergence():
     steps = series(500, lambda at: falling(at) + 8 * min(1.0, max(0, at - 150) / 60), lr=lambda at: 1e-6 * at)
     assert [(one.kind, one.severity) for one in fed(steps) if one.state == "raised"] == [("diverging_loss", "error")]
+
+
+def test_a_loss_that_leaves_its_range_with_a_rate_that_jumps_is_raised_at_once_with_its_step():
+    steps = series(60, lambda at: noisy(at, 1e6) if at > 41 else falling(at), lr=lambda at: 300.0 if at > 40 else 1e-2)
+    (found,) = [one for one in fed(steps) if one.kind == "diverging_loss"]
+    assert (found.severity, found.facts.since_step) == ("error", 42)
+    assert found.step < 56
+    assert "resume from a checkpoint before step 41" in words_of(found).remedy
 
 
 def test_a_divergence_that_came_back_is_resolved():
