@@ -437,12 +437,16 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     mixed_by: Literal["", "mask", "cache", "batch", "encoder"] = ""
     """Why the model ignores where its documents begin: a mask is passed, it makes a cache, several rows, or it is an
     encoder."""
+    mixed_after: Whole = 0
+    """The last step before that was examined for it, if some between were not."""
     weights: Literal["", "same", "nan"] = ""
     """``same``: no sampled weight has changed since the sample before; ``nan``: one is not finite."""
     evaluating: bool = False
     """The trained model was in evaluation mode, and has layers that behave differently there."""
     pending: Whole = 0
     """Micro-batches of an earlier pass over the data that are part of this update."""
+    dropped: Whole = 0
+    """Micro-batches at the end of an earlier pass whose gradients were set to zero before an update."""
 
 
 class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):

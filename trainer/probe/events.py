@@ -27,13 +27,14 @@ from .rank.model import (
     parameters_of,
     parameters_under,
 )
-from .values.batch import OnHost
+from .values.batch import OnHost, Seen
 from .values.edits import Edits
 from .values.model_flops import model_flops
 from .values.signs import EVERY, FIRST, attended, labels_of, received
 
 __all__ = ["Code", "Events", "OnHost", "TorchEvents", "dtype_name", "learning_rate"]
 
+_UNSEEN = Seen(None, None, None)
 MOST_WAITS = 32
 """Waits timed on the device in one step; a step with more micro-steps is timed on the host alone."""
 
@@ -313,7 +314,7 @@ class TorchEvents(Events):
         self._edits = Edits()
         self._sought = False
         """Whether there was a backward."""
-        self._attended = 0
+        self._attended = self._labelled = 0
         self._received_in: tuple[Any, int] = None, 0
         """Notes and number of the micro-batch whose labels were read last from a forward."""
         self._without_labels: Any = None
@@ -534,8 +535,8 @@ class TorchEvents(Events):
             notes.received.append(found)
 
     def backward(self, losses: Sequence[Any], *, scaled: bool = False) -> _Scope:
-        """As ``Events.backward``; a batch received without labels gets those of the loss."""
-        if self._without_labels is not None and len(losses) == 1:
+        """As ``Events.backward``; a batch without labels gets those of the loss."""
+        if len(losses) == 1 and not (self.in_backward or self.is_followed):
             self._label(losses[0])
         if not (self._sought or self.in_backward):
             self._sought = True
@@ -569,9 +570,19 @@ class TorchEvents(Events):
     @guarded
     def _label(self, loss: Any) -> None:
         batch, self._without_labels = self._without_labels, None
-        received = self._training.tracker.notes.received
-        if received and received[-1] is batch:
-            received[-1] = batch._replace(labels=labels_of(loss, batch.ids))
+        notes, step = self._training.tracker.notes, self._training.tracker.step + 1
+        if batch is not None:
+            if notes.received and notes.received[-1] is batch:
+                notes.received[-1] = batch._replace(labels=labels_of(loss, batch.ids))
+            return
+        noted = notes.seen[-1] if notes.seen else _UNSEEN
+        is_received = self._received_in[0] is notes and self._received_in[1] == notes.micro_steps
+        sampled = self._labelled < FIRST or step % EVERY == 0 or self._training.signs.unlabelled
+        if not sampled or is_received or noted.labels is not None or len(notes.received) >= FIRST:
+            return
+        self._labelled += 1
+        if (labels := labels_of(loss, noted.ids)) is not None:
+            notes.received.append(noted._replace(labels=labels))
 
     @guarded
     def sharded(self, module: Any) -> None:

@@ -100,7 +100,8 @@ class HealthMonitor(Detector):
                 found += self._divergence.step(row)
                 found += self._plateau.step(row, self._total_steps)
             found += self._gradients.step(row)
-            if row.loss_scale is not None or self._precision not in ("bf16", "fp32"):
+            by_script = row.overflow and row.loss_scale is None and self._precision != "fp16"
+            if row.loss_scale is not None or not (by_script or self._precision in ("bf16", "fp32")):
                 found += self._scaler.step(row)  # else there is no scaler, and ``learning.updates`` judges
             if row.step % 10 == 0:
                 found += self._compiles.step(row.step)

@@ -43,6 +43,8 @@ class MixedFacts(msgspec.Struct, frozen=True):
     by: str
     micro_batches: int
     since_step: int
+    after_step: int = 0
+    """The last step before without such rows, if some between were not examined."""
 
 
 class _Rank:
@@ -52,9 +54,11 @@ class _Rank:
         self.had_labels = False
         """Whether steps were sound before the first micro-batch without labels."""
         self.run = 0
+        self.bad = False
         self.unlabelled = self.micro_batches = 0
         self.since = 0
-        """The first step of the present row of micro-batches without labels."""
+        """The first step of too many micro-batches without labels."""
+        self._row_since = self._window_since = 0
 
     def add(self, step: Step, signs: Signs) -> bool:
         """Count a step's micro-batches; return whether there are too many without labels."""
@@ -62,11 +66,18 @@ class _Rank:
         self.micro_batches += count
         self.unlabelled += signs.unlabelled
         if signs.unlabelled and not self.run:
-            self.since = step.step
+            self._row_since = step.step
+        if signs.unlabelled and not any(self.empty):
+            self._window_since = step.step
         self.run = self.run + signs.unlabelled if signs.unlabelled == count else 0
         self.empty.extend([True] * signs.unlabelled + [False] * (count - signs.unlabelled))
         from_the_start = not self.had_labels and self.unlabelled == self.micro_batches >= FROM_THE_START
-        return from_the_start or self.run >= IN_A_ROW or sum(self.empty) * 2 >= WINDOW
+        in_a_row = from_the_start or self.run >= IN_A_ROW
+        bad = in_a_row or sum(self.empty) * 2 >= WINDOW
+        if bad and not self.bad:
+            self.since = self._row_since if in_a_row else self._window_since
+        self.bad = bad
+        return bad
 
 
 _NONE = Signs()
@@ -124,8 +135,9 @@ def _ends(finding: Finding) -> Words:
 def _mixed(finding: Finding) -> Words:
     facts: MixedFacts = finding.facts
     why, remedy = _MIXED.get(facts.by, _MIXED["mask"])
+    since = f"a step from {facts.after_step + 1} to" if facts.after_step else "step"
     return Words(
-        f"documents packed into one row see each other since step {facts.since_step}",
+        f"documents packed into one row see each other since {since} {facts.since_step}",
         f"What was seen{_on(finding)}: {why}. Attention goes across documents, and the model learns "
         "from text that has nothing to do with the answer.",
         remedy,
@@ -161,7 +173,11 @@ class Inputs(Detector):
             "mixed_documents",
             MixedFacts,
             _mixed,
-            shown={"by": Shown("because of"), "micro_batches": Shown("seen in", "micro-batches")},
+            shown={
+                "by": Shown("because of"),
+                "micro_batches": Shown("seen in", "micro-batches"),
+                "after_step": Shown("not yet at step"),
+            },
         ),
     )
     replays = (Hello, Step)
@@ -222,5 +238,5 @@ class Inputs(Detector):
         if not signs.mixed or step.rank in self._mixed:
             return []
         self._mixed[step.rank] = step.step
-        facts = MixedFacts(signs.mixed_by, signs.mixed, min(self._mixed.values()))
+        facts = MixedFacts(signs.mixed_by, signs.mixed, min(self._mixed.values()), signs.mixed_after)
         return [Finding("mixed_documents", facts, "raised", ranks=tuple(sorted(self._mixed)), step=facts.since_step)]

@@ -64,6 +64,8 @@ class PendingFacts(msgspec.Struct, frozen=True):
     """They joined the update of ``step``; False: the run ended."""
     times: int = 1
     """Passes over the data with such an end, on the rank that was first."""
+    zeroed: bool = False
+    """Their gradients were set to zero before the update of ``step``."""
 
 
 class EditFacts(msgspec.Struct, frozen=True):
@@ -152,10 +154,18 @@ def _still(finding: Finding) -> Words:
 
 def _pending(finding: Finding) -> Words:
     facts: PendingFacts = finding.facts
-    several = counted(facts.micro_batches, "micro-batch")
+    several, were = counted(facts.micro_batches, "micro-batch"), "was" if facts.micro_batches == 1 else "were"
+    if facts.zeroed:
+        return Words(
+            f"{several} at the end of a pass over the data {were} never applied",
+            f"The data ended in the middle of an accumulation, and the gradients were set to zero before step "
+            f"{finding.step}." + (f" So it was in {facts.times} passes so far." if facts.times > 1 else ""),
+            "Make the batches of an epoch a multiple of the accumulation, or step at the end of each epoch.",
+            "Another training has begun.",
+        )
     if not facts.applied:
         return Words(
-            f"{several} at the end {'was' if facts.micro_batches == 1 else 'were'} never applied",
+            f"{several} at the end {were} never applied",
             "Gradients were computed after the last update.",
             "Step the optimizer after the last micro-batch, or drop incomplete groups.",
             "Another training has begun.",
@@ -217,7 +227,11 @@ class Updates(Detector):
             "pending_micro_batches",
             PendingFacts,
             _pending,
-            shown={"applied": Shown("applied later"), "times": Shown("passes")},
+            shown={
+                "applied": Shown("applied later"),
+                "times": Shown("passes"),
+                "zeroed": Shown("gradients set to zero"),
+            },
         ),
         Kind(
             "lost_edit",
@@ -238,8 +252,8 @@ class Updates(Detector):
         self._told: set[str] = set()
         """Findings that are told once."""
         self._edited: set[str] = set()
-        self._joins: tuple[int, int, int] | None = None
-        """Rank, first step and number of updates with micro-batches of the pass before."""
+        self._ends: dict[str, tuple[int, int, int]] = {}
+        """Rank, first step and number of updates that micro-batches of the pass before joined, or were zeroed at."""
         self._unapplied: dict[int, int] = {}
         """By rank that has ended."""
 
@@ -284,18 +298,20 @@ class Updates(Detector):
             facts = WeightFacts(step.step, step.loss, step.grad_norm, step.lr)
             found += self._once("weights_not_finite", facts, step.rank, step.step, "error")
         if signs is not None and signs.pending:
-            found += self._joined(step, signs.pending)
+            found += self._end_of_pass(step, signs.pending, "joined")
+        if signs is not None and signs.dropped:
+            found += self._end_of_pass(step, signs.dropped, "dropped")
         return found
 
-    def _joined(self, step: Step, pending: int) -> list[Finding]:
+    def _end_of_pass(self, step: Step, micro_batches: int, how: str) -> list[Finding]:
         """Count the ends of passes on the rank that was first."""
-        rank, first, times = self._joins or (step.rank, step.step, 0)
+        rank, first, times = self._ends.get(how, (step.rank, step.step, 0))
         if rank != step.rank:
             return []
-        self._joins = rank, first, times + 1
-        facts = PendingFacts(pending, True, times + 1)
+        self._ends[how] = rank, first, times + 1
+        facts = PendingFacts(micro_batches, how == "joined", times + 1, how == "dropped")
         state = "updated" if times else "raised"
-        return [Finding("pending_micro_batches", facts, state, "info", (rank,), "joined", first)]
+        return [Finding("pending_micro_batches", facts, state, "info", (rank,), how, first)]
 
     def edit(self, edit: LostEdit) -> list[Finding]:
         """Process a lost change of parameters."""

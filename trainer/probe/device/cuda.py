@@ -505,6 +505,11 @@ def read(value: Any) -> float | None:
         return None
 
 
+def arrived_value(value: Any) -> float | None:
+    """Return a result of ``fetch_values`` if it is here; for any thread, without a wait."""
+    return None if isinstance(value, Fetched) and not value.arrived() else read(value)
+
+
 def read_count(value: Any) -> int:
     """Read a result of ``fetch_count``; the copy must have finished."""
     if isinstance(value, int):

@@ -198,14 +198,15 @@ class Loading:
             if tracker.phase == "eval" and self._scoped_iterator() is not iterator:
                 self._scoped_iterator = weakref.ref(iterator)
             return
-        if tracker.notes.discarded:
+        dropped = tracker.notes.micro_steps if tracker.notes.discarded else 0
+        if dropped:
             tracker.notes.drop_batch()  # its backward has run; its loss is not the step's
         again = self._last_iterator() is iterator
         trains_on = id(getattr(iterator, "_dataset", None)) == self._trained_data
         self._pass.fetching(again, iterator, trains_on)
         if trains_on and not again and self._pass_ended:
             self._pass_ended = False
-            tracker.notes.pending = tracker.notes.micro_steps
+            tracker.notes.pending, tracker.notes.dropped = tracker.notes.micro_steps, dropped
         is_eval = self._forwards.fetching(again) and again
         if self._eval_mode:
             if getattr(iterator, "_ftmon_trained", False):

@@ -615,7 +615,7 @@ def _arguments(place: _Place, own: tuple[Any, ...], held: "deque[Any]") -> tuple
 def _is_odd(raw: StepRaw) -> bool:
     notes = raw.notes
     skipped = notes.overflow == 1  # a flag on its way from the device is not waited for
-    return bool(notes.parts or notes.repeats or notes.discarded or skipped or notes.pending)
+    return bool(notes.parts or notes.repeats or notes.discarded or skipped or notes.pending or notes.dropped)
 
 
 def _without_idle(phases: list[str]) -> list[str]:

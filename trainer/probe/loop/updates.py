@@ -8,6 +8,7 @@ optimizer, and both losses if both are scalars that ``backward`` was called on.
 import weakref
 from collections.abc import Callable
 from itertools import chain, count
+from math import isfinite
 from time import perf_counter_ns
 from typing import Any
 
@@ -136,6 +137,7 @@ class Updates:
         self._forwards, self._state, self._updaters = loop.forwards, loop.state, updaters
         self._since = self._depth = 0
         self._weights = WeightSampler(loop.trained)
+        self._sampled = False
 
     @guarded
     def found_optimizer(self, optimizer: Any) -> None:
@@ -144,12 +146,21 @@ class Updates:
 
     @guarded
     def zeroing(self, owner: Any) -> None:
-        """Record that an optimizer or a module sets its gradients to zero, perhaps after a backward."""
+        """Record that an optimizer or a module sets its gradients to zero, perhaps after a backward.
+
+        If the script has seen that their norm is not finite, it skips the update.
+        """
         notes = self._tracker.notes
         if not notes.micro_steps or notes.discarded or self._state.engine_steps:
             return
         is_module = isinstance(owner, torch.nn.Module)
         notes.discarded = bool(self._forwards.has_sole(owner) if is_module else self._forwards.is_sole(owner))
+        updater = self._trained.primary()
+        norm = cuda.arrived_value(notes.grad_norm)
+        if notes.discarded and updater is not None and norm is not None and not isfinite(norm):
+            notes.discarded = False
+            notes.lr = cuda.fetch_values(learning_rate([group.get("lr") for group in updater.param_groups]))
+            self.skipped_update(updater)
 
     @guarded
     def begin_update(self, optimizer: Any) -> bool:
@@ -230,7 +241,7 @@ class Updates:
 
     @guarded
     def skipped_update(self, optimizer: Any, loss_scale: Any = None) -> None:
-        """Record a step that a loss scaler, at ``loss_scale``, skipped."""
+        """Record a step that a loss scaler, at ``loss_scale``, or the script itself skipped."""
         if self._state.rehearsing:
             return
         self._phases.enter("optimizer")
@@ -277,6 +288,9 @@ class Updates:
         self._since = tracker.progress
         if lr is not None:
             tracker.notes.lr = cuda.fetch_values(lr)
+        if not self._sampled:
+            self._sampled = True
+            tracker.notes.weights_before = self._weights.take(by)
 
     def _end_step(self, number: int | None) -> None:
         updater = self.updater

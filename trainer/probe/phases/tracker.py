@@ -136,12 +136,16 @@ class Notes:
     """What models made their attention masks from (``values.signs.Attended``)."""
     weights: Any = None
     """Sampled weights after the update (``values.signs.WeightSampler``)."""
+    weights_before: Any = None
+    """The same before the training's first update."""
     evaluating: bool = False
     """The trained model was in evaluation mode at the update, which changes its layers."""
     unfetched: int = 0
     """Backwards without a batch of the DataLoader that the training uses."""
     pending: int = 0
     """Micro-batches of this update that are of an earlier pass over the data."""
+    dropped: int = 0
+    """Micro-batches at the end of an earlier pass whose gradients were set to zero before an update."""
     complete: bool = False
     """What was kept of a followed step's events (``loop.regular``) was added."""
 

@@ -29,10 +29,12 @@ SAMPLED = 256
 SPREAD = 3
 """Sampled parameters: the first matrix, one in the middle, the last."""
 _BIDIRECTIONAL = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
-_MOST_NODES = 8
+_MOST_NODES = 12
 """Operations between a cross entropy and the loss that goes backward."""
 _MOST_FRAMES = 32
 """Frames between the function that makes a mask and the forward with the labels."""
+_LIBRARIES = frozenset(("torch", "torchvision", "timm", "transformers", "peft", "diffusers", "deepspeed", "fairscale"))
+"""Whose layers with a dropout are known by their names and attributes."""
 _MOST_BYTES = 1 << 18
 """Bytes of a tensor from which a batch's fingerprint is computed: evenly spaced ones of a larger tensor."""
 
@@ -98,29 +100,40 @@ def received(frame: FrameType, is_trained: Callable[[Any], bool]) -> Seen | None
     return Seen(*(None if each is None else _to_host(each) for each in (*given, labels)))
 
 
-def labels_of(loss: Any, ids: Any) -> Any:
+def labels_of(loss: Any, ids: Any = None) -> Any:
     """Return the labels from which PyTorch's cross entropy computed the loss of a batch; None: unknown.
 
-    The graph keeps them until its backward. Shape [1, labels]: they are flat, and those of causal models are shifted.
-    Labels of a part of the tokens ``ids`` are not returned: others may have a loss of their own.
+    The graph keeps them until its backward, and so it does a mask by which the losses of the tokens were multiplied:
+    masked ones count as ignored. Shape [1, labels]: they are flat, and those of causal models are shifted. Beside other
+    terms of the loss, labels of a part of the tokens ``ids`` are not returned: others may have a loss of their own.
     """
-    node = getattr(loss, "grad_fn", None)
-    for _ in range(_MOST_NODES):
-        if node is None or type(node).__name__.startswith("NllLoss"):
-            break
-        node = next((each for each, _ in node.next_functions[:1]), None)
+    node, alone, masks = getattr(loss, "grad_fn", None), True, list[Any]()
     try:
+        for _ in range(_MOST_NODES):
+            if node is None or type(node).__name__.startswith("NllLoss"):
+                break
+            masks += (getattr(node, name, None) for name in ("_saved_self", "_saved_other") if _multiplies(node))
+            before = [each for each, _ in node.next_functions if each is not None]
+            alone, node = alone and len(before) == 1, next(iter(before), None)
         labels: Any = getattr(node, "_saved_target", None)
         ignored = int(getattr(node, "_saved_ignore_index", IGNORED))
+        ignored -= (ignored >= 1 << 63) << 64  # it is given without its sign
     except RuntimeError:  # they were changed in place since
         return None
-    if not _are_labels(labels) or ids is None or len(ids.shape) != 2:
+    if not _are_labels(labels):
         return None
-    rows, columns = ids.shape
-    if labels.numel() not in (rows * columns, rows * (columns - 1)):
+    is_whole = ids is not None and len(ids.shape) == 2 and labels.numel() in (ids.numel(), ids[:, 1:].numel())
+    if not (alone or is_whole):
         return None
     labels = labels.detach().reshape(1, -1)
+    for mask in masks:
+        if is_dense(mask) and mask.numel() == labels.numel() > 1:
+            labels = torch.where(mask.detach().reshape(1, -1) == 0, ignored, labels)
     return _to_host(labels if ignored == IGNORED else torch.where(labels == ignored, IGNORED, labels))
+
+
+def _multiplies(node: Any) -> bool:
+    return type(node).__name__ == "MulBackward0"
 
 
 def _are_labels(value: Any) -> bool:
@@ -167,7 +180,7 @@ class WeightSampler:
         if references is None:
             references = self._parameters[by] = [weakref.ref(each) for each in _spread(owner, updater)]
         parameters = [parameter for reference in references if (parameter := reference()) is not None]
-        if not all(parameter.requires_grad for parameter in parameters):
+        if not all(parameter.requires_grad for parameter in parameters) and _trained_by(owner, updater):
             del self._parameters[by]  # others are trained now
             return None
         values = tuple(map(_copy, parameters))
@@ -181,11 +194,7 @@ def _spread(owner: Any, updater: Any) -> list[Any]:
     in the rows that a step uses.
     """
     model = None if hasattr(owner, "param_groups") else owner
-    parameters = parameters_of(owner) if model is None else model.parameters()
-    trained = [each for each in parameters if each.requires_grad]
-    updated = [each for each in parameters_of(updater) if each.requires_grad]
-    own = set(map(id, updated))
-    trained = [each for each in trained if id(each) in own] or updated or trained
+    trained = _trained_by(owner, updater)
     modules = () if model is None else model.modules()
     rows = {id(each.weight) for each in modules if isinstance(each, torch.nn.Embedding)}
     trained = [each for each in trained if id(each) not in rows]
@@ -193,6 +202,14 @@ def _spread(owner: Any, updater: Any) -> list[Any]:
     matrices = [each for each, shape in zip(trained, shapes, strict=True) if len(shape) >= 2] or trained
     places = sorted({min(1, len(matrices) - 1), len(matrices) // 2, len(matrices) - 1})
     return [matrices[place] for place in places[:SPREAD] if matrices]
+
+
+def _trained_by(owner: Any, updater: Any) -> list[Any]:
+    parameters = parameters_of(owner) if hasattr(owner, "param_groups") else owner.parameters()
+    trained = [each for each in parameters if each.requires_grad]
+    updated = [each for each in parameters_of(updater) if each.requires_grad]
+    own = set(map(id, updated))
+    return [each for each in trained if id(each) in own] or updated or trained
 
 
 def _copy(parameter: Any) -> Any:
@@ -211,7 +228,7 @@ class SignReader:
         self.unlabelled = False
         """Whether the labels examined last were all ignored: every micro-batch is examined until there are others."""
         self._trained = trained
-        self._examined = 0
+        self._examined = self._attended_in = 0
         self._broken = False
         self._weights: dict[int, bytes] = {}
 
@@ -239,8 +256,14 @@ class SignReader:
         return found
 
     def _read(self, number: int, notes: Notes) -> Signs | None:
-        weights = self._of_weights(notes.weights)
-        figures: dict[str, Any] = {"pending": notes.pending, "evaluating": notes.evaluating, "weights": weights}
+        if notes.weights_before is not None:
+            self._of_weights(notes.weights_before)
+        figures: dict[str, Any] = {
+            "pending": notes.pending,
+            "dropped": notes.dropped,
+            "evaluating": notes.evaluating,
+            "weights": self._of_weights(notes.weights),
+        }
         received = map(_arrived, notes.received)
         if seen := [each for each in (*notes.seen, *received) if each.labels is not None]:
             figures |= _labels(seen)
@@ -249,7 +272,10 @@ class SignReader:
             self._examined += len(seen)
             figures |= self._tokens(seen)
         if reasons := list(filter(None, map(_mixed, notes.attended))):
-            figures |= {"mixed": len(reasons), "mixed_by": reasons[0]}
+            before = self._attended_in if self._attended_in < number - 1 else 0
+            figures |= {"mixed": len(reasons), "mixed_by": reasons[0], "mixed_after": before}
+        if notes.attended:
+            self._attended_in = number
         found = Signs(**figures)
         return found if found != _NONE else None
 
@@ -278,6 +304,8 @@ class SignReader:
             inputs = learned = 0
             for each in seen:
                 ids, labels = each.ids.numpy(), each.labels.numpy()
+                if not numpy.any(labels != IGNORED):
+                    continue  # another finding names these
                 if ids.shape != labels.shape and labels.size not in (ids.size, ids[:, 1:].size):
                     return figures
                 real = numpy.ones(ids.shape, bool) if not _here(each.mask) else each.mask.numpy() != 0
@@ -354,10 +382,12 @@ def _mixed(attended: Attended) -> str:
 
 
 def _differs_in_evaluation(module: Any) -> bool:
-    kind = type(module).__name__
-    if "Dropout" in kind or "DropPath" in kind:
-        return bool(getattr(module, "p", getattr(module, "drop_prob", 0.0)))
-    return "BatchNorm" in kind or any(
-        isinstance(rate, float) and rate > 0
-        for rate in (getattr(module, name, 0.0) for name in ("attention_dropout", "dropout"))
-    )
+    kind = type(module)
+    if "BatchNorm" in kind.__name__ or ("Dropout" in kind.__name__ and getattr(module, "p", 0.0)):
+        return True
+    if any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(module).items()):
+        return True
+    # A script's own layer that asks for its mode, but for libraries' layers, which ask for other reasons, too.
+    read = getattr(getattr(kind.forward, "__code__", None), "co_names", ())
+    is_own = kind.__module__.partition(".")[0] not in _LIBRARIES
+    return is_own and "training" in read and "gradient_checkpointing" not in read

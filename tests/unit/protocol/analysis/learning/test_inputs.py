@@ -52,6 +52,12 @@ def test_each_rank_without_labels_is_named_with_the_figures_of_its_end() -> None
     assert last.state == "resolved"
 
 
+def test_half_of_the_micro_batches_without_labels_are_named_with_the_first_of_them() -> None:
+    detector = Inputs()
+    found = [one for at in range(1, 70) for one in detector.step(step(at, 0, 2, **(HALF if at > 9 else {})))]
+    assert [(one.state, one.step) for one in found] == [("raised", 10)]
+
+
 def test_an_end_that_is_among_the_inputs_and_never_a_label_is_raised_until_it_is_one() -> None:
     detector = Inputs()
     found = states(detector, [step(number, ends=4) for number in range(1, 11)])
@@ -68,3 +74,6 @@ def test_documents_that_see_each_other_are_told_with_their_cause_once_for_each_r
     found = [each for rank in (1, 0, 1) for each in detector.step(step(3, rank, mixed=2, mixed_by=by))]
     assert [each.ranks for each in found] == [(1,), (0, 1)]
     assert words in words_of(found[0]).text
+    assert words_of(found[0]).title.endswith("since step 3")
+    (later,) = Inputs().step(step(150, mixed=2, mixed_by=by, mixed_after=100))
+    assert words_of(later).title.endswith("since a step from 101 to 150")

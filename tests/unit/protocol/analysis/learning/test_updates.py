@@ -102,6 +102,9 @@ def test_micro_batches_that_join_the_next_pass_and_those_that_are_never_applied(
     assert len({one.condition for one in joined}) == 1
     assert "2 micro-batches of one pass" in words_of(joined[0]).title
     assert "So did 3 passes so far." in words_of(joined[2]).text
+    (zeroed,) = detector.step(step(8, 1, signs=Signs(dropped=1)))
+    assert words_of(zeroed).title == "1 micro-batch at the end of a pass over the data was never applied"
+    assert zeroed.condition != joined[0].condition
     (left,) = detector.goodbye(Goodbye(1, 2.0, 9, "finished", pending=3))
     assert words_of(left).title == "3 micro-batches at the end were never applied"
     (both,) = detector.goodbye(Goodbye(0, 2.0, 9, "finished", pending=2))

@@ -121,6 +121,14 @@ def scaling(loop):
         loop.optimizer.zero_grad()
 
 
+def updates_that_the_script_skips(loop):
+    for number, batch in enumerate(loop.loader):
+        loop.optimizer.zero_grad()
+        (loop.loss(batch) * (float("nan") if 7 < number < 11 else 1.0)).backward()
+        if torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0).isfinite():
+            loop.optimizer.step()
+
+
 def another_optimizer_later(loop):
     for number, batch in enumerate(loop.loader):
         if number == 8:
@@ -155,8 +163,8 @@ def an_engine(loop):
 
 
 LOOPS = [plain, accumulating, more_micro_batches_later, evaluating, leaving_a_batch_out]
-LOOPS += [gradients_zeroed_after_a_backward, a_backward_that_fails, saving, scaling, another_optimizer_later]
-LOOPS += [two_losses, an_engine]
+LOOPS += [gradients_zeroed_after_a_backward, a_backward_that_fails, saving, scaling]
+LOOPS += [updates_that_the_script_skips, another_optimizer_later, two_losses, an_engine]
 
 
 def told(script, monkeypatch, like):
@@ -191,6 +199,12 @@ def test_a_followed_step_is_told_as_a_judged_one(script, monkeypatch):
     assert none == 0
     assert followed == judged
     assert count >= 2
+
+
+def test_an_update_that_the_script_skips_as_its_gradients_are_not_finite_is_a_step_without_one(monkeypatch):
+    figures, _ = msgspec.json.decode(told(updates_that_the_script_skips, monkeypatch, 1)[0])
+    assert [(each["step"], each["lr"]) for each in figures if each["overflow"]] == [(9, 0.1), (10, 0.1), (11, 0.1)]
+    assert [each["step"] for each in figures] == list(range(1, BATCHES + 1))
 
 
 class Samples:

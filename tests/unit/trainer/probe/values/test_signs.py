@@ -131,11 +131,17 @@ def test_only_a_module_s_forward_has_received_labels(owner: Any) -> None:
         (lambda logits, ids: cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) / 4, 10),
         (lambda logits, ids: cross_entropy(logits.transpose(1, 2), ids, reduction="sum") * 0.5, 12),
         (lambda logits, ids: cross_entropy(logits.flatten(0, 1), ids.flatten(), ignore_index=3), 12),
+        (lambda logits, ids: cross_entropy(logits.transpose(1, 2), ids) + logits.square().mean(), 12),
+        (lambda logits, ids: cross_entropy(logits[:, 2:].transpose(1, 2), ids[:, 2:]), 8),
+        (lambda logits, ids: cross_entropy(logits[0], ids[0]) + logits.square().mean(), 0),
         (lambda logits, ids: sum(cross_entropy(each, one) for each, one in zip(logits, ids, strict=True)), 0),
         (lambda logits, ids: logits.square().mean(), 0),
         (lambda logits, ids: torch.zeros(()), 0),
     ],
-    ids=["flat and shifted", "a sum over rows", "another ignored label", "row by row", "no labels", "no graph"],
+    ids=[
+        *("flat and shifted", "a sum over rows", "another ignored label", "beside another term", "the answers alone"),
+        *("a part beside another term", "row by row", "no labels", "no graph"),
+    ],
 )
 def test_the_labels_of_a_loss_are_those_of_its_whole_batch(make: Callable[[Any, Any], Any], found: int) -> None:
     ids = torch.arange(12).reshape(2, 6)
@@ -143,6 +149,30 @@ def test_the_labels_of_a_loss_are_those_of_its_whole_batch(make: Callable[[Any, 
     labels = labels_of(loss, ids)
     assert (0 if labels is None else labels.numel()) == found
     assert labels is None or (3 in labels) == (-100 not in labels), "the ignored label is the one of ftmon"
+
+
+def test_tokens_whose_losses_are_multiplied_by_0_have_no_label() -> None:
+    ids, mask = torch.arange(12).reshape(2, 6), torch.tensor([[0.0] * 4 + [0.5, 1.0], [1.0] * 6])
+    each = cross_entropy(torch.randn(2, 12, 6, requires_grad=True), ids, reduction="none")
+    loss = (each * mask).sum() / mask.sum().clamp(min=1)
+    assert labels_of(loss, None).tolist() == [[-100] * 4 + list(range(4, 12))]
+
+
+def test_ends_of_a_batch_without_labels_are_told_by_the_missing_labels_alone() -> None:
+    ids = torch.full((2, 8), 2)
+    trained = Trained()
+    trained.found = lambda: SimpleNamespace(config=SimpleNamespace(eos_token_id=2))
+    _, signs = read(SignReader(trained), seen=[Seen(ids, None, torch.full_like(ids, -100))])
+    assert (signs.unlabelled, signs.ends) == (1, 0)
+
+
+def test_a_step_with_packed_documents_names_the_last_one_that_was_examined_before() -> None:
+    reader = SignReader(Trained())
+    config = SimpleNamespace(_attn_implementation="sdpa")
+    fine, packed = (attended(config, ONES, each, False) for each in (torch.arange(16)[None], RESTARTS))
+    for number, each, after in ((8, fine, 0), (9, packed, 0), (50, fine, 0), (100, packed, 50)):
+        _, signs = reader.of_step(number, Notes(attended=[each]))
+        assert signs is None or signs.mixed_after == after
 
 
 def test_labels_of_a_forward_count_where_the_noted_batch_has_none() -> None:

@@ -72,6 +72,9 @@ def test_weights_are_sampled_of_what_the_optimizer_updates():
     model[3].requires_grad_(False)
     second.add_param_group({"params": list(model[1].parameters())})
     assert [changes(model, second, sampler, reader) for _ in range(3)] == [""] * 3
+    model.requires_grad_(False)
+    assert sampler.take(second) is not None, "none is trained any more: those sampled before stand still"
+    model.requires_grad_(True)
     lost = torch.optim.SGD([nn.Parameter(torch.ones(8, 8))], lr=0.1)  # of a model that was copied
     assert [changes(model, lost, sampler, reader) for _ in range(3)] == ["", "same", "same"]
 
@@ -91,6 +94,25 @@ def test_a_model_with_parts_in_training_mode_is_not_in_evaluation():
     assert sampler.in_evaluation()
     model[1].train()
     assert not sampler.in_evaluation()
+
+
+class Noisy(nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x) if self.training else x
+
+
+class Checkpointed(nn.Module):
+    gradient_checkpointing = False
+
+    def forward(self, x):
+        return x.detach() if self.gradient_checkpointing and self.training else x
+
+
+@pytest.mark.parametrize(("layer", "differs"), [(Noisy(), True), (Checkpointed(), False), (nn.Linear(2, 2), False)])
+def test_a_layer_of_the_script_that_asks_for_its_mode_differs_in_evaluation(layer, differs):
+    assert WeightSampler(trained_on(nn.Sequential(layer).eval())).in_evaluation() is differs
+    layer.pdrop = 0.1
+    assert WeightSampler(trained_on(nn.Sequential(layer).eval())).in_evaluation()
 
 
 def test_the_mode_is_that_of_the_model_inside_a_wrapper():
