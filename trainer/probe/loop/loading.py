@@ -167,7 +167,9 @@ class Loading:
         self._eval_end: tuple[list[Mark], int] = [], 0
         """The mark at which an evaluation's loader was exhausted."""
         self._pass_ended = False
-        """Whether the training's dataloader was exhausted since the latest request for its first batch."""
+        """Whether a dataloader of the training was exhausted, and no backward of the next pass has begun."""
+        self._dropped = 0
+        """Micro-batches since the latest backward whose gradients were set to zero before an update."""
         self._prefetched: deque[batch.OnHost] | None = None
         """Set while a loader prefetches: a fetched batch is not the one that the script receives next."""
 
@@ -175,7 +177,7 @@ class Loading:
         """Forget how an earlier training used its dataloaders."""
         self._pass = LoaderPass(self._tracker, self._eval_mode.began_before_batch)
         self._fetched = FetchedBatches()
-        self._trained_data, self._untrained, self._pass_ended = 0, 0, False
+        self._trained_data, self._untrained, self._pass_ended, self._dropped = 0, 0, False, 0
 
     def last_iterator(self) -> Any:
         """Return the dataloader iterator that was fetched from last, while it lives; any thread."""
@@ -198,15 +200,14 @@ class Loading:
             if tracker.phase == "eval" and self._scoped_iterator() is not iterator:
                 self._scoped_iterator = weakref.ref(iterator)
             return
-        dropped = tracker.notes.micro_steps if tracker.notes.discarded else 0
-        if dropped:
+        if tracker.notes.discarded:
+            self._dropped = tracker.notes.micro_steps
             tracker.notes.drop_batch()  # its backward has run; its loss is not the step's
         again = self._last_iterator() is iterator
         trains_on = id(getattr(iterator, "_dataset", None)) == self._trained_data
         self._pass.fetching(again, iterator, trains_on)
-        if trains_on and not again and self._pass_ended:
-            self._pass_ended = False
-            tracker.notes.pending, tracker.notes.dropped = tracker.notes.micro_steps, dropped
+        if again and self._pass_ended:
+            iterator._ftmon_trained = False  # one with persistent workers begins its next pass
         is_eval = self._forwards.fetching(again) and again
         if self._eval_mode:
             if getattr(iterator, "_ftmon_trained", False):
@@ -325,7 +326,10 @@ class Loading:
             self._tracker.notes.unfetched += 1
         trained_on = self._data_iterator()
         if trained_on is not None:
-            trained_on._ftmon_trained = True
+            if self._pass_ended and not getattr(trained_on, "_ftmon_trained", False):
+                self._pass_ended, notes = False, self._tracker.notes
+                notes.pending, notes.dropped = notes.micro_steps, self._dropped
+            trained_on._ftmon_trained, self._dropped = True, 0
             self._trained_data = id(getattr(trained_on, "_dataset", None))
         was_eval_mode = self._eval_mode.going_backward()
         if self._forwards.going_backward() or was_eval_mode:

@@ -207,6 +207,26 @@ def test_an_update_that_the_script_skips_as_its_gradients_are_not_finite_is_a_st
     assert [each["step"] for each in figures] == list(range(1, BATCHES + 1))
 
 
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_micro_batches_at_the_end_of_a_pass_join_the_next_one_or_are_dropped_whatever_its_data_set(zeroes, monkeypatch):
+    training = Training(RankContext(0, 0, 1, RunDir("run")), Counts())
+    training.device.settled = True
+    monkeypatch.setattr(active, "events", TorchEvents(training))
+    hooks_torch.install(torch)
+    loop, done = Loop(), 0
+    for _ in range(3):
+        if zeroes:
+            loop.optimizer.zero_grad()
+            done = 0
+        for batch in torch.utils.data.DataLoader(list(loop.loader.dataset[:12]), batch_size=2):
+            loop.loss(batch).backward()
+            done += 1
+            if done % 4 == 0:
+                loop.update()
+    ends = [(raw.notes.pending, raw.notes.dropped) for raw in training.outbox.unsent_steps()]
+    assert ends == ([(0, 0), (0, 2), (0, 2)] if zeroes else [(0, 0), (2, 0), (0, 0), (0, 0)])
+
+
 class Samples:
     """A memory back end whose samples are numbered."""
 
