@@ -25,10 +25,10 @@ WINDOWS = {"eval": 8.0, "generate": 30.0}
 """Seconds of steady growth, by phase."""
 WINDOW = 60.0
 """The same in a training's other phases."""
-LEAST_PART = 0.1
-"""Of the host's growth in 8 s: a rank that grew less is not named."""
 NOT_JUDGED = frozenset(("init", "checkpoint"))
 FEWEST = 8
+OWN_SHARE = 0.4
+"""Share of the growth that is the ranks' own; of less, another program or the loader workers take the memory."""
 PARTS = 4
 """Parts of the window whose medians must rise."""
 
@@ -42,7 +42,7 @@ class HostMemoryFacts(msgspec.Struct, frozen=True):
     full_in_s: float
     phase: str
     growing_rank: int | None
-    """The rank whose resident memory grew most; None: none did by ``LEAST_PART`` of it, or it is unknown."""
+    """The rank whose resident memory grows most; None: it does not grow in the ranks' own processes."""
 
 
 class _Host:
@@ -69,20 +69,18 @@ class _Host:
 
 def _words(finding: Finding) -> Words:
     facts: HostMemoryFacts = finding.facts
-    who = f", most of it in rank {facts.growing_rank}" if facts.growing_rank is not None else ""
+    is_own = facts.growing_rank is not None
+    who = f", most in rank {facts.growing_rank}" if is_own else ", but not in the ranks' own processes"
     during = {"eval": "during an evaluation", "generate": "during a rollout"}.get(facts.phase, "during the training")
     remedy = (
         "Keep no logits of an evaluation: compute its metrics batch by batch (Trainer: preprocess_logits_for_metrics), "
         "or evaluate fewer rows."
-        if facts.phase == "eval"
+        if is_own and facts.phase == "eval"
+        else "Look at the other programs on the host, and at the loader workers."
+        if not is_own
         else "Look for a list or a cache that grows with each batch: losses kept with their graphs, a data set that "
         "keeps its items, loader workers that copy them."
     )
-    if facts.growing_rank is None:
-        remedy = (
-            "The ranks themselves grow little: find the process that grows (ps aux --sort=-rss), a loader worker of "
-            "this run or another program."
-        )
     return Words(
         f"memory of {facts.host} will be full in {duration(facts.full_in_s)}",
         f"{gib(facts.free_bytes)} are left, and its use grows by {gib(round(facts.bytes_per_s * 60))} a minute {during}"
@@ -113,7 +111,8 @@ class HostMemory(Detector):
         self._hosts: defaultdict[str, _Host] = defaultdict(_Host)
         self._host_of: dict[int, str] = {}
         self._phases: dict[int, str] = {}
-        self._resident: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=30))
+        self._resident: defaultdict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=30))
+        """Time and size, at least a second apart."""
         self._ends_at: dict[int, float] = {}
         """When the present activity of a rank will end, if it says how much of it is done."""
 
@@ -130,8 +129,9 @@ class HostMemory(Detector):
         if beat.phase != self._phases.get(beat.rank):
             self._ends_at.pop(beat.rank, None)
         self._phases[beat.rank] = beat.phase
-        if beat.resident:
-            self._resident[beat.rank].append(beat.resident)
+        sizes = self._resident[beat.rank]
+        if beat.resident and (not sizes or beat.time >= sizes[-1][0] + 1.0):
+            sizes.append((beat.time, beat.resident))
 
     def activity(self, activity: Activity) -> None:
         """Register how far an activity is."""
@@ -170,8 +170,10 @@ class HostMemory(Detector):
         if host.standing is not None:
             standing, host.standing = host.standing, None
             return [standing.over()]
-        facts = HostMemoryFacts(sample.host, free, rate, left, phase, self._growing(ranks, rate))
-        host.standing = Finding("host_memory_filling", facts, "raised", "error", key=sample.host)
+        window = sample.time - WINDOWS.get(phase, WINDOW)
+        facts = HostMemoryFacts(sample.host, free, rate, left, phase, self._growing(ranks, rate, window))
+        severity = "warning" if facts.growing_rank is None else "error"
+        host.standing = Finding("host_memory_filling", facts, "raised", severity, key=sample.host)
         return [host.standing]
 
     def _phase(self, ranks: list[int]) -> str:
@@ -179,7 +181,12 @@ class HostMemory(Detector):
         phases = {self._phases.get(rank, "init") for rank in ranks} or {"init"}
         return next((phase for phase in ("init", "checkpoint", "eval", "generate") if phase in phases), "training")
 
-    def _growing(self, ranks: list[int], rate: float) -> int | None:
-        grown = {rank: sizes[-1] - sizes[0] for rank in ranks if (sizes := self._resident.get(rank))}
-        rank = max(grown, key=lambda one: grown[one], default=None)
-        return rank if rank is not None and grown[rank] > LEAST_PART * rate * WINDOWS["eval"] else None
+    def _growing(self, ranks: list[int], rate: float, since: float) -> int | None:
+        """Return the rank that grows most, if the ranks have their share of the host's growth in bytes per second."""
+        rates: dict[int, float] = {}
+        for rank in ranks:
+            sizes = [each for each in self._resident[rank] if each[0] >= since]
+            if len(sizes) > 1:
+                rates[rank] = max(0.0, (sizes[-1][1] - sizes[0][1]) / (sizes[-1][0] - sizes[0][0]))
+        own = sum(rates.values()) >= OWN_SHARE * rate
+        return max(rates, key=lambda one: rates[one]) if own else None

@@ -13,15 +13,18 @@ TOTAL = 64 * GIB
 
 
 def watched(
-    used: Iterable[float], phase: str, activity: Activity | None = None, interval: float = 1.0
+    used: Iterable[float], phase: str, activity: Activity | None = None, interval: float = 1.0, own: float = 0.5
 ) -> list[tuple[int, str]]:
-    """Return the sample and state of each finding; ``used``: GiB, a sample each ``interval`` seconds."""
+    """Return the sample and state of each finding; ``used``: GiB, a sample each ``interval`` seconds, ``own`` of it.
+
+    A finding names the rank only if the memory is its own.
+    """
     detector = HostMemory()
     detector.hello(Sim(1).hello(0))
     found: list[tuple[int, str]] = []
     for place, gib in enumerate(used):
         now = place * interval
-        detector.beat(Heartbeat(0, 5, phase, 0.0, 1, now, resident=int(gib * GIB / 2)))
+        detector.beat(Heartbeat(0, 5, phase, 0.0, 1, now, resident=int(gib * GIB * own)))
         if activity is not None:
             detector.activity(activity)
         sample = DeviceSample("host", "host", 0, "host", now, int(gib * GIB), TOTAL)
@@ -29,7 +32,9 @@ def watched(
             found.append((place, one.state))
             if one.state == "raised":
                 assert words_of(one).title.startswith("memory of host will be full in")
-                assert "rank 0" in words_of(one).text
+                assert ("rank 0" in words_of(one).text) == (own > 0.1)
+                assert ("logits" in words_of(one).remedy) == (own > 0.1 and phase == "eval")
+                assert one.severity == ("error" if own > 0.1 else "warning")
     return found
 
 
@@ -39,6 +44,10 @@ def test_an_evaluation_that_keeps_its_logits_is_told_long_before_the_kernel_ends
     (first,) = watched(used, "eval", interval=interval)
     assert first[1] == "raised"
     assert TOTAL / GIB - used[first[0]] > 30  # samples, at 1 GiB each
+
+
+def test_memory_that_other_programs_take_is_a_warning_that_blames_no_rank() -> None:
+    assert len(watched([20 + 1.0 * place for place in range(40)], "eval", own=0.01)) == 1
 
 
 def test_a_data_set_that_grows_is_told_and_resolved_when_it_stops() -> None:
