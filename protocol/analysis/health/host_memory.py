@@ -19,6 +19,8 @@ from ..words import Words
 
 SOON_S = 300.0
 """Raised if none is left within this time at the present rate."""
+OTHERS_SOON_S = 60.0
+"""The same if other programs take the memory: what they will do is not known."""
 LEAST_SHARE = 0.4
 """Share of the memory in use below which nothing is raised."""
 WINDOWS = {"eval": 8.0, "generate": 30.0}
@@ -30,7 +32,8 @@ FEWEST = 8
 OWN_SHARE = 0.4
 """Share of the growth that is the ranks' own; of less, another program or the loader workers take the memory."""
 PARTS = 4
-"""Parts of the window whose medians must rise."""
+"""Parts of the window whose medians must rise, each by ``EVEN`` of the mean rise or more."""
+EVEN = 0.3
 
 
 class HostMemoryFacts(msgspec.Struct, frozen=True):
@@ -61,7 +64,8 @@ class _Host:
         size = len(kept) // PARTS
         parts = [kept[place * size : (place + 1) * size] for place in range(PARTS)]
         levels = [median(used for _, used in part) for part in parts]
-        if any(after <= before for before, after in pairwise(levels)):
+        rises = [after - before for before, after in pairwise(levels)]
+        if min(rises) <= 0 or min(rises) < EVEN * sum(rises) / len(rises):
             return 0.0
         times = [median(t for t, _ in part) for part in parts]
         return (levels[-1] - levels[0]) / (times[-1] - times[0])
@@ -100,7 +104,7 @@ class HostMemory(Detector):
             _words,
             shown={"growing_rank": Shown("grows most in", "rank"), "phase": Shown("in phase")},
             limits={
-                "full at the present rate": f"within {SOON_S / 60:g} min",
+                "full at the present rate": f"within {SOON_S / 60:g} min, by other programs {OTHERS_SOON_S / 60:g} min",
                 "steady growth": f"{WINDOWS['eval']:g} s in an evaluation, {WINDOW:g} s in other phases",
                 "memory in use": f"above {LEAST_SHARE:.0%}",
             },
@@ -164,15 +168,16 @@ class HostMemory(Detector):
         free = sample.total_bytes - sample.used_bytes
         left = free / rate if rate > 0 else SOON_S
         ends = min((self._ends_at[rank] for rank in ranks if rank in self._ends_at), default=sample.time + SOON_S)
-        soon = left < SOON_S and sample.time + left < ends and sample.used_bytes > LEAST_SHARE * sample.total_bytes
+        growing = self._growing(ranks, rate, sample.time - WINDOWS.get(phase, WINDOW)) if left < SOON_S else None
+        limit = OTHERS_SOON_S if growing is None and host.standing is None else SOON_S
+        soon = left < limit and sample.time + left < ends and sample.used_bytes > LEAST_SHARE * sample.total_bytes
         if soon == (host.standing is not None):
             return []
         if host.standing is not None:
             standing, host.standing = host.standing, None
             return [standing.over()]
-        window = sample.time - WINDOWS.get(phase, WINDOW)
-        facts = HostMemoryFacts(sample.host, free, rate, left, phase, self._growing(ranks, rate, window))
-        severity = "warning" if facts.growing_rank is None else "error"
+        facts = HostMemoryFacts(sample.host, free, rate, left, phase, growing)
+        severity = "warning" if growing is None else "error"
         host.standing = Finding("host_memory_filling", facts, "raised", severity, key=sample.host)
         return [host.standing]
 

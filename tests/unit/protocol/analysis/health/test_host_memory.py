@@ -46,8 +46,14 @@ def test_an_evaluation_that_keeps_its_logits_is_told_long_before_the_kernel_ends
     assert TOTAL / GIB - used[first[0]] > 30  # samples, at 1 GiB each
 
 
-def test_memory_that_other_programs_take_is_a_warning_that_blames_no_rank() -> None:
-    assert len(watched([20 + 1.0 * place for place in range(40)], "eval", own=0.01)) == 1
+def test_memory_that_other_programs_take_is_a_late_warning_that_blames_no_rank() -> None:
+    ((first, _),) = watched([30 + 0.25 * place for place in range(130)], "eval", own=0.01)
+    assert TOTAL / GIB - (30 + 0.25 * first) <= 60 * 0.25
+    assert watched([30 + 0.25 * place for place in range(60)], "eval", own=0.01) == []
+
+
+def test_memory_that_rises_at_once_is_no_growth() -> None:
+    assert watched([40 + 8.0 * (second > 30) + 0.001 * second for second in range(90)], "forward") == []
 
 
 def test_a_data_set_that_grows_is_told_and_resolved_when_it_stops() -> None:
