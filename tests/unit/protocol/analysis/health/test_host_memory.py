@@ -73,18 +73,3 @@ def test_an_evaluation_that_ends_in_time_and_steady_or_little_memory_are_fine() 
     assert watched(used, "eval", ends) == []
     assert watched([50 + (second % 3) * 0.1 for second in range(300)], "forward") == []
     assert watched([2 + 0.1 * second for second in range(100)], "eval") == []
-
-
-def test_a_rank_that_does_not_grow_is_not_named_and_another_process_is_looked_for() -> None:
-    detector = HostMemory()
-    detector.hello(Sim(1).hello(0))
-    found = []
-    for now in range(80):
-        detector.beat(Heartbeat(0, 5, "forward", 0.0, 1, float(now), resident=GIB + now * 4096))
-        found += detector.sample(
-            DeviceSample("host", "host", 0, "host", float(now), int((40 + 0.2 * now) * GIB), TOTAL)
-        )
-    (raised,) = found
-    assert raised.facts.growing_rank is None
-    assert "rank 0" not in words_of(raised).text
-    assert "find the process that grows" in words_of(raised).remedy
