@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from ftmon.protocol.link.join import join_path
+from ftmon.protocol.link.sockets import join_path
 from ftmon.protocol.run.rundir import RunDir
 from two_hosts import NODES, TwoHosts, two_hosts
 

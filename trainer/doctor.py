@@ -21,8 +21,7 @@ from typing import Any
 
 import msgspec
 
-from ..protocol.checks import Check, State
-from ..protocol.known_faults import faults_of, version_check
+from ..protocol.checks import Check, State, faults_of, version_check
 from ..protocol.text import duration
 
 INSTALL = "pip install 'ftmon[train]'"

@@ -18,8 +18,7 @@ from typing import Any
 
 import train_rows
 import train_speed
-from ftmon.protocol.sweep.rows import Row
-from ftmon.protocol.sweep.store import read
+from ftmon.protocol.sweep.rows import Row, read
 
 MIB = 1 << 20
 PHASES = ("forward", "backward", "optimizer")

@@ -15,8 +15,19 @@ from pathlib import Path
 
 from ..errors import RecordingError
 from ..text import gib
-from .guard import ALL_BYTES_A_SECOND, Guard, RefusedError
-from .opening import Header, OpenedRecording, connect, is_cut_short, is_damage, open_whole, read_header, scratch_folder
+from .opening import (
+    ALL_BYTES_A_SECOND,
+    Guard,
+    Header,
+    OpenedRecording,
+    RefusedError,
+    connect,
+    is_cut_short,
+    is_damage,
+    open_whole,
+    read_header,
+    scratch_folder,
+)
 from .rows import Row, RowDecoder
 from .schema import SCHEMA_VERSION, STREAM_TABLES, kinds_of, table_problems
 from .writer import Writer

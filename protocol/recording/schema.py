@@ -10,7 +10,7 @@ from functools import cache
 from ..messages.telemetry import STEP_PHASES
 
 SCHEMA_VERSION = 3
-"""``PRAGMA user_version``. A newer schema is refused; 1 (``steprow_v1``) and 2 (``ADDED``) are read as they are."""
+"""``PRAGMA user_version``. A newer one is refused; 1 (``step_from_row_v1``) and 2 (``ADDED``) are read as they are."""
 APPLICATION_ID = 0x66746D6E
 """``PRAGMA application_id``: ``ftmn``. It identifies a recording among SQLite files."""
 STEP_COLUMNS = (

@@ -23,10 +23,10 @@ from .rows import (
     StepRest,
     decode_rest,
     finite,
+    step_from_row_v1,
     step_rows,
 )
 from .schema import STEP_COLUMNS
-from .steprow_v1 import step_from_row
 
 _SPAN = ("start_bytes", "end_bytes", "peak_bytes")
 _ORDER: dict[str, type] = {"seq": int, "time_s": float, "rank": int, "step": int}
@@ -151,7 +151,7 @@ def _converted(rows: Sequence[Row], series: str) -> Iterator[Row]:
     """Convert rows of schema 1, which has differences in its columns, to those that the queries of schema 2 give."""
     for row in rows:
         try:
-            new, _ = step_rows(row[0], row[1], step_from_row(row))
+            new, _ = step_rows(row[0], row[1], step_from_row_v1(row))
         except UNBELIEVABLE:
             continue
         yield (*new[:FIRST_PHASE_COLUMN], *new[REST_COLUMN:], *row[-4:]) if series == "steps" else new

@@ -12,7 +12,7 @@ from ftmon.trainer.recipe.config import write
 from ftmon.trainer.recipe.hardware import usable_gpus
 from ftmon.trainer.recipe.start import demo_config
 from ftmon.tui.model import RunModel
-from ftmon.tui.model.prediction import compared_phases
+from ftmon.tui.model.waterfall import compared_phases
 from ftmon_process import Ftmon
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use")]

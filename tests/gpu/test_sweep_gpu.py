@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.sweep.store import read
+from ftmon.protocol.sweep.rows import read
 from ftmon.trainer.recipe.config import write
 from ftmon.trainer.recipe.hardware import usable_gpus
 from ftmon.trainer.recipe.start import demo_config

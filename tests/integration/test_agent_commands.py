@@ -9,7 +9,7 @@ import zmq
 from eventually import eventually
 from ftmon.protocol.host.process import start_ticks
 from ftmon.protocol.link import keys, sockets
-from ftmon.protocol.link.join import JoinFile
+from ftmon.protocol.link.sockets import JoinFile
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import Accepted, Command, Result
 from ftmon.protocol.run import rundir

@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from eventually import eventually
-from ftmon.protocol.link.join import JoinFile, read_join, write_join
-from ftmon.protocol.link.sockets import CHANNELS
+from ftmon.protocol.link.sockets import CHANNELS, JoinFile, read_join, write_join
 from ftmon.protocol.run import rundir
 from ftmon.protocol.run.environment import JOIN_ENV, RUN_ENV
 from ftmon.protocol.run.rundir import ExitFile, RunDir

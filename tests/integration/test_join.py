@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.link.join import join_path, read_join
+from ftmon.protocol.link.sockets import join_path, read_join
 from ftmon.protocol.run.rundir import MultiHost, RunDir
 from ftmon.trainer.launch import environment
 from ftmon.trainer.launch.environment import prepare, push

@@ -30,8 +30,7 @@ from ftmon.protocol.messages.telemetry import (
     Step,
 )
 from ftmon.protocol.messages.wire import LossCounter
-from ftmon.protocol.recording.collect import RecordedRun
-from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.recording.reader import Reader, RecordedRun
 from ftmon.protocol.run import rundir
 from ftmon.trainer.launch.environment import executable_command
 from ftmon.tui.source.imported import import_log

@@ -234,7 +234,7 @@ ENDLESS = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELEC
 
 def test_a_query_ends_at_ctrl_c(tmp_path: Path) -> None:
     code = (
-        "import sqlite3, sys\nfrom pathlib import Path\nfrom ftmon.protocol.recording.guard import Guard\n"
+        "import sqlite3, sys\nfrom pathlib import Path\nfrom ftmon.protocol.recording.opening import Guard\n"
         "guard = Guard(Path('r'), seconds=60)\nconnection = guard.harden(sqlite3.connect(':memory:'))\n"
         "print('asks', flush=True)\n"
         f"try:\n    connection.execute('''{ENDLESS} count(*) FROM r''').fetchone()\n"

@@ -12,8 +12,7 @@ from ftmon.protocol.host.process import is_alive
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.protocol.sweep.rows import Row
-from ftmon.protocol.sweep.store import read
+from ftmon.protocol.sweep.rows import Row, read
 from ftmon.trainer.recipe.start import DATA
 from ftmon_process import PROGRAM, Ftmon, wait_until_nothing_is_left
 from terminal import command, open_terminal, wait_for

@@ -11,8 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from eventually import eventually
-from ftmon.protocol.sweep.rows import Row, Started
-from ftmon.protocol.sweep.store import Results, read
+from ftmon.protocol.sweep.rows import Results, Row, Started, read
 from ftmon_process import Ftmon, wait_until_nothing_is_left
 
 SCRIPT = Path(__file__).parent / "scripts" / "sweep_loop.py"

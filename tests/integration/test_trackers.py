@@ -20,7 +20,7 @@ from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.messages.wire import Frame
-from ftmon.protocol.recording.collect import RecordedRun
+from ftmon.protocol.recording.reader import RecordedRun
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.protocol.run.targets import TRACKERS
 from ftmon.tui.source.imported import import_log

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 from eventually import eventually
-from ftmon.protocol.link.join import join_path, read_join
+from ftmon.protocol.link.sockets import join_path, read_join
 from ftmon.protocol.messages.control import Alert, RankState
 from ftmon.protocol.messages.hosts import HostState
 from ftmon.protocol.messages.telemetry import DeviceSample, Hello, LogLine, Step

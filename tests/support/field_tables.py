@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 from ftmon.protocol.host import process
-from ftmon.protocol.link import join
+from ftmon.protocol.link import sockets
 from ftmon.protocol.messages import control, hosts, memory, telemetry, throughput, wire
 from ftmon.protocol.recording import results
 from ftmon.protocol.run import end, notices, rundir, start
@@ -24,7 +24,8 @@ from ftmon.protocol.snapshot import columns
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 
-_MODULES = (telemetry, throughput, memory, hosts, control, columns, rundir, start, notices, end, process, join, results)
+_MODULES = (telemetry, throughput, memory, hosts, control, columns)
+_MODULES += (rundir, start, notices, end, process, sockets, results)
 _ELSEWHERE = ("Frame", "LauncherMessage", "Notice", "OnRanks", "PeakMark", "Span", "StackColumns")
 """Structs without a table: bases, those that the text describes, and those that stay in a process."""
 PARTS: tuple[type[msgspec.Struct], ...] = tuple(

@@ -15,8 +15,8 @@ from ftmon.protocol.sweep.rows import (
     Predicted,
     RankRow,
     Row,
+    Writer,
 )
-from ftmon.protocol.sweep.store import Writer
 
 NOBODY = ProcessId(1, 1)
 

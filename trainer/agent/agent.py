@@ -24,7 +24,7 @@ from ...protocol.analysis.stalls.tracker import ProcessFact
 from ...protocol.errors import ProtocolError, UsageError
 from ...protocol.host.process import this_process
 from ...protocol.link import sockets
-from ...protocol.link.join import JoinFile, boot_id, read_join
+from ...protocol.link.sockets import JoinFile, boot_id, read_join
 from ...protocol.messages import control, wire
 from ...protocol.messages.control import Accepted, Command, Result
 from ...protocol.messages.hosts import AgentBeat, ProcessState

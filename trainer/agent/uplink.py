@@ -16,7 +16,7 @@ import zmq
 
 from ...protocol.errors import ProtocolError
 from ...protocol.link import sockets
-from ...protocol.link.join import JoinFile
+from ...protocol.link.sockets import JoinFile
 from ...protocol.messages import wire
 from ...protocol.messages.hosts import AgentAck, AgentBeat, encode_numbers
 

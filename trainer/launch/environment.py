@@ -22,8 +22,7 @@ from ... import __version__
 from ...protocol.errors import UsageError
 from ...protocol.host.process import write_private
 from ...protocol.link import keys
-from ...protocol.link.join import JoinFile, boot_id, join_path, read_join, write_join
-from ...protocol.link.sockets import CHANNELS
+from ...protocol.link.sockets import CHANNELS, JoinFile, boot_id, join_path, read_join, write_join
 from ...protocol.run.environment import JOIN_ENV, RUN_ENV, monitor_environment
 from ...protocol.run.rundir import MultiHost, RunDir, encode_file
 from ..host.processes import INJECT_DIR

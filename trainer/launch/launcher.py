@@ -27,7 +27,7 @@ import msgspec
 from ...protocol.analysis.deaths.logs import cancelled
 from ...protocol.errors import FtmonError
 from ...protocol.host.process import never_fail, this_process
-from ...protocol.link.join import join_path
+from ...protocol.link.sockets import join_path
 from ...protocol.run.end import LAUNCHER, EndRequest, ending_in_words, print_own, read_end_request, write_end_request
 from ...protocol.run.rundir import ExitFile, LeftoversFile, RunDir, RunFile, RunOptions
 from ...protocol.run.start import LauncherEnd, LauncherMessage, spawn_exporter, spawn_hub

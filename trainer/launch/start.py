@@ -19,7 +19,7 @@ import msgspec
 
 from ...protocol.errors import FtmonError, StartError, UsageError
 from ...protocol.host import process
-from ...protocol.link.join import read_join
+from ...protocol.link.sockets import read_join
 from ...protocol.run import exits, rundir
 from ...protocol.run.notices import check_target, write_notify
 from ...protocol.run.rundir import Recipe, RunDir

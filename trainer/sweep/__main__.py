@@ -23,8 +23,20 @@ from ...protocol.errors import FtmonError, UsageError
 from ...protocol.host.process import never_fail, this_process
 from ...protocol.run import exits
 from ...protocol.run.rundir import RunDir
-from ...protocol.sweep.rows import FORMAT, Ended, Header, Plan, Planned, Row, Settings, Started
-from ...protocol.sweep.store import Results, Writer, default_output, read
+from ...protocol.sweep.rows import (
+    FORMAT,
+    Ended,
+    Header,
+    Plan,
+    Planned,
+    Results,
+    Row,
+    Settings,
+    Started,
+    Writer,
+    default_output,
+    read,
+)
 from ..recipe.hardware import torch_is_cpu_only, usable_gpus
 from . import plan as spec
 from .engines import ENGINES, Jobs, engine, recover

@@ -26,8 +26,19 @@ import psutil
 
 from ...protocol.errors import FtmonError, UsageError
 from ...protocol.run.rundir import home
-from ...protocol.sweep.rows import FORMAT, Budget, Ended, Entry, Header, Planned, Predicted, Row, Settings, Started
-from ...protocol.sweep.store import Results
+from ...protocol.sweep.rows import (
+    FORMAT,
+    Budget,
+    Ended,
+    Entry,
+    Header,
+    Planned,
+    Predicted,
+    Results,
+    Row,
+    Settings,
+    Started,
+)
 from ...protocol.text import first_line
 from ..recipe.hardware import usable_gpus
 from . import plan as spec

@@ -34,8 +34,7 @@ from ...protocol.analysis.sweep.text import (
 from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ...protocol.run.rundir import RunOptions
 from ...protocol.run.start import StartRequest
-from ...protocol.sweep.rows import Budget, Ended, Plan, Predicted, Row, Search, Settings, Value, key_of
-from ...protocol.sweep.store import verdicts
+from ...protocol.sweep.rows import Budget, Ended, Plan, Predicted, Row, Search, Settings, Value, key_of, verdicts
 from ...protocol.text import duration, gib, sanitize
 from ..host.hardware.gpus import GpuUse, gpu_use, wait_until_free
 from ..recipe.config import load, write

@@ -20,13 +20,23 @@ from ...protocol.errors import RecordingError
 from ...protocol.host.process import is_alive
 from ...protocol.messages.control import Alert
 from ...protocol.messages.telemetry import Hello, Step
-from ...protocol.recording.collect import RecordedRun
-from ...protocol.recording.reader import Reader
+from ...protocol.recording.reader import Reader, RecordedRun
 from ...protocol.run.end import last_lines
 from ...protocol.run.rundir import ExitFile, RunDir
 from ...protocol.run.start import CommandEnd, spawn_start, started_run
-from ...protocol.sweep.rows import Ended, Entry, Planned, Predicted, RankRow, Row, Settings, Started, Verdict, key_of
-from ...protocol.sweep.store import Results
+from ...protocol.sweep.rows import (
+    Ended,
+    Entry,
+    Planned,
+    Predicted,
+    RankRow,
+    Results,
+    Row,
+    Settings,
+    Started,
+    Verdict,
+    key_of,
+)
 from ...protocol.text import first_line
 from ..host import processes
 from ..host.end.kill import sweep

@@ -19,9 +19,8 @@ import msgspec
 import shtab
 
 from ... import __version__
-from ...protocol.checks import TRAINING_PACKAGES, Check, State
+from ...protocol.checks import TRAINING_PACKAGES, Check, State, tested_versions, version_check, version_parts
 from ...protocol.errors import RunDirError
-from ...protocol.known_faults import tested_versions, version_check, version_parts
 from ...protocol.run.rundir import checked_home
 from ...protocol.text import counted, gib
 from . import output

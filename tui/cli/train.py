@@ -16,13 +16,13 @@ import msgspec
 from ...protocol.analysis.sweep.summary import pool
 from ...protocol.analysis.sweep.text import aligned, result_lines, table
 from ...protocol.errors import FtmonError, UsageError
-from ...protocol.link.join import JOIN_NAME, join_path
+from ...protocol.link.sockets import JOIN_NAME, join_path
 from ...protocol.run import exits, rundir
 from ...protocol.run.notices import make_notify
 from ...protocol.run.rundir import RunOptions
 from ...protocol.run.start import CommandEnd, StartRequest, module_command
 from ...protocol.run.targets import parse_targets
-from ...protocol.sweep.store import ResultsError, default_output
+from ...protocol.sweep.rows import ResultsError, default_output
 from ...protocol.text import sanitize
 from ..model.runs import TRAINER_KINDS, RunList
 from .access import SCRIPT, StartFailedError, become, require_training, start_run, words_of

@@ -16,8 +16,7 @@ from ...protocol.analysis.sweep.text import (
     value_text,
 )
 from ...protocol.host.process import is_alive
-from ...protocol.sweep.rows import Plan, Planned, Predicted, Row, Settings, Started, key_of
-from ...protocol.sweep.store import Results, read, verdicts
+from ...protocol.sweep.rows import Plan, Planned, Predicted, Results, Row, Settings, Started, key_of, read, verdicts
 from ...protocol.text import duration, gib
 
 STATES = {

@@ -16,12 +16,10 @@ from ...protocol.analysis.sweep.summary import figures, pool
 from ...protocol.analysis.sweep.text import settings_text
 from ...protocol.errors import FtmonError, UsageError
 from ...protocol.messages.telemetry import Evaluation
-from ...protocol.recording.collect import RecordedRun
-from ...protocol.recording.reader import Reader
+from ...protocol.recording.reader import Reader, RecordedRun
 from ...protocol.recording.results import StepPoint, TrainingPoint, run_state
 from ...protocol.run.end import ending_in_words
-from ...protocol.sweep.rows import RankRow, key_of
-from ...protocol.sweep.store import Results, is_results, read
+from ...protocol.sweep.rows import RankRow, Results, is_results, key_of, read
 from ...protocol.text import sanitize
 from ..model.runs import recorded_entry
 from ..source.load import find_recording

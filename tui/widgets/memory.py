@@ -11,10 +11,20 @@ from ...protocol.text import gib as gib_words
 from ...protocol.text import sanitize
 from ..model.oom import SpikeVerdict, innermost
 from ..model.peaks import phase_words, ranking_sentences
-from ..model.prediction import compared_phases, predicted_phase
 from ..model.rank import PhaseRates, RankModel, allocated_bytes, allocations, phase_rates, segment_bytes
 from ..model.timeline import EMPTY
-from ..model.waterfall import LABELS, REASONS, UNTRACED, UNTRACED_WORDS, RankBar, Waterfall, unanalysed, waterfall
+from ..model.waterfall import (
+    LABELS,
+    REASONS,
+    UNTRACED,
+    UNTRACED_WORDS,
+    RankBar,
+    Waterfall,
+    compared_phases,
+    predicted_phase,
+    unanalysed,
+    waterfall,
+)
 from .alerts import cause_lines
 from .drawing import GIB_UNIT, MIB_UNIT, Line, Unit, count, fitting, gib, gib_signed, marked, milliseconds, spread, wrap
 from .header import time_of_day

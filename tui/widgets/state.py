@@ -10,11 +10,11 @@ from ...protocol.messages.telemetry import DeviceSample
 from ...protocol.run.end import ending_in_words
 from ...protocol.text import sanitize
 from ..model.oom import CaseKey, ConsoleSession
-from ..model.prediction import highest_prediction
 from ..model.rank import RankModel
 from ..model.run import HeldWatch, RunModel, activity_words, epoch_words
 from ..model.timeline import Columns
 from ..model.training import ChartView
+from ..model.waterfall import highest_prediction
 from ..source.base import Connection, Source
 from ..source.dry_runs import DryRuns
 from .drawing import count

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import msgspec
 
-from ...known_faults import faults_of
+from ...checks import faults_of
 from ...messages.telemetry import Hello
 from ..findings.finding import Detector, Finding, Handler, Kind, Shown
 from ..words import Words

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ftmon.protocol import known_faults
+from ftmon.protocol import checks
 from ftmon.trainer import doctor
 
 
@@ -50,18 +50,18 @@ def test_versions_outside_the_tested_ones_are_warned_of(
     monkeypatch: pytest.MonkeyPatch, library: str, version: str, state: str, text: str
 ) -> None:
     tested = {"torch": ("2.7", "2.14"), "deepspeed": ("0.19.8", "0.19.8")}
-    monkeypatch.setattr(known_faults, "tested_versions", lambda: tested)
-    monkeypatch.setattr(known_faults, "watched_versions", lambda: {"torch": "2.6"})
-    check = known_faults.version_check(library, version)
+    monkeypatch.setattr(checks, "tested_versions", lambda: tested)
+    monkeypatch.setattr(checks, "watched_versions", lambda: {"torch": "2.6"})
+    check = checks.version_check(library, version)
     assert (check.state, check.text) == (state, text)
 
 
 def test_the_table_of_tested_versions_has_both_ends_in_order() -> None:
-    tested = known_faults.tested_versions()
+    tested = checks.tested_versions()
     assert {"torch", "transformers", "deepspeed"} <= tested.keys()
-    parts = known_faults.version_parts
+    parts = checks.version_parts
     assert all(parts(oldest) <= parts(newest) for oldest, newest in tested.values())
-    assert all(parts(watched) <= parts(tested[name][0]) for name, watched in known_faults.watched_versions().items())
+    assert all(parts(watched) <= parts(tested[name][0]) for name, watched in checks.watched_versions().items())
 
 
 def test_missing_packages_are_findings_and_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

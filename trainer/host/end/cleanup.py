@@ -21,7 +21,7 @@ import msgspec
 
 from ....protocol.errors import FtmonError
 from ....protocol.host.process import is_alive
-from ....protocol.link.join import read_join
+from ....protocol.link.sockets import read_join
 from ....protocol.run.environment import JOIN_ENV, RUN_ENV
 from ....protocol.run.rundir import RunDir
 from ....protocol.text import duration, gib, kernel_sleep, sanitize

@@ -15,7 +15,7 @@ from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.memory import Cause, Composition
 from ftmon.protocol.messages.telemetry import AllocatorEvents, Failure, Step
 from ftmon.protocol.messages.wire import Frame
-from ftmon.protocol.recording import guard, opening, salvage
+from ftmon.protocol.recording import opening, salvage
 from ftmon.protocol.recording.curves import peak_seq
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.results import PeakMark, PhasePeaks, answer_query, decode_answer
@@ -228,7 +228,7 @@ def costly(tmp_path: Path) -> Path:
 def test_a_command_shows_part_of_a_recording_that_costs_too_much_and_says_so(
     costly: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "_MESSAGE_SECONDS", 0.05)
+    monkeypatch.setattr(opening, "_MESSAGE_SECONDS", 0.05)
     status = main([*words, str(costly)])
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1
@@ -241,7 +241,7 @@ def test_a_command_shows_part_of_a_recording_that_costs_too_much_and_says_so(
 def test_all_questions_of_a_command_share_what_the_file_justifies(
     costly: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "_MESSAGE_SECONDS", 0.05)
+    monkeypatch.setattr(opening, "_MESSAGE_SECONDS", 0.05)
     with Reader(costly, once=True) as reader:
         found = len(reader.frames(limit=100_000))
         assert 40 < found < 1_500

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from ftmon.protocol.errors import RecordingError
 from ftmon.protocol.messages.telemetry import Step
-from ftmon.protocol.recording.guard import Guard
+from ftmon.protocol.recording.opening import Guard
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.schema import SCHEMA_VERSION, expected_tables
 from ftmon.protocol.recording.writer import Writer

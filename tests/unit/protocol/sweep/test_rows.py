@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.host.process import ProcessId
-from ftmon.protocol.sweep.rows import FORMAT, Ended, Header, Plan, Row, Started, key_of
-from ftmon.protocol.sweep.store import ResultsError, Writer, read
+from ftmon.protocol.sweep.rows import FORMAT, Ended, Header, Plan, ResultsError, Row, Started, Writer, key_of, read
 from ftmon.trainer.sweep import plan
 from ftmon.trainer.sweep.__main__ import main
 

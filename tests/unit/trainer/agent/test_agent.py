@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from ftmon.protocol.link import keys
-from ftmon.protocol.link.join import JoinFile, read_join, write_join
+from ftmon.protocol.link.sockets import JoinFile, read_join, write_join
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.agent.agent import Agent
 from ftmon.trainer.host import loop

@@ -11,7 +11,7 @@ import zmq
 from eventually import eventually
 from ftmon.protocol.analysis.stalls.tracker import ProcessFact
 from ftmon.protocol.link import keys, sockets
-from ftmon.protocol.link.join import JoinFile
+from ftmon.protocol.link.sockets import JoinFile
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.hosts import AgentBeat, HostState, KernelKill, ProcessState
 from ftmon.protocol.messages.telemetry import DeviceInfo, Hello, LogLine

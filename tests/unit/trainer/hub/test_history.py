@@ -24,7 +24,7 @@ Ask = Callable[..., Answer]
 @pytest.fixture
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
     # A garbage collection in the server's thread counts as its processor time.
-    monkeypatch.setattr("ftmon.protocol.recording.guard.time", SimpleNamespace(thread_time=lambda: 0.0))
+    monkeypatch.setattr("ftmon.protocol.recording.opening.time", SimpleNamespace(thread_time=lambda: 0.0))
     lines = (Frame(seq, 100.0 + seq, LogLine(0, 100.0, "out", "a line")) for seq in range(1, MOST + 100))
     recording = write(tmp_path / "recording.sqlite", lines, commit_every=MOST)
     with zmq.Context() as context:

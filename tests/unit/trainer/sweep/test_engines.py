@@ -9,8 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from ftmon.protocol.sweep.rows import FORMAT, Header, Row, Started
-from ftmon.protocol.sweep.store import Results
+from ftmon.protocol.sweep.rows import FORMAT, Header, Results, Row, Started
 from ftmon.trainer.sweep import engines, plan
 from ftmon.trainer.sweep.__main__ import main
 from ftmon.trainer.sweep.engines import Request, work

@@ -12,7 +12,7 @@ import pytest
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.messages.wire import Frame
-from ftmon.protocol.recording.collect import RecordedRun
+from ftmon.protocol.recording.reader import RecordedRun
 from ftmon.protocol.run.rundir import ExitFile, RunDir
 from ftmon.protocol.run.start import CommandEnd, LauncherMessage
 from ftmon.protocol.sweep.rows import Planned

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ftmon.protocol.recording.collect import RecordedRun
+from ftmon.protocol.recording.reader import RecordedRun
 from ftmon.protocol.run import rundir
 from ftmon.tui.cli.main import main
 from ftmon.tui.source.imported import import_log, without_repeated

@@ -3,7 +3,7 @@
 import pytest
 from ftmon.protocol.analysis.kinds import words_of
 from ftmon.protocol.analysis.learning.known import KnownFaults
-from ftmon.protocol.known_faults import KnownFault, known_faults
+from ftmon.protocol.checks import KnownFault, known_faults
 from ftmon.protocol.messages.telemetry import Hello
 from simulated_run import Sim
 

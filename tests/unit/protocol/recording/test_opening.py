@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.errors import RecordingError
-from ftmon.protocol.recording.guard import Guard, RefusedError
+from ftmon.protocol.recording.opening import Guard, RefusedError
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.schema import APPLICATION_ID
 
