@@ -181,7 +181,7 @@ class FtmonApp(ThemedApp):
             self.app_state.show_message(f"moved to the first {first.severity}: {first.title}")
         self.show(AlertsScreen(self.app_state))
 
-    action_logs = _opening("logs", "LogsScreen")
+    action_logs = _opening("stacks", "LogsScreen")
     action_stacks = _opening("stacks", "StacksScreen")
     action_events = _opening("memory", "EventsScreen")
     action_training = _opening("training", "TrainingScreen")
