@@ -11,10 +11,8 @@ from ..protocol.errors import FtmonError
 from ..protocol.run.notices import terminal_sequence
 from ..protocol.run.rundir import RunDir
 from .model.run import TerminalNotices
-from .screens.apps import ThemedApp
-from .screens.base import HelpScreen, MonitorScreen
-from .screens.dialogs import GotoDialog, refusal
-from .screens.kill import KillDialog, StopDialog
+from .screens.base import HelpScreen, MonitorScreen, ThemedApp
+from .screens.dialogs import GotoDialog, KillDialog, StopDialog, refusal
 from .screens.overview import OverviewScreen, RankScreen
 from .source.base import Source, Transport
 from .widgets.state import AppState

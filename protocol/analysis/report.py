@@ -16,8 +16,7 @@ import msgspec
 from ..messages.telemetry import Hello
 from ..sweep.rows import PhaseFigures, RankRow, Row
 from ..text import gib
-from .sweep.summary import RESIDENT_ERROR
-from .sweep.text import aligned
+from .sweep.summary import RESIDENT_ERROR, aligned
 
 FALSE_ALARMS = 0.05
 """Share of comparisons of equal runs that raise an alarm, over all gated figures together."""

@@ -14,7 +14,7 @@ from ftmon.protocol.run.notices import TERMINAL, Notify, write_notify
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.model import RunModel
-from ftmon.tui.screens.kill import KillDialog
+from ftmon.tui.screens.dialogs import KillDialog
 from ftmon.tui.screens.overview import OverviewScreen
 from ftmon.tui.screens.runs import RunsScreen
 from ftmon.tui.source.live import LiveSource

@@ -16,8 +16,7 @@ from yaml.nodes import MappingNode
 
 from ...protocol.analysis.sweep import summary
 from ...protocol.analysis.sweep.search import left
-from ...protocol.analysis.sweep.summary import pool
-from ...protocol.analysis.sweep.text import (
+from ...protocol.analysis.sweep.summary import (
     aligned,
     budget_text,
     cost_lines,
@@ -25,6 +24,7 @@ from ...protocol.analysis.sweep.text import (
     duration_text,
     goal_text,
     left_text,
+    pool,
     predicted_text,
     result_lines,
     row_text,

@@ -10,7 +10,7 @@ import pynvml
 
 from ...protocol.analysis.estimates.memory import Piece, beside_pytorch
 from ...protocol.analysis.sweep.search import Tried, UndecidedError, largest, phase_curve
-from ...protocol.analysis.sweep.text import describe_pieces, settings_text, value_text
+from ...protocol.analysis.sweep.summary import describe_pieces, settings_text, value_text
 from ...protocol.errors import FtmonError
 from ...protocol.host.machine import find_gpu
 from ...protocol.sweep.rows import Planned, Predicted, Row, Search, Settings

@@ -532,7 +532,7 @@ _INVESTIGATE = (
     ),
     command(
         "oom",
-        "oom:show_oom",
+        "ranks:show_oom",
         "explain an out-of-memory error, with remedies",
         argument("target", "RUN|FILE", "a run, a recording, or a PyTorch memory snapshot"),
         RANK,
@@ -559,7 +559,7 @@ _INVESTIGATE = (
     ),
     command(
         "stacks",
-        "oom:show_stacks",
+        "ranks:show_stacks",
         "show the Python stacks of a run's ranks",
         FILE_OR_RUN,
         ranks_option("this rank"),
@@ -569,7 +569,7 @@ _INVESTIGATE = (
     ),
     command(
         "console",
-        "oom:console",
+        "ranks:console",
         "run Python in the failing frame of a held rank",
         RUN,
         argument("--rank", "R", "a rank held at an out-of-memory error", type=rank, required=True),
@@ -653,10 +653,10 @@ _INVESTIGATE = (
     ),
 )
 _END = (
-    command("stop", "end:stop", "save a checkpoint and end the run after its current step", RUN),
+    command("stop", "ranks:stop", "save a checkpoint and end the run after its current step", RUN),
     command(
         "kill",
-        "end:kill",
+        "ranks:kill",
         "end a run, or some of its ranks, by signals",
         RUN,
         ranks_option("this rank only"),
@@ -665,14 +665,14 @@ _END = (
     ),
     command(
         "release",
-        "oom:release",
+        "ranks:release",
         "release ranks that are held at an out-of-memory error",
         RUN,
         ranks_option("this rank (default: all held)"),
     ),
     command(
         "cleanup",
-        "end:cleanup",
+        "ranks:cleanup",
         "find and end processes that finished runs left behind",
         YES,
         json_flag("list what was found as JSON, and end nothing"),

@@ -17,9 +17,8 @@ from ...protocol.recording.series import SERIES
 from ...protocol.run.start import module_command
 from ...protocol.run.targets import REPORT_TARGETS, TRACKERS, is_installed
 from ...protocol.text import counted, sanitize
-from ..export.flame_graph import write_flame_graph
-from ..export.memory_viz import write_snapshot
 from ..export.perfetto import write_trace
+from ..export.snapshots import write_flame_graph, write_snapshot
 from ..export.tables import write_table
 from ..report.build import build, check_outputs, lines, records, to_csv, to_parquet, write_file
 from ..report.data import Loaded, load, load_both, parse_mapping

@@ -13,8 +13,7 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from ...protocol.analysis.sweep.summary import pool
-from ...protocol.analysis.sweep.text import aligned, result_lines, table
+from ...protocol.analysis.sweep.summary import aligned, pool, result_lines, table
 from ...protocol.errors import FtmonError, UsageError
 from ...protocol.link.sockets import JOIN_NAME, join_path
 from ...protocol.run import exits, rundir

@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 from ...protocol.analysis.sweep import summary
 from ...protocol.analysis.sweep.search import Remaining, left
-from ...protocol.analysis.sweep.summary import Pooled, curve_axis, pool
-from ...protocol.analysis.sweep.text import (
+from ...protocol.analysis.sweep.summary import (
     VERDICTS,
+    Pooled,
+    curve_axis,
     deviation_text,
     failure_text,
+    pool,
     settings_text,
     short_names,
     spread_text,

@@ -15,8 +15,17 @@ import msgspec
 from ...protocol.analysis.estimates.memory import RATES, TOLERANCE, WHOLE_STEP, bands, pieces
 from ...protocol.analysis.estimates.time import gpu_cost
 from ...protocol.analysis.sweep.summary import Curve as MeasuredCurve
-from ...protocol.analysis.sweep.summary import curve_axis, curves, pool
-from ...protocol.analysis.sweep.text import aligned, curve_lines, result_lines, settings_text, table, unit_of
+from ...protocol.analysis.sweep.summary import (
+    aligned,
+    curve_axis,
+    curve_lines,
+    curves,
+    pool,
+    result_lines,
+    settings_text,
+    table,
+    unit_of,
+)
 from ...protocol.analysis.words import describe_curve
 from ...protocol.errors import UsageError
 from ...protocol.host.process import write_private

@@ -12,8 +12,7 @@ import yaml
 
 from ...protocol.analysis.estimates.memory import UNITS, CsvMapping, HeaderError, Measurement, guess_mapping, read_csv
 from ...protocol.analysis.report import Measure, Side, StepRange, settings_of, side_of_ranks, side_of_rows
-from ...protocol.analysis.sweep.summary import figures, pool
-from ...protocol.analysis.sweep.text import settings_text
+from ...protocol.analysis.sweep.summary import figures, pool, settings_text
 from ...protocol.errors import FtmonError, UsageError
 from ...protocol.messages.telemetry import Evaluation
 from ...protocol.recording.reader import Reader, RecordedRun

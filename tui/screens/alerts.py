@@ -13,7 +13,7 @@ from ..widgets.alerts import alert_detail, alert_line
 from ..widgets.base import Canvas, Listing, Prompt, pressing
 from ..widgets.drawing import Line
 from .base import BACK, LOGS, ListScreen, key
-from .kill import suggested
+from .dialogs import suggested
 from .memory import MemoryScreen
 
 

@@ -1,21 +1,34 @@
-"""Base of the full screens (summary, replay bar, keys, minimum size), and the help screen."""
+"""Base of the apps (themes, actions by name) and of the full screens; the help screen with the legends of its signs."""
 
-from collections.abc import Iterable
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
-from textual.app import ComposeResult
+from rich.style import Style
+from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.command import Provider
+from textual.driver import Driver
 from textual.events import Resize
 from textual.screen import Screen
+from textual.theme import Theme as AppTheme
 from textual.widget import Widget
 
-from ..widgets.base import Canvas, KeyBar, Listing, Prompt, ReplayBar, SummaryBar, key_words
-from ..widgets.drawing import Line, wrap
-from ..widgets.legend import LEGENDS
+from ..model.waterfall import LABELS
+from ..source.base import Source
+from ..widgets.base import Canvas, KeyBar, Listing, Prompt, ReplayBar, SummaryBar, key_name, key_words
+from ..widgets.drawing import ASCII, DARK, LIGHT, Line, Palette, Theme, choose, wrap
+from ..widgets.memory import PART_FILLS
+from ..widgets.plots import FILLS, SHORT, sign_of
+from ..widgets.screen_output import ScreenOutput
 from ..widgets.state import AppState, trouble_words
-from .dialogs import Dialog
-from .kill import suggested
+from .dialogs import Dialog, suggested
 
 SMALLEST = (60, 16)
 TALL = 30  # minimum rows with room for more alerts
@@ -110,7 +123,7 @@ class MonitorScreen(Screen[Any]):
     """Whether the keys of a run apply to it; a class without them also has ``inherit_bindings=False``."""
     HIDDEN: ClassVar[frozenset[str]] = frozenset()  # actions of the app that do not apply to this screen
     LEGEND: ClassVar[tuple[str, ...]] = ()
-    """Parts of the legend that belong to the screen: names of ``widgets.legend.LEGENDS``."""
+    """Parts of the legend that belong to the screen: names of ``LEGENDS``."""
 
     def __init__(self, app_state: AppState) -> None:
         super().__init__()
@@ -246,3 +259,314 @@ class HelpScreen(Dialog):
     def action_scroll(self, direction: int) -> None:
         self.top += direction * max(1, self.panel.size.height // 2)
         self.panel.tick(force=True)
+
+
+STATE_WORDS = {
+    "starting": "its process is up, no step is finished yet",
+    "training": "it makes progress",
+    "waiting": "it is in a collective that others have not entered",
+    "hung": "no progress for longer than the phase's time limit",
+    "held": "it waits at an out-of-memory error (--on-oom hold)",
+    "stopped": "the process is stopped (SIGSTOP)",
+    "gone": "there is no process any more",
+    "unreachable": "no messages arrive from its host",
+    "finished": "it ended without an error",
+}
+
+PHASE_WORDS = {
+    "data": "waiting for the next batch",
+    "generate": "generation (the rollout of a step)",
+    "forward": "forward pass",
+    "backward": "backward pass, gradient reduction included",
+    "optimizer": "optimizer step",
+    "wait": "inside collective calls (not part of the phases)",
+    "other": "between phases, evaluations, checkpoints",
+}
+
+PART_WORDS = {
+    "parameters": "the model's weights as it computes with them",
+    "gradients": "gradients of the weights",
+    "optimizer_states": "Adam's moments and the like",
+    "master_copies": "the weights that mixed precision updates",
+    "partitions": "ZeRO's flat partitions that are none of these",
+    "buckets": "communication and reduction buffers",
+    "activations": "saved in a forward for its backward",
+    "temporaries": "allocated and freed within the phase",
+    "other": "held by PyTorch, of no known use",
+    "unattributed": "allocated, of unknown purpose",
+    "untraced": "on the CPU: code, libraries, and what glibc's malloc keeps after free",
+    "unused": "reserved by the allocator, not allocated",
+}
+
+
+def _legend(title: str, rows: Iterable[tuple[str, Style, str, str]], theme: Theme, lead: str = "  ") -> list[Line]:
+    """Draw a title, and a line for each sign: the sign with its style, its name, and what it means."""
+    lines = [Line(title, theme.style("accent", bold=True))]
+    for sign, style, name, words in rows:
+        lines.append(Line(lead, theme.base).add(sign, style).add(name, theme.base).add(words, theme.style("dim")))
+    return lines
+
+
+def _graph(theme: Theme) -> list[Line]:
+    glyphs, spike = theme.glyphs, theme.style("warning", bold=True)
+    behind = glyphs.reserved * 2 if theme.plain_graphs else "  "
+    rows = [
+        (glyphs.eighths[8] * 2, theme.style("allocated"), "", "  allocated (on a CPU: in use, by glibc)"),
+        (behind, theme.style("text", "reserved"), "", "  reserved by the allocator (on a CPU: the resident set)"),
+        (glyphs.peak * 2, theme.style("peak"), "", "  the highest peak of this rank so far"),
+        (glyphs.spike + " ", spike, "", "  a spike: memory allocated and freed; n jumps to it, a explains it"),
+    ]
+    top = Line("  the top edge is the device's capacity, or after z the run's highest peak", theme.style("dim"))
+    return [*_legend("memory", rows, theme), top]
+
+
+def _fill(letters: Mapping[str, str], name: str, other: str, color: str, theme: Theme) -> tuple[str, Style]:
+    return letters.get(name, other) * 2 if theme.plain_graphs else "  ", theme.style("on_color", color)
+
+
+def _phases(theme: Theme) -> list[Line]:
+    fills = ((*_fill(FILLS, name, "_", theme.phase(name), theme), name) for name in PHASE_WORDS)
+    rows = [(sign, style, f"  {SHORT[name]:<6}", PHASE_WORDS[name]) for sign, style, name in fills]
+    return _legend("shares of a step", rows, theme)
+
+
+def _states(theme: Theme) -> list[Line]:
+    signs = ((*theme.state(state), state) for state in STATE_WORDS)
+    rows = [(f"  {glyph}   ", theme.style(tone), f"{state:<12}", STATE_WORDS[state]) for glyph, tone, state in signs]
+    return _legend("states", rows, theme, lead="")
+
+
+def _alerts(theme: Theme) -> list[Line]:
+    words = {"error": "the run is blocked or ends", "warning": "needs attention", "info": "for information"}
+    signs = ((*theme.severity(severity), text) for severity, text in words.items())
+    rows = [(f"  {glyph}   ", theme.style(tone), "", text) for glyph, tone, text in signs]
+    return _legend("alerts", rows, theme, lead="")
+
+
+def _heat(theme: Theme) -> list[Line]:
+    ramp = Line("  ", theme.base)
+    for color in theme.palette.heat if theme.color else ():
+        ramp.add(" ", theme.style("text", color))
+    words = "  a rank's peak as a share of its device, in percent (small cells: tens of percent)"
+    return [*_legend("heat map", (), theme), ramp.add(words, theme.style("dim"))]
+
+
+def _parts(theme: Theme) -> list[Line]:
+    labels = LABELS | {"unused": "unused, reserved"}
+    fills = ((*_fill(PART_FILLS, name, "?", theme.part(name), theme), name) for name in PART_WORDS)
+    rows = [(sign, style, f"  {labels.get(name, name):<22}", PART_WORDS[name]) for sign, style, name in fills]
+    return _legend("composition of a peak", rows, theme)
+
+
+def _training(theme: Theme) -> list[Line]:
+    points = "loss of single steps; where several share a dot, the lowest and the highest"
+    signs = (
+        (sign_of("points", theme), "dim", points),
+        (sign_of("line", theme), "accent", "smoothed loss; below, the mean of the steps"),
+        (sign_of("marks", theme), "warning", "loss of an evaluation"),
+        ("c", "good", "a checkpoint; C is the best so far"),
+        ("E", "accent", "the training stopped early"),
+    )
+    rows = [(sign, theme.style(tone), "", f"   {words}") for sign, tone, words in signs]
+    return _legend("curves and marks", rows, theme)
+
+
+LEGENDS: dict[str, Callable[[Theme], list[Line]]] = {
+    "graph": _graph,
+    "phases": _phases,
+    "states": _states,
+    "alerts": _alerts,
+    "heat": _heat,
+    "parts": _parts,
+    "training": _training,
+}
+
+
+def ordered_commands() -> "type[Provider]":
+    """Return the palette's provider: commands in the order of ``get_system_commands``; Textual's sorts them by name."""
+    from textual.command import DiscoveryHit, Hits  # only once the palette opens
+    from textual.system_commands import SystemCommandsProvider
+
+    class OrderedCommands(SystemCommandsProvider):
+        async def discover(self) -> Hits:
+            for title, help_text, callback, _ in self.app.get_system_commands(self.screen):
+                yield DiscoveryHit(title, callback, help=help_text)
+
+    return OrderedCommands
+
+
+SCREENS = ("open", "training", "alerts", "memory", "logs", "stacks", "events", "oom", "jobs", "runs", "help")
+"""Actions that open a screen, in the palette's order."""
+
+ENDS = ("kill", "stop")
+
+LAST = ("theme", "suspend_process", "redraw", "detach")
+
+
+def palette_place(action: str) -> tuple[int, int]:
+    """Return the place of an action in the palette: screens, ends of the run, what the screen does, the app itself."""
+    name = action.removeprefix("app.")
+    for group, names in ((0, SCREENS), (1, ENDS), (3, LAST)):
+        if action.startswith("app.") and name in names:
+            return group, names.index(name)
+    return 2, 0
+
+
+def _app_theme(palette: Palette) -> AppTheme:
+    return AppTheme(
+        name=palette.name,
+        primary=palette.accent,
+        secondary=palette.dim,
+        accent=palette.accent,
+        foreground=palette.text,
+        background=palette.background,
+        surface=palette.background,
+        panel=palette.raised,
+        success=palette.good,
+        warning=palette.warning,
+        error=palette.error,
+        dark=palette.dark,
+    )
+
+
+class ThemedApp(App[None]):
+    """An app in a light and a dark theme.
+
+    ``ascii``: ASCII only, regardless of the locale. ``read_only``: refuse all commands to the run.
+    """
+
+    COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {ordered_commands}
+    CSS_PATH = Path(__file__).parent.parent / "ftmon.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+q", "detach", "detach", show=False, tooltip="leave"),
+        Binding("ctrl+c", "interrupt", show=False, priority=True),
+        Binding(
+            "ctrl+z", "suspend_process", "suspend", show=False, priority=True, tooltip="back to the shell; fg returns"
+        ),
+    ]
+
+    def __init__(
+        self,
+        source: Source | None = None,
+        *,
+        ascii: bool = False,  # noqa: A002  (the name of the option)
+        light: bool = False,
+        read_only: bool = False,
+    ) -> None:
+        no_color = bool(os.environ.get("NO_COLOR"))
+        # With native ANSI colours Textual applies NO_COLOR as no colour at all, otherwise as shades of grey.
+        super().__init__(ansi_color=True if no_color else None)
+        for palette in (DARK, LIGHT):
+            self.register_theme(_app_theme(palette))
+        theme = Theme(LIGHT if light else DARK, ASCII if ascii else choose(False), color=not no_color)
+        self.app_state = AppState(source, theme, read_only)
+        self.output.ascii_only = theme.glyphs.is_ascii
+        self.theme = theme.palette.name
+
+    def get_driver_class(self) -> type[Driver]:
+        """Return Textual's driver for this platform, which sends only changed cells (not on Windows)."""
+        base = super().get_driver_class()
+        self.output = output = ScreenOutput()
+        if sys.platform == "win32":
+            return base
+
+        class ChangedCellsDriver(base):
+            def write(self, data: str) -> None:
+                with contextlib.suppress(OSError):
+                    output.size = os.get_terminal_size(sys.__stderr__.fileno()) if sys.__stderr__ else None
+                super().write(output.rewrite(data))
+
+        return ChangedCellsDriver
+
+    def on_resize(self, event: Resize) -> None:
+        """Draw everything again: a terminal's own change is not known. This event also follows a suspension."""
+        self.action_redraw()
+
+    def repaint(self) -> None:
+        raise NotImplementedError
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """Yield the actions of the visible screen: other screens first, then what ends the run, then the rest."""
+        seen: set[str] = set()
+        found = sorted(screen.active_bindings.values(), key=lambda active: palette_place(active.binding.action))
+        for _, binding, enabled, tooltip in found:
+            if binding.action in seen or not enabled or not binding.tooltip or binding.action == "command_palette":
+                continue
+            seen.add(binding.action)
+            action = binding.action if "." in binding.action else f"screen.{binding.action}"
+            title, run = (
+                f"{binding.description}  ({key_name(binding.key)})",
+                partial(self.call_later, self.run_action, action),
+            )
+            yield SystemCommand(title, tooltip or binding.tooltip, run)
+
+    def action_detach(self) -> None:
+        self.exit()
+
+    def action_redraw(self) -> None:
+        """Draw everything again, as after another program has written to the terminal."""
+        self.output.forget()
+        self.refresh(layout=True)
+
+    def interrupt_words(self) -> str:
+        """Return the answer to ctrl+c, which does not end the app."""
+        return "q leaves"
+
+    def action_interrupt(self) -> None:
+        """Show how to leave: ctrl+c would often be meant for the training."""
+        self.app_state.show_message(self.interrupt_words(), "warning")
+        self.repaint()
+
+    def action_suspend_process(self) -> None:
+        """Stop this process group as ctrl+z does outside of the app; the shell's fg continues it."""
+        if not has_job_control():
+            self.app_state.show_message("ctrl+z: there is no shell to return to; q leaves", "warning")
+            self.repaint()
+        elif self._driver is not None and self._driver.can_suspend:
+            self._suspend_signal()
+            os.killpg(0, signal.SIGTSTP)  # the group, as a wrapper such as env or uv may be the shell's job
+
+    def action_theme(self) -> None:
+        before = self.app_state.theme
+        palette = LIGHT if before.palette.dark else DARK
+        self.app_state.theme = Theme(palette, before.glyphs, before.color)
+        self.theme = palette.name
+        self.repaint()
+
+
+def has_job_control() -> bool:
+    """Return whether a shell of this session would continue this process group: it is another group's child."""
+    if sys.platform == "win32":
+        return False
+    import psutil
+
+    try:
+        group, session = os.getpgrp(), os.getsid(0)
+        process = psutil.Process()
+        while (parent := process.parent()) is not None and os.getpgid(parent.pid) == group:
+            process = parent
+        return parent is not None and os.getsid(parent.pid) == session
+    except (psutil.Error, OSError):
+        return False
+
+
+_TICKS_A_SECOND = 2
+
+
+class OneScreenApp(ThemedApp):
+    """Shows ``MAIN_SCREEN``, which ``get_default_screen`` makes; ``HELP_SCREEN`` is its help."""
+
+    MAIN_SCREEN: ClassVar[type[MonitorScreen]]
+    HELP_SCREEN: ClassVar[type[HelpScreen]]
+
+    def on_mount(self) -> None:
+        self.set_interval(1 / _TICKS_A_SECOND, self.repaint)
+
+    def repaint(self) -> None:
+        # A closing app removes its screens before its timers.
+        if self.is_running and isinstance(self.screen, self.MAIN_SCREEN):
+            self.screen.tick()
+
+    def action_help(self) -> None:
+        if isinstance(self.screen, self.MAIN_SCREEN):
+            self.push_screen(self.HELP_SCREEN(self.app_state, self.screen))

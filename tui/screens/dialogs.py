@@ -1,5 +1,6 @@
-"""Dialogs: a position to go to, one command with its outcome, and commands sent by one key."""
+"""Dialogs: a position to go to, kill, stop, one command with its outcome; and commands sent by one key."""
 
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from textual.app import ComposeResult
@@ -8,15 +9,15 @@ from textual.containers import Vertical
 from textual.events import Resize
 from textual.screen import ModalScreen
 
-from ...protocol.messages.control import Result, Verb
-from ...protocol.text import sanitize
+from ...protocol.messages.control import Alert, Kill, Result, Stop, Verb
+from ...protocol.text import counted, sanitize
 from ..model.oom import CommandRecord
+from ..model.rank import RankModel
 from ..model.run import RunModel
 from ..widgets.base import Canvas, Prompt
-from ..widgets.drawing import Line, marked
+from ..widgets.drawing import Line, Theme, cut, gib, marked, wrap
 from ..widgets.header import time_of_day
 from ..widgets.state import AppState
-from ..widgets.theme import Theme
 
 
 class Panel(Canvas):
@@ -281,3 +282,339 @@ class GotoDialog(Dialog):
         if event.accepted and event.text.strip() and source is not None:
             source.transport.goto(event.text.strip())
         self.dismiss(None)
+
+
+_STUCK = ("hung", "stopped", "unreachable", "held")
+"""States of a rank that does not recover by itself and blocks the others; waiting ranks are not included."""
+
+_NAMED = 6  # maximum number of ranks named one by one; more are counted
+
+
+@dataclass
+class Targets:
+    """The ranks that can be ended, the marked ones, and whether the whole run is marked."""
+
+    ranks: list[int]
+    marked: set[int] = field(default_factory=set[int])
+    whole: bool = False
+    before: dict[int, int] = field(default_factory=dict[int, int])
+    """Device memory in use by rank when the kill was sent."""
+
+    @classmethod
+    def of(cls, model: RunModel, marked: set[int]) -> "Targets":
+        """Return a run's living ranks, some marked.
+
+        The whole run instead, if all are marked, there is only one, or one rank's end is that of the run.
+        """
+        ranks = [rank.rank for rank in model.ranks.values() if rank.alive]
+        marked = marked & set(ranks)
+        if len(ranks) <= 1 or len(marked) == len(ranks) or launcher_that_ends_all(model):
+            return cls(ranks, set(), True)
+        return cls(ranks, marked)
+
+    @property
+    def any(self) -> bool:
+        return self.whole or bool(self.marked)
+
+    @property
+    def chosen(self) -> list[int]:
+        """The ranks in the form of a command: empty means the run."""
+        return [] if self.whole else sorted(self.marked)
+
+    @property
+    def first_marked(self) -> int:
+        """The first marked row: 0 is the whole run, then the ranks."""
+        marked = (row for row, rank in enumerate(self.ranks, 1) if rank in self.marked and not self.whole)
+        return next(marked, 0)
+
+    @property
+    def words(self) -> str:
+        """Text for the marked targets: ``the whole run``, ``rank 3``, ``ranks 1, 2``, ``12 ranks``, ``nothing``."""
+        if self.whole:
+            return "the whole run"
+        if not self.marked:
+            return "nothing"
+        if len(self.marked) > _NAMED:
+            return f"{len(self.marked)} ranks"
+        return f"rank{'s' * (len(self.marked) > 1)} {', '.join(map(str, sorted(self.marked)))}"
+
+    def toggle(self, row: int) -> None:
+        """Mark or unmark a row: 0 is the whole run, then the ranks."""
+        self.whole = row == 0 and not self.whole
+        self.marked ^= {self.ranks[row - 1]} if row else set()
+
+    def remember(self, model: RunModel) -> None:
+        for number in self.chosen or self.ranks:
+            rank = model.ranks.get(number)
+            if rank is not None:
+                self.before[number] = _held(model, rank)
+
+    def aftermath(self, model: RunModel, width: int, theme: Theme) -> list[Line]:
+        """Draw each target's state, and its device memory before and now."""
+        lines: list[Line] = []
+        numbers = list(self.before)
+        if not self.whole:
+            glyph, tone = theme.state(model.state)
+            words = f"the run  {model.state}" + (f": {model.state_text}" if model.state_text else "")
+            lines += marked(f"{glyph} ", theme.style(tone), words, width, theme.base)
+        for number in numbers[:_NAMED]:
+            rank = model.ranks.get(number)
+            if rank is None:
+                continue
+            glyph, tone = theme.state(rank.state)
+            line = Line(f"{glyph} ", theme.style(tone if rank.alive else "good"))
+            line.add(f"rank {number:<4}", theme.base)
+            line.add(f"{rank.state:<12}", theme.style("dim" if not rank.alive else tone))
+            if not rank.on_cpu and self.before[number]:
+                words = f"GPU memory {gib(self.before[number])} GiB before, {gib(_held(model, rank))} GiB now"
+                line.add(words, theme.style("dim"))
+            elif rank.state_text:
+                line.add(theme.cut(rank.state_text, max(0, width - line.width)), theme.style("dim"))
+            lines.append(line)
+        if len(numbers) > _NAMED:
+            left = sum(model.ranks[number].alive for number in numbers if number in model.ranks)
+            lines.append(Line(f"  {len(numbers) - left} of {len(numbers)} ranks have ended", theme.style("dim")))
+        return lines
+
+
+def launcher_that_ends_all(model: RunModel) -> str:
+    """Return the launcher that ends every rank once one of them has ended; empty: not known, or one rank."""
+    info = model.info
+    if model.world_size < 2:
+        return ""
+    if info.kind in ("demo", "train"):
+        return "ftmon's launcher"
+    words = {word.replace("\\", "/").rpartition("/")[2] for word in info.command}
+    for names, launcher in _LAUNCHERS.items():
+        if words & set(names):
+            return launcher
+    return "DeepSpeed's launcher" if info.framework == "deepspeed" else ""
+
+
+_LAUNCHERS = {
+    ("torchrun", "torch.distributed.run", "torch.distributed.launch"): "torchrun",
+    ("accelerate", "accelerate.commands.launch"): "accelerate",
+    ("deepspeed", "deepspeed.launcher.runner"): "DeepSpeed's launcher",
+}
+"""Launchers by the words of a command line; each ends all ranks of a node with the first that fails."""
+
+
+def suggested(model: RunModel, selected: int, alert: Alert | None = None) -> set[int]:
+    """Return the ranks that a kill suggests.
+
+    Returns:
+        The stuck ranks that the alert names, else the alert's rank while it is unresolved. Without an alert: the
+        selected rank if it is stuck (and not all are), else all stuck ranks, else the selected rank.
+    """
+    stuck = {rank.rank for rank in model.ranks.values() if rank.state in _STUCK}
+    if alert is not None:
+        named = {*alert.ranks, *([] if alert.rank is None else [alert.rank])}
+        if named & stuck:
+            return named & stuck
+        if alert.rank in model.ranks and alert.resolved is None and model.ranks[alert.rank].alive:
+            return {alert.rank}
+    alive = {rank.rank for rank in model.ranks.values() if rank.alive}
+    return {selected} if not stuck or (selected in stuck and stuck != alive) else stuck
+
+
+def _held(model: RunModel, rank: RankModel) -> int:
+    sample = model.device_of(rank)
+    if sample is None or sample.kind != "gpu":
+        return 0
+    own = [process.used_bytes for process in sample.processes if process.rank == rank.rank]
+    return sum(own) if own or not rank.alive else sample.used_bytes
+
+
+def target_line(targets: Targets, row: int, model: RunModel, width: int, theme: Theme, at_cursor: bool) -> Line:
+    """Draw a target: the whole run in row 0, then a rank per row."""
+    glyphs = theme.glyphs
+    marked = targets.whole or (row > 0 and targets.ranks[row - 1] in targets.marked)
+    line = Line(f"{glyphs.selected if at_cursor else ' '} ", theme.style("accent", bold=True))
+    tone = "accent" if at_cursor else "text"
+    line.add(f"{glyphs.marked if marked else glyphs.unmarked} ", theme.style("error" if marked else "dim"))
+    if row == 0:
+        line.add("the whole run", theme.style(tone, bold=True))
+        ranks = counted(len(targets.ranks), "rank")
+        return line.add(f": {ranks}, the launcher and all that they started", theme.style("dim"))
+    number = targets.ranks[row - 1]
+    line.add(f"rank {number:<5}", theme.style(tone, bold=True))
+    rank = model.ranks.get(number)
+    if rank is None:  # a job with fewer ranks began while the dialog was open
+        return line.add("has ended", theme.style("dim"))
+    where = f"pid {rank.hello.pid} on {rank.hello.host}" if rank.hello else "no report yet"
+    state_glyph, state_tone = theme.state(rank.state)
+    line.add(cut(f"{where:<28}", 30, glyphs.ellipsis), theme.style("dim"))
+    line.add(f" {state_glyph} {rank.state}", theme.style(state_tone))
+    return line.add(f", step {rank.step:,}", theme.style("dim")).fit(width, theme.base)
+
+
+def signal_line(name: str, at_cursor: bool, theme: Theme) -> Line:
+    """Draw the choice of signal."""
+    words = f"SIG{name}" if name else "INT, then TERM, then KILL"
+    line = Line(f"{theme.glyphs.selected if at_cursor else ' '} ", theme.style("accent", bold=True))
+    line.add("signal  ", theme.style("dim"))
+    return line.add(f"< {words} >", theme.style("accent" if at_cursor else "text", bold=at_cursor))
+
+
+def what_follows(targets: Targets, model: RunModel, signal: str, width: int, theme: Theme) -> list[Line]:
+    """Draw the consequences of ending the targets."""
+    text = _consequence(targets, model)
+    text += " Stacks are saved first; then SIG" + signal + "." if signal else " Stacks are saved first."
+    if signal == "KILL":
+        text += " Nothing gets a chance to save."
+    return [Line(f"  {row}", theme.style("warning" if targets.any else "dim")) for row in wrap(text, width - 3)]
+
+
+def _consequence(targets: Targets, model: RunModel) -> str:
+    if not targets.any:
+        return "Nothing is marked: no process would be ended."
+    if targets.whole:
+        launcher = launcher_that_ends_all(model)
+        reason = f" {launcher} would end it with any one rank." if launcher else ""
+        return f"The run ends immediately; progress since its last checkpoint is lost.{reason}"
+    marked = [rank for number, rank in model.ranks.items() if number in targets.marked]
+    hosts = {rank.hello.host for rank in marked if rank.hello}
+    same = [rank.rank for rank in model.ranks.values() if rank.hello and rank.hello.host in hosts and rank.alive]
+    if launcher := launcher_that_ends_all(model):
+        where = f" on {', '.join(sorted(hosts)[:3])}" if hosts else ""
+        return (
+            f"When a rank ends, {launcher} ends every rank of its node: all {len(same)}{where}. The others "
+            "cannot continue without them, so the run ends."
+        )
+    return "The other ranks wait in their next collective forever, or their launcher ends them: the run is over."
+
+
+SIGNALS = ("", "INT", "TERM", "KILL")  # signals to choose from; empty escalates: INT, then TERM, then KILL
+_LISTED = 6
+
+
+class KillDialog(CommandDialog):
+    """Selects targets and a signal, then no or yes; ``marked`` are the initially marked ranks.
+
+    The cursor is on a target (the run, then each rank), the signal, or the buttons. It starts on the buttons, with
+    ``No`` selected. Only ``Yes`` sends the command, and only while a target is marked.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "move(-1)", "up", tooltip="the target above"),
+        Binding("down,j,tab", "move(1)", "down", tooltip="the target below, the signal, the answer"),
+        Binding("pageup", "move(-6)", "page up", tooltip="six targets up"),
+        Binding("pagedown", "move(6)", "page down", tooltip="six targets down"),
+        Binding("left", "turn(-1)", "left", tooltip="another signal, or the other answer"),
+        Binding("right", "turn(1)", "right", tooltip="another signal, or the other answer"),
+        Binding("space", "mark", "mark", tooltip="mark or unmark a target"),
+        Binding("a", "all", "whole run", tooltip="mark the whole run"),
+        Binding("y", "yes", "yes", tooltip="end what is marked"),
+        Binding("q", "leave", "leave", tooltip="close; once the kill is under way, detach"),
+    ]
+    WIDTH = 78
+
+    def __init__(self, app_state: AppState, marked: set[int]) -> None:
+        super().__init__(app_state)
+        self.targets = Targets.of(app_state.model, marked)
+        self.cursor = self.buttons
+        self.signal = 0
+        self.top = 0
+
+    @property
+    def buttons(self) -> int:
+        return len(self.targets.ranks) + 2
+
+    def command(self) -> Kill | None:
+        if not self.targets.any:
+            self.app_state.show_message("nothing is marked: space marks a rank, a the whole run", "warning")
+            return None
+        self.targets.remember(self.app_state.model)
+        return Kill(self.targets.chosen, SIGNALS[self.signal])
+
+    def lines(self, width: int, height: int) -> list[Line]:
+        theme, model = self.theme, self.app_state.model
+        dim = theme.style("dim")
+        name = model.info.name or model.info.id or "the run"
+        head = [Line(f"Kill: {name}", theme.style("text", bold=True)), Line()]
+        if self.record is not None:
+            return [*head, *self._progress(self.record, width)]
+        rows = range(len(self.targets.ranks) + 1)
+        marked_row = self.cursor if self.cursor in rows else self.targets.first_marked
+        self.top = max(marked_row - _LISTED + 1, min(self.top, marked_row))
+        self.top = max(0, min(self.top, len(rows) - _LISTED))
+        shown = rows[self.top : self.top + _LISTED]
+        lines = [target_line(self.targets, index, model, width, theme, index == self.cursor) for index in shown]
+        if len(rows) > len(shown):
+            lines.append(Line(f"    {self.targets.words}; {len(rows) - 1} ranks, up and down scroll", dim))
+        lines += [Line(), signal_line(SIGNALS[self.signal], self.cursor == self.buttons - 1, theme), Line()]
+        lines += what_follows(self.targets, model, SIGNALS[self.signal], width, theme)
+        lines += [Line(), button_line("No", f"Yes, kill {self.targets.words}", self.yes, theme)]
+        lines.append(Line("  arrows: choose   space: mark   a: the whole run   escape: no", dim))
+        return [*head, *lines]
+
+    def _progress(self, record: CommandRecord, width: int) -> list[Line]:
+        theme, model = self.theme, self.app_state.model
+        lines = [Line(f"killing {self.targets.words}", theme.base), *answer_lines(record, model, width, theme), Line()]
+        lines += self.targets.aftermath(model, width, theme)
+        word = "escape: close" if record.done else "escape: close (the kill continues)"
+        return [*lines, Line(), Line(word, theme.style("dim"))]
+
+    def action_move(self, delta: int) -> None:
+        self.cursor = max(0, min(self.cursor + delta, self.buttons))
+        self.paint()
+
+    def action_turn(self, direction: int) -> None:
+        if self.cursor == self.buttons:
+            self.yes = direction > 0
+        elif self.cursor == self.buttons - 1:
+            self.signal = (self.signal + direction) % len(SIGNALS)
+        self.paint()
+
+    def action_mark(self) -> None:
+        if self.cursor < self.buttons - 1 and not self.sent:
+            self.targets.toggle(self.cursor)
+            self.paint()
+
+    def action_all(self) -> None:
+        if not self.sent:
+            self.targets.whole = True
+            self.paint()
+
+    def action_answer(self) -> None:
+        """On a target, mark it; on the buttons, close or kill."""
+        if self.sent or self.cursor == self.buttons:
+            super().action_answer()
+        elif self.cursor < self.buttons - 1:
+            self.action_mark()
+        else:
+            self.action_move(1)
+
+
+class StopDialog(CommandDialog):
+    """Asks for confirmation (the default is no), then shows the outcome."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "yes", "yes", tooltip="stop the run"),
+        Binding("q", "leave", "leave", tooltip="close; once the stop is under way, detach"),
+    ]
+    WIDTH = 72
+
+    def command(self) -> Stop:
+        return Stop()
+
+    def lines(self, width: int, height: int) -> list[Line]:
+        theme, model = self.theme, self.app_state.model
+        name = model.info.name or model.info.id or "the run"
+        lines = [Line(f"Stop {name}", theme.style("text", bold=True)), Line()]
+        if self.record is not None:
+            foot = Line(f"the run is {model.state}   escape: close", theme.style("dim"))
+            return [*lines, *answer_lines(self.record, model, width, theme), Line(), foot]
+        own = model.info.kind in ("demo", "train", "")
+        states = model.rank_states()
+        what = (
+            "Every rank finishes its step, the trainer saves a checkpoint, and the run ends; it can be resumed."
+            if own
+            else "The script gets an interrupt (SIGINT), as from ctrl+c. Whether it saves anything is up to the script."
+        )
+        lines += [Line(row, theme.base) for row in wrap(what, width)]
+        if states.get("hung") or states.get("stopped"):
+            warning = "A rank stands still and finishes no step: it cannot stop in order. k ends it."
+            lines += [Line(row, theme.style("warning")) for row in wrap(warning, width)]
+        lines += [Line(), button_line("No", "Yes, stop", self.yes, theme)]
+        return lines

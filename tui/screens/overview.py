@@ -9,12 +9,11 @@ from textual.widget import Widget
 
 from ..widgets.alerts import log_line
 from ..widgets.base import AlertStrip, Canvas
-from ..widgets.drawing import Line
+from ..widgets.drawing import Line, ruled
 from ..widgets.memory import phase_table
 from ..widgets.plots import Chart, Series, chart_lines
 from ..widgets.ranks import RankGrid, figure_lines, grid_plan, title
 from ..widgets.state import AppState, rank_view
-from ..widgets.theme import ruled
 from ..widgets.training import FEWEST_COLUMNS, STRIP_LINES, TrainingStrip
 from .base import ALERTS, BACK, EVENTS, LOGS, MEMORY, STACKS, TRAINING, MonitorScreen, SelectedRankScreen, hidden, key
 

@@ -12,8 +12,7 @@ from ..widgets.base import KeyBar, Prompt
 from ..widgets.drawing import Line
 from ..widgets.snapshot import SnapshotList, SnapshotTimeline
 from ..widgets.state import AppState
-from .apps import OneScreenApp
-from .base import FILE_KEYS, HelpScreen, ListScreen, TooSmall, key
+from .base import FILE_KEYS, HelpScreen, ListScreen, OneScreenApp, TooSmall, key
 
 _FIGURES = (
     ("alloc", "blocks the program holds, rounding included"),

@@ -13,10 +13,9 @@ from ..model.alerts import LogEntry
 from ..model.rank import Row, rows
 from ..widgets.alerts import log_line
 from ..widgets.base import Listing, Prompt
-from ..widgets.drawing import Line
+from ..widgets.drawing import Line, ruled
 from ..widgets.header import time_of_day
 from ..widgets.state import AppState
-from ..widgets.theme import ruled
 from .base import ALERTS, BACK, LINE_KEYS, ListScreen, key
 from .dialogs import CommandStatus, refusal
 

@@ -15,8 +15,7 @@ from ..model.sweep import SweepModel
 from ..widgets.base import KeyBar
 from ..widgets.state import AppState
 from ..widgets.tables import SweepChart, SweepHead, SweepTable
-from .apps import OneScreenApp
-from .base import FILE_KEYS, HelpScreen, MonitorScreen, TooSmall, key
+from .base import FILE_KEYS, HelpScreen, MonitorScreen, OneScreenApp, TooSmall, key
 
 
 class SweepScreen(MonitorScreen, inherit_bindings=False):

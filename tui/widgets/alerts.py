@@ -12,9 +12,8 @@ from ...protocol.messages.telemetry import StackGroup
 from ...protocol.text import duration, sanitize
 from ..model import oom
 from ..model.alerts import LogEntry
-from .drawing import UNICODE, Glyphs, Line, gib, marked, spread, wrap
+from .drawing import UNICODE, Glyphs, Line, Theme, gib, marked, spread, wrap
 from .header import time_of_day
-from .theme import Theme
 
 SHORT_LIST = 3
 

@@ -15,10 +15,9 @@ from textual.widget import Widget
 from ...protocol.messages.control import Alert
 from ...protocol.text import counted
 from .alerts import alert_line
-from .drawing import Line, spread, tail
+from .drawing import Line, Theme, ruled, spread, tail
 from .header import Summary, first_line, scrubber, summary_lines
 from .state import AppState, summary_of
-from .theme import Theme, ruled
 
 
 class Canvas(Widget, can_focus=False):

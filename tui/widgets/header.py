@@ -8,9 +8,8 @@ from ...protocol.messages.control import Severity
 from ...protocol.text import duration
 from ..model.alerts import SEVERITIES
 from ..source.base import Transport
-from .drawing import Line, beside, count, gib, loss, spread, step_time
+from .drawing import Line, Theme, beside, count, gib, loss, spread, step_time
 from .plots import spark
-from .theme import Theme
 
 WITH_EVALUATION = 92
 

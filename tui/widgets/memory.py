@@ -26,11 +26,25 @@ from ..model.waterfall import (
     waterfall,
 )
 from .alerts import cause_lines
-from .drawing import GIB_UNIT, MIB_UNIT, Line, Unit, count, fitting, gib, gib_signed, marked, milliseconds, spread, wrap
+from .drawing import (
+    GIB_UNIT,
+    MIB_UNIT,
+    Line,
+    Theme,
+    Unit,
+    count,
+    fitting,
+    gib,
+    gib_signed,
+    marked,
+    milliseconds,
+    ruled,
+    spread,
+    wrap,
+)
 from .header import time_of_day
 from .plots import SHORT, Column, Scale, memory_graph, size_words, unit_of, waterfall_lines
 from .state import nice_top
-from .theme import Theme, ruled
 
 _LABEL = 33
 

@@ -20,11 +20,10 @@ from ..model.peaks import Answer, Change, WhatIf
 from ..model.run import RunModel, held_since, hold_words
 from ..model.waterfall import CPU_LABELS, LABELS
 from .base import Canvas, scroll_marked
-from .drawing import Line, cut, spread, tail, width_of, wrap
+from .drawing import Line, Theme, cut, ruled, spread, tail, width_of, wrap
 from .header import time_of_day
 from .memory import PART_FILLS
 from .state import AppState
-from .theme import Theme, ruled
 
 
 class ConsoleInput(Canvas, can_focus=True):

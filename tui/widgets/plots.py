@@ -14,8 +14,7 @@ from ...protocol.messages.memory import PredictedPhase
 from ..model.snapshot import Band
 from ..model.waterfall import Waterfall
 from ..plotext_figure import draw, new_figure, rows
-from .drawing import Line, gib_fixed, mib_fixed
-from .theme import Theme
+from .drawing import Line, Theme, gib_fixed, mib_fixed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,9 @@ from ..model.rank import RankModel, allocations
 from ..model.run import RunModel
 from .alerts import log_line
 from .base import Canvas
-from .drawing import Line, count, fitting, gib, loss, milliseconds, small, spread, step_time, width_of, wrap
+from .drawing import Line, Theme, count, fitting, gib, loss, milliseconds, small, spread, step_time, width_of, wrap
 from .plots import SHORT, Column, Scale, memory_graph, phase_bar
 from .state import AppState, History, RankView, rank_views, scale_of
-from .theme import Theme
 
 FIXED_LINES = 4  # lines of a card besides its graph: title, figures, phases, health
 

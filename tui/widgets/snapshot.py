@@ -10,10 +10,9 @@ from ...protocol.snapshot.columns import FREE, PENDING
 from ...protocol.text import duration, sanitize
 from ..model.snapshot import Explorer, Row, rows_of
 from .base import Canvas, Listing
-from .drawing import Line, beside, gib, spread
+from .drawing import Line, beside, gib, ruled, spread
 from .plots import Column, Scale, band_row, memory_graph
 from .state import AppState, nice_top
-from .theme import ruled
 
 _TITLES = {
     "stacks": ("1 live stacks", "1 stacks"),

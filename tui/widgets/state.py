@@ -17,10 +17,9 @@ from ..model.training import ChartView
 from ..model.waterfall import highest_prediction
 from ..source.base import Connection, Source
 from ..source.dry_runs import DryRuns
-from .drawing import count
+from .drawing import Theme, count
 from .header import Summary
 from .plots import Column, Scale
-from .theme import Theme
 
 TROUBLE = ("waiting", "hung", "held", "stopped", "gone", "unreachable")
 

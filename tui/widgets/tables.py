@@ -6,17 +6,16 @@ from typing import Any
 
 from rich.style import Style
 
-from ...protocol.analysis.sweep.text import left_text
+from ...protocol.analysis.sweep.summary import left_text
 from ...protocol.messages.hosts import Job, JobRank
 from ...protocol.run.end import ending_in_words, signal_name
 from ...protocol.text import duration, gib
 from ..model.runs import JobRow, phases_of
 from ..model.sweep import Dots, SweepModel, TableRow
 from .base import Canvas
-from .drawing import Line, gib_fixed, spread, step_time, width_of, wrap
+from .drawing import Line, Theme, gib_fixed, spread, step_time, width_of, wrap
 from .plots import Curve, plot_cells, row_line, sign_of, spark
 from .state import AppState
-from .theme import Theme
 
 _STATES = {"finished": "finished", "failed": "failed", "stopped": "stopped", "ended": "gone"}
 """State of a run or rank whose sign is used for a job's state."""

@@ -24,10 +24,9 @@ from ..model.training import (
     x_of,
 )
 from .base import Canvas
-from .drawing import Line, count, cut, loss, small, step_time, wrap
+from .drawing import Line, Theme, count, cut, loss, ruled, small, step_time, wrap
 from .header import time_of_day
 from .plots import Curve, plot_cells, pool_mean, put_cursor, row_line, sign_of
-from .theme import Theme, ruled
 
 GUTTER = 9
 

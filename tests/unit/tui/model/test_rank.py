@@ -2,7 +2,7 @@
 
 from ftmon.protocol.messages.control import Result
 from ftmon.protocol.messages.telemetry import Stacks
-from ftmon.tui.cli.oom import as_json, as_lines
+from ftmon.tui.cli.ranks import as_json, as_lines
 from ftmon.tui.model.rank import rows
 from scenes import STACKS, WAITS
 

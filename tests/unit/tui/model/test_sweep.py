@@ -1,13 +1,12 @@
 """Which rows of a sweep are shown where they do not all fit."""
 
 import pytest
-from ftmon.protocol.analysis.sweep.text import aligned, budget_text
+from ftmon.protocol.analysis.sweep.summary import aligned, budget_text
 from ftmon.protocol.sweep.rows import Budget
 from ftmon.protocol.text import cells_of
 from ftmon.tui.model.sweep import TableRow
-from ftmon.tui.widgets.drawing import width_of
+from ftmon.tui.widgets.drawing import Theme, width_of
 from ftmon.tui.widgets.tables import rows_below_current, table_lines
-from ftmon.tui.widgets.theme import Theme
 
 
 @pytest.mark.parametrize(("current", "first", "last"), [(0, 0, 8), (20, 15, 23), (39, 31, 39)])

@@ -2,9 +2,9 @@
 
 import pytest
 from ftmon.tui.widgets.base import Prompt
+from ftmon.tui.widgets.drawing import Theme
 from ftmon.tui.widgets.oom import ConsoleInput
 from ftmon.tui.widgets.state import AppState
-from ftmon.tui.widgets.theme import Theme
 
 WIDTH = 40
 TEXTS = ("x" * 100, "日本語" * 30, "ab日" * 30)

@@ -12,8 +12,11 @@ from ftmon.tui.widgets import ranks as heat
 from ftmon.tui.widgets.alerts import alert_detail, alert_line, evidence_lines, log_line
 from ftmon.tui.widgets.drawing import (
     ASCII,
+    DARK,
+    LIGHT,
     UNICODE,
     Line,
+    Theme,
     choose,
     count,
     cut,
@@ -31,7 +34,6 @@ from ftmon.tui.widgets.header import Summary, scrubber, summary_lines, time_of_d
 from ftmon.tui.widgets.plots import Scale, cells_of, phase_bar, spark
 from ftmon.tui.widgets.ranks import card, grid_plan, health_words, label, title
 from ftmon.tui.widgets.state import RankView, nice_top, throttle_of
-from ftmon.tui.widgets.theme import DARK, LIGHT, Theme
 from ftmon.tui.widgets.training import Course, course_lines, grouped
 from hypothesis import given
 from hypothesis import strategies as st

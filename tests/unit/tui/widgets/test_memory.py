@@ -15,7 +15,7 @@ from ftmon.tui.model.waterfall import rank_bars
 from ftmon.tui.source.base import Connection
 from ftmon.tui.widgets import memory
 from ftmon.tui.widgets.alerts import alert_detail
-from ftmon.tui.widgets.drawing import ASCII, UNICODE, Line
+from ftmon.tui.widgets.drawing import ASCII, DARK, LIGHT, UNICODE, Line, Theme
 from ftmon.tui.widgets.header import second_line
 from ftmon.tui.widgets.memory import (
     MemoryChoice,
@@ -28,7 +28,6 @@ from ftmon.tui.widgets.memory import (
 )
 from ftmon.tui.widgets.plots import bar
 from ftmon.tui.widgets.state import summary_of
-from ftmon.tui.widgets.theme import DARK, LIGHT, Theme
 from models import folded
 from peaks import Explained
 

@@ -6,8 +6,8 @@ from ftmon.protocol.messages.memory import OomReport
 from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.peaks import Answer, Change, CurrentPoint, WhatIf, capacity_of, length_of
+from ftmon.tui.widgets.drawing import Theme
 from ftmon.tui.widgets.oom import report_lines, what_if_lines
-from ftmon.tui.widgets.theme import Theme
 from oomscenes import messages, oom_of
 
 GIB = 2**30

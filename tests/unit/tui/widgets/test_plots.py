@@ -1,9 +1,8 @@
 """The memory graph: scaled to what it is told, boundaries to an eighth of a row, spikes never lost."""
 
 import pytest
-from ftmon.tui.widgets.drawing import ASCII, UNICODE
+from ftmon.tui.widgets.drawing import ASCII, DARK, UNICODE, Theme
 from ftmon.tui.widgets.plots import Column, Scale, eighths, memory_graph
-from ftmon.tui.widgets.theme import DARK, Theme
 
 GIB = 2**30
 THEME = Theme()

@@ -2,8 +2,8 @@
 
 from ftmon.protocol.messages.hosts import Job, JobPhase, JobRank
 from ftmon.tui.model.runs import job_rows
+from ftmon.tui.widgets.drawing import Theme
 from ftmon.tui.widgets.tables import detail_lines
-from ftmon.tui.widgets.theme import Theme
 
 
 def details(*ranks: JobRank) -> list[str]:

@@ -14,8 +14,16 @@ from ftmon.protocol.analysis.sweep.search import (
     why_not_next,
     with_durations,
 )
-from ftmon.protocol.analysis.sweep.summary import curves, fastest, pool
-from ftmon.protocol.analysis.sweep.text import cost_lines, duration_text, result_lines, row_text, table
+from ftmon.protocol.analysis.sweep.summary import (
+    cost_lines,
+    curves,
+    duration_text,
+    fastest,
+    pool,
+    result_lines,
+    row_text,
+    table,
+)
 from ftmon.protocol.host.process import ProcessId
 from ftmon.protocol.sweep.rows import Budget, PhaseFigures, Plan, Planned, Predicted, RankRow, Row, Search
 

@@ -1,6 +1,7 @@
-"""``ftmon oom``, ``console``, ``release`` and ``stacks``: out-of-memory errors, held ranks, and ranks' stacks."""
+"""Commands about a run's ranks: out-of-memory errors, held ranks, stacks; stop, kill, and what runs left behind."""
 
 import codeop
+import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -15,11 +16,11 @@ from ...protocol.messages.control import Result
 from ...protocol.messages.memory import OomReport, RankMoment
 from ...protocol.messages.telemetry import Oom, Stacks
 from ...protocol.run import rundir
-from ...protocol.run.rundir import HubFile
+from ...protocol.run.rundir import HubFile, RunDir
 from ...protocol.text import duration, gib, ranks_counted, sanitize
 from ..model.oom import OomCase
 from ..source.load import find_recording, find_run, recording_file
-from .access import ask, check_rank, living_hub, opened
+from .access import ask, check_rank, living_hub, opened, wait_for_end, words_of
 from .output import print_json
 
 _FRAMES = 8
@@ -320,3 +321,66 @@ def _stacks_of(result: Result) -> dict[int, tuple[str, str]]:
         for rank, answer in answers.items()
         if answer.get("text")
     }
+
+
+def cleanup(arguments: Namespace) -> int:
+    """Run the trainer's clean-up, which asks on this terminal; return its status."""
+    words = words_of(arguments, ("yes", "json", "elsewhere"))
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "ftmon.trainer.host.end.cleanup", *words], check=False
+    ).returncode
+
+
+_WRITTEN_SECONDS = 10.0
+
+
+def kill(arguments: Namespace) -> int:
+    """End a run, or some of its ranks; return 0 only if all their processes have ended."""
+    run = rundir.find(arguments.run)
+    if _is_over(run):
+        print(f"{run.id} has ended already; no process of it is left")
+        return 0
+    if not _confirmed(run, arguments):
+        print("nothing was killed")
+        return 1
+    return _act(run, control.Kill(sorted(set(arguments.rank)), arguments.signal or ""))
+
+
+def stop(arguments: Namespace) -> int:
+    """Make a run save a checkpoint and end after its step; a foreign script receives INT."""
+    run = rundir.find(arguments.run)
+    if _is_over(run):
+        print(f"{run.id} has ended already")
+        return 0
+    return _act(run, control.Stop())
+
+
+def _is_over(run: RunDir) -> bool:
+    return run.read_exit() is not None
+
+
+def _confirmed(run: RunDir, arguments: Namespace) -> bool:
+    if arguments.yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return True
+    ranks = ", ".join(map(str, sorted(set(arguments.rank))))
+    target = f"rank{'s' if len(set(arguments.rank)) > 1 else ''} {ranks} of {run.id}" if ranks else f"all of {run.id}"
+    steps = arguments.signal or "INT, TERM and KILL in steps"
+    print(f"This sends {steps} to {target}, dataloader workers included.", file=sys.stderr)
+    if ranks:
+        print("DeepSpeed ends the whole node when one rank dies.", file=sys.stderr)
+    print("Kill? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _act(run: RunDir, verb: control.Verb) -> int:
+    try:
+        result = ask(living_hub(run), verb, on_accepted=lambda text: print(text or "accepted", flush=True))
+    except FtmonError:
+        if not _is_over(run):  # the run may have ended meanwhile
+            raise
+        print(f"{run.id} has ended")
+        return 0
+    print(result.text)
+    if result.ok and isinstance(verb, control.Kill) and not verb.ranks:
+        wait_for_end(run, _WRITTEN_SECONDS)  # so that the next command sees that it is over
+    return 0 if result.ok else 1

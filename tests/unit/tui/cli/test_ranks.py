@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.tui.cli import end
+from ftmon.tui.cli import ranks
 from ftmon.tui.cli.main import parse
 
 
@@ -19,7 +19,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, stdin: io.StringIO, *words: str) -> tup
     shown = FakeTerminal()
     monkeypatch.setattr("sys.stderr", shown)
     monkeypatch.setattr("sys.stdin", stdin)
-    return end._confirmed(RunDir(Path("/runs/demo-1")), parse(["kill", "demo", *words])), shown.getvalue()
+    return ranks._confirmed(RunDir(Path("/runs/demo-1")), parse(["kill", "demo", *words])), shown.getvalue()
 
 
 @pytest.mark.parametrize(("answer", "consent"), [("y\n", True), ("yes\n", True), ("n\n", False), ("\n", False)])

@@ -5,9 +5,9 @@ from ftmon.protocol.messages.control import Alert, RankState, RankStateName
 from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.model import RunModel
-from ftmon.tui.screens.kill import Targets, launcher_that_ends_all, suggested, target_line
+from ftmon.tui.screens.dialogs import Targets, launcher_that_ends_all, suggested, target_line
+from ftmon.tui.widgets.drawing import Theme
 from ftmon.tui.widgets.state import stalled_seconds
-from ftmon.tui.widgets.theme import Theme
 from models import folded
 from streams import Stream
 
