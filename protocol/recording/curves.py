@@ -24,12 +24,8 @@ from .rows import with_nan
 from .schema import PHASE_COLUMNS, ROLLUP_COLUMNS, ROLLUP_SIZES, STEP_COLUMNS
 
 Row = tuple[Any, ...]
-_PHASES = ", ".join([f"{phase}_host_us" for phase in STEP_PHASES] + [f"{phase}_device_us" for phase in STEP_PHASES])
-_POINT = (
-    "t, {step}, {count}, host_us, {longest}, device_us, loss, allocated_peak, reserved_peak, resident_peak, " + _PHASES
-)
-_STEP_POINT = _POINT.format(step="step", count="1", longest="host_us")
-_ROLLUP_POINT = _POINT.format(step="max_step", count="count", longest="max_host_us")
+_STEP_POINT = "t, step, 1, host_us, allocated_peak, reserved_peak, resident_peak"
+_ROLLUP_POINT = "t, max_step, count, host_us, allocated_peak, reserved_peak, resident_peak"
 _MEMORY = "cast(({t} - :t0) / :width AS INTEGER) AS at, max(allocated_peak), max(reserved_peak), max(resident_peak)"
 _STEP_MEMORY = _MEMORY.format(t="t")
 _ROLLUP_MEMORY = _MEMORY.format(t="peak_t")
@@ -132,33 +128,13 @@ class Window:
 
 
 def _pooling_point(rows: Sequence[Row]) -> StepPoint:
-    columns = list(zip(*rows, strict=True))
-    count = sum(columns[2])
-    phases = len(STEP_PHASES)
+    t, step, counts, host_us, allocated, reserved, resident = zip(*rows, strict=True)
+    count = sum(counts)
     return StepPoint(
-        t=columns[0][-1],
-        step=columns[1][-1],
+        *(t[-1], step[-1], sum(host_us) / count / 1e3, max(allocated), max(reserved)),
+        resident_peak=max(_known(resident), default=None),
         count=count,
-        host_ms=sum(columns[3]) / count / 1e3,
-        max_host_ms=max(columns[4]) / 1e3,
-        device_ms=_mean_ms(columns[5], count),
-        loss=_mean(columns[6], columns[2]),
-        allocated_peak=max(columns[7]),
-        reserved_peak=max(columns[8]),
-        resident_peak=max(_known(columns[9]), default=None),
-        phase_ms=_by_phase(columns[10 : 10 + phases], count),
-        phase_device_ms=_by_phase(columns[10 + phases :], count),
     )
-
-
-def _mean_ms(values: Sequence[int | None], count: int) -> float | None:
-    total = _total(values)
-    return None if total is None else total / count / 1e3
-
-
-def _by_phase(columns: Sequence[Sequence[int | None]], count: int) -> dict[str, float]:
-    means = {name: _mean_ms(column, count) for name, column in zip(STEP_PHASES, columns, strict=True)}
-    return {name: mean for name, mean in means.items() if mean is not None}
 
 
 StepFigures = tuple[float, int, int, int, int, float, float | None, float | None, float | None, int, int]

@@ -168,13 +168,7 @@ class StepPoint(msgspec.Struct, frozen=True, omit_defaults=True):
     host_ms: float
     allocated_peak: int
     reserved_peak: int
-    device_ms: float | None = None
-    loss: float | None = None
     resident_peak: int | None = None
-    phase_ms: dict[str, float] = {}
-    """Host time of each ordinary phase."""
-    phase_device_ms: dict[str, float] = {}
-    max_host_ms: float = 0.0
     count: int = 1
 
 

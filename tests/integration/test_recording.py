@@ -196,9 +196,7 @@ def test_a_series_has_every_step_when_they_are_few(reader: Reader, recorded: lis
     for point, frame in zip(points, expected, strict=True):
         assert isinstance(frame.message, Step)
         assert point.host_ms == frame.message.host_us / 1e3
-        assert point.loss == frame.message.loss
         assert point.allocated_peak == peak(frame)
-        assert point.phase_ms == {record.name: record.host_us / 1e3 for record in frame.message.phases}
 
 
 @pytest.mark.parametrize("limit", [1, 10, 100])
@@ -210,7 +208,6 @@ def test_a_pooled_series_keeps_the_sums_and_the_maxima(reader: Reader, recorded:
     assert max(point.allocated_peak for point in points) == max(peak(frame) for frame in steps)
     total = sum(frame.message.host_us for frame in steps) / 1e3
     assert sum(point.host_ms * point.count for point in points) == pytest.approx(total)
-    assert max(point.max_host_ms for point in points) == max(frame.message.host_us for frame in steps) / 1e3
     assert points[-1].step == 700
 
 
