@@ -6,7 +6,7 @@ once, and stop by themselves: they are not judged.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -54,21 +54,22 @@ class _Host:
         self.phase = ""
         self.standing: Finding | None = None
 
-    def growth(self, window: float) -> float:
-        """Return the steady growth over a window in bytes per second; 0: there is none, or too few samples."""
-        last = self.samples[-1][0]
-        within = sum(time >= last - window for time, _ in self.samples)
-        kept = list(self.samples)[-max(FEWEST, within) :]  # a busy host samples late
-        if len(kept) < FEWEST or kept[-1][0] - kept[0][0] < 0.8 * window:
-            return 0.0
-        size = len(kept) // PARTS
-        parts = [kept[place * size : (place + 1) * size] for place in range(PARTS)]
-        levels = [median(used for _, used in part) for part in parts]
-        rises = [after - before for before, after in pairwise(levels)]
-        if min(rises) <= 0 or min(rises) < EVEN * sum(rises) / len(rises):
-            return 0.0
-        times = [median(t for t, _ in part) for part in parts]
-        return (levels[-1] - levels[0]) / (times[-1] - times[0])
+
+def _growth(samples: Sequence[tuple[float, int]], window: float) -> float:
+    """Return the even growth over a window in bytes per second; 0: there is none, or too few samples."""
+    last = samples[-1][0] if samples else 0.0
+    within = sum(time >= last - window for time, _ in samples)
+    kept = list(samples)[-max(FEWEST, within) :]  # a busy host samples late
+    if len(kept) < FEWEST or kept[-1][0] - kept[0][0] < 0.8 * window:
+        return 0.0
+    size = len(kept) // PARTS
+    parts = [kept[place * size : (place + 1) * size] for place in range(PARTS)]
+    levels = [median(used for _, used in part) for part in parts]
+    rises = [after - before for before, after in pairwise(levels)]
+    if min(rises) <= 0 or min(rises) < EVEN * sum(rises) / len(rises):
+        return 0.0
+    times = [median(t for t, _ in part) for part in parts]
+    return (levels[-1] - levels[0]) / (times[-1] - times[0])
 
 
 def _words(finding: Finding) -> Words:
@@ -115,7 +116,7 @@ class HostMemory(Detector):
         self._hosts: defaultdict[str, _Host] = defaultdict(_Host)
         self._host_of: dict[int, str] = {}
         self._phases: dict[int, str] = {}
-        self._resident: defaultdict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=30))
+        self._resident: defaultdict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=int(WINDOW)))
         """Time and size, at least a second apart."""
         self._ends_at: dict[int, float] = {}
         """When the present activity of a rank will end, if it says how much of it is done."""
@@ -160,15 +161,17 @@ class HostMemory(Detector):
         phase = self._phase(ranks)
         if phase != host.phase:
             host.samples.clear()
+            for sizes in (self._resident[rank] for rank in ranks):
+                while len(sizes) > 1:  # the latest is of the new phase, or just before it
+                    sizes.popleft()
             host.phase = phase
         host.samples.append((sample.time, sample.used_bytes))
         while host.samples[0][0] < sample.time - WINDOW:
             host.samples.popleft()
-        rate = 0.0 if phase in NOT_JUDGED else host.growth(WINDOWS.get(phase, WINDOW))
+        rate, growing = (0.0, None) if phase in NOT_JUDGED else self._rate(host, ranks, WINDOWS.get(phase, WINDOW))
         free = sample.total_bytes - sample.used_bytes
         left = free / rate if rate > 0 else SOON_S
         ends = min((self._ends_at[rank] for rank in ranks if rank in self._ends_at), default=sample.time + SOON_S)
-        growing = self._growing(ranks, rate, sample.time - WINDOWS.get(phase, WINDOW)) if left < SOON_S else None
         limit = OTHERS_SOON_S if growing is None and host.standing is None else SOON_S
         soon = left < limit and sample.time + left < ends and sample.used_bytes > LEAST_SHARE * sample.total_bytes
         if soon == (host.standing is not None):
@@ -186,12 +189,12 @@ class HostMemory(Detector):
         phases = {self._phases.get(rank, "init") for rank in ranks} or {"init"}
         return next((phase for phase in ("init", "checkpoint", "eval", "generate") if phase in phases), "training")
 
-    def _growing(self, ranks: list[int], rate: float, since: float) -> int | None:
-        """Return the rank that grows most, if the ranks have their share of the host's growth in bytes per second."""
-        rates: dict[int, float] = {}
-        for rank in ranks:
-            sizes = [each for each in self._resident[rank] if each[0] >= since]
-            if len(sizes) > 1:
-                rates[rank] = max(0.0, (sizes[-1][1] - sizes[0][1]) / (sizes[-1][0] - sizes[0][0]))
-        own = sum(rates.values()) >= OWN_SHARE * rate
-        return max(rates, key=lambda one: rates[one]) if own else None
+    def _rate(self, host: _Host, ranks: list[int], window: float) -> tuple[float, int | None]:
+        """Return the growth in bytes per second, and the rank that grows most if it is the ranks' own.
+
+        Their own is seen even where other programs free memory meanwhile.
+        """
+        rates = {rank: _growth(self._resident[rank], window) for rank in ranks}
+        own = sum(rates.values())
+        rate = max(own, _growth(host.samples, window))
+        return rate, max(rates, key=lambda one: rates[one]) if rate and own >= OWN_SHARE * rate else None

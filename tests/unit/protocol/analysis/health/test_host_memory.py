@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import pytest
+from ftmon.protocol.analysis.findings.finding import Finding
 from ftmon.protocol.analysis.health.host_memory import HostMemory
 from ftmon.protocol.analysis.kinds import words_of
 from ftmon.protocol.messages.telemetry import Activity, DeviceSample, Heartbeat
@@ -50,6 +51,17 @@ def test_memory_that_other_programs_take_is_a_late_warning_that_blames_no_rank()
     ((first, _),) = watched([30 + 0.25 * place for place in range(130)], "eval", own=0.01)
     assert TOTAL / GIB - (30 + 0.25 * first) <= 60 * 0.25
     assert watched([30 + 0.25 * place for place in range(60)], "eval", own=0.01) == []
+
+
+def test_growth_of_a_rank_is_seen_though_other_programs_free_memory_meanwhile() -> None:
+    detector = HostMemory()
+    detector.hello(Sim(1).hello(0))
+    found = list[Finding]()
+    for second in range(20):
+        detector.beat(Heartbeat(0, 5, "eval", 0.0, 1, second, resident=(1 + second) * GIB))
+        used = (40 + second % 3) * GIB
+        found += detector.sample(DeviceSample("host", "host", 0, "host", second, used, TOTAL))
+    assert [one.facts.growing_rank for one in found] == [0]
 
 
 def test_memory_that_rises_at_once_is_no_growth() -> None:
