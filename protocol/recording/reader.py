@@ -543,6 +543,8 @@ class RecordedRun:
         self._first: dict[int, int] = {}
         """The lowest step of each rank."""
         self._steps: dict[int, deque[Step]] = {}
+        self.batches: dict[int, dict[int, int]] = {}
+        """Fingerprints of the data of each rank's steps, by step, the first ones included."""
         self.hellos: dict[int, Hello] = {}
         self.ooms: list[Oom] = []
         self.failures: list[Failure] = []
@@ -617,6 +619,11 @@ class RecordedRun:
         self.peak_reserved[step.rank] = max(self.peak_reserved.get(step.rank, 0), reserved)
         if step.loss is not None and not isfinite(step.loss):
             self.not_finite.add(step.step)
+        if step.batch_id:
+            batches = self.batches.setdefault(step.rank, {})
+            batches[step.step] = step.batch_id
+            if self._most is not None and len(batches) > self._most + self._skip:
+                del batches[next(iter(batches))]
         first = self._first[step.rank] = min(step.step, self._first.get(step.rank, step.step))
         if step.step - first >= self._skip:  # by number: an imported log may have one step in ten
             self._steps.setdefault(step.rank, deque(maxlen=self._most)).append(step)

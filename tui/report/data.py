@@ -134,16 +134,14 @@ def load_both(before: str, after: str, warm_up: int) -> tuple[Loaded, Loaded]:
 
 
 def _compare_data(before: RecordedRun, after: RecordedRun) -> tuple[int, int | None]:
-    """Return how many steps have known data in both runs, and the first step whose data differ."""
-    compared, differ_from = 0, None
-    for rank in set(before.ranks) & set(after.ranks):
-        known = {step.step: step.batch_id for step in before.steps(rank) if step.batch_id}
-        for step in after.steps(rank):
-            if step.batch_id and step.step in known:
-                compared += 1
-                if step.batch_id != known[step.step]:
-                    differ_from = min(step.step, differ_from or step.step)
-    return compared, differ_from
+    """Return how many steps have known data in both runs, and the first step whose data differ, warm-up included."""
+    pairs = [
+        (step, batch, before.batches[rank][step])
+        for rank, batches in after.batches.items()
+        for step, batch in batches.items()
+        if step in before.batches.get(rank, ())
+    ]
+    return len(pairs), min((step for step, one, other in pairs if one != other), default=None)
 
 
 def _last_step(target: str) -> int:

@@ -421,7 +421,10 @@ def test_runs_of_different_lengths_are_compared_over_their_common_steps(tmp_path
     assert comparison["steps"] == {**steps, "data_compared": 0, "data_differ_from": None}
 
 
-@pytest.mark.parametrize(("changed", "told"), [(0, "; the same data"), (30, "; their data differ from step 30 on")])
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [(0, "; the same data"), *((step, f"; their data differ from step {step} on") for step in (3, 30))],
+)
 def test_the_step_from_which_two_runs_train_on_other_data_is_told(tmp_path, ftmon, changed, told):
     paths = [tmp_path / "before.sqlite", tmp_path / "after.sqlite"]
     for path, moved in zip(paths, (0, changed), strict=True):
