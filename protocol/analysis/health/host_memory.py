@@ -168,8 +168,8 @@ class HostMemory(Detector):
         host.samples.append((sample.time, sample.used_bytes))
         while host.samples[0][0] < sample.time - WINDOW:
             host.samples.popleft()
-        rate, growing = (0.0, None) if phase in NOT_JUDGED else self._rate(host, ranks, WINDOWS.get(phase, WINDOW))
-        free = sample.total_bytes - sample.used_bytes
+        window, free = WINDOWS.get(phase, WINDOW), sample.total_bytes - sample.used_bytes
+        rate, growing = (0.0, None) if phase in NOT_JUDGED else self._rate(host, ranks, window, free)
         left = free / rate if rate > 0 else SOON_S
         ends = min((self._ends_at[rank] for rank in ranks if rank in self._ends_at), default=sample.time + SOON_S)
         limit = OTHERS_SOON_S if growing is None and host.standing is None else SOON_S
@@ -189,12 +189,13 @@ class HostMemory(Detector):
         phases = {self._phases.get(rank, "init") for rank in ranks} or {"init"}
         return next((phase for phase in ("init", "checkpoint", "eval", "generate") if phase in phases), "training")
 
-    def _rate(self, host: _Host, ranks: list[int], window: float) -> tuple[float, int | None]:
+    def _rate(self, host: _Host, ranks: list[int], window: float, free: int) -> tuple[float, int | None]:
         """Return the growth in bytes per second, and the rank that grows most if it is the ranks' own.
 
-        Their own is seen even where other programs free memory meanwhile.
+        Their own is seen even where other programs free memory meanwhile, or take still more.
         """
         rates = {rank: _growth(self._resident[rank], window) for rank in ranks}
         own = sum(rates.values())
         rate = max(own, _growth(host.samples, window))
-        return rate, max(rates, key=lambda one: rates[one]) if rate and own >= OWN_SHARE * rate else None
+        is_own = own > 0 and (own >= OWN_SHARE * rate or own * SOON_S > free)
+        return rate, max(rates, key=lambda one: rates[one]) if is_own else None

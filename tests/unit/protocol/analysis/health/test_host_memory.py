@@ -53,14 +53,14 @@ def test_memory_that_other_programs_take_is_a_late_warning_that_blames_no_rank()
     assert watched([30 + 0.25 * place for place in range(60)], "eval", own=0.01) == []
 
 
-def test_growth_of_a_rank_is_seen_though_other_programs_free_memory_meanwhile() -> None:
+@pytest.mark.parametrize("used", [[40, 41, 42] * 7, [20 + 2 * second for second in range(20)]], ids=["free", "take"])
+def test_growth_of_a_rank_is_seen_whether_other_programs_free_memory_or_take_more(used: list[int]) -> None:
     detector = HostMemory()
     detector.hello(Sim(1).hello(0))
     found = list[Finding]()
     for second in range(20):
-        detector.beat(Heartbeat(0, 5, "eval", 0.0, 1, second, resident=(1 + second) * GIB))
-        used = (40 + second % 3) * GIB
-        found += detector.sample(DeviceSample("host", "host", 0, "host", second, used, TOTAL))
+        detector.beat(Heartbeat(0, 5, "eval", 0.0, 1, second, resident=int((1 + second / 2) * GIB)))
+        found += detector.sample(DeviceSample("host", "host", 0, "host", second, used[second] * GIB, TOTAL))
     assert [one.facts.growing_rank for one in found] == [0]
 
 
