@@ -314,7 +314,7 @@ def _estimator(prediction: Prediction) -> str:
         sizes = explain.left_out(point, prediction)
         if sizes is not None:
             rank, _ = explain.highest(point)
-            row = [f"{point.sequence_length:,}", *(gib(sizes[part]) for part in _LEFT_OUT)]
+            row = [f"{point.sequence_length:,}", *(gib(sizes[part]) if sizes[part] else "0" for part in _LEFT_OUT)]
             rows.append([*row, gib(rank.reserved_peak_bytes), gib(found.bytes - rank.reserved_peak_bytes)])
     names = ["tokens", *_LEFT_OUT[:-2], "temporaries, other", "fragmentation", "= reserved", "estimate off by"]
     where = f"{meets}\n" if (meets := explain.meets(prediction)) else ""

@@ -370,7 +370,7 @@ def _check_output(loaded: Loaded, settled: Config) -> None:
         raise loaded.error("output.dir", f"{config.output.dir}: is not a directory")
     existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path("/"))
     if not os.access(existing, os.W_OK):
-        raise loaded.error("output.dir", f"{config.output.dir}: cannot be written ({existing} is not yours)")
+        raise loaded.error("output.dir", f"{config.output.dir}: cannot be written ({existing} is not writable)")
     if resume in ("never", "auto") and not config.output.overwrite:
         _check_results(loaded, settled, folder)
 
