@@ -139,14 +139,14 @@ def steps_of(run: RunDir) -> list[Step]:
 
 
 def figures(block: Block, steps: Sequence[Step]) -> dict[str, float]:
-    """Return a block's figures in ms a step, and of the hub in ms a second: most of it goes by time."""
+    """Return a block's figures in ms a step, and of the hub in ms a second: most of it goes by time. NaN: no step."""
     mine = [step for step in steps if block.begin <= step.started and step.started + step.host_us / 1e6 <= block.end]
     plain = [step for step in mine if step.training_us == step.host_us]
     numbers = {step.step for step in mine}
     return {
         "steps": len(numbers),
-        "step": statistics.median(step.host_us for step in plain) / 1e3,
-        "training_cpu": statistics.median(step.cpu_us for step in plain) / 1e3,
+        "step": statistics.median([step.host_us for step in plain] or [math.nan]) / 1e3,
+        "training_cpu": statistics.median([step.cpu_us for step in plain] or [math.nan]) / 1e3,
         "hub_cpu": block.hub_s * 1e3 / (block.end - block.begin),
         "share": sum(block.exporters_s.values()) / (block.end - block.begin) / (os.cpu_count() or 1),
     }
@@ -219,7 +219,9 @@ def report(blocks: list[Block], steps: list[Step], targets: list[str]) -> None:
     for on, row in found:
         print("on " if on else "off", json.dumps({name: round(value, 5) for name, value in row.items()}))
     pairs = [
-        (one, other) if on else (other, one) for (on, one), (_, other) in zip(found[::2], found[1::2], strict=False)
+        (one, other) if on else (other, one)
+        for (on, one), (_, other) in zip(found[::2], found[1::2], strict=False)
+        if not math.isnan(one["step"] + other["step"])
     ]
     print(f"targets: {', '.join(targets)}; load {os.getloadavg()[0]:.1f}; {len(pairs)} pairs of blocks; on / off:")
     for name in ("step", "training_cpu", "hub_cpu"):

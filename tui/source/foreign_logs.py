@@ -55,10 +55,7 @@ def read_log(path: Path) -> ForeignLog:
     """
     try:
         if path.is_dir():
-            files = sorted(path.glob("run-*.wandb")) or sorted(path.glob("*tfevents*"))
-            if not files:
-                raise UsageError(f"{path}: has no file run-*.wandb or *tfevents*")
-            return _read_wandb(files[0]) if files[0].suffix == ".wandb" else _read_tensorboard(path)
+            return _read_folder(path)
         with path.open("rb") as file:
             start = file.read(16).lstrip()[:1]
         if path.suffix == ".wandb":
@@ -68,6 +65,21 @@ def read_log(path: Path) -> ForeignLog:
         return _read_state(path) if path.suffix == ".json" or start == b"{" else _read_deepspeed(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _read_folder(folder: Path) -> ForeignLog:
+    """Read the log in a folder: a Trainer's checkpoint or output (its last checkpoint counts), or a tracker's."""
+    by_step = sorted(folder.glob("checkpoint-*/trainer_state.json"), key=lambda path: (len(path.parent.name), path))
+    for state in (folder / "trainer_state.json", *reversed(by_step)):
+        if state.is_file():
+            return _read_state(state)
+    if runs := sorted(folder.glob("run-*.wandb")):
+        return _read_wandb(runs[0])
+    if any(folder.glob("*tfevents*")):
+        return _read_tensorboard(folder)
+    below = sorted({path.parent.name for path in folder.glob("*/*tfevents*")})
+    fix = f"; name one of its {len(below)} runs: {folder / below[-1]}" if below else ""
+    raise UsageError(f"{folder}: has no file trainer_state.json, run-*.wandb or *tfevents*{fix}")
 
 
 class TrainerState(msgspec.Struct):

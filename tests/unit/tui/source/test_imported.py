@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ftmon.protocol.errors import UsageError
 from ftmon.protocol.recording.reader import RecordedRun
 from ftmon.protocol.run import rundir
 from ftmon.tui.cli.main import main
+from ftmon.tui.source.foreign_logs import read_log
 from ftmon.tui.source.imported import import_log, without_repeated
 
 ENDED = 1_700_000_000.0
@@ -219,3 +221,14 @@ def test_what_deepspeed_prints_becomes_steps_with_their_phases(
     path.write_text("nothing of DeepSpeed\n")
     assert main(["import", str(path)]) == 2
     assert "is no log that can be imported" in capsys.readouterr().err
+
+
+def test_a_folder_is_read_by_its_state_or_that_of_its_last_checkpoint(written: Callable[..., Path]) -> None:
+    written([trained(10)], "llama/checkpoint-90")
+    last = written([trained(20)], "llama/checkpoint-100").parent
+    for folder in (last, last.parent):
+        assert [entry["step"] for entry in read_log(folder).history] == [20]
+    (last.parent / "runs" / "Nov29").mkdir(parents=True)
+    (last.parent / "runs" / "Nov29" / "events.out.tfevents.1").touch()
+    with pytest.raises(UsageError, match=r"trainer_state\.json, run-\*.*; name one of its 1 runs: .*/runs/Nov29$"):
+        read_log(last.parent / "runs")
