@@ -27,6 +27,7 @@ from ftmon.tui.source.imported import import_log
 from hub_client import exit_of, fake_ranks, hub_gone, started
 from streams import RUN, Stream, write
 
+pytestmark = pytest.mark.timeout(1200)  # four clients are imported at a low priority
 INSTALLED = [name for name in TRACKERS if find_spec(name)]
 SECRETS = {
     name: f"{number:08x}5ec2e7" * 3
@@ -150,13 +151,13 @@ def live(_places: None) -> tuple[RunDir, Path]:
     with started(fake_ranks(*ranks), report_to=INSTALLED) as run:
         logs = [run.logs / f"{name}-exporter.log" for name in INSTALLED]
         eventually(lambda: all(log.exists() for log in logs), "the exporters")
-        eventually(lambda: all(opened(run, name) for name in INSTALLED), "the trackers", 130)
+        eventually(lambda: all(opened(run, name) for name in INSTALLED), "the trackers", 400)
         killed = exporters(run)
         lines = "\n".join(" ".join(each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"]))
         assert not [name for name, secret in SECRETS.items() if secret in lines]
         for process in killed.values():
             process.send_signal(signal.SIGKILL)
-        eventually(lambda: all(len(opened(run, name)) == 2 for name in INSTALLED), "other exporters", 130)
+        eventually(lambda: all(len(opened(run, name)) == 2 for name in INSTALLED), "other exporters", 400)
         go.touch()
         assert exit_of(run).exit_code == 0
         hub_gone(run)
