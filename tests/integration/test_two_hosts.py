@@ -34,7 +34,7 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
 
 def start(hosts: TwoHosts) -> RunDir:
     (hosts.folder / "hostfile").write_text("".join(f"{name} slots=1\n" for name in NODES))
-    settings = {"STEPS": "20000", "STAGE": "0", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
+    settings = {"STEPS": "20000", "PAUSE": "0.03", "STAGE": "0", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
     (hosts.folder / ".deepspeed_env").write_text("".join(f"{key}={value}\n" for key, value in settings.items()))
     job = ["deepspeed", "--hostfile", "hostfile", "--master_addr", NODES["nodea"], str(SCRIPTS / "deepspeed_loop.py")]
     started = hosts.on_a(*("ftmon", "run", "--detach", "--", *job), FTMON_HOME=str(hosts.private), DS_ACCELERATOR="cpu")

@@ -1,10 +1,12 @@
 """A plain DeepSpeed loop that knows nothing of ftmon: a small model, ZeRO-2, gradient accumulation.
 
 With ``STAGE=0`` it prints the norm of the gradients, which DeepSpeed clips to ``CLIP`` or, from step 7 on, the script.
+It sleeps ``PAUSE`` seconds a micro-batch.
 """
 
 import os
 import sys
+import time
 
 import deepspeed
 import torch
@@ -14,6 +16,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build take
 STEPS = int(os.environ.get("STEPS", "4"))
 ACCUMULATION = 2
 CLIP = float(os.environ.get("CLIP", "0"))
+PAUSE = float(os.environ.get("PAUSE", "0"))
 
 
 class Model(torch.nn.Module):
@@ -48,6 +51,7 @@ def main():
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     loader = DataLoader(list(torch.randint(0, 64, (STEPS * ACCUMULATION * 2, 8))), batch_size=2, collate_fn=collate)
     for batch in loader:
+        time.sleep(PAUSE)
         loss = engine(**batch)
         engine.backward(loss)
         if CLIP and engine.is_gradient_accumulation_boundary():

@@ -1,10 +1,12 @@
 """``torch._dynamo`` that is imported when it is used (``sitecustomize``), for processes in which it is disabled.
 
 PyTorch, DeepSpeed and transformers call a few of its functions only to mark code for it; transformers imports one of
-its modules. These are here; everything else, as DistributedDataParallel and compiling, imports the real package.
+its modules. A process group empties its caches, and DistributedDataParallel asks for its mode. These are here;
+everything else, as compiling, imports the real package.
 """
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
@@ -21,8 +23,28 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in _PARTS:
+            return _PARTS[name]
         load()
         return getattr(self, name)
+
+
+class _Part(ModuleType):
+    """One of its modules with the functions that need nothing of the package."""
+
+    def __getattr__(self, name: str) -> Any:
+        load()
+        return getattr(sys.modules[self.__name__], name)
+
+
+def _optimize_ddp_mode() -> str:
+    mode = importlib.import_module(f"{_NAME}.config").optimize_ddp
+    return mode if isinstance(mode, str) else "ddp_optimizer" if mode else "no_optimization"
+
+
+_PARTS = {name: _Part(f"{_NAME}.{name}") for name in ("trace_rules", "utils")}
+vars(_PARTS["trace_rules"])["clear_lru_cache"] = lambda: None
+vars(_PARTS["utils"])["get_optimize_ddp_mode"] = _optimize_ddp_mode
 
 
 def _disable(fn: Callable[..., Any] | None = None, recursive: bool = True, **_: Any) -> Callable[..., Any]:

@@ -2,7 +2,8 @@
 
 Imports are most of the suite's processor time: 2 to 3 s for each of 200 processes.
 
-- Garbage collection is rare: otherwise it takes a third of the time of a rank that trains a few steps.
+- Garbage collection is rarer than imports make objects: otherwise it takes a third of the time of a rank that trains a
+  few steps.
 - transformers reads its 1,700 files twice at each start for a table of names (0.5 s): cached.
 - ``dataclasses`` compiles the methods of 1,000 classes of torch and what comes with it (0.25 s): cached.
 - PyTorch asks ``inspect`` where its operators are registered, which looks through all modules (0.3 s): not asked.
@@ -15,7 +16,7 @@ import gc
 import os
 import sys
 
-gc.set_threshold(200_000, 50, 1000)
+gc.set_threshold(1_000_000, 50, 1000)
 atexit.register(gc.freeze)
 
 _AFTER = {

@@ -156,6 +156,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_none(tmp_path: Path) -
         (pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc", "size": -5}]]}), "not a memory"),
         (pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc", "frames": [7]}]]}), "not a memory"),
         (pickle.dumps({"segments": [], "device_traces": {"a": 1}}), "not a memory snapshot"),
+        (pickle.dumps({"segments": [{"device": True, "total_size": True, "blocks": []}]}), "not a memory snapshot"),
     ],
 )
 def test_what_is_no_snapshot_is_refused_in_words(tmp_path: Path, content: bytes, words: str) -> None:
