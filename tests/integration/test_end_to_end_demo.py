@@ -109,18 +109,3 @@ def test_a_torn_recording_replays_what_is_there(home: Ftmon, run: RunDir, tmp_pa
     assert "Traceback" not in told.stderr
     assert told.returncode in (0, 1)
     assert (told.returncode == 0 and "incomplete: " in told.stdout) or told.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"), [(b"", "recording"), (b"GIF89a" * 400, "recording"), (None, "no such file")]
-)
-def test_what_is_no_recording_is_refused_in_one_line(
-    home: Ftmon, tmp_path: Path, content: bytes | None, complaint: str
-) -> None:
-    file = tmp_path / "other.sqlite"
-    if content is not None:
-        file.write_bytes(content)
-    told = home.run("replay", str(file), "--plain")
-    assert told.returncode in (1, 2)
-    assert told.stderr.startswith("ftmon: ")
-    assert told.stderr.count("\n") == 1

@@ -87,19 +87,10 @@ def test_another_host_attaches_with_the_hubs_key_once_its_own_is_let_in(
     assert "loss" in told, errors
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        (["kill", "endless", "--rank", "7", "--yes"], "no rank 7"),
-        (["kill", "nosuch", "--yes"], "no run is called 'nosuch'"),
-    ],
-)
-def test_a_wrong_request_is_one_line_and_harms_nothing(
-    home: Ftmon, run: RunDir, words: list[str], complaint: str
-) -> None:
-    done = home.run(*words)
+def test_a_wrong_request_is_one_line_and_harms_nothing(home: Ftmon, run: RunDir) -> None:
+    done = home.run("kill", "endless", "--rank", "7", "--yes")
     assert done.returncode in (1, 2)
-    assert complaint in done.stderr
+    assert "no rank 7" in done.stderr
     assert done.stderr.count("\n") == 1
     assert hub_is_alive(run)
 

@@ -26,7 +26,7 @@ class Waiting:
         # The same file by several names, as each configuration is one run.
         names = [f"{folder}{'/.' * number}/go" for number in range(waiting)]
         self.file.write_text(
-            f"command: [{sys.executable}, {SCRIPT}, '{{seq}}', '{{what}}']\n"
+            f"command: [{sys.executable}, {SCRIPT}, '{{seq}}', '{{what}}', '1']\n"
             f"axes: {{seq: [64], what: {json.dumps([*whats, *names])}}}\n"
             "steps: 4\nwarm_up: 2\nhang_grace: 10 m\n"
         )

@@ -29,6 +29,7 @@ SMALL = (
     "tokenizer.vocab_size=512",
     "training.micro_batch=2",
     "training.sequence_length=64",
+    "training.rehearsal=false",
 )
 """What makes the demo cheap where a test is about the monitor: a third of its processor time."""
 

@@ -1,7 +1,7 @@
-"""Two gloo ranks that train a small model on rows of a length, for a sweep, started without torchrun's own imports.
+"""Gloo ranks that train a small model on rows of a length, for a sweep, started without torchrun's own imports.
 
-argv: the length, and what happens in step 6 of rank 1: ``ok``, ``oom``, ``hang``, ``crash``, or the path of a file that
-it waits for.
+argv: the length, what happens in step 6 of the last rank (``ok``, ``oom``, ``hang``, or the path of a file that it
+waits for), and the number of ranks.
 """
 
 import os
@@ -15,22 +15,21 @@ def main():
     import torch
     import torch.distributed as dist
 
-    length, what = int(sys.argv[1]), sys.argv[2]
+    length, what, world = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     rank = int(os.environ["RANK"])
+    last = rank == world - 1
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[4]}/store", rank=rank, world_size=world)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(1, 9):
         rows = torch.randn(length * 64, 64)
-        if step == 6 and rank == 1 and what == "oom":
+        if step == 6 and last and what == "oom":
             torch.empty(1 << 55, dtype=torch.uint8)
-        if step == 6 and rank == 1 and what == "crash":
-            raise ValueError("a planted crash")
         model(rows).square().mean().backward()
-        if step == 6 and rank == 1 and what == "hang":
+        if step == 6 and last and what == "hang":
             time.sleep(3600)
-        while step == 6 and rank == 1 and what.startswith("/") and not os.path.exists(what):
+        while step == 6 and last and what.startswith("/") and not os.path.exists(what):
             time.sleep(0.05)
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
@@ -40,14 +39,15 @@ def main():
 
 
 def launch():
-    """Start both ranks; the first that fails ends the other one."""
+    """Start the ranks; the first that fails ends the others."""
     store = tempfile.mkdtemp()
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), sys.argv[3])
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, *sys.argv[1:], store],
-            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+            env={**os.environ, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
-        for rank in range(2)
+        for rank in range(int(sys.argv[3]))
     ]
     while (left := [rank for rank in ranks if rank.poll() is None]) and not any(rank.returncode for rank in ranks):
         time.sleep(0.05)

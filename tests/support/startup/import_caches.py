@@ -93,6 +93,18 @@ def speed_up_getmodule(module: Any) -> None:
     module.inspect = _Inspect()
 
 
+def compile_nothing_where_disabled(_module: Any) -> None:
+    torch: Any = sys.modules["torch"]
+    real = torch.compile
+
+    def compile_(model: Any = None, **options: Any) -> Any:
+        if os.environ.get("TORCHDYNAMO_DISABLE") != "1":
+            return real(model, **options)
+        return model if model is not None else functools.partial(compile_, **options)
+
+    torch.compile = compile_
+
+
 def cache_dataclass_methods(_module: Any) -> None:
     if sys.version_info < (3, 13):  # later ones compile all methods of a class at once
         dataclasses.exec = _CachedExec()  # type: ignore[attr-defined]

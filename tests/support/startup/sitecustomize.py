@@ -8,7 +8,8 @@ Imports are most of the suite's processor time: 2 to 3 s for each of 200 process
 - ``dataclasses`` compiles the methods of 1,000 classes of torch and what comes with it (0.25 s): cached.
 - PyTorch asks ``inspect`` where its operators are registered, which looks through all modules (0.3 s): not asked.
 - Every optimizer imports ``torch._dynamo``, the front end of ``torch.compile`` (1 s): where that is disabled, it is
-  imported when something is used that does more than mark code for it (``lazy_dynamo``).
+  imported when something is used that does more than mark code for it (``lazy_dynamo``). ``torch.compile``, which
+  DeepSpeed's Muon and bitsandbytes call in every rank, returns the function, as it would after that import.
 """
 
 import atexit
@@ -23,9 +24,11 @@ _AFTER = {
     "torch.version": "cache_dataclass_methods",
     "torch._library.utils": "speed_up_get_source",
     "torch.library": "speed_up_getmodule",
+    "torch._meta_registrations": "compile_nothing_where_disabled",
     "transformers.utils.import_utils": "cache_import_structure",
 }
-"""Names of functions in ``import_caches``, each called with a module once that is imported."""
+"""Names of functions in ``import_caches``, each called with a module once that is imported. ``torch`` itself and what
+the probe's own hooks await are not among them: of two finders one would not be asked."""
 
 
 class _PostImportHooks:

@@ -96,6 +96,20 @@ def test_a_recording_that_is_not_there_is_wrong_usage(command, capsys):
     assert capsys.readouterr().err == "ftmon: nope.sqlite: no such file\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "complaint", "status"),
+    [
+        (["run"], "run needs a command after '--'", 195),
+        (["train"], "train needs MODEL DATA or CONFIG.yaml", 2),
+    ],
+)
+def test_what_names_nothing_to_start_is_wrong_usage(words, complaint, status, capsys):
+    assert main(words) == status
+    error = capsys.readouterr().err
+    assert error.startswith(f"ftmon: {complaint}")
+    assert error.count("\n") == 1
+
+
 def test_ascii_works_before_and_after_the_command_and_ftmon_alone_opens_the_list_of_runs():
     assert all(parse(words).ascii for words in (["--ascii"], ["--ascii", "attach"], ["attach", "--ascii"]))
     assert parse([]).handler == "watch:choose"
