@@ -170,7 +170,7 @@ class FtmonApp(ThemedApp):
 
     def action_alerts(self) -> None:
         """Open the alerts; in a replay that is before all of them, move to the first error."""
-        from .screens.alerts import AlertsScreen
+        from .screens.lists import AlertsScreen
 
         transport = self._replay_transport()
         first = transport.first_alert() if transport is not None else None
@@ -179,8 +179,8 @@ class FtmonApp(ThemedApp):
             self.app_state.show_message(f"moved to the first {first.severity}: {first.title}")
         self.show(AlertsScreen(self.app_state))
 
-    action_logs = _opening("stacks", "LogsScreen")
-    action_stacks = _opening("stacks", "StacksScreen")
+    action_logs = _opening("lists", "LogsScreen")
+    action_stacks = _opening("lists", "StacksScreen")
     action_events = _opening("memory", "EventsScreen")
     action_training = _opening("training", "TrainingScreen")
 

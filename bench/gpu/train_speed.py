@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ftmon.protocol.host.machine import peak_flops
 from ftmon.protocol.messages.telemetry import Step
-from ftmon.protocol.messages.throughput import peak_flops
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run import rundir
 from train_rows import ROWS, SEED, Row, documents, folder_of, overrides, prepare, shrunk

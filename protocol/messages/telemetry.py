@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from .throughput import ModelFlops
+from ..host.machine import ModelFlops
 
 # Bounds of numbers in messages: decoding refuses values outside them. They protect receivers from a rank of 2^60, for
 # which a receiver would allocate, and from times outside the calendar.

@@ -17,8 +17,8 @@ from typing import Any
 
 from msgspec.structs import astuple
 
+from ..host.machine import mfu
 from ..messages.telemetry import PAUSES, STEP_PHASES, Step
-from ..messages.throughput import mfu
 from .results import MemoryColumn, StepPoint, TrainingPoint
 from .rows import with_nan
 from .schema import PHASE_COLUMNS, ROLLUP_COLUMNS, ROLLUP_SIZES, STEP_COLUMNS

@@ -186,7 +186,7 @@ class TrainingPoint(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: int = 0
     label_tokens: int = 0
     flops: float = 0.0
-    """FLOPs of the model (``ftmon.protocol.messages.throughput``); 0: unknown."""
+    """FLOPs of the model (``ftmon.protocol.host.machine``); 0: unknown."""
     loss: float | None = None
     """Weighted by label tokens if they are known. NaN counts as unknown, here and below."""
     low_loss: float | None = None

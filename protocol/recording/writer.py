@@ -21,11 +21,11 @@ import msgspec
 from msgspec.structs import astuple
 
 from ..errors import RecordingError
+from ..host.machine import peak_flops
 from ..host.process import this_process
 from ..messages.control import Alert, Answer, Query
 from ..messages.hosts import Job
 from ..messages.telemetry import Checkpoint, Closing, DeviceSample, Evaluation, Heartbeat, Hello, LogLine, Step
-from ..messages.throughput import peak_flops
 from ..messages.wire import RESTART_LEAP, VERSION, Message
 from ..run.rundir import RunFile
 from .curves import Curves, Rollups, figures_of, training_row

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ftmon.protocol.messages.throughput import peak_flops
+from ftmon.protocol.host.machine import peak_flops
 from ftmon.trainer.recipe.hardware import usable_gpus
 from ftmon_process import ftmon_home
 

@@ -12,12 +12,11 @@ from eventually import SECONDS
 from ftmon.protocol.messages.telemetry import LogLine
 from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.app import FtmonApp, _run
-from ftmon.tui.screens.alerts import AlertList, AlertsScreen
 from ftmon.tui.screens.base import HelpScreen
+from ftmon.tui.screens.lists import AlertList, AlertsScreen, LogList, LogsScreen
 from ftmon.tui.screens.oom import OomScreen
 from ftmon.tui.screens.overview import OverviewScreen, RankScreen
 from ftmon.tui.screens.runs import RunsScreen
-from ftmon.tui.screens.stacks import LogList, LogsScreen
 from ftmon.tui.source.replay import ReplaySource
 from ftmon.tui.widgets import state
 from ftmon.tui.widgets.base import Canvas

@@ -16,8 +16,8 @@ from ftmon.protocol.messages.telemetry import AllocatorEvents, Stacks
 from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.run.rundir import ExitFile, RunDir
 from ftmon.tui.app import FtmonApp
+from ftmon.tui.screens.lists import StackList, StacksScreen
 from ftmon.tui.screens.memory import EventsScreen, MemoryScreen
-from ftmon.tui.screens.stacks import StackList, StacksScreen
 from ftmon.tui.source.live import LiveSource
 from ftmon.tui.widgets import state
 from ftmon.tui.widgets.base import Canvas

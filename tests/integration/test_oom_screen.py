@@ -11,7 +11,7 @@ from eventually import SECONDS
 from ftmon.protocol.messages import control
 from ftmon.protocol.messages.control import Accepted
 from ftmon.tui.app import FtmonApp
-from ftmon.tui.screens.alerts import AlertsScreen
+from ftmon.tui.screens.lists import AlertsScreen
 from ftmon.tui.screens.oom import CapturedScreen, OomScreen, ReleaseDialog, file_of, place_words
 from ftmon.tui.screens.overview import OverviewScreen
 from ftmon.tui.screens.snapshot import SnapshotHelp

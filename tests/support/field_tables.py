@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from ftmon.protocol.host import process
+from ftmon.protocol.host import machine, process
 from ftmon.protocol.link import sockets
-from ftmon.protocol.messages import control, hosts, memory, telemetry, throughput, wire
+from ftmon.protocol.messages import control, hosts, memory, telemetry, wire
 from ftmon.protocol.recording import results
 from ftmon.protocol.run import end, notices, rundir, start
 from ftmon.protocol.snapshot import columns
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 
-_MODULES = (telemetry, throughput, memory, hosts, control, columns)
+_MODULES = (telemetry, machine, memory, hosts, control, columns)
 _MODULES += (rundir, start, notices, end, process, sockets, results)
 _ELSEWHERE = ("Frame", "LauncherMessage", "Notice", "OnRanks", "PeakMark", "Span", "StackColumns")
 """Structs without a table: bases, those that the text describes, and those that stay in a process."""

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+from ftmon.protocol.host.machine import ModelFlops, causal_pairs_of_rows
 from ftmon.protocol.messages.telemetry import Checkpoint, Evaluation, Hello, Plan, Step
-from ftmon.protocol.messages.throughput import ModelFlops, causal_pairs_of_rows
 from ftmon.protocol.messages.wire import Frame, Message
 from streams import Stream, write
 

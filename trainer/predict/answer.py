@@ -11,8 +11,7 @@ from ...protocol.analysis.estimates.ranking import Largest
 from ...protocol.analysis.estimates.time import StepTime, epoch_cost, step_time
 from ...protocol.analysis.words import describe_curve
 from ...protocol.errors import ConfigError
-from ...protocol.host.machine import FIT_TABLE, Gpu
-from ...protocol.messages.throughput import causal_pairs, mfu
+from ...protocol.host.machine import FIT_TABLE, Gpu, causal_pairs, mfu
 from ...protocol.text import duration, gib, sanitize
 from ..recipe import support
 from . import explain, ranks

@@ -15,7 +15,7 @@ import msgspec
 
 from ...protocol.analysis.estimates.time import Work
 from ...protocol.errors import ConfigError, FtmonError
-from ...protocol.messages.throughput import ModelFlops
+from ...protocol.host.machine import ModelFlops
 from ...protocol.run.end import signal_name
 from ..host.processes import end_with_parent
 from . import record

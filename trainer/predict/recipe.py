@@ -16,8 +16,7 @@ import msgspec
 import torch
 
 from ...protocol.analysis.allocator.settings import Settings
-from ...protocol.host.machine import Gpu
-from ...protocol.messages.throughput import causal_pairs
+from ...protocol.host.machine import Gpu, causal_pairs
 from ..recipe.config.load import Loaded, load
 from ..recipe.config.schema import Config
 from ..recipe.data.batches import Collate

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from ...protocol.analysis.allocator.model import UNLIMITED, CachingAllocator, DeviceOutOfMemory, Driver, Peaks
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.time import Collective, Communication, Operation, Work, combined
-from ...protocol.messages.throughput import Precision
+from ...protocol.host.machine import Precision
 
 ALLOCATE, FREE, USE, EMPTY, MARK, END = range(6)
 _MOST_RANGES = 64

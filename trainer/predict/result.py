@@ -79,7 +79,7 @@ class Point(msgspec.Struct, frozen=True):
     tokens_per_second: float | None = None
     """Tokens per second of all ranks."""
     mfu: float | None = None
-    """Model FLOPs utilisation (``protocol.messages.throughput``); None if the model's FLOPs are not known."""
+    """Model FLOPs utilisation (``protocol.host.machine``); None if the model's FLOPs are not known."""
     price_per_million_tokens: float | None = None
     """Price in the currency of the GPU hour's price; None without that."""
     run_seconds: float | None = None

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from time import time
 from typing import Any
 
+from ...protocol.host.machine import perplexity
 from ...protocol.messages.telemetry import Activity, Checkpoint, CheckpointFailed, EarlyStop, Evaluation, Plan
-from ...protocol.messages.throughput import perplexity
 from .device import cuda
 from .guard import guarded
 from .loop.training import Training
@@ -82,7 +82,7 @@ class Probe:
 
         ``tokens`` are without padding; ``label_tokens`` those that the loss is a mean over, by which the rank is
         weighted in the mean over ranks unless losses are normalised over all ranks already; ``pairs`` those of query
-        and key that attention computes (``protocol.messages.throughput.causal_pairs``), ``longest`` the longest
+        and key that attention computes (``protocol.host.machine.causal_pairs``), ``longest`` the longest
         document's tokens (0: not known); ``samples`` are rows, for ranks that share rows this one's part (None: those
         of the forward's batch).
         """

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ...protocol.analysis.stalls import evidence
+from ...protocol.host.machine import peak_flops
 from ...protocol.messages import telemetry
 from ...protocol.messages.control import RankState, RankStateName
 from ...protocol.messages.memory import Cause, Composition
-from ...protocol.messages.throughput import peak_flops
 from ...protocol.recording.results import PeakMark, PhasePeaks
 from ...protocol.text import ranks_counted, sanitize
 from .peaks import PeakRanking, rank_phases

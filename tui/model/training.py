@@ -12,8 +12,8 @@ from math import exp, isfinite
 from statistics import fmean
 from typing import Literal, TypeVar
 
+from ...protocol.host.machine import mfu
 from ...protocol.messages.telemetry import Activity, Checkpoint, EarlyStop, Evaluation, Plan, Step
-from ...protocol.messages.throughput import mfu
 from ...protocol.recording.results import TrainingPoint
 
 CAPACITY = RESULTS = 4096

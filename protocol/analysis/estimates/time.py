@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...host.machine import Gpu
+from ...host.machine import Gpu, Precision
 from ...messages.memory import PredictedPhase, PredictedPoint, Prediction
-from ...messages.throughput import Precision
 from .memory import Figure
 
 _ERRORS = {"communication": 0.3, "offload": 0.5}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from ftmon.protocol.messages.throughput import causal_pairs
+from ftmon.protocol.host.machine import causal_pairs
 from ftmon.trainer.recipe.monitor import activity, probe
 from transformers import LlamaConfig, LlamaForCausalLM
 

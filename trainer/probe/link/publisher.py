@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
+from ....protocol.host.machine import ModelFlops, causal_pairs_of_rows
 from ....protocol.link import sockets
 from ....protocol.messages import wire
 from ....protocol.messages.telemetry import (
@@ -27,7 +28,6 @@ from ....protocol.messages.telemetry import (
     Span,
     Step,
 )
-from ....protocol.messages.throughput import ModelFlops, causal_pairs_of_rows
 from .. import guard
 from ..device import cuda
 from ..device.cuda import elapsed_us, has_passed

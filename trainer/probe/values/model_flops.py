@@ -1,4 +1,4 @@
-"""FLOPs of a Hugging Face model, from its parameters and configuration (``protocol.messages.throughput``)."""
+"""FLOPs of a Hugging Face model, from its parameters and configuration (``protocol.host.machine``)."""
 
 import re
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ....protocol.messages.throughput import ModelFlops
+from ....protocol.host.machine import ModelFlops
 from .. import guard
 from ..rank.model import full_size, own_class, own_model, parameter_sizes
 

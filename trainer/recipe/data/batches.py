@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from ....protocol.errors import ConfigError
-from ....protocol.messages.throughput import causal_pairs
+from ....protocol.host.machine import causal_pairs
 from ..config.schema import Config
 from ..distributed import SequenceGroup
 from ..model.loss import IGNORED, Batch, label_positions, next_labels

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ftmon.protocol.messages.throughput import ModelFlops
+from ftmon.protocol.host.machine import ModelFlops
 from ftmon.trainer.probe.device.memory import Reading
 from ftmon.trainer.probe.hooks.deepspeed import share_of_engine
 from ftmon.trainer.probe.link.publisher import step_message

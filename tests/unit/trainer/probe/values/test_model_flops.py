@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.protocol.messages.throughput import ModelFlops, causal_pairs
+from ftmon.protocol.host.machine import ModelFlops, causal_pairs
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.probe.rank.context import Introduction, RankContext
 from ftmon.trainer.probe.values.model_flops import model_flops
