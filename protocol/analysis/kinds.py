@@ -20,7 +20,7 @@ from .learning.known import KnownFaults
 from .learning.updates import Updates
 from .memory import words as memory
 from .oom import words as oom
-from .stalls import slow_ranks, waited_for, words
+from .stalls import slow_ranks, words
 from .words import Added, Words
 
 DETECTORS: list[type[Detector]] = [
@@ -57,7 +57,7 @@ def register(*kinds: Kind) -> None:
         _ADDED.update(kind.added)
 
 
-register(*memory.KINDS, *words.KINDS, *slow_ranks.KINDS, *waited_for.KINDS, *oom.KINDS, *deaths.KINDS)
+register(*memory.KINDS, *words.KINDS, *slow_ranks.KINDS, *oom.KINDS, *deaths.KINDS)
 register(*monitor.KINDS, *hub_facts.KINDS)
 for _detector in DETECTORS:
     register(*_detector.kinds)

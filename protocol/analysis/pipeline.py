@@ -39,9 +39,8 @@ from .memory.spike import GrowthDetector, SpikeDetector
 from .oom.detector import OomDetector
 from .oom_report import LatestByRank
 from .stalls.hang_detector import HangDetector
-from .stalls.slow_ranks import SlowDetector
+from .stalls.slow_ranks import SlowDetector, WaitDetector
 from .stalls.tracker import RankTracker
-from .stalls.waited_for import WaitDetector
 
 _AS_RECEIVED = (Hello, Plan, LogLine)
 """Messages of the recording that are processed like received ones."""

@@ -6,7 +6,7 @@ import pytest
 from ftmon.protocol.analysis.kinds import words_of
 from ftmon.protocol.analysis.stalls.collectives import RankView
 from ftmon.protocol.analysis.stalls.evidence import Evidence, Place
-from ftmon.protocol.analysis.stalls.waited_for import EARLY_S, LONG_S, WaitDetector
+from ftmon.protocol.analysis.stalls.slow_ranks import EARLY_S, LONG_S, WaitDetector
 
 AT = Place("", "write_cache", "cache.py:6 in write_cache", line="cache.py:6")
 LATE = RankView(1, 41, "forward", 20.0, 300.0, evidence=Evidence(1.0, place=AT, restless=True, work="works"))
