@@ -302,8 +302,3 @@ def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
         return None
     share = flops / seconds / peak
     return share if math.isfinite(share) else None
-
-
-def perplexity(loss: float) -> float | None:
-    """Return e to the power of ``loss``; None if that overflows."""
-    return math.exp(loss) if loss < 700 else None

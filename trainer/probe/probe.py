@@ -2,10 +2,10 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from math import exp
 from time import time
 from typing import Any
 
-from ...protocol.host.machine import perplexity
 from ...protocol.messages.telemetry import Activity, Checkpoint, CheckpointFailed, EarlyStop, Evaluation, Plan
 from .device import cuda
 from .guard import guarded
@@ -111,7 +111,7 @@ class Probe:
         is the last finished one.
         """
         loss = None if loss is None else float(loss)
-        ppl = None if loss is None else perplexity(loss)
+        ppl = exp(loss) if loss is not None and loss < 700 else None  # beyond it a float overflows
         known = {str(key)[:100]: float(value) for key, value in (metrics or {}).items()}
         figures = (name[:256], loss, ppl, int(label_tokens), float(seconds), best, known)
         self._outbox.hand_over(Evaluation(self.rank, self._at(step), time(), *figures))

@@ -18,7 +18,6 @@ from ftmon.protocol.host.machine import (
     memory_limit,
     mfu,
     peak_flops,
-    perplexity,
 )
 from ftmon.protocol.messages.telemetry import DeviceHealth, DeviceSample
 from ftmon.trainer.host.hardware import watch
@@ -228,10 +227,8 @@ def test_a_device_or_type_without_a_peak_has_no_mfu(name: str) -> None:
     assert mfu(1e15, 1.0, peak_flops(name, "bf16")) is None
 
 
-def test_mfu_needs_a_type_flops_and_time_and_perplexity_a_loss_that_is_a_figure() -> None:
+def test_mfu_needs_a_type_flops_and_time() -> None:
     assert peak_flops("NVIDIA H200", "") is None
     assert mfu(0.0, 1.0, 1e12) is None
     assert mfu(1e12, 0.0, 1e12) is None
     assert mfu(5e11, 1.0, 1e12) == 0.5
-    assert perplexity(0.0) == 1.0
-    assert perplexity(1e4) is None
