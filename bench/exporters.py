@@ -40,8 +40,8 @@ from ftmon.protocol.run.rundir import RunDir
 from ftmon.protocol.run.start import spawn_exporter
 from ftmon.protocol.run.targets import REPORT_TARGETS, TRACKERS, is_installed
 
-START_SECONDS = 300.0
-"""For the exporters' imports, at most."""
+START_SECONDS = 900.0
+"""For the exporters' imports, at most: nothing is measured while one of them imports."""
 SETTLE_SECONDS = 4.0
 """Between blocks."""
 SCRAPE_SECONDS = 5.0
@@ -106,6 +106,9 @@ def exporting(run: RunDir, targets: Sequence[str], port: int) -> Iterator[dict[s
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and not all("the run is there" in log.read_text() for log in waiting):
             time.sleep(1.0)
+        late = [log.name for log in waiting if "the run is there" not in log.read_text()]
+        if late:
+            sys.exit(f"not ready after {START_SECONDS:g} s: {', '.join(late)} in {run.logs}")
         yield {name: psutil.Process(process.pid) for name, process in zip(targets, started, strict=True)}
         failed = [name for name, process in zip(targets, started, strict=True) if process.poll() is not None]
         if failed:
