@@ -21,7 +21,7 @@ from ...protocol.analysis.estimates.time import Collective, Communication, Opera
 from ...protocol.host.machine import Precision
 
 ALLOCATE, FREE, USE, EMPTY, MARK, END = range(6)
-_MOST_RANGES = 64
+_MOST_RANGES = 8
 Event = tuple[int, int, int, int, str]
 """Kind, handle, bytes, stream, name of a phase that begins or ends."""
 
@@ -229,21 +229,27 @@ class Limits(NamedTuple):
     """The phase that fails with less."""
 
 
-def limits(events: Sequence[Event], settings: Settings) -> Limits:
+def limits(events: Sequence[Event], settings: Settings, ranges: int = _MOST_RANGES) -> Limits:
     """Return from which size of reservable memory on every allocation succeeds.
 
     A larger size can fail where a smaller one does not, as segments are freed and split differently. But a replay is
-    the same for a whole range of sizes, and a step has a few ranges: they are tried from above, each once. Of a trace
-    with very many, the lower ones are tried in steps of 0.5 %.
+    the same for a whole range of sizes, and most steps have a few: they are tried from above, each once. After
+    ``ranges`` of them (layers that are recomputed make many) sizes are tried in steps of 0.5 to 2 %: failing ones
+    between two that succeed are then missed.
     """
-    tried, (_, needed) = 0, _attempt(events, settings, UNLIMITED)
+    tried, least, step = 0, 1, 1
+    _, needed = _attempt(events, settings, UNLIMITED)
     while needed:
-        tried += 1
-        below = needed - 1 if tried < _MOST_RANGES else needed * 199 // 200
-        phase, least = _attempt(events, settings, below)
-        if phase:
+        phase, same = _attempt(events, settings, needed - step)
+        if not phase:
+            needed, tried = same, tried + 1
+            if tried >= ranges:
+                least = max(1, needed // 200)
+                step = max(least, min(2 * step, needed // 50))
+        elif step <= least:
             return Limits(needed, phase)
-        needed = least
+        else:
+            step = least
     return Limits(0, "")
 
 
@@ -257,13 +263,15 @@ def failing_phase(events: Iterable[Event], settings: Settings, found: Limits, ca
     return _attempt(events, settings, capacity_bytes)[0] or found.phase
 
 
-def least_that_fits(events: Sequence[Event], settings: Settings, found: Limits, low: int) -> int:
+def least_that_fits(
+    events: Sequence[Event], settings: Settings, found: Limits, low: int, ranges: int = 2 * _MOST_RANGES
+) -> int:
     """Return the smallest size with which every allocation happens to succeed, though some larger one fails.
 
-    ``low`` bytes are allocated at once, so no smaller size suffices.
+    ``low`` bytes are allocated at once, so no smaller size suffices; ``ranges`` of sizes are tried.
     """
     least = lowest = found.needed_bytes
-    for _ in range(_MOST_RANGES):
+    for _ in range(ranges):
         if lowest <= low:
             break
         phase, lowest = _attempt(events, settings, lowest - 1)

@@ -239,7 +239,8 @@ def test_a_verdict_is_never_worse_with_more_memory_and_no_allocation_fails_where
             trace.free(held.pop(which % len(held)))
         else:
             held.append(trace.allocate(size * MIB, "cuda"))
-    found, reserved = limits(trace.events, own), trace.peaks().reserved_bytes
+    reserved, every = trace.peaks().reserved_bytes, 1000
+    found = limits(trace.events, own, every)
     event(f"some less fits: {found.needed_bytes < reserved}")
     around = [found.needed_bytes - 1, found.needed_bytes, reserved, *(one % (2 * reserved) for one in sizes)]
     fits = [not failing_phase(trace.events, own, found, size) for size in sorted(around)]
@@ -247,9 +248,10 @@ def test_a_verdict_is_never_worse_with_more_memory_and_no_allocation_fails_where
     assert (fits[0], fits[-1]) == (False, True)
     succeed = [size for size in around if _succeeds(trace, CachingAllocator(own, size, 1 << 42))]
     assert {size for size in around if size >= found.needed_bytes} <= set(succeed)
-    least = least_that_fits(trace.events, own, found, trace.peaks().allocated_bytes)
+    least = least_that_fits(trace.events, own, found, trace.peaks().allocated_bytes, every)
     assert least <= min(succeed)
-    assert _succeeds(trace, CachingAllocator(own, least, 1 << 42))
+    fewer = limits(trace.events, own, 2).needed_bytes
+    assert all(_succeeds(trace, CachingAllocator(own, size, 1 << 42)) for size in (least, fewer))
 
 
 def _succeeds(trace: Trace, allocator: CachingAllocator) -> bool:
