@@ -326,7 +326,8 @@ class ChatTemplate:
             return found
 
         replaced = [_with_content(message, word) for message, word in zip(messages, words, strict=True)]
-        probed = [_with_calls(message, number, name) for number, message in enumerate(replaced, 1)]
+        ids: dict[str, str] = {}
+        probed = [_with_calls(message, number, name, ids) for number, message in enumerate(replaced, 1)]
         tools = [_with_name(tool, name) for tool in chat.tools] or None
         text, turns, _ = self._turns(template, probed, tools)
         for found, place in places.items():
@@ -565,8 +566,14 @@ def _placed(text: str, turn: Span, before: str, after: str, word: str, content: 
     return [span for span in spans if span.start < span.end]
 
 
-def _with_calls(message: dict[str, Any], number: int, name: Callable[[str], str]) -> dict[str, Any]:
-    """Return a message with functions and arguments renamed by ``name(place)``."""
+def _with_calls(
+    message: dict[str, Any], number: int, name: Callable[[str], str], ids: dict[str, str]
+) -> dict[str, Any]:
+    """Return a message with functions and arguments renamed by ``name(place)``.
+
+    An identifier that holds the function's name gets the new one, as some templates write no other (Kimi K2:
+    ``functions.NAME:0``); ``ids`` collects the replaced ones for the answers to the calls.
+    """
     calls: list[dict[str, Any]] = []
     for call in message.get("tool_calls", []):
         function = call["function"]
@@ -575,7 +582,14 @@ def _with_calls(message: dict[str, Any], number: int, name: Callable[[str], str]
         if function["arguments"] and function["arguments"] != "{}":
             arguments = {"argument": name(f"the tool calls' arguments of message {number}")}
         text = isinstance(function["arguments"], str)
-        calls.append({**call, "function": {**probe, "arguments": json.dumps(arguments) if text else arguments}})
+        renamed = {**call, "function": {**probe, "arguments": json.dumps(arguments) if text else arguments}}
+        identifier = str(call.get("id", ""))
+        held = rf"(?<![0-9A-Za-z]){re.escape(function['name'])}(?![0-9A-Za-z])"
+        if re.search(held, identifier):
+            renamed["id"] = ids[identifier] = re.sub(held, probe["name"], identifier)
+        calls.append(renamed)
+    answered = message.get("tool_call_id", "")
+    message = {**message, "tool_call_id": ids[answered]} if answered in ids else message
     return {**message, "tool_calls": calls} if calls else message
 
 

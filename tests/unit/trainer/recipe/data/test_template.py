@@ -684,3 +684,28 @@ def test_records_with_tools_of_deepseek_are_right_or_say_what_the_template_lacks
         refusal(encoder(tokenizer), {"messages": CALLS, "tools": TOOLS})
         == "the chat template leaves out the tool weather"
     )
+
+
+KIMI = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% if m.role == 'tool' %}"
+    "{{ '## Return of ' + m.tool_call_id }}{% endif %}{% for call in m.tool_calls or [] %}"
+    "{{ '<|tool_call>' + call.id }}{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_call_that_is_written_by_its_identifier_alone_is_learned_if_that_holds_the_function_s_name() -> None:
+    tokenizer = marked_tokenizer(KIMI)
+
+    def called(identifier: str, name: str = "weather") -> Messages:
+        function = {"name": name, "arguments": {"city": "Paris"}}
+        asking = {**CALLS[1], "tool_calls": [{"id": identifier, "type": "function", "function": function}]}
+        return [CALLS[0], asking, {**CALLS[2], "tool_call_id": identifier}, CALLS[3]]
+
+    document = one(encoder(tokenizer), {"messages": called("functions.weather:0")})
+    wanted = ['<|tool_call>functions.weather:0{"city": "Paris"}<|im_end|>', "It is.<|im_end|>"]
+    assert segments(tokenizer, document) == wanted
+    assert "Return of functions.weather:0" in tokenizer.decode(document.ids)
+    left_out = "the chat template leaves out the tool calls of message 2"
+    assert refusal(encoder(tokenizer), {"messages": called("call_1")}) == left_out
+    assert refusal(encoder(tokenizer), {"messages": called("call_1", "c")}) == left_out
