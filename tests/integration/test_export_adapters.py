@@ -17,7 +17,11 @@ CASES = {
     "dora-alone": ["lora={rank: 4, kind: dora, merge: false}"],
     "nf4": ["lora={rank: 4}", "model.quantization=nf4"],
     "experts": ["lora={rank: 4}"],
-    "experts-partitioned": ["lora={rank: 4}", "zero.stage=3"],
+    # Without a threshold of 0 parameters of so small a model are not partitioned.
+    "experts-partitioned": [
+        *("lora={rank: 4}", "zero.stage=3"),
+        "deepspeed.zero_optimization.stage3_param_persistence_threshold=0",
+    ],
     "nf4-dora": ["lora={rank: 4, kind: dora}", "model.quantization=nf4"],
 }
 

@@ -1,10 +1,11 @@
 """Loads the model: weights from the hub or a folder, or random ones from a bare configuration."""
 
+import copy
 import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -43,13 +44,14 @@ def add_lora(model: Any, config: Config) -> Any:
         target_modules=lora.targets or "all-linear",
         exclude_modules=sorted(unfit) if unfit and not lora.targets else None,
     )
+    adapters.target_parameters = taken_for_experts(model, adapters, unfit) or None
     if lora.targets and (wrong := next((name for name in unfit if _is_named(name, lora.targets)), "")):
         raise ConfigError(f"lora.targets: {wrong} cannot be adapted: {unfit[wrong]}; leave it out")
     try:
         with warnings.catch_warnings():
             # peft 0.21 sets them for experts, which it does not count as targeted modules.
             warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
-            return get_peft_model(model, adapters)
+            made = get_peft_model(model, adapters)
     except ValueError as error:
         text = str(error).splitlines()[0]
         if "ParamWrapper" in text:  # peft 0.21, tuners/lora/layer.py: experts that are one parameter
@@ -57,6 +59,27 @@ def add_lora(model: Any, config: Config) -> Any:
             kind = model.config.model_type
             raise ConfigError(f"{key}: peft cannot use it with the experts of {kind}; use {key}={value}") from None
         raise ConfigError(f"lora.targets: {text}") from None
+    if config.zero.stage == 3:
+        _gather_together(made, model)
+    return made
+
+
+def _gather_together(adapted: Any, model: Any) -> None:
+    """Make ZeRO-3 gather adapted parameters and their adapters together where peft adapts them without their modules.
+
+    Its ``ParamWrapper`` reads the weights of its parts without calling them, and moves the parameter to a module made
+    for the time of the call (``_activate_lora``): hooks of neither gather anything.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    inside: set[Any] = set()
+    for module in adapted.modules():
+        if hasattr(module, "parameter_name") and hasattr(module, "lora_A") and module not in inside:
+            set_z3_leaf_module(module, True)
+            inside.update(module.modules())
+    if inside:
+        # DeepSpeed reduces their gradients once the gradient of their input is known, so that must have one.
+        model.enable_input_require_grads()
 
 
 def unadaptable(model: Any) -> dict[str, str]:
@@ -75,7 +98,38 @@ def unadaptable(model: Any) -> dict[str, str]:
     return found
 
 
-def _is_named(name: str, targets: list[str]) -> bool:
+def taken_for_experts(model: Any, adapters: Any, unfit: Mapping[str, str]) -> list[str]:
+    """Return the weights of targeted linear layers that peft's configuration ``adapters`` would leave without adapters.
+
+    peft 0.21 replaces targets with the names of experts' layers (gate_proj ...) by the parameters that hold all experts
+    (``utils/transformers_weight_conversion.py``). Dense layers and shared experts have these names too (DeepSeek,
+    GLM-4.5): they are targeted as parameters, which no name of a layer can do.
+    """
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # a peft that does not replace them
+        return []
+    converted = copy.deepcopy(adapters)
+    asked = set() if isinstance(adapters.target_modules, str) else adapters.target_modules
+    try:
+        convert_peft_config_for_transformers(converted, model, None)
+    except ValueError:  # raised by peft again, for the caller
+        return []
+    if not converted.target_parameters:
+        return []
+    head = model.get_output_embeddings()
+    return [
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear  # not in 4 bits, which cannot be adapted as a parameter
+        and module is not head
+        and name not in unfit
+        and (not asked or _is_named(name, asked))
+        and not _is_named(name, converted.target_modules)
+    ]
+
+
+def _is_named(name: str, targets: Iterable[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 

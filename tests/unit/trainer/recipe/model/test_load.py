@@ -1,5 +1,6 @@
 """Models with values of their configuration replaced, and with new special tokens, as transformers makes them."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,11 @@ import pytest
 import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load as load_config
-from ftmon.trainer.recipe.config.schema import Config
+from ftmon.trainer.recipe.config.schema import Config, Lora
 from ftmon.trainer.recipe.model import load, shape, tokenizer
 from ftmon.trainer.recipe.preflight.resolve import resolve
 from ftmon.trainer.recipe.start import DATA
+from peft import PeftModel
 from small_shape import SMALL_SHAPE, OneRank
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -88,3 +90,36 @@ def test_new_special_tokens_have_the_rows_that_transformers_resizes_to(count: in
     )
     with pytest.raises(ConfigError, match=r"tokenizer\.special_tokens cannot be used with lora\.rank"):
         resolve(adapters)
+
+
+GLM = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("targets", [[], FEED_FORWARD])
+def test_dense_layers_and_shared_experts_that_have_the_names_of_experts_get_adapters(
+    targets: list[str], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    sizes = {**SMALL_SHAPE, "head_dim": 8, "n_shared_experts": 1, **GLM}
+    base: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **sizes))
+    plain = copy.deepcopy(base)
+    head = plain.get_output_embeddings()
+    linear = {name for name, one in plain.named_modules() if isinstance(one, torch.nn.Linear) and one is not head}
+    expected = {name for name in linear if not targets or name.rpartition(".")[2] in targets}
+    model = load.add_lora(base, Config(lora=Lora(rank=4, alpha=8.0, targets=targets)))
+    with torch.no_grad():
+        for name, module in model.base_model.model.named_modules():
+            if name in expected:
+                down, up = (part["default"].weight for part in (module.lora_A, module.lora_B))
+                up.normal_(std=0.2)
+                plain.get_submodule(name).weight += 8.0 / 4 * up @ down
+                expected.remove(name)
+        assert not expected
+        model.save_pretrained(tmp_path)
+        again = PeftModel.from_pretrained(AutoModelForCausalLM.from_config(plain.config), str(tmp_path))
+        own = {name: weight for name, weight in model.state_dict().items() if "lora_" not in name}
+        again.load_state_dict(own, strict=False)
+        wanted = plain.eval()(IDS).logits
+        for made in (model, again):
+            assert torch.allclose(made.eval()(IDS).logits, wanted, atol=1e-5)
