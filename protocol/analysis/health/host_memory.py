@@ -117,7 +117,7 @@ class HostMemory(Detector):
         self._host_of: dict[int, str] = {}
         self._phases: dict[int, str] = {}
         self._resident: defaultdict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=int(WINDOW)))
-        """Time and size, at least a second apart."""
+        """Time and size, as the host is sampled: a rank knows its size of the phase's beginning alone."""
         self._ends_at: dict[int, float] = {}
         """When the present activity of a rank will end, if it says how much of it is done."""
 
@@ -130,13 +130,10 @@ class HostMemory(Detector):
         self._host_of[hello.rank] = hello.host
 
     def beat(self, beat: Heartbeat) -> None:
-        """Register the phase and the resident memory of a rank."""
+        """Register the phase of a rank."""
         if beat.phase != self._phases.get(beat.rank):
             self._ends_at.pop(beat.rank, None)
         self._phases[beat.rank] = beat.phase
-        sizes = self._resident[beat.rank]
-        if beat.resident and (not sizes or beat.time >= sizes[-1][0] + 1.0):
-            sizes.append((beat.time, beat.resident))
 
     def activity(self, activity: Activity) -> None:
         """Register how far an activity is."""
@@ -160,12 +157,13 @@ class HostMemory(Detector):
         ranks = [rank for rank, name in self._host_of.items() if name == sample.host]
         phase = self._phase(ranks)
         if phase != host.phase:
-            host.samples.clear()
-            for sizes in (self._resident[rank] for rank in ranks):
-                while len(sizes) > 1:  # the latest is of the new phase, or just before it
-                    sizes.popleft()
+            for samples in (host.samples, *(self._resident[rank] for rank in ranks)):
+                samples.clear()
             host.phase = phase
         host.samples.append((sample.time, sample.used_bytes))
+        for process in sample.processes:
+            if process.rank is not None:
+                self._resident[process.rank].append((sample.time, process.used_bytes))
         while host.samples[0][0] < sample.time - WINDOW:
             host.samples.popleft()
         window, free = WINDOWS.get(phase, WINDOW), sample.total_bytes - sample.used_bytes

@@ -6,7 +6,7 @@ import pytest
 from ftmon.protocol.analysis.findings.finding import Finding
 from ftmon.protocol.analysis.health.host_memory import HostMemory
 from ftmon.protocol.analysis.kinds import words_of
-from ftmon.protocol.messages.telemetry import Activity, DeviceSample, Heartbeat
+from ftmon.protocol.messages.telemetry import Activity, DeviceSample, Heartbeat, ProcessMemory
 from simulated_run import Sim
 
 GIB = 2**30
@@ -25,10 +25,11 @@ def watched(
     found: list[tuple[int, str]] = []
     for place, gib in enumerate(used):
         now = place * interval
-        detector.beat(Heartbeat(0, 5, phase, 0.0, 1, now, resident=int(gib * GIB * own)))
+        detector.beat(Heartbeat(0, 5, phase, 0.0, 1, now))
         if activity is not None:
             detector.activity(activity)
-        sample = DeviceSample("host", "host", 0, "host", now, int(gib * GIB), TOTAL)
+        ranks = [ProcessMemory(7, int(gib * GIB * own), 0)]
+        sample = DeviceSample("host", "host", 0, "host", now, int(gib * GIB), TOTAL, processes=ranks)
         for one in detector.sample(sample):
             found.append((place, one.state))
             if one.state == "raised":
@@ -59,8 +60,10 @@ def test_growth_of_a_rank_is_seen_whether_other_programs_free_memory_or_take_mor
     detector.hello(Sim(1).hello(0))
     found = list[Finding]()
     for second in range(20):
-        detector.beat(Heartbeat(0, 5, "eval", 0.0, 1, second, resident=int((1 + second / 2) * GIB)))
-        found += detector.sample(DeviceSample("host", "host", 0, "host", second, used[second] * GIB, TOTAL))
+        detector.beat(Heartbeat(0, 5, "eval", 0.0, 1, second))
+        ranks = [ProcessMemory(7, int((1 + second / 2) * GIB), 0), ProcessMemory(8, GIB)]
+        sample = DeviceSample("host", "host", 0, "host", second, used[second] * GIB, TOTAL, processes=ranks)
+        found += detector.sample(sample)
     assert [one.facts.growing_rank for one in found] == [0]
 
 
