@@ -11,11 +11,11 @@ import json
 import logging
 import math
 import os
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -25,7 +25,6 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.ranking import Need
 from ...protocol.analysis.estimates.time import epoch_cost
 from ...protocol.errors import ConfigError, FtmonError, UsageError
-from ...protocol.run.start import module_command
 from ...protocol.text import duration, escape_json, sanitize
 from ..host.processes import end_with_parent, lower_priority
 from ..recipe.config.load import load
@@ -85,28 +84,29 @@ def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Predi
         arguments.overrides = [*arguments.overrides, *_chosen(arguments, tell)]
     job = jobs.prepare(arguments, allocator)
     tell(_IMPORTING)
-    ranks.warm(_modules(job))
+    ranks.warm(jobs.modules(job.config))
     tell("the run as it is")
     capacity = arguments.capacity
     if arguments.what_if or arguments.data:
         capacity = capacity or answer.capacity_of(job)
+    other = what_if.expandable(allocator) if arguments.what_if else None
     if arguments.data:
-        job, found = _with_data(job, capacity or 0, arguments, allocator, tell)
+        job, found, expandable = _with_data(job, capacity or 0, arguments, other, tell)
     else:
-        found = answer.predict(job, capacity, arguments.price)
+        found, expandable = answer.predict_both(job, other, capacity, arguments.price)
     if arguments.explain:
         found = msgspec.structs.replace(found, explained=explain.parts(found, job.config, arguments.measured))
     if arguments.largest:
         found = what_if.add(found, job, arguments, allocator, tell)
     if not arguments.what_if:
         return found
-    rows = what_if.table(arguments, allocator, found, capacity or 0, tell)
+    rows = what_if.table(arguments, allocator, found, expandable, capacity or 0, tell)
     notes = [*found.notes, NOT_CHANGED] if arguments.command else found.notes
     return msgspec.structs.replace(found, what_if=rows, notes=notes)
 
 
 def _chosen(arguments: argparse.Namespace, tell: Callable[[str], None]) -> list[str]:
-    """Return the choice of what is ``auto`` in a configuration, made by a process of its own, as assignments.
+    """Return the choice of what is ``auto`` in a configuration, made by a forked process, as assignments.
 
     Raises:
         ConfigError: the configuration cannot be used, or nothing fits.
@@ -117,37 +117,23 @@ def _chosen(arguments: argparse.Namespace, tell: Callable[[str], None]) -> list[
     if not loaded.chosen:
         return []
     tell("choosing what is auto")
+    ranks.warm([f"{__package__}.decide"])
     count = arguments.ranks or loaded.config.run.ranks or 1
-    words = [f"--gpus={count}x{arguments.gpu}", f"--parent={os.getpid()}", "--", *source]
-    done = subprocess.run(
-        module_command("ftmon.trainer.predict.decide", words),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        check=False,
-    )
-    if done.returncode:
-        raise ConfigError(done.stderr.decode(errors="replace").strip().rpartition("ftmon: ")[2])
-    return list(json.loads(done.stdout.splitlines()[-1])["overrides"])
-
-
-def _modules(job: jobs.Prepared) -> list[str]:
-    """Return what the dry runs of a configuration would otherwise import each: half of the time of a short one."""
-    if job.config is None:
-        return []
-    kind = str(job.config.model.config.get("model_type", ""))
-    names = ["torch.nn.attention.varlen", f"{__package__}.recipe"]
-    if kind:
-        names.append(f"transformers.models.{kind}.modeling_{kind}")
-    if job.config.model.compile != "off":
-        names += [f"{__package__}.compiled", "torch._inductor.compile_fx", "torch._inductor.decomposition"]
-    return names
+    words = [f"--gpus={count}x{arguments.gpu}", "--", *source]
+    # Imported by its name: it imports this module.
+    return ranks.once(partial(sys.modules[f"{__package__}.decide"].overrides, words, tell), list[str])
 
 
 def _with_data(
-    job: jobs.Prepared, capacity: int, arguments: argparse.Namespace, allocator: Settings, tell: Callable[[str], None]
-) -> tuple[jobs.Prepared, Prediction]:
+    job: jobs.Prepared,
+    capacity: int,
+    arguments: argparse.Namespace,
+    other: Settings | None,
+    tell: Callable[[str], None],
+) -> tuple[jobs.Prepared, Prediction, Prediction | None]:
     """Return a run after reading its data set, and its prediction with its steps and those that do not fit.
 
+    The last is the prediction with ``other`` settings of the allocator, if given.
     Other runs prepared from the arguments have rows packed as in the data set, too.
     """
     from . import recipe, what_if
@@ -162,8 +148,8 @@ def _with_data(
     arguments.rows = len(examples.rows)
     if config.data.packing:
         arguments.documents = recipe.of_rows(examples.rows.document_lengths())
-    job = jobs.prepare(arguments, allocator)
-    found = answer.predict(job._replace(steps=steps), capacity, arguments.price)
+    job = jobs.prepare(arguments, allocator_settings())
+    found, expandable = answer.predict_both(job._replace(steps=steps), other, capacity, arguments.price)
 
     def run(lengths: list[int]) -> list[Need]:
         tell(f"{len(lengths)} of the data set's lengths, up to {lengths[-1]:,} tokens")
@@ -176,7 +162,7 @@ def _with_data(
         epoch = epoch_cost(point.step_seconds, risk.steps, 1, job.ranks, arguments.price or 0.0)
         paid = None if arguments.price is None else epoch.price
         risk = msgspec.structs.replace(risk, epoch_seconds=epoch.seconds, epoch_price=paid)
-    return job, msgspec.structs.replace(found, data=risk)
+    return job, msgspec.structs.replace(found, data=risk), expandable
 
 
 class Progress:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.memory import Figure, Piece, beside_pytorch, checkpoint_bytes, pieces
 from ...protocol.analysis.estimates.ranking import Largest
 from ...protocol.analysis.estimates.time import StepTime, epoch_cost, step_time
@@ -47,6 +48,26 @@ def predict(
     """
     found = ranks.run(job.make, only or ranks.differing(job.stage, job.ranks), job.lengths, capacity_bytes)
     return _answer(job, found, capacity_bytes, price_per_gpu_hour)
+
+
+def predict_both(
+    job: Prepared, other: Settings | None, capacity_bytes: int | None, price_per_gpu_hour: float | None
+) -> tuple[Prediction, Prediction | None]:
+    """Return the prediction, and that of the same dry runs with ``other`` settings of the allocator, if given.
+
+    Raises:
+        ConfigError: a dry run was refused.
+    """
+    every = ranks.differing(job.stage, job.ranks)
+    found = ranks.run(job.make, every, job.lengths, capacity_bytes, other=other)
+    first = _answer(job, found, capacity_bytes, price_per_gpu_hour)
+    if other is None:
+        return first, None
+    others = {
+        rank: msgspec.structs.replace(one, outcomes=[each.other for each in one.outcomes if each.other])
+        for rank, one in found.items()
+    }
+    return first, _answer(job, others, capacity_bytes, price_per_gpu_hour)
 
 
 def predict_each(

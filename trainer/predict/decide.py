@@ -91,6 +91,19 @@ class _Decided(NamedTuple):
     head: list[str]
     ranks: int
 
+    def assignments(self) -> list[str]:
+        return [f"{path}={value}" for path, (value, _) in self.values.items() if path in _ASSIGNED]
+
+
+def overrides(argv: Sequence[str], tell: Callable[[str], None]) -> list[str]:
+    """Return the choice of what is ``auto``, as assignments.
+
+    Raises:
+        ConfigError: as ``decide``.
+    """
+    _, decided = decide(_parser().parse_args(argv), tell)
+    return decided.assignments()
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print or write a choice; return the exit status."""
@@ -119,11 +132,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(sanitize(line) for line in lines))
         print(sanitize(f"written: {given.init}; start it: ftmon train {shlex.quote(given.init)}"))
     else:
-        overrides = [f"{path}={value}" for path, (value, _) in decided.values.items() if path in _ASSIGNED]
         if given.progress:
             with contextlib.suppress(OSError):
                 os.write(given.progress, "".join(f"{sanitize(line)}\n" for line in lines).encode())
-        print(msgspec.json.encode(Decision(overrides, lines)).decode())
+        print(msgspec.json.encode(Decision(decided.assignments(), lines)).decode())
     return 0
 
 
@@ -149,7 +161,7 @@ def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Load
     tell("importing torch, transformers and DeepSpeed")
     environ = dict(os.environ)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # dry runs need none
-    ranks.warm()
+    ranks.warm(jobs.modules(config))
     space = _space(config, loaded, machine, count, rows)
     runs = _Runs(given, loaded, space, data, tell)
     chosen = choose(space, runs.fit, runs.run)
@@ -349,8 +361,8 @@ class _Runs:
             outcomes = run.outcomes
         else:
             jobs_of = [self._job(candidate._replace(micro_batch=rows)) for rows in (first, 4 * first)]
-            each = [ranks.run(job.make, [0], [length])[0] for job in jobs_of]
-            run, outcomes = each[0], [one.outcomes[0] for one in each]
+            each = ranks.run(lambda number: jobs_of[number].make(0), [0, 1], [length])
+            run, outcomes = each[0], [each[number].outcomes[0] for number in (0, 1)]
         points = [
             _fit_point(rows * length, outcome, candidate)
             for rows, outcome in zip((first, 4 * first), outcomes, strict=True)

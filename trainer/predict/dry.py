@@ -60,6 +60,8 @@ class Measured:
     """Work of one step."""
     micro_step: Work
     """Of that, a micro-step between the first and the last; empty if there is none."""
+    start: int
+    """Number of events before the step that the rank's peaks are of."""
 
 
 _LOOK_FOR_CUDA = ("torch._dynamo", "bitsandbytes")
@@ -103,14 +105,14 @@ class DryRun:
         self._sightings = Sightings(self._recorder)
         self._phases: dict[str, Phase] = {}
         self._made = False
-        self._making_bytes = 0
+        self.making_bytes = 0
         """Highest memory while the model is made, on the host."""
         with self._fake, self._recorder, _refusals():
             self.trace.begin("init")
             self._make()
             self._note("init")
             # As in a script that makes it on the GPU, where an output layer exists in addition to its tied embedding.
-            self._count("init", self._making_bytes, self._making_bytes)
+            self._count("init", self.making_bytes, self.making_bytes)
             self.flops = self.engine and model_flops(self.engine.module)
             self.made = self.engine and explain.made(self.engine, self.parameters, job.ranks)
             self._recorder.vocabulary = self.made.vocabulary if self.made else 0
@@ -129,7 +131,7 @@ class DryRun:
         self.vocabulary = int(config.get_text_config().vocab_size)
         with partitioned:
             model = result.make(config, _dtype(settings, torch), job.checkpointing, job.lora_rank, job.attention)
-        self._making_bytes = 0 if stage == 3 else self.trace.host_peak
+        self.making_bytes = 0 if stage == 3 else self.trace.host_peak
         trained: Any = self._count_parameters(model)
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=settings)
 
@@ -195,7 +197,7 @@ class DryRun:
             logits = {part: size for part, size in logits.items() if size}
             self._phases[phase] = msgspec.structs.replace(self._phases[phase], parts=parts, logits=logits)
         rank = Rank(self._rank, dict(self._phases), self.trace.host_peak)
-        return Measured(rank, list(self.trace.events), work, micro_step)
+        return Measured(rank, list(self.trace.events), work, micro_step, start)
 
     def _step(self, length: int) -> None:
         for name in ("forward", "backward", "optimizer"):

@@ -7,12 +7,14 @@ import os
 import selectors
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
+from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.time import Work
 from ...protocol.errors import ConfigError, FtmonError
 from ...protocol.host.machine import ModelFlops
@@ -20,7 +22,7 @@ from ...protocol.run.end import signal_name
 from ..host.processes import end_with_parent
 from . import record
 from .dry import DryRun
-from .result import Made, Rank
+from .result import Made, Phase, Rank
 
 _TOGETHER = 2
 _MOST_RANKS = 8
@@ -44,6 +46,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """Work of a step, from which its time is predicted."""
     micro_step: Work = Work([], [])
     """Of that, a micro-step between the first and the last; empty if there is none."""
+    other: "Outcome | None" = None
+    """The same with other settings of the allocator, if they were given."""
 
 
 class RankRun(msgspec.Struct):
@@ -126,16 +130,20 @@ def run(
     in_turn: bool = False,
     refused: dict[int, ConfigError] | None = None,
     began: Callable[[int], None] = lambda rank: None,
+    other: Settings | None = None,
 ) -> dict[int, RankRun]:
-    """Run some ranks at some lengths, in this order, two ranks at a time, in forked processes.
+    """Run some ranks at some lengths, in this order, in forked processes: two ranks, or two lengths of one, at a time.
 
     ``in_turn``: as in a process that measures one length after the other (``DryRun.measure``). ``refused`` receives the
-    errors of ranks; without it the first one is raised. ``began`` is called with a rank before it runs.
+    errors of ranks; without it the first one is raised. ``began`` is called with a rank before it runs. With ``other``
+    settings of the allocator, each outcome also has the rank with these: what a step allocates is the same.
 
     Raises:
         ConfigError: a rank was refused, or its process ended.
     """
     waiting = list(ranks)
+    together = 1 if len(waiting) > 1 else _TOGETHER
+    measure = partial(_measure, make, lengths, capacity_bytes, in_turn, together, other)
     found: dict[int, RankRun] = {}
     with selectors.DefaultSelector() as selector:
         children: dict[int, tuple[int, int, bytearray]] = {}
@@ -144,7 +152,7 @@ def run(
                 while waiting and len(children) < _TOGETHER:
                     rank = waiting.pop(0)
                     began(rank)
-                    reading, child = _fork(partial(_measure, make, rank, lengths, capacity_bytes, in_turn))
+                    reading, child = _fork(partial(measure, rank))
                     children[reading] = (rank, child, bytearray())
                     selector.register(reading, selectors.EVENT_READ)
                 for key, _ in selector.select():
@@ -178,7 +186,10 @@ def once(call: Callable[[], Any], kind: type[T]) -> T:
     Raises:
         ConfigError: the call was refused, or its process ended.
     """
-    reading, child = _fork(call)
+    return _received(*_fork(call), kind)
+
+
+def _received(reading: int, child: int, kind: type[T]) -> T:
     with os.fdopen(reading, "rb") as pipe:
         text = pipe.read()
     return _result(child, text, kind, "the dry run")
@@ -231,30 +242,61 @@ def _fork(call: Callable[[], Any]) -> tuple[int, int]:
 
 
 def _measure(
-    make: Callable[[int], DryRun], rank: int, lengths: Sequence[int], capacity: int | None, in_turn: bool
+    make: Callable[[int], DryRun],
+    lengths: Sequence[int],
+    capacity: int | None,
+    in_turn: bool,
+    together: int,
+    other: Settings | None,
+    rank: int,
 ) -> RankRun:
+    """Run one rank; of its lengths, each from an engine before its first step, so many are run ``together``."""
     dry: Any = make(rank)
     result = RankRun(dry.parameters, dry.trainable, dry.flops, dry.made, dry.positions, list(getattr(dry, "notes", [])))
-    before = 0.0
-    for number, length in enumerate(lengths, 1):
-        outcome = partial(_outcome, dry, length, capacity, in_turn)
-        # Each length starts from an engine before its first step.
-        found = outcome() if in_turn or number == len(lengths) else once(outcome, Outcome)
-        used = sum(os.times()[:4])
-        result.outcomes.append(msgspec.structs.replace(found, seconds=round(used - before, 2)))
-        before = used
+    made = sum(os.times()[:4])
+    outcome = partial(_outcome, dry, capacity, in_turn, other)
+    children: deque[tuple[int, int]] = deque()
+
+    def receive(most: int) -> None:
+        while len(children) > most:
+            result.outcomes.append(_received(*children.popleft(), Outcome))
+
+    for length in lengths[:-1]:
+        if in_turn:
+            result.outcomes.append(outcome(length))
+        else:
+            receive(together - 1)
+            children.append(_fork(partial(outcome, length)))
+    receive(together - 1)
+    last = outcome(lengths[-1])
+    receive(0)
+    result.outcomes.append(last)
+    first = result.outcomes[0]
+    result.outcomes[0] = msgspec.structs.replace(first, seconds=round(first.seconds + made, 2))
     return result
 
 
-def _outcome(dry: DryRun, length: int, capacity: int | None, in_turn: bool) -> Outcome:
+def _outcome(dry: DryRun, capacity: int | None, in_turn: bool, other: Settings | None, length: int) -> Outcome:
+    before = sum(os.times()[:4])
     measured = dry.measure(length, in_turn)
-    allocator = dry.job.allocator
-    rank = measured.rank
-    limits = record.limits(measured.events, allocator)
-    fails = "" if capacity is None else record.failing_phase(measured.events, allocator, limits, capacity)
+    allocator, events = dry.job.allocator, measured.events
+    found = _needs(Outcome(length, measured.rank), events, allocator, capacity)
+    found = msgspec.structs.replace(found, work=measured.work, micro_step=measured.micro_step)
+    if other is not None:
+        highest = record.peaks(events, measured.start, other)
+        highest["init"] = max(highest["init"][0], dry.making_bytes), max(highest["init"][1], dry.making_bytes)
+        rank = msgspec.structs.replace(found.rank, phases={name: Phase(*sizes) for name, sizes in highest.items()})
+        again = _needs(msgspec.structs.replace(found, rank=rank, fails_in="", tight=False), events, other, capacity)
+        found = msgspec.structs.replace(found, other=again)
+    return msgspec.structs.replace(found, seconds=round(sum(os.times()[:4]) - before, 2))
+
+
+def _needs(found: Outcome, events: Sequence[record.Event], settings: Settings, capacity: int | None) -> Outcome:
+    """Return an outcome with the memory that its rank needs, and whether it fits the capacity."""
+    limits, rank = record.limits(events, settings), found.rank
+    fails = "" if capacity is None else record.failing_phase(events, settings, limits, capacity)
     tight = False
     if capacity is not None and fails:
-        low = rank.allocated_peak_bytes
-        tight = capacity >= record.least_that_fits(measured.events, allocator, limits, low)
+        tight = capacity >= record.least_that_fits(events, settings, limits, rank.allocated_peak_bytes)
     rank = msgspec.structs.replace(rank, needed_bytes=limits.needed_bytes)
-    return Outcome(length, rank, fails, tight, work=measured.work, micro_step=measured.micro_step)
+    return msgspec.structs.replace(found, rank=rank, fails_in=fails, tight=tight)

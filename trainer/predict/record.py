@@ -220,6 +220,18 @@ def _attempt(events: Iterable[Event], settings: Settings, capacity_bytes: int) -
     return "", driver.most_bytes
 
 
+def peaks(events: Sequence[Event], start: int, settings: Settings) -> dict[str, tuple[int, int]]:
+    """Return the highest allocated and reserved bytes of ``init`` and of the phases ending after ``start`` events."""
+    replay = AllocatorReplay(settings)
+    found: dict[str, tuple[int, int]] = {}
+    for index, event in enumerate(events):
+        replay.apply(event)
+        if event[0] == END and (index >= start or event[4] == "init"):
+            highest, before = replay.peaks(), found.get(event[4], (0, 0))
+            found[event[4]] = max(highest.allocated_bytes, before[0]), max(highest.reserved_bytes, before[1])
+    return found
+
+
 class Limits(NamedTuple):
     """Where a trace begins to fit."""
 

@@ -42,13 +42,26 @@ class RunChange(NamedTuple):
     """The assignments or flags behind ``change``."""
 
 
+_EXPANDABLE = "expandable segments", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+def expandable(allocator: Settings) -> Settings | None:
+    """Return the allocator's settings with expandable segments; None if it has them."""
+    return None if allocator.expandable_segments else msgspec.structs.replace(allocator, expandable_segments=True)
+
+
 def table(
-    arguments: argparse.Namespace, allocator: Settings, base: Prediction, capacity_bytes: int, tell: Tell
+    arguments: argparse.Namespace,
+    allocator: Settings,
+    base: Prediction,
+    expanded: Prediction | None,
+    capacity_bytes: int,
+    tell: Tell,
 ) -> list[WhatIf]:
     """Return the table of all changes, predicted at the longest length of ``base``: the fastest that fits first.
 
-    Those that do not change the training are combined if none of them fits alone. ``tell`` is called with the name of
-    each change before its dry run.
+    ``expanded`` is the same run with expandable segments, from the same dry runs. Changes that leave the training as it
+    is are combined if none of them fits alone. ``tell`` is called with the name of each change before its dry run.
     """
     point = max(base.points, key=lambda one: one.sequence_length)
     given = argparse.Namespace(**{**vars(arguments), "sequence_length": [point.sequence_length]})
@@ -63,8 +76,11 @@ def table(
         results = _options(changes, arguments.price, capacity_bytes, highest, began)
         found.update(zip((change.name for change in changes), results, strict=True))
 
+    job = jobs.prepare(given, allocator)
+    if expanded is not None:
+        found[_EXPANDABLE[0]] = _of(expanded, job, *_EXPANDABLE), expanded
     add(known)
-    as_it_is = _of(base, jobs.prepare(given, allocator), "as it is", "")
+    as_it_is = _of(base, job, "as it is", "")
     ranked = rank(as_it_is, [option for option, _ in found.values()], capacity_bytes)
     best = [remedy for one in ranked for remedy in known if remedy.name == one.option.name and remedy.combines]
     best = [remedy for remedy in best if not found[remedy.name][0].refused][:3]
@@ -121,11 +137,7 @@ def _row(one: Ranked, predicted: Prediction | None) -> WhatIf:
 
 
 def remedies(given: argparse.Namespace, allocator: Settings) -> Iterator[RunChange]:
-    """Yield the changes that this run does not have yet."""
-    if not allocator.expandable_segments:
-        expandable = msgspec.structs.replace(allocator, expandable_segments=True)
-        setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        yield RunChange("expandable segments", setting, lambda: jobs.prepare(given, expandable), False)
+    """Yield the changes of its settings that this run does not have yet."""
     kinds = _assignments(given) if given.config else _flags(given)
     yield from (_remedy(given, allocator, *kind) for kind in kinds)
 

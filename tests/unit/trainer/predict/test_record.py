@@ -17,6 +17,7 @@ from ftmon.trainer.predict.record import (
     failing_phase,
     least_that_fits,
     limits,
+    peaks,
 )
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
@@ -219,6 +220,27 @@ def test_less_than_was_reserved_suffices_where_the_cache_can_be_given_back(trace
     peaks = trace.peaks()
     assert (peaks.allocated_bytes, peaks.reserved_bytes) == (500 * MIB, 800 * MIB)
     assert limits(trace.events, Settings()) == (500 * MIB, "forward")
+
+
+def test_the_same_step_is_replayed_with_other_settings_of_the_allocator() -> None:
+    expandable = Settings(expandable_segments=True)
+    plain, other = Trace(Settings()), Trace(expandable)
+    for trace in (plain, other):
+        trace.begin("init")
+        gradient = trace.allocate(30 * MIB, "cuda")
+        trace.end("init")
+        gradient = _step(trace, gradient, 90 * MIB)
+    start = len(plain.events)
+    for trace in (plain, other):
+        trace.begin("forward")
+        trace.moment(300 * MIB)
+        trace.moment(400 * MIB)
+    expected = other.end("forward")
+    reserved = plain.end("forward").reserved_bytes
+    found = peaks(plain.events, start, expandable)
+    assert found["forward"] == (expected.allocated_bytes, expected.reserved_bytes)
+    assert expected.reserved_bytes < reserved
+    assert set(found) == {"init", "forward"}, "of the step before, nothing counts"
 
 
 SIZES = st.sampled_from([1, 3, 7, 12, 25, 41, 60, 90, 130])

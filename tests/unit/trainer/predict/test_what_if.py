@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from ftmon.protocol.analysis.allocator.settings import Settings
 from ftmon.protocol.analysis.estimates.ranking import Need
@@ -87,8 +88,8 @@ def config(tmp_path: Path) -> str:
     return str(tmp_path / "c.yaml")
 
 
-def changes(arguments: argparse.Namespace, allocator: Settings | None = None) -> dict[str, str]:
-    return {one.name: one.change for one in what_if.remedies(arguments, allocator or Settings())}
+def changes(arguments: argparse.Namespace) -> dict[str, str]:
+    return {one.name: one.change for one in what_if.remedies(arguments, Settings())}
 
 
 def test_changes_of_a_configuration_are_assignments(config: str) -> None:
@@ -98,7 +99,6 @@ def test_changes_of_a_configuration_are_assignments(config: str) -> None:
         "ZeRO 3": "zero.stage=3",
         "micro-batch 2": "training.micro_batch=2 training.grad_accumulation=2",
         "optimizer offload": "zero.offload_optimizer=true",
-        "expandable segments": "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     }.items() <= found.items()
     assert not {"ZeRO 2", "parameter offload"} & found.keys()
 
@@ -130,10 +130,10 @@ def test_a_base_that_is_loaded_may_be_held_in_4_bits(config: str, monkeypatch: p
 
 def test_what_a_run_has_already_is_no_change(config: str) -> None:
     has = ["model.gradient_checkpointing=layers", "lora.rank=8", "zero.stage=3", "training.micro_batch=1"]
-    found = changes(given(config=config, overrides=has), Settings(expandable_segments=True))
+    found = changes(given(config=config, overrides=has))
     assert "parameter offload" in found
     assert found["nothing kept gathered"].startswith("deepspeed.zero_optimization.stage3_max_live_parameters=0 ")
-    assert not {"checkpointing", "LoRA of rank 16", "ZeRO 3", "micro-batch 2", "expandable segments"} & set(found)
+    assert not {"checkpointing", "LoRA of rank 16", "ZeRO 3", "micro-batch 2"} & set(found)
 
 
 def test_changes_of_a_script_are_flags_and_keys_of_its_file(tmp_path: Path) -> None:
@@ -178,7 +178,8 @@ def test_remedies_are_joined_where_none_fits_alone_though_one_is_refused(
         saved = 40 * job.offload + 40 * (job.micro_batch < 4)
         needed = 150 - saved
         rank = Rank(0, {"backward": Phase(needed, needed)}, 0, needed)
-        return Prediction("m", 1, 3, [Point(64, job.micro_batch, [rank], 0, needed, needed <= capacity, "", needed)])
+        point = Point(64, job.micro_batch, [rank], 0, needed, needed <= capacity, needed_bytes=needed)
+        return Prediction("m", 1, 3, [point])
 
     def each(of: list[jobs.Prepared], capacity: int, price: float | None, rank: int, tell: Any) -> list[Any]:
         assert (price, rank) == (None, 0)
@@ -191,8 +192,13 @@ def test_remedies_are_joined_where_none_fits_alone_though_one_is_refused(
     base = predict(jobs.prepare(arguments, Settings()), 100)
     assert isinstance(base, Prediction)
     told: list[str] = []
-    rows = what_if.table(arguments, Settings(), base, 100, told.append)
-    assert told[0] == f"what if: expandable segments (1 of {len(rows) - 1})"
+    (point,) = base.points
+    expanded = msgspec.structs.replace(base, points=[msgspec.structs.replace(point, needed_bytes=120)])
+    rows = what_if.table(arguments, Settings(), base, expanded, 100, told.append)
+    assert what_if.expandable(Settings(expandable_segments=True)) is None
+    (segments,) = [row for row in rows if row.change == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
+    assert (segments.fits, segments.needed_bytes, segments.saved_bytes) == (False, 120, 30)
+    assert told[0].endswith(f" (2 of {len(rows) - 1})")
     assert told[-1] == f"what if: {next(row.name for row in rows if row.fits)} ({len(rows)} of {len(rows)})"
     assert [row.name for row in rows if row.refused] == ["ZeRO 3"]
     (fits,) = [row for row in rows if row.fits]
