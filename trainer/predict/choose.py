@@ -49,15 +49,18 @@ class Candidate(NamedTuple):
     lora_rank: int
     micro_batch: int
     accumulation: int
+    quantized: bool = False
+    """Whether the base is held in 4 bits (QLoRA)."""
 
     @property
-    def kind(self) -> tuple[int, str, bool, int]:
+    def kind(self) -> tuple[int, str, bool, int, bool]:
         """All but the division of the batch."""
-        return self[:4]
+        return (*self[:4], self.quantized)
 
     def words(self) -> list[str]:
         """Return the settings in words, without those of a plain training."""
-        found = [f"LoRA of rank {self.lora_rank}" if self.lora_rank else "all weights", f"ZeRO {self.stage}"]
+        adapters = f"{'QLoRA' if self.quantized else 'LoRA'} of rank {self.lora_rank}"
+        found = [adapters if self.lora_rank else "all weights", f"ZeRO {self.stage}"]
         found += ["offloaded states"] if self.offload else []
         found += [f"{self.checkpointing} recomputed"] if self.checkpointing != "none" else []
         return [*found, f"micro-batch {self.micro_batch} x {self.accumulation}"]
@@ -68,7 +71,7 @@ class Candidate(NamedTuple):
 
     def settings(self) -> dict[str, str]:
         """Return the settings by dotted path, as they are written in YAML."""
-        return {
+        found = {
             "zero.stage": str(self.stage),
             "zero.offload_optimizer": str(self.offload).lower(),
             "model.gradient_checkpointing": self.checkpointing,
@@ -76,6 +79,7 @@ class Candidate(NamedTuple):
             "training.micro_batch": str(self.micro_batch),
             "training.grad_accumulation": str(self.accumulation),
         }
+        return found | ({"model.quantization": "nf4"} if self.quantized else {})
 
 
 class Space(msgspec.Struct, frozen=True):
@@ -95,6 +99,8 @@ class Space(msgspec.Struct, frozen=True):
     checkpointing: tuple[str, ...] = ("none", "layers")
     offload: tuple[bool, ...] = (False, True)
     lora_ranks: tuple[int, ...] = (0, LORA_RANK)
+    quantized: tuple[bool, ...] = (False,)
+    """Whether the base under adapters may be held in 4 bits."""
     micro_batches: tuple[int, ...] = ()
     accumulation: int = 0
     """A fixed one; 0: what makes ``rows``."""
@@ -115,13 +121,15 @@ def candidates(space: Space) -> list[Candidate]:
     of_rank = max(1, round(space.rows / space.ranks))
     powers = tuple(1 << power for power in range(of_rank.bit_length()))
     found: list[Candidate] = []
-    batches = product(space.lora_ranks, space.offload, space.checkpointing, space.micro_batches or powers)
-    for lora, offload, checkpointing, micro_batch in batches:
+    kinds = [(lora, held) for lora in space.lora_ranks for held in (space.quantized if lora else (False,))]
+    batches = product(kinds, space.offload, space.checkpointing, space.micro_batches or powers)
+    for (lora, quantized), offload, checkpointing, micro_batch in batches:
         if offload and (lora or not space.host_bytes) and space.offload != (True,):
             continue
         accumulation = space.accumulation or max(1, round(of_rank / micro_batch))
         for stage in space.stages or _stages(space.ranks, offload):
-            found.append(Candidate(stage, checkpointing, offload, lora, micro_batch, accumulation))
+            if stage < 3 or not quantized:
+                found.append(Candidate(stage, checkpointing, offload, lora, micro_batch, accumulation, quantized))
     return found
 
 
@@ -203,12 +211,13 @@ def _phase_bytes(fit: Fit, candidate: Candidate, ranks: int, phase: str, tokens:
         kept = sizes["activations"]
         inputs = float(fit.weight_bytes * fit.layers * fit.hidden * tokens)
         sizes["activations"] = min(kept, inputs + kept / max(1, fit.layers))
-    return sum(sizes.values()) + _states_bytes(fit, candidate, ranks, phase)
+    weights = parts.get("parameters", 0) if candidate.quantized else fit.weight_bytes * fit.parameters
+    return sum(sizes.values()) + _states_bytes(fit, candidate, ranks, phase, weights)
 
 
-def _states_bytes(fit: Fit, candidate: Candidate, ranks: int, phase: str) -> float:
+def _states_bytes(fit: Fit, candidate: Candidate, ranks: int, phase: str, weights: float) -> float:
     """Return weights, gradients and optimizer states of a rank in a phase, by ZeRO's stage."""
-    stage, weights = candidate.stage, fit.weight_bytes * fit.parameters
+    stage = candidate.stage
     size = weights if stage < 3 else weights / ranks + fit.weight_bytes * min(_LIVE, fit.parameters)
     size += 0 if candidate.offload else _STATE_BYTES * fit.trainable / ranks
     gradients = _GRADIENT_BYTES * fit.trainable / (1 if stage < 2 else ranks)
@@ -276,8 +285,9 @@ def _updated(fit: Fit, candidate: Candidate, ranks: int) -> Work:
 def order(found: Sequence[Estimate], space: Space) -> list[Estimate]:
     """Return the candidates that fit, best first.
 
-    All weights before adapters, states on the GPU before offloaded ones, then by speed; of those that are about as
-    fast, the one with the least memory. An offloaded candidate fits if the host has memory for its states.
+    All weights before adapters, a base as it is before one in 4 bits, states on the GPU before offloaded ones, then by
+    speed; of those that are about as fast, the one with the least memory. An offloaded candidate fits if the host has
+    memory for its states.
     """
     waiting = sorted((one for one in found if fits(one, space)), key=lambda one: (_tier(one), -one.tokens_per_second))
     result: list[Estimate] = []
@@ -295,8 +305,8 @@ def fits(one: Estimate, space: Space) -> bool:
     return one.needed_bytes <= space.usable_bytes
 
 
-def _tier(one: Estimate) -> tuple[bool, bool]:
-    return one.candidate.lora_rank > 0, one.candidate.offload
+def _tier(one: Estimate) -> tuple[bool, bool, bool]:
+    return one.candidate.lora_rank > 0, one.candidate.quantized, one.candidate.offload
 
 
 class Choice(NamedTuple):
@@ -308,29 +318,41 @@ class Choice(NamedTuple):
     """All candidates."""
     runs: int
     """Full dry runs."""
-    fits: dict[int, Fit]
-    """By the rank of adapters."""
+    fits: list[Fit]
 
 
 def choose(
     space: Space,
-    fit: Callable[[int], Fit],
+    fit: Callable[[int, bool], Fit],
     run: Callable[[Candidate], tuple[int, float]],
 ) -> Choice:
     """Return the ranked candidates; the first one was run dry itself.
 
-    ``fit`` returns the pieces of a dry run with adapters of a rank (0: all weights), ``run`` the needed bytes and the
-    step seconds of a candidate from a dry run of its own.
+    ``fit`` returns the pieces of a dry run with adapters of a rank (0: all weights), on a base in 4 bits or not, and
+    ``run`` the needed bytes and the step seconds of a candidate from a dry run of its own. Adapters on a base as it is
+    have no dry run if the pieces of all weights show that they do not fit, and those on a base in 4 bits follow.
 
     Raises:
         ConfigError: nothing fits, or a dry run was refused.
     """
     every = candidates(space)
-    fitted: dict[int, Fit] = {}
+    fitted: list[Fit] = []
     found: dict[Candidate, Estimate] = {}
-    for lora in sorted({one.lora_rank for one in every}):
-        made = fitted[lora] = fit(lora)
-        mine = [one for one in every if one.lora_rank == lora]
+    kinds = sorted({(one.lora_rank, one.quantized) for one in every}, key=lambda kind: (kind[0] > 0, kind[1]))
+    for lora, quantized in kinds:
+        mine = [one for one in every if (one.lora_rank, one.quantized) == (lora, quantized)]
+        if fitted and (lora, quantized) != kinds[-1]:
+            frozen = msgspec.structs.replace(fitted[0], trainable=0)
+            found.update({one: estimate(frozen, one, space) for one in mine})
+            if not order(list(found.values()), space):
+                continue
+        try:
+            made = fit(lora, quantized)
+        except ConfigError:
+            if quantized and fitted:  # not every model can be held in 4 bits
+                continue
+            raise
+        fitted.append(made)
         mine = [one for one in mine if not one.offload or _offloaded(made, one, space) <= space.host_bytes]
         found.update({one: estimate(made, one, space) for one in mine})
         if order(list(found.values()), space):

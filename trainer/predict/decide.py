@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -299,6 +300,11 @@ def _space(config: Config, loaded: Loaded, machine: Machine, count: int, rows: i
     chosen, training, zero = loaded.chosen, config.training, config.zero
     beside = beside_pytorch(min(count, 8), -(-count // 8), False, machine.gpu.name).value
     given = training.grad_accumulation
+    lora_ranks, quantized = (0, LORA_RANK) if "lora.rank" in chosen else (config.lora.rank,), (False,)
+    if config.model.quantization != "none":
+        lora_ranks, quantized = (lora_ranks[-1],), (True,)
+    elif "lora.rank" in chosen and "model.quantization" not in loaded.places and config.model.name:
+        quantized = (False, True) if find_spec("bitsandbytes") is not None else (False,)
     return Space(
         gpu=machine.gpu,
         ranks=count,
@@ -311,7 +317,8 @@ def _space(config: Config, loaded: Loaded, machine: Machine, count: int, rows: i
         if "model.gradient_checkpointing" in chosen
         else (config.model.gradient_checkpointing,),
         offload=(False, True) if "zero.offload_optimizer" in chosen else (zero.offload_optimizer,),
-        lora_ranks=(0, LORA_RANK) if "lora.rank" in chosen else (config.lora.rank,),
+        lora_ranks=lora_ranks,
+        quantized=quantized,
         micro_batches=() if "training.micro_batch" in chosen else (training.micro_batch,),
         accumulation=0 if given == "auto" else given,
     )
@@ -346,12 +353,12 @@ class _Runs:
         )
         return jobs.prepare(arguments, self._allocator)
 
-    def fit(self, lora_rank: int) -> Fit:
-        """Return the pieces of a dry run of rank 0 with adapters of a rank (0: all weights)."""
+    def fit(self, lora_rank: int, quantized: bool) -> Fit:
+        """Return the pieces of a dry run with adapters of a rank (0: all weights), on a base in 4 bits or not."""
         space = self._space
         stage = space.stages[0] if space.stages else 1 if space.ranks == 1 else 2
         offload = space.offload == (True,)
-        candidate = Candidate(stage, space.checkpointing[0], offload, lora_rank, 1, 8)
+        candidate = Candidate(stage, space.checkpointing[0], offload, lora_rank, 1, 8, quantized)
         self._say(candidate, "fitted to")
         length = space.sequence_length
         first = -(-_FIT_TOKENS // length)
@@ -396,6 +403,7 @@ def _fit_point(tokens: int, outcome: ranks.Outcome, candidate: Candidate) -> Fit
 _KEYS = (
     "model.gradient_checkpointing",
     "model.compile",
+    "model.quantization",
     "lora.rank",
     "data.packing",
     "zero.stage",
@@ -433,7 +441,7 @@ def _on_cpu(config: Config, loaded: Loaded, data: Data, rows: int) -> _Decided:
 
 
 def _ordered(found: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
-    return {key: found[key] for key in _KEYS}
+    return {key: found[key] for key in _KEYS if key in found}
 
 
 def _common(
@@ -522,6 +530,9 @@ def _reasons(chosen: Choice, space: Space) -> dict[str, str]:
         full = [one.needed_bytes for one in chosen.found if not one.candidate.lora_rank]
         if full:
             result["lora.rank"] = f"all weights need {gib(min(full), 1)} or more"
+    if of.quantized:
+        whole = [one.needed_bytes for one in chosen.found if one.candidate.lora_rank and not one.candidate.quantized]
+        result["model.quantization"] = f"a base as it is needs {gib(min(whole), 1)} or more" if whole else "given"
     larger = of._replace(micro_batch=2 * of.micro_batch, accumulation=max(1, of.accumulation // 2))
     if larger in every:
         words = against(micro_batch=larger.micro_batch, accumulation=larger.accumulation)

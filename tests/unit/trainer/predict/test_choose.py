@@ -30,15 +30,18 @@ def gpu(name: str) -> Gpu:
     return found
 
 
-def fit_of(parameters: float, layers: int, hidden: int, ranks: int) -> Callable[[int], Fit]:
+def fit_of(parameters: float, layers: int, hidden: int, ranks: int) -> Callable[[int, bool], Fit]:
     """Return the pieces of a dry run of a model: 34 bytes of activations a unit, 6 FLOPs a parameter and token."""
 
-    def made(lora: int) -> Fit:
+    def made(lora: int, quantized: bool = False) -> Fit:
         trainable = round(0.005 * parameters) if lora else round(parameters)
         points: list[FitPoint] = []
         for tokens in (4096, 16384):
             activations = 34 * layers * hidden * tokens
-            states = {"parameters": 2 * round(parameters), "optimizer_states": 12 * trainable // ranks}
+            states = {
+                "parameters": round((0.55 if quantized else 2) * parameters),
+                "optimizer_states": 12 * trainable // ranks,
+            }
             parts = {"activations": activations, "temporaries": 2 * GIB, **states}
             flops = (4.0 if lora else 6.0) * parameters * tokens
             micro = Work([Operation(flops=flops)], [], calls=400 * layers)
@@ -48,7 +51,7 @@ def fit_of(parameters: float, layers: int, hidden: int, ranks: int) -> Callable[
             rest = Work([Operation(bytes_moved=30 * trainable / ranks)], [], calls=100)
             phases = {"forward": parts, "backward": parts}
             points.append(FitPoint(tokens, phases, sum(parts.values()), micro, rest))
-        run = Candidate(2 if ranks > 1 else 1, "none", False, lora, 1, 8)
+        run = Candidate(2 if ranks > 1 else 1, "none", False, lora, 1, 8, quantized)
         sizes = (round(parameters), trainable, layers, hidden, 128_000 * hidden, 2)
         return Fit(run, *sizes, *points)
 
@@ -57,13 +60,13 @@ def fit_of(parameters: float, layers: int, hidden: int, ranks: int) -> Callable[
 
 def space_of(name: str, ranks: int, host_gib: int = 0) -> Space:
     kind = gpu(name)
-    return Space(kind, ranks, kind.memory_bytes - 2 * GIB, 32, LENGTH, host_gib * GIB)
+    return Space(kind, ranks, kind.memory_bytes - 2 * GIB, 32, LENGTH, host_gib * GIB, quantized=(False, True))
 
 
-def by_hand(space: Space, fit: Callable[[int], Fit]) -> list[Estimate]:
-    """Return every combination that fits, in no order; adapters only if nothing else fits."""
-    for lora in (0, 16):
-        pieces, found = fit(lora), list[Estimate]()
+def by_hand(space: Space, fit: Callable[[int, bool], Fit]) -> list[Estimate]:
+    """Return every combination that fits, in no order; adapters only if nothing else fits, in 4 bits as the last."""
+    for lora, quantized in ((0, False), (16, False), (16, True)):
+        pieces, found = fit(lora, quantized), list[Estimate]()
         for stage, recompute, offload, power in itertools.product(
             (1, 2, 3), ("none", "layers"), (False, True), range(6)
         ):
@@ -72,7 +75,9 @@ def by_hand(space: Space, fit: Callable[[int], Fit]) -> list[Estimate]:
                 continue
             if offload and (lora or stage == 1 or 18 * pieces.trainable > space.host_bytes):
                 continue
-            one = Candidate(stage, recompute, offload, lora, rows, 32 // space.ranks // rows)
+            if quantized and stage == 3:
+                continue
+            one = Candidate(stage, recompute, offload, lora, rows, 32 // space.ranks // rows, quantized)
             found.append(estimate(pieces, one, space))
         found = [one for one in found if one.needed_bytes <= MARGIN * space.capacity_bytes]
         on_gpu = [one for one in found if not one.candidate.offload]
@@ -81,37 +86,40 @@ def by_hand(space: Space, fit: Callable[[int], Fit]) -> list[Estimate]:
     return []
 
 
-def chosen(space: Space, fit: Callable[[int], Fit], more: float = 1.0) -> tuple[Choice, list[Candidate]]:
+def chosen(space: Space, fit: Callable[[int, bool], Fit], more: float = 1.0) -> tuple[Choice, list[Candidate]]:
     """Choose; dry runs of candidates need ``more`` times the fitted memory."""
     ran: list[Candidate] = []
 
     def run(candidate: Candidate) -> tuple[int, float]:
         ran.append(candidate)
-        one = estimate(fit(candidate.lora_rank), candidate, space)
+        one = estimate(fit(candidate.lora_rank, candidate.quantized), candidate, space)
         return round(one.needed_bytes * more), one.step_seconds
 
     return choose(space, fit, run), ran
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "model", "host_gib", "lora", "offload"),
+    ("name", "ranks", "model", "host_gib", "adapters", "offload"),
     [
-        pytest.param("H200", 1, (0.5e9, 24, 896), 0, 0, False, id="small model on a large GPU"),
-        pytest.param("RTX 4090", 1, (0.5e9, 24, 896), 0, 0, False, id="small model on 24 GB"),
-        pytest.param("H100", 8, (8e9, 32, 4096), 0, 0, False, id="8B on eight GPUs of 80 GB"),
-        pytest.param("H100", 2, (8e9, 32, 4096), 0, 16, False, id="8B on two GPUs"),
-        pytest.param("RTX 4090", 1, (8e9, 32, 4096), 0, 16, False, id="8B on 24 GB"),
-        pytest.param("H100", 1, (8e9, 32, 4096), 500, 0, True, id="8B on one GPU of a large host"),
-        pytest.param("H100", 8, (70e9, 80, 8192), 0, 16, False, id="70B on eight GPUs of 80 GB"),
+        pytest.param("H200", 1, (0.5e9, 24, 896), 0, "none", False, id="small model on a large GPU"),
+        pytest.param("RTX 4090", 1, (0.5e9, 24, 896), 0, "none", False, id="small model on 24 GB"),
+        pytest.param("H100", 8, (8e9, 32, 4096), 0, "none", False, id="8B on eight GPUs of 80 GB"),
+        pytest.param("H100", 2, (8e9, 32, 4096), 0, "LoRA", False, id="8B on two GPUs"),
+        pytest.param("RTX 4090", 1, (8e9, 32, 4096), 0, "LoRA", False, id="8B on 24 GB"),
+        pytest.param("T4", 1, (8e9, 32, 4096), 0, "QLoRA", False, id="8B on 16 GB"),
+        pytest.param("RTX 4090", 4, (20e9, 48, 6144), 0, "LoRA", False, id="20B on four GPUs of 24 GB"),
+        pytest.param("H100", 1, (8e9, 32, 4096), 500, "none", True, id="8B on one GPU of a large host"),
+        pytest.param("H100", 8, (70e9, 80, 8192), 0, "LoRA", False, id="70B on eight GPUs of 80 GB"),
     ],
 )
 def test_the_choice_is_the_best_of_all_combinations(
-    name: str, ranks: int, model: tuple[float, int, int], host_gib: int, lora: int, offload: bool
+    name: str, ranks: int, model: tuple[float, int, int], host_gib: int, adapters: str, offload: bool
 ) -> None:
     space, fit = space_of(name, ranks, host_gib), fit_of(*model, ranks)
     choice, ran = chosen(space, fit)
     best = choice.ranked[0]
-    assert (bool(best.candidate.lora_rank), best.candidate.offload) == (bool(lora), offload)
+    assert best.candidate.words()[0] == ("all weights" if adapters == "none" else f"{adapters} of rank 16")
+    assert best.candidate.offload == offload
     assert best.exact
     assert choice.runs == len(ran) + len(choice.fits) <= MOST_RUNS
 
@@ -137,7 +145,7 @@ def test_what_fits_nowhere_is_one_line_with_the_least_that_is_needed() -> None:
     with pytest.raises(ConfigError) as refused:
         chosen(space, fit)
     text = str(refused.value)
-    assert text.startswith("does not fit 1 x T4 16 GB: the least (LoRA of rank 16, ZeRO 1, layers recomputed, ")
+    assert text.startswith("does not fit 1 x T4 16 GB: the least (QLoRA of rank 16, ZeRO 1, layers recomputed, ")
     assert "\n" not in text
 
 
@@ -157,3 +165,17 @@ def test_settings_are_written_as_the_configuration_reads_them() -> None:
     assert "zero.offload_optimizer=true" in words
     assert "model.gradient_checkpointing=layers" in words
     assert "training.micro_batch=4" in words
+    assert not any(word.startswith("model.quantization") for word in words)
+    assert "model.quantization=nf4" in Candidate(1, "layers", False, 16, 4, 8, True).assignments()
+
+
+def test_a_model_that_cannot_be_held_in_4_bits_is_refused_as_one_that_does_not_fit() -> None:
+    space, fit = space_of("T4", 1), fit_of(8e9, 32, 4096, 1)
+
+    def refused(lora: int, quantized: bool) -> Fit:
+        if quantized:
+            raise ConfigError("experts cannot be held in 4 bits")
+        return fit(lora, quantized)
+
+    with pytest.raises(ConfigError, match=r"^does not fit 1 x T4 16 GB: the least \(LoRA of rank 16, "):
+        chosen(space, refused)

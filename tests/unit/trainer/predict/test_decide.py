@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.predict import decide
+from ftmon.trainer.predict.choose import candidates
 from ftmon.trainer.recipe.config.load import load, of_model_and_data
 from ftmon.trainer.recipe.model import tokenizer as tokenizers
+from ftmon.trainer.recipe.preflight import resolve
 from small_shape import SMALL_SHAPE
 from transformers import AutoConfig
 
@@ -93,3 +95,23 @@ def test_what_is_given_is_not_chosen(given: tuple[str, str], capsys: pytest.Capt
     assert {"training.micro_batch=2", "training.sequence_length=128", "zero.stage=0"} < set(overrides)
     config = load(None, [*of_model_and_data(*given), *fixed, *overrides])
     assert config.chosen == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("more", "quantized"),
+    [
+        ([], (False, True)),
+        (["model.quantization=none"], (False,)),
+        (["lora.rank=8"], (False,)),
+        (["lora.rank=8", "model.quantization=nf4", "zero.stage=1"], (True,)),
+    ],
+)
+def test_a_base_in_4_bits_is_chosen_only_if_adapters_are(
+    given: tuple[str, str], more: list[str], quantized: tuple[bool, ...]
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    loaded = load(None, [*of_model_and_data(*given), *more])
+    config = resolve.resolve(loaded, elsewhere=1).config
+    space = decide._space(config, loaded, decide._machine("T4"), 1, 32)
+    assert space.quantized == quantized
+    assert {one.quantized for one in candidates(space)} == set(quantized)
