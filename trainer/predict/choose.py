@@ -244,7 +244,7 @@ def _work(fit: Fit, candidate: Candidate, ranks: int, tokens: int) -> Work:
     return combined([(micro_step, candidate.accumulation), (rest, 1)])
 
 
-def _without_transfers(work: Work, fetches: int = 0) -> Work:
+def _without_transfers(work: Work, fetches: float = 0) -> Work:
     return msgspec.structs.replace(work, communications=[], transfer_bytes=0, host_bytes=0, fetches=fetches)
 
 

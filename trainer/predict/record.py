@@ -530,7 +530,7 @@ class Counting:
             for (kind, size, overlapped), count in self._communications.items()
         ]
         moved = self._transfer_bytes, self._host_bytes
-        return Work(operations, communications, self._calls, *moved, round(self.fetches), self._launches, self._graphs)
+        return Work(operations, communications, self._calls, *moved, self.fetches, self._launches, self._graphs)
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: int) -> None:
         """Count an operation of the dispatcher; collectives on streams other than 0 overlap with computation."""

@@ -112,7 +112,7 @@ class Work(msgspec.Struct, frozen=True):
     """Bytes copied between host and device."""
     host_bytes: int = 0
     """Bytes read and written in the host's memory by an optimizer on the CPU."""
-    fetches: int = 0
+    fetches: float = 0
     """Number of gathers of a module's parameters by ZeRO-3, whose hooks run on the host even if nothing is sent; each
     parameter counts as a fifth of one in addition."""
     launches: int = 0

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from ftmon.protocol.analysis.allocator.model import CachingAllocator, DeviceOutOfMemory
 from ftmon.protocol.analysis.allocator.settings import Settings
+from ftmon.protocol.analysis.estimates.time import Work
 from ftmon.trainer.predict.record import (
     ALLOCATE,
     FREE,
@@ -331,3 +333,13 @@ def test_packed_documents_do_not_see_each_other_and_those_of_a_data_set_take_the
     assert one == 2 * 2 * HEADS * WIDTH * 4096 * (4096 / 2 + 1100)
     assert attention_flops(8 * 4096, 8) == 8 * one
     assert attention_flops(4096, 3, pairs_a_token=100.5) == 2 * 2 * HEADS * WIDTH * 4096 * (100.5 + 1100)
+
+
+def test_the_work_of_a_micro_step_passes_a_pipe_however_its_fetches_divide() -> None:
+    counting = Counting(2)
+    for times in (1, 6, 1):
+        counting.begin_micro_step(times)
+        for _ in range(7):
+            counting.fetches += (1 + 3 / 5) * times
+    received = msgspec.json.decode(msgspec.json.encode(counting.micro_step()), type=Work)
+    assert received.fetches == pytest.approx(7 * 1.6)
