@@ -1,6 +1,7 @@
 """A real failed allocation in a real run: held in its frame, looked at through a console, let go, and told later."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,3 +65,10 @@ def test_without_allow_console_nobody_runs_code_and_a_kill_ends_what_is_held(hom
     follow_to_end(process)
     wait_until_nothing_is_left(home.newest())
     assert processes_of(home.newest()) == []
+
+
+def test_a_freed_name_gives_its_tensor_up() -> None:
+    """In a process of its own: what other tests leave in one may hold any tensor."""
+    script = Path(__file__).parent / "scripts" / "freed_name.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200, check=True)
+    assert done.stdout == "batch is None now True\n"
