@@ -1,11 +1,12 @@
-"""What ``ftmon train --init`` chooses, beside a small exhaustive sweep on one GPU: tokens/s and peak of each.
+"""What ``ftmon train --init`` chooses, beside a small exhaustive sweep on GPUs of one host: tokens/s and peak of each.
 
-    python bench/gpu/choice.py --choose choice.json [--model 0.5b | 1.2b]                anywhere, without a GPU
-    python bench/gpu/choice.py --choice choice.json --out FILE [--budget 100] [--tiny]   on a GPU; --tiny: on a CPU
+    python bench/gpu/choice.py --choose choice.json [--model 0.5b | 1.2b] [--ranks 2]    anywhere, without a GPU
+    python bench/gpu/choice.py --choice choice.json --out FILE [--ranks 2] [--budget 100]             on GPUs
+    python bench/gpu/choice.py --choice choice.json --out FILE [--ranks 2] --tiny                     on a CPU
 
 The sweep trains steps of the same rows with each micro-batch, with and without recomputed layers: a process for each
 kind (and ZeRO stage) takes the micro-batches one after the other, the chosen one first, then its neighbours, with the
-accumulation that makes the same step. On one GPU ZeRO's stages 1 and 2 differ only in how gradients are kept. While the
+accumulation that makes the same step. On one GPU ZeRO's stages 1 and 2 differ only in how gradients are kept. While one
 GPU is measured, ``--init`` chooses on its host too, and its progress is printed with times.
 """
 
@@ -20,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,22 +52,25 @@ def make(folder: Path, model: dict[str, Any], words: int) -> tuple[Path, Path]:
     return named, data
 
 
-def choose(model: dict[str, Any], target: Path) -> None:
-    """Have the command choose for one H200, and write its settings, lines and time."""
+def choose(model: dict[str, Any], ranks: int, target: Path) -> None:
+    """Have the command choose for H200s, and write its settings, lines and time."""
     import yaml
 
     with tempfile.TemporaryDirectory() as made:
         named, data = make(Path(made), model, WORDS)
         file = Path(made, "train.yaml")
         began = time.perf_counter()
-        command = [*FTMON, "train", "--init", f"--output={file}", "--gpus=1xH200", str(named), str(data)]
+        command = [*FTMON, "train", "--init", f"--output={file}", f"--gpus={ranks}xH200", str(named), str(data)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found = {"chosen": yaml.safe_load(file.read_text()), "lines": done.stdout.splitlines()}
     target.write_text(json.dumps({**found, "seconds": round(time.perf_counter() - began, 1)}, indent=1))
 
 
 def rank(words: list[str], rows: int, micro_batches: list[int]) -> None:
-    """Print a line for each micro-batch: its figures, or that it runs out of memory; each after a line is read."""
+    """Print a line for each micro-batch: its figures, or that it runs out of memory; each after a line is read.
+
+    ``rows``: of a step, of all ranks.
+    """
     said = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     import torch
@@ -85,12 +90,13 @@ def rank(words: list[str], rows: int, micro_batches: list[int]) -> None:
     trainer.engine.train()
 
     def fetch(start: int, size: int) -> Any:
-        trainer.engine.set_gradient_accumulation_boundary(start + size >= rows)
-        return trainer.data.batch(used[start : start + size])
+        trainer.engine.set_gradient_accumulation_boundary(start + size * world.data_ranks >= rows)
+        own = start + size * world.data_rank
+        return trainer.data.batch(used[own : own + size])
 
     def step(size: int) -> float:
         began = time.perf_counter()
-        trainer.train_step([partial(fetch, start, size) for start in range(0, rows, size)], labels)
+        trainer.train_step([partial(fetch, start, size) for start in range(0, rows, size * world.data_ranks)], labels)
         if world.on_gpu:
             torch.cuda.synchronize()
         return time.perf_counter() - began
@@ -103,10 +109,15 @@ def rank(words: list[str], rows: int, micro_batches: list[int]) -> None:
             last = step(size)
             if world.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            seconds = [step(size) for _ in range(max(LEAST, round(SECONDS / last)))]
+            count = torch.tensor([max(LEAST, round(SECONDS / last))], device=world.device)
+            torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MIN)
+            seconds = [step(size) for _ in range(int(count))]
             found["tokens_per_second"] = round(tokens / min(seconds))
         except torch.OutOfMemoryError:
             found["out_of_memory"] = True
+            if world.size > 1:  # the others are in a collective
+                print(json.dumps(found), file=said)
+                break
         if world.on_gpu:
             found["allocated_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
             found["reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
@@ -117,8 +128,8 @@ def rank(words: list[str], rows: int, micro_batches: list[int]) -> None:
     os._exit(0)
 
 
-def start(words: list[str], rows: int, sizes: list[int], log: IO[str]) -> "subprocess.Popen[str]":
-    """Start the process of one kind."""
+def start(words: list[str], ranks: int, rows: int, sizes: list[int], log: IO[str]) -> "list[subprocess.Popen[str]]":
+    """Start the ranks of one kind."""
     from ftmon.trainer.recipe import launcher
     from ftmon.trainer.recipe.config.load import load
     from ftmon.trainer.recipe.hardware import free_port
@@ -128,11 +139,15 @@ def start(words: list[str], rows: int, sizes: list[int], log: IO[str]) -> "subpr
     resolved = resolve(load(None, words))
     base = os.environ | launch_environment(resolved)
     del base["PYTHONSAFEPATH"]  # train_rows is beside this file
-    return subprocess.Popen(
-        [sys.executable, __file__, "--rank", json.dumps(words), "--rows", str(rows), "--sizes", json.dumps(sizes)],
-        env=launcher.environment_of(0, 1, ",".join(resolved.gpus), free_port(), base),
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, bufsize=1,
-    )  # fmt: skip
+    gpus, port = ",".join(resolved.gpus), free_port()
+    command = [sys.executable, __file__, "--rank", json.dumps(words), "--rows", str(rows), "--sizes", json.dumps(sizes)]
+    return [
+        subprocess.Popen(
+            command, env=launcher.environment_of(rank, ranks, gpus, port, base),
+            stdin=subprocess.PIPE, stdout=log if rank else subprocess.PIPE, stderr=log, text=True, bufsize=1,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
 
 
 def beside(named: Path, data: Path, log: Log) -> "subprocess.Popen[str]":
@@ -155,6 +170,7 @@ def main() -> None:
     options.add_argument("--choice", type=Path)
     options.add_argument("--out", type=Path)
     options.add_argument("--model", choices=sorted(MODELS), default="0.5b")
+    options.add_argument("--ranks", type=int, default=1)
     options.add_argument("--budget", type=float, default=100.0)
     options.add_argument("--tiny", action="store_true")
     options.add_argument("--rank", type=json.loads)
@@ -164,7 +180,7 @@ def main() -> None:
     if given.rank:
         rank(given.rank, given.rows, given.sizes)
     if given.choose:
-        choose(MODELS[given.model], given.choose)
+        choose(MODELS[given.model], given.ranks, given.choose)
         return
     began = time.monotonic()
 
@@ -188,61 +204,66 @@ def sweep(
     """Run each kind with each micro-batch, as long as there is time, and compare the choice with the best."""
     named, data = made
     own = chosen["training"]["micro_batch"]
-    rows = 4 if given.tiny else own * chosen["training"]["grad_accumulation"]
+    rows = 4 if given.tiny else own * chosen["training"]["grad_accumulation"] * given.ranks
     sizes = sorted(
-        (size for size in MICRO_BATCHES if size <= rows), key=lambda size: abs(size.bit_length() - own.bit_length())
+        (size for size in MICRO_BATCHES if size * given.ranks <= rows),
+        key=lambda size: abs(size.bit_length() - own.bit_length()),
     )
     words = [
         f"model.config={json.dumps(model)}",
         f"tokenizer.name={named}",
         f"data.path={data}",
-        f"training.micro_batch={min(2, rows)}",
-        f"training.grad_accumulation={max(1, rows // 2)}",
+        f"training.micro_batch={sizes[-1]}",
+        f"training.grad_accumulation={rows // (sizes[-1] * given.ranks)}",
         f"training.sequence_length={256 if given.tiny else chosen['training']['sequence_length']}",
         "training.rehearsal=false",
-        f"output.dir={named.parent}/out",
         "output.save_model=false",
         "checkpoint={minutes: 0, keep_best: false}",
         "evaluation.share=0",
-        *(["run.device=cpu", "run.ranks=1"] if given.tiny else []),
+        *([f"run.ranks={given.ranks}"] if given.ranks > 1 or given.tiny else []),
+        *(["run.device=cpu"] if given.tiny else []),
     ]
     kinds = sorted(KINDS, key=lambda kind: (kind[1], kind[0] != chosen["model"]["gradient_checkpointing"]))
-    running: list[subprocess.Popen[str]] = []
+    running: list[list[subprocess.Popen[str]]] = []
     for kind in kinds:
-        more = [f"model.gradient_checkpointing={kind[0]}", f"zero.stage={kind[1]}"]
+        more = [f"output.dir={named.parent}/out-{kind[0]}-{kind[1]}"]
+        more += [f"model.gradient_checkpointing={kind[0]}", f"zero.stage={kind[1]}"]
         more += ["zero.grad_accum_dtype=bf16"] if kind[1] == 2 and not given.tiny else []  # else it runs as stage 1
-        running.append(start([*words, *more], rows, sizes, errors))
-    others = [] if given.tiny else [beside(named, data, log)]
+        running.append(start([*words, *more], given.ranks, rows, sizes, errors))
+    others = [] if given.tiny or given.ranks > 1 else [beside(named, data, log)]
     speeds: dict[tuple[str, int, int], int] = {}
     try:
-        for kind, process in zip(kinds, running, strict=True):
-            take(kind, process, speeds, result["kinds"], log, until)
+        for kind, processes in zip(kinds, running, strict=True):
+            take(kind, processes, speeds, result["kinds"], log, until)
     finally:
-        for process in (*running, *others):
+        for process in (*chain.from_iterable(running), *others):
             process.kill()
             process.wait()
     if speeds:
-        of, best = (chosen["model"]["gradient_checkpointing"], 1, own), max(speeds, key=lambda one: speeds[one])
+        stage = chosen["zero"]["stage"] if given.ranks > 1 else 1
+        of, best = (chosen["model"]["gradient_checkpointing"], stage, own), max(speeds, key=lambda one: speeds[one])
         result["share"] = round(speeds.get(of, 0) / speeds[best], 3)
         log(f"chosen {of} {speeds.get(of)} tokens/s, best {best} {speeds[best]}: {result['share']:.1%}")
 
 
 def take(
-    kind: tuple[str, int], process: "subprocess.Popen[str]", speeds: dict[tuple[str, int, int], int], found: list[Any],
-    log: Log, until: float,
+    kind: tuple[str, int], ranks: "list[subprocess.Popen[str]]", speeds: dict[tuple[str, int, int], int],
+    found: list[Any], log: Log, until: float,
 ) -> None:  # fmt: skip
     """Take the micro-batches of one kind in turn, as long as there is time."""
-    assert process.stdin
-    assert process.stdout
-    end = threading.Timer(max(1.0, until - time.monotonic()), process.kill)
+    said = ranks[0].stdout
+    assert said
+    end = threading.Timer(max(1.0, until - time.monotonic()), lambda: [process.kill() for process in ranks])
     end.start()
     try:
-        while (line := process.stdout.readline()) not in ("ready\n", ""):
+        while (line := said.readline()) not in ("ready\n", ""):
             pass
         log(f"{kind} {'is ready' if line else 'ended'}")
         while line and time.monotonic() < until:
-            process.stdin.write("\n")
-            line = process.stdout.readline()
+            for process in ranks:
+                assert process.stdin
+                process.stdin.write("\n")
+            line = said.readline()
             if line:
                 one: dict[str, Any] = {"gradient_checkpointing": kind[0], "stage": kind[1], **json.loads(line)}
                 found.append(one)

@@ -12,6 +12,8 @@ from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.hardware import usable_gpus
 from ftmon.trainer.recipe.preflight import resolve
 from ftmon.trainer.recipe.start import DATA, demo_config
+from ftmon_process import Ftmon
+from small_shape import write_model_and_data
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use")]
 STEPS = 12
@@ -74,6 +76,16 @@ def test_compiled_layers_give_near_losses_and_are_compiled_once(
     # Batches with another number of documents, and the steps after the rehearsal, run the same code.
     assert "Recompiling" not in compiled.stdout[compiled.stdout.index("compiled decoder layers") :]
     assert losses(compiled.stdout) == pytest.approx(losses(plain.stdout), rel=2e-2)
+
+
+def test_the_best_choices_are_measured_on_the_gpus(home: Ftmon, tmp_path: Path) -> None:
+    write_model_and_data(tmp_path)
+    done = home.run("train", "--init", "model", "data.jsonl", cwd=tmp_path, seconds=280)
+    assert done.returncode == 0, done.stderr
+    measured = [line for line in done.stdout.splitlines() if line.startswith("measured ")]
+    assert measured, done.stdout
+    for line in measured:
+        assert re.search(r" tokens/s, \d+\.\d GiB reserved$", line), line
 
 
 def test_an_allocation_that_fails_on_the_gpu_ends_the_run(tmp_path: Path) -> None:

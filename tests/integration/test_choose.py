@@ -4,20 +4,15 @@ import contextlib
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ftmon.trainer.predict.measure import run
 from ftmon.trainer.recipe.config.load import load, of_model_and_data
-from ftmon.trainer.recipe.model import tokenizer as tokenizers
 from ftmon_process import Ftmon
-from small_shape import SMALL_SHAPE
-from transformers import AutoConfig, AutoModelForCausalLM
+from small_shape import write_model_and_data
 
-DATA = Path(__file__).parents[2] / "trainer" / "recipe" / "data" / "instructions.jsonl"
 GPUS = "2xH100-80GB"
 HOURLY = "2.5"
 
@@ -26,13 +21,7 @@ HOURLY = "2.5"
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a model of random weights and data, and nothing else."""
     folder = tmp_path_factory.mktemp("here")
-    shutil.copy(DATA, folder / "data.jsonl")
-    records = [json.loads(line) for line in DATA.read_text().splitlines()]
-    made: Any = tokenizers.train(lambda: (" ".join(map(str, record.values())) for record in records), 400)
-    shape = SMALL_SHAPE | {"vocab_size": len(made), "max_position_embeddings": 256, "pad_token_id": made.pad_token_id}
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape)).save_pretrained(folder / "model")
-    made.save_pretrained(folder / "model")
+    write_model_and_data(folder)
     return folder
 
 

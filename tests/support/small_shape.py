@@ -1,6 +1,12 @@
-"""The shape of the small models that tests of the recipe make, and the one rank that makes them."""
+"""The shape of the small models that tests of the recipe make, a folder with one, and the one rank that makes them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
 
 import torch
+from ftmon.trainer.recipe.start import DATA
 
 SMALL_SHAPE = {
     "vocab_size": 320,
@@ -12,6 +18,20 @@ SMALL_SHAPE = {
     "head_dim": 8,
     "pad_token_id": 0,
 }
+
+
+def write_model_and_data(folder: Path) -> None:
+    """Write a model of random weights as ``model``, with a tokenizer, and records as ``data.jsonl``."""
+    from ftmon.trainer.recipe.model.tokenizer import train
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copy(DATA, folder / "data.jsonl")
+    records = [json.loads(line) for line in DATA.read_text().splitlines()]
+    made: Any = train(lambda: (" ".join(map(str, record.values())) for record in records), 400)
+    shape = SMALL_SHAPE | {"vocab_size": len(made), "max_position_embeddings": 256, "pad_token_id": made.pad_token_id}
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape)).save_pretrained(folder / "model")
+    made.save_pretrained(folder / "model")
 
 
 class OneRank:

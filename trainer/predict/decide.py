@@ -161,11 +161,11 @@ def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Load
         return loaded, _on_cpu(config, loaded, data, rows)
     tell("importing torch, transformers and DeepSpeed")
     environ = dict(os.environ)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # dry runs need none
-    ranks.warm(jobs.modules(config))
-    space = _space(config, loaded, machine, count, rows)
-    runs = _Runs(given, loaded, space, data, tell)
-    chosen = choose(space, runs.fit, runs.run)
+    with ranks.without_gpus():
+        ranks.warm(jobs.modules(config))
+        space = _space(config, loaded, machine, count, rows)
+        runs = _Runs(given, loaded, space, data, tell)
+        chosen = choose(space, runs.fit, runs.run)
     measured: list[str] = []
     if not given.gpus and not given.no_measure:
         length = f"training.sequence_length={space.sequence_length}"

@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 
 from ...protocol.errors import FtmonError
+from ...protocol.run.end import signal_name
 from ...protocol.run.environment import monitor_environment
 from ...protocol.run.start import module_command
-from ...protocol.text import gib
+from ...protocol.text import duration, gib
 from ..host.processes import end_with_parent
 from ..recipe import launcher
 from ..recipe.config import write
@@ -136,6 +137,7 @@ def _ended(started: "Sequence[subprocess.Popen[bytes]]", folder: Path) -> Measur
                 break
             time.sleep(0.1)
     finally:
+        statuses = [one.poll() for one in started]
         for one in started:
             if one.poll() is None:
                 one.kill()
@@ -146,8 +148,20 @@ def _ended(started: "Sequence[subprocess.Popen[bytes]]", folder: Path) -> Measur
     failed = [one for one in found if one.out_of_memory]
     if failed or found:
         return (failed or found)[0]
+    raise FtmonError(why_no_result(statuses, logs))
+
+
+def why_no_result(statuses: Sequence[int | None], logs: Sequence[str]) -> str:
+    """Return in words why ranks gave no result, from their statuses (negative: a signal; None: it ran on) and logs."""
     last = [line for log in logs for line in log.strip().splitlines()[-1:]]
-    raise FtmonError(last[0] if last else "the ranks ended without a result")
+    said = f"; last line: {last[0]}" if last else ""
+    failed = {rank: status for rank, status in enumerate(statuses) if status}
+    if not failed and None in statuses:
+        return f"no result in {duration(_LIMIT_SECONDS)}{said}"
+    for rank, status in failed.items():
+        if status < 0:
+            return f"rank {rank} was killed by {signal_name(-status)}{said}"
+    return last[0] if last else "the ranks ended without a result"
 
 
 def main(argv: Sequence[str]) -> int:

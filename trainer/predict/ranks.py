@@ -8,7 +8,7 @@ import selectors
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -106,20 +106,28 @@ def warm(modules: Iterable[str] = ()) -> None:
     DeepSpeed queries the GPU at import: none is visible meanwhile, so that this process makes no CUDA context.
     """
     os.environ.update({"TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cuda"})
+    with without_gpus():
+        gc.disable()  # imported objects are kept
+        for name in _IMPORTED:
+            importlib.import_module(name)
+        for name in modules:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        gc.freeze()
+        gc.enable()
+
+
+@contextlib.contextmanager
+def without_gpus() -> Generator[None]:
+    """Hide the GPUs from this process and those that it starts, in the body."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    gc.disable()  # imported objects are kept
-    for name in _IMPORTED:
-        importlib.import_module(name)
-    for name in modules:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
-    if visible is None:
+    try:
+        yield
+    finally:
         del os.environ["CUDA_VISIBLE_DEVICES"]
-    else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
 def run(

@@ -2,7 +2,7 @@
 
 from ftmon.protocol.errors import FtmonError
 from ftmon.trainer.predict.choose import Candidate, Estimate
-from ftmon.trainer.predict.measure import Measured, best
+from ftmon.trainer.predict.measure import Measured, best, why_no_result
 
 GIB = 1 << 30
 
@@ -57,3 +57,11 @@ def test_a_training_that_fails_keeps_the_predicted_order() -> None:
     tried, order, lines = measured({1: -1}, ranked(100, 99))
     assert (tried, order) == ([1], [1, 2])
     assert lines == ["measured all weights, ZeRO 1, micro-batch 1 x 32: failed: rank 0 was killed by SIGKILL"]
+
+
+def test_a_measurement_without_a_result_says_why() -> None:
+    logs = ["settings: none\n", "compiling\nmodel.name: no such folder\n"]
+    assert why_no_result([-9, None], logs) == "rank 0 was killed by SIGKILL; last line: settings: none"
+    assert why_no_result([2, None], logs[1:]) == "model.name: no such folder"
+    assert why_no_result([None, 0], logs) == "no result in 5 m 00 s; last line: settings: none"
+    assert why_no_result([0, 0], ["", ""]) == "the ranks ended without a result"
