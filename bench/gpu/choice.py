@@ -223,12 +223,14 @@ def sweep(
         *([f"run.ranks={given.ranks}"] if given.ranks > 1 or given.tiny else []),
         *(["run.device=cpu"] if given.tiny else []),
     ]
-    kinds = sorted(KINDS, key=lambda kind: (kind[1], kind[0] != chosen["model"]["gradient_checkpointing"]))
+    stage = chosen["zero"]["stage"] if given.ranks > 1 else 1
+    kinds = sorted(KINDS, key=lambda kind: (kind[1] != stage, kind[0] != chosen["model"]["gradient_checkpointing"]))
     running: list[list[subprocess.Popen[str]]] = []
     for kind in kinds:
         more = [f"output.dir={named.parent}/out-{kind[0]}-{kind[1]}"]
         more += [f"model.gradient_checkpointing={kind[0]}", f"zero.stage={kind[1]}"]
-        more += ["zero.grad_accum_dtype=bf16"] if kind[1] == 2 and not given.tiny else []  # else it runs as stage 1
+        if kind[1] == 2 and given.ranks == 1 and not given.tiny:
+            more.append("zero.grad_accum_dtype=bf16")  # else it runs as stage 1
         running.append(start([*words, *more], given.ranks, rows, sizes, errors))
     others = [] if given.tiny or given.ranks > 1 else [beside(named, data, log)]
     speeds: dict[tuple[str, int, int], int] = {}
@@ -240,7 +242,6 @@ def sweep(
             process.kill()
             process.wait()
     if speeds:
-        stage = chosen["zero"]["stage"] if given.ranks > 1 else 1
         of, best = (chosen["model"]["gradient_checkpointing"], stage, own), max(speeds, key=lambda one: speeds[one])
         result["share"] = round(speeds.get(of, 0) / speeds[best], 3)
         log(f"chosen {of} {speeds.get(of)} tokens/s, best {best} {speeds[best]}: {result['share']:.1%}")
