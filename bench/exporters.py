@@ -189,7 +189,7 @@ def main() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         os.environ |= {
             "FTMON_HOME": f"{folder}/home", "HF_HOME": f"{folder}/hf", "WANDB_MODE": "offline", "WANDB_DIR": folder,
-            "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+            "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "TENSORBOARD_LOGGING_DIR": f"{folder}/tensorboard",
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}",
         }  # fmt: skip
         run = start(arguments.overrides)

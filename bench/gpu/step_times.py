@@ -26,7 +26,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from train_rows import LLAMA_8B, LLAMA_12B, QWEN_05B, QWEN_DEFAULT, TINY
+from train_rows import LLAMA_8B, LLAMA_12B, QWEN3_06B, QWEN_05B, QWEN_DEFAULT, TINY
 
 DOCUMENTS = (700, 420, 310, 240, 160, 110, 70, 38)
 """Tokens of the documents of a packed row of 2,048, as many times as they fit."""
@@ -34,17 +34,6 @@ WARM, STEPS, PROFILED = 3, 12, 2
 TOGETHER = 4
 """Processes that compile at the same time."""
 GPU_GIB = 130
-QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
 LLAMA_2B = LLAMA_12B | {
     "hidden_size": 2560,
     "intermediate_size": 6912,
@@ -90,7 +79,7 @@ ALONE = {
     "1.2b LoRA 4096, held out": Case(LLAMA_12B, 2, 4096, words=(LORA,), held_out=True),
     "1.2b off checkpointing, held out": Case(LLAMA_12B, 8, words=(OFF, CHECKPOINTING), gib=40, held_out=True),
     "1.2b padded": Case(LLAMA_12B, 4, words=(OFF, PADDED), gib=45),
-    "qwen3 0.6b, held out": Case(QWEN3, 4, held_out=True),
+    "qwen3 0.6b, held out": Case(QWEN3_06B, 4, held_out=True),
     "2b, held out": Case(LLAMA_2B, 4, gib=50, held_out=True),
     "8b/2 bf16 states": Case(
         LLAMA_8B_16, 2, 4096, words=("optimizer={kind: adamw_bf16, master_weights: none}", "training.precision=bf16"),
