@@ -144,7 +144,7 @@ def all_jobs(table: Mapping[int, Process], environments: Mapping[int, dict[str, 
 
 
 def _is_old(process: Process) -> bool:
-    """Return whether a process is older than one that only looks at PyTorch's version, or compiles for it."""
+    """Return whether a process has run too long for one that prints PyTorch's version, or compiles for a training."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - process.start_ticks / os.sysconf("SC_CLK_TCK") >= _AGE_SECONDS
 
 

@@ -268,7 +268,7 @@ def limits(events: Sequence[Event], settings: Settings, ranges: int = _MOST_RANG
 def failing_phase(events: Iterable[Event], settings: Settings, found: Limits, capacity_bytes: int) -> str:
     """Return the phase whose allocation fails with ``capacity_bytes`` of reservable memory; empty: all succeed.
 
-    A size that is smaller than one that fails does not suffice, even if every allocation happens to succeed with it.
+    A size below one that fails is taken as failing, even if every allocation happens to succeed with it.
     """
     if capacity_bytes >= found.needed_bytes:
         return ""
