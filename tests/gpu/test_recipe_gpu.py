@@ -85,7 +85,7 @@ def test_the_best_choices_are_measured_on_the_gpus(home: Ftmon, tmp_path: Path) 
     measured = [line for line in done.stdout.splitlines() if line.startswith("measured ")]
     assert measured, done.stdout
     for line in measured:
-        assert re.search(r" tokens/s, \d+\.\d GiB reserved$", line), line
+        assert re.search(r" tokens/s, \d+\.\d [MG]iB reserved$", line), line
 
 
 def test_an_allocation_that_fails_on_the_gpu_ends_the_run(tmp_path: Path) -> None:

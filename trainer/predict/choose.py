@@ -22,6 +22,8 @@ MARGIN = 0.92
 """Share of the memory for PyTorch that a chosen configuration may need: predicted reserved memory is up to 6 % off."""
 _ALIKE = 0.01
 """Share of the highest speed within which the candidate with the least memory is chosen."""
+_STAGE_3 = 0.95
+"""Share of its predicted speed with which ZeRO 3 competes: hooks around every layer depend on the host most."""
 LORA_RANK = 16
 _STATES = ("parameters", "gradients", "optimizer_states", "master_copies", "partitions")
 _LIVE = 10**9
@@ -286,14 +288,18 @@ def order(found: Sequence[Estimate], space: Space) -> list[Estimate]:
     """Return the candidates that fit, best first.
 
     All weights before adapters, a base as it is before one in 4 bits, states on the GPU before offloaded ones, then by
-    speed; of those that are about as fast, the one with the least memory. An offloaded candidate fits if the host has
-    memory for its states.
+    speed, ZeRO 3 only where it is clearly faster; of those that are about as fast, the one with the least memory. An
+    offloaded candidate fits if the host has memory for its states.
     """
-    waiting = sorted((one for one in found if fits(one, space)), key=lambda one: (_tier(one), -one.tokens_per_second))
+
+    def speed(one: Estimate) -> float:
+        return one.tokens_per_second * (_STAGE_3 if one.candidate.stage == 3 else 1.0)
+
+    waiting = sorted((one for one in found if fits(one, space)), key=lambda one: (_tier(one), -speed(one)))
     result: list[Estimate] = []
     while waiting:
-        tier, fastest = _tier(waiting[0]), waiting[0].tokens_per_second
-        alike = [one for one in waiting if _tier(one) == tier and one.tokens_per_second >= (1 - _ALIKE) * fastest]
+        tier, fastest = _tier(waiting[0]), speed(waiting[0])
+        alike = [one for one in waiting if _tier(one) == tier and speed(one) >= (1 - _ALIKE) * fastest]
         best = min(alike, key=lambda one: one.needed_bytes)
         waiting.remove(best)
         result.append(best)

@@ -124,7 +124,8 @@ def test_the_choice_is_the_best_of_all_combinations(
     assert choice.runs == len(ran) + len(choice.fits) <= MOST_RUNS
 
     every = by_hand(space, fit)
-    speeds = {one.candidate: one.tokens_per_second for one in every}
+    # ZeRO 3 is taken where it is 5 % faster than the others.
+    speeds = {one.candidate: one.tokens_per_second * (0.95 if one.candidate.stage == 3 else 1) for one in every}
     assert speeds[best.candidate] >= 0.99 * max(speeds.values())
     alike = [one for one in every if speeds[one.candidate] >= 0.99 * max(speeds.values())]
     assert best.needed_bytes == min(one.needed_bytes for one in alike)
