@@ -1,7 +1,8 @@
 """What the probe costs a training loop: a few steps with the probe and a few without in turn, in one process.
 
     ftmon run --plain -- python bench/gpu/probe_cost.py [--loop torch|engine] [--targets 14,50] [--seconds 70]
-        [--block 20] [--states off,on] [--hidden 512] [--rows 2] [--length 256] [--out FILE]
+        [--steady 15] [--block 20] [--states off,on] [--hidden 512] [--rows 2] [--length 256] [--out FILE]
+    ftmon run --plain -- python bench/gpu/probe_cost.py --seconds 0   # the hooks' own time alone, in two minutes
     ftmon run --plain -- traceml run bench/gpu/probe_cost.py --args --states off,on,traceml ...
 
 A Qwen2 with two dataloader workers, bound by the host, whose number of layers is chosen for steps of each target (ms).
@@ -14,8 +15,11 @@ Garbage is collected between rounds only, and the training thread stays on one c
 
 Of each round the ratio of a state's time to that without a probe counts: medians and means (without a fifth of the
 rounds at either end) come with a 95 % confidence interval, percentiles over resampled rounds (bootstrap). Beside the
-time that passes, the CPU time of the training thread is compared, which other load on a host moves less. At the end
-the events of followed steps are timed one by one.
+time that passes, the CPU time of the training thread is compared, which other load on a host moves less.
+
+The time of the hooks themselves is measured in steps in a row with the probe, as a training has them: as the probe
+counts it, then in CPU time of the thread, with the wrapper around each event that the count leaves out. At the end the
+events of followed steps are timed one by one.
 """
 
 import argparse
@@ -32,6 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 WARM_STEPS = 8
+STEADY_STEPS = 100
 TRIED_LAYERS = (4, 12)
 STATES = ("off", "recorder", "on")
 VOCABULARY = int(os.environ.get("VOCABULARY", "32000"))
@@ -155,8 +160,35 @@ class Switch:
         elif self._recording.mode != "off":
             self._recording.off()
 
+    def count_thread_time(self) -> None:
+        """Make the probe count its cost in CPU time of the thread from now on."""
+        from ftmon.trainer.probe import guard
+
+        follows, counted, clock = self.events.follows, self.events.guard, time.thread_time_ns
+        pairs = [clock() - clock() for _ in range(1000)]
+        own = -round(statistics.median(pairs))  # of the two readings
+
+        def timed(code: int, owner: Any = None, what: Any = None) -> bool:
+            spent, start = counted.spent_ns, clock()
+            is_followed = follows(code, owner, what)
+            taken = clock() - start - own
+            if is_followed:
+                counted.spent_ns = spent + max(0, taken)
+            return is_followed
+
+        self.events.follows = timed
+        guard.perf_counter_ns = clock  # type: ignore[attr-defined]
+
+    def count_wall_time(self, follows: Any) -> None:
+        """Make the probe count its cost as it does by itself; ``follows`` is its own method."""
+        from ftmon.trainer.probe import guard
+
+        self.events.follows = follows
+        guard.perf_counter_ns = time.perf_counter_ns  # type: ignore[attr-defined]
+
     def time_events(self) -> None:
         """Time each event of followed steps from now on."""
+        self.spent_ns.clear()
         follows, spent = self.events.follows, self.spent_ns
 
         def timed(code: int, owner: Any = None, what: Any = None) -> bool:
@@ -304,6 +336,26 @@ def measured(loop: Loop, switch: Switch, args: argparse.Namespace) -> dict[str, 
     return found
 
 
+def steady(loop: Loop, switch: Switch, seconds: float) -> dict[str, Any]:
+    """Return what the hooks take in steps in a row with the probe, and the time of these steps."""
+    switch.set("on")
+    loop.run(STEADY_STEPS)
+    for each in switch.costs_us.values():
+        each.clear()
+    times: list[float] = []
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        times.append(loop.run(STEADY_STEPS).wall_ms)
+    time.sleep(1.0)  # the publisher's messages
+    every = [cost for costs in switch.costs_us.values() for cost in costs]
+    found = {"step_ms": statistics.median(times), "steps": len(every), "mean_us": statistics.fmean(every)}
+    found["percent"] = found["mean_us"] / 10 / statistics.fmean(times)
+    for name, costs in switch.costs_us.items():
+        if costs:
+            found[f"{name}_us"], found[f"{name}_steps"] = statistics.median(costs), len(costs)
+    return {**found, "every": switch.events._training.tracker.budget.every}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loop", choices=["torch", "engine"], default="torch")
@@ -313,6 +365,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=70.0, help="of the blocks of each size")
+    parser.add_argument("--steady", type=float, default=15.0, help="seconds of steps in a row, twice for each size")
     parser.add_argument("--block", type=int, default=20, help="timed steps of a block")
     parser.add_argument("--states", type=lambda text: text.split(","), default=["off", "on"])
     parser.add_argument("--out", type=Path)
@@ -333,19 +386,27 @@ def main() -> None:
 
     sizes = [args.layers] if args.layers else [layers_for(target, make, switch) for target in args.targets]
     results: list[dict[str, Any]] = []
+    follows = switch.events.follows
     for layers in sizes:
         switch.set("on")
         loop = make(layers)
         loop.run(20)
         found = {"loop": args.loop, "device": loop.device_name, "layers": layers, "block": args.block}
-        found |= {"sizes": [args.hidden, args.rows, args.length]} | measured(loop, switch, args)
+        found |= {"sizes": [args.hidden, args.rows, args.length]}
+        if args.seconds:
+            found |= measured(loop, switch, args)
+        found["own_time"] = steady(loop, switch, args.steady)
+        switch.count_thread_time()
+        found["own_thread_time"] = steady(loop, switch, args.steady)
+        switch.count_wall_time(follows)
+        switch.time_events()
+        loop.run(200)
+        switch.events.follows = follows
+        found["by_event_us"] = switch.by_event_us()
         print(json.dumps(found), flush=True)
         results.append(found)
-    switch.time_events()
-    loop.run(200)
-    print(json.dumps({"by_event_us": switch.by_event_us()}), flush=True)
     if args.out:
-        args.out.write_text(json.dumps([*results, {"by_event_us": switch.by_event_us()}]) + "\n")
+        args.out.write_text(json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":

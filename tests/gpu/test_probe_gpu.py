@@ -77,6 +77,18 @@ def test_loss_tokens_and_device_times_come_without_a_synchronisation(collector):
         assert step.phase("forward").active.peak >= step.phase("forward").requested.peak
 
 
+def test_losses_of_short_steps_are_those_of_the_script(collector):
+    found = watched(collector, "many")
+    steps = collector.of(Step)
+    assert [step.step for step in steps] == list(range(1, 301))
+    assert sum(phase.coarse for step in steps for phase in step.phases if phase.name == "backward") > 200
+    changed = 221
+    for step, loss in zip(steps, found["losses"], strict=True):
+        if step.step != changed or step.loss is not None:
+            assert step.loss == pytest.approx(loss, rel=1e-6, nan_ok=True), step.step
+    assert found["losses"][-1] != found["losses"][-1]
+
+
 @pytest.mark.parametrize("mode", ["plain", "reset"])
 def test_the_script_sees_the_peaks_it_would_have_seen(collector, mode):
     alone, under = by_hand(mode), watched(collector, mode)

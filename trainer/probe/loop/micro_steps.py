@@ -23,6 +23,8 @@ class MicroSteps:
         self._forwards, self._state = loop.forwards, loop.state
         self._loading, self._saw_forward = loading, saw_forward
         self._unscaled: tuple[int, Any] | None = None
+        self.late = cuda.LateScalars(is_alone=loop.rank.world_size == 1)
+        """Losses of followed steps, whose copies may begin together."""
         self._seen_forward = False
         self._before: tuple[Notes, int, int] | None = None
         """During a backward: the step's notes, and their counts of micro-steps and losses before it."""
@@ -41,6 +43,7 @@ class MicroSteps:
         """Forget how an earlier training combined forwards and backwards."""
         self._begun, self._forwards_begun, self._is_reported, self._one_each = None, 0, False, OneEach()
         self._seen_forward = False
+        self.late.begin()
 
     @guarded
     def forwarding(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -116,14 +119,26 @@ class MicroSteps:
         notes, state = self._tracker.notes, self._state
         notes.micro_steps += 1
         notes.sum_losses, notes.added_ranks = state.sum_losses or scaled, state.added_ranks
-        notes.losses += self.fetch_losses(losses)
+        losses = self._before_scaling(losses)
+        for loss in losses:
+            notes.losses.append(fetched := cuda.fetch_values(loss))
+            self.late.prove(loss, fetched)
 
     def fetch_losses(self, losses: Sequence[Any]) -> list[Any]:
         """Return the losses before their scaling, on their way from the device."""
         if self._unscaled is not None:
-            unscaled, self._unscaled = self._unscaled, None
-            losses = [unscaled[1] if unscaled[0] == id(loss) else loss for loss in losses]
+            losses = self._before_scaling(losses)
         return [cuda.fetch_values(losses[0])] if len(losses) == 1 else list(map(cuda.fetch_values, losses))
+
+    def fetch_loss_late(self, loss: Any) -> list[Any]:
+        """Return the loss before its scaling, whose copy from the device may wait for others."""
+        if self._unscaled is not None:
+            loss = self._before_scaling((loss,))[0]
+        return [self.late.fetch(loss)]
+
+    def _before_scaling(self, losses: Sequence[Any]) -> Sequence[Any]:
+        scaled, self._unscaled = self._unscaled, None
+        return losses if scaled is None else [scaled[1] if scaled[0] == id(loss) else loss for loss in losses]
 
     @guarded
     def went_backward(self) -> None:

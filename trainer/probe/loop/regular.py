@@ -25,7 +25,6 @@ from ..guard import nothing
 from ..phases.tracker import COARSE, BatchesNoted, Mark, Moment, Notes, Outbox, StepRaw, wall_offset_ns
 from ..rank.model import learning_rate, own_model
 from ..values import batch
-from ..values.signs import EVERY
 from .loading import Loading
 from .micro_steps import MicroSteps
 from .state import Loop
@@ -227,7 +226,9 @@ class Regular:
             "_device",
             "_first",
             "_held",
+            "_late",
             "_left",
+            "_notes_later",
             "_order",
             "_outbox",
             "_sample",
@@ -249,7 +250,7 @@ class Regular:
         self._guard, self._tracker, self._state = loop.rank.guard, loop.tracker, loop.state
         self._device, self._budget, self._counts = loop.rank.device, loop.tracker.budget, loop.tracker.counts
         self._loading, self._micro_steps, self._updates = loading, micro_steps, updates
-        self._outbox, self._unlabelled = outbox, unlabelled
+        self._late, self._outbox, self._unlabelled = micro_steps.late, outbox, unlabelled
         self._is_timed, self._trained = loop.rank.world_size > 1, loop.trained
         self.handlers: dict[int, Callable[..., Any]] = {}
         """The methods that judge an event, which a replay calls with its arguments."""
@@ -278,6 +279,8 @@ class Regular:
         self._spent_ns = self._cpu_ns = self._arrays = 0
         self._sample: Callable[[], Any] = nothing
         self._model: Callable[[], Any] = nothing
+        self._notes_later = False
+        """Whether a batch is noted at its fetch, and its tensors are counted later."""
         self._trains = self._evaluates = False
         """Mode of the model, and whether that of its layers is evaluation."""
         loop.tracker.followed, loop.tracker.followed_marks = self.now, self.marks
@@ -374,16 +377,18 @@ class Regular:
 
     def _may_follow(self) -> bool:
         tracker = self._tracker
-        is_plain = not (self._budget.full or tracker.watchers or tracker.depth or self._unlabelled())
-        return is_plain and (tracker.step + 1) % EVERY != 0
+        return not (self._budget.full or tracker.watchers or tracker.depth or self._unlabelled())
 
     def _begin(self, first: Mark) -> None:
         tracker, order = self._tracker, self._order
         assert order is not None
         self._first, self._sample = first, tracker.memory.sample
         self._spent_ns, self._cpu_ns = tracker.spent_ns, tracker.cpu_ns
-        self._left = min(self._budget.ahead(), EVERY - 1 - tracker.step % EVERY)
+        self._left = self._budget.ahead()
         self._arrays = cuda.arrays
+        self._late.end_proof()
+        state = self._state
+        self._notes_later = self._device.events is not None and (not state.forward_by or state.calls_module)
         model = own_model(self._trained.any_model())
         self._model = nothing if model is None else weakref.ref(model)
         self._see_mode(model)
@@ -444,10 +449,8 @@ class Regular:
         self._kept.append(self._sample())
 
     def _stepping_read(self, owner: Any, _what: Any) -> None:
-        kept = self._kept
-        kept.append(self._sample())
-        rate = owner.param_groups[0]["lr"]
-        kept.append(rate if type(rate) is float and rate else _rate_of(owner))
+        self._kept.append(self._sample())
+        self._stepping(owner, None)
 
     def _boundary(
         self, place: _Place, counted: bool, act: Callable[[Any, Any], object] | None, owner: Any, what: Any
@@ -464,8 +467,7 @@ class Regular:
             act(owner, what)
 
     def _fetched(self, _owner: Any, found: Any) -> None:
-        later = self._device.events is not None and (not self._state.forward_by or self._state.calls_module)
-        kept = batch.snapshot(found) if later else None
+        kept = batch.snapshot(found) if self._notes_later else None
         self._kept.append(kept)
         if kept is None:
             self._held.append(found)
@@ -476,16 +478,19 @@ class Regular:
         self._micro_steps.note_batch(what[0], what[1])
 
     def _backward(self, _owner: Any, what: tuple[Any, bool]) -> None:
-        kept = self._kept
-        kept.append(self._micro_steps.fetch_losses(what[0]))
-        kept.append(what[1])
+        kept, (losses, scaled) = self._kept, what
+        may_wait = self._late.may_wait and len(losses) == 1
+        fetch = self._micro_steps
+        kept.append(fetch.fetch_loss_late(losses[0]) if may_wait else fetch.fetch_losses(losses))
+        kept.append(scaled)
 
     def _update(self, _owner: Any, lr: Any) -> None:
         rate = lr() if callable(lr) else lr
         self._kept.append(rate if rate is None else cuda.fetch_values(rate))
 
     def _stepping(self, owner: Any, _what: Any) -> None:
-        self._kept.append(_rate_of(owner))
+        rate = owner.param_groups[0]["lr"]
+        self._kept.append(rate if type(rate) is float and rate else _rate_of(owner))
 
     def _clipped(self, _owner: Any, norm: Any) -> None:
         self._kept.append(cuda.fetch_values(norm))
@@ -494,7 +499,8 @@ class Regular:
         """End the step."""
         tracker, guard, counts, kept, first = self._tracker, self._guard, self._counts, self._kept, self._first
         times, notes, order = self._times, tracker.notes, self._order
-        number, found = None, None
+        assert order is not None
+        number = found = None
         if figures is not None:
             found = {name: cuda.fetch_values(value) for name, value in figures().items() if value is not None}
             number = found.pop("number", None)
@@ -508,8 +514,11 @@ class Regular:
         left = self._left = self._left - 1
         now = times[-1]
         sample = tracker.sample = self._sample()
+        ends = left <= 0 or self._budget.left > 0 or tracker.watchers
         # A full step has device times, from its beginning on; and the device may still copy more than numbers.
-        timed = left <= 0 or cuda.arrays != self._arrays or (order is not None and order.timed)
+        timed = ends or order.timed or (self._held and cuda.arrays != self._arrays)
+        if self._late.waiting and (timed or self._late.is_due(now - first.ns)):
+            self._late.copy()
         event = tracker.mark_event() if timed else None
         step = tracker.step = number if number is not None and number > 0 else tracker.step + 1
         end = self._first = _new(Mark, ("idle", now, sample, event, counts.entered, counts.host_ns))
@@ -524,38 +533,37 @@ class Regular:
         if self._held:
             self._held.clear()
         self._outbox.hand_over_step(_new(Followed, record))
-        if left <= 0 or self._budget.suspected or tracker.watchers:
+        if ends:
             self._decide()
 
     def _decide(self) -> None:
         """Decide whether to follow the next steps, too."""
-        tracker, costs, order = self._tracker, self._costs, self._order
-        self._costs = []
-        for cost, step_ns in costs:
-            self._budget.end_step(cost, step_ns)
+        tracker, order = self._tracker, self._order
+        self._count_costs()
         for watcher in tracker.watchers:
             watcher(order.phases[-2] if order is not None else "idle", "end")
         if self._may_follow():
-            self._begin_again()
+            self._left = self._budget.ahead()
+            self._arrays = cuda.arrays
         else:
             self._rest()
-
-    def _begin_again(self) -> None:
-        self._left = min(self._budget.ahead(), EVERY - 1 - self._tracker.step % EVERY)
-        self._arrays = cuda.arrays
 
     def _rest(self) -> None:
         """Judge events again; the tracker is at the end of the step before, or where a replay begins."""
         tracker, first = self._tracker, self._first
         self.keys = []
+        self._late.copy()
         tracker.marks, tracker.phase, tracker.phase_ns = [first], first.phase, first.ns
         tracker.progress += self._done + 1
         tracker.spent_ns, tracker.cpu_ns = self._spent_ns, self._cpu_ns
         tracker.step_collectives = first.collectives
         self._done = 0
-        for cost, step_ns in self._costs:
-            self._budget.end_step(cost, step_ns)
-        self._costs = []
+        self._count_costs()
+
+    def _count_costs(self) -> None:
+        costs, self._costs = self._costs, []
+        for number, (cost, step_ns) in enumerate(costs, self._tracker.step - len(costs) + 1):
+            self._budget.end_step(number, cost, step_ns)
 
     def _differs(self, code: int) -> None:
         """Handle an event that is not the next one: a part of the one before, which is ignored, or of another step."""

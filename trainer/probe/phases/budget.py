@@ -1,8 +1,9 @@
 """Keeps the probe's cost to the training thread within a share of a step: where steps are short, most are coarse.
 
 In a *full* step memory is read at every boundary of phases and weights are sampled; in a *coarse* one memory is read at
-its two ends and around the optimizer's phase alone, whose spikes must never be missed. Every ``every``-th step is full.
-The cost of both kinds is what the probe's own calls took (``Guard``), the step's time is that of its host.
+its two ends and around the optimizer's phase alone, whose spikes must never be missed. Steps whose number is a multiple
+of ``every`` are full: those of all ranks are the same ones. The cost of both kinds is what the probe's own calls took
+(``Guard``), the step's time is that of its host.
 """
 
 import math
@@ -10,8 +11,12 @@ from collections import deque
 
 from ....protocol.messages.telemetry import Step
 
-CHOICES = (1, 2, 5, 10, 20)
-"""Of ``every``. Beyond the last one the mean cost hardly falls."""
+CHOICES = (1, 2, 5, 10, 25, 50)
+"""Of ``every``: divisors of ``values.signs.EVERY``, so that the steps that are examined are full ones."""
+LONGEST_NS = 20_000_000
+"""Time of a step from which on its share is the same: 0.5 % of it are 100 us."""
+GAP_NS = 5_000_000_000
+"""Time between two full steps, at most: figures by phase would be too old on a screen."""
 FIRST = 30
 """Steps at the beginning that are full: of compilation, the optimizer's first states, a leak's beginning."""
 SUSPICIOUS = 20
@@ -27,7 +32,7 @@ RECORDED_NS = 70
 
 
 class Budget:
-    """Chooses which steps are full. ``share`` is that of a step's time; 0: all steps are full."""
+    """Chooses which steps are full. ``share`` is that of a step's time, up to ``LONGEST_NS``; 0: all steps are full."""
 
     def __init__(self, share: float) -> None:
         self.every = 1
@@ -36,33 +41,28 @@ class Budget:
         self._share = share
         self._costs: dict[bool, deque[int]] = {True: deque(maxlen=WINDOW), False: deque(maxlen=WINDOW)}
         self._steps: deque[int] = deque(maxlen=WINDOW)
-        self._left = FIRST
-        self._coarse = 0
-        """Coarse steps since the last full one."""
+        self.left = FIRST
+        """Full steps to come although not all are: the first ones, and those after a suspicion."""
+        self._number = 0
 
     def suspect(self) -> None:
         """Make the next steps full: something is unusual. Any thread."""
-        self._left = max(self._left, SUSPICIOUS)
+        self.left = max(self.left, SUSPICIOUS)
 
-    def end_step(self, cost_ns: int, step_ns: int) -> None:
-        """Handle the end of a step that cost the probe ``cost_ns``; decide about the next one."""
+    def end_step(self, number: int, cost_ns: int, step_ns: int) -> None:
+        """Handle the end of step ``number``, which cost the probe ``cost_ns``; decide about the next one."""
         self._costs[self.full].append(cost_ns)
         self._steps.append(step_ns)
-        self._coarse = 0 if self.full else self._coarse + 1
-        if self._left:
-            self._left -= 1
+        self._number = number
+        if self.left:
+            self.left -= 1
         elif self._share and self.full and len(self._costs[True]) == WINDOW:
             self._choose()
-        self.full = bool(self._left) or self._coarse + 1 >= self.every
-
-    @property
-    def suspected(self) -> bool:
-        """Whether the next steps are full although the present one is not."""
-        return self._left > 0
+        self.full = bool(self.left) or (number + 1) % self.every == 0
 
     def ahead(self) -> int:
         """Return how many coarse steps follow, at least one: the present one."""
-        return max(1, self.every - 1 - self._coarse)
+        return max(1, self.every - 1 - self._number % self.every)
 
     def affords(self, entries: int) -> bool:
         """Return whether PyTorch's recorder may be on in steps of so many entries; any thread."""
@@ -72,9 +72,10 @@ class Budget:
     def _choose(self) -> None:
         full = _median(self._costs[True])
         coarse = _median(self._costs[False]) if self._costs[False] else full // 4
-        allowed = self._share * _median(self._steps)
+        step = _median(self._steps)
+        allowed = self._share * min(step, LONGEST_NS)
         every = 1
-        for every in CHOICES:
+        for every in (each for each in CHOICES if each == 1 or each * step <= GAP_NS):
             mean = (full + (every - 1) * coarse) / every
             if mean <= (allowed if every >= self.every else SPARE * allowed):
                 break

@@ -423,7 +423,7 @@ class Tracker:
         spent, self.spent_ns = self._guard.spent_ns - self.spent_ns, self._guard.spent_ns
         budget, coarse = self.budget, not self.budget.full
         every = budget.every
-        budget.end_step(spent, start - marks[0].ns)
+        budget.end_step(self.step, spent, start - marks[0].ns)
         cpu_ns = max(0, self.cpu_ns - cpu)
         self._finish(_new(StepRaw, (self.step, marks, ended, notes, spent, cpu_ns, every, coarse, False)))
 

@@ -3,33 +3,53 @@
 import pytest
 from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
 from ftmon.trainer.probe.phases.budget import CHOICES, FIRST, SUSPICIOUS, Budget, Unusual
+from ftmon.trainer.probe.values.signs import EVERY
 
 US = 1000
 
 
-def full_steps(budget, steps, step_us, *, full_us=200, coarse_us=50):
+def full_steps(budget, steps, step_us, *, first=1, full_us=200, coarse_us=50):
     """Take steps; return which of them were full."""
     found = []
-    for _ in range(steps):
+    for number in range(first, first + steps):
         found.append(budget.full)
-        budget.end_step((full_us if budget.full else coarse_us) * US, step_us * US)
+        budget.end_step(number, (full_us if budget.full else coarse_us) * US, step_us * US)
     return found
 
 
 @pytest.mark.parametrize(
     ("step_us", "every"),
-    [(100_000, 1), (30_000, 2), (14_000, 10), (2_000, CHOICES[-1])],
-    ids=["within the budget", "somewhat over it", "the mean is within it", "never within it"],
+    [(30_000, 5), (14_000, 10), (11_500, 25), (2_000, CHOICES[-1])],
+    ids=["100 us", "its share", "just", "never within it"],
 )
-def test_the_mean_cost_is_within_the_share_if_any_choice_is(step_us, every):
+def test_the_mean_cost_is_within_the_share_and_100_us_if_any_choice_is(step_us, every):
     budget = Budget(0.005)
     assert all(full_steps(budget, FIRST, step_us))
-    full_steps(budget, 200, step_us)
+    full_steps(budget, 170, step_us, first=FIRST + 1)
     assert budget.every == every
-    found = full_steps(budget, 10 * every, step_us)
-    assert sum(found) == 10
+    found = full_steps(budget, 10 * every, step_us, first=201)
+    assert [number for number, full in enumerate(found, 201) if full] == list(
+        range(200 + every, 201 + 10 * every, every)
+    )
     mean_us = (200 * 10 + 50 * (len(found) - 10)) / len(found)
-    assert mean_us <= 0.005 * step_us or every == CHOICES[-1]
+    assert mean_us <= min(100, 0.005 * step_us) or every == CHOICES[-1]
+
+
+@pytest.mark.parametrize(("step_us", "every"), [(90_000, 50), (800_000, 5), (2_000_000, 2), (3_000_000, 1)])
+def test_figures_by_phase_are_read_at_least_every_five_seconds(step_us, every):
+    budget = Budget(0.005)
+    full_steps(budget, 200, step_us, full_us=900, coarse_us=120)
+    assert budget.every == every
+
+
+def test_another_share_has_another_limit():
+    budget = Budget(0.02)
+    full_steps(budget, 200, 100_000, full_us=390)
+    assert budget.every == 1, "400 us are 2 % of 20 ms"
+
+
+def test_the_steps_that_are_examined_are_full_ones():
+    assert all(EVERY % each == 0 for each in CHOICES)
 
 
 def test_without_a_budget_all_steps_are_full():
@@ -40,9 +60,9 @@ def test_a_suspicion_makes_the_next_steps_full():
     budget = Budget(0.005)
     full_steps(budget, 200, 2_000)
     budget.suspect()
-    full_steps(budget, 1, 2_000)
-    assert all(full_steps(budget, SUSPICIOUS - 1, 2_000))
-    assert not all(full_steps(budget, CHOICES[-1], 2_000))
+    full_steps(budget, 1, 2_000, first=201)
+    assert all(full_steps(budget, SUSPICIOUS - 1, 2_000, first=202))
+    assert not any(full_steps(budget, CHOICES[-1] - SUSPICIOUS - 1, 2_000, first=201 + SUSPICIOUS))
 
 
 def test_the_recorder_is_afforded_by_the_entries_and_the_time_of_a_step():
