@@ -28,7 +28,8 @@ from typing import IO, Any
 from train_rows import LLAMA_12B, QWEN_DEFAULT, TINY, documents
 
 MODELS = {"0.5b": QWEN_DEFAULT, "1.2b": LLAMA_12B}
-KINDS = (("none", 1), ("layers", 1), ("none", 2))
+KINDS = (("none", 1), ("layers", 1), ("none", 2), ("none", 3))
+"""Recomputed layers and ZeRO stage; the last only on several GPUs."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 SECONDS, LEAST = 4.0, 2
 WORDS = 1_500_000
@@ -224,7 +225,10 @@ def sweep(
         *(["run.device=cpu"] if given.tiny else []),
     ]
     stage = chosen["zero"]["stage"] if given.ranks > 1 else 1
-    kinds = sorted(KINDS, key=lambda kind: (kind[1] != stage, kind[0] != chosen["model"]["gradient_checkpointing"]))
+    kinds = sorted(
+        (kind for kind in KINDS if kind[1] < 3 or given.ranks > 1),
+        key=lambda kind: (kind[1] != stage, kind[0] != chosen["model"]["gradient_checkpointing"]),
+    )
     running: list[list[subprocess.Popen[str]]] = []
     for kind in kinds:
         more = [f"output.dir={named.parent}/out-{kind[0]}-{kind[1]}"]
