@@ -217,8 +217,14 @@ class Detectors:
         )
 
     def job_ended_first(self, now: float, code: int | None, count: int, processes: list[str]) -> list[Message]:
-        """Record that the job's command ended before its ranks; return the alerts to send."""
-        if self._tracker.kill_asked:
+        """Record that the job's command left processes; return the alerts to send.
+
+        After the end of every rank's script they are helpers that outlive it, such as compilers of PyTorch 2.6.
+        """
+        ranks = self._tracker.ranks.values()
+        world = max((each.hello.world_size for each in ranks if each.hello is not None), default=0)
+        all_ended = code == 0 and sum(each.succeeded for each in ranks) >= world > 0
+        if self._tracker.kill_asked or all_ended:
             return []
         return self._put(now, self._death.job_ended_first(now, code, count, processes))
 

@@ -115,11 +115,16 @@ def logged(what: str) -> Generator[None]:
 def replace(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]], *, below: bool = False) -> None:
     """Replace ``owner.name`` of a module or class by ``make(original)``, once, keeping its name and signature.
 
+    One that this version of the library lacks is logged, so that the other hooks are installed.
+
     ``below``: another hook replaces it too, and runs around this one. Direct assignments remain where this does not
     fit: functions of ``torch._C``, ``resource`` and ``os`` are built in, and some have no signature to keep; a second
     name of a replaced function already gets the same object; and a step capture undoes its replacements.
     """
-    original = getattr(owner, name)
+    original = getattr(owner, name, None)
+    if original is None:
+        log(f"{owner.__name__} has no {name}: not hooked")
+        return
     if hasattr(original, "_ftmon"):
         return
     wrapped: Any = functools.wraps(original)(make(original))

@@ -459,6 +459,13 @@ def test_a_launcher_that_ends_before_its_ranks_is_the_trouble_and_no_rank_is_bla
     assert sorted(alert.evidence["then"]) == ["0", "1"]
 
 
+@pytest.mark.parametrize(("code", "ended", "alerts"), [(0, 2, 0), (0, 1, 1), (1, 2, 1)])
+def test_helpers_that_outlive_every_rank_are_no_trouble(make_sim: Any, code: int, ended: int, alerts: int):
+    sim = play(make_sim, 2, *(Goodbye(rank, 0.0, 6, "finished") for rank in range(ended)))
+    sim.sent += sim.detectors.job_ended_first(sim.now, code, 1, ["100 (python)"])
+    assert len(sim.alerts("died")) == alerts
+
+
 def test_a_lost_connection_to_a_rank_whose_script_ended_names_that_rank(make_sim: Any):
     sim = play(make_sim, 3, Goodbye(1, 0.0, 6, "finished"), lost(0), lost(2), 4.0)
     (alert,) = sim.alerts("failure")

@@ -156,3 +156,16 @@ def test_a_model_that_has_its_own_eval_is_evaluated_from_it_to_train(loop):
     assert (loop.training.tracker.phase, model.training) == ("eval", False)
     model.train()
     assert (loop.training.tracker.phase, model.training) == ("idle", True)
+
+
+def test_a_function_that_an_older_version_lacks_leaves_the_other_hooks_in_place() -> None:
+    class Engine:
+        """As DeepSpeed 0.18's, without the method ``scale`` of later ones."""
+
+        def step(self) -> str:
+            return "stepped"
+
+    for name in ("scale", "step"):
+        replace(Engine, name, lambda original: lambda self: f"seen and {original(self)}")
+    assert Engine().step() == "seen and stepped"
+    assert not hasattr(Engine, "scale")
