@@ -120,6 +120,18 @@ def test_what_a_model_adds_to_its_loss_is_weighted_apart_from_the_tokens() -> No
         model = model_of("mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)
 
 
+def test_a_hook_that_returns_a_copy_of_the_loss_adds_nothing_to_it() -> None:
+    model = model_of("gemma2", **KINDS["gemma2"])
+
+    def copy(_module: Any, _inputs: Any, output: Any) -> None:
+        if output.loss is not None:
+            output.loss = output.loss.clone()
+
+    model.register_forward_hook(copy)  # as ZeRO-3's do
+    assert fused.set_up(model, config("on"), OneRank())
+    assert fused.addition_weight(model, 12, 4) == {}
+
+
 def with_logits_loss(model: Any) -> Any:
     """Return a model that adds a loss of its logits, as Bamba can."""
     own = type(model).forward
