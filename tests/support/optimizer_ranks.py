@@ -1,13 +1,15 @@
 """One rank that trains with each of several configurations; rank 0 saves the weights and what the optimizer holds.
 
-For a job ``FILE.yaml`` it writes ``FILE.pt``: ``weights`` by name, ``rows``, ``holds`` (the data types of the
-parameters that the optimizer steps, and of their states, with bytes an element of a parameter).
+For a job ``FILE.yaml`` it writes ``FILE.pt``: ``weights`` by name, ``masters`` (those that DeepSpeed keeps in fp32),
+``rows``, ``holds`` (the data types of the parameters that the optimizer steps, and of their states, with bytes an
+element of a parameter).
 """
 
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero.muon import original_muon
+from deepspeed.utils import safe_get_full_fp32_param
 from ftmon.trainer.recipe.distributed import World
 from recipe_ranks import runs, save
 
@@ -20,7 +22,17 @@ def work(world: World, jobs: list[str]) -> None:
         stepped: list[Any] = []
         record_stepped(run.engine, stepped)
         run.fit()
-        save(path, run, run.data.examples.rows, holds=max(stepped, key=lambda one: one["count"]))
+        holds = max(stepped, key=lambda one: one["count"])
+        save(path, run, run.data.examples.rows, holds=holds, masters=masters(run.engine.module))
+
+
+def masters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: (one, safe_get_full_fp32_param(one)) for name, one in module.named_parameters()}
+    return {
+        name: master.detach().clone().view(getattr(one, "ds_shape", one.shape))
+        for name, (one, master) in found.items()
+        if master is not None
+    }
 
 
 def record_stepped(engine: Any, stepped: list[Any]) -> None:

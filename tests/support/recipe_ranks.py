@@ -32,11 +32,11 @@ def runs(world: World, jobs: list[str]) -> Iterator[tuple[Path, Trainer]]:
 
 
 def save(path: Path, run: Trainer, rows: Any, **values: Any) -> None:
-    """Write ``FILE.pt`` of a job on rank 0: the weights, the token ids and labels of ``rows``, and other values."""
+    """Write ``FILE.pt`` of a job on rank 0: the weights, ``rows`` as lists, and other values."""
     parameters = dict(run.engine.module.named_parameters())
     with GatheredParameters(list(parameters.values()), enabled=run.config.zero.stage == 3):
         weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    plain = [{name: torch.as_tensor(row[name]).tolist() for name in ("input_ids", "labels")} for row in rows]
+    plain = [{name: torch.as_tensor(value).tolist() for name, value in row.items()} for row in rows]
     if run.world.is_first:
         torch.save({"weights": weights, "rows": plain, **values}, path.with_suffix(".pt"))
 
