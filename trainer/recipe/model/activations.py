@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -195,10 +195,25 @@ class _Keep(TorchDispatchMode):
         self._outputs = outputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for written in _written(func, args, kwargs or {}):
+            self._copy(written)
         out = func(*args, **(kwargs or {}))
         if _is_kept(func, args, kwargs or {}):
             self._outputs[func].append(tree_map(_with_version, out))
         return out
+
+    def _copy(self, written: torch.Tensor) -> None:
+        """Keep a copy of an output that is about to be changed in place: ZeRO-3's linear layers add their bias so."""
+        storage = written.untyped_storage().data_ptr()
+
+        def copied(value: Any) -> Any:
+            if not isinstance(value, _Versioned) or value.tensor.untyped_storage().data_ptr() != storage:
+                return value
+            return _with_version(value.tensor.clone())
+
+        for outputs in self._outputs.values():
+            for place, kept in enumerate(outputs):
+                outputs[place] = tree_map(copied, kept, is_leaf=lambda one: isinstance(one, _Versioned))
 
 
 class _Reuse(TorchDispatchMode):
@@ -218,6 +233,19 @@ class _Reuse(TorchDispatchMode):
         if not self._outputs[func]:
             raise RuntimeError(f"{func} runs more often in the backward pass than in the forward pass")
         return tree_map(_checked, self._outputs[func].popleft(), is_leaf=lambda one: isinstance(one, _Versioned))
+
+
+def _written(operator: Any, arguments: Any, named: Any) -> list[torch.Tensor]:
+    """Return the tensors that an operator changes in place."""
+    schema: Any = getattr(operator, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = [
+        arguments[place] if place < len(arguments) else named.get(argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.is_write
+    ]
+    return [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
 
 
 class _Versioned(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.model import activations
@@ -94,6 +95,21 @@ def test_gradients_are_bitwise_those_without(kind: str, settings: dict[str, Any]
         assert other_loss == loss, mode
         different = [name for name in grads if not torch.equal(grads[name], others[name])]
         assert not different, (mode, different)
+
+
+def test_an_output_that_is_changed_in_place_is_kept_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)  # adds a bias in place
+
+    def result(mode: str) -> tuple[float, dict[str, torch.Tensor]]:
+        model = made(mode, "qwen2")
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight += "bias" in name
+        return step(model)
+
+    (loss, grads), (kept_loss, kept) = result("none"), result("selective")
+    assert kept_loss == loss
+    assert not [name for name in grads if not torch.equal(grads[name], kept[name])]
 
 
 def test_what_a_layer_keeps_is_what_its_mode_says() -> None:
