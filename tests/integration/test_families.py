@@ -26,12 +26,12 @@ PARTITIONED = ["zero.stage=3", "deepspeed.zero_optimization.stage3_param_persist
 PACKED = ["data.packing=true", "training.sequence_length=128"]
 PADDED = ["data.packing=false"]
 VARIANTS: dict[str, list[str]] = {
-    "fp32-partitioned": [*PARTITIONED, *PADDED],
+    "fp32-partitioned": [*PARTITIONED, *PADDED, "model.gradient_checkpointing=selective"],
     "fp32-packed": ["zero.stage=2", *PACKED],
     "bf16-unpartitioned": ["zero.stage=0", *PADDED],
     "bf16-padded": ["zero.stage=2", *PADDED],
     "bf16-packed": ["zero.stage=1", *PACKED],
-    "bf16-packed-partitioned": [*PARTITIONED, *PACKED, "model.gradient_checkpointing=layers"],
+    "bf16-packed-partitioned": [*PARTITIONED, *PACKED, "training={micro_batch: 2, grad_accumulation: 1}"],
 }
 RECORDS = 18  # neither they nor their packed rows are a multiple of the batch: the last of an epoch is left out
 

@@ -27,6 +27,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
             "deepspeed.zero_optimization={stage3_param_persistence_threshold: 0, stage3_prefetch_bucket_size: 0}",
         ],
     ),
+    "stage-3-two-ranks": (2, ["zero.stage=3", "training.grad_accumulation=1"]),
     "shared": (2, ["zero.stage=2", "training={sequence_parallel_size: 2, grad_accumulation: 1}"]),
     "lora": (1, ["zero.stage=2", "lora={rank: 4, dropout: 0.1}"]),
     "offload": (1, ["zero={stage: 2, offload_optimizer: true}", "optimizer.kind=torch_fused"]),

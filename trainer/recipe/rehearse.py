@@ -110,8 +110,6 @@ def compile_first(stepper: Stepper, data: Sampled, model: Any) -> None:
 def _step(stepper: Stepper, data: Sampled, rows: list[int]) -> None:
     """Run an optimizer step on copies of one micro-batch, with ZeRO-3 possibly two."""
     config, engine = stepper.config, stepper.engine
-    for group in engine.basic_optimizer.param_groups:
-        group["lr"] = 0.0
     batch = data.batch(rows)
     label_tokens = int(data.examples.label_tokens[rows].sum())
     # With accumulation, memory is highest in the second micro-step, with the gradients of the first.
@@ -135,6 +133,8 @@ def _step(stepper: Stepper, data: Sampled, rows: list[int]) -> None:
     # ZeRO-3 prefetches and keeps parameters only from its second forward and backward on.
     for _ in range(2 if config.zero.stage == 3 and micro_steps == 1 else 1):
         for _ in range(_TRIES):
+            for group in engine.basic_optimizer.param_groups:
+                group["lr"] = 0.0  # the schedule sets it after each update
             if not stepper.train_step(fetches, label_tokens * micro_steps * stepper.world.data_ranks).skipped:
                 break
 
