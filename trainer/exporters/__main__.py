@@ -109,7 +109,7 @@ def export(run: RunDir, name: str) -> None:
         error = sink.error or ("" if done else f"not done {sink.end_seconds:g} s after the end of the run")
         if error or sink.dropped or stream.dropped:
             lost = f"{sink.dropped:,} points were dropped, and {stream.dropped:,} messages of the hub missed"
-            print(f"{name}: {'; '.join(filter(None, (error, lost)))}", file=sys.stderr)
+            print("; ".join(filter(None, (error, lost))), file=sys.stderr)
     finally:
         stream.close()
 

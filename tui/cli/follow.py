@@ -16,10 +16,12 @@ from ...protocol.errors import HubError, RunDirError
 from ...protocol.host.process import ProcessId, is_alive
 from ...protocol.messages import control
 from ...protocol.run import exits
+from ...protocol.run.end import last_lines
 from ...protocol.run.notices import terminal_sequence
 from ...protocol.run.rundir import ExitFile, RunDir, RunFile
 from ...protocol.run.start import CommandEnd
 from ...protocol.run.targets import EXPORTERS_END_SECONDS
+from ...protocol.text import sanitize
 from ..model.run import RunModel, TerminalNotices
 from ..source.base import Connection, ConnectionState, Source
 from .narrate import Narrator, attach_line, closing_lines
@@ -91,6 +93,10 @@ class Standing:
             with suppress(RunDirError):
                 self._content = self._run.read_run()
         return self._content
+
+    def last_of_log(self, name: str) -> list[str]:
+        """Return the last line of a process of the run; none if it wrote nothing."""
+        return last_lines(self._run.logs / f"{name}.log", 1)
 
     @property
     def launcher(self) -> ProcessId | None:
@@ -250,17 +256,25 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standin
 
 
 def await_exporters(standing: Standing, say: Callable[[str], object], signals: "deque[signal.Signals]") -> None:
-    """Wait until the exporters of a run that has ended have sent the rest, if it has any; a signal ends the wait."""
-    targets = ", ".join(standing.content.options.report_to)
+    """Wait until the exporters of a run that has ended have sent the rest, if it has any; a signal ends the wait.
+
+    Then the last line of each one's log is said: where the run is, or what was dropped.
+    """
+    targets = standing.content.options.report_to
     begun, signals_before, said = time.monotonic(), len(signals), False
-    while targets and standing.launcher_lives and len(signals) == signals_before:
-        waited = time.monotonic() - begun
-        if waited > EXPORTERS_END_SECONDS:
+    while targets and standing.launcher_lives and (waited := time.monotonic() - begun) <= EXPORTERS_END_SECONDS:
+        if len(signals) > signals_before:
             return
         if waited > _QUIET_SECONDS and not said:
             said = True
-            say(f"sending the rest to {targets}, at most {EXPORTERS_END_SECONDS:g} s; ctrl-c: in the background")
+            say(
+                f"sending the rest to {', '.join(targets)}, at most {EXPORTERS_END_SECONDS:g} s; "
+                "ctrl-c: in the background"
+            )
         time.sleep(POLL_SECONDS)
+    for target in targets:
+        for line in standing.last_of_log(f"{target}-exporter"):
+            say(f"{target}: {sanitize(line, 300)}")
 
 
 @dataclass
