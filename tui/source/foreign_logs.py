@@ -25,6 +25,8 @@ from ...protocol.text import first_line
 
 _LARGEST = 256 << 20
 _LONGEST_ERROR = 4_096
+_LONGEST_LINE = 65_536
+"""Longer ones are read in parts: a file that is no text may have no end of a line."""
 Entry = dict[str, Any]
 """What was logged at once: ``step``, figures by the Trainer's names and, where known, ``time`` (seconds since the
 epoch), ``step_seconds`` and ``phases`` (seconds by phase)."""
@@ -56,6 +58,8 @@ def read_log(path: Path) -> ForeignLog:
     try:
         if path.is_dir():
             return _read_folder(path)
+        if path.exists() and not path.is_file():  # a pipe or a device, which may have no end
+            raise UsageError(f"{path}: is not a regular file")
         with path.open("rb") as file:
             start = file.read(16).lstrip()[:1]
         if path.suffix == ".wandb":
@@ -77,7 +81,8 @@ def _read_folder(folder: Path) -> ForeignLog:
         return _read_wandb(runs[0])
     if any(folder.glob("*tfevents*")):
         return _read_tensorboard(folder)
-    below = sorted({path.parent.name for path in folder.glob("*/*tfevents*")})
+    found = [path for pattern in ("*/*tfevents*", "*/run-*.wandb") for path in folder.glob(pattern)]
+    below = sorted({path.parent.name for path in found if not path.parent.is_symlink()})
     fix = f"; name one of its {len(below)} runs: {folder / below[-1]}" if below else ""
     raise UsageError(f"{folder}: has no file trainer_state.json, run-*.wandb or *tfevents*{fix}")
 
@@ -183,7 +188,7 @@ def _read_wandb(path: Path) -> ForeignLog:
         reader.wait()
         said.seek(0)
         error = first_line(said.read(_LONGEST_ERROR).decode("utf-8", "replace"))
-    if reader.returncode and not history:
+    if not history and (reader.returncode or error):  # with status 0 for a file that has no whole record
         raise UsageError(f"{path}: W&B cannot read it: {error}")
     return _timed(path, history, failed)
 
@@ -238,7 +243,7 @@ _TIMERS = {"fwd": "forward", "forward": "forward", "bwd": "backward", "backward"
 def _read_deepspeed(path: Path) -> ForeignLog:
     entries: list[Entry] = []
     with path.open(encoding="utf-8", errors="replace") as file:
-        for entry in _deepspeed_entries(file):
+        for entry in _deepspeed_entries(iter(lambda: file.readline(_LONGEST_LINE), "")):
             if entries and entries[-1]["step"] == entry["step"]:
                 entries[-1].update(entry)
             else:

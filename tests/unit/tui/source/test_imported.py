@@ -232,3 +232,19 @@ def test_a_folder_is_read_by_its_state_or_that_of_its_last_checkpoint(written: C
     (last.parent / "runs" / "Nov29" / "events.out.tfevents.1").touch()
     with pytest.raises(UsageError, match=r"trainer_state\.json, run-\*.*; name one of its 1 runs: .*/runs/Nov29$"):
         read_log(last.parent / "runs")
+    tracker = last.parent / "wandb" / "offline-run-1"
+    tracker.mkdir(parents=True)
+    (tracker / "run-1.wandb").touch()
+    tracker.with_name("latest-run").symlink_to(tracker)
+    with pytest.raises(UsageError, match=r"; name one of its 1 runs: .*/wandb/offline-run-1$"):
+        read_log(tracker.parent)
+
+
+def test_a_pipe_is_refused_and_a_line_without_an_end_is_read_in_parts(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UsageError, match="is not a regular file"):
+        read_log(pipe)
+    path = tmp_path / "train.log"
+    path.write_text(f"{'x' * 200_000}\n{DEEPSPEED}")
+    assert len(read_log(path).history) == 4
