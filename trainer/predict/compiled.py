@@ -10,6 +10,8 @@ import heapq
 import math
 import operator
 import os
+import threading
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,10 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from ..recipe import step
-from .record import Recorder
+from .record import Counted, Made, Recorder, Same, Taped, Trace
 
 
 @contextmanager
@@ -108,6 +111,101 @@ class Unit(NamedTuple):
     """Bytes that a fused kernel reads and writes."""
 
 
+class Result(NamedTuple):
+    """A result of a compiled graph."""
+
+    recipe: Any
+    """How to make it; numbers and None are themselves."""
+    handle: int | None = None
+    """Of the allocation that it holds; None: it is in another one's."""
+    viewed: bool = False
+    """Whether it is a view, which AOTAutograd detaches before it saves it."""
+
+
+class Call(NamedTuple):
+    """What a call of a compiled graph allocates and frees, and returns."""
+
+    before: list[Taped]
+    """Until the results are made; a negative number, inverted, is that of an input that is no longer held."""
+    after: list[Taped]
+    results: list["Result"]
+    counted: Counter[Counted]
+
+
+class _Inputs:
+    """A graph's inputs, before it is called."""
+
+    def __init__(self, recorder: Recorder, inputs: list[Any]) -> None:
+        self.count = len(inputs)
+        self.offsets: list[int] = []
+        self.numbers: dict[int, int] = {}
+        """Number of each tensor by its identity."""
+        self.first: dict[int, int] = {}
+        """First of the tensors in an allocation."""
+        self.kinds: list[Any] = []
+        """What decides about allocations: equal for inputs with which a call repeats another."""
+        for number, one in enumerate(inputs):
+            if not isinstance(one, FakeTensor):
+                self.kinds.append(one if isinstance(one, int | None) else id(one))
+                self.offsets.append(0)
+                continue
+            tensor: Any = one
+            handle = recorder.handle_of(tensor)
+            self.numbers[id(tensor)] = number
+            shared = None if handle is None else self.first.setdefault(handle, number)
+            self.kinds.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device, shared))
+            self.offsets.append(tensor.storage_offset())
+
+
+def _call(
+    recorder: Recorder, inputs: _Inputs, results: list[Any], tape: list[Any], counted: Counter[Counted]
+) -> Call | None:
+    """Return a call that can be repeated; None if it has allocated what it neither returned nor freed."""
+    born = {entry[0] for entry in tape if isinstance(entry, tuple)}
+    left = born - {entry for entry in tape if isinstance(entry, int)}
+    recipes: list[Result] = []
+    made: dict[int, int] = {}
+    for number, one in enumerate(results):
+        if not isinstance(one, torch.Tensor):
+            recipes.append(Result(one))
+            continue
+        handle = recorder.handle_of(one)
+        if handle is None:
+            return None
+        offset, own = int(one.storage_offset()), None
+        if id(one) in inputs.numbers and handle in inputs.first:
+            recipes.append(Result(Same(inputs.numbers[id(one)])))
+            continue
+        if handle in inputs.first:
+            source = inputs.first[handle]
+            offset -= inputs.offsets[source]
+        elif handle in made:
+            source = inputs.count + made[handle]
+            offset -= int(results[made[handle]].storage_offset())
+        else:
+            source, own, made[handle] = -1, handle, number
+        recipe = recorder.results.recipe(one, source, offset)
+        if recipe is None:
+            return None
+        recipes.append(Result(recipe, own, one._is_view()))
+    if left != made.keys() or not recorder.trace.logits.isdisjoint(born):
+        return None
+    own_events = [entry for entry in tape if not isinstance(entry, int) or entry < 0 or entry in born]
+    returned = own_events.index(None)
+    return Call(own_events[:returned], own_events[returned + 1 :], recipes, counted)
+
+
+def _replay(trace: Trace, events: list[Taped], held: list[Any], handles: dict[int, int]) -> None:
+    """Repeat a call's allocations and frees with its inputs; ``handles`` receives those of its allocations."""
+    for event in events:
+        if isinstance(event, tuple):
+            handles[event[0]] = trace.allocate(*event[1:])
+        elif event < 0:
+            held[~event] = None
+        else:
+            trace.free(handles.pop(event))
+
+
 class Plan:
     """One compiled graph, run on fake tensors: kernels in order, with the memory that they hold."""
 
@@ -120,9 +218,51 @@ class Plan:
         self._owners = graph.owners
         self._units = graph.units()
         self._results: list[Any] = list(graph.output.args[0])  # type: ignore[call-overload]
+        self._numbers = {node: number for number, node in enumerate(self._inputs)}
+        self._calls: dict[Any, Call] = {}
+        """By the kind of inputs, stream and thread, which have their own workspaces."""
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        """Run the kernels; ``inputs`` is cleared, so that what nobody else holds is freed after its last use."""
+        """Run the kernels; ``inputs`` is cleared, so that what nobody else holds is freed after its last use.
+
+        A second call with inputs of the same kind, as of the next layer, repeats what the first one allocated.
+        """
+        counting, before = self._recorder.counting, _Inputs(self._recorder, inputs)
+        key = (self._recorder.stream, threading.get_ident(), counting.pairs_a_token, *before.kinds)
+        if key in self._calls:
+            return self._repeat(self._calls[key], inputs)
+        with counting.apart() as counted, self._recorder.trace.taped() as tape:
+            results = self._run(inputs, tape)
+        counting.add(counted)
+        call = _call(self._recorder, before, results, tape, counted)
+        if call is not None:
+            self._calls[key] = call
+        return results
+
+    def _repeat(self, call: Call, inputs: list[Any]) -> list[Any]:
+        """Repeat a call's allocations and frees; only its results are made."""
+        recorder = self._recorder
+        recorder.notice_recomputation()
+        held: list[Any] = list(inputs)
+        inputs.clear()
+        last = held[-1] if held else None  # as ``_run`` holds it
+        handles: dict[int, int] = {}
+        _replay(recorder.trace, call.before, held, handles)
+        results: list[Any] = []
+        for recipe, handle, viewed in call.results:
+            made = recorder.results.make(recipe, [*held, *results]) if isinstance(recipe, Made | Same) else recipe
+            if handle is not None:
+                recorder.adopt(made, handles[handle])
+            if viewed:
+                with recorder.counting.apart():
+                    made = torch.ops.aten.alias.default(made)
+            results.append(made)
+        _replay(recorder.trace, call.after, held, handles)
+        del last
+        recorder.counting.add(call.counted)
+        return results
+
+    def _run(self, inputs: list[Any], tape: list[Any]) -> list[Any]:
         held: dict[Node, dict[Node, Any]] = {}
         for node, value in zip(self._inputs, inputs, strict=True):
             held[node] = {node: value}
@@ -136,8 +276,13 @@ class Plan:
                     self._fuse(unit, held)
                     counting.kernel(unit.moved)
                 for node in unit.ends:
+                    if node in held and node in self._numbers:
+                        tape.append(~self._numbers[node])
                     held.pop(node, None)
-            return [self._value(one, held) for one in self._results]
+            results = [self._value(one, held) for one in self._results]
+        tape.append(None)
+        tape += [~number for node, number in self._numbers.items() if node in held]
+        return results
 
     def _call(self, node: Node, held: dict[Node, dict[Node, Any]]) -> None:
         target: Any = node.target

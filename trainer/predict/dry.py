@@ -182,10 +182,9 @@ class DryRun:
             self._step(length)
             self._sightings.watching = False
             work, micro_step = self._counting.work(), self._counting.micro_step()
-            again = self.trace.repeat(start)
-            start += (len(self.trace.events) - start) // 2 if again is not None else 0
+            end = len(self.trace.events)
+            again, start = self.trace.repeat(start), end
             if again is None:
-                start = len(self.trace.events)
                 self._sightings.watching = True
                 self._step(length)
                 self._sightings.watching = False

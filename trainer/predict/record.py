@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch._library.utils import is_builtin
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -24,6 +24,8 @@ ALLOCATE, FREE, USE, EMPTY, MARK, END = range(6)
 _MOST_RANGES = 8
 Event = tuple[int, int, int, int, str]
 """Kind, handle, bytes, stream, name of a phase that begins or ends."""
+Taped = tuple[int, int, str, int] | int
+"""Handle, bytes, device and stream of an allocation; or the handle of one that is freed."""
 
 
 class AllocatorReplay(CachingAllocator):
@@ -71,6 +73,8 @@ class Trace:
         """Allocations of tensors over the vocabulary, by their handle in the events."""
         self.recomputed: list[tuple[int, int]] = []
         """First and last events of recomputed layers in a backward pass."""
+        self.tape: list[Taped] | None = None
+        """Receives allocations and frees of all devices (``taped``)."""
 
     def allocate(self, size: int, device: str, stream: int = 0) -> int:
         """Record an allocation of ``size`` bytes; return its handle."""
@@ -78,6 +82,8 @@ class Trace:
         self._next += 1
         self._sizes[handle] = (size, device, stream)
         self._add(device, size)
+        if self.tape is not None:
+            self.tape.append((handle, size, device, stream))
         if device == "cuda" and size:
             self._record((ALLOCATE, handle, size, stream, ""))
         return handle
@@ -86,6 +92,8 @@ class Trace:
         """Record a free."""
         size, device, stream = self._sizes.pop(handle)
         self.current[device] -= size
+        if self.tape is not None:
+            self.tape.append(handle)
         if device == "cuda" and size:
             self._record((FREE, self._names.pop(handle, handle), size, stream, ""))
 
@@ -112,6 +120,15 @@ class Trace:
         if part == "buckets" or name not in self.parts:
             self.parts[name] = part
 
+    @contextlib.contextmanager
+    def taped(self) -> Generator[list[Any]]:
+        """Also record allocations and frees of all devices in the body (``Taped``) into the list that it receives."""
+        self.tape = tape = []
+        try:
+            yield tape
+        finally:
+            self.tape = None
+
     def moment(self, *sizes: int, stream: int = 0) -> None:
         """Record memory on the GPU that an operation allocates and frees before it returns."""
         handles = [self.allocate(size, "cuda", stream) for size in sizes]
@@ -131,8 +148,8 @@ class Trace:
         """Repeat everything since an event, as a next and equal step.
 
         Returns:
-            Each phase that ended, with its peaks; None, without a repetition, if the step ended with other allocations
-            than it began with, so that the next one may differ.
+            Each phase that ended, with its peaks; None, without a repetition, if the step left allocations that it has
+            not replaced, so that the next one may differ. What it only frees was garbage, which the next one has not.
         """
         step = self.events[start:]
         born: dict[int, tuple[int, int]] = {}
@@ -146,14 +163,20 @@ class Trace:
         for handle, what in born.items():
             kept.setdefault(what, deque()).append(handle)
         renamed: dict[int, int] = {}
+        once: set[int] = set()
         for handle, what in lost:
-            if not kept.get(what):
-                return None
-            renamed[handle] = kept[what].popleft()
+            if kept.get(what):
+                renamed[handle] = kept[what].popleft()
+            else:  # garbage of earlier steps, in circles
+                once.add(handle)
         if any(kept.values()):
             return None
         found: list[tuple[str, Peaks]] = []
+        places: list[int] = []
         for kind, handle, size, stream, name in step:
+            places.append(len(self.events))
+            if kind == FREE and handle in once:
+                continue
             if kind == ALLOCATE:
                 renamed[handle] = self._next
                 self._next += 1
@@ -164,8 +187,9 @@ class Trace:
             if old in self.parts:
                 self.parts[new] = self.parts[old]
         self.logits.update(new for old, new in renamed.items() if old in self.logits)
-        moved = len(self.events) - len(step) - start
-        self.recomputed += [(begin + moved, end + moved) for begin, end in self.recomputed if begin >= start]
+        places.append(len(self.events))
+        again = [(begin - start, end - start) for begin, end in self.recomputed if begin >= start]
+        self.recomputed += [(places[begin], places[end]) for begin, end in again]
         owners = {name: handle for handle, name in self._names.items()}
         for handle in born:
             self._names[owners.get(handle, handle)] = renamed[handle]
@@ -303,7 +327,7 @@ _VIEWS = frozenset((_aten._unsafe_view.default,))
 _VARYING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
 
-class _Made(NamedTuple):
+class Made(NamedTuple):
     """A tensor that an operation returns."""
 
     shape: Any
@@ -317,7 +341,7 @@ class _Made(NamedTuple):
     """Offset relative to that argument's."""
 
 
-class _Same(NamedTuple):
+class Same(NamedTuple):
     """An operation returns an argument itself."""
 
     argument: int
@@ -334,6 +358,8 @@ class ResultCache:
         self._mode = mode
         self._kept: dict[Any, Any] = {}
         self._cacheable: dict[Any, bool] = {}
+        self._attributes: dict[Any, dict[str, Any]] = {}
+        """Those of every fake tensor without constants, by device: the constructor takes three times as long."""
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the cache key of a call; None if its result cannot be cached."""
@@ -358,8 +384,8 @@ class ResultCache:
         if found is MISSING or found is _NEVER:
             return MISSING
         if isinstance(found, list):
-            return [self._make(one, args) for one in found]
-        return self._make(found, args)
+            return [self.make(one, args) for one in found]
+        return self.make(found, args)
 
     def keep(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Cache a call's result, if one of the same kind can be made without the call."""
@@ -401,22 +427,32 @@ class ResultCache:
             return None
         for position, one in enumerate(args):
             if one is tensor:
-                return _Same(position)
+                return Same(position)
         kind: Any = type(tensor)
         if kind is not FakeTensor:
             return _NEVER
         if tensor.constant is not None or tensor.layout is not torch.strided or tensor.dtype.is_complex:
             return _NEVER
-        made = _Made(tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device, tensor.requires_grad)
+        made = _described(tensor)
         if tensor.untyped_storage()._cdata in storages:
             return self._view(func, args, tensor, made)
         if func.is_view or tensor.storage_offset():
             return _NEVER
-        again = self._make(made, args)
-        same = again.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
-        return made if same and torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(tensor) else _NEVER
+        return self.recipe(tensor) or _NEVER
 
-    def _view(self, func: Any, args: tuple[Any, ...], tensor: Any, made: _Made) -> Any:
+    def recipe(self, tensor: Any, argument: int = -1, offset: int = 0) -> Made | None:
+        """Return how to make a tensor as this one; None if ``make`` cannot.
+
+        It has the storage of an argument, ``offset`` elements behind it, or its own, at whose start it is.
+        """
+        made = _described(tensor)._replace(argument=argument, offset=offset)
+        if argument >= 0:
+            return made
+        again = self.make(made, ())
+        same = again.untyped_storage().nbytes() == tensor.untyped_storage().nbytes() and not offset
+        return made if same and torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(tensor) else None
+
+    def _view(self, func: Any, args: tuple[Any, ...], tensor: Any, made: Made) -> Any:
         positions = [number for number, one in enumerate(args) if isinstance(one, FakeTensor)]
         if not (func.is_view or func in _VIEWS) or func in _ABSOLUTE_OFFSETS or len(positions) != 1:
             return _NEVER
@@ -425,19 +461,32 @@ class ResultCache:
             return _NEVER
         return made._replace(argument=positions[0], offset=tensor.storage_offset() - base.storage_offset())
 
-    def _make(self, kept: Any, args: tuple[Any, ...]) -> Any:
+    def make(self, kept: Any, args: Sequence[Any]) -> Any:
+        """Return a result of its recipe and the call's arguments."""
         if kept is None:
             return None
-        if type(kept) is _Same:
+        if type(kept) is Same:
             return args[kept.argument]
         shape, stride, dtype, device, requires_grad, argument, offset = kept
-        mode: Any = self._mode
-        with in_kernel_invocation_manager(mode):
+        with torch._C._DisableTorchDispatch():
             empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
             if argument >= 0:
                 base = args[argument]
                 empty.set_(base.untyped_storage(), base.storage_offset() + offset, shape, stride)
-        return _fake(mode, empty, device)
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            whole = _fake(self._mode, empty, device)
+            self._attributes[device] = dict(vars(whole))
+            return whole
+        tensor = torch.Tensor._make_subclass(
+            _fake, empty, requires_grad, dispatch_device=True, device_for_backend_keys=device
+        )
+        vars(tensor).update(attributes)
+        return tensor
+
+
+def _described(tensor: Any) -> Made:
+    return Made(tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device, tensor.requires_grad)
 
 
 _PRECISIONS: dict[Any, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -483,6 +532,10 @@ _BORDERS = {"_varlen_attn": 3, "_varlen_attn_backward": 6}
 _ADAM_MOVES = 7 / 4
 """A fused Adam reads a parameter, its gradient and two states, and writes all but the gradient."""
 
+Counted = Operation | tuple[Collective, int, bool] | str
+"""What is counted: operations, collectives by their bytes and whether they overlap computation, and ``_TOTALS``."""
+_TOTALS = ("calls", "transfer_bytes", "host_bytes", "launches", "graphs")
+
 
 class Counting:
     """Counts the work of one step."""
@@ -499,13 +552,9 @@ class Counting:
 
     def clear(self) -> None:
         """Reset the counts for a step."""
-        self._operations: Counter[Operation] = Counter()
-        self._communications: Counter[tuple[Collective, int, bool]] = Counter()
-        self._calls = self._launches = self._graphs = 0
+        self._counts: Counter[Counted] = Counter()
         self.fetches = 0.0
         """Gathers of modules' parameters by ZeRO-3 (``Work.fetches``)."""
-        self._transfer_bytes = 0
-        self._host_bytes = 0
         self._starts: list[tuple[int, Work]] = []
         """Weight of each micro-step, and the work before it."""
 
@@ -523,18 +572,37 @@ class Counting:
 
     def work(self) -> Work:
         """Return the counted work."""
-        operations = [msgspec.structs.replace(one, count=count) for one, count in self._operations.items()]
         of_sharing = self._sharing if self._sharing > 1 else self._ranks
-        communications = [
-            Communication(kind, size, of_sharing if kind == "all_to_all" else self._ranks, overlapped, count)
-            for (kind, size, overlapped), count in self._communications.items()
-        ]
-        moved = self._transfer_bytes, self._host_bytes
-        return Work(operations, communications, self._calls, *moved, self.fetches, self._launches, self._graphs)
+        operations: list[Operation] = []
+        communications: list[Communication] = []
+        for one, count in self._counts.items():
+            if isinstance(one, Operation):
+                operations.append(msgspec.structs.replace(one, count=count))
+            elif isinstance(one, tuple):
+                kind, size, overlapped = one
+                among = of_sharing if kind == "all_to_all" else self._ranks
+                communications.append(Communication(kind, size, among, overlapped, count))
+        calls, transferred, on_host, launches, graphs = (self._counts[name] for name in _TOTALS)
+        return Work(operations, communications, calls, transferred, on_host, self.fetches, launches, graphs)
+
+    @contextlib.contextmanager
+    def apart(self) -> Generator[Counter["Counted"]]:
+        """Count the body once, whatever the micro-step stands for, and only into the counter that it receives."""
+        before, times = self._counts, self.times
+        self._counts, self.times = Counter(), 1
+        try:
+            yield self._counts
+        finally:
+            self._counts, self.times = before, times
+
+    def add(self, counted: Counter["Counted"]) -> None:
+        """Count what was counted apart."""
+        for one, count in counted.items():
+            self._counts[one] += count * self.times
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: int) -> None:
         """Count an operation of the dispatcher; collectives on streams other than 0 overlap with computation."""
-        self._calls += self.times
+        self._counts["calls"] += self.times
         packet = func._overloadpacket
         name = packet.__name__
         if func.namespace == "c10d":
@@ -547,7 +615,7 @@ class Counting:
         if not on_device:
             return
         if len(on_device) < len(inputs) + len(outputs) and name in ("copy_", "_to_copy"):
-            self._transfer_bytes += min(map(_bytes, (*outputs, *inputs))) * self.times
+            self._counts["transfer_bytes"] += min(map(_bytes, (*outputs, *inputs))) * self.times
             return
         moved = _moved(name, args, inputs, outputs)
         # Of a product's factors: the sum that it is added to can have a wider type.
@@ -564,31 +632,31 @@ class Counting:
             flops = float(flop_registry[packet](*given, **kwargs, out_val=result))
         width = args[attention[0]].shape[-1] if attention is not None else 0
         kind: Any = "update" if name.startswith("_fused_adam") else "eager"
-        self._operations[Operation(flops, moved, precision, 1, width, kind)] += self.times
+        self._counts[Operation(flops, moved, precision, 1, width, kind)] += self.times
 
     @contextlib.contextmanager
     def in_graph(self, kernels: int) -> Generator[None]:
         """Count the operations in the body as a call of compiled code, which launches so many kernels."""
-        calls = self._calls
+        calls = self._counts["calls"]
         try:
             yield
         finally:
-            self._calls = calls
-            self._graphs += self.times
-            self._launches += kernels * self.times
+            self._counts["calls"] = calls
+            self._counts["graphs"] += self.times
+            self._counts["launches"] += kernels * self.times
 
     def kernel(self, moved: float) -> None:
         """Count a fused kernel that reads and writes ``moved`` bytes."""
-        self._operations[Operation(0.0, moved, "fp32", memory="fused")] += self.times
+        self._counts[Operation(0.0, moved, "fp32", memory="fused")] += self.times
 
     def update(self, tensors: Any) -> None:
         """Count a compiled optimizer's update of these tensors (parameters, gradients, states) as one kernel."""
         found = list(_tensors(tensors))
         moved = int(sum(map(_bytes, found)) * _ADAM_MOVES)
         if any(one.device.type == "cuda" for one in found):
-            self._operations[Operation(0.0, float(moved), "fp32", memory="update")] += self.times
+            self._counts[Operation(0.0, float(moved), "fp32", memory="update")] += self.times
         else:
-            self._host_bytes += moved * self.times
+            self._counts["host_bytes"] += moved * self.times
 
     def _keys_of_packed(self, name: str, args: tuple[Any, ...]) -> float | None:
         """Return the mean number of keys in the document of a token of packed rows; None for other attention."""
@@ -603,7 +671,7 @@ class Counting:
         if kind is not None:
             # The whole tensor: the larger one of a gather's output or a scatter's input.
             size = max((sum(map(_bytes, _tensors(one))) for one in args[:2]), default=0)
-            self._communications[kind, size, stream != 0] += self.times
+            self._counts[kind, size, stream != 0] += self.times
 
 
 def _tensors(value: Any) -> Iterator[Any]:
@@ -675,7 +743,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, trace: Trace, hidden: dict[Any, Hidden], counting: Counting, mode: FakeTensorMode) -> None:
         super().__init__()
-        self._results = ResultCache(mode)
+        self.results = ResultCache(mode)
         self.trace = trace
         self.counting = counting
         self.stream = 0
@@ -703,10 +771,9 @@ class Recorder(TorchDispatchMode):
         special = _SCALARS.get(func)
         if special is not None:
             return special(args)
-        if self.in_backward and torch.is_grad_enabled() != (self._recomputing >= 0):
-            self._recompute()
+        self.notice_recomputation()
         hidden = self._hidden.get(func)
-        results = self._results
+        results = self.results
         key = results.key(func, args, kwargs)
         result = MISSING if key is None else results.kept(key, args)
         if result is MISSING:
@@ -721,8 +788,10 @@ class Recorder(TorchDispatchMode):
             hidden(self, func, args, kwargs, result)
         return result
 
-    def _recompute(self) -> None:
-        """Record the start or end of recomputation: only then a backward pass records a graph."""
+    def notice_recomputation(self) -> None:
+        """Record the start or end of recomputation, if it is one: only then a backward pass records a graph."""
+        if not self.in_backward or torch.is_grad_enabled() == (self._recomputing >= 0):
+            return
         if self._recomputing < 0:
             self._recomputing = len(self.trace.events)
             return
@@ -732,13 +801,17 @@ class Recorder(TorchDispatchMode):
     def follow(self, tensor: Any) -> None:
         """Record the allocation of a tensor's storage, unless it is known, and later its free."""
         storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address in self._known:
+        if storage._cdata in self._known:
             return
-        size = storage.nbytes()
-        handle = self.trace.allocate(size, tensor.fake_device.type, self.stream)
+        handle = self.trace.allocate(storage.nbytes(), tensor.fake_device.type, self.stream)
         if self.vocabulary and tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary:
             self.trace.logits.add(handle)
+        self.adopt(tensor, handle)
+
+    def adopt(self, tensor: Any, handle: int) -> None:
+        """Record the free of a tensor's storage as that of an allocation."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
         self._known[address] = (weakref.ref(storage, lambda _: self._gone(address)), handle)
 
     def _gone(self, address: int) -> None:

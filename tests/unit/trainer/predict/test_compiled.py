@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from ftmon.protocol.analysis.allocator.settings import Settings
-from ftmon.trainer.predict.compiled import compiling
+from ftmon.trainer.predict.compiled import Plan, compiling
 from ftmon.trainer.predict.record import Counting, Recorder, Trace
 from torch._subclasses import FakeTensorMode
 
@@ -40,7 +40,7 @@ class Ran:
         with compiling(recorder, self.notes.append):
             plain = Block.forward
             forward: Any = torch.compile(plain, dynamic=False) if compiles else plain
-        with mode, recorder:
+        with mode, recorder, self.trace.taped() as self.tape:
             for weight in (x, *(one for block in blocks for one in block.parameters())):
                 recorder.follow(weight)
             before = self.trace.current["cpu"]
@@ -49,6 +49,7 @@ class Ran:
                 out = forward(block, out)
             self.kept = self.trace.current["cpu"] - before
             loss = out.sum()
+            self.forward_work = counting.work()
             counting.clear()
             self.trace.host_peak = 0
             forward_end = self.trace.current["cpu"]
@@ -80,6 +81,16 @@ def test_after_the_backward_gradients_remain_in_both(compiled: Ran, plain: Ran) 
     assert plain.after - compiled.after == 0
     assert compiled.after == pytest.approx(gradients + NARROW, rel=0.01)  # and the output
     assert compiled.above < plain.above
+
+
+def test_a_repeated_call_allocates_frees_and_counts_what_running_it_does(
+    compiled: Ran, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Plan, "_repeat", lambda *_: pytest.fail("repeated"))
+    monkeypatch.setattr("ftmon.trainer.predict.compiled._call", lambda *_: None)
+    every = Ran(True)
+    assert every.tape == compiled.tape
+    assert (every.forward_work, every.work) == (compiled.forward_work, compiled.work)
 
 
 def test_operations_between_products_are_fused(compiled: Ran, plain: Ran) -> None:

@@ -204,6 +204,25 @@ def test_a_repeated_step_has_the_peaks_of_one_that_is_taken() -> None:
     assert limits(repeated.events, Settings()).needed_bytes < 1000 * MIB
 
 
+def test_garbage_that_a_step_frees_is_not_freed_again_by_its_repetition() -> None:
+    taken, repeated = Trace(Settings()), Trace(Settings())
+    for trace in (taken, repeated):
+        gradient, garbage = trace.allocate(30 * MIB, "cuda"), trace.allocate(4 * MIB, "cuda")
+        start = len(trace.events)
+        trace.begin("forward")
+        trace.free(garbage)
+        trace.end("forward")
+        gradient = _step(trace, gradient, 50 * MIB)
+        if trace is taken:
+            trace.begin("forward")
+            trace.end("forward")
+            _step(trace, gradient, 50 * MIB)
+    again = repeated.repeat(start)
+    assert again is not None
+    assert len(repeated.events) == len(taken.events)
+    assert again[-1][1] == taken.peaks()
+
+
 def test_a_step_that_leaves_more_behind_is_not_repeated(trace: Trace) -> None:
     trace.begin("forward")
     trace.allocate(10 * MIB, "cuda")
