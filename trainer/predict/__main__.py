@@ -91,16 +91,17 @@ def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Predi
         capacity = capacity or answer.capacity_of(job)
     other = what_if.expandable(allocator) if arguments.what_if else None
     if arguments.data:
-        job, found, expandable = _with_data(job, capacity or 0, arguments, other, tell)
+        job, both = _with_data(job, capacity or 0, arguments, other, tell)
     else:
-        found, expandable = answer.predict_both(job, other, capacity, arguments.price)
+        both = answer.predict_both(job, other, capacity, arguments.price)
+    found = both.found
     if arguments.explain:
         found = msgspec.structs.replace(found, explained=explain.parts(found, job.config, arguments.measured))
     if arguments.largest:
         found = what_if.add(found, job, arguments, allocator, tell)
     if not arguments.what_if:
         return found
-    rows = what_if.table(arguments, allocator, found, expandable, capacity or 0, tell)
+    rows = what_if.table(arguments, allocator, both, capacity or 0, tell)
     notes = [*found.notes, NOT_CHANGED] if arguments.command else found.notes
     return msgspec.structs.replace(found, what_if=rows, notes=notes)
 
@@ -130,10 +131,9 @@ def _with_data(
     arguments: argparse.Namespace,
     other: Settings | None,
     tell: Callable[[str], None],
-) -> tuple[jobs.Prepared, Prediction, Prediction | None]:
+) -> tuple[jobs.Prepared, answer.Both]:
     """Return a run after reading its data set, and its prediction with its steps and those that do not fit.
 
-    The last is the prediction with ``other`` settings of the allocator, if given.
     Other runs prepared from the arguments have rows packed as in the data set, too.
     """
     from . import recipe, what_if
@@ -149,7 +149,7 @@ def _with_data(
     if config.data.packing:
         arguments.documents = recipe.of_rows(examples.rows.document_lengths())
     job = jobs.prepare(arguments, allocator_settings())
-    found, expandable = answer.predict_both(job._replace(steps=steps), other, capacity, arguments.price)
+    both = answer.predict_both(job._replace(steps=steps), other, capacity, arguments.price)
 
     def run(lengths: list[int]) -> list[Need]:
         tell(f"{len(lengths)} of the data set's lengths, up to {lengths[-1]:,} tokens")
@@ -157,12 +157,12 @@ def _with_data(
         return [Need(point.needed_bytes, [bool(point.fits)]) for point in points]
 
     risk = what_if.find(config, records, examples, capacity, run)
-    point = max(found.points, key=lambda one: one.sequence_length)
+    point = max(both.found.points, key=lambda one: one.sequence_length)
     if point.step_seconds:
         epoch = epoch_cost(point.step_seconds, risk.steps, 1, job.ranks, arguments.price or 0.0)
         paid = None if arguments.price is None else epoch.price
         risk = msgspec.structs.replace(risk, epoch_seconds=epoch.seconds, epoch_price=paid)
-    return job, msgspec.structs.replace(found, data=risk), expandable
+    return job, both._replace(found=msgspec.structs.replace(both.found, data=risk))
 
 
 class Progress:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -50,9 +50,19 @@ def predict(
     return _answer(job, found, capacity_bytes, price_per_gpu_hour)
 
 
+class Both(NamedTuple):
+    """A prediction, and what else its dry runs yield."""
+
+    found: Prediction
+    other: Prediction | None
+    """With other settings of the allocator, if they were given."""
+    runs: dict[int, ranks.RankRun]
+    """The dry runs by rank."""
+
+
 def predict_both(
     job: Prepared, other: Settings | None, capacity_bytes: int | None, price_per_gpu_hour: float | None
-) -> tuple[Prediction, Prediction | None]:
+) -> Both:
     """Return the prediction, and that of the same dry runs with ``other`` settings of the allocator, if given.
 
     Raises:
@@ -62,12 +72,12 @@ def predict_both(
     found = ranks.run(job.make, every, job.lengths, capacity_bytes, other=other)
     first = _answer(job, found, capacity_bytes, price_per_gpu_hour)
     if other is None:
-        return first, None
+        return Both(first, None, found)
     others = {
         rank: msgspec.structs.replace(one, outcomes=[each.other for each in one.outcomes if each.other])
         for rank, one in found.items()
     }
-    return first, _answer(job, others, capacity_bytes, price_per_gpu_hour)
+    return Both(first, _answer(job, others, capacity_bytes, price_per_gpu_hour), found)
 
 
 def predict_each(
@@ -106,7 +116,7 @@ def _answer(
     points: list[Point] = []
     for index, length in enumerate(job.lengths):
         outcomes = {rank: one.outcomes[index] for rank, one in found.items()}
-        points.append(_with_run(_point(job, length, outcomes, first, capacity_bytes), job, price_per_gpu_hour))
+        points.append(with_run(_point(job, length, outcomes, first, capacity_bytes), job, price_per_gpu_hour))
     return Prediction(
         model=job.model,
         parameters=first.parameters,
@@ -212,7 +222,7 @@ def _time(job: Prepared, outcomes: Sequence[ranks.Outcome]) -> StepTime | None:
     return msgspec.structs.replace(slowest, total=total, lowest_seconds=min(slowest.lowest_seconds, least))
 
 
-def _with_run(point: Point, job: Prepared, price: float | None) -> Point:
+def with_run(point: Point, job: Prepared, price: float | None) -> Point:
     """Add time and cost of tokens and of the whole run."""
     if not point.step_seconds:
         return point
@@ -438,7 +448,7 @@ def _value(found: Largest, highest: str = "") -> str:
 
 
 def _what_if(prediction: Prediction) -> str:
-    """Return the table of changes, or a note on how to request it."""
+    """Return the table of changes, or a note on how to request it; fitted figures have a tilde."""
     if not prediction.what_if:
         if any(point.fits is False for point in prediction.points):
             return "it does not fit: --what-if predicts which changes would, and what they cost\n"
@@ -452,11 +462,16 @@ def _what_if(prediction: Prediction) -> str:
             continue
         paid = one.price_per_million_tokens
         cost = [] if not costs else ["-"] if paid is None else [f"{paid:.4g}"]
-        times = [f"{one.step_seconds * 1e3:,.0f}", f"x {one.slower:.2f}"] if one.step_seconds else ["-", "-"]
-        memory = [_gib(one.needed_bytes), _gib(one.host_bytes)]
+        about = "~" if one.fitted else ""
+        times = [f"{about}{one.step_seconds * 1e3:,.0f}", f"x {one.slower:.2f}"] if one.step_seconds else ["-", "-"]
+        memory = [f"{about}{_gib(one.needed_bytes)}", f"{about}{_gib(one.host_bytes)}"]
         rows.append([one.name, "yes" if one.fits else "no", *memory, *times, *cost, one.change])
     length = max(point.sequence_length for point in prediction.points)
-    head = f"changes at {length:,} tokens, the fastest that fits first; memory in GiB, each from dry runs of its own\n"
+    head = f"changes at {length:,} tokens, the fastest that fits first; memory in GiB, each from a dry run of its own\n"
+    if any(one.fitted for one in prediction.what_if):
+        head += (
+            "~ fitted to the parts of the run as it is; with the change set, its prediction is from dry runs again\n"
+        )
     return head + _table(names, rows, left=(0, len(names) - 1))
 
 

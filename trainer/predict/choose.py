@@ -6,8 +6,9 @@ recomputing change are known shares of the parameters. The best candidates are t
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -15,6 +16,9 @@ from ...protocol.analysis.estimates.time import Communication, Work, combined, s
 from ...protocol.errors import ConfigError
 from ...protocol.host.machine import Gpu
 from ...protocol.text import gib
+
+if TYPE_CHECKING:
+    from .ranks import Outcome, RankRun
 
 MOST_RUNS = 3
 """Full dry runs of a choice."""
@@ -166,6 +170,7 @@ class Fit(msgspec.Struct, frozen=True):
     weight_bytes: int
     first: FitPoint
     second: FitPoint
+    state_bytes: float = _STATE_BYTES
 
 
 class Estimate(NamedTuple):
@@ -181,13 +186,65 @@ class Estimate(NamedTuple):
     """Whether the candidate itself was run dry."""
 
 
+def fit_of(run: Candidate, of: "RankRun", points: Sequence[tuple[int, "Outcome"]]) -> Fit:
+    """Return the pieces of a rank's dry run at one or two numbers of tokens in a micro-batch.
+
+    With one, the second has twice the tokens: activations, logits and the work on them are taken to be proportional.
+    """
+    made = of.made
+    assert made is not None
+    found = [_fit_point(tokens, outcome, run.accumulation) for tokens, outcome in points]
+    sizes = (of.parameters, of.trainable, made.layers, made.hidden, made.largest_layer, made.weight_bytes)
+    return Fit(run, *sizes, found[0], found[1] if len(found) > 1 else _doubled(found[0], points[0][1]))
+
+
+def _fit_point(tokens: int, outcome: "Outcome", accumulation: int) -> FitPoint:
+    parts = {name: phase.parts for name, phase in outcome.rank.phases.items() if phase.parts}
+    micro_step, rest = outcome.micro_step, Work([], [])
+    if micro_step.operations:
+        rest = combined([(outcome.work, 1), (micro_step, -accumulation)])
+    else:  # no micro-step lies between the first and the last
+        updates = [one for one in outcome.work.operations if one.memory == "update"]
+        others = [one for one in outcome.work.operations if one.memory != "update"]
+        micro_step = combined([(msgspec.structs.replace(outcome.work, operations=others), Fraction(1, accumulation))])
+        rest = Work(updates, [])
+    return FitPoint(tokens, parts, outcome.rank.needed_bytes, micro_step, rest)
+
+
+def _doubled(point: FitPoint, outcome: "Outcome") -> FitPoint:
+    parts: dict[str, dict[str, int]] = {}
+    for name, sizes in point.parts.items():
+        logits = outcome.rank.phases[name].logits
+        parts[name] = {
+            part: size + (size if part == "activations" else logits.get(part, 0)) for part, size in sizes.items()
+        }
+    # Beside compiled layers, most of what has no arithmetic is the reduction of gradients.
+    compiled = any(one.memory == "fused" for one in point.micro_step.operations)
+    grows = {one: one.memory == "fused" or not (compiled or one.flops) for one in point.micro_step.operations}
+    operations = [
+        msgspec.structs.replace(one, flops=2 * one.flops, bytes_moved=one.bytes_moved * (1 + more))
+        for one, more in grows.items()
+    ]
+    micro_step = msgspec.structs.replace(point.micro_step, operations=operations)
+    grown = sum(
+        max(sum(one.values()) for one in each.values()) * sign for each, sign in ((parts, 1), (point.parts, -1))
+    )
+    return FitPoint(2 * point.tokens, parts, point.needed_bytes + grown, micro_step, point.rest)
+
+
 def estimate(fit: Fit, candidate: Candidate, space: Space) -> Estimate:
     """Return a candidate's figures from the pieces of a dry run of the same kind of training (adapters or not)."""
     tokens = candidate.micro_batch * space.sequence_length
-    phases = [_phase_bytes(fit, candidate, space.ranks, phase, tokens) for phase in fit.first.parts]
     fragmented = max(1.0, fit.second.needed_bytes / max(sum(one.values()) for one in fit.second.parts.values()))
     seconds = step_time(_work(fit, candidate, space.ranks, tokens), space.gpu, space.hosts).total.value
-    return Estimate(candidate, round(max(phases) * fragmented), seconds, _speed(candidate, space, seconds))
+    needed = round(allocated_bytes(fit, candidate, space) * fragmented)
+    return Estimate(candidate, needed, seconds, _speed(candidate, space, seconds))
+
+
+def allocated_bytes(fit: Fit, candidate: Candidate, space: Space) -> float:
+    """Return a candidate's highest allocated memory from the pieces of a dry run."""
+    tokens = candidate.micro_batch * space.sequence_length
+    return max(_phase_bytes(fit, candidate, space.ranks, phase, tokens) for phase in fit.first.parts)
 
 
 def _speed(candidate: Candidate, space: Space, seconds: float) -> float:
@@ -221,9 +278,11 @@ def _states_bytes(fit: Fit, candidate: Candidate, ranks: int, phase: str, weight
     """Return weights, gradients and optimizer states of a rank in a phase, by ZeRO's stage."""
     stage = candidate.stage
     size = weights if stage < 3 else weights / ranks + fit.weight_bytes * min(_LIVE, fit.parameters)
-    size += 0 if candidate.offload else _STATE_BYTES * fit.trainable / ranks
+    size += 0 if candidate.offload else fit.state_bytes * fit.trainable / ranks
     gradients = _GRADIENT_BYTES * fit.trainable / (1 if stage < 2 else ranks)
-    if not (candidate.offload and stage == 3):
+    # Under ZeRO-2 the only micro-step's gradients are in their partition once all activations are freed.
+    at_once = stage == 2 and candidate.accumulation == 1 and phase != "optimizer"
+    if not (candidate.offload and stage == 3) and not at_once:
         size += gradients * (2 if stage == 3 and phase == "optimizer" else 1)
     whole = min(fit.largest_layer, fit.trainable) * fit.weight_bytes  # before it is reduced or added
     return size + (whole if phase == "backward" else 0)
@@ -359,7 +418,7 @@ def choose(
                 continue
             raise
         fitted.append(made)
-        mine = [one for one in mine if not one.offload or _offloaded(made, one, space) <= space.host_bytes]
+        mine = [one for one in mine if not one.offload or offloaded_bytes(made, one, space) <= space.host_bytes]
         found.update({one: estimate(made, one, space) for one in mine})
         if order(list(found.values()), space):
             break
@@ -389,9 +448,9 @@ def _corrected(one: Estimate, exact: Mapping[Candidate, Estimate], found: Mappin
     return one
 
 
-def _offloaded(fit: Fit, candidate: Candidate, space: Space) -> int:
+def offloaded_bytes(fit: Fit, candidate: Candidate, space: Space) -> int:
     """Return the bytes that all ranks of a host keep in its memory: states, and copies of gradients and weights."""
-    return round((_STATE_BYTES + _GRADIENT_BYTES + fit.weight_bytes) * fit.trainable / space.hosts)
+    return round((fit.state_bytes + _GRADIENT_BYTES + fit.weight_bytes) * fit.trainable / space.hosts)
 
 
 def _refusal(found: Sequence[Estimate], space: Space) -> ConfigError:

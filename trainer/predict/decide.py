@@ -21,7 +21,7 @@ import msgspec
 from ... import __version__
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.memory import beside_pytorch
-from ...protocol.analysis.estimates.time import combined, gpu_cost
+from ...protocol.analysis.estimates.time import gpu_cost
 from ...protocol.errors import ConfigError, FtmonError
 from ...protocol.host.machine import GPUS, Gpu, available_memory, find_gpu
 from ...protocol.text import counted, duration, gib, sanitize
@@ -33,7 +33,7 @@ from ..recipe.preflight import resolve
 from ..recipe.support import TARGET_ROWS, settle_batch
 from . import answer, jobs, measure, ranks
 from .__main__ import Progress, allocator_settings, quietly
-from .choose import LORA_RANK, Candidate, Choice, Estimate, Fit, FitPoint, Space, choose, fits
+from .choose import LORA_RANK, Candidate, Choice, Estimate, Fit, Space, choose, fit_of, fits
 
 _SAMPLE = 2000
 """Records whose lengths are read."""
@@ -370,14 +370,7 @@ class _Runs:
             jobs_of = [self._job(candidate._replace(micro_batch=rows)) for rows in (first, 4 * first)]
             each = ranks.run(lambda number: jobs_of[number].make(0), [0, 1], [length])
             run, outcomes = each[0], [each[number].outcomes[0] for number in (0, 1)]
-        points = [
-            _fit_point(rows * length, outcome, candidate)
-            for rows, outcome in zip((first, 4 * first), outcomes, strict=True)
-        ]
-        made = run.made
-        assert made is not None
-        sizes = (run.parameters, run.trainable, made.layers, made.hidden, made.largest_layer, made.weight_bytes)
-        return Fit(candidate, *sizes, *points)
+        return fit_of(candidate, run, [(first * length, outcomes[0]), (4 * first * length, outcomes[1])])
 
     def run(self, candidate: Candidate) -> tuple[int, float]:
         """Return the needed bytes and the step seconds of a candidate."""
@@ -391,13 +384,6 @@ class _Runs:
     def _say(self, candidate: Candidate, what: str) -> None:
         self._count += 1
         self._tell(f"dry run {self._count}, {what} {', '.join(candidate.words())}")
-
-
-def _fit_point(tokens: int, outcome: ranks.Outcome, candidate: Candidate) -> FitPoint:
-    rank = outcome.rank
-    parts = {name: phase.parts for name, phase in rank.phases.items() if phase.parts}
-    rest = combined([(outcome.work, 1), (outcome.micro_step, -candidate.accumulation)])
-    return FitPoint(tokens, parts, rank.needed_bytes, outcome.micro_step, rest)
 
 
 _KEYS = (

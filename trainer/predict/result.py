@@ -137,7 +137,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class WhatIf(msgspec.Struct, frozen=True):
-    """A change of the run, predicted by a separate dry run."""
+    """A change of the run, predicted by a separate dry run or ``fitted``."""
 
     name: str
     change: str
@@ -154,6 +154,8 @@ class WhatIf(msgspec.Struct, frozen=True):
     price_per_million_tokens: float | None = None
     refused: str = ""
     """Reason of a missing prediction, with which the figures are invalid."""
+    fitted: bool = False
+    """Whether the figures follow from the parts of the unchanged run; the memory is then some 5 % off."""
 
 
 class Holds(msgspec.Struct, frozen=True):

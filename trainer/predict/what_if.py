@@ -20,8 +20,9 @@ from ..recipe.data.encode import Encoder
 from ..recipe.data.pipeline import Examples
 from ..recipe.data.records import Records, read_records
 from ..recipe.preflight.consistency import uncompiled
-from ..recipe.support import settle_batch, zero_stage
+from ..recipe.support import settle_batch, state_bytes, zero_stage
 from . import answer, deepspeed_file, jobs, ranks
+from .choose import Candidate, Space, allocated_bytes, estimate, fit_of, offloaded_bytes
 from .jobs import Prepared
 from .result import DataRisk, Holds, Point, Prediction, RiskyStep, WhatIf
 
@@ -53,67 +54,158 @@ def expandable(allocator: Settings) -> Settings | None:
 def table(
     arguments: argparse.Namespace,
     allocator: Settings,
-    base: Prediction,
-    expanded: Prediction | None,
+    both: answer.Both,
     capacity_bytes: int,
     tell: Tell,
 ) -> list[WhatIf]:
-    """Return the table of all changes, predicted at the longest length of ``base``: the fastest that fits first.
+    """Return the table of all changes, predicted at the longest length, the fastest that fits first.
 
-    ``expanded`` is the same run with expandable segments, from the same dry runs. Changes that leave the training as it
-    is are combined if none of them fits alone. ``tell`` is called with the name of each change before its dry run.
+    ``both.other`` has expandable segments. What the parts of the unchanged run show with certainty has no dry run
+    (``_Pieces``). Changes that leave the training as it is are combined if none of them fits alone. ``tell`` is called
+    with the name of each change before its dry run.
     """
+    base = both.found
     point = max(base.points, key=lambda one: one.sequence_length)
     given = argparse.Namespace(**{**vars(arguments), "sequence_length": [point.sequence_length]})
-    found: dict[str, tuple[Option, Prediction | None]] = {}
+    found: dict[str, _Found] = {}
     known = list(remedies(given, allocator))
-    highest = max(point.ranks, key=lambda one: one.needed_bytes).rank
+    job = jobs.prepare(given, allocator)
+    pieces = _Pieces(job, both, point, capacity_bytes)
 
     def add(changes: Sequence[RunChange]) -> None:
-        def began(number: int) -> None:
-            tell(f"what if: {changes[number].name} ({len(found) + number + 1} of {len(found) + len(changes)})")
+        def began(name: str, number: int, count: int) -> None:
+            tell(f"what if: {name} ({number} of {count} dry runs)")
 
-        results = _options(changes, arguments.price, capacity_bytes, highest, began)
+        results = _options(changes, arguments.price, capacity_bytes, pieces, began)
         found.update(zip((change.name for change in changes), results, strict=True))
 
-    job = jobs.prepare(given, allocator)
-    if expanded is not None:
-        found[_EXPANDABLE[0]] = _of(expanded, job, *_EXPANDABLE), expanded
+    if both.other is not None:
+        found[_EXPANDABLE[0]] = _Found(_of(both.other, job, *_EXPANDABLE), both.other)
     add(known)
     as_it_is = _of(base, job, "as it is", "")
-    ranked = rank(as_it_is, [option for option, _ in found.values()], capacity_bytes)
+    ranked = rank(as_it_is, [one.option for one in found.values()], capacity_bytes)
     best = [remedy for one in ranked for remedy in known if remedy.name == one.option.name and remedy.combines]
-    best = [remedy for remedy in best if not found[remedy.name][0].refused][:3]
+    best = [remedy for remedy in best if not found[remedy.name].option.refused][:3]
     for count in (2, 3):
         if len(best) < count or any(one.fits for one in ranked):
             break
         together = joined(given, allocator, best[:count])
         if together is not None:
             add([together])
-            ranked = rank(as_it_is, [option for option, _ in found.values()], capacity_bytes)
-    return [_row(one, found[one.option.name][1]) for one in ranked]
+            ranked = rank(as_it_is, [one.option for one in found.values()], capacity_bytes)
+    return [_row(one, found[one.option.name]) for one in ranked]
+
+
+class _Found(NamedTuple):
+    """A change's figures."""
+
+    option: Option
+    predicted: Prediction | None = None
+    """None: it was refused."""
+    fitted: bool = False
+
+
+_UNSURE = 0.06
+"""Share of the capacity around which a fitted need does not decide: fitted needs are up to 4 % off."""
+
+
+class _Pieces:
+    """What the parts of the unchanged run show about changes: the estimates of a choice, relative to its own."""
+
+    def __init__(self, job: Prepared, both: answer.Both, point: Point, capacity_bytes: int) -> None:
+        self.rank = max(point.ranks, key=lambda one: one.needed_bytes).rank
+        """The rank that needs most."""
+        self._job, self._base, self._point = job, both.found, point
+        self._capacity = capacity_bytes
+        run = both.runs[ranks.nearest(both.runs, self.rank)]
+        self._outcome = next(one for one in run.outcomes if one.sequence_length == point.sequence_length)
+        self._run = run
+
+    def fitted(self, job: Prepared, price: float | None) -> Prediction | None:
+        """Return the prediction of a changed run; None if it needs a dry run."""
+        config, before = job.config, self._job.config
+        if config is None or before is None or not self._point.step_seconds or self._run.made is None:
+            return None
+        candidate, own = _candidate(job, config), _candidate(self._job, before)
+        recomputed = own.checkpointing, candidate.checkpointing
+        changes = recomputed[0] == recomputed[1] or recomputed == ("none", "layers")
+        partitioned = own.stage and candidate.stage and job.ranks > 1
+        if _apart(config) != _apart(before) or not changes or not (partitioned or candidate.stage == own.stage):
+            return None
+        length = self._point.sequence_length
+        fit = fit_of(own, self._run, [(own.micro_batch * length, self._outcome)])
+        fit = msgspec.structs.replace(fit, state_bytes=state_bytes(before))
+        changed = msgspec.structs.replace(fit, state_bytes=state_bytes(config))
+        space = Space(job.gpu, job.ranks, self._capacity, 0, length)
+        more = allocated_bytes(changed, candidate, space) - allocated_bytes(fit, own, space)
+        needed = round(self._point.needed_bytes + more)
+        if abs(needed - self._capacity) < _UNSURE * self._capacity:
+            return None
+        host = self._point.host_bytes // job.ranks
+        if candidate.offload != own.offload:
+            host += (1 if candidate.offload else -1) * offloaded_bytes(fit, candidate, space) * space.hosts // job.ranks
+        of = msgspec.structs.replace(self._point.ranks[self.rank], needed_bytes=needed, host_bytes=max(0, host))
+        times = [estimate(fit, each, space).step_seconds for each in (own, candidate)]
+        seconds = self._point.step_seconds * times[1] / times[0]
+        point = msgspec.structs.replace(
+            self._point, micro_batch=job.micro_batch, ranks=[of], needed_bytes=needed, step_seconds=seconds
+        )
+        return msgspec.structs.replace(self._base, points=[answer.with_run(point, job, price)])
+
+
+def _candidate(job: Prepared, config: Config) -> Candidate:
+    held = config.model.quantization != "none"
+    recomputed = config.model.gradient_checkpointing
+    batch = job.micro_batch, job.accumulation
+    return Candidate(job.stage, recomputed, job.offload, config.lora.rank, *batch, held)
+
+
+def _apart(config: Config) -> Config:
+    """Return a configuration without what a candidate and the bytes of its states say."""
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        zero=replace(config.zero, stage=1, offload_optimizer=False),
+        training=replace(config.training, micro_batch=1, grad_accumulation=1),
+        model=replace(config.model, gradient_checkpointing="none"),
+        optimizer=replace(config.optimizer, kind="auto"),
+    )
 
 
 def _options(
-    changes: Sequence[RunChange], price: float | None, capacity: int, rank: int, tell: Callable[[int], None]
-) -> list[tuple[Option, Prediction | None]]:
-    """Predict one rank of each change, the one that needs most in the unchanged run."""
-    found: dict[str, tuple[Option, Prediction | None]] = {}
+    changes: Sequence[RunChange],
+    price: float | None,
+    capacity: int,
+    pieces: _Pieces,
+    tell: Callable[[str, int, int], None],
+) -> list[_Found]:
+    """Fit each change, or predict one rank of it, the one that needs most in the unchanged run."""
+    found: dict[str, _Found] = {}
     prepared: dict[str, Prepared] = {}
 
     def refuse(change: RunChange, error: FtmonError) -> None:
-        found[change.name] = Option(change.name, 0, 0.0, change=change.change, refused=str(error)), None
+        found[change.name] = _Found(Option(change.name, 0, 0.0, change=change.change, refused=str(error)))
 
     for change in changes:
         try:
-            prepared[change.name] = change.prepare()
+            job = change.prepare()
         except FtmonError as error:
             refuse(change, error)
+            continue
+        fitted = pieces.fitted(job, price)
+        if fitted is None:
+            prepared[change.name] = job
+        else:
+            found[change.name] = _Found(_of(fitted, job, change.name, change.change), fitted, True)
     waiting = [change for change in changes if change.name in prepared]
-    of = list(prepared.values())
-    for change, result in zip(waiting, answer.predict_each(of, capacity, price, rank, tell), strict=True):
+
+    def began(number: int) -> None:
+        tell(waiting[number].name, number + 1, len(waiting))
+
+    results = answer.predict_each(list(prepared.values()), capacity, price, pieces.rank, began)
+    for change, result in zip(waiting, results, strict=True):
         if isinstance(result, Prediction):
-            found[change.name] = _of(result, prepared[change.name], change.name, change.change), result
+            found[change.name] = _Found(_of(result, prepared[change.name], change.name, change.change), result)
         else:
             refuse(change, result)
     return [found[change.name] for change in changes]
@@ -126,14 +218,14 @@ def _of(predicted: Prediction, job: Prepared, name: str, change: str) -> Option:
     return Option(name, point.needed_bytes, point.step_seconds or 0.0, samples, job.ranks, host, change)
 
 
-def _row(one: Ranked, predicted: Prediction | None) -> WhatIf:
+def _row(one: Ranked, found: _Found) -> WhatIf:
     option, needed, saved, slower, price = one.option, 0, 0, 0.0, None
-    if predicted:
-        point = max(predicted.points, key=lambda each: each.sequence_length)
+    if found.predicted:
+        point = max(found.predicted.points, key=lambda each: each.sequence_length)
         needed, price = point.needed_bytes, point.price_per_million_tokens
         saved, slower = one.saved_bytes, one.slower
     memory, seconds = (needed, saved, option.host_bytes), option.step_seconds
-    return WhatIf(option.name, option.change, one.fits, *memory, seconds, slower, price, option.refused)
+    return WhatIf(option.name, option.change, one.fits, *memory, seconds, slower, price, option.refused, found.fitted)
 
 
 def remedies(given: argparse.Namespace, allocator: Settings) -> Iterator[RunChange]:

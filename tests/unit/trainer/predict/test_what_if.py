@@ -10,13 +10,16 @@ import msgspec
 import pytest
 from ftmon.protocol.analysis.allocator.settings import Settings
 from ftmon.protocol.analysis.estimates.ranking import Need
+from ftmon.protocol.analysis.estimates.time import Operation, Work
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.predict import answer, deepspeed_file, jobs, recipe, what_if
-from ftmon.trainer.predict.result import Phase, Point, Prediction, Rank
+from ftmon.trainer.predict.ranks import Outcome, RankRun
+from ftmon.trainer.predict.result import Made, Phase, Point, Prediction, Rank, WhatIf
 from ftmon.trainer.recipe.config.schema import Config
 from ftmon.trainer.recipe.data.batches import Collate, Order
 
 RANKS = 2
+RANKS_OF_CONFIG = 3
 
 
 @pytest.fixture
@@ -194,15 +197,82 @@ def test_remedies_are_joined_where_none_fits_alone_though_one_is_refused(
     told: list[str] = []
     (point,) = base.points
     expanded = msgspec.structs.replace(base, points=[msgspec.structs.replace(point, needed_bytes=120)])
-    rows = what_if.table(arguments, Settings(), base, expanded, 100, told.append)
+    both = answer.Both(base, expanded, {0: RankRun(outcomes=[Outcome(64, point.ranks[0])])})
+    rows = what_if.table(arguments, Settings(), both, 100, told.append)
     assert what_if.expandable(Settings(expandable_segments=True)) is None
     (segments,) = [row for row in rows if row.change == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
     assert (segments.fits, segments.needed_bytes, segments.saved_bytes) == (False, 120, 30)
-    assert told[0].endswith(f" (2 of {len(rows) - 1})")
-    assert told[-1] == f"what if: {next(row.name for row in rows if row.fits)} ({len(rows)} of {len(rows)})"
+    assert told[0].endswith(f" (1 of {len(rows) - 2} dry runs)"), "without a known time nothing is fitted"
+    assert told[-1] == f"what if: {next(row.name for row in rows if row.fits)} (1 of 1 dry runs)"
     assert [row.name for row in rows if row.refused] == ["ZeRO 3"]
     (fits,) = [row for row in rows if row.fits]
     assert set(fits.name.split(" + ")) == {"micro-batch 2", "optimizer offload"}
+
+
+PARAMETERS, ACTIVATIONS = 12_000, 4_000
+RUN = RankRun(
+    parameters=PARAMETERS,
+    trainable=PARAMETERS,
+    made=Made(1_000, 2, 64, 512, 2, 4, 2, False, False, False, 100, 2),
+    outcomes=[
+        Outcome(
+            64,
+            Rank(
+                0,
+                {
+                    "backward": Phase(
+                        110_000,
+                        112_000,
+                        {"parameters": 2 * PARAMETERS, "activations": ACTIVATIONS, "temporaries": 3_000, "other": 500},
+                    )
+                },
+                0,
+                112_000,
+            ),
+            work=Work([Operation(1e12, 1e6), Operation(0.0, 1e6, memory="update")], [], 10),
+        )
+    ],
+)
+"""An unchanged run of micro-batch 4 under ZeRO-2 on three ranks."""
+
+
+@pytest.fixture
+def fitted(config: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], dict[str, WhatIf]]:
+    """Return what returns the changes at a capacity, with refusals in place of dry runs."""
+    monkeypatch.setattr(answer, "predict_each", lambda of, *_: [ConfigError("run dry")] * len(of))
+    rank = RUN.outcomes[0].rank
+    point = Point(64, 4, [rank] * 3, 0, 112_000, True, needed_bytes=112_000, step_seconds=1.0)
+    both = answer.Both(Prediction("m", PARAMETERS, 3, [point]), None, {0: RUN})
+
+    def at(capacity: int) -> dict[str, WhatIf]:
+        rows = what_if.table(given(config=config, price=None), Settings(), both, capacity, lambda _: None)
+        return {row.name: row for row in rows}
+
+    return at
+
+
+def test_changes_follow_from_the_parts_of_the_unchanged_run_where_they_show_them(
+    fitted: Callable[[int], dict[str, WhatIf]],
+) -> None:
+    rows = fitted(1 << 30)
+    run_dry = {name for name, row in rows.items() if row.refused}
+    assert run_dry == {"selective checkpointing", "LoRA of rank 16"}
+    assert all(row.fitted for name, row in rows.items() if name not in run_dry)
+    accumulated = 4 * PARAMETERS // RANKS_OF_CONFIG  # by two micro-steps in place of one
+    assert rows["micro-batch 2"].saved_bytes == ACTIVATIONS // 2 - accumulated
+    assert rows["optimizer offload"].saved_bytes == 12 * PARAMETERS // RANKS_OF_CONFIG
+    assert rows["optimizer in bf16"].saved_bytes == 4 * PARAMETERS // RANKS_OF_CONFIG
+    assert rows["checkpointing"].step_seconds > 1.0
+
+
+def test_a_change_whose_fitted_need_is_near_the_capacity_is_run_dry(
+    fitted: Callable[[int], dict[str, WhatIf]],
+) -> None:
+    need = fitted(1 << 30)["micro-batch 2"].needed_bytes
+    for share, is_fitted in ((0.95, False), (1.05, False), (0.9, True), (1.1, True)):
+        row = fitted(round(share * need))["micro-batch 2"]
+        assert row.fitted == is_fitted
+        assert not is_fitted or row.fits == (share > 1)
 
 
 def test_more_ranks_than_can_be_gone_through_are_refused_and_more_tokens_than_the_model_has_noted(
