@@ -443,6 +443,10 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """``same``: no sampled weight has changed since the sample before; ``nan``: one is not finite."""
     evaluating: bool = False
     """The trained model was in evaluation mode, and has layers that behave differently there."""
+    evaluating_part: str = ""
+    """Name of a part that was in evaluation mode, has such layers and is trained, though the model was not."""
+    weights_lost: bool = False
+    """Weights were not finite before this update, nor was the loss: an earlier update made them so."""
     pending: Whole = 0
     """Micro-batches of an earlier pass over the data that are part of this update."""
     dropped: Whole = 0

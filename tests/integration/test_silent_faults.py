@@ -3,6 +3,8 @@
 import json
 
 import start_ranks
+from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.health.nonfinite import NonFinite
 from ftmon.protocol.analysis.kinds import words_of
 from ftmon.protocol.analysis.learning.inputs import Inputs
 from ftmon.protocol.analysis.learning.updates import Updates
@@ -40,9 +42,19 @@ def test_each_fault_of_a_plain_loop_has_its_signs_and_a_sound_training_has_none(
         assert {(one.ends, one.learned_ends) for one in signs[kind]} == {(4, 0)}
     assert [(one.unlabelled, one.labelled) for one in signs["by hand, no labels"]] == [(1, 1)] * 6
     assert all(one.evaluating == (kind == "evaluation") for kind in signs for one in signs[kind])
+    assert {(kind, one.evaluating_part) for kind in signs for one in signs[kind] if one.evaluating_part} == {
+        ("a part", "model")
+    }
     assert [one.weights for one in signs["frozen"]][1:] == ["same"] * 5
     assert all(one.weights == "" for kind in ("fine", "packed, mask", "evaluation") for one in signs[kind])
     assert [one.weights for one in signs["backward"]] == [""] * 5 + ["nan"]
+
+    assert [one.weights_lost for one in signs["backward, elsewhere"]] == [False] * 5 + [True]
+    lost = [found for detector in [Updates()] for step in parts["backward, elsewhere"] for found in detector.step(step)]
+    (first,) = (found for found in lost if found.state == "raised")
+    at = begun["backward, elsewhere"] + 4
+    assert (first.kind, first.step) == ("weights_not_finite", at)
+    assert words_of(first).title == f"weights are not finite since the update of step {at}, or one before: the backward"
 
     told = [found for detector in (Inputs(), Updates()) for step in steps for found in detector.step(step)]
     firsts = {found.kind: found.step for found in reversed(told) if found.state == "raised"}
@@ -52,6 +64,17 @@ def test_each_fault_of_a_plain_loop_has_its_signs_and_a_sound_training_has_none(
         "evaluation_mode": begun["evaluation"],
         "weights_not_finite": begun["backward"] + 5,
     }
+
+
+def test_gradients_that_no_norm_shows_are_told_at_the_step_whose_update_they_ruined(collector):
+    collector.start(*start_ranks.command(2, SCRIPTS / "lost_gradients.py")).finish()
+    assert collector.job.returncode == 0, collector.output()
+    updates, losses, told = Updates(), NonFinite("loss"), list[Finding]()
+    for step in sorted(collector.of(Step), key=lambda step: step.step):
+        assert step.grad_norm is None
+        told += [*updates.step(step), *losses.step(step, ranks=(0, 1))]
+    (one,) = (found for found in told if found.state == "raised")
+    assert (one.kind, one.step, one.severity) == ("weights_not_finite", 61, "error")
 
 
 def test_edits_of_gathered_parameters_and_micro_batches_left_over_are_reported(collector):

@@ -49,7 +49,7 @@ class HealthMonitor(Detector):
         self._compiles = Recompilation()
         self._checkpoints = Checkpoints()
         self._processes: dict[int, tuple[int, int]] = {}
-        self._precision = ""
+        self._precision = self._computes_in = ""
         self._total_steps = 0
 
     def handlers(self) -> Mapping[type, Handler]:
@@ -74,6 +74,7 @@ class HealthMonitor(Detector):
             self._processes.clear()
         self._processes[hello.rank] = process
         self._precision = hello.precision or self._precision
+        self._computes_in = hello.matmul_precision
         self._scaler.floor = _floor(hello)
         self._join.ranks.add(hello.rank)
         self._data_wait.hello(hello)
@@ -101,8 +102,9 @@ class HealthMonitor(Detector):
                 found += self._plateau.step(row, self._total_steps)
             found += self._gradients.step(row)
             by_script = row.overflow and row.loss_scale is None and self._precision != "fp16"
-            if row.loss_scale is not None or not (by_script or self._precision in ("bf16", "fp32")):
-                found += self._scaler.step(row)  # else there is no scaler, and ``learning.updates`` judges
+            has_scaler = row.loss_scale is not None or not (by_script or self._precision in ("bf16", "fp32"))
+            if has_scaler and self._computes_in != "bf16":
+                found += self._scaler.step(row)  # else a scale decides nothing, and ``learning.updates`` judges
             if row.step % 10 == 0:
                 found += self._compiles.step(row.step)
         return found

@@ -119,6 +119,8 @@ class NonFinite:
         if signs is not None and self._what == "loss":
             if signs.weights == "nan" and value is not None and isfinite(value):
                 self._explained_by = min(self._explained_by, step.step)
+            if signs.weights_lost and rank.good:
+                self._explained_by = min(self._explained_by, rank.good[-1].step or 0)
             if signs.unlabelled:
                 value = None  # a mean over no labels, which another finding tells
         if value is not None and isfinite(value):

@@ -33,6 +33,7 @@ class SkippedFacts(msgspec.Struct, frozen=True):
     loss: float | None
     lr: float | None
     precision: str
+    loss_scale: float | None = None
 
 
 class WeightFacts(msgspec.Struct, frozen=True):
@@ -43,6 +44,8 @@ class WeightFacts(msgspec.Struct, frozen=True):
     """Of that step: finite."""
     grad_norm: float | None
     lr: float | None
+    at_latest: bool = False
+    """Seen before the next update: the loss of that one was not finite."""
 
 
 class StillFacts(msgspec.Struct, frozen=True):
@@ -82,6 +85,8 @@ class ModeFacts(msgspec.Struct, frozen=True):
 
     since_step: int
     steps: int
+    part: str = ""
+    """Of the model, if the rest is in training mode."""
 
 
 class _Row:
@@ -106,14 +111,20 @@ class _Rank:
     def __init__(self) -> None:
         self.skipped, self.still, self.zero, self.evaluating = _Row(), _Row(), _Row(), _Row()
         self.last_skipped = SkippedFacts(0, 0, None, None, None, "")
+        self.part = ""
+        """The part of the model that was in evaluation mode when the modes of parts were last looked at."""
+        self.before: Step | None = None
 
 
 def _skipped(finding: Finding) -> Words:
     facts: SkippedFacts = finding.facts
+    scaler = ""
+    if facts.loss_scale is not None:
+        scaler = " bf16 needs no loss scaler, and a lower scale does not help: make it with enabled=False."
     return Words(
         f"gradients are not finite since step {facts.since_step}: {counted(facts.skipped, 'update')} without effect",
         f"The gradient norm is {number(facts.grad_norm)} at a loss of "
-        f"{number(facts.loss)} and a learning rate of {number(facts.lr)}; the weights do not change.",
+        f"{number(facts.loss)} and a learning rate of {number(facts.lr)}; the weights do not change.{scaler}",
         "Lower the learning rate and resume from a checkpoint before that step; look for a square root, a logarithm or "
         "a division near 0 in the loss.",
         "Updates are applied again.",
@@ -123,8 +134,9 @@ def _skipped(finding: Finding) -> Words:
 def _weights(finding: Finding) -> Words:
     facts: WeightFacts = finding.facts
     at, lower = high_rate(facts.lr)
+    since = f"the update of step {facts.since_step}, or one before" if facts.at_latest else f"step {facts.since_step}"
     return Words(
-        f"weights are not finite since step {facts.since_step}: the backward{at}",
+        f"weights are not finite since {since}: the backward{at}",
         f"The loss of that step was still {number(facts.loss)}, at a learning rate of {number(facts.lr)}: its "
         "gradients were not finite. No later loss will be finite.",
         f"{lower}Look for an operation whose derivative is infinite (a square root or a norm at 0, a division by a "
@@ -197,10 +209,12 @@ def _edit(finding: Finding) -> Words:
 
 def _mode(finding: Finding) -> Words:
     facts: ModeFacts = finding.facts
+    who = f"{facts.part}, a part of the model," if facts.part else "the model"
     return Words(
-        f"the model trains in evaluation mode since step {facts.since_step}",
+        f"{who} trains in evaluation mode since step {facts.since_step}",
         "Dropout is off and batch statistics are frozen in these updates.",
-        "Call model.train() after the evaluation, and before the first step of a model that was loaded.",
+        "Call model.train() after the evaluation, and before the first step of a model that was loaded, also as a part "
+        "of another.",
         "It is in training mode again.",
     )
 
@@ -215,7 +229,7 @@ class Updates(Detector):
             _skipped,
             limits={"updates in a row, but in fp16": f"{SKIPPED}"},
         ),
-        Kind("weights_not_finite", WeightFacts, _weights),
+        Kind("weights_not_finite", WeightFacts, _weights, shown={"at_latest": Shown("at the latest")}),
         Kind(
             "weights_unchanged",
             StillFacts,
@@ -239,7 +253,13 @@ class Updates(Detector):
             _edit,
             shown={"frame": Shown("at"), "overwritten": Shown("overwritten by the update")},
         ),
-        Kind("evaluation_mode", ModeFacts, _mode, limits={"updates in a row": f"{EVALUATING}"}),
+        Kind(
+            "evaluation_mode",
+            ModeFacts,
+            _mode,
+            shown={"part": Shown("part of the model")},
+            limits={"updates in a row": f"{EVALUATING}"},
+        ),
     )
     replays = (Hello, Step)
 
@@ -247,7 +267,7 @@ class Updates(Detector):
         self._ranks: dict[int, _Rank] = {}
         self._standing: dict[str, set[int]] = {}
         """Ranks of each finding that is raised."""
-        self._precision = ""
+        self._precision = self._computes_in = ""
         self._sizes = 0, 0
         self._told: set[str] = set()
         """Findings that are told once."""
@@ -264,6 +284,7 @@ class Updates(Detector):
     def hello(self, hello: Hello) -> None:
         """Register what a rank trains."""
         self._precision = hello.precision or self._precision
+        self._computes_in = hello.matmul_precision or self._computes_in
         self._sizes = hello.trainable_parameters, hello.parameters
 
     def step(self, step: Step) -> list[Finding]:
@@ -271,11 +292,12 @@ class Updates(Detector):
         rank = self._ranks.setdefault(step.rank, _Rank())
         signs, found = step.signs, list[Finding]()
         loss_is_finite = step.loss is None or isfinite(step.loss)
-        scaled = self._precision == "fp16" or step.loss_scale is not None
+        scaled = self._precision == "fp16" or (step.loss_scale is not None and self._computes_in != "bf16")
         skipped = step.overflow and not scaled
         if rank.skipped.add(skipped, step.step) >= SKIPPED or not skipped:
             facts = rank.last_skipped = SkippedFacts(
-                rank.skipped.count, rank.skipped.since, step.grad_norm, step.loss, step.lr, self._precision
+                *(rank.skipped.count, rank.skipped.since, step.grad_norm, step.loss, step.lr, self._precision),
+                step.loss_scale,
             )
             found += self._judge("updates_skipped", skipped, step, facts, rank.skipped.since, "error")
         # The weights are sampled in full steps alone.
@@ -289,14 +311,21 @@ class Updates(Detector):
             row = rank.zero if zero else rank.still
             facts = StillFacts(row.lasts(step.step), row.since, step.lr, step.grad_norm, *self._sizes)
             found += self._judge("weights_unchanged", many, step, facts, row.since)
-        evaluating = signs is not None and signs.evaluating
+        if sampled:
+            rank.part = signs.evaluating_part if signs is not None else ""
+        whole = signs is not None and signs.evaluating
+        evaluating = whole or bool(rank.part)
         rank.evaluating.add(evaluating, step.step)
         if not evaluating or rank.evaluating.lasts(step.step) >= EVALUATING:
-            facts = ModeFacts(rank.evaluating.since, rank.evaluating.lasts(step.step))
+            facts = ModeFacts(rank.evaluating.since, rank.evaluating.lasts(step.step), "" if whole else rank.part)
             found += self._judge("evaluation_mode", evaluating, step, facts, rank.evaluating.since)
         if signs is not None and signs.weights == "nan" and loss_is_finite and not step.overflow:
             facts = WeightFacts(step.step, step.loss, step.grad_norm, step.lr)
             found += self._once("weights_not_finite", facts, step.rank, step.step, "error")
+        before, rank.before = rank.before, step
+        if signs is not None and signs.weights_lost and before is not None:
+            facts = WeightFacts(before.step, before.loss, before.grad_norm, before.lr, at_latest=True)
+            found += self._once("weights_not_finite", facts, step.rank, before.step, "error")
         if signs is not None and signs.pending:
             found += self._end_of_pass(step, signs.pending, "joined")
         if signs is not None and signs.dropped:

@@ -47,6 +47,8 @@ def train(kind: str) -> None:
         model = BertForMaskedLM(BertConfig(**sizes, vocab_size=64)).train()
     others = LlamaForCausalLM(config).requires_grad_(False)
     models.append(model)
+    if kind.startswith("a part"):
+        model.model.eval().requires_grad_(kind != "a part, frozen")
     if kind == "frozen":
         model.requires_grad_(False)
         model.scale = torch.nn.Parameter(torch.zeros(1))
@@ -68,6 +70,8 @@ def train(kind: str) -> None:
             loss = loss.detach() + 0 * model.scale.sum()
         if kind == "backward" and step == 5:
             loss = loss + (0 * model.lm_head.weight.sum()).sqrt()
+        if kind == "backward, elsewhere" and step == 4:  # of what is not sampled
+            loss = loss + (0 * model.model.norm.weight.sum()).sqrt()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -78,7 +82,8 @@ def train(kind: str) -> None:
 for kind in (  # of the first 64 micro-batches each is examined
     *("plain, fine", "later, no end", "by hand, no end", "fine", "no end"),
     *("packed, mask", "packed, cache", "packed, encoder", "plain, no labels", "by hand, no labels"),
-    *("no labels", "packed, right", "evaluation", "frozen", "backward"),
+    *("no labels", "packed, right", "evaluation", "a part, frozen", "a part", "frozen"),
+    *("backward", "backward, elsewhere"),
 ):
     train(kind)
 print("begun", json.dumps(begun), flush=True)

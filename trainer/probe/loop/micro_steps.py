@@ -1,6 +1,7 @@
 """Follows micro-steps: the forward of a batch, and the backward of its loss."""
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from ..guard import guarded
 from ..phases.tracker import BatchesNoted, Notes
 from ..rank.model import dtype_name
 from ..values import batch
+from ..values.signs import has_lost_weights
 from .loading import Loading
 from .state import Loop, OneEach
 
@@ -33,6 +35,8 @@ class MicroSteps:
         self._forwards_begun = 0
         """Forwards of that model in this step that had no backward: with a pipeline, several are under way."""
         self._counted_in: Notes | None = None
+        self._is_finite = True
+        """Whether the latest loss was finite, where it is known at once."""
         self._is_reported = False
         """Whether a forward was reported since the last backward."""
         self._one_each = OneEach()
@@ -121,14 +125,23 @@ class MicroSteps:
         notes.sum_losses, notes.added_ranks = state.sum_losses or scaled, state.added_ranks
         losses = self._before_scaling(losses)
         for loss in losses:
-            notes.losses.append(fetched := cuda.fetch_values(loss))
+            notes.losses.append(fetched := self._fetch(loss))
             self.late.prove(loss, fetched)
 
     def fetch_losses(self, losses: Sequence[Any]) -> list[Any]:
         """Return the losses before their scaling, on their way from the device."""
         if self._unscaled is not None:
             losses = self._before_scaling(losses)
-        return [cuda.fetch_values(losses[0])] if len(losses) == 1 else list(map(cuda.fetch_values, losses))
+        return [self._fetch(losses[0])] if len(losses) == 1 else list(map(self._fetch, losses))
+
+    def _fetch(self, loss: Any) -> Any:
+        """Begin to fetch a loss; where it is known at once, and the first that is not finite, look at the weights."""
+        value = cuda.fetch_values(loss)
+        if type(value) is float and isfinite(value) is not self._is_finite:
+            self._is_finite = not self._is_finite
+            if not self._is_finite:
+                self._tracker.notes.weights_lost = has_lost_weights(self._trained)
+        return value
 
     def fetch_loss_late(self, loss: Any) -> list[Any]:
         """Return the loss before its scaling, whose copy from the device may wait for others."""

@@ -307,6 +307,7 @@ class Updates:
         notes.evaluating = self._weights.in_evaluation()
         if tracker.budget.full or tracker.watchers:  # with a watcher memory is read at each boundary, too
             notes.weights = self._weights.take(updater)
+            notes.evaluating_part = self._weights.part_in_evaluation(updater)
 
     def _end(self) -> None:
         state = self._state

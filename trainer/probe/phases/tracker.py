@@ -140,6 +140,10 @@ class Notes:
     """The same before the training's first update."""
     evaluating: bool = False
     """The trained model was in evaluation mode at the update, which changes its layers."""
+    evaluating_part: str = ""
+    """Name of a part that was, though the model was not; in full steps."""
+    weights_lost: bool = False
+    """Weights were not finite at the backward of a loss that was not."""
     unfetched: int = 0
     """Backwards without a batch of the DataLoader that the training uses."""
     pending: int = 0

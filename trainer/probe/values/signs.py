@@ -17,7 +17,7 @@ from ....protocol.messages.telemetry import Signs
 from ..device import cuda
 from ..guard import frame_locals, log_error, nothing
 from ..phases.tracker import Notes
-from ..rank.model import Trained, own_model, parameters_of
+from ..rank.model import Trained, number_of_elements, own_model, parameters_of
 from .batch import IGNORED, Seen, is_dense
 
 FIRST = 64
@@ -153,18 +153,37 @@ class WeightSampler:
         self._parameters: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         """Sampled ones of the present owner, by what updates them."""
         self._looked_at: Callable[[], Any] = nothing
-        self._has_modes = False
+        self._differing: list[weakref.ref[Any]] = []
+        """Modules of that model that behave differently in evaluation mode."""
+        self._off: list[int] = []
+        self._part = ""
+        """Those in evaluation mode in a model that trains, by place, and the part that they were judged to be."""
 
     def in_evaluation(self) -> bool:
         """Return whether the model is in evaluation mode, and has layers that behave differently there."""
         model = own_model(self._trained.any_model())  # a script may switch the model inside a wrapper
         if model is None or model.training:
             return False
-        if model is not self._looked_at():
-            self._looked_at = weakref.ref(model)
-            self._has_modes = any(map(_differs_in_evaluation, model.modules()))
+        self._look_at(model)
         # A part in training mode: the modes were chosen for each part, as for a backbone that is frozen.
-        return self._has_modes and not any(child.training for child in model.children())
+        return bool(self._differing) and not any(child.training for child in model.children())
+
+    def part_in_evaluation(self, updater: Any) -> str:
+        """Return the name of a part that is trained in evaluation mode while others are not in it; empty: none."""
+        model = own_model(self._trained.any_model())
+        if model is None or not (model.training or any(child.training for child in model.children())):
+            return ""
+        self._look_at(model)
+        modules = [reference() for reference in self._differing]
+        off = [place for place, module in enumerate(modules) if module is not None and not module.training]
+        if off != self._off:
+            self._off, self._part = off, _trained_part(model, updater, [modules[place] for place in off])
+        return self._part
+
+    def _look_at(self, model: Any) -> None:
+        if model is not self._looked_at():
+            self._looked_at, self._off, self._part = weakref.ref(model), [], ""
+            self._differing = [weakref.ref(each) for each in model.modules() if _differs_in_evaluation(each)]
 
     def take(self, updater: Any) -> tuple[Any, ...] | None:
         """Return weights after an update by ``updater``, on the host or on their way there; None: nothing to sample."""
@@ -185,6 +204,23 @@ class WeightSampler:
             return None
         values = tuple(map(_copy, parameters))
         return values if values and all(value is not None for value in values) else None
+
+
+def has_lost_weights(trained: Trained) -> bool:
+    """Return whether a weight on the host is not finite: all are looked at, as a loss is lost but once."""
+    owner = trained.any_model() or trained.primary()
+    if owner is None:
+        return False
+    parameters = parameters_of(owner) if hasattr(owner, "param_groups") else owner.parameters()
+    try:
+        return not all(bool(torch.isfinite(each).all()) for each in map(_local, parameters) if each.is_cpu)
+    except (RuntimeError, TypeError):  # of a kind whose values cannot be read
+        return False
+
+
+def _local(parameter: Any) -> Any:
+    """Return this rank's part of a parameter, without its graph."""
+    return getattr(parameter, "_local_tensor", getattr(parameter, "ds_tensor", parameter)).detach()
 
 
 def _spread(owner: Any, updater: Any) -> list[Any]:
@@ -214,8 +250,7 @@ def _trained_by(owner: Any, updater: Any) -> list[Any]:
 
 def _copy(parameter: Any) -> Any:
     """Return a copy of a parameter's first elements, on the host or on its way there."""
-    local = getattr(parameter, "_local_tensor", getattr(parameter, "ds_tensor", parameter))
-    flat = local.detach().reshape(-1)[:SAMPLED]
+    flat = _local(parameter).reshape(-1)[:SAMPLED]
     if not flat.numel():
         return None
     return cuda.fetch(flat) if flat.is_cuda else flat.clone()
@@ -262,6 +297,8 @@ class SignReader:
             "pending": notes.pending,
             "dropped": notes.dropped,
             "evaluating": notes.evaluating,
+            "evaluating_part": notes.evaluating_part,
+            "weights_lost": notes.weights_lost,
             "weights": self._of_weights(notes.weights),
         }
         received = map(_arrived, notes.received)
@@ -381,9 +418,36 @@ def _mixed(attended: Attended) -> str:
     return "mask" if mask is not None else "cache" if attended.cached else ""
 
 
+def _trained_part(model: Any, updater: Any, off: Sequence[Any]) -> str:
+    """Return the name of the first part of a model in evaluation mode that has some of the modules ``off``.
+
+    Not of one whose parameters are mostly frozen, as below adapters, or of batch norms alone, which scripts freeze so.
+    """
+    names, updated = {id(each) for each in off}, set(map(id, parameters_of(updater)))
+    if not any(id(each) in updated for each in model.parameters()):
+        updated = set(map(id, model.parameters()))  # ZeRO and FSDP update others in their place
+    inside: tuple[str, ...] = ()
+    for name, part in model.named_modules():
+        if part.training or not name or name.startswith(inside):
+            continue
+        inside += (f"{name}.",)
+        modules = list(part.modules())
+        if names.isdisjoint(map(id, modules)):
+            continue
+        own = [one for each in modules if not _is_norm(each) for one in each.parameters(recurse=False)]
+        sizes = [(number_of_elements(each), each.requires_grad and id(each) in updated) for each in own]
+        if 2 * sum(size for size, is_trained in sizes if is_trained) > sum(size for size, _ in sizes):
+            return name
+    return ""
+
+
+def _is_norm(module: Any) -> bool:
+    return "BatchNorm" in type(module).__name__
+
+
 def _differs_in_evaluation(module: Any) -> bool:
     kind = type(module)
-    if "BatchNorm" in kind.__name__ or ("Dropout" in kind.__name__ and getattr(module, "p", 0.0)):
+    if _is_norm(module) or ("Dropout" in kind.__name__ and getattr(module, "p", 0.0)):
         return True
     if any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in vars(module).items()):
         return True

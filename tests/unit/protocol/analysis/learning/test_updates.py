@@ -92,6 +92,39 @@ def test_a_model_left_in_evaluation_mode_is_told_and_resolved() -> None:
     assert found(Updates(), steps) == [(46, "evaluation_mode", "raised", 42), (60, "evaluation_mode", "resolved", 42)]
 
 
+def test_a_part_left_in_evaluation_mode_is_told_by_the_steps_in_which_modes_are_looked_at() -> None:
+    sim = Sim(1)
+    coarse = [replace(sim.phase("forward"), coarse=True)]
+    signs = Signs(evaluating_part="encoder")
+    steps = [
+        step(number, signs=signs if number < 60 else None)
+        if number % 10 == 0
+        else replace(step(number, memory_every=10), phases=coarse)
+        for number in range(30, 70)
+    ]
+    detector = Updates()
+    raised, resolved = (one for each in steps for one in detector.step(each))
+    assert words_of(raised).title == "encoder, a part of the model, trains in evaluation mode since step 30"
+    assert (raised.facts.steps, resolved.state) == (5, "resolved")
+
+
+def test_weights_that_were_lost_before_an_update_are_told_with_the_step_before() -> None:
+    lost = step(22, loss=math.nan, signs=Signs(weights_lost=True))
+    detector = Updates()
+    (one,) = (found for each in (step(21, loss=0.5), lost, lost) for found in detector.step(each))
+    assert (one.kind, one.step, one.facts.loss, one.facts.at_latest) == ("weights_not_finite", 21, 0.5, True)
+    assert Updates().step(lost) == [], "nothing is known of the step before: its loss is told"
+
+
+def test_in_bf16_a_loss_scaler_looks_for_no_scale() -> None:
+    detector = Updates()
+    detector.hello(Sim(1).hello(0, matmul_precision="bf16"))
+    steps = [step(number, overflow=number > 9, loss_scale=2.0**16) for number in range(1, 30)]
+    (one,) = (found for each in steps for found in detector.step(each))
+    assert (one.kind, one.step) == ("updates_skipped", 10)
+    assert "bf16 needs no loss scaler" in words_of(one).text
+
+
 def test_micro_batches_that_join_the_next_pass_and_those_that_are_never_applied() -> None:
     detector = Updates()
     steps = [step(number, rank, signs=Signs(pending=2)) for number in (2, 4, 6) for rank in (1, 0)]

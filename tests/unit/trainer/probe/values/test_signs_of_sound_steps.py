@@ -143,3 +143,41 @@ def test_a_batch_that_cannot_be_read_ends_no_signs(ids):
         reader.of_step(1, notes)
         sound = Notes(seen=[Seen(torch.ones(1, 4, dtype=torch.long), None, None)])
         assert reader.of_step(2, sound)[0], "signs are still read"
+
+
+def parts() -> nn.Module:
+    """Return a model of an encoder and a head, each with a dropout, and batch norms."""
+    encoder = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1))
+    return nn.ModuleDict({"encoder": encoder, "head": nn.Sequential(nn.Dropout(0.1), nn.Linear(8, 2))})
+
+
+def part_of(model: nn.Module, trained: list[nn.Parameter] | None = None) -> str:
+    optimizer = torch.optim.SGD(model.parameters() if trained is None else trained, lr=0.1)
+    return WeightSampler(trained_on(model)).part_in_evaluation(optimizer)
+
+
+def test_a_trained_part_that_is_left_in_evaluation_mode_is_named():
+    model = parts()
+    assert part_of(model) == ""
+    model["encoder"].eval()
+    assert part_of(model) == "encoder"
+    model.eval()
+    assert part_of(model) == "", "the whole model is"
+    model["head"].train()
+    assert part_of(model) == "encoder"
+    sampler, optimizer = WeightSampler(trained_on(model)), torch.optim.SGD(model.parameters(), lr=0.1)
+    assert sampler.part_in_evaluation(optimizer) == "encoder"
+    model.train()
+    assert sampler.part_in_evaluation(optimizer) == ""
+
+
+def test_a_part_is_in_evaluation_mode_on_purpose_where_it_is_frozen_or_a_batch_norm():
+    model = parts()
+    model["encoder"][1].eval()
+    model["head"][0].eval()
+    assert part_of(model) == "", "a batch norm whose statistics stand still, and a dropout that is off"
+    model["encoder"].eval()
+    assert part_of(model, list(model["head"].parameters())) == "", "the optimizer does not have it"
+    model["encoder"].requires_grad_(False)
+    model["encoder"].adapter = nn.Linear(8, 2)
+    assert part_of(model) == "", "only an adapter of it is trained"
