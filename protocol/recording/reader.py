@@ -37,11 +37,12 @@ from .results import (
     held_to_type,
     read_marks,
 )
-from .rows import Row, RowDecoder, job_seqs, shown_since
+from .rows import Row, RowDecoder, job_seqs, shown_since, training_since
 from .salvage import open_damaged, open_recording
 from .schema import ROLLUP_SIZES, STREAM_TABLES
 from .series import Part, read_part
 
+_LAST_STEP = "SELECT max(step) FROM (SELECT step FROM steps WHERE seq >= ? ORDER BY seq DESC LIMIT 4096)"
 _LOSSES = """
     SELECT step, loss, label_tokens FROM steps LEFT JOIN training_steps USING(seq)
     WHERE seq IN (SELECT seq FROM steps ORDER BY seq DESC LIMIT ?)"""
@@ -232,7 +233,7 @@ class Reader:
             missing=missing,
             state=state.state if state else "",
             exit_code=state.exit_code if state else None,
-            last_step=self._one("SELECT max(step) FROM (SELECT step FROM steps ORDER BY seq DESC LIMIT 4096)") or 0,
+            last_step=self._one(_LAST_STEP, (training_since(self._connection),)) or 0,
             host=meta.get("host", ""),
             kind=meta.get("kind", ""),
             live=live,
@@ -532,11 +533,33 @@ class RecordedRun:
     """Contents of one recording; raises ``RecordingError`` if it cannot be read.
 
     The first ``skip`` steps of each rank are left out; the last ``most`` are kept, None: all. The recording is not read
-    beyond the step ``until``; None: it is read to its end.
+    beyond the step ``until``; None: it is read to its end. ``last``: of several trainings only the last one's steps,
+    evaluations and ranks count.
     """
 
-    def __init__(self, path: Path, skip: int = 0, most: int | None = None, until: int | None = None) -> None:
+    def __init__(
+        self, path: Path, skip: int = 0, most: int | None = None, until: int | None = None, *, last: bool = False
+    ) -> None:
         self._skip, self._most, self._until = skip, most, until
+        self.trainings = 0
+        """Number of trainings (jobs without their restarts) so far; of recordings before there were jobs 0."""
+        self.began: float | None = None
+        """When the last of several trainings began."""
+        self._last = last
+        self._job = 0
+        self.ooms: list[Oom] = []
+        self.failures: list[Failure] = []
+        self._begin()
+        with Reader(path) as reader:
+            self.info: RecordingInfo = reader.info()
+            after = 0
+            while frames := reader.frames(after, _PAGE):
+                after = frames[-1].seq
+                for frame in frames:
+                    self._apply(frame)
+            self.alerts: list[Alert] = reader.alerts(None, self._later)
+
+    def _begin(self) -> None:
         self._later: float | None = None
         """When the first rank had passed the step ``until``."""
         self._seen: dict[int, int] = {}
@@ -546,8 +569,6 @@ class RecordedRun:
         self.batches: dict[int, dict[int, int]] = {}
         """Fingerprints of the data of each rank's steps, by step, the first ones included."""
         self.hellos: dict[int, Hello] = {}
-        self.ooms: list[Oom] = []
-        self.failures: list[Failure] = []
         self.evaluations: list[Evaluation] = []
         self.not_finite: set[int] = set()
         """Steps in which the loss of a rank was NaN or infinite, skipped ones included."""
@@ -557,14 +578,6 @@ class RecordedRun:
         """GPUs on which NVML saw a rank."""
         self.peak_reserved: dict[int, int] = {}
         """Highest reserved memory of each rank over all steps, skipped ones included, bytes."""
-        with Reader(path) as reader:
-            self.info: RecordingInfo = reader.info()
-            last = 0
-            while frames := reader.frames(last, _PAGE):
-                last = frames[-1].seq
-                for frame in frames:
-                    self._apply(frame)
-            self.alerts: list[Alert] = reader.alerts(None, self._later)
 
     @property
     def ranks(self) -> list[int]:
@@ -591,6 +604,11 @@ class RecordedRun:
 
     def _apply(self, frame: Frame) -> None:
         message = frame.message
+        if isinstance(message, Job) and message.shown and message.number > self._job and not message.restart:
+            self._job, self.trainings = message.number, self.trainings + 1
+            if self._last and self.trainings > 1:
+                self.began = frame.t
+                self._begin()
         if self._until is not None and isinstance(message, Step) and message.step > self._until:
             self._later = frame.t if self._later is None else self._later
             return

@@ -455,6 +455,13 @@ def shown_since(connection: sqlite3.Connection, seq: int) -> int:
     return rows[0][0] if len(rows) > 1 else 0
 
 
+def training_since(connection: sqlite3.Connection) -> int:
+    """Return the same for the last training: its job was not started again by ``torchrun --max-restarts``."""
+    query = "SELECT min(seq) FROM jobs WHERE shown AND restart = 0 GROUP BY number ORDER BY 1 DESC LIMIT 2"
+    rows = connection.execute(query).fetchall()
+    return rows[0][0] if len(rows) > 1 else 0
+
+
 _V1_FIRST_COLUMN, _V1_WIDTH = 14, 8
 _DETAIL_COLUMN = _V1_FIRST_COLUMN + len(STEP_PHASES) * _V1_WIDTH
 _BLOCK = 512

@@ -130,15 +130,19 @@ STATEMENTS = (
     """CREATE VIEW devices AS SELECT seq, t, time, host, kind, "index", name, uuid, used_bytes, total_bytes,
         utilization_percent, power_w, power_limit_w, temperature_c, sm_clock_mhz, memory_clock_mhz, throttle_reasons
         FROM device_samples JOIN device_names USING(device)""",
-    """CREATE VIEW loss_curve AS SELECT step, max(t) AS t, count(*) AS ranks,
+    """CREATE VIEW loss_curve AS SELECT job, step, max(t) AS t, count(*) AS ranks,
         CASE WHEN min(label_tokens) FILTER (WHERE loss_finite) > 0
             THEN sum(loss * label_tokens) FILTER (WHERE loss_finite) / sum(label_tokens) FILTER (WHERE loss_finite)
             ELSE avg(loss) FILTER (WHERE loss_finite) END AS loss,
         min(loss) FILTER (WHERE loss_finite) AS low_loss, max(loss) FILTER (WHERE loss_finite) AS high_loss,
         min(loss_finite) AS loss_finite, avg(lr) AS lr, max(grad_norm) FILTER (WHERE grad_norm_finite) AS grad_norm,
         min(grad_norm_finite) AS grad_norm_finite, sum(tokens) AS tokens, max(training_us) AS training_us
-        FROM (SELECT max(seq) AS seq FROM steps GROUP BY rank, step) JOIN steps USING(seq)
-        JOIN (SELECT seq, training_us, label_tokens FROM throughput) USING(seq) GROUP BY step""",
+        FROM (SELECT job, max(seq) AS seq FROM (
+            SELECT job, first, lead(first, 1, 1 << 62) OVER (ORDER BY first) AS next FROM (
+                SELECT 1 AS job, 0 AS first
+                UNION ALL SELECT number, min(seq) FROM jobs WHERE shown AND restart = 0 GROUP BY number))
+            CROSS JOIN steps ON seq >= first AND seq < next GROUP BY job, rank, step) JOIN steps USING(seq)
+        JOIN (SELECT seq, training_us, label_tokens FROM throughput) USING(seq) GROUP BY job, step""",
     """CREATE VIEW jobs_latest AS SELECT seq, t, number, state, started, ended, text, world_size, restart, command,
         steps, last_step, loss, step_us, allocated_peak AS allocated_peak_bytes, reserved_peak AS reserved_peak_bytes,
         resident_peak AS resident_peak_bytes FROM jobs WHERE seq IN (SELECT max(seq) FROM jobs GROUP BY number)""",

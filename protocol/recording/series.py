@@ -4,6 +4,7 @@ Rows are read in the order of the stream, a part at a time, straight from the fi
 steps. ``docs/recording.md`` describes the columns.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
@@ -30,7 +31,7 @@ from .schema import STEP_COLUMNS
 
 _SPAN = ("start_bytes", "end_bytes", "peak_bytes")
 _ORDER: dict[str, type] = {"seq": int, "time_s": float, "rank": int, "step": int}
-SERIES: dict[str, dict[str, type]] = {
+_OWN: dict[str, dict[str, type]] = {
     "steps": {
         **_ORDER, "started_s": float, "host_us": int, "device_us": int, "training_us": int, "loss": float,
         "loss_finite": bool, "lr": float, "grad_norm": float, "grad_norm_finite": bool, "loss_scale": float,
@@ -58,6 +59,7 @@ SERIES: dict[str, dict[str, type]] = {
         "throttle_reasons": str,
     },
 }  # fmt: skip
+SERIES = {name: {**own, "job": int} if "step" in own else own for name, own in _OWN.items()}
 """The columns of each series with their types, in order; ``bool`` is written as 0 or 1. A figure that was not measured
 is None; NaN and infinite figures are kept, and have 0 in the ``_finite`` column beside them."""
 
@@ -86,6 +88,9 @@ _STEPS_V1 = (
     "SELECT steps.*, training_us, label_tokens, flops, mfu FROM steps LEFT JOIN training_steps USING(seq) "
     "WHERE seq > ? ORDER BY seq LIMIT ?"
 )
+_JOB_AT = "SELECT max(number) FROM (SELECT number FROM jobs WHERE shown AND seq <= ? ORDER BY seq DESC LIMIT 64)"
+"""Does not read all rows, tens of thousands in a long run: few of an earlier job come after the next has begun."""
+_JOBS = "SELECT number, min(seq) FROM jobs WHERE shown AND seq > ? AND seq <= ? GROUP BY number ORDER BY 2"
 _CLOSINGS = "SELECT * FROM events WHERE type = 'closing' AND seq > ? AND seq <= ? ORDER BY seq"
 _AT = {name: place for place, name in enumerate(STEP_COLUMNS)}
 _END, _NAN, _BLOCK = 1 << 62, float("nan"), 256
@@ -123,7 +128,20 @@ def read_part(read: Read, decode: Decode, schema: int, series: str, place: tuple
     if last <= after:  # less in a damaged file
         return None
     kinds = SERIES[series].values()
+    if columns and "job" in SERIES[series]:
+        columns.append(_jobs(columns[0], read(_JOB_AT, (after,))[0][0], read(_JOBS, (after, last))))
     return Part(last, list(map(_typed, columns, kinds)) if columns else [[] for _ in kinds])
+
+
+def _jobs(seqs: Sequence[int], number: Any, begins: Sequence[Row]) -> list[int]:
+    """Return the number of the job of each row, from that before the first and the rows at which others begin."""
+    found: list[int] = []
+    current = number if number.__class__ is int else 1
+    for following, seq in begins:
+        if following.__class__ is int and following > current:
+            found += [current] * (bisect_left(seqs, seq) - len(found))
+            current = following
+    return found + [current] * (len(seqs) - len(found))
 
 
 def _transposed(rows: Sequence[Row]) -> list[list[Any]]:
@@ -290,7 +308,7 @@ def _usual_phases(rows: Sequence[Row], phases: Sequence[Sequence[Any]], order: S
     """Return the columns of the phases of steps that all have them in one order."""
     count = len(order)
     of_step = _transposed(rows)
-    found: list[list[Any]] = [[None] * (count * len(rows)) for _ in SERIES["phases"]]
+    found: list[list[Any]] = [[None] * (count * len(rows)) for _ in _OWN["phases"]]
     ended: Sequence[int] = [0] * len(rows)
     for place, position in enumerate(order):
         _, gaps, counts, allocations, _, _, collective_us, collectives, _, _, resident, waited, coarse = _transposed(

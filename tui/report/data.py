@@ -201,7 +201,7 @@ def read_run(target: str, warm_up: int, until: int | None = None) -> tuple[Path,
     """
     try:
         recording = find_recording(target)
-        return recording, RecordedRun(recording, warm_up, MOST_STEPS, until)
+        return recording, RecordedRun(recording, warm_up, MOST_STEPS, until, last=True)
     except FtmonError as error:
         raise UsageError(str(error)) from None
 
@@ -358,7 +358,7 @@ def _run(target: str, warm_up: int) -> RunData:
     recording, found = read_run(target, warm_up)
     info = found.info
     with Reader(recording) as reader:
-        window = (info.first_t - 1, info.last_t + 1, _POINTS)
+        window = (info.first_t - 1 if found.began is None else found.began, info.last_t + 1, _POINTS)
         series = {rank: reader.series(rank, *window) for rank in info.ranks}
         training = {rank: reader.training(rank, *window) for rank in info.ranks}
     entry = recorded_entry(recording, info)
@@ -371,6 +371,7 @@ def _run(target: str, warm_up: int) -> RunData:
         ("configuration", entry.config),
         ("overrides", " ".join(entry.overrides)),
         ("host", info.host),
+        ("trainings", f"{found.trainings}, of which the last is shown" if found.trainings > 1 else ""),
         ("state", run_state(info.state, info.live) + ending),
         ("reason", entry.reason),
         ("steps", f"{info.last_step:,}"),

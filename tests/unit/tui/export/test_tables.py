@@ -12,15 +12,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.telemetry import Closing, DeviceSample, Evaluation, PhaseRecord, Span, Step
-from ftmon.protocol.messages.wire import Frame
-from ftmon.protocol.recording.reader import Reader
+from ftmon.protocol.messages.wire import Frame, Message
+from ftmon.protocol.recording.reader import Reader, RecordedRun
 from ftmon.protocol.recording.series import SERIES
 from ftmon.tui.cli import arguments
 from ftmon.tui.cli.main import main
 from msgspec.structs import replace
 from places import DATA, ROOT
-from streams import Stream, write
+from streams import STARTED, Stream, write
 
 NAN = float("nan")
 Rows = list[dict[str, Any]]
@@ -95,6 +96,7 @@ def step_row(frame: Frame, step: Step) -> dict[str, Any]:
         "time_s": frame.t,
         "rank": step.rank,
         "step": step.step,
+        "job": 1,
         "started_s": step.started,
         **{name: getattr(step, name) for name in (*own, *counts)},
         "loss_finite": finite(step.loss),
@@ -118,6 +120,7 @@ def phase_rows(frame: Frame, of: Step | Closing) -> Iterator[dict[str, Any]]:
             "time_s": frame.t,
             "rank": of.rank,
             "step": of.step,
+            "job": 1,
             "phase": phase.name,
             "started_s": of.started + phase.start_us / 1e6,
             **{name: getattr(phase, name) for name in own},
@@ -151,6 +154,28 @@ def test_a_recording_of_schema_1_has_the_same_columns(tmp_path, exported):
     expected = [row for frame, of in messages(path, Step | Closing) for row in phase_rows(frame, of)]
     same(exported(path, "phases"), expected)
     assert expected
+
+
+def test_rows_name_their_job_and_a_training_that_was_started_again_has_one_curve(tmp_path, exported):
+    steps = {step.step: step for step in (frame.message for frame in Stream(1, 8).frames()) if isinstance(step, Step)}
+    made: list[Message] = []
+    for number, restart, of_job in ((1, 0, range(1, 5)), (2, 1, range(3, 9)), (3, 0, range(1, 3))):
+        made.append(Job(number=number, time=STARTED, state="training", started=STARTED, restart=restart))
+        made += [replace(steps[step], loss=float(number)) for step in of_job]
+    made.append(Job(number=2, time=STARTED, state="failed", started=STARTED, restart=1))  # late: its end was awaited
+    path = write(tmp_path / "r.sqlite", [Frame(seq, STARTED + seq, one) for seq, one in enumerate(made, 1)])
+    expected = [(1, step) for step in range(1, 5)] + [(2, step) for step in range(3, 9)] + [(3, 1), (3, 2)]
+    for series in ("steps", "phases"):
+        found = [(row["job"], row["step"]) for row in exported(path, series)]
+        assert list(dict.fromkeys(found)) == expected
+    connection = sqlite3.connect(path)
+    curve = connection.execute("SELECT job, step, loss FROM loss_curve ORDER BY job, step").fetchall()
+    connection.close()
+    assert curve == [(1, 1, 1.0), (1, 2, 1.0), *((1, step, 2.0) for step in range(3, 9)), (3, 1, 3.0), (3, 2, 3.0)]
+    assert RecordedRun(path).steps_seen(0) == 12
+    last = RecordedRun(path, last=True)
+    assert (last.trainings, last.began, last.info.last_step) == (2, STARTED + 13, 2)
+    assert [(step.step, step.loss) for step in last.steps(0)] == [(1, 3.0), (2, 3.0)]
 
 
 def test_evaluations_alerts_and_devices_are_tables_too(path, exported):
