@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from ...protocol.errors import FtmonError, UsageError
+from ...protocol.errors import FtmonError, TargetError, UsageError
 from ...protocol.host.process import never_fail
 from ...protocol.messages.wire import Frame
 from ...protocol.run.rundir import RunDir
@@ -122,13 +122,20 @@ def replay(recording: Path, name: str) -> None:
         RecordingError: the recording cannot be read.
         FtmonError: the tracker does not take it.
     """
+    from .tracker_clients import without_secrets
     from .trackers import Tracker
 
     words = os.fdopen(os.dup(1), "w")  # a tracker's client has this process's standard output
     target = make_target(name)
     if not isinstance(target, Tracker):
         raise UsageError(f"{name}: a recording cannot be sent there")
-    print(f"written: {sanitize(target.replay(recording))}", file=words, flush=True)
+    try:
+        written = target.replay(recording)
+    except FtmonError:
+        raise
+    except Exception as error:  # of its client, of any type: a full disk, a database of another version
+        raise TargetError(f"{name}: {type(error).__name__}: {without_secrets(str(error))}") from None
+    print(f"written: {sanitize(written)}", file=words, flush=True)
 
 
 def main(argv: list[str]) -> int:

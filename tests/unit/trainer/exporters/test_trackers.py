@@ -1,6 +1,7 @@
 """Rows for trackers: one for each step of all ranks, with names of the table, in the order of the run."""
 
 import math
+import sqlite3
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -12,10 +13,11 @@ from ftmon.protocol.messages.control import Alert, RankState, RunState
 from ftmon.protocol.messages.hosts import Job
 from ftmon.protocol.messages.telemetry import DeviceSample, Evaluation, PhaseRecord, Span, Step
 from ftmon.protocol.messages.wire import Frame, Message
+from ftmon.trainer.exporters import __main__
 from ftmon.trainer.exporters.report import Sent
 from ftmon.trainer.exporters.tracker_clients import TensorBoard, without_secrets
 from ftmon.trainer.exporters.trackers import About, Note, Row, Rows, Tracker, Value
-from streams import RUN, Stream
+from streams import RUN, Stream, write
 
 GIB = 2**30
 NAN = math.nan
@@ -151,6 +153,21 @@ def test_a_tracker_gets_a_run_from_its_first_message_to_its_end() -> None:
     assert [(note.step, note.severity) for note in client.notes] == [(40, "warning")]
     assert client.ended == ("finished", frames[-1].t)
     assert tracker.written == len(client.rows) + 1
+
+
+def test_what_a_client_raises_in_a_replay_is_one_line_without_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(Kept):
+        def open(self, about: About) -> None:
+            raise sqlite3.OperationalError("database or disk is full of s3cr3t\n[SQL: CREATE TABLE experiments]")
+
+    monkeypatch.setenv("SOME_TOKEN", "s3cr3t")
+    monkeypatch.setattr(__main__, "make_target", lambda _: Tracker(Full()))
+    path = write(tmp_path / "r.sqlite", Stream(ranks=1, steps=1).frames())
+    with pytest.raises(TargetError) as caught:
+        __main__.replay(path, "mlflow")
+    assert str(caught.value) == "mlflow: OperationalError: database or disk is full of ***"
 
 
 def test_what_is_not_live_and_alerts_of_an_earlier_process_are_not_written_again() -> None:
