@@ -134,8 +134,8 @@ def number_of(entry: Entry, key: str) -> float | None:
 _STEPS = ("train/global_step", "trainer/global_step", "global_step", "step", "_step")
 """Names of the step, the first of which counts."""
 _NAMES = {
-    "loss": ("train/loss", "loss", "train_loss", "loss/train"),
-    "learning_rate": ("train/learning_rate", "learning_rate", "lr", "train/lr", "train_lr"),
+    "loss": ("train/loss", "loss", "train_loss", "loss/train", "Train/Samples/train_loss"),
+    "learning_rate": ("train/learning_rate", "learning_rate", "lr", "train/lr", "train_lr", "Train/Samples/lr"),
     "grad_norm": ("train/grad_norm", "grad_norm", "train/grad_norm_total", "gradient_norm"),
     "step_seconds": ("train/step_duration_seconds",),
 }
