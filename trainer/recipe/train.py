@@ -31,6 +31,7 @@ from .model import loss, shape
 from .model.activations import run_uncompiled
 from .model.attention import CrossingError
 from .model.load import quiet_bitsandbytes
+from .model.tokenizer import set_end_tokens
 from .monitor import probe
 from .optim import optimizer
 from .preflight.consistency import settle_compile
@@ -76,6 +77,7 @@ def setup(config: Config, world: World) -> Trainer:
         order, total = _order(config, examples, world)
         held_out = evaluate.held_out(config, world, tokens, documents, total / order.steps_per_epoch)
         engine, model = make_engine(config, world, tokens, total)
+        set_end_tokens(model, tokens)
         if config.output.save_model and config.training.rehearsal:
             rehearse_export(model, config, world)
         fused_loss = loss.set_up(model, config, world)

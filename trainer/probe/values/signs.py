@@ -384,8 +384,8 @@ def _generates(model: Any) -> bool:
 
 
 def _ends_of(config: Any, model: Any) -> list[int]:
-    """Return the ids of a model's end-of-sequence tokens."""
-    for holder in (config, getattr(config, "text_config", None), getattr(model, "generation_config", None)):
+    """Return the ids of a model's end-of-sequence tokens: those at which it stops, if it says."""
+    for holder in (getattr(model, "generation_config", None), config, getattr(config, "text_config", None)):
         ends = getattr(holder, "eos_token_id", None)
         if ends is not None:
             return [int(end) for end in (ends if isinstance(ends, list | tuple) else [ends])]

@@ -23,7 +23,7 @@ from ..config import write
 from ..config.schema import Config
 from ..distributed import World
 from ..model.load import add_lora
-from ..model.tokenizer import end_tokens
+from ..model.tokenizer import set_end_tokens
 from ..monitor import Progress, activity, probe
 from ..state import TrainState
 
@@ -572,12 +572,10 @@ def _settle_config(plain: Any, tokenizer: Any, config: Config) -> None:
 
         own = getattr(AutoConfig.from_pretrained(config.model.name), "use_cache", True)
     plain.config.use_cache = own
+    set_end_tokens(plain, tokenizer)
     generation = plain.generation_config
-    if generation is not None:
-        ends = end_tokens(plain, tokenizer)
-        generation.eos_token_id = ends[0] if len(ends) == 1 else ends or None
-        if generation.pad_token_id is None:
-            generation.pad_token_id = tokenizer.pad_token_id
+    if generation is not None and generation.pad_token_id is None:
+        generation.pad_token_id = tokenizer.pad_token_id
 
 
 def _replace(folder: Path, part: Path) -> None:

@@ -117,6 +117,14 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     return list(dict.fromkeys(int(token) for token in found if token is not None))
 
 
+def set_end_tokens(model: Any, tokenizer: Any) -> None:
+    """Give a model's generation, if it has any, the tokens that end an answer; its configuration may have others."""
+    generation = model.generation_config
+    if generation is not None:
+        ends = end_tokens(model, tokenizer)
+        generation.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+
+
 def _template_end(tokenizer: Any) -> int | None:
     if not getattr(tokenizer, "chat_template", None):
         return None
