@@ -155,7 +155,7 @@ class WhatIf(msgspec.Struct, frozen=True):
     refused: str = ""
     """Reason of a missing prediction, with which the figures are invalid."""
     fitted: bool = False
-    """Whether the figures follow from the parts of the unchanged run; the memory is then some 5 % off."""
+    """Whether the figures follow from the parts of the unchanged run; the memory is then up to 6 % off."""
 
 
 class Holds(msgspec.Struct, frozen=True):

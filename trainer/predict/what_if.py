@@ -105,8 +105,8 @@ class _Found(NamedTuple):
     fitted: bool = False
 
 
-_UNSURE = 0.06
-"""Share of the capacity around which a fitted need does not decide: fitted needs are up to 4 % off."""
+_UNSURE = 0.08
+"""Share of the capacity around which a fitted need does not decide: fitted needs were up to 6 % off."""
 
 
 class _Pieces:
