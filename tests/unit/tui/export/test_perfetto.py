@@ -1,6 +1,5 @@
 """A trace has each phase on a track of its own, where slices follow each other, flows between ranks, exact counters."""
 
-import os
 import sqlite3
 import sys
 from collections import defaultdict
@@ -107,21 +106,6 @@ def parsed(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Parsed:
     out = tmp_path_factory.mktemp("exported") / "run.pftrace"
     assert main(["export", str(path), "perfetto", "-o", str(out)]) == 0
     return Parsed(out)
-
-
-@pytest.mark.skipif("TRACE_PROCESSOR" not in os.environ, reason="TRACE_PROCESSOR names no trace_processor binary")
-def test_a_given_trace_processor_reads_the_same_in_sql(path: Path, parsed: Parsed, tmp_path: Path) -> None:
-    from perfetto.trace_processor import TraceProcessor, TraceProcessorConfig
-
-    out = tmp_path / "run.pftrace"
-    assert main(["export", str(path), "perfetto", "-o", str(out)]) == 0
-    with TraceProcessor(str(out), config=TraceProcessorConfig(os.environ["TRACE_PROCESSOR"])) as processor:
-        found = {row.name: row.count for row in processor.query("select name, count(*) as count from slice group by 1")}
-        flows = next(iter(processor.query("select count(*) as count from flow"))).count
-    names = [name for slices in parsed.slices.values() for *_, name in slices]
-    instants = [name for _, _, name, _ in parsed.instants]
-    assert found == {name: (names + instants).count(name) for name in {*names, *instants}}
-    assert flows == sum(len(ends) - 1 for ends in parsed.flows.values())
 
 
 def steps_of(path: Path, rank: int) -> list[Step]:
