@@ -9,6 +9,7 @@ import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,14 +22,17 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.exporters.current import RunFigures
 from ftmon.trainer.exporters.metrics import RunCollector
+from ftmon.tui.cli.main import main
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, members, started
 from messages import EXAMPLES
 from otlp_receiver import Receiver, attributes, receiving
+from perfetto.trace_processor import TraceProcessor, TraceProcessorConfig
 from places import DOCS
 from ports import free_port
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
+from streams import Stream, write
 
 pytestmark = pytest.mark.usefixtures("private_home")
 SCRIPT = Path(__file__).parent / "scripts" / "health_loop.py"
@@ -269,6 +273,28 @@ def test_promtool_accepts_every_metric_and_a_nan_fires_both_rules(tmp_path: Path
     )
     checked = subprocess.run(["promtool", "test", "rules", str(test)], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.skipif(shutil.which("trace_processor_shell") is None, reason="trace_processor_shell is not installed")
+def test_trace_processor_finds_slices_flows_and_counters_without_a_fault(tmp_path: Path) -> None:
+    stream = Stream(ranks=2, steps=20)
+    recording, trace = write(tmp_path / "r.sqlite", stream.frames()), tmp_path / "run.pftrace"
+    assert main(["export", str(recording), "perfetto", "-o", str(trace)]) == 0
+    steps = [frame.message for frame in stream.frames() if isinstance(frame.message, Step)]
+    phases = [phase for step in steps for phase in step.phases]
+    config = TraceProcessorConfig(bin_path=shutil.which("trace_processor_shell"))
+    with TraceProcessor(trace=str(trace), config=config) as processor:
+
+        def number(query: str) -> int:
+            row: Any = next(iter(processor.query(f"SELECT count(*) AS number FROM {query}")))
+            return row.number
+
+        on_device = sum(phase.device_us is not None for phase in phases)
+        assert number("slice WHERE dur > 0") == len(steps) + len(phases) + on_device
+        assert number("slice WHERE depth > 0") == 0
+        assert number("flow") == sum(phase.collectives > 0 for phase in phases) // 2
+        assert number("counter JOIN counter_track ON track_id = counter_track.id WHERE name = 'tokens/s'") == len(steps)
+        assert number("stats WHERE severity IN ('error', 'data_loss') AND value > 0") == 0
 
 
 def _alert(labels: dict[str, str], summary: str) -> dict[str, object]:
