@@ -82,10 +82,7 @@ def test_losses_of_short_steps_are_those_of_the_script(collector):
     steps = collector.of(Step)
     assert [step.step for step in steps] == list(range(1, 301))
     assert sum(phase.coarse for step in steps for phase in step.phases if phase.name == "backward") > 200
-    changed = 221
-    for step, loss in zip(steps, found["losses"], strict=True):
-        if step.step != changed or step.loss is not None:
-            assert step.loss == pytest.approx(loss, rel=1e-6, nan_ok=True), step.step
+    assert [step.loss for step in steps] == pytest.approx(found["losses"], rel=1e-6, nan_ok=True)
     assert found["losses"][-1] != found["losses"][-1]
 
 

@@ -8,10 +8,8 @@ wrapped: the script still gets the peaks since *its own* last reset.
 import ctypes
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy
@@ -20,7 +18,7 @@ import torch
 from ....protocol.host.machine import cpu_model, memory_limit
 from ....protocol.messages.telemetry import DeviceInfo
 from .. import guard
-from ..guard import is_replaced, nothing, replace
+from ..guard import replace
 from . import memory
 from .memory import CpuMemory, Layout, MemoryBackend, Place, Reading, Sample, Stats, StatsSource
 
@@ -173,16 +171,11 @@ A query of the stream costs 3 us at each phase boundary, where every cache is co
 through ``torch.cuda.CUDAGraph``, so its two methods are wrapped once, and the query is a read of a number.
 """
 
-_captured = False
-"""Whether there was a capture, or may have been: a graph writes its results where those of its last replay are."""
-
 
 def install() -> None:
-    """Wrap ``torch.cuda.CUDAGraph``, once."""
-    global _captured
+    """Wrap ``torch.cuda.CUDAGraph``, once; CUDA is running."""
+    graph: Any = torch.cuda.CUDAGraph
     with guard.logged("captures of CUDA graphs are not noticed"):
-        graph: Any = torch.cuda.CUDAGraph
-        _captured |= torch.cuda.is_initialized() and not is_replaced(graph.capture_begin)
         replace(graph, "capture_begin", _beginning)
         replace(graph, "capture_end", _ending)
 
@@ -200,11 +193,8 @@ def allow_queries() -> None:
 
 def _beginning(real: Callable[..., Any]) -> Callable[..., Any]:
     def capture_begin(*args: Any, **kwargs: Any) -> Any:
-        global under_way, _captured
+        global under_way
         under_way += 1
-        _captured = True
-        for late in _lates:
-            late.may_wait = False
         try:
             return real(*args, **kwargs)
         except BaseException:
@@ -329,7 +319,6 @@ MOST_BYTES = 64 * 2**20
 """Limit of all buffers; beyond it a value is not fetched: a missing figure costs less than memory."""
 
 _SCALAR = torch.Size(())
-_new_tuple: Any = tuple.__new__
 
 _free: dict[int, "deque[_Buffer]"] = {}
 _scalars: "deque[_Buffer]" = deque()
@@ -352,8 +341,6 @@ class _Buffer(NamedTuple):
 _UNREAD = b"\xa5\xff" * 4
 """What a scalar's buffer has until the copy arrives. As a float of up to 32 bits that is a NaN with a payload that no
 computation makes, as a boolean it is neither."""
-_LOST = b"\xa5\xfe" * 4
-"""The same of a number that the script has changed before it was copied."""
 
 
 class Fetched(NamedTuple):
@@ -377,11 +364,6 @@ class Fetched(NamedTuple):
         size = self.dtype.itemsize
         return self.buffer.head is None or self.buffer.head.raw[:size] != _UNREAD[:size]
 
-    def is_lost(self) -> bool:
-        """Return whether a scalar was changed by the script before its copy began (``LateScalars``)."""
-        size = self.dtype.itemsize
-        return self.buffer.head is not None and self.buffer.head.raw[:size] == _LOST[:size]
-
     def tensor(self) -> Any:
         """Return the tensor on the host, valid while this object lives; the stream must have passed the copy."""
         size = self.dtype.itemsize * self.shape.numel()
@@ -402,11 +384,7 @@ def fetch(tensor: Any) -> Fetched | None:
     size = SMALLEST if size <= SMALLEST else 1 << (size - 1).bit_length()
     free = _free.get(size)
     buffer = free.popleft() if free else _make(size)
-    if buffer is None:
-        return None
-    fetched = Fetched(buffer, tensor.dtype, tensor.shape)
-    _begin_copy()(fetched, tensor)
-    return fetched
+    return None if buffer is None else _begin_copy()(buffer, tensor, tensor.dtype, tensor.shape)
 
 
 def fetch_scalar(tensor: Any) -> Fetched | None:
@@ -414,11 +392,7 @@ def fetch_scalar(tensor: Any) -> Fetched | None:
     if under_way:
         return None
     buffer = _scalars.popleft() if _scalars else _make(0)
-    if buffer is None:
-        return None
-    fetched: Fetched = _new_tuple(Fetched, (buffer, tensor.dtype, _SCALAR))
-    (_copy or _begin_copy())(fetched, tensor)
-    return fetched
+    return None if buffer is None else (_copy or _begin_copy())(buffer, tensor, tensor.dtype, _SCALAR)
 
 
 def _make(size: int) -> _Buffer | None:
@@ -445,12 +419,14 @@ def _begin_copy() -> Any:
     return _copy
 
 
-def _copy_by_torch(fetched: Fetched, tensor: Any) -> None:
-    fetched.tensor().copy_(tensor.detach().view(fetched.shape), non_blocking=True)
+def _copy_by_torch(buffer: _Buffer, tensor: Any, dtype: Any, shape: Any) -> Fetched:
+    fetched = Fetched(buffer, dtype, shape)
+    fetched.tensor().copy_(tensor.detach().view(shape), non_blocking=True)
+    return fetched
 
 
 def _find_copy() -> Any:
-    """Return a function that has the driver copy a tensor to its place; PyTorch does where the driver cannot."""
+    """Return a function that has the driver copy a tensor into a buffer; PyTorch does where the driver cannot."""
     try:
         driver: Any = ctypes.CDLL("libcuda.so.1")
         copy: Any = driver.cuMemcpyDtoHAsync_v2
@@ -463,129 +439,17 @@ def _find_copy() -> Any:
     core: Any = torch._C
     stream_of: Any = core._cuda_getCurrentRawStream
     current: Any = core._cuda_getDevice
+    new: Any = tuple.__new__
 
-    def by_driver(fetched: Fetched, tensor: Any) -> None:
-        buffer, dtype, shape = fetched
+    def by_driver(buffer: _Buffer, tensor: Any, dtype: Any, shape: Any) -> Fetched:
         device = tensor.get_device()
         if device == current() and (shape is _SCALAR or tensor.is_contiguous()):
             size = dtype.itemsize if shape is _SCALAR else dtype.itemsize * shape.numel()
             if copy(buffer.address, tensor.data_ptr(), size, stream_of(device)) == 0:
-                return
-        _copy_by_torch(fetched, tensor)
+                return new(Fetched, (buffer, dtype, shape))
+        return _copy_by_torch(buffer, tensor, dtype, shape)
 
     return by_driver
-
-
-_stream_of: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-"""Returns the current stream of a device: 0 is the default one."""
-_lates: "list[LateScalars]" = []
-MOST_LATE = 8
-"""Scalars that wait at most for their copies to begin; each holds 512 bytes of the device."""
-LATE_NS = 100_000_000
-"""Time that they wait at most, unless a step takes longer."""
-SAME = 3
-"""Scalars in a row that were the same later, before any waits."""
-
-
-class LateScalars:
-    """Scalars whose copies begin together, after some steps: in a row they cost the host a quarter of single ones.
-
-    A script may change a loss after its backward, by a collective or a replayed graph, too. So ``prove`` copies some
-    losses twice, at once and when the next one is there, and others may wait only while all of those were the same, no
-    CUDA graph was captured, and the loss is of the default stream; never if there are several ranks.
-
-    Events of the device are recorded only while nothing waits: the device that has passed one has copied all before it.
-    """
-
-    def __init__(self, is_alone: bool) -> None:
-        self.waiting: deque[tuple[Fetched, Any, int]] = deque()
-        """Each scalar's place on the host, itself without its graph, and its version."""
-        self.may_wait = False
-        self._is_alone = is_alone
-        _lates.append(self)
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget what an earlier training does with its losses."""
-        self.copy()
-        self.may_wait = False
-        self._same = self._device = 0
-        self._is_changed = not self._is_alone  # a collective changes a loss without a trace
-        self._latest: Callable[[], Any] = nothing
-        self._at_once: Any = None
-        self._copies: tuple[Fetched, Fetched] | None = None
-
-    def prove(self, value: Any, at_once: Any) -> None:
-        """Compare the copies of a loss before; ``at_once`` is the first copy of ``value``, the second comes later.
-
-        A loss that the script has given up by then is the same.
-        """
-        latest, first = self._latest(), self._at_once
-        self.end_proof()
-        if self._is_changed or _captured or type(value) is not torch.Tensor:
-            return
-        if type(at_once) is not Fetched or value._is_view():  # no scalar, or a part of what may be large
-            self.may_wait = False
-            return
-        self._device = value.get_device()
-        self._latest, self._at_once = weakref.ref(value), at_once
-        if self._copies is not None and arrived(self._copies):
-            one, other = (each.buffer.head.raw for each in self._copies)
-            self._copies = None
-            self._same += one == other
-            self._is_changed = one != other
-        self.may_wait = self._same >= SAME and not self._is_changed
-        if latest is None:
-            self._same += first is not None
-        elif self._copies is None and (again := fetch_scalar(latest)) is not None:
-            self._copies = first, again
-
-    def end_proof(self) -> None:
-        """Forget the latest loss: those that follow may wait."""
-        self._latest, self._at_once = nothing, None
-
-    def fetch(self, value: Any) -> Any:
-        """As ``fetch_values``, for a loss that may wait for others."""
-        if len(self.waiting) >= MOST_LATE or type(value) is not torch.Tensor or _stream_of(self._device):
-            return fetch_values(value)
-        buffer = _scalars.popleft() if _scalars else _make(0)
-        if buffer is None:
-            return None
-        fetched: Fetched = _new_tuple(Fetched, (buffer, value.dtype, _SCALAR))
-        self.waiting.append((fetched, value.detach(), value._version))
-        return fetched
-
-    def is_due(self, step_ns: int) -> bool:
-        """Return whether the copies are to begin at the end of a step of this time."""
-        count = len(self.waiting)
-        return count >= MOST_LATE or count * step_ns >= LATE_NS
-
-    def copy(self) -> None:
-        """Begin the copies; by the publisher if the training thread stands still and the device has nothing to do."""
-        if not self.waiting or under_way:
-            return
-        device = self._device
-        is_default = not _stream_of(device)
-        with nullcontext() if is_default else torch.cuda.stream(torch.cuda.default_stream(device)):
-            self._copy_all(_begin_copy())
-
-    def _copy_all(self, copy: Callable[[Fetched, Any], None]) -> None:
-        waiting = self.waiting
-        while waiting:
-            try:
-                fetched, tensor, version = waiting.popleft()
-            except IndexError:  # the other thread took it
-                return
-            if tensor._version == version:
-                copy(fetched, tensor)
-            else:
-                self._is_changed, self.may_wait = True, False
-                fetched.buffer.head.raw = _LOST
-
-
-def is_idle(device: int) -> bool:
-    """Return whether a device has done all work of its default stream; RuntimeError: it is in an error state."""
-    return bool(torch.cuda.default_stream(device).query())
 
 
 def arrived(values: Iterable[Any]) -> bool:
@@ -638,8 +502,6 @@ def read(value: Any) -> float | None:
     """Read a result of ``fetch``; the copy must have finished. None for None, or if it cannot be read."""
     if not isinstance(value, Fetched):
         return None if value is None else float(value)
-    if value.is_lost():
-        return None
     try:
         return float(value.tensor())
     except (TypeError, ValueError, RuntimeError):

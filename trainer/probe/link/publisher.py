@@ -408,8 +408,6 @@ TOGETHER_SECONDS = 0.25
 MOST_TOGETHER = 16
 """Coarse steps, which are short, are made into messages so long after each other, or so many at once: the interpreter
 does the same work in a third of the time if it has just done it."""
-STANDING_SECONDS = 1.0
-"""Time since a step after which the publisher fetches its loss, if the training thread has left it for later."""
 BEAT_SECONDS = 1.0
 CHANGED_BEAT_SECONDS = 0.1
 """Silence after which a heartbeat reports a change."""
@@ -437,7 +435,7 @@ class Publisher(threading.Thread):
         self._logged = False
         self._rank = rank = training.rank
         self._introduction, self._trained = training.introduction, training.trained
-        self._signs, self._late = training.signs, training.micro_steps.late
+        self._signs = training.signs
         self._tracker = tracker = training.tracker
         self._outbox = outbox = training.outbox
         self._steps, self._spare_notes = outbox.pending, training.regular.spare
@@ -617,12 +615,6 @@ class Publisher(threading.Thread):
         notes = raw.notes
         if cuda.arrived((*notes.losses, notes.grad_norm, notes.loss_scale, notes.overflow, notes.lr)):
             return True
-        if (
-            self._late.waiting
-            and time.time() - raw.ended > STANDING_SECONDS
-            and cuda.is_idle(self._rank.device.info.index)
-        ):
-            self._late.copy()  # the training thread stands still
         later = next((each.marks[-1].event for each in self._steps if each.marks[-1].event is not None), None)
         return later is not None and has_passed(later)
 

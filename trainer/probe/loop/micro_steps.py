@@ -25,8 +25,6 @@ class MicroSteps:
         self._forwards, self._state = loop.forwards, loop.state
         self._loading, self._saw_forward = loading, saw_forward
         self._unscaled: tuple[int, Any] | None = None
-        self.late = cuda.LateScalars(is_alone=loop.rank.world_size == 1)
-        """Losses of followed steps, whose copies may begin together."""
         self._seen_forward = False
         self._before: tuple[Notes, int, int] | None = None
         """During a backward: the step's notes, and their counts of micro-steps and losses before it."""
@@ -47,7 +45,6 @@ class MicroSteps:
         """Forget how an earlier training combined forwards and backwards."""
         self._begun, self._forwards_begun, self._is_reported, self._one_each = None, 0, False, OneEach()
         self._seen_forward = False
-        self.late.begin()
 
     @guarded
     def forwarding(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -123,15 +120,13 @@ class MicroSteps:
         notes, state = self._tracker.notes, self._state
         notes.micro_steps += 1
         notes.sum_losses, notes.added_ranks = state.sum_losses or scaled, state.added_ranks
-        losses = self._before_scaling(losses)
-        for loss in losses:
-            notes.losses.append(fetched := self._fetch(loss))
-            self.late.prove(loss, fetched)
+        notes.losses += self.fetch_losses(losses)
 
     def fetch_losses(self, losses: Sequence[Any]) -> list[Any]:
         """Return the losses before their scaling, on their way from the device."""
         if self._unscaled is not None:
-            losses = self._before_scaling(losses)
+            unscaled, self._unscaled = self._unscaled, None
+            losses = [unscaled[1] if unscaled[0] == id(loss) else loss for loss in losses]
         return [self._fetch(losses[0])] if len(losses) == 1 else list(map(self._fetch, losses))
 
     def _fetch(self, loss: Any) -> Any:
@@ -142,16 +137,6 @@ class MicroSteps:
             if not self._is_finite:
                 self._tracker.notes.weights_lost = has_lost_weights(self._trained)
         return value
-
-    def fetch_loss_late(self, loss: Any) -> list[Any]:
-        """Return the loss before its scaling, whose copy from the device may wait for others."""
-        if self._unscaled is not None:
-            loss = self._before_scaling((loss,))[0]
-        return [self.late.fetch(loss)]
-
-    def _before_scaling(self, losses: Sequence[Any]) -> Sequence[Any]:
-        scaled, self._unscaled = self._unscaled, None
-        return losses if scaled is None else [scaled[1] if scaled[0] == id(loss) else loss for loss in losses]
 
     @guarded
     def went_backward(self) -> None:

@@ -226,7 +226,6 @@ class Regular:
             "_device",
             "_first",
             "_held",
-            "_late",
             "_left",
             "_notes_later",
             "_order",
@@ -250,7 +249,7 @@ class Regular:
         self._guard, self._tracker, self._state = loop.rank.guard, loop.tracker, loop.state
         self._device, self._budget, self._counts = loop.rank.device, loop.tracker.budget, loop.tracker.counts
         self._loading, self._micro_steps, self._updates = loading, micro_steps, updates
-        self._late, self._outbox, self._unlabelled = micro_steps.late, outbox, unlabelled
+        self._outbox, self._unlabelled = outbox, unlabelled
         self._is_timed, self._trained = loop.rank.world_size > 1, loop.trained
         self.handlers: dict[int, Callable[..., Any]] = {}
         """The methods that judge an event, which a replay calls with its arguments."""
@@ -386,7 +385,6 @@ class Regular:
         self._spent_ns, self._cpu_ns = tracker.spent_ns, tracker.cpu_ns
         self._left = self._budget.ahead()
         self._arrays = cuda.arrays
-        self._late.end_proof()
         state = self._state
         self._notes_later = self._device.events is not None and (not state.forward_by or state.calls_module)
         model = own_model(self._trained.any_model())
@@ -478,11 +476,9 @@ class Regular:
         self._micro_steps.note_batch(what[0], what[1])
 
     def _backward(self, _owner: Any, what: tuple[Any, bool]) -> None:
-        kept, (losses, scaled) = self._kept, what
-        may_wait = self._late.may_wait and len(losses) == 1
-        fetch = self._micro_steps
-        kept.append(fetch.fetch_loss_late(losses[0]) if may_wait else fetch.fetch_losses(losses))
-        kept.append(scaled)
+        kept = self._kept
+        kept.append(self._micro_steps.fetch_losses(what[0]))
+        kept.append(what[1])
 
     def _update(self, _owner: Any, lr: Any) -> None:
         rate = lr() if callable(lr) else lr
@@ -517,8 +513,6 @@ class Regular:
         ends = left <= 0 or self._budget.left > 0 or tracker.watchers
         # A full step has device times, from its beginning on; and the device may still copy more than numbers.
         timed = ends or order.timed or (self._held and cuda.arrays != self._arrays)
-        if self._late.waiting and (timed or self._late.is_due(now - first.ns)):
-            self._late.copy()
         event = tracker.mark_event() if timed else None
         step = tracker.step = number if number is not None and number > 0 else tracker.step + 1
         end = self._first = _new(Mark, ("idle", now, sample, event, counts.entered, counts.host_ns))
@@ -552,7 +546,6 @@ class Regular:
         """Judge events again; the tracker is at the end of the step before, or where a replay begins."""
         tracker, first = self._tracker, self._first
         self.keys = []
-        self._late.copy()
         tracker.marks, tracker.phase, tracker.phase_ns = [first], first.phase, first.ns
         tracker.progress += self._done + 1
         tracker.spent_ns, tracker.cpu_ns = self._spent_ns, self._cpu_ns

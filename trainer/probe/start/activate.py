@@ -76,13 +76,11 @@ def _install(install: str, module: ModuleType) -> None:
 def _on_torch(module: ModuleType) -> None:
     """Install the hooks of PyTorch, in their order, and begin a rank that is known to be one."""
     from .. import active
-    from ..device import cuda
     from ..memory.snapshots import watch_script
     from .begin import become_rank, begin_rank
 
     active.become_rank = become_rank
     watch_script()
-    cuda.install()
     for name, install in HOOKS:
         if name == "torch":
             _install(install, module)

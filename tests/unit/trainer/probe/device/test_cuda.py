@@ -130,7 +130,7 @@ def test_a_number_has_arrived_once_its_bytes_are_other_ones(
     dtype: torch.dtype, made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as device:
-        device.setattr(cuda, "_copy", lambda *_: None)
+        device.setattr(cuda, "_copy", lambda buffer, _, *others: cuda.Fetched(buffer, *others))
         slow: Any = cuda.fetch_scalar(torch.ones((), dtype=dtype))
         lost: Any = cuda.fetch_scalar(torch.ones((), dtype=dtype))
     assert not slow.arrived()
@@ -165,86 +165,3 @@ def test_beyond_the_limit_nothing_is_fetched(made: list[int], monkeypatch: pytes
     kept.clear()
     assert len(made) == 2
     assert cuda.fetch_scalar(torch.tensor(1.0)) is not None
-
-
-def late_scalars(monkeypatch: pytest.MonkeyPatch, *, is_alone: bool = True) -> cuda.LateScalars:
-    """Return scalars of a device's default stream, which is the host here."""
-    monkeypatch.setattr(cuda, "_stream_of", lambda _: 0)
-    monkeypatch.setattr(cuda, "_captured", False)
-    monkeypatch.setattr(cuda, "_lates", [])
-    return cuda.LateScalars(is_alone)
-
-
-def prove(late: cuda.LateScalars, losses: list[torch.Tensor]) -> None:
-    for loss in losses:
-        late.prove(loss, cuda.fetch_scalar(loss))
-
-
-def numbers(count: int) -> list[torch.Tensor]:
-    return [torch.tensor(float(number)) for number in range(count)]
-
-
-def test_losses_that_stay_as_they_are_are_copied_together(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    late = late_scalars(monkeypatch)
-    prove(late, numbers(2))
-    assert not late.may_wait, "little is known of the script"
-    prove(late, numbers(6))
-    assert late.may_wait
-    fetched = [late.fetch(loss) for loss in [torch.tensor(float("nan")), *numbers(3)]]
-    assert not cuda.arrived(fetched[:1])
-    assert not late.is_due(14_000_000)
-    assert late.is_due(50_000_000)
-    late.copy()
-    assert str([cuda.read(value) for value in fetched]) == "[nan, 0.0, 1.0, 2.0]"
-    assert late.waiting == deque()
-    for loss in numbers(cuda.MOST_LATE):
-        late.fetch(loss)
-    assert late.is_due(1)
-    assert late.fetch(torch.tensor(7.0)) == 7.0, "no more than these are held"
-
-
-def test_a_loss_that_the_script_changes_before_its_copy_is_unknown_and_the_next_ones_do_not_wait(
-    made: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = late_scalars(monkeypatch)
-    while not late.may_wait:
-        prove(late, [torch.tensor(1.0)])  # which nothing holds
-    kept, changed = numbers(2)
-    fetched = [late.fetch(kept), late.fetch(changed.detach())]
-    changed /= 2
-    late.copy()
-    assert [cuda.read(value) for value in fetched] == [0.0, None]
-    assert cuda.arrived(fetched)
-    prove(late, numbers(6))
-    assert not late.may_wait
-    fetched.clear()
-    again: Any = cuda.fetch_scalar(torch.tensor(9.0))
-    assert cuda.read(again) == 9.0
-
-
-def test_no_loss_waits_in_a_script_that_changes_losses_without_a_trace(
-    made: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = late_scalars(monkeypatch)
-    for loss in (losses := numbers(9)):
-        prove(late, [loss])
-        loss.data.add_(1.0)
-    assert len(losses) == 9
-    assert not late.may_wait
-
-
-def test_no_loss_waits_with_several_ranks_after_a_captured_graph_or_on_another_stream(
-    made: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = late_scalars(monkeypatch, is_alone=False)
-    prove(late, numbers(9))
-    assert not late.may_wait
-    late = late_scalars(monkeypatch)
-    prove(late, numbers(9))
-    monkeypatch.setattr(cuda, "_stream_of", lambda _: 7)
-    assert late.fetch(torch.tensor(3.0)) == 3.0
-    assert not late.waiting
-    cuda._beginning(lambda: None)()
-    monkeypatch.setattr(cuda, "under_way", 0)
-    prove(late, numbers(9))
-    assert not late.may_wait
