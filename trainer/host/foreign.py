@@ -106,7 +106,13 @@ def jobs_of(pid: int, table: Mapping[int, Process], environments: Mapping[int, d
     if pid not in table or not table[pid].alive:
         raise UsageError(f"there is no process {pid}; 'ftmon watch --all' finds the runs of this host")
     if pid not in environments:
-        raise UsageError(f"process {pid} belongs to another user: watch it as that user")
+        own = pid in _own_line(table)
+        why = (
+            "runs this command: name a rank or its launcher"
+            if own
+            else "belongs to another user: watch it as that user"
+        )
+        raise UsageError(f"process {pid} {why}")
     if run := environments[pid].get(RUN_ENV):
         raise UsageError(f"process {pid} was started by ftmon: ftmon attach {Path(run).name}")
     below = {pid, *(each.pid for each in processes.descendants([pid], dict(table)))}
@@ -151,9 +157,15 @@ def _is_old(process: Process) -> bool:
 def environments_of(table: Mapping[int, Process]) -> dict[int, dict[str, str]]:
     """Return the environments of this user's living processes, by pid, without this process's own ancestors."""
     found = readable_environments(table)
-    for above in [table[os.getpid()], *_ancestors(os.getpid(), table)] if os.getpid() in table else []:
-        found.pop(above.pid, None)
+    for pid in _own_line(table):
+        found.pop(pid, None)
     return found
+
+
+def _own_line(table: Mapping[int, Process]) -> list[int]:
+    """Return the pids of this process and its ancestors."""
+    pid = os.getpid()
+    return [pid, *(above.pid for above in _ancestors(pid, table))] if pid in table else []
 
 
 def readable_environments(table: Mapping[int, Process]) -> dict[int, dict[str, str]]:

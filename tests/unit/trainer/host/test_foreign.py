@@ -1,5 +1,7 @@
 """Which processes of a host are the ranks of a run that ftmon did not start."""
 
+import os
+
 import pytest
 from ftmon.protocol.errors import UsageError
 from ftmon.trainer.host import foreign
@@ -75,6 +77,12 @@ def test_any_process_of_a_run_leads_to_all_its_ranks(asked: int) -> None:
 def test_a_process_that_cannot_be_watched_is_refused_with_the_reason(pid, environments, words) -> None:
     with pytest.raises(UsageError, match=words):
         jobs_of(NONE + pid, table(p10=1), environments)
+
+
+def test_the_shell_that_runs_the_command_is_refused_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: NONE + 11)
+    with pytest.raises(UsageError, match="runs this command"):
+        jobs_of(NONE + 10, table(p10=1, p11=10), {})
 
 
 def test_all_leaves_out_what_ftmon_started() -> None:
