@@ -22,6 +22,10 @@ CASES = {
         *("lora={rank: 4}", "zero.stage=3"),
         "deepspeed.zero_optimization.stage3_param_persistence_threshold=0",
     ],
+    "head-alone": [
+        "lora={rank: 4, targets: [q_proj, k_proj, v_proj, lm_head], merge: false}",
+        *("training.rehearsal=true", "output.save_model=true"),
+    ],
     "nf4-dora": ["lora={rank: 4, kind: dora}", "model.quantization=nf4"],
 }
 

@@ -322,7 +322,8 @@ def _rehearse(model: Any, config: Config) -> str:
         if other := next((name for name in whole.state_dict() if name not in known), ""):
             return f"{other} is not trained"
     if config.lora.rank and not config.lora.merge:
-        tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(whole)
+        adapters = {name: tensor for name, tensor in whole.state_dict().items() if is_adapter(name)}
+        tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(whole, adapters)
     else:
         whole = whole.merge_and_unload() if config.lora.rank else whole
         content = revert_weight_conversion(whole, whole.state_dict())

@@ -45,8 +45,10 @@ def add_lora(model: Any, config: Config) -> Any:
         exclude_modules=sorted(unfit) if unfit and not lora.targets else None,
     )
     adapters.target_parameters = taken_for_experts(model, adapters, unfit) or None
-    if lora.targets and (wrong := next((name for name in unfit if _is_named(name, lora.targets)), "")):
-        raise ConfigError(f"lora.targets: {wrong} cannot be adapted: {unfit[wrong]}; leave it out")
+    if lora.targets:
+        unfit |= _ends(model, lora.merge)
+        if wrong := next((name for name in unfit if _is_named(name, lora.targets)), ""):
+            raise ConfigError(f"lora.targets: {wrong} cannot be adapted: {unfit[wrong]}; leave it out")
     try:
         with warnings.catch_warnings():
             # peft 0.21 sets them for experts, which it does not count as targeted modules.
@@ -95,6 +97,20 @@ def unadaptable(model: Any) -> dict[str, str]:
             for own in ("dt_proj", "out_proj"):
                 if hasattr(module, own):
                     found[f"{name}.{own}"] = "Mamba's kernels read its weight without the adapter"
+    return found
+
+
+def _ends(model: Any, merges: bool) -> dict[str, str]:
+    """Return the embeddings and a tied output layer that get no adapters, with the reason, by name."""
+    found = {
+        name: "it is an embedding, which is trained with all weights only"
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding)
+    }
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if merges and head is not None and head.weight is embedding.weight:
+        name = next(name for name, module in model.named_modules() if module is head)
+        found[name] = "it shares its weight with the embeddings, which lora.merge=true would change too"
     return found
 
 
