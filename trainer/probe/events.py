@@ -469,13 +469,15 @@ class TorchEvents(Events):
 
     @guarded
     def trainer(self, model: Any, step: int, defaults: dict[str, Any]) -> None:
-        """A Trainer's training begins, at this step; ``defaults`` are fields of ``Hello`` unless an engine set them."""
+        """A Trainer begins to train after ``step``; ``defaults`` are fields of ``Hello`` unless an engine set them."""
         training = self._training
         training.introduction.facts["framework"] = "transformers"
         for name, value in defaults.items():
             training.introduction.facts.setdefault(name, value)
         if not self._state.forward_by:
             self._micro_steps.expect_forward("trainer")
+        if training.rank.world_size == 1:  # several ranks begin another training at different times
+            training.tracker.step = step
         self.trains("", None if self._state.engine_steps else model, step=step)
 
     def trainer_step(self, model: Any, inputs: Any, *, over_ranks: bool) -> _Scope:

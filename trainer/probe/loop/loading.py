@@ -328,7 +328,7 @@ class Loading:
         if trained_on is not None:
             if self._pass_ended and not getattr(trained_on, "_ftmon_trained", False):
                 self._pass_ended, notes = False, self._tracker.notes
-                notes.pending, notes.dropped = notes.micro_steps, self._dropped
+                notes.pending, notes.dropped = notes.micro_steps - notes.applied, self._dropped
             trained_on._ftmon_trained, self._dropped = True, 0
             self._trained_data = id(getattr(trained_on, "_dataset", None))
         was_eval_mode = self._eval_mode.going_backward()

@@ -159,7 +159,6 @@ class Updates:
         norm = cuda.arrived_value(notes.grad_norm)
         if notes.discarded and updater is not None and norm is not None and not isfinite(norm):
             notes.discarded = False
-            notes.lr = cuda.fetch_values(learning_rate([group.get("lr") for group in updater.param_groups]))
             self.skipped_update(updater)
 
     @guarded
@@ -247,6 +246,7 @@ class Updates:
         self._phases.enter("optimizer")
         notes = self._tracker.notes
         notes.overflow = True
+        notes.lr = cuda.fetch_values(learning_rate([group.get("lr") for group in optimizer.param_groups]))
         notes.loss_scale = cuda.fetch_values(loss_scale)
         self._note_weights(optimizer)
         self._forwards.end_step()

@@ -146,6 +146,8 @@ class Notes:
     """Weights were not finite at the backward of a loss that was not."""
     unfetched: int = 0
     """Backwards without a batch of the DataLoader that the training uses."""
+    applied: int = 0
+    """Micro-steps before the latest update of another engine or optimizer than the owner of the steps."""
     pending: int = 0
     """Micro-batches of this update that are of an earlier pass over the data."""
     dropped: int = 0
@@ -157,6 +159,7 @@ class Notes:
         """Move the figures since the last update to the part of the engine or optimizer that has now updated."""
         part = self.parts.setdefault(key, Part(name))
         part.count += 1
+        self.applied = self.micro_steps
         part.losses.append(self.losses)
         part.lr, part.accumulation = self.lr, self.accumulation
         part.grad_norm, part.loss_scale, part.overflow = self.grad_norm, self.loss_scale, self.overflow

@@ -180,7 +180,7 @@ class _Ending:
         dropped = self._publisher.dropped + self._training.outbox.overflowed
         tracker = self._training.tracker
         notes = tracker.notes
-        pending = 0 if notes.discarded else max(0, notes.micro_steps - notes.unfetched)
+        pending = 0 if notes.discarded else max(0, notes.micro_steps - notes.applied - notes.unfetched)
         if pending >= tracker.micro_steps:
             pending = 0  # gradients for something else than an accumulation
         return Goodbye(self._rank.rank, time.time(), tracker.step, reason, text, dropped, pending)

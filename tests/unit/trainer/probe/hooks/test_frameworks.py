@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from ftmon.trainer.probe import active
 from ftmon.trainer.probe.guard import replace
 from ftmon.trainer.probe.hooks import frameworks
 from ftmon.trainer.probe.hooks.frameworks import install_modeling
@@ -169,3 +170,12 @@ def test_a_function_that_an_older_version_lacks_leaves_the_other_hooks_in_place(
         replace(Engine, name, lambda original: lambda self: f"seen and {original(self)}")
     assert Engine().step() == "seen and stepped"
     assert not hasattr(Engine, "scale")
+
+
+@pytest.mark.parametrize(("ranks", "step"), [(1, 2), (8, 5)])
+def test_a_further_training_of_a_trainer_counts_its_own_steps(loop, ranks: int, step: int) -> None:
+    loop.epoch()
+    loop.training.tracker.step = 5
+    object.__setattr__(loop.training.rank, "world_size", ranks)
+    active.events.trainer(loop.model, 2, {})
+    assert loop.training.tracker.step == step

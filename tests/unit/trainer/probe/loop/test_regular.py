@@ -261,9 +261,10 @@ def test_a_followed_step_is_told_as_a_judged_one(script, monkeypatch):
     assert count >= 2
 
 
-def test_an_update_that_the_script_skips_as_its_gradients_are_not_finite_is_a_step_without_one(monkeypatch):
-    figures, _ = msgspec.json.decode(told(updates_that_the_script_skips, monkeypatch, 1)[0])
-    assert [(each["step"], each["lr"]) for each in figures if each["overflow"]] == [(9, 0.1), (10, 0.1), (11, 0.1)]
+@pytest.mark.parametrize(("script", "steps"), [(updates_that_the_script_skips, [9, 10, 11]), (scaling, [10])])
+def test_an_update_that_is_skipped_as_its_gradients_are_not_finite_is_a_step_without_one(script, steps, monkeypatch):
+    figures, _ = msgspec.json.decode(told(script, monkeypatch, 1)[0])
+    assert [(each["step"], each["lr"]) for each in figures if each["overflow"]] == [(step, 0.1) for step in steps]
     assert [each["step"] for each in figures] == list(range(1, BATCHES + 1))
 
 
@@ -298,6 +299,25 @@ def test_micro_batches_at_the_end_of_a_pass_join_the_next_one_or_are_dropped_wha
                 loop.update()
     ends = [(raw.notes.pending, raw.notes.dropped) for raw in training.outbox.unsent_steps()]
     assert ends == ([(0, 0), (0, 2), (0, 2)] if zeroes else [(0, 0), (2, 0), (0, 0), (0, 0)])
+
+
+def test_micro_batches_that_another_optimizer_has_applied_are_not_pending_at_the_end_of_a_pass(monkeypatch):
+    training = Training(RankContext(0, 0, 1, RunDir("run")), Counts())
+    training.device.settled = True
+    monkeypatch.setattr(active, "events", TorchEvents(training))
+    hooks_torch.install(torch)
+    loop = Loop()
+    generator = torch.nn.Linear(2, 1)
+    second = torch.optim.SGD(generator.parameters(), lr=0.1)
+    for _ in range(3):
+        for batch in torch.utils.data.DataLoader(list(loop.loader.dataset[:6]), batch_size=2):
+            loop.loss(batch).backward()
+            loop.update()
+            generator(torch.ones(1, 2)).sum().backward()
+            second.step()
+            second.zero_grad()
+    raws = training.outbox.unsent_steps()
+    assert [(raw.notes.pending, raw.notes.micro_steps) for raw in raws] == [(0, 1)] + [(0, 2)] * 8
 
 
 class Samples:
