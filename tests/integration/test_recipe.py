@@ -64,8 +64,10 @@ JOBS: dict[str, list[str]] = {
     "too-few": ["data.limit=10"],
     "no-such-size": ["model.config.hidden_sise=32"],
     "odd-heads": ["model.config.num_attention_heads=7"],
+    "no-number": ["zero.stage=3", "deepspeed.zero_optimization.sub_group_size=few"],
+    "not-together": ["zero.stage=2", "deepspeed.gradient_predivide_factor=2.0"],
 }
-REFUSED = ("other-model", "too-few", "no-such-size", "odd-heads")
+REFUSED = ("other-model", "too-few", "no-such-size", "odd-heads", "no-number", "not-together")
 
 
 class Outcome:
@@ -227,6 +229,8 @@ def test_a_stopped_run_goes_on_where_it_was(outcome: Outcome) -> None:
         ("too-few", "refused: data: one step takes 16 examples "),
         ("no-such-size", "refused: model.config.hidden_sise: qwen2 has no such setting"),
         ("odd-heads", "refused: model.config.hidden_size: 64 is not a multiple of num_attention_heads, 7"),
+        ("no-number", "refused: deepspeed: DeepSpeed refuses its keys: 1 validation error for DeepSpeedZeroConfig"),
+        ("not-together", "refused: deepspeed: DeepSpeed refuses its keys: gradient_predivide_factor != 1.0"),
     ],
 )
 def test_what_only_the_ranks_can_find_out_is_refused_in_one_line(outcome: Outcome, name: str, words: str) -> None:

@@ -62,6 +62,7 @@ CUTS = {kind: random.Random(kind).randrange(5, STEPS) for kind in ("z0", "z2-off
 The other kinds go on from the fourth step of the whole run.
 """
 FEWER = ("z0-bf16", "z2-lora", "z3")
+ROBIN = ["zero.stage=2", "deepspeed.zero_optimization.round_robin_gradients=true"]
 BY_ONE = ["run.ranks=1", "training.grad_accumulation=4"]
 """The same global batches on one rank."""
 
@@ -122,6 +123,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     jobs.append(runs.job("other-optimizer", "zero.stage=2", step_4, "optimizer.kind=adamw_bf16"))
     jobs.append(runs.job("allowed", "zero.stage=2", step_4, CHANGES["seed"], "checkpoint.allow=[seed]"))
     short = "training.max_steps=2"
+    jobs.append(runs.job("robin", *ROBIN, short))
+    jobs.append(runs.job("no-robin", "zero.stage=2", f"checkpoint.resume={runs.path}/robin/checkpoints/step-2"))
     jobs.append(runs.job("unmerged", *KINDS["z3-lora"], "lora.merge=false", short))
     base = runs.path / "whole-z2" / "model"
     base.mkdir(parents=True, exist_ok=True)
@@ -138,6 +141,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         alone.append(runs.job(f"fewer-{kind}", *KINDS[kind], there, *BY_ONE))
     there = f"checkpoint.resume={runs.path}/whole-z3-no-masters/checkpoints/step-4"
     alone.append(runs.job("fewer-8bit", *KINDS["z3-no-masters"], there, *BY_ONE))
+    there = f"checkpoint.resume={runs.path}/robin/checkpoints/step-2"
+    alone.append(runs.job("fewer-robin", *ROBIN, there, *BY_ONE))
     alone.append(runs.job("fewer-smaller", "zero.stage=2", step_4, "run.ranks=1"))
     runs.run(
         [
@@ -196,6 +201,13 @@ def test_states_that_cannot_be_divided_anew_are_refused_on_other_ranks(runs: Run
     (line,) = [line for line in runs.text["fewer-8bit"].splitlines() if line.startswith("refused")]
     assert "was written by 2 ranks, and the states of adamw_8bit without master weights cannot be divided" in line
     assert line.endswith("set run.ranks=2")
+
+
+def test_partitions_in_another_order_are_refused_with_the_key_that_orders_them(runs: Runs) -> None:
+    (line,) = [line for line in runs.text["no-robin"].splitlines() if line.startswith("refused")]
+    assert line.endswith("set deepspeed.zero_optimization.round_robin_gradients back")
+    (line,) = [line for line in runs.text["fewer-robin"].splitlines() if line.startswith("refused")]
+    assert "the states of adamw in round-robin order cannot be divided anew; set run.ranks=2" in line
 
 
 def test_an_allowed_change_goes_on_and_says_what_follows(runs: Runs) -> None:

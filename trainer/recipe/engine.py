@@ -1,11 +1,13 @@
 """Makes DeepSpeed's engine of a run, and the model inside it."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...protocol.errors import ConfigError
 from .config.schema import Config
 from .distributed import World
 from .model import load
@@ -238,20 +240,22 @@ def make_engine(
     """
     import deepspeed  # not at the import of this file: a prediction chooses its accelerator first
     from deepspeed.runtime import bf16_optimizer
+    from deepspeed.runtime.config import DeepSpeedConfig
 
     # It prints memory figures, with a garbage collection for each, whatever the level of DeepSpeed's log.
     for name in ("see_memory_usage", "print"):
         setattr(bf16_optimizer, name, lambda *_, **__: None)
     settings = deepspeed_config(config, world.size, world.on_gpu)
+    with _own_keys(config):
+        DeepSpeedConfig(settings)  # before ZeRO-3 makes the model by it
     model = load.make(config, settings, tokens, world, without_weights)
     # From here on each rank draws different dropout.
     torch.manual_seed(config.training.seed + 1 + world.rank)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer.make(model, config, world, world.log),
-        lr_scheduler=optimizer.scheduler(config, total_steps),
-        config=settings,
-    )
+    made = optimizer.make(model, config, world, world.log)
+    with _own_keys(config):
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=made, lr_scheduler=optimizer.scheduler(config, total_steps), config=settings
+        )
     let_norm_decide(engine.optimizer)
     compute_together(engine.optimizer)
     if _is_bf16_optimizer(engine.optimizer):
@@ -260,6 +264,19 @@ def make_engine(
         LateStep(engine.optimizer, world.has_values)
     _learn_order_with_backward(engine)
     return engine, model
+
+
+@contextmanager
+def _own_keys(config: Config) -> Generator[None]:
+    """Raise a ``ConfigError`` about ``deepspeed:`` where DeepSpeed refuses its keys, alone or together with others."""
+    try:
+        yield
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        if not config.deepspeed:
+            raise
+        # pydantic names the section, the key and the value in a line each.
+        text = ": ".join(line.strip() for line in str(error).splitlines()[:3]) or repr(error)
+        raise ConfigError(f"deepspeed: DeepSpeed refuses its keys: {text}; change them, or leave them out") from error
 
 
 def _complete_bf16(engine: Any, world: World) -> None:

@@ -6,6 +6,7 @@ from .config.schema import Config
 
 SMALL_STATES = ("adamw_bf16", "adamw_8bit")  # kinds with running averages of 2 bytes or 1
 NO_MASTERS = " without master weights"
+ROUND_ROBIN = " in round-robin order"
 SEQUENCES = "training.sequence_parallel_size"
 TARGET_ROWS = 32
 """Rows of a step where ``training.grad_accumulation`` is ``auto``."""
@@ -85,6 +86,9 @@ def learning_rate(config: Config) -> float:
 def states(config: Config) -> str:
     """Return the name of a checkpoint's kind of optimizer states: only a run with the same kind can load them."""
     kind = config.optimizer.kind if config.optimizer.kind in (*SMALL_STATES, "muon") else "adamw"
+    if config.zero.stage in (1, 2) and config.deepspeed.get("zero_optimization", {}).get("round_robin_gradients"):
+        # DeepSpeed 0.19 lays partitions out in this order, and writes the map of a partition without it.
+        kind += ROUND_ROBIN
     return kind if config.optimizer.master_weights == "fp32" else f"{kind}{NO_MASTERS}"
 
 

@@ -292,6 +292,9 @@ def _check_model(engine: Any, content: Manifest, base: Base | None, config: Conf
     refusal = stage_refusal(content, stage)
     was = f"model.name={content.base.name}" if content.base is not None and content.base.name else "random weights"
     own = support.states(config)
+    order, fix = support.ROUND_ROBIN, "optimizer.kind and optimizer.master_weights"
+    if held.replace(order, "") == own.replace(order, ""):
+        fix = "deepspeed.zero_optimization.round_robin_gradients"
     for differs, text in (
         (
             set(content.trained) != set(save.trained(engine.module)),
@@ -301,8 +304,7 @@ def _check_model(engine: Any, content: Manifest, base: Base | None, config: Conf
         (precision != config.training.precision, f"was written in {precision}; set training.precision={precision}"),
         (
             held != own,
-            f"holds the optimizer states of {held}, and this run has {own}; set optimizer.kind and "
-            "optimizer.master_weights back",
+            f"holds the optimizer states of {held}, and this run has {own}; set {fix} back",
         ),
         (
             ranks != world.size and stage and not support.converts(held),
