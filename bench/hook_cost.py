@@ -1,7 +1,6 @@
 """What the probe's own Python costs a step on the training thread, on any CPU: no run, no GPU, no publisher.
 
-    python bench/hook_cost.py [--loop torch|engine|accumulation|trainer] [--blocks 400] [--samples] [--cold MIB]
-        [--budget 0.5]
+    python bench/hook_cost.py [--loop torch|engine|accumulation] [--blocks 400] [--samples] [--cold MIB] [--budget 0.5]
 
 A tiny loop with real hooks and a real probe, whose memory samples are free (``--samples`` takes real ones). Short
 blocks of steps with the probe and without take turns. What counts is the training thread's CPU time, and of it the
@@ -18,25 +17,12 @@ import os
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
 STEPS = 10
-STOP = object()
 Cool = Callable[[], None]
-Loop = Callable[[Iterator[None]], None]
-"""Takes a step for each item that it receives."""
-
-
-def repeated(step: Callable[[], None]) -> Loop:
-    """Return a loop of single steps."""
-
-    def run(steps: Iterator[None]) -> None:
-        for _ in steps:
-            step()
-
-    return run
 
 
 def cooler(mib: int) -> Cool:
@@ -65,7 +51,7 @@ def cooled(torch: Any, model: Any, cool: Cool) -> Any:
         def __init__(self, parameters: Any, lr: float) -> None:
             super().__init__(parameters, {"lr": lr})
 
-        def step(self, closure: Any = None) -> None:
+        def step(self) -> None:
             cool()
             with torch.no_grad():
                 for parameter in self.param_groups[0]["params"]:
@@ -75,7 +61,7 @@ def cooled(torch: Any, model: Any, cool: Cool) -> Any:
     return Cooled
 
 
-def torch_loop(micro_steps: int, cool: Cool) -> Loop:
+def torch_loop(micro_steps: int, cool: Cool) -> Callable[[], None]:
     """A plain PyTorch loop with a data loader and a loss over the batch."""
     import torch
 
@@ -96,10 +82,10 @@ def torch_loop(micro_steps: int, cool: Cool) -> Loop:
         optimizer.zero_grad()
         cool()
 
-    return repeated(step)
+    return step
 
 
-def engine_loop(cool: Cool) -> Loop:
+def engine_loop(cool: Cool) -> Callable[[], None]:
     """A DeepSpeed engine's loop, ZeRO-1 on one rank."""
     import deepspeed
     import torch
@@ -131,58 +117,7 @@ def engine_loop(cool: Cool) -> Loop:
         engine.step()
         cool()
 
-    return repeated(step)
-
-
-def trainer_loop(cool: Cool) -> Loop:
-    """A Trainer of transformers with a loader of accelerate, a schedule and gradient clipping."""
-    import torch
-    import transformers
-    from torch.nn.functional import cross_entropy
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    transformers.logging.set_verbosity_error()
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = torch.nn.Sequential(torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64))
-
-        def forward(self, input_ids: Any, labels: Any) -> dict[str, Any]:
-            cool()
-            loss = cross_entropy(self.layers(input_ids).mT, labels)
-            cool()
-            return {"loss": loss}
-
-    class Rows(torch.utils.data.IterableDataset):  # type: ignore[misc,name-defined]
-        def __iter__(self) -> Any:
-            while True:
-                yield {"input_ids": list(range(8)), "labels": list(range(8))}
-
-    model = Model()
-    optimizer = cooled(torch, model, cool)(model.parameters(), lr=1e-4)
-
-    def run(steps: Iterator[None]) -> None:
-        class Stepping(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                control.should_training_stop = next(steps, STOP) is STOP
-
-        arguments = TrainingArguments(
-            tempfile.mkdtemp(),
-            max_steps=10**9,
-            per_device_train_batch_size=4,
-            use_cpu=True,
-            report_to="none",
-            logging_steps=10**8,
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-        trainer = Trainer(model, arguments, train_dataset=Rows(), optimizers=(optimizer, schedule))
-        trainer.add_callback(Stepping())
-        trainer.train()
-
-    return run
+    return step
 
 
 class Endless:
@@ -254,7 +189,7 @@ class Timed:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loop", choices=["torch", "engine", "accumulation", "trainer"], default="torch")
+    parser.add_argument("--loop", choices=["torch", "engine", "accumulation"], default="torch")
     parser.add_argument("--blocks", type=int, default=400)
     parser.add_argument("--samples", action="store_true", help="take real samples of the process's memory")
     parser.add_argument("--cold", type=int, default=0, metavar="MIB", help="empty the caches between events")
@@ -286,17 +221,9 @@ def main() -> None:
         from ftmon.trainer.probe.hooks import deepspeed as hooks_deepspeed
 
         hooks_deepspeed.install(deepspeed)
-        loop = engine_loop(cooler(args.cold))
-    elif args.loop == "trainer":
-        import accelerate.data_loader
-        import transformers.trainer
-        from ftmon.trainer.probe.hooks import frameworks
-
-        frameworks.install_trainer(transformers.trainer)
-        frameworks.install(accelerate.data_loader)
-        loop = trainer_loop(cooler(args.cold))
+        step = engine_loop(cooler(args.cold))
     else:
-        loop = torch_loop(4 if args.loop == "accumulation" else 1, cooler(args.cold))
+        step = torch_loop(4 if args.loop == "accumulation" else 1, cooler(args.cold))
     if args.cold:
         rank.device.events = NoEvents()
     if not args.samples:
@@ -304,27 +231,26 @@ def main() -> None:
 
     by_event = Timed(events)
 
+    def block() -> float:
+        begin = thread_time_ns()
+        for _ in range(STEPS):
+            step()
+        return (thread_time_ns() - begin) / 1000 / STEPS
+
     blocks: dict[bool, list[float]] = {True: [], False: []}
     costs: dict[bool, list[float]] = {True: [], False: []}
     draw = random.Random(0)
-
-    def measured() -> Iterator[None]:
-        for number in range(args.blocks + 10):
-            for on in draw.sample((True, False), 2):
-                active.events = events if on else None
-                yield
-                begin = thread_time_ns()
-                for _ in range(STEPS):
-                    yield
-                spent = (thread_time_ns() - begin) / 1000 / STEPS
-                for raw in training.outbox.unsent_steps():
-                    costs[raw.followed].append(raw.cost_ns / 1000)
-                training.outbox.items.clear()
-                training.regular.spare.extend(Notes() for _ in range(STEPS))
-                if number >= 10:
-                    blocks[on].append(spent)
-
-    loop(measured())
+    for number in range(args.blocks + 10):
+        for on in draw.sample((True, False), 2):
+            active.events = events if on else None
+            step()
+            spent = block()
+            for raw in training.outbox.unsent_steps():
+                costs[raw.followed].append(raw.cost_ns / 1000)
+            training.outbox.items.clear()
+            training.regular.spare.extend(Notes() for _ in range(STEPS))
+            if number >= 10:
+                blocks[on].append(spent)
     assert rank.guard.enabled, "the probe has switched itself off"
     found = {on: statistics.quantiles(spent, n=20) for on, spent in blocks.items()}
     low, middle, median = (found[True][at] - found[False][at] for at in (1, 4, 9))

@@ -35,7 +35,6 @@ from .values.signs import EVERY, FIRST, attended, labels_of, received
 __all__ = ["Code", "Events", "OnHost", "TorchEvents", "dtype_name", "learning_rate"]
 
 _UNSEEN = Seen(None, None, None)
-_NO_KEYWORDS: dict[str, Any] = {}
 MOST_WAITS = 32
 """Waits timed on the device in one step; a step with more micro-steps is timed on the host alone."""
 
@@ -307,9 +306,7 @@ class TorchEvents(Events):
             Code.STEPPING: updates.begin_update,
             Code.ZEROING: updates.zeroing,
             Code.CLIPPED: updates.note_grad_norm,
-            Code.MICRO_STEP: self._judge_trainer_step,
         }
-        self._trainer_scope = _Scope(self._end_trainer_step)
         self.scaled = training.micro_steps.note_scaling
         """A loss was multiplied by a loss scale: the backward of the first argument is that of the second."""
         self.leaving_group = training.introduction.note_backend
@@ -330,8 +327,7 @@ class TorchEvents(Events):
 
     def prefetching(self, prefetched: Any) -> None:
         """A loader that fetches ahead is asked for a batch; ``prefetched`` receives counts."""
-        if not self._state.forward_by:  # else batches are noted where forwards begin
-            self._regular.leave()
+        self._regular.leave()
         self._loading.prefetching(prefetched)
 
     def delivered(self, found: Any) -> None:
@@ -485,25 +481,15 @@ class TorchEvents(Events):
 
         ``over_ranks``: losses are also divided by the label tokens of all ranks.
         """
+        self._regular.leave()
         state = self._state
-        if not state.sum_losses or state.normalised_over_ranks is not over_ranks:
-            self._regular.leave()
-            state.sum_losses, state.normalised_over_ranks = True, over_ranks
-        given = (inputs,), _NO_KEYWORDS
-        if state.forward_by != "engine" and not self._regular.goes_on(Code.MICRO_STEP, model, given):
-            self._judge_trainer_step(model, *given)
-        return self._trainer_scope
-
-    def _judge_trainer_step(self, model: Any, args: Any, kwargs: Any) -> None:
-        if self._state.forward_by != "trainer":
-            self._micro_steps.expect_forward("trainer")
-            self.trains("transformers", model)
-        self._micro_steps.forwarding(None, args, kwargs)
-
-    def _end_trainer_step(self, error: BaseException | None) -> None:
-        if error is not None:
-            self._regular.leave()
-            self._micro_steps.failed_forward()
+        state.sum_losses, state.normalised_over_ranks = True, over_ranks
+        if state.forward_by != "engine":
+            if state.forward_by != "trainer":
+                self._micro_steps.expect_forward("trainer")
+                self.trains("transformers", model)
+            self._micro_steps.forwarding(None, (inputs,), {})
+        return _Scope(lambda error: None if error is None else self._micro_steps.failed_forward())
 
     def trainer_loss(self, loss: Any) -> None:
         """The loss that it returned; an engine updates before that, so there the backpropagated losses count."""

@@ -613,8 +613,7 @@ class Publisher(threading.Thread):
         if not raw.followed or raw.marks[-1].event is not None:
             return has_passed(raw.marks[-1].event)
         notes = raw.notes
-        figures = notes.grad_norm, notes.loss_scale, notes.overflow, notes.lr
-        if cuda.arrived((*notes.losses, *notes.trainer_losses, *figures)):
+        if cuda.arrived((*notes.losses, notes.grad_norm, notes.loss_scale, notes.overflow, notes.lr)):
             return True
         later = next((each.marks[-1].event for each in self._steps if each.marks[-1].event is not None), None)
         return later is not None and has_passed(later)

@@ -54,7 +54,6 @@ class Code(IntEnum):
     STEPPED = 10
     ZEROING = 11
     CLIPPED = 12
-    MICRO_STEP = 13
 
 
 _ENDS = (Code.UPDATED, Code.STEPPED)
@@ -414,11 +413,8 @@ class Regular:
             _Place(event.key, event.code, event.owner, event.inner, *phases.get(at, ("", False, False)))
             for at, event in enumerate(events)
         ]
-        # A forward that begins no phase of that name is another model's: its batch is not the step's. A Trainer's
-        # micro-steps have the batches, so no forward inside them has one.
-        others = state.forward_by != "trainer" and any(
-            each.code == Code.FORWARD and not each.inner and each.phase != "forward" for each in places
-        )
+        # A forward that begins no phase of that name is another model's: its batch is not the step's.
+        others = any(each.code == Code.FORWARD and not each.inner and each.phase != "forward" for each in places)
         loaders = {one.owner() for one, after in pairwise(places) if after.code == Code.FETCHED}
         fetches = all(one.code == Code.FETCHING for one, after in pairwise(places) if after.code == Code.FETCHED)
         if not fetches or others or len(loaders) > 1:
@@ -433,14 +429,11 @@ class Regular:
         own: dict[int, Callable[[Any, Any], object]] = {
             Code.FETCHED: self._fetched,
             Code.FORWARD: self._forward,
-            Code.MICRO_STEP: self._forward,
             Code.BACKWARD: self._backward,
             Code.UPDATE: self._update,
             Code.STEPPING: self._stepping,
             Code.CLIPPED: self._clipped,
         }
-        if self._state.forward_by == "trainer":
-            own[Code.FORWARD] = self._hold
         act = None if place.inner else own.get(place.code)
         if place is order.places[-1]:
             return self._updated
@@ -477,9 +470,6 @@ class Regular:
         if kept is None:
             self._held.append(found)
             self._loading.note_fetched(found)
-
-    def _hold(self, _owner: Any, what: Any) -> None:
-        self._held.append(what)
 
     def _forward(self, _owner: Any, what: tuple[Any, ...]) -> None:
         self._held.append(what)
@@ -609,7 +599,7 @@ def _arguments(place: _Place, own: tuple[Any, ...], held: "deque[Any]") -> tuple
     match place.code:
         case Code.FETCHED:
             return (held.popleft() if own[0] is None else own[0],)
-        case Code.FORWARD | Code.MICRO_STEP:
+        case Code.FORWARD:
             return owner, *held.popleft()
         case Code.BACKWARD:
             return own
