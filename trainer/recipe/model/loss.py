@@ -123,12 +123,11 @@ def _adds(inner: Any, world: World) -> bool:
     """Return whether a model adds to what its loss function returns. All ranks call this."""
     if not world.has_values:
         return bool(getattr(inner.config.get_text_config(), "output_router_logits", False))
-    calls = 0
+    returned: list[torch.Tensor] = []
 
     def nothing(logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return torch.zeros((), device=logits.device)
+        returned.append(torch.zeros((), device=logits.device))
+        return returned[-1]
 
     ids = torch.zeros(1, 2, dtype=torch.long, device=world.device)
     inner.loss_function = nothing
@@ -138,7 +137,7 @@ def _adds(inner: Any, world: World) -> bool:
     finally:
         inner.loss_function = summed_loss
     # By value: under ZeRO-3 hooks of modules return other tensors than those they are given.
-    return calls > 1 or (calls == 1 and float(loss) != 0.0)
+    return len(returned) > 1 or (len(returned) == 1 and float(loss) != 0.0)
 
 
 def _apart(inner: Any, forward: Callable[..., Any], loss_function: Callable[..., torch.Tensor]) -> Callable[..., Any]:
