@@ -26,7 +26,10 @@ def test_what_a_closure_runs_is_told_apart_from_the_update_that_calls_it(collect
     collector.start(BIN / "python", SCRIPTS / "closure_loop.py", "lbfgs", "sam", "accumulate").finish(280)
     assert collector.job.returncode == 0, collector.output()
     steps, truth = collector.of(Step), printed(collector)
-    assert [step.step for step in steps] == list(range(1, 19))
+    # A training of less than five seconds is counted on by the next one, and a slow host takes longer.
+    for first in (0, 6, 12):
+        assert steps[first].step in (1, first + 1)
+        assert [step.step - steps[first].step for step in steps[first : first + 6]] == list(range(6))
     assert [own["mode"] for own in truth] == ["lbfgs"] * 6 + ["sam"] * 6 + ["accumulate"] * 6
     for step, own in zip(steps, truth, strict=True):
         accumulates = own["mode"] == "accumulate"

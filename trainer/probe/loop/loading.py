@@ -3,6 +3,7 @@
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from time import perf_counter_ns
 from typing import Any
 
@@ -348,6 +349,10 @@ class Loading:
     def take(self) -> Any:
         """Return the counts of the batch whose forward begins, if it was counted as it was fetched."""
         return self._fetched.take(self._tracker.notes)
+
+    def repeating(self) -> AbstractContextManager[None]:
+        """Return the context of a replay of the present step's fetches and forwards."""
+        return self._fetched.repeating()
 
     def finish(self) -> None:
         """Handle the end of the process: batches fetched since the last step were evaluated."""

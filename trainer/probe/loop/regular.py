@@ -181,7 +181,6 @@ class Followed(NamedTuple):
                         notes.labels = []
             elif place.code == Code.BACKWARD:
                 fetched, scaled = kept
-                notes.micro_steps += 1
                 notes.sum_losses, notes.added_ranks = order.sum_losses or scaled, order.added_ranks
                 notes.losses += fetched
             elif place.code in (Code.UPDATE, Code.STEPPING):
@@ -477,6 +476,7 @@ class Regular:
 
     def _backward(self, _owner: Any, what: tuple[Any, bool]) -> None:
         kept = self._kept
+        self._tracker.notes.micro_steps += 1
         kept.append(self._micro_steps.fetch_losses(what[0]))
         kept.append(what[1])
 
@@ -574,6 +574,7 @@ class Regular:
         if not times or order is None:
             return
         notes = tracker.notes
+        notes.micro_steps = 0
         notes.restore_batches(BatchesNoted())
         done = Followed(0, tracker.marks[0], tracker.marks[0], order, times, kept, notes, 0, 0, 1)
         memory, mark_event, clock = tracker.memory, tracker.mark_event, tracker.clock
@@ -583,11 +584,12 @@ class Regular:
         tracker.mark_event = lambda: marked.popleft() if marked else mark_event()
         fetched_ns = sum(after[1] - one[1] for one, after in pairwise(events) if after[0].code == Code.FETCHED)
         try:
-            for place, ns, _, own in events:
-                tracker.clock = lambda ns=ns: ns  # type: ignore[misc]
-                self._events.append(_Event(place.key, ns, place.code, place.owner, place.inner))
-                if not place.inner:
-                    self.handlers[place.code](*_arguments(place, own, held))
+            with self._loading.repeating():
+                for place, ns, _, own in events:
+                    tracker.clock = lambda ns=ns: ns  # type: ignore[misc]
+                    self._events.append(_Event(place.key, ns, place.code, place.owner, place.inner))
+                    if not place.inner:
+                        self.handlers[place.code](*_arguments(place, own, held))
         finally:
             tracker.memory, tracker.mark_event, tracker.clock = memory, mark_event, clock
         tracker.notes.fetch_ns = fetched_ns

@@ -2,7 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy
@@ -226,17 +227,26 @@ class FetchedBatches:
 
     def __init__(self) -> None:
         self._queue: _Queue | None = None
+        self._used: _Queue | None = None
+        """The queue of the latest forward."""
         self._notes: Notes | None = None
         self._micro_steps = 0
         """Notes of the step of the latest forward, and its micro-steps before that forward."""
+        self._taken: list[OnHost | None] = []
+        """What the forwards of that step were given."""
+        self._repeated: deque[OnHost | None] | None = None
+        """During a replay: what its forwards are given again."""
 
     def add(self, iterator: Any, notes: Notes, found: Any) -> None:
         """Add a batch of a dataloader's iterator; ``notes``: of the unfinished step."""
+        if self._repeated is not None:
+            return
         queue: _Queue | None = getattr(iterator, "_ftmon_batches", None)
         if queue is None:
             queue = iterator._ftmon_batches = _Queue()
         self._queue = queue
-        if self._notes is not None and notes is not self._notes:
+        # In another pass over the data, whose queue has had no forward, the first batches are all to come.
+        if queue is self._used and self._notes is not None and notes is not self._notes:
             self._notes = None
             if queue.ahead is None:
                 queue.ahead = len(queue.batches)
@@ -246,12 +256,26 @@ class FetchedBatches:
 
     def take(self, notes: Notes) -> OnHost | None:
         """Return the batch whose forward begins; None if none was fetched for it, or it had a forward before."""
-        again = notes is self._notes and notes.micro_steps == self._micro_steps
+        is_next = notes is not self._notes
+        again = not is_next and notes.micro_steps == self._micro_steps
         self._notes, self._micro_steps = notes, notes.micro_steps
-        if again:
-            return None
-        queue = self._queue
-        return queue.batches.popleft() if queue is not None and queue.batches else None
+        if self._repeated is not None:
+            return self._repeated.popleft() if self._repeated else None
+        if is_next:
+            self._taken.clear()
+        queue = self._used = self._queue
+        found = queue.batches.popleft() if not again and queue is not None and queue.batches else None
+        self._taken.append(found)
+        return found
+
+    @contextmanager
+    def repeating(self) -> Generator[None]:
+        """For the length of a ``with`` block: fetches are known, and the step's forwards have their batches again."""
+        self._repeated = deque(self._taken)
+        try:
+            yield
+        finally:
+            self._repeated = None
 
 
 class ModelSizes(NamedTuple):

@@ -14,6 +14,7 @@ from ftmon.trainer.probe.loop import regular
 from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.phases.tracker import Counts
 from ftmon.trainer.probe.rank.context import RankContext
+from ftmon.trainer.probe.values import batch as batches
 
 BATCHES = 14
 
@@ -311,3 +312,44 @@ def test_weights_are_sampled_where_each_phase_is_read_as_in_a_captured_step(watc
     for raw, step in zip(raws[1:], steps[1:], strict=True):
         assert (raw.notes.weights is not None) is watched
         assert step.phase("forward").coarse is not watched
+
+
+def test_on_a_device_each_forward_has_the_batch_that_was_fetched_for_it_judged_followed_or_replayed(monkeypatch):
+    training = Training(RankContext(0, 0, 1, RunDir("run")), Counts())
+    training.device.settled, training.device.events = True, object()
+    monkeypatch.setattr(training.device, "mark_event", lambda: None)
+    monkeypatch.setattr(training.tracker, "mark_event", lambda: None)
+    budget = training.tracker.budget
+    budget.end_step = lambda *_: None
+    budget.full = False
+    monkeypatch.setattr(active, "events", TorchEvents(training))
+    hooks_torch.install(torch)
+    given, note = [], batches.note
+
+    def noted(notes, found, is_forward, *more):
+        if is_forward:
+            given.append((found[1]["input_ids"], more[1]))
+        note(notes, found, is_forward, *more)
+
+    monkeypatch.setattr(regular, "LIKE", 1)
+    monkeypatch.setattr(batches, "note", noted)
+    active.events._micro_steps.expect_forward("engine")
+    loop = Loop()
+    for number, rows in enumerate(chain(*[loop.loader] * 8)):
+        with active.events.forward(loop.model, (), rows, "tiny", always=True):
+            loss = loop.loss(rows)
+        with active.events.backward((loss,)):
+            loss.backward()
+        if number == 3 * BATCHES + 10:
+            training.regular.leave()
+        if number % 2:
+            with active.events.update(loop.model, lambda: 0.5) as update:
+                loop.optimizer.step()
+                update.done(lambda number=number: {"number": number // 2 + 1, "accumulation": 2})
+            loop.optimizer.zero_grad()
+    training.hand_over_closing()
+    assert training.guard.enabled, "the probe has switched itself off"
+    assert sum(raw.followed for raw in training.outbox.unsent_steps()) > BATCHES
+    assert len(given) >= 8 * BATCHES
+    for ids, fetched in given:
+        assert torch.equal(fetched.ids, ids)

@@ -65,6 +65,33 @@ def test_a_second_forward_of_a_batch_takes_no_other_one() -> None:
     assert loop.forward() == 1
 
 
+def test_another_pass_over_the_data_begins_with_its_own_first_batch() -> None:
+    loop = Loop()
+    for first in (0, 10):
+        loop.iterator = Iterator()
+        loop.fetch(first)  # accelerate's loader is a batch ahead
+        for number in range(first, first + 4):
+            if number < first + 3:
+                loop.fetch(number + 1)
+            assert loop.forward() == number
+            loop.backward(update=True)
+
+
+def test_a_replay_gives_each_forward_the_batch_it_had() -> None:
+    loop = Loop()
+    loop.fetch(0, 1, 2)
+    for number in range(2):
+        assert [loop.forward(), loop.forward()] == [number, None]
+        loop.backward()
+    loop.notes.micro_steps = 0
+    with loop.batches.repeating():
+        loop.fetch(0, 1, 2)
+        for number in range(2):
+            assert [loop.forward(), loop.forward()] == [number, None]
+            loop.backward()
+    assert loop.forward() == 2
+
+
 def test_batches_of_another_loader_are_not_mixed_in() -> None:
     loop = Loop()
     loop.fetch(0, 1)
