@@ -600,7 +600,7 @@ _INVESTIGATE = (
     ),
     command(
         "export",
-        "report:export",
+        "export:export",
         "write a run's recorded figures in formats of other tools",
         FILE_OR_RUN,
         argument("format", "FORMAT", f"one of {', '.join(EXPORT_FORMATS)}", choices=EXPORT_FORMATS),
@@ -637,7 +637,7 @@ _INVESTIGATE = (
     ),
     command(
         "import",
-        "report:import_run",
+        "export:import_run",
         "make a run of the log of a training that ftmon did not watch",
         argument(
             "file",

@@ -27,7 +27,7 @@ from ..model.peaks import phase_words, ranking_sentences
 from ..model.rank import RankModel, phase_rates, segment_bytes
 from ..model.run import RunModel
 from ..model.waterfall import REASONS, Waterfall, unanalysed, waterfall
-from ..source.load import describe, find_recording, find_run, load, open_replays
+from ..source.load import describe, load, open_replays
 from . import output
 from .access import ask, check_rank, living_hub, opened
 from .follow import DRAIN_SECONDS, Standing, pumped
@@ -56,7 +56,7 @@ def show_memory(arguments: Namespace) -> int:
 
 
 def _load_model(run: str) -> RunModel:
-    with opened(find_recording(run)) as reader:
+    with opened(rundir.find_recording(run)) as reader:
         info = reader.info()
         model = load(reader, info.last_t, describe(info))
         marks: dict[int, list[PeakMark]] = {}
@@ -175,10 +175,10 @@ _WHOLE = 1 << 30  # a limit above any number of samples of a rank
 
 def show_events(arguments: Namespace) -> int:
     """Print the sampled steps of a run, and with ``--follow`` later ones until it ends."""
-    run = find_run(arguments.run)
+    run = rundir.find_run(arguments.run)
     if run is None and arguments.follow:
         raise UsageError(f"{arguments.run}: is a recording on its own, which --follow cannot follow; name a run")
-    with opened(find_recording(arguments.run)) as reader:
+    with opened(rundir.find_recording(arguments.run)) as reader:
         known = reader.info().ranks
         if known or not arguments.follow:  # a run that has just begun has none yet
             check_rank(known, arguments.rank)

@@ -19,7 +19,6 @@ from ...protocol.run import rundir
 from ...protocol.run.rundir import HubFile, RunDir
 from ...protocol.text import duration, gib, ranks_counted, sanitize
 from ..model.oom import OomCase
-from ..source.load import find_recording, find_run, recording_file
 from .access import ask, check_rank, living_hub, opened, wait_for_end, words_of
 from .output import print_json
 
@@ -133,7 +132,7 @@ def _of_snapshot(name: str) -> tuple[str, list[OomReport]]:
 
 
 def _of_recording(name: str) -> tuple[str, list[OomReport]]:
-    path = find_recording(name)
+    path = rundir.find_recording(name)
     with opened(path) as reader:
         info = reader.info()
         reports = [
@@ -232,10 +231,14 @@ def show_stacks(arguments: Namespace) -> int:
     Returns:
         0 if all ranks' stacks were received.
     """
-    run = find_run(arguments.run)
+    run = rundir.find_run(arguments.run)
     # A run directory without a living hub may be a copy, for which no hub is started.
-    if run is None or run.read_exit() is not None or (recording_file(arguments.run) and run.living_hub() is None):
-        return _show(recorded(find_recording(arguments.run), arguments.rank), arguments)
+    if (
+        run is None
+        or run.read_exit() is not None
+        or (rundir.recording_file(arguments.run) and run.living_hub() is None)
+    ):
+        return _show(recorded(rundir.find_recording(arguments.run), arguments.rank), arguments)
     verb = control.Stacks(sorted(set(arguments.rank)), "ftmon stacks", arguments.native)
     return _show(ask(living_hub(run), verb, result_seconds=_STACKS_SECONDS), arguments)
 

@@ -1,8 +1,6 @@
-"""``ftmon report``, ``compare``, ``export`` and ``import``: runs and sweeps as charts, tables, files, differences."""
+"""``ftmon report`` and ``compare``: runs and sweeps as charts and tables, and their differences."""
 
-import os
 import shutil
-import subprocess
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -13,20 +11,13 @@ import msgspec
 from ... import __version__
 from ...protocol.analysis.report import Comparison, compare, comparison_lines, noisy, summary_line
 from ...protocol.errors import UsageError
-from ...protocol.recording.series import SERIES
-from ...protocol.run.start import module_command
-from ...protocol.run.targets import REPORT_TARGETS, TRACKERS, is_installed
-from ...protocol.text import counted, sanitize
-from ..export.perfetto import write_trace
-from ..export.snapshots import write_flame_graph, write_snapshot
-from ..export.tables import write_table
-from ..report.build import build, check_outputs, lines, records, to_csv, to_parquet, write_file
+from ...protocol.run.rundir import find_recording
+from ...protocol.text import sanitize
+from ..export.tables import check_outputs
+from ..report.build import build, lines, records, to_csv, to_parquet, write_file
 from ..report.data import Loaded, load, load_both, parse_mapping
 from ..report.pictures import page, png, sheet
-from ..source.imported import import_log
-from ..source.load import find_recording
 from . import output
-from .access import opened
 from .output import draws_ascii, print_json
 
 _MOST = 10
@@ -77,21 +68,6 @@ def compare_loaded(before: Loaded, after: Loaded, gate: float | None) -> list[Co
     return [msgspec.structs.replace(one, steps=before.steps) for one in found]
 
 
-def import_run(arguments: Namespace) -> int:
-    """Make a run of a log, and print its name."""
-    made = import_log(Path(arguments.file), arguments.name)
-    if arguments.json:
-        counts = {name: getattr(made, name) for name in ("steps", "last_step", "evaluations", "repeated")}
-        print_json({"run": made.run.id, **counts})
-        return 0
-    steps, evaluations = counted(made.steps, "logged step"), counted(made.evaluations, "evaluation")
-    print(f"imported: {steps} up to step {made.last_step:,}, {evaluations}")
-    if made.repeated:
-        print(f"log entries left out, as later ones repeat their steps: {made.repeated:,}")
-    print(f"ftmon report {made.run.id}")
-    return 0
-
-
 _WIDEST = 120
 
 
@@ -120,59 +96,4 @@ def show_report(arguments: Namespace) -> int:
         width = min(_WIDEST, shutil.get_terminal_size((100, 24)).columns)
         for line in lines(report, width, ascii_only=output.draws_ascii(arguments)):
             print(line)
-    return 0
-
-
-def _send(source: Path, tracker: str, folder: str | None) -> int:
-    """Send a recording to a tracker, in a process of the trainer's side; return its exit status."""
-    if not is_installed(REPORT_TARGETS[tracker].package):
-        raise UsageError(f"{tracker} needs packages that are not installed: pip install 'ftmon[{tracker}]'")
-    environ = dict(os.environ)
-    if folder is not None:
-        try:
-            Path(folder).mkdir(exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--output: {folder}: no folder for the files: {error.strerror}") from None
-        environ.setdefault("TRACKIO_DIR", str(Path(folder, "trackio").absolute()))
-    words = module_command("ftmon.trainer.exporters", ["--replay", str(source.absolute()), tracker])
-    return subprocess.run(words, stdin=subprocess.DEVNULL, cwd=folder, env=environ, check=False).returncode
-
-
-_TABLES = ("parquet", "arrow", "csv")
-
-
-def export(arguments: Namespace) -> int:
-    """Write the requested files of a run's recording, or send it to a tracker."""
-    kind, series = arguments.format, arguments.series or "steps"
-    if arguments.series and kind not in _TABLES:
-        raise UsageError(f"--series: {kind} has none; remove the option, or export {', '.join(_TABLES)}")
-    of_step = {"memory_viz": write_snapshot, "flamegraph": write_flame_graph}.get(kind)
-    if of_step is None and (arguments.rank is not None or arguments.step is not None):
-        raise UsageError(
-            f"--rank, --step: {kind} has all ranks and steps; remove the options, or export memory_viz or flamegraph"
-        )
-    source = find_recording(arguments.run)
-    if kind in TRACKERS:
-        return _send(source, kind, arguments.output)
-    if not arguments.output:
-        raise UsageError(f"--output: {kind} needs the file to write: -o FILE")
-    target = Path(arguments.output)
-    files = {series: target}
-    if series == "all":
-        try:
-            target.mkdir(exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--output: {target}: no folder for the files: {error.strerror}") from None
-        files = {name: target / f"{name}.{kind}" for name in SERIES}
-    for path in files.values():
-        check_outputs({"--output": str(path)}, [source])
-    with opened(source) as reader:
-        for name, path in files.items():
-            if kind == "perfetto":
-                written = counted(write_trace(reader, path), "event")
-            elif of_step is not None:
-                written = of_step(reader, arguments.rank or 0, arguments.step, path)
-            else:
-                written = counted(write_table(reader, name, kind, path), "row")
-            print(f"written: {path}: {sanitize(written)}")
     return 0

@@ -22,7 +22,7 @@ from ...protocol.run.start import CommandEnd, module_command
 from ...protocol.text import cells_of, counted, duration, gib, sanitize
 from ..model.run import RunModel, TerminalNotices, activity_words, early_stop_words, epoch_words, status
 from ..model.runs import RunEntry, RunList, recorded_entry
-from ..source.load import describe, find_recording, load, read_overview, recording_file
+from ..source.load import describe, load, read_overview
 from . import output
 from .access import StartFailedError, check_rank, living_hub, opened
 from .follow import Standing, await_exporters, follow, kept, passed_on
@@ -145,7 +145,7 @@ def _in_app(run: RunDir, arguments: Namespace, standing: Standing, owned: bool) 
 
 def replay(arguments: Namespace) -> int:
     """Play a recording: a file, a run directory, or a run by name."""
-    path = find_recording(arguments.run)
+    path = rundir.find_recording(arguments.run)
     if not opens_app(arguments):
         return print_recording(path, arguments)
     from ..app import run_app
@@ -186,7 +186,7 @@ def opens_app(arguments: Namespace) -> bool:
 
 def show_logs(arguments: Namespace) -> int:
     """Print the last lines of all ranks, or of one, that contain a text."""
-    with opened(find_recording(arguments.run)) as reader:
+    with opened(rundir.find_recording(arguments.run)) as reader:
         # A rank that failed before its first message has lines, although it is not among the known ranks.
         if not reader.logs(rank=arguments.rank, limit=1):
             check_rank(reader.info().ranks, arguments.rank)
@@ -220,7 +220,7 @@ def list_runs(arguments: Namespace) -> int:
 
 
 def _named(name: str) -> RunEntry:
-    recording = recording_file(name)
+    recording = rundir.recording_file(name)
     return RunList().entry(rundir.find(name)) if recording is None else recorded_entry(recording)
 
 
@@ -266,7 +266,7 @@ _SHOWN = 16
 
 def show_status(arguments: Namespace) -> int:
     """Print a run's latest recorded state; of a live run it is up to half a second old."""
-    recording = recording_file(arguments.run)
+    recording = rundir.recording_file(arguments.run)
     entry: RunEntry | None = None
     if recording is None:
         run = rundir.find(arguments.run)

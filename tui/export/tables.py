@@ -4,7 +4,7 @@ import csv
 import os
 import tempfile
 from array import array
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any
 
 from ...protocol.errors import UsageError
-from ...protocol.recording.reader import Reader
+from ...protocol.recording.reader import Reader, without_collections
 from ...protocol.recording.series import SERIES, Part
 
 _LARGEST = 1 << 63
@@ -43,6 +43,27 @@ def replacing(path: Path) -> Generator[Path, None, None]:
             Path(temporary).unlink(missing_ok=True)
 
 
+def check_outputs(outputs: Mapping[str, str], sources: Sequence[Path]) -> None:
+    """Check that files (paths by option) can be written, and replace no source of the report, before writing any.
+
+    Raises:
+        UsageError: a path is empty, a folder, one of the sources or given twice, or its folder cannot be written.
+    """
+    known = {os.path.realpath(path) for path in sources}
+    for option, name in outputs.items():
+        path, folder = os.path.realpath(name), os.path.dirname(os.path.realpath(name))
+        problems = {
+            "needs a file's name": not name,
+            f"{name} is a folder: name a file": os.path.isdir(path),
+            f"{name} cannot be written: no such folder: {folder}": not os.path.isdir(folder),
+            f"{name} cannot be written: no permission to write in {folder}": not os.access(folder, os.W_OK | os.X_OK),
+            f"{name} would replace a file that is read or written too: name another": path in known,
+        }
+        if problem := next((text for text, found in problems.items() if found), ""):
+            raise UsageError(f"{option}: {problem}")
+        known.add(path)
+
+
 def parts(reader: Reader, series: str) -> Iterator[Part]:
     """Yield a whole series of a recording in parts.
 
@@ -64,7 +85,7 @@ def write_table(reader: Reader, series: str, kind: str, path: Path) -> int:
     """
     begin = _csv if kind == "csv" else _arrow(kind)
     rows = 0
-    with replacing(path) as temporary, closing(begin(temporary, series)) as writer:
+    with without_collections(), replacing(path) as temporary, closing(begin(temporary, series)) as writer:
         next(writer)
         for part in parts(reader, series):
             writer.send(part.columns)

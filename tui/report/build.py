@@ -2,7 +2,6 @@
 
 import csv
 import io
-import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -479,27 +478,6 @@ def _column(values: list[Any]) -> list[Any]:
     if len(kinds) > 1 and not kinds <= {int, float}:
         return [None if value is None else str(value) for value in values]
     return values
-
-
-def check_outputs(outputs: Mapping[str, str], sources: Sequence[Path]) -> None:
-    """Check that files (paths by option) can be written, and replace no source of the report, before writing any.
-
-    Raises:
-        UsageError: a path is empty, a folder, one of the sources or given twice, or its folder cannot be written.
-    """
-    known = {os.path.realpath(path) for path in sources}
-    for option, name in outputs.items():
-        path, folder = os.path.realpath(name), os.path.dirname(os.path.realpath(name))
-        problems = {
-            "needs a file's name": not name,
-            f"{name} is a folder: name a file": os.path.isdir(path),
-            f"{name} cannot be written: no such folder: {folder}": not os.path.isdir(folder),
-            f"{name} cannot be written: no permission to write in {folder}": not os.access(folder, os.W_OK | os.X_OK),
-            f"{name} would replace a file that is read or written too: name another": path in known,
-        }
-        if problem := next((text for text, found in problems.items() if found), ""):
-            raise UsageError(f"{option}: {problem}")
-        known.add(path)
 
 
 def write_file(path: Path, data: bytes) -> None:

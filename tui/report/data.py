@@ -18,10 +18,10 @@ from ...protocol.messages.telemetry import Evaluation
 from ...protocol.recording.reader import Reader, RecordedRun
 from ...protocol.recording.results import StepPoint, TrainingPoint, run_state
 from ...protocol.run.end import ending_in_words
+from ...protocol.run.rundir import find_recording
 from ...protocol.sweep.rows import RankRow, Results, is_results, key_of, read
 from ...protocol.text import sanitize
 from ..model.runs import recorded_entry
-from ..source.load import find_recording
 
 
 class Curve(msgspec.Struct, frozen=True):

@@ -1,25 +1,21 @@
 """Loads the state of a run at any time from its recording, for seeks and late joins; finds runs and recordings."""
 
 import copy
-import gc
-import os
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil, floor, inf
 from pathlib import Path
 from typing import Protocol
 
 from ...protocol.analysis.allocator.snapshot_replay import Replay
-from ...protocol.errors import FtmonError, RecordingError, RunNotFoundError
+from ...protocol.errors import FtmonError, RecordingError
 from ...protocol.host.process import ProcessId, is_alive
 from ...protocol.messages.control import Alert
 from ...protocol.messages.hosts import Job
 from ...protocol.messages.telemetry import AllocatorEvents, Checkpoint, Evaluation, Step
 from ...protocol.messages.wire import RESTART_LEAP, Frame
-from ...protocol.recording.reader import Reader
+from ...protocol.recording.reader import Reader, without_collections
 from ...protocol.recording.results import MemoryColumn, PeakMark, RecordingInfo, TrainingPoint
-from ...protocol.run import rundir
 from ...protocol.run.rundir import RunDir
 from ...protocol.snapshot.reader import SnapshotReading
 from ..model.rank import KEPT
@@ -171,23 +167,7 @@ class Superseded(Exception):  # noqa: N818 - no error: the state is not needed a
     """Loading was cancelled by another request."""
 
 
-@contextmanager
-def _without_collections() -> Generator[None, None, None]:
-    """Pause the garbage collector.
-
-    A load creates tens of thousands of objects that are all kept. Traversing these and all others repeatedly takes as
-    long as the load itself.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_without_collections()
+@without_collections()
 def load(
     history: History,
     t: float,
@@ -320,52 +300,6 @@ def _load_memory(history: History, begin: float, t: float, model: RunModel, over
     parts += read_memory(history, fine, last - fine, 1), read_memory(history, last, 1, 1, until=t)
     for rank, level in (pair for levels in parts for pair in levels.items()):
         model.rank(rank).timeline.adopt(level)
-
-
-_SUFFIXES = (".sqlite", ".csv", ".tsv", ".jsonl", ".json", ".yaml", ".yml")  # of files that an argument may name
-
-
-def recording_file(name: str) -> Path | None:
-    """Return the recording for the path of a file or of a run directory; None if it is neither."""
-    path = Path(name)
-    try:
-        if os.path.isdir(path):
-            found = RunDir(path).recording
-            return found if name and (found.exists() or (path / "run.json").exists()) else None
-        return path if os.path.lexists(path) else None
-    except (OSError, ValueError):  # too long for a file's name
-        return None
-
-
-def find_recording(name: str) -> Path:
-    """Return the recording of a file, a run directory or a run's name.
-
-    Raises:
-        RunNotFoundError: it is neither, or several runs match.
-    """
-    found = recording_file(name)
-    if found is not None:
-        return found
-    try:
-        return rundir.find(name).recording
-    except RunNotFoundError:
-        if os.path.isdir(name):
-            text = f"{name}: no recording in this folder; 'ftmon ls' lists the runs there are"
-            raise RunNotFoundError(text) from None
-        if os.sep in name or Path(name).suffix.lower() in _SUFFIXES:  # meant as a file's name
-            raise RunNotFoundError(f"{name}: no such file") from None
-        raise
-
-
-def find_run(name: str) -> RunDir | None:
-    """Return the run of a run directory or of a run's name; None for a recording on its own.
-
-    Raises:
-        RunNotFoundError: it is neither, or several runs match.
-    """
-    recording = find_recording(name)
-    alone = recording == Path(name) or not (recording.parent / "run.json").exists()
-    return None if alone else RunDir(os.path.abspath(recording.parent))
 
 
 def open_replays(
