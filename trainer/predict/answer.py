@@ -89,7 +89,7 @@ def predict_each(
 ) -> list[Prediction | ConfigError]:
     """Return the predictions of jobs of the same lengths, from one rank of each: the nearest to ``rank`` that differs.
 
-    Two run at a time. ``tell`` is called with a job's number when it begins; a refused job has its error.
+    Several run at a time. ``tell`` is called with a job's number when it begins; a refused job has its error.
     """
     chosen = [ranks.nearest(ranks.differing(job.stage, job.ranks), rank) for job in of]
     refused: dict[int, ConfigError] = {}

@@ -10,7 +10,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -20,11 +20,15 @@ from ...protocol.errors import ConfigError, FtmonError
 from ...protocol.host.machine import ModelFlops
 from ...protocol.run.end import signal_name
 from ..host.processes import end_with_parent
-from . import record
-from .dry import DryRun
+from ..recipe.hardware import cores
 from .result import Made, Phase, Rank
 
-_TOGETHER = 2
+if TYPE_CHECKING:
+    from .dry import DryRun
+    from .record import Event
+
+_MOST_TOGETHER = 8
+"""Maximum number of dry runs at a time; each uses one core and up to a GiB."""
 _MOST_RANKS = 8
 """Maximum number of ranks run; others get the figures of the nearest one."""
 _TRACEBACK = 113
@@ -108,7 +112,7 @@ def warm(modules: Iterable[str] = ()) -> None:
     os.environ.update({"TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cuda"})
     with without_gpus():
         gc.disable()  # imported objects are kept
-        for name in _IMPORTED:
+        for name in (f"{__package__}.dry", *_IMPORTED):
             importlib.import_module(name)
         for name in modules:
             with contextlib.suppress(ImportError):
@@ -130,8 +134,13 @@ def without_gpus() -> Generator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 
+def _together() -> int:
+    """Return how many dry runs are run at a time: one for two cores, as others use the host, and two on few."""
+    return max(2, min(_MOST_TOGETHER, cores() // 2))
+
+
 def run(
-    make: Callable[[int], DryRun],
+    make: Callable[[int], "DryRun"],
     ranks: Sequence[int],
     lengths: Sequence[int],
     capacity_bytes: int | None = None,
@@ -140,7 +149,7 @@ def run(
     began: Callable[[int], None] = lambda rank: None,
     other: Settings | None = None,
 ) -> dict[int, RankRun]:
-    """Run some ranks at some lengths, in this order, in forked processes: two ranks, or two lengths of one, at a time.
+    """Run some ranks at some lengths, in this order, in forked processes: several ranks, or lengths of one, at a time.
 
     ``in_turn``: as in a process that measures one length after the other (``DryRun.measure``). ``refused`` receives the
     errors of ranks; without it the first one is raised. ``began`` is called with a rank before it runs. With ``other``
@@ -150,14 +159,15 @@ def run(
         ConfigError: a rank was refused, or its process ended.
     """
     waiting = list(ranks)
-    together = 1 if len(waiting) > 1 else _TOGETHER
+    most = _together()
+    together = 1 if len(waiting) > 1 else most
     measure = partial(_measure, make, lengths, capacity_bytes, in_turn, together, other)
     found: dict[int, RankRun] = {}
     with selectors.DefaultSelector() as selector:
         children: dict[int, tuple[int, int, bytearray]] = {}
         try:
             while waiting or children:
-                while waiting and len(children) < _TOGETHER:
+                while waiting and len(children) < most:
                     rank = waiting.pop(0)
                     began(rank)
                     reading, child = _fork(partial(measure, rank))
@@ -250,7 +260,7 @@ def _fork(call: Callable[[], Any]) -> tuple[int, int]:
 
 
 def _measure(
-    make: Callable[[int], DryRun],
+    make: Callable[[int], "DryRun"],
     lengths: Sequence[int],
     capacity: int | None,
     in_turn: bool,
@@ -284,14 +294,16 @@ def _measure(
     return result
 
 
-def _outcome(dry: DryRun, capacity: int | None, in_turn: bool, other: Settings | None, length: int) -> Outcome:
+def _outcome(dry: "DryRun", capacity: int | None, in_turn: bool, other: Settings | None, length: int) -> Outcome:
+    from .record import peaks
+
     before = sum(os.times()[:4])
     measured = dry.measure(length, in_turn)
     allocator, events = dry.job.allocator, measured.events
     found = _needs(Outcome(length, measured.rank), events, allocator, capacity)
     found = msgspec.structs.replace(found, work=measured.work, micro_step=measured.micro_step)
     if other is not None:
-        highest = record.peaks(events, measured.start, other)
+        highest = peaks(events, measured.start, other)
         highest["init"] = max(highest["init"][0], dry.making_bytes), max(highest["init"][1], dry.making_bytes)
         rank = msgspec.structs.replace(found.rank, phases={name: Phase(*sizes) for name, sizes in highest.items()})
         again = _needs(msgspec.structs.replace(found, rank=rank, fails_in="", tight=False), events, other, capacity)
@@ -299,8 +311,10 @@ def _outcome(dry: DryRun, capacity: int | None, in_turn: bool, other: Settings |
     return msgspec.structs.replace(found, seconds=round(sum(os.times()[:4]) - before, 2))
 
 
-def _needs(found: Outcome, events: Sequence[record.Event], settings: Settings, capacity: int | None) -> Outcome:
+def _needs(found: Outcome, events: "Sequence[Event]", settings: Settings, capacity: int | None) -> Outcome:
     """Return an outcome with the memory that its rank needs, and whether it fits the capacity."""
+    from . import record
+
     limits, rank = record.limits(events, settings), found.rank
     fails = "" if capacity is None else record.failing_phase(events, settings, limits, capacity)
     tight = False
