@@ -23,12 +23,11 @@ from ...protocol.run.start import StartRequest, module_command, print_started, r
 from ...protocol.run.targets import check_report_to
 from ...protocol.text import sanitize
 from ..launch import start
-from . import hardware, launcher
+from . import faults, hardware, launcher
 from .checkpoint import manifest as checkpoints
 from .config import write
 from .config.load import Loaded, load, of_model_and_data
 from .config.schema import Config
-from .faults import spec
 from .hardware import free_port, usable_gpus
 from .preflight.resolve import Resolved, check_hub, resolve
 
@@ -256,7 +255,7 @@ def _demo(request: StartRequest) -> Loaded:
     loaded = demo_config(overrides)
     if request.fault:
         try:
-            spec.parse(request.fault, loaded.config.run.ranks or 1024)
+            faults.parse(request.fault, loaded.config.run.ranks or 1024)
         except UsageError as error:
             raise UsageError(f"--fault {error}") from None
         loaded = demo_config([*overrides, f"debug.fault={request.fault}"])

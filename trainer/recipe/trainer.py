@@ -16,8 +16,8 @@ from .data.batches import Ahead, Order, WithCounts, loader
 from .distributed import StopFlag, World
 from .evaluation.evaluate import Evaluated, Evaluator
 from .export.export import ExportError, Results, export_bytes, push_last, save_model
-from .faults import spec
-from .faults.make import FaultMaker
+from .faults import FaultMaker
+from .faults import parse as parse_fault
 from .model import load, tokenizer
 from .model.loss import Batch
 from .monitor import Progress, activity, announce, probe
@@ -155,7 +155,7 @@ class Trainer(Stepper):
         """Train until the planned end or a stop request; return whether it was a stop request."""
         config, world, state = self.config, self.world, self.state
         lines = ProgressLines(self.total_steps, config.output.log_every, world)
-        fault = spec.parse(config.debug.fault, world.size) if config.debug.fault else None
+        fault = parse_fault(config.debug.fault, world.size) if config.debug.fault else None
         faults = FaultMaker(fault, world, self.engine)
         flag = StopFlag(world)
         termination = Termination.of_steps()

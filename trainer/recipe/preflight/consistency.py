@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from ....protocol.errors import UsageError
+from .. import faults
 from ..config.load import Loaded
 from ..config.schema import Config, Lora
 from ..data.messages import parse
-from ..faults import spec
 from ..support import SEQUENCES, SMALL_STATES, heads_refusal, ranks_refusal, settle_batch
 
 
@@ -150,7 +150,7 @@ def check_fault(loaded: Loaded, ranks: int) -> None:
     if not loaded.config.debug.fault:
         return
     try:
-        fault = spec.parse(loaded.config.debug.fault, ranks)
+        fault = faults.parse(loaded.config.debug.fault, ranks)
     except UsageError as error:
         raise loaded.error("debug.fault", str(error)) from None
     steps = loaded.config.training.max_steps

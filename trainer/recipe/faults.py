@@ -1,4 +1,7 @@
-"""Causes a fault. Faults are real: memory is touched, processes die, allocations fail."""
+"""Real faults, caused at one step of one rank to test the monitor: memory is touched, processes die.
+
+The command's side reads their names, so torch is imported where a fault needs it.
+"""
 
 import ctypes
 import os
@@ -8,14 +11,20 @@ import signal
 import statistics
 import time
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import msgspec
 import psutil
-import torch
 
-from ..distributed import World
-from .spec import Fault
+from ...protocol.errors import UsageError
 
+if TYPE_CHECKING:
+    from .distributed import World
+
+Kind = Literal["spike", "hang", "slow", "oom", "crash", "stop"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+DEFAULT_STEP = 20
+"""Late enough that a rank has a history for comparison, and early enough for a short test."""
 _GIB = 1 << 30
 _SLOW_SHARE = 1.5
 """Additional time of a slow rank in each step, as a share of a usual step."""
@@ -23,10 +32,37 @@ _USUAL_STEPS = 6
 """Latest steps that tell how long a step usually takes, without the fault's own time."""
 
 
+class Fault(msgspec.Struct, frozen=True):
+    """A fault: its kind, rank and step (for ``slow`` the first of its steps)."""
+
+    kind: Kind
+    rank: int
+    step: int
+
+
+def parse(text: str, ranks: int) -> Fault:
+    """Read ``KIND[:rank=R,step=S]``, else raise ``UsageError``; the default is the last rank at step 20."""
+    name, _, rest = text.partition(":")
+    kind: Kind | None = next((known for known in KINDS if known == name), None)
+    if kind is None:
+        raise UsageError(f"must be {', '.join(KINDS[:-1])} or {KINDS[-1]}, not {name!r}")
+    numbers = {"rank": ranks - 1, "step": DEFAULT_STEP}
+    for part in rest.split(",") if rest else []:
+        key, _, value = part.strip().partition("=")
+        if key not in numbers or not (value.isascii() and value.isdigit()):
+            raise UsageError(f"must be of the form {kind}:rank=R,step=S, not {text!r}")
+        numbers[key] = int(value)
+    if numbers["rank"] >= ranks:
+        raise UsageError(f"names rank {numbers['rank']}, but the ranks are 0 to {ranks - 1}")
+    if numbers["step"] < 1:
+        raise UsageError("names step 0, but steps count from 1")
+    return Fault(kind, numbers["rank"], numbers["step"])
+
+
 class FaultMaker:
     """Causes the fault at its step; does nothing in other ranks, or without a fault."""
 
-    def __init__(self, fault: Fault | None, world: World, engine: Any) -> None:
+    def __init__(self, fault: Fault | None, world: "World", engine: Any) -> None:
         self._fault = fault if fault is not None and fault.rank == world.rank else None
         self._world = world
         self._step = 0
@@ -37,8 +73,9 @@ class FaultMaker:
         if self._fault is None:
             return
         if self._fault.kind == "spike":
-            basic: torch.optim.Optimizer = engine.basic_optimizer
-            basic.register_step_pre_hook(lambda *_: _spike(self._world) if self._now("spike") else None)
+            engine.basic_optimizer.register_step_pre_hook(
+                lambda *_: _spike(self._world) if self._now("spike") else None
+            )
         elif self._fault.kind in ("oom", "crash"):
             engine.module.register_forward_pre_hook(lambda *_: self._in_forward())
 
@@ -88,14 +125,18 @@ def _announce(text: str) -> None:
 
 def _work(seconds: float) -> None:
     """Compute on the host for a while, as a slow data pipeline does."""
+    import torch
+
     end = time.perf_counter() + seconds
     matrix = torch.rand(256, 256)
     while time.perf_counter() < end:
         matrix = (matrix @ matrix).clamp_(0.0, 1.0)
 
 
-def _spike(world: World) -> None:
+def _spike(world: "World") -> None:
     """Allocate a tenth of a GPU (at least 1 GiB), or up to 1 GiB of the host's memory; touch it, and free it."""
+    import torch
+
     if world.on_gpu:
         free, total = torch.cuda.mem_get_info(world.device)
         size = min(free // 2, max(total // 10, _GIB))
@@ -105,7 +146,9 @@ def _spike(world: World) -> None:
     torch.ones(size, dtype=torch.uint8, device=world.device)
 
 
-def _out_of_memory(world: World) -> None:
+def _out_of_memory(world: "World") -> None:
+    import torch
+
     if world.on_gpu:
         _, total = torch.cuda.mem_get_info(world.device)
         _announce(f"asks for {2 * total / _GIB:.0f} GiB of the GPU's {total / _GIB:.0f} GiB")

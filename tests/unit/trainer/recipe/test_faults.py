@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.errors import UsageError
-from ftmon.trainer.recipe.faults.make import FaultMaker
-from ftmon.trainer.recipe.faults.spec import DEFAULT_STEP, KINDS, Fault, parse
+from ftmon.trainer.recipe.faults import DEFAULT_STEP, KINDS, Fault, FaultMaker, parse
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,1 +1,0 @@
-"""Real faults, made at one step of one rank, to see what the monitor reports about them."""
