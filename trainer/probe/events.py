@@ -22,10 +22,9 @@ from .rank.model import (
     dtype_name,
     dtype_of,
     learning_rate,
-    own_class,
-    own_model,
     parameters_of,
     parameters_under,
+    shifts_labels,
 )
 from .values.batch import OnHost, Seen
 from .values.edits import Edits
@@ -293,7 +292,7 @@ class Events:
         introduction.facts["flops"] = model_flops(model, trained.tensor_parallel.ranks)
         introduction.parameter_dtype = dtype_of(model)
         trained.model = weakref.ref(getattr(model, "module", model))
-        trained.shifts_labels = own_class(own_model(model)).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        trained.shifts_labels = shifts_labels(model)
 
 
 class TorchEvents(Events):
@@ -357,7 +356,7 @@ class TorchEvents(Events):
         if training.tracker.step:
             training.optimized.forget()
         facts, found = training.introduction.facts, training.optimized.add(optimizer, frame)
-        training.trained.found = training.optimized.sole()
+        training.trained.find(training.optimized.sole())
         if known != facts | found:  # a script may make an optimizer for each of its tasks
             training.outbox.send_hello()
         facts.update(found)
@@ -552,7 +551,7 @@ class TorchEvents(Events):
         if training.outbox.steps_done or self._state.forward_by or training.tracker.phase not in ("init", "idle"):
             return
         if training.trained.any_model() is None and not training.forwards.knows_optimizer:
-            training.trained.found = weakref.ref(module)
+            training.trained.find(weakref.ref(module))
         training.phases.enter("forward")
 
     @guarded
@@ -566,7 +565,7 @@ class TorchEvents(Events):
         training.introduction.facts.update(training.optimized.add_parameters(parameters, sys._getframe(1)))
         called = {id(each) for each in getattr(trained.found(), "parameters", list)()}
         if not called.issuperset(map(id, parameters)):  # a part of the model was called first
-            trained.found = training.optimized.sole()
+            trained.find(training.optimized.sole())
         training.outbox.send_hello()
 
     @guarded

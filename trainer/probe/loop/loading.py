@@ -152,7 +152,7 @@ class Loading:
     def __init__(self, loop: Loop) -> None:
         self.guard, self._device = loop.rank.guard, loop.rank.device
         self._tracker, self._phases = loop.tracker, loop.phases
-        self._forwards, self._state = loop.forwards, loop.state
+        self._forwards, self._state, self._trained = loop.forwards, loop.state, loop.trained
         self._fetched = FetchedBatches()
         self._eval_mode = EvalMode(loop)
         self._pass = LoaderPass(loop.tracker, self._eval_mode.began_before_batch)
@@ -376,6 +376,6 @@ class Loading:
 
     def _note_batch(self, found: Any, fetched: batch.OnHost | None = None) -> None:
         notes = self._tracker.notes
-        batch.note(notes, found, False, self._device.events is not None, fetched)
+        batch.note(notes, found, False, self._device.events is not None, fetched, self._trained.shifts_labels)
         if self._state.normalised_over_ranks:
             notes.labels = []

@@ -120,6 +120,7 @@ class Order(NamedTuple):
     added_ranks: float
     without_labels: bool
     """Ranks count alike in the mean of the loss."""
+    shifts_labels: bool
 
 
 class Followed(NamedTuple):
@@ -176,7 +177,7 @@ class Followed(NamedTuple):
                 notes.fetch_ns += ns - before
                 notes.fetches[order.fetched] = notes.fetches.get(order.fetched, 0) + 1
                 if kept[0] is not None:
-                    batch.note(notes, kept[0], False, True)
+                    batch.note(notes, kept[0], False, True, shifted=order.shifts_labels)
                     if order.without_labels:
                         notes.labels = []
             elif place.code == Code.BACKWARD:
@@ -418,7 +419,7 @@ class Regular:
         fetches = all(one.code == Code.FETCHING for one, after in pairwise(places) if after.code == Code.FETCHED)
         if not fetches or others or len(loaders) > 1:
             return None
-        facts = state.sum_losses, state.added_ranks, state.normalised_over_ranks
+        facts = state.sum_losses, state.added_ranks, state.normalised_over_ranks, self._trained.shifts_labels
         fetched = id(next(iter(loaders), None))
         names = [mark.phase for mark in marks]
         return Order(places, keys, names, _insides(places), self._counts.host_ns > 0, timed, fetched, *facts)

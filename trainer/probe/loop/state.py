@@ -171,7 +171,7 @@ class EvalMode:
         notes = self._tracker.notes
         if notes is self._notes and not self._state.forward_by:
             notes.restore_batches(self._before)
-            batch.note(notes, found, False, later, fetched)
+            batch.note(notes, found, False, later, fetched, self._trained.shifts_labels)
 
     def end_after_fetch(self) -> tuple[int, BatchesNoted] | None:
         """End the evaluation before the batch that may be the first of the training; the model trains again.

@@ -88,6 +88,11 @@ def own_class(module: Any) -> type:
     return kind
 
 
+def shifts_labels(module: Any) -> bool:
+    """Return whether a model in its wrappers predicts the next token from unshifted labels, as transformers' do."""
+    return own_class(own_model(module)).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
 def parameters_of(optimizer: Any) -> list[Any]:
     """List the parameters that an optimizer updates; none without an optimizer, or of an engine without groups."""
     groups = getattr(optimizer, "param_groups", None) or []
@@ -271,6 +276,11 @@ class Trained:
         """This rank's part of the batches that the ranks of its tensor-parallel group train on together."""
         self.shifts_labels = False
         """The model predicts the next token from labels that are passed unshifted."""
+
+    def find(self, model: Callable[[], Any]) -> None:
+        """Set ``found``, if nothing names the model."""
+        self.found = model
+        self.shifts_labels = shifts_labels(model())
 
     def any_model(self) -> Any:
         """Return the model, or the one that was found for a bare optimizer; None: unknown."""

@@ -1,5 +1,6 @@
 """Loops that are followed by the order of earlier steps: each step is told as if every event had been judged."""
 
+import json
 from itertools import chain
 
 import msgspec
@@ -145,6 +146,16 @@ def two_losses(loop):
         loop.update()
 
 
+class TinyForCausalLM(torch.nn.Sequential):
+    """Named as transformers' models that shift the labels themselves."""
+
+
+def a_causal_model(loop):
+    loop.model = TinyForCausalLM(*loop.model)
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
+    plain(loop)
+
+
 def an_engine(loop):
     """As a hook into a framework tells its loop, with an evaluation in the middle."""
     active.events._micro_steps.expect_forward("engine")
@@ -165,7 +176,7 @@ def an_engine(loop):
 
 LOOPS = [plain, accumulating, more_micro_batches_later, evaluating, leaving_a_batch_out]
 LOOPS += [gradients_zeroed_after_a_backward, a_backward_that_fails, saving, scaling]
-LOOPS += [updates_that_the_script_skips, another_optimizer_later, two_losses, an_engine]
+LOOPS += [updates_that_the_script_skips, another_optimizer_later, two_losses, a_causal_model, an_engine]
 
 
 def told(script, monkeypatch, like):
@@ -200,6 +211,13 @@ def test_a_followed_step_is_told_as_a_judged_one(script, monkeypatch):
     assert none == 0
     assert followed == judged
     assert count >= 2
+
+
+@pytest.mark.parametrize("like", [10**9, 1], ids=["judged", "followed"])
+@pytest.mark.parametrize(("script", "labels"), [(plain, 10), (a_causal_model, 8)])
+def test_a_causal_model_learns_no_label_of_a_row_s_first_token(script, labels, like, monkeypatch):
+    figures, _ = json.loads(told(script, monkeypatch, like)[0])
+    assert [step["label_tokens"] for step in figures] == [labels] * 2 * BATCHES
 
 
 @pytest.mark.parametrize(("script", "steps"), [(updates_that_the_script_skips, [9, 10, 11]), (scaling, [10])])
