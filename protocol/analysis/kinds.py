@@ -17,6 +17,7 @@ from .health.host_memory import HostMemory
 from .health.machine import Disks, Gpus
 from .learning.inputs import Inputs
 from .learning.known import KnownFaults
+from .learning.resumes import Resumes
 from .learning.updates import Updates
 from .memory import words as memory
 from .oom import words as oom
@@ -24,7 +25,7 @@ from .stalls import slow_ranks, words
 from .words import Added, Words
 
 DETECTORS: list[type[Detector]] = [
-    *(monitor.HealthMonitor, Gpus, Disks, HostMemory, Inputs, Updates, KnownFaults, StopWaits),
+    *(monitor.HealthMonitor, Gpus, Disks, HostMemory, Inputs, Resumes, Updates, KnownFaults, StopWaits),
 ]
 """Created once a run, in this order."""
 
