@@ -14,7 +14,7 @@ from ...protocol.run.end import FATAL, first_failure, last_lines, standing
 from ...protocol.run.rundir import ExitFile, RunDir
 from ...protocol.text import counted, duration, gib, sanitize
 from ..model.oom import verdict_of
-from ..model.run import RunModel, early_stop_words
+from ..model.run import RunInfo, RunModel, early_stop_words
 from ..model.runs import JobRow, failed, job_row, job_rows
 from ..model.training import perplexity_of
 
@@ -250,7 +250,13 @@ def _introduction(model: RunModel) -> str:
     devices = ", ".join(sorted({sanitize(hello.device.name) for hello in hellos}))
     ranks = f"{counted(info.world_size, 'rank')} on {devices}"
     zero = f"ZeRO-{info.zero_stage}" if info.zero_stage is not None else ""
-    return ", ".join(filter(None, (ranks, sanitize(info.model), zero, info.precision, info.backend)))
+    return ", ".join(filter(None, (ranks, sanitize(info.model) + _trained(info), zero, info.precision, info.backend)))
+
+
+def _trained(info: RunInfo) -> str:
+    """Return the share of the parameters that is trained, in words; empty if it is all of them, or not known."""
+    some = 0 < info.trainable_parameters < info.parameters
+    return f" ({info.trainable_parameters / info.parameters:.2%} of its parameters trained)" if some else ""
 
 
 def _progress(model: RunModel) -> str:

@@ -156,6 +156,8 @@ def test_ranks_are_introduced_once_when_all_have_said_hello_on_the_cpu_with_the_
     told = new_lines([*before, first])
     assert told[0] == "1 rank on Intel Xeon, Qwen2, ZeRO-2, bf16"
     assert told[1].startswith("step 1 ")
+    adapted = msgspec.structs.replace(hello(0, 1), parameters=8000, trainable_parameters=50)
+    assert new_lines([(0, adapted)]) == ["1 rank on NVIDIA H200, Qwen2 (0.62% of its parameters trained), ZeRO-2, bf16"]
     told = new_lines([(0, hello(0)), (0, hello(1)), (1, step(0, 1, START + 1)), (1.2, step(1, 1, START + 1))])
     (progress,) = told[1:]
     assert progress.startswith("step 1  loss 2.5000  "), "when every rank has finished it"
