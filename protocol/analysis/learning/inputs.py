@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
+from math import isfinite
 from typing import ClassVar
 
 import msgspec
@@ -27,6 +28,8 @@ class LabelFacts(msgspec.Struct, frozen=True):
     unlabelled: int
     of: int
     since_step: int
+    loss_not_finite: bool = False
+    """The loss of some was a mean over no labels."""
 
 
 class EndFacts(msgspec.Struct, frozen=True):
@@ -54,7 +57,8 @@ class _Rank:
         self.had_labels = False
         """Whether steps were sound before the first micro-batch without labels."""
         self.run = 0
-        self.bad = False
+        self.bad = self.many = self.lost = False
+        """Whether there are too many, as such, and any whose loss was not finite; ``bad``: one of both."""
         self.unlabelled = self.micro_batches = 0
         self.since = 0
         """The first step of too many micro-batches without labels."""
@@ -73,7 +77,10 @@ class _Rank:
         self.empty.extend([True] * signs.unlabelled + [False] * (count - signs.unlabelled))
         from_the_start = not self.had_labels and self.unlabelled == self.micro_batches >= FROM_THE_START
         in_a_row = from_the_start or self.run >= IN_A_ROW
-        bad = in_a_row or sum(self.empty) * 2 >= WINDOW
+        self.many = in_a_row or sum(self.empty) * 2 >= WINDOW
+        is_lost = signs.unlabelled > 0 and step.loss is not None and not isfinite(step.loss)
+        self.lost = is_lost or (self.lost and any(self.empty))
+        bad = self.many or self.lost
         if bad and not self.bad:
             self.since = self._row_since if in_a_row else self._window_since
         self.bad = bad
@@ -115,7 +122,8 @@ def _labels(finding: Finding) -> Words:
     return Words(
         f"no label tokens in {facts.unlabelled} of {facts.of} micro-batches{_on(finding)} since step "
         f"{facts.since_step}",
-        "Every label of them is ignored (-100): nothing is learned from them, whatever loss is logged.",
+        "Every label of them is ignored (-100): nothing is learned from them, whatever loss is logged."
+        + (" Their loss, a mean over no labels, is not a number." if facts.loss_not_finite else ""),
         _LABELS,
         "Micro-batches have labels again.",
     )
@@ -157,9 +165,15 @@ class Inputs(Detector):
             "no_labels",
             LabelFacts,
             _labels,
-            shown={"unlabelled": Shown("micro-batches without labels"), "of": Shown("of", "micro-batches")},
+            shown={
+                "unlabelled": Shown("micro-batches without labels"),
+                "of": Shown("of", "micro-batches"),
+                "loss_not_finite": Shown("loss not finite"),
+            },
             limits={
-                "micro-batches without a label": f"{IN_A_ROW} in a row, half of {WINDOW}, or the first {FROM_THE_START}"
+                "micro-batches without a label": f"{IN_A_ROW} in a row, half of {WINDOW}, or the first "
+                f"{FROM_THE_START}",
+                "or, with a loss that is not finite": "1",
             },
         ),
         Kind(
@@ -217,8 +231,11 @@ class Inputs(Detector):
         return [self._no_labels(rank, "raised" if self._unlabelled else "resolved")]
 
     def _no_labels(self, rank: _Rank, state: State) -> Finding:
-        facts = LabelFacts(rank.unlabelled, rank.micro_batches, rank.since)
-        return Finding("no_labels", facts, state, "error", tuple(sorted(self._unlabelled)), step=rank.since)
+        facts = LabelFacts(rank.unlabelled, rank.micro_batches, rank.since, rank.lost)
+        many = any(self._ranks[each].many for each in self._unlabelled)
+        return Finding(
+            "no_labels", facts, state, "error" if many else "warning", tuple(sorted(self._unlabelled)), step=rank.since
+        )
 
     def _of_ends(self, step: Step, signs: Signs) -> list[Finding]:
         if not signs.ends and not signs.learned_ends:

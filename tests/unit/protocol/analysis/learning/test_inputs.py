@@ -1,7 +1,9 @@
 """Rows without labels, ends that are never learned, documents that see each other."""
 
+from math import nan
 from typing import Any
 
+import msgspec
 import pytest
 from ftmon.protocol.analysis.kinds import words_of
 from ftmon.protocol.analysis.learning.inputs import ENDS, Inputs
@@ -37,6 +39,15 @@ def test_rows_without_labels_are_raised_when_they_are_no_exception(
     signs: list[dict[str, int]], expected: list[tuple[int, str, str]]
 ) -> None:
     assert states(Inputs(), [step(number, micro_steps=2, **each) for number, each in enumerate(signs, 1)]) == expected
+
+
+def test_one_micro_batch_without_labels_whose_loss_is_lost_is_raised_at_once_and_resolved_after_forty_others() -> None:
+    detector = Inputs()
+    lost = msgspec.structs.replace(step(4, labelled=1, unlabelled=1), loss=nan)
+    found = [one for each in (*map(step, range(1, 4)), lost) for one in detector.step(each)]
+    assert [(one.state, one.severity, one.step) for one in found] == [("raised", "warning", 4)]
+    assert "not a number" in words_of(found[0]).text
+    assert states(detector, [step(number) for number in range(5, 60)]) == [(44, "no_labels", "resolved")]
 
 
 def test_each_rank_without_labels_is_named_with_the_figures_of_its_end() -> None:
