@@ -451,6 +451,10 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """Micro-batches of an earlier pass over the data that are part of this update."""
     dropped: Whole = 0
     """Micro-batches at the end of an earlier pass whose gradients were set to zero before an update."""
+    left_out: Whole = 0
+    """Parameters of the model that have gradients at the first update, and no optimizer."""
+    left_out_first: str = ""
+    """Name of the first of them."""
 
 
 class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):

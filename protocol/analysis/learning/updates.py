@@ -89,6 +89,13 @@ class ModeFacts(msgspec.Struct, frozen=True):
     """Of the model, if the rest is in training mode."""
 
 
+class LeftOutFacts(msgspec.Struct, frozen=True):
+    """Parameters that no optimizer has."""
+
+    parameters: int
+    first: str
+
+
 class _Row:
     """Steps in a row for which something holds."""
 
@@ -219,6 +226,20 @@ def _mode(finding: Finding) -> Words:
     )
 
 
+def _left_out(finding: Finding) -> Words:
+    facts: LeftOutFacts = finding.facts
+    more = f" and {counted(facts.parameters - 1, 'other parameter')}" if facts.parameters > 1 else ""
+    return Words(
+        f"no optimizer has {facts.first}{more}: not trained",
+        "Gradients are computed for it, and no optimizer updates it."
+        if facts.parameters == 1
+        else "Gradients are computed for them, and no optimizer updates them.",
+        "Make the optimizer after the model is complete (resized embeddings, adapters, a new head) with all that is to "
+        "be trained; call requires_grad_(False) on what is not to be trained, which saves its gradients.",
+        "Another training has begun.",
+    )
+
+
 class Updates(Detector):
     """Finds updates that do not do what was meant."""
 
@@ -236,6 +257,12 @@ class Updates(Detector):
             _still,
             shown={"trainable": Shown("trainable parameters"), "parameters": Shown("parameters")},
             limits={"steps in a row": f"{STILL}", "steps at a learning rate of 0": f"{ZERO}"},
+        ),
+        Kind(
+            "not_in_optimizer",
+            LeftOutFacts,
+            _left_out,
+            shown={"first": Shown("first")},
         ),
         Kind(
             "pending_micro_batches",
@@ -326,6 +353,9 @@ class Updates(Detector):
         if signs is not None and signs.weights_lost and before is not None:
             facts = WeightFacts(before.step, before.loss, before.grad_norm, before.lr, at_latest=True)
             found += self._once("weights_not_finite", facts, step.rank, before.step, "error")
+        if signs is not None and signs.left_out:
+            facts = LeftOutFacts(signs.left_out, signs.left_out_first)
+            found += self._once("not_in_optimizer", facts, step.rank, step.step, "warning")
         if signs is not None and signs.pending:
             found += self._end_of_pass(step, signs.pending, "joined")
         if signs is not None and signs.dropped:

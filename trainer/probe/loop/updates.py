@@ -19,7 +19,7 @@ from ..guard import guarded, nothing
 from ..phases.tracker import Notes, Tracker
 from ..rank.context import of_optimizer
 from ..rank.model import learning_rate, own_class, own_model, parameters_of
-from ..values.signs import WeightSampler
+from ..values.signs import WeightSampler, left_out
 from .state import Loop
 
 OTHERS = 100
@@ -138,10 +138,13 @@ class Updates:
         self._since = self._depth = 0
         self._weights = WeightSampler(loop.trained)
         self._sampled = False
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Optimizers whose creation was seen."""
 
     @guarded
     def found_optimizer(self, optimizer: Any) -> None:
         """Handle the creation of an optimizer."""
+        self._made.add(optimizer)
         self._forwards.add_optimizer(optimizer)
 
     @guarded
@@ -291,6 +294,13 @@ class Updates:
         if not self._sampled:
             self._sampled = True
             tracker.notes.weights_before = self._weights.take(by)
+            self._note_left_out(by)
+
+    def _note_left_out(self, by: Any) -> None:
+        """Note the parameters that no optimizer has; where this one was made before the probe, others may have been."""
+        model = self._trained.any_model()
+        if model is not None and by is not None and by in self._made and not self._state.engine_steps:
+            self._tracker.notes.left_out = left_out(model, self._forwards.updated())
 
     def _end_step(self, number: int | None) -> None:
         updater = self.updater

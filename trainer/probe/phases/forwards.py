@@ -94,8 +94,11 @@ class Forwards:
 
     def updates_any(self, parameters: Sequence[Any]) -> bool:
         """Return whether a known optimizer updates one of these parameters."""
-        own = set(map(id, parameters))
-        return any(id(each) in own for optimizer in self._optimizers for each in parameters_of(optimizer))
+        return not self.updated().isdisjoint(map(id, parameters))
+
+    def updated(self) -> set[int]:
+        """Return the ids of the parameters that known optimizers update."""
+        return {id(each) for optimizer in self._optimizers for each in parameters_of(optimizer)}
 
     def is_trained(self, module: Any) -> bool:
         """Return whether an optimizer updates this module's parameters; without one, whether any requires gradients."""
@@ -222,5 +225,5 @@ class Forwards:
     def _is_updated(self, module: Any) -> bool:
         if any(kind.__name__ == "DeepSpeedEngine" for kind in type(module).__mro__):
             return updates_parameters(module)  # ZeRO's optimizers hold partitions, not the model's parameters
-        known = {id(parameter) for optimizer in self._optimizers for parameter in parameters_of(optimizer)}
+        known = self.updated()
         return any(id(parameter) in known for parameter in module.parameters())

@@ -138,6 +138,8 @@ class Notes:
     """Sampled weights after the update (``values.signs.WeightSampler``)."""
     weights_before: Any = None
     """The same before the training's first update."""
+    left_out: tuple[int, str] = 0, ""
+    """At that update: parameters with gradients that no optimizer has, and the name of the first."""
     evaluating: bool = False
     """The trained model was in evaluation mode at the update, which changes its layers."""
     evaluating_part: str = ""

@@ -6,7 +6,7 @@ Tensors on a device are examined only where a dataloader returned them on the ho
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -206,6 +206,19 @@ class WeightSampler:
         return values if values and all(value is not None for value in values) else None
 
 
+def left_out(model: Any, updated: Set[int]) -> tuple[int, str]:
+    """Return how many parameters of a model have gradients and are not ``updated``, by ids, and the first one's name.
+
+    Not those of a data type of which none is updated: an optimizer may update copies of them in another one.
+    """
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    kinds = {each.dtype for _, each in trained if id(each) in updated}
+    found = [
+        name for name, each in trained if id(each) not in updated and each.grad is not None and each.dtype in kinds
+    ]
+    return len(found), next(iter(found), "")
+
+
 def has_lost_weights(trained: Trained) -> bool:
     """Return whether a weight on the host is not finite: all are looked at, as a loss is lost but once."""
     owner = trained.any_model() or trained.primary()
@@ -296,6 +309,8 @@ class SignReader:
         figures: dict[str, Any] = {
             "pending": notes.pending,
             "dropped": notes.dropped,
+            "left_out": notes.left_out[0],
+            "left_out_first": notes.left_out[1],
             "evaluating": notes.evaluating,
             "evaluating_part": notes.evaluating_part,
             "weights_lost": notes.weights_lost,

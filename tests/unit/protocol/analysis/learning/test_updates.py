@@ -169,3 +169,10 @@ def test_a_change_inside_gathered_parameters_is_told_with_its_line(overwritten: 
     assert detector.edit(edit) == []
     (other,) = detector.edit(replace(edit, where="train.py:60 main"))
     assert other.condition != told.condition
+
+
+def test_parameters_that_no_optimizer_has_are_told_once_with_the_first_one() -> None:
+    detector = Updates()
+    steps = [step(1, rank, signs=Signs(left_out=3, left_out_first="lm_head.weight")) for rank in range(2)]
+    (told,) = [one for each in steps for one in detector.step(each)]
+    assert words_of(told).title == "no optimizer has lm_head.weight and 2 other parameters: not trained"

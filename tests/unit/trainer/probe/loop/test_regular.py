@@ -371,3 +371,52 @@ def test_on_a_device_each_forward_has_the_batch_that_was_fetched_for_it_judged_f
     assert len(given) >= 8 * BATCHES
     for ids, fetched in given:
         assert torch.equal(fetched.ids, ids)
+
+
+class Two(torch.nn.Module):
+    """A body and a head, in one data type or in two."""
+
+    def __init__(self, head_dtype=torch.float32):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1, dtype=head_dtype)
+
+    def forward(self):
+        return self.head(self.body(torch.ones(2, 4)).to(self.head.weight.dtype)).float().mean()
+
+
+def two_optimizers(model):
+    model.other = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    return torch.optim.SGD(model.body.parameters(), lr=0.1)
+
+
+def a_head_that_is_replaced(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.head = torch.nn.Linear(4, 1)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "expected"),
+    [
+        (lambda model: torch.optim.SGD(model.body.parameters(), lr=0.1), torch.float32, (2, "head.weight")),
+        (a_head_that_is_replaced, torch.float32, (2, "head.weight")),
+        (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), torch.float32, (0, "")),
+        (lambda model: torch.optim.SGD(model.head.requires_grad_(False).parameters(), lr=0.1), torch.float32, (0, "")),
+        (lambda model: torch.optim.SGD(model.body.parameters(), lr=0.1), torch.bfloat16, (0, "")),
+        (two_optimizers, torch.float32, (0, "")),
+    ],
+    ids=["forgotten", "replaced", "all", "frozen", "of another type", "another optimizer's"],
+)
+def test_parameters_with_gradients_that_no_optimizer_has_are_noted_at_the_first_update(
+    optimizer, dtype, expected, training, monkeypatch
+):
+    hooks_torch.install(torch)
+    model = Two(dtype)
+    kept = optimizer(model)
+    training.trained.find(lambda: model)
+    for _ in range(2):
+        model().backward()
+        kept.step()
+    first, second = training.outbox.unsent_steps()
+    assert first.notes.left_out == expected
+    assert second.notes.left_out == (0, "")
