@@ -30,6 +30,8 @@ class MicroSteps:
         """During a backward: the step's notes, and their counts of micro-steps and losses before it."""
         self._begun: tuple[Any, Notes, BatchesNoted] | None = None
         """From a forward to its backward: the id of its model, the step's notes, and their batches before it."""
+        self._undecided: tuple[Notes, tuple[Any, ...], dict[str, Any]] | None = None
+        """The step's notes and the batch of a forward that counts as evaluation unless a backward follows."""
         self._forwards_begun = 0
         """Forwards of that model in this step that had no backward: with a pipeline, several are under way."""
         self._counted_in: Notes | None = None
@@ -64,6 +66,8 @@ class MicroSteps:
             kind = self._forwards.judge(module)
             if kind == "eval" and before in ("data", "forward"):
                 self._loading.note_evaluated()
+            is_open = kind == "eval" and torch.is_grad_enabled()
+            self._undecided = (tracker.notes, args, kwargs) if is_open else None
             if kind != "train":
                 return
         self._phases.enter("forward")
@@ -178,6 +182,9 @@ class MicroSteps:
         self._one_each.trained(self._forwards_begun)
         self._begun, self._forwards_begun = None, max(0, self._forwards_begun - 1)
         self._before = notes, notes.micro_steps, len(notes.losses)
+        undecided, self._undecided = self._undecided, None
+        if undecided is not None and undecided[0] is notes:
+            self.note_batch(*undecided[1:])
         is_forward = self._loading.going_backward() or tracker.phase == "idle"
         if (is_unreported or not state.forward_by) and not tracker.depth and is_forward:
             tracker.rename("forward")

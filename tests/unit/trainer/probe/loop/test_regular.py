@@ -420,3 +420,18 @@ def test_parameters_with_gradients_that_no_optimizer_has_are_noted_at_the_first_
     first, second = training.outbox.unsent_steps()
     assert first.notes.left_out == expected
     assert second.notes.left_out == (0, "")
+
+
+def test_the_first_batch_of_a_training_in_evaluation_mode_is_the_step_s_too(training):
+    hooks_torch.install(torch)
+    loop = Loop()
+    training.micro_steps.expect_forward("engine")
+    loop.model.eval()
+    for batch in loop.loader:
+        with active.events.forward(loop.model, (), batch, "tiny", always=True):
+            loss = loop.loss(batch)
+        loss.backward()
+        loop.update()
+    raws = training.outbox.unsent_steps()
+    steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
+    assert {(step.samples, step.tokens, step.label_tokens) for step in steps} == {(2, 10, 10)}
