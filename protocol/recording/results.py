@@ -326,13 +326,13 @@ class Marks:
             self._composed.clear()
 
 
-def read_marks(connection: sqlite3.Connection, first: int = 0, last: int = 1 << 62) -> list[PeakMark]:
-    """Read the marks set between two stream numbers, by rank and then in the order they were set."""
-    query = f"""SELECT rank, step, phase, bytes, shape FROM marks WHERE seq BETWEEN ? AND ?
+def read_marks(connection: sqlite3.Connection, first: int) -> list[PeakMark]:
+    """Read the marks set since a stream number, by rank and then in the order they were set."""
+    query = f"""SELECT rank, step, phase, bytes, shape FROM marks WHERE seq >= ?
         ORDER BY rank, seq LIMIT {MARK_LIMIT}"""
     return [
         PeakMark(rank, step, phase, size, _shape(shape))
-        for rank, step, phase, size, shape in connection.execute(query, (first, last))
+        for rank, step, phase, size, shape in connection.execute(query, (first,))
         if rank.__class__ is int and 0 <= rank < MAX_RANKS
     ]
 

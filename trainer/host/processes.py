@@ -249,13 +249,8 @@ def origin(rank: int, pid: int, table: Mapping[int, Process]) -> Origin | None:
     return Origin(rank, pid, process.start_ticks, image)
 
 
-def escaped(
-    origins: Iterable[Origin], table: Mapping[int, Process], known: Mapping[tuple[int, int], int] | None = None
-) -> dict[int, list[Process]]:
-    """Return, by rank, the living processes that the ranks started and that no longer descend from them.
-
-    ``known`` has the ranks of processes already attributed, by pid and start time.
-    """
+def escaped(origins: Iterable[Origin], table: Mapping[int, Process]) -> dict[int, list[Process]]:
+    """Return, by rank, the living processes that the ranks started and that no longer descend from them."""
     wanted = list(origins)
     if not wanted:
         return {}
@@ -267,12 +262,9 @@ def escaped(
     for process in table.values():
         if process.pid in below or process.pid in by_pid or not process.alive or process.start_ticks < oldest:
             continue
-        rank = (known or {}).get(process.key)
-        if rank is None:
-            owner = _owner(process, by_pid, by_image)
-            rank = owner.rank if owner is not None else None
-        if rank is not None:
-            found.setdefault(rank, []).append(process)
+        owner = _owner(process, by_pid, by_image)
+        if owner is not None:
+            found.setdefault(owner.rank, []).append(process)
     return found
 
 

@@ -220,8 +220,8 @@ def _named(what: str, setting: str) -> Generator[None]:
         raise
 
 
-def _listed(rows: list[int], most: int = 8) -> str:
-    return ", ".join(map(str, rows[:most])) + (", ..." if len(rows) > most else "")
+def _listed(rows: list[int]) -> str:
+    return ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
 
 
 Row = dict[str, Any]

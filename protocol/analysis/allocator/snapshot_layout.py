@@ -356,9 +356,9 @@ class Node(NamedTuple):
         return sorted(self.children, key=lambda child: (-abs(child.bytes), -child.blocks, child.number))
 
 
-def stack_tree(snapshot: Snapshot, tallies: Mapping[int, Tally], fold: bool = True, find: str = "") -> Node:
+def stack_tree(snapshot: Snapshot, tallies: Mapping[int, Tally], fold: bool = True) -> Node:
     """Build the tree of stacks for one moment; see ``StackTree.weigh``."""
-    return StackTree(snapshot, fold).weigh(tallies, find)
+    return StackTree(snapshot, fold).weigh(tallies)
 
 
 def node_words(node: Node) -> str:

@@ -37,11 +37,11 @@ class LockWaiter(NamedTuple):
     """The locked file; empty if it was not found among the process's descriptors."""
 
 
-def lock_waiters(table: Mapping[int, Process], locks: str | None = None) -> dict[int, LockWaiter]:
+def lock_waiters(table: Mapping[int, Process]) -> dict[int, LockWaiter]:
     """Return, by pid, the processes that wait for a lock held by another process, from /proc/locks of proc(5)."""
     holders: dict[str, int] = {}
     found: dict[int, LockWaiter] = {}
-    for line in (proc_text("/proc/locks") if locks is None else locks).splitlines():
+    for line in proc_text("/proc/locks").splitlines():
         read = _LINE.match(line)
         if read is None:
             continue
