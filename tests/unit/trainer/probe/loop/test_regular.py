@@ -179,16 +179,22 @@ LOOPS += [gradients_zeroed_after_a_backward, a_backward_that_fails, saving, scal
 LOOPS += [updates_that_the_script_skips, another_optimizer_later, two_losses, a_causal_model, an_engine]
 
 
-def told(script, monkeypatch, like):
-    """Run a script; return what is told of its steps but for times and sizes, and how many were followed."""
+def probed(monkeypatch, *, coarse=True):
+    """Return a rank's training that the hooks report to; with ``coarse``, no step's phases are read one by one."""
     training = Training(RankContext(0, 0, 1, RunDir("run")), Counts())
     training.device.settled = True
-    budget = training.tracker.budget
-    budget.end_step = lambda *_: None
-    budget.full = False
-    monkeypatch.setattr(regular, "LIKE", like)
+    if coarse:
+        training.tracker.budget.end_step = lambda *_: None
+        training.tracker.budget.full = False
     monkeypatch.setattr(active, "events", TorchEvents(training))
     hooks_torch.install(torch)
+    return training
+
+
+def told(script, monkeypatch, like):
+    """Run a script; return what is told of its steps but for times and sizes, and how many were followed."""
+    training = probed(monkeypatch)
+    monkeypatch.setattr(regular, "LIKE", like)
     try:
         script(Loop())
         training.hand_over_closing()
@@ -229,10 +235,7 @@ def test_an_update_that_is_skipped_as_its_gradients_are_not_finite_is_a_step_wit
 
 @pytest.mark.parametrize("zeroes", [False, True])
 def test_micro_batches_at_the_end_of_a_pass_join_the_next_one_or_are_dropped_whatever_its_data_set(zeroes, monkeypatch):
-    training = Training(RankContext(0, 0, 1, RunDir("run")), Counts())
-    training.device.settled = True
-    monkeypatch.setattr(active, "events", TorchEvents(training))
-    hooks_torch.install(torch)
+    training = probed(monkeypatch, coarse=False)
     loop, done = Loop(), 0
     for _ in range(3):
         if zeroes:
@@ -248,10 +251,7 @@ def test_micro_batches_at_the_end_of_a_pass_join_the_next_one_or_are_dropped_wha
 
 
 def test_micro_batches_that_another_optimizer_has_applied_are_not_pending_at_the_end_of_a_pass(monkeypatch):
-    training = Training(RankContext(0, 0, 1, RunDir("run")), Counts())
-    training.device.settled = True
-    monkeypatch.setattr(active, "events", TorchEvents(training))
-    hooks_torch.install(torch)
+    training = probed(monkeypatch, coarse=False)
     loop = Loop()
     generator = torch.nn.Linear(2, 1)
     second = torch.optim.SGD(generator.parameters(), lr=0.1)
@@ -278,13 +278,8 @@ class Samples:
 
 
 def test_the_optimizer_s_memory_is_read_in_each_followed_step(monkeypatch):
-    training = Training(RankContext(0, 0, 1, RunDir("run")), Counts())
-    training.device.settled = True
-    training.tracker.budget.end_step = lambda *_: None
-    training.tracker.budget.full = False
+    training = probed(monkeypatch)
     training.tracker.memory = Samples()
-    monkeypatch.setattr(active, "events", TorchEvents(training))
-    hooks_torch.install(torch)
     plain(Loop())
     raws = training.outbox.unsent_steps()
     for raw in raws[-5:]:
@@ -294,12 +289,7 @@ def test_the_optimizer_s_memory_is_read_in_each_followed_step(monkeypatch):
 
 
 def test_a_mode_that_is_set_by_hand_is_seen_in_the_same_step_although_that_is_followed(monkeypatch):
-    training = Training(RankContext(0, 0, 1, RunDir("run")), Counts())
-    training.device.settled = True
-    training.tracker.budget.end_step = lambda *_: None
-    training.tracker.budget.full = False
-    monkeypatch.setattr(active, "events", TorchEvents(training))
-    hooks_torch.install(torch)
+    training = probed(monkeypatch)
     loop = Loop()
     loop.model.append(torch.nn.Dropout(0.5))
     training.trained.model = lambda: loop.model
@@ -317,13 +307,8 @@ def test_a_mode_that_is_set_by_hand_is_seen_in_the_same_step_although_that_is_fo
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_weights_are_sampled_where_each_phase_is_read_as_in_a_captured_step(watched, monkeypatch):
-    training = Training(RankContext(0, 0, 1, RunDir("run")), Counts())
-    training.device.settled = True
-    training.tracker.budget.end_step = lambda *_: None
-    training.tracker.budget.full = False
+    training = probed(monkeypatch)
     training.tracker.watchers = (lambda *_: None,) if watched else ()
-    monkeypatch.setattr(active, "events", TorchEvents(training))
-    hooks_torch.install(torch)
     plain(Loop())
     raws = training.outbox.unsent_steps()
     steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
@@ -333,15 +318,10 @@ def test_weights_are_sampled_where_each_phase_is_read_as_in_a_captured_step(watc
 
 
 def test_on_a_device_each_forward_has_the_batch_that_was_fetched_for_it_judged_followed_or_replayed(monkeypatch):
-    training = Training(RankContext(0, 0, 1, RunDir("run")), Counts())
-    training.device.settled, training.device.events = True, object()
+    training = probed(monkeypatch)
+    training.device.events = object()
     monkeypatch.setattr(training.device, "mark_event", lambda: None)
     monkeypatch.setattr(training.tracker, "mark_event", lambda: None)
-    budget = training.tracker.budget
-    budget.end_step = lambda *_: None
-    budget.full = False
-    monkeypatch.setattr(active, "events", TorchEvents(training))
-    hooks_torch.install(torch)
     given, note = [], batches.note
 
     def noted(notes, found, is_forward, *more):
