@@ -264,6 +264,11 @@ def key_of(settings: Settings) -> str:
     return msgspec.json.encode(settings, order="deterministic").decode()
 
 
+def group_of(settings: Settings, axis: str) -> str:
+    """Return the key of a configuration without one of its axes."""
+    return key_of({name: value for name, value in settings.items() if name != axis})
+
+
 _decoder = msgspec.json.Decoder(Entry)
 _MOST_BYTES = 1 << 30
 

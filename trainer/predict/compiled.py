@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from ..recipe import step
-from .record import Counted, Made, Recorder, Same, Taped, Trace
+from .record import Counted, Made, Recorder, Same, Taped, Trace, bytes_read
 
 
 @contextmanager
@@ -380,7 +380,7 @@ class Graph:
             if self._kinds[owner] == FUSED and owner not in self._held:
                 parts = self._reads[owner]
             else:
-                parts = {owner: float(_bytes(value))}
+                parts = {owner: float(bytes_read(value))}
             for one, size in parts.items():
                 reads[one] = min(reads.get(one, 0.0) + size, _storage(one))
         self._reads[node] = reads
@@ -521,14 +521,6 @@ def _name(node: Node) -> str:
     return target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""
 
 
-def _bytes(value: Any) -> int:
-    """Return the bytes of reading a tensor; an expanded one is read once."""
-    size = value.element_size()
-    for length, stride in zip(value.shape, value.stride(), strict=True):
-        size *= length if stride else 1
-    return int(size) if value.numel() else 0
-
-
 def _storage(node: Node) -> float:
     value = node.meta["val"]
-    return float(_bytes(value)) if isinstance(value, torch.Tensor) else 0.0
+    return float(bytes_read(value)) if isinstance(value, torch.Tensor) else 0.0

@@ -615,7 +615,7 @@ class Counting:
         if not on_device:
             return
         if len(on_device) < len(inputs) + len(outputs) and name in ("copy_", "_to_copy"):
-            self._counts["transfer_bytes"] += min(map(_bytes, (*outputs, *inputs))) * self.times
+            self._counts["transfer_bytes"] += min(map(bytes_read, (*outputs, *inputs))) * self.times
             return
         moved = _moved(name, args, inputs, outputs)
         # Of a product's factors: the sum that it is added to can have a wider type.
@@ -652,7 +652,7 @@ class Counting:
     def update(self, tensors: Any) -> None:
         """Count a compiled optimizer's update of these tensors (parameters, gradients, states) as one kernel."""
         found = list(_tensors(tensors))
-        moved = int(sum(map(_bytes, found)) * _ADAM_MOVES)
+        moved = int(sum(map(bytes_read, found)) * _ADAM_MOVES)
         if any(one.device.type == "cuda" for one in found):
             self._counts[Operation(0.0, float(moved), "fp32", memory="update")] += self.times
         else:
@@ -670,7 +670,7 @@ class Counting:
         kind = _COLLECTIVES.get(name)
         if kind is not None:
             # The whole tensor: the larger one of a gather's output or a scatter's input.
-            size = max((sum(map(_bytes, _tensors(one))) for one in args[:2]), default=0)
+            size = max((sum(map(bytes_read, _tensors(one))) for one in args[:2]), default=0)
             self._counts[kind, size, stream != 0] += self.times
 
 
@@ -682,27 +682,27 @@ def _tensors(value: Any) -> Iterator[Any]:
             yield from _tensors(one)
 
 
-def _bytes(tensor: Any) -> int:
+def bytes_read(tensor: Any) -> int:
     """Return the bytes of reading a tensor; an expanded tensor is read once."""
     size = tensor.element_size()
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if stride:
             size *= length
-    return size if tensor.numel() else 0
+    return int(size) if tensor.numel() else 0
 
 
 def _moved(name: str, args: tuple[Any, ...], inputs: Iterable[Any], outputs: Iterable[Any]) -> float:
-    written = sum(map(_bytes, outputs))
+    written = sum(map(bytes_read, outputs))
     if not written:  # a foreach operation returns nothing: it writes its first list
         lists = (args[0], args[2], args[3]) if name.startswith("_fused_adam") else args[:1]
-        written = sum(map(_bytes, _tensors(lists)))
+        written = sum(map(bytes_read, _tensors(lists)))
     if name in _PICKS:
         return 2.0 * written
-    read = sum(map(_bytes, inputs))
+    read = sum(map(bytes_read, inputs))
     if name == "softmax_gradient":  # reads logits twice, and writes over them (``recipe/model/cross_entropy.py``)
         return float(read + 2 * written)
     if name in _WRITES_ONLY and args:
-        read -= sum(map(_bytes, _tensors(args[0])))
+        read -= sum(map(bytes_read, _tensors(args[0])))
     return float(read + written)
 
 

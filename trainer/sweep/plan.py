@@ -34,7 +34,7 @@ from ...protocol.analysis.sweep.summary import (
 from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ...protocol.run.rundir import RunOptions
 from ...protocol.run.start import StartRequest
-from ...protocol.sweep.rows import Budget, Ended, Plan, Predicted, Row, Search, Settings, Value, key_of, verdicts
+from ...protocol.sweep.rows import Budget, Ended, Plan, Predicted, Row, Search, Settings, Value, verdicts
 from ...protocol.text import duration, gib, sanitize
 from ..host.hardware.gpus import GpuUse, gpu_use, wait_until_free
 from ..recipe.config import load, write
@@ -431,11 +431,6 @@ def _plain(value: Value) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return "" if value is None else str(value)
-
-
-def group_of(settings: Settings, axis: str) -> str:
-    """Return the name of a configuration without one of its axes."""
-    return key_of({name: value for name, value in settings.items() if name != axis})
 
 
 ENDS = {

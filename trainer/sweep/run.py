@@ -35,13 +35,14 @@ from ...protocol.sweep.rows import (
     Settings,
     Started,
     Verdict,
+    group_of,
     key_of,
 )
 from ...protocol.text import first_line
 from ..host import processes
 from ..host.end.kill import sweep
 from ..host.hardware.gpus import GpuUse, gpu_use
-from .plan import LENGTH, STOP_GRACE_SECONDS, Job, Lines, Spec, group_of, job, still_held
+from .plan import LENGTH, STOP_GRACE_SECONDS, Job, Lines, Spec, job, still_held
 
 _START_SECONDS = 180.0
 _POLL_SECONDS = 0.5

@@ -13,14 +13,14 @@ from ...protocol.analysis.sweep.search import Tried, UndecidedError, largest, ph
 from ...protocol.analysis.sweep.summary import describe_pieces, settings_text, value_text
 from ...protocol.errors import FtmonError
 from ...protocol.host.machine import find_gpu
-from ...protocol.sweep.rows import Planned, Predicted, Row, Search, Settings
+from ...protocol.sweep.rows import Planned, Predicted, Row, Search, Settings, group_of
 from ...protocol.text import sanitize
 from ..host.hardware.gpus import Nvml
 from ..predict.commands import parse
 from ..predict.result import Point, Prediction
 from ..recipe.config.load import load
 from ..recipe.hardware import usable_gpus
-from .plan import LENGTH, Spec, group_of, job, overrides
+from .plan import LENGTH, Spec, job, overrides
 from .run import Session
 
 _SECONDS = 900.0

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...sweep.rows import Budget, Planned, Row, Settings, key_of
+from ...sweep.rows import Budget, Planned, Row, Settings, group_of, key_of
 from ..estimates.memory import Piece, pieces, sample_curve
 from ..estimates.time import gpu_cost
 
@@ -166,11 +166,11 @@ def with_durations(runs: Sequence[Planned], rows: Iterable[Row], steps: int, one
     done = [row for row in rows if row.verdict == "done" and row.seconds > 0]
     first: dict[str, int] = {}
     for run in runs if one_process else ():
-        value, key = _at(run.settings, one_process), _others(run.settings, one_process)
+        value, key = _at(run.settings, one_process), group_of(run.settings, one_process)
         first[key] = min(value, first.get(key, value))
 
     def starts(settings: Settings) -> bool:
-        return not one_process or _at(settings, one_process) == first.get(_others(settings, one_process))
+        return not one_process or _at(settings, one_process) == first.get(group_of(settings, one_process))
 
     by_key: dict[str, list[float]] = {}
     for row in done:
@@ -191,10 +191,6 @@ def with_durations(runs: Sequence[Planned], rows: Iterable[Row], steps: int, one
 def _at(settings: Settings, axis: str) -> int:
     value = settings.get(axis)
     return value if isinstance(value, int) else 0
-
-
-def _others(settings: Settings, axis: str) -> str:
-    return key_of({name: value for name, value in settings.items() if name != axis})
 
 
 def run_seconds(rows: Sequence[Row]) -> float | None:
