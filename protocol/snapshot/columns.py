@@ -266,12 +266,6 @@ _STATES = {"inactive": FREE, "active_allocated": ALLOCATED}
 _ACTIONS = {name: index for index, name in enumerate(ACTIONS)}
 
 
-def compact(raw: Any, path: str) -> Snapshot:
-    """Return ``torch.cuda.memory._snapshot()`` as columns; the data is consumed. May raise ``SnapshotError``."""
-    made = Compactor(path)
-    return made.snapshot(raw).with_stacks(made.stack_columns())
-
-
 @contextmanager
 def _checked(path: str) -> Generator[None, None, None]:
     try:

@@ -16,10 +16,10 @@ from ftmon.protocol.messages.control import HubStats
 from ftmon.protocol.messages.memory import Composition, StepMark, StepTrace
 from ftmon.protocol.messages.telemetry import AllocatorEvents
 from ftmon.protocol.recording.reader import Reader
-from ftmon.protocol.snapshot.columns import compact
 from ftmon.trainer.host import processes
 from ftmon.trainer.hub.analyses import TraceAnalysis
 from hub_client import App, exit_of, fake_ranks, hub_gone, hub_of, started
+from snapshot_files import compact
 
 pytestmark = pytest.mark.usefixtures("private_home")
 

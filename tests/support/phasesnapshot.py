@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ftmon.protocol.analysis.allocator.snapshot_replay import Replay
-from ftmon.protocol.snapshot.columns import compact
+from snapshot_files import compact
 
 STEP = Path(__file__).parents[1] / "data" / "step_zero3.pickle.gz"
 

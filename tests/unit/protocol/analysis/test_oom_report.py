@@ -4,8 +4,7 @@ from caching_allocator import MIB, CachingAllocator
 from ftmon.protocol.analysis.allocator.snapshot_replay import Replay
 from ftmon.protocol.analysis.allocator.snapshot_views import find_oom
 from ftmon.protocol.analysis.oom_report import report_of
-from ftmon.protocol.snapshot.columns import compact
-from snapshot_files import DATA, read_snapshot
+from snapshot_files import DATA, compact, read_snapshot
 
 OOM = DATA / "oom_backward.pickle.gz"
 

@@ -16,11 +16,11 @@ from ftmon.protocol.analysis.allocator.snapshot_layout import fragmentation, lay
 from ftmon.protocol.analysis.allocator.snapshot_replay import Replay
 from ftmon.protocol.analysis.allocator.snapshot_views import live_stacks
 from ftmon.protocol.host.machine import available_memory
-from ftmon.protocol.snapshot.columns import SnapshotError, compact
+from ftmon.protocol.snapshot.columns import SnapshotError
 from ftmon.protocol.snapshot.reader import check_cost, estimate, granted_memory, open_snapshot, read_pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from snapshot_files import DATA, ELEMENTS, bomb, read_snapshot
+from snapshot_files import DATA, ELEMENTS, bomb, compact, read_snapshot
 
 
 @pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)

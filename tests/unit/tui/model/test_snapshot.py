@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from caching_allocator import CachingAllocator
 from ftmon.protocol.analysis.allocator.snapshot_replay import Replay
-from ftmon.protocol.snapshot.columns import compact
 from ftmon.tui.model.snapshot import Band, Explorer, bands_of
+from snapshot_files import compact
 
 START = 1_000_000
 """The first entry's time, microseconds; each entry comes one after the other."""

@@ -24,11 +24,10 @@ from ftmon.protocol.analysis.allocator.snapshot_views import (
     total,
 )
 from ftmon.protocol.analysis.oom_report import report_of
-from ftmon.protocol.snapshot.columns import compact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import DOCS
-from snapshot_files import DATA, read_snapshot
+from snapshot_files import DATA, compact, read_snapshot
 
 NAMES = ["oom_backward", "step_zero3"]
 

@@ -14,7 +14,6 @@ from ftmon.protocol.analysis.allocator.composition import Timeline, entries_of_s
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.memory import PARTS, Composition, Sightings, StepMark, StepTrace
 from ftmon.protocol.messages.telemetry import AllocatorEvents
-from ftmon.protocol.snapshot.columns import compact
 from ftmon.trainer.hub import trace_worker
 from ftmon.trainer.probe.device.memory import Reading
 from ftmon.trainer.probe.guard import Guard
@@ -38,6 +37,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import DATA
 from simulated_step import SimulatedStep, same
+from snapshot_files import compact
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.utils.checkpoint import checkpoint

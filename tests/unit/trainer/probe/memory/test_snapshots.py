@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.protocol.snapshot.columns import compact
 from ftmon.trainer.probe.memory import snapshots
 from ftmon.trainer.probe.memory.snapshots import LONG_ENTRIES, MAX_ENTRIES, MIN_ENTRIES, PhaseMarks, Recording
 from ftmon.trainer.probe.phases.tracker import Mark
+from snapshot_files import compact
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
