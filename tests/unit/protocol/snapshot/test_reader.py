@@ -122,21 +122,6 @@ def test_any_pickle_protocol_is_read_packed_or_not(tmp_path: Path, protocol: int
 SYSTEM = os.system  # as it is before a test is kept from starting processes
 
 
-class _Runs:
-    def __init__(self, wrote: Path) -> None:
-        self.wrote = wrote
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SYSTEM, (f"touch {self.wrote}",)
-
-
-def test_a_pickle_that_would_run_code_is_refused_and_runs_none(tmp_path: Path) -> None:
-    path = tmp_path / "evil.pickle"
-    path.write_bytes(pickle.dumps({"segments": [_Runs(tmp_path / "was-run")]}))
-    assert "would run code" in refusal(path)
-    assert not (tmp_path / "was-run").exists()
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [

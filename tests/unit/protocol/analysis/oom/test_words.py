@@ -37,6 +37,7 @@ class Case(NamedTuple):
     oom: Oom
     text: str
     around: OomContext = KNOWN
+    sure: bool = True
 
 
 def half_full(**fields: object) -> Oom:
@@ -81,7 +82,7 @@ CASES = [
         of(measure="glibc", device_free_bytes=15 * GIB, room_bytes=15 * GIB),
         "2.00 GiB was requested while the host had 15.00 GiB free. A limit refused it; such as ulimit -v, a control "
         "group or vm.overcommit_memory.",
-        ALONE,
+        *(ALONE, False),
     ),
     Case(
         "longer_batch",
@@ -99,6 +100,7 @@ CASES = [
         "activations",
         of(steps_done=0, batch_shape=[], largest_shape=[]),
         "The batch (shape not known) is the first of this process; the phase needs more than was left.",
+        sure=False,
     ),
     Case(
         "logits",
@@ -134,11 +136,13 @@ CASES = [
         of(phase="optimizer", optimizer="AdamW foreach", parameter_bytes=7 * GIB),
         "The optimizer step (AdamW foreach) needs memory for temporaries, which it frees at its end: up to one "
         "parameter-size, 7.00 GiB.",
+        sure=False,
     ),
     Case(
         "optimizer_temporaries",
         of(phase="optimizer"),
         "The optimizer step needs memory for temporaries, which it frees at its end.",
+        sure=False,
     ),
     Case(
         "buckets",
@@ -150,11 +154,13 @@ CASES = [
         of(starts=[20 * GIB, 30 * GIB, *(30 * GIB + step * 200 * MIB for step in range(60))]),
         "Memory at the start of a step has grown by 11.52 GiB in 198 steps, about 59.6 MiB a step. Without this growth "
         "the request would have fitted.",
+        sure=False,
     ),
     Case(
         "checkpoint",
         of(phase="checkpoint"),
         "It failed while a checkpoint was saved: gathering weights or states takes additional memory.",
+        sure=False,
     ),
     Case(
         "outside",
@@ -173,7 +179,7 @@ CASES = [
         half_full(),
         "42.00 GiB of the device is held by something outside this process's PyTorch (its CUDA context, NCCL, "
         "libraries, or other processes; the owner is not known); PyTorch itself held 37.00 GiB.",
-        OomContext(HELLO, [OTHER]),
+        *(OomContext(HELLO, [OTHER]), False),
     ),
     Case(
         "other_process",
@@ -191,8 +197,11 @@ CASES = [
         of(parts={"parameters": 20 * GIB, "gradients": 20 * GIB, "optimizer_states": 35 * GIB, "activations": 2 * GIB}),
         "The memory that does not depend on the batch leaves too little: optimizer states 35.00 GiB, parameters 20.00 "
         "GiB, gradients 20.00 GiB.",
+        sure=False,
     ),
-    Case("unknown", Oom(0, 1, "", 0.0, 0, 0, 0, 0, 0), "The available figures do not identify one cause.", ALONE),
+    Case(
+        "unknown", Oom(0, 1, "", 0.0, 0, 0, 0, 0, 0), "The available figures do not identify one cause.", ALONE, False
+    ),
     Case(
         "outside",
         of(allocated_bytes=60 * GIB, reserved_bytes=60 * GIB, peak_bytes=60 * GIB),
@@ -207,6 +216,7 @@ CASES = [
 def test_a_verdict_in_words(case: Case) -> None:
     verdict = explain(case.oom, case.around)
     assert (verdict.kind, verdict.title, verdict.text) == (case.kind, TITLES[case.kind], case.text)
+    assert verdict.sure == case.sure
     assert {case.kind for case in CASES} == set(get_args(OomKind))
 
 

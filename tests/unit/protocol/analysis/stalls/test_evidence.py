@@ -199,16 +199,6 @@ def test_a_duration_that_was_usual_all_along_is_never_past_the_limit(make_sim: A
     assert learned(make_sim, [1.0, *seconds, *steady]).limit() > max(seconds)
 
 
-def test_a_heartbeat_without_progress_does_not_make_a_rank_younger(make_sim: Any):
-    sim = make_sim()
-    progress = RankProgress(sim.now)
-    progress.beat(sim.now, sim.beat(0, 1, moved=True))
-    for second in range(1, 30):
-        progress.beat(sim.now + second, sim.beat(0, 1))
-    assert progress.age(sim.now + 30) == 30.0
-    assert progress.silence(sim.now + 30) == 1.0
-
-
 def test_an_answer_that_makes_no_sense_is_no_evidence():
     assert read_calls({"recent": 5}) == Calls()
     assert read_calls(None) == Calls()
