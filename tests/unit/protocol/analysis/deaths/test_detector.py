@@ -5,11 +5,14 @@ from typing import Any
 import msgspec
 import pytest
 from ftmon.protocol.analysis.deaths.detector import (
+    HELD_S,
     DeathDetector,
     Ended,
     EndedEarly,
     Followed,
+    Follower,
     LastLog,
+    ProcessDeath,
 )
 from ftmon.protocol.analysis.findings.finding import Condition, Finding, Resolution
 from ftmon.protocol.analysis.hub_facts import NoStepFacts
@@ -24,6 +27,20 @@ LOST = "RuntimeError: Connection closed by peer"
 
 def gone(rank: int, signal: int | None = None, code: int | None = None) -> RankState:
     return RankState(rank, "gone", 0.0, pid=100 + rank, signal=signal, exit_code=code)
+
+
+def test_a_death_is_found_with_how_the_process_ended_and_what_followed_from_it():
+    deaths = DeathDetector(OomDetector())
+    deaths.log(LogLine(1, 0.0, "err", "last words"))
+    assert deaths.failure(10.0, Failure(0, 7, "backward", 10.0, LOST), set()) == [], "it waits for its cause"
+    found, follows = deaths.process_gone(10.5, gone(1, signal=11), set())
+    assert (found.condition, found.ranks, found.severity) == (Condition("died", 1), (1,), "error")
+    assert found.facts == ProcessDeath(101, None, 11, "", ["last words"])
+    assert (follows.condition, follows.state) == (found.condition, "added")
+    assert follows.facts == Followed({0: Follower(0.0, [LOST])})
+    (later,) = deaths.process_gone(11.5, gone(0, code=1), set())
+    assert later.facts == Followed({0: Follower(0.0, [LOST, Ended(1, None)])})
+    assert [one.facts for one in deaths.tick(10.6 + HELD_S)] == [LastLog(["last words"])]
 
 
 def test_a_rank_that_the_launcher_ends_after_one_that_lost_its_peer_follows_from_it():
@@ -240,7 +257,9 @@ def test_an_oom_gives_the_allocators_numbers_and_is_resolved_by_the_next_step_an
     sim.feed(sim.step(0, 6))
     assert sim.alerts("oom")[0].resolved is None, "a step from before the error that arrives late"
     sim.train(8, 8)
-    assert sim.alerts("oom")[0].resolved is not None
+    over = sim.alerts("oom")[0]
+    assert over.resolved is not None
+    assert over.text.endswith("The script caught it and finished step 8.")
 
 
 @pytest.mark.parametrize(
