@@ -73,16 +73,7 @@ def judged(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.tracker.verdict = Verdict(kind="alone", waiting=(), hung=(0,), sure=True, age=5.0, views=views)
 
 
-def test_stacks_that_a_named_rank_writes_after_the_verdict_are_saved_too(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judged(bench, monkeypatch)
-    inspected(bench, *((stacks, asleep(1.0)) for stacks in ({}, {0: STACKS}, {0: STACKS})))
-    bench.stall_probe.tick()
-    assert [(one.rank, one.taken_by, one.text) for one in bench.emitted] == [(0, "signal", STACKS)]
-
-
-def test_stacks_from_before_a_rank_ran_again_are_not_saved_as_those_of_its_stall(
+def test_stacks_that_a_named_rank_writes_after_the_verdict_are_saved_and_not_those_from_before_it_ran_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = STACKS.replace("line 7", "line 99")
@@ -90,7 +81,7 @@ def test_stacks_from_before_a_rank_ran_again_are_not_saved_as_those_of_its_stall
     judged(bench, monkeypatch)
     inspected(bench, *((stacks, asleep(3.0, switches=50)) for stacks in ({}, {0: later})))
     bench.stall_probe.tick()
-    assert [one.text for one in bench.emitted] == [later]
+    assert [(one.rank, one.taken_by, one.text) for one in bench.emitted] == [(0, "signal", later)]
 
 
 def observe(bench: Bench, *activities: Activity, stacks: str = "", calls: Any = None) -> Any:

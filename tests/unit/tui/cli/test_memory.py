@@ -23,6 +23,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return explained(tmp_path_factory.mktemp("runs") / "recording.sqlite", 2, steps=24)
 
 
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """Make the directory of a run in a private home."""
+    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
+    run = RunDir(tmp_path / "runs" / RUN.id)
+    run.path.mkdir(parents=True, mode=0o700)
+    run.write_run(RUN)
+    return run
+
+
 def test_memory_tells_parts_lead_and_cause_and_as_json_adds_up(path, capsys):
     assert main(["memory", str(path), "--rank", "0"]) == 0
     text = capsys.readouterr().out
@@ -69,24 +79,17 @@ def test_samples_of_a_later_job_are_news_though_its_steps_begin_again():
         assert not list(_news(model, None, printed))
 
 
-def test_a_recording_on_its_own_cannot_be_followed_and_an_ended_runs_directory_ends_at_once(path, tmp_path, capsys):
+def test_a_recording_on_its_own_cannot_be_followed_and_an_ended_runs_directory_ends_at_once(path, run, capsys):
     assert main(["events", str(path), "--follow"]) == 2
     assert capsys.readouterr().out == ""
-    run = RunDir(tmp_path / RUN.id)
-    run.path.mkdir()
     shutil.copy(path, run.recording)
-    run.write_run(RUN)
     run.write_exit(ExitFile(1, RUN.created, "failed"))
     assert main(["events", str(run.path), "--follow"]) == 0
     assert "rank 0 step 24" in capsys.readouterr().out
 
 
-def test_a_runs_parts_are_compared_with_the_prediction_of_its_configuration(path, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    run = RunDir(tmp_path / "runs" / RUN.id)
-    run.path.mkdir(parents=True)
+def test_a_runs_parts_are_compared_with_the_prediction_of_its_configuration(path, run, capsys):
     shutil.copy(path, run.recording)
-    run.write_run(RUN)
     given = ["predict", "--explain", "--run", RUN.id]
     with pytest.raises(UsageError, match="no configuration to predict"):
         words(parse(given))
@@ -101,11 +104,7 @@ def test_a_runs_parts_are_compared_with_the_prediction_of_its_configuration(path
     assert parts["activations"] == max(phase["parts"].get("activations", 0) for phase in phases)
 
 
-def test_a_snapshot_of_a_run_that_has_ended_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("FTMON_HOME", str(tmp_path))
-    run = RunDir(tmp_path / "runs" / RUN.id)
-    run.path.mkdir(parents=True, mode=0o700)
-    run.write_run(RUN)
+def test_a_snapshot_of_a_run_that_has_ended_is_refused_in_one_line(run, capsys):
     run.write_exit(ExitFile(0, RUN.created, "finished"))
     assert main(["capture", RUN.id]) == 1
     assert "has ended" in capsys.readouterr().err

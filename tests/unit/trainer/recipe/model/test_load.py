@@ -125,20 +125,19 @@ def test_dense_layers_and_shared_experts_that_have_the_names_of_experts_get_adap
             assert torch.allclose(made.eval()(IDS).logits, wanted, atol=1e-5)
 
 
+TIED = {**SMALL_SHAPE, "tie_word_embeddings": True}
+
+
 @pytest.mark.parametrize(("target", "merge"), [("embed_tokens", True), ("embed_tokens", False), ("lm_head", True)])
 def test_embeddings_and_an_output_layer_that_merging_would_untie_are_refused_as_targets(
     target: str, merge: bool
 ) -> None:
-    model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("qwen2", **{**SMALL_SHAPE, "tie_word_embeddings": True})
-    )
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TIED))
     with pytest.raises(ConfigError, match=rf"lora\.targets: \S*{target} cannot be adapted: it"):
         load.add_lora(model, Config(lora=Lora(rank=4, targets=["q_proj", target], merge=merge)))
 
 
 def test_a_tied_output_layer_has_adapters_where_they_are_kept_apart() -> None:
-    model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("qwen2", **{**SMALL_SHAPE, "tie_word_embeddings": True})
-    )
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TIED))
     load.add_lora(model, Config(lora=Lora(rank=4, targets=["lm_head"], merge=False)))
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
