@@ -158,7 +158,7 @@ class Detectors:
             failed: called in the ``except`` block of an exception that a detector raised for one step; processing
                 continues with the next step.
         """
-        past = self._store.resolve_past(steps[0][0], "A later job of the run has made a step since.")
+        past = self._store.resolve_past(steps[0][0])
         alerts: list[Message] = [*past]
         for _, step in steps:
             self._latest.step(step)

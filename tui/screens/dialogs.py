@@ -131,15 +131,15 @@ class CommandDialog(Dialog):
             self.paint()
 
 
-def button_line(no: str, yes: str, yes_chosen: bool, theme: Theme) -> Line:
-    """Draw two buttons; the selected one is filled and in brackets."""
+def button_line(yes: str, yes_chosen: bool, theme: Theme) -> Line:
+    """Draw the buttons ``No`` and ``yes``; the selected one is filled and in brackets."""
 
     def button(text: str, chosen: bool, tone: str) -> Line:
         if chosen:
             return Line(f"[ {text} ]", theme.style("on_color", tone, bold=True, reverse=not theme.color))
         return Line(f"  {text}  ", theme.style("dim"))
 
-    line = Line("  ", theme.base).join(button(no, not yes_chosen, "accent")).add("   ", theme.base)
+    line = Line("  ", theme.base).join(button("No", not yes_chosen, "accent")).add("   ", theme.base)
     return line.join(button(yes, yes_chosen, "error"))
 
 
@@ -544,7 +544,7 @@ class KillDialog(CommandDialog):
             lines.append(Line(f"    {self.targets.words}; {len(rows) - 1} ranks, up and down scroll", dim))
         lines += [Line(), signal_line(SIGNALS[self.signal], self.cursor == self.buttons - 1, theme), Line()]
         lines += what_follows(self.targets, model, SIGNALS[self.signal], width, theme)
-        lines += [Line(), button_line("No", f"Yes, kill {self.targets.words}", self.yes, theme)]
+        lines += [Line(), button_line(f"Yes, kill {self.targets.words}", self.yes, theme)]
         lines.append(Line("  arrows: choose   space: mark   a: the whole run   escape: no", dim))
         return [*head, *lines]
 
@@ -616,5 +616,5 @@ class StopDialog(CommandDialog):
         if states.get("hung") or states.get("stopped"):
             warning = "A rank stands still and finishes no step: it cannot stop in order. k ends it."
             lines += [Line(row, theme.style("warning")) for row in wrap(warning, width)]
-        lines += [Line(), button_line("No", "Yes, stop", self.yes, theme)]
+        lines += [Line(), button_line("Yes, stop", self.yes, theme)]
         return lines

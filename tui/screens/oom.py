@@ -108,7 +108,7 @@ class ReleaseDialog(CommandDialog):
         if held > 1:
             mark = theme.glyphs.marked if self.all_of_them else theme.glyphs.unmarked
             lines += [Line(), Line(f"{mark} ", theme.style("accent")).add(f"all {held} held ranks (a)", theme.base)]
-        return [*lines, Line(), button_line("No", f"Yes, release {words}", self.yes, theme)]
+        return [*lines, Line(), button_line(f"Yes, release {words}", self.yes, theme)]
 
     def _what_follows(self) -> list[str]:
         model = self.app_state.model

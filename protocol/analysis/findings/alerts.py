@@ -106,13 +106,11 @@ class AlertStore:
             del self._entries[key]
         return alerts
 
-    def resolve_past(self, now: float, text: str) -> list[Alert]:
+    def resolve_past(self, now: float) -> list[Alert]:
         """Resolve the alerts that ended earlier jobs, because a later job has made a step."""
-        past, self._past = self._past, []
-        return [
-            msgspec.structs.replace(entry.alert, resolved=now, text=f"{entry.alert.text} {text}".strip())
-            for entry in past
-        ]
+        past, self._past = [entry.alert for entry in self._past], []
+        later = "A later job of the run has made a step since."
+        return [msgspec.structs.replace(one, resolved=now, text=f"{one.text} {later}".strip()) for one in past]
 
     def raise_alert(
         self,

@@ -72,9 +72,9 @@ def place(node: Node) -> str:
     return _line(mark.name, mark.line) if mark is not None else COMMAND_LINE
 
 
-def scalar(text: str, source: str, line: int) -> ScalarNode:
-    """Make a scalar node that was not written as YAML."""
-    mark = yaml.Mark(source, 0, line, 0, None, 0)
+def scalar(text: str) -> ScalarNode:
+    """Make a scalar node of the command line, where it was not written as YAML."""
+    mark = yaml.Mark(COMMAND_LINE, 0, 0, 0, None, 0)
     return ScalarNode("tag:yaml.org,2002:str", text, mark, mark)
 
 
@@ -87,7 +87,7 @@ def override(tree: Node | None, assignment: str) -> Node:
             f"{COMMAND_LINE}: {shown(assignment)!r} is not of the form key.sub=value, such as zero.stage=3"
         )
     fix = f" in {shown(assignment)}; a text with such characters needs quotes of its own, as in key='\"text\"'"
-    node = parse(value, COMMAND_LINE, fix) or scalar("", COMMAND_LINE, 0)
+    node = parse(value, COMMAND_LINE, fix) or scalar("")
     for part in reversed(parts[1:]):
         node = _mapping(part, node)
     if tree is None:
@@ -126,7 +126,7 @@ def _line(source: str, line: int) -> str:
 
 
 def _mapping(key: str, value: Node) -> MappingNode:
-    word = scalar(key, COMMAND_LINE, 0)
+    word = scalar(key)
     return MappingNode("tag:yaml.org,2002:map", [(word, value)], word.start_mark, word.end_mark)
 
 
@@ -137,9 +137,9 @@ def _put(tree: MappingNode, key: str, value: Node) -> None:
                 for below, node in pairs(value):
                     _put(old, below.value, node)
             else:
-                tree.value[index] = (scalar(key, COMMAND_LINE, 0), value)
+                tree.value[index] = (scalar(key), value)
             return
-    tree.value.append((scalar(key, COMMAND_LINE, 0), value))
+    tree.value.append((scalar(key), value))
 
 
 _NULLS = ("", "~", "null", "Null", "NULL")

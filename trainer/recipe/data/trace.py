@@ -147,7 +147,7 @@ def _insert_marks(tree: Any) -> bool:
                 visit(below)
                 if isinstance(below, nodes.CallBlock) and _is_generation(below):
                     generation = True
-                    changed += [_literal("g", 1, below), *below.body, _literal("g", 0, below)]
+                    changed += [_generation_mark(1, below), *below.body, _generation_mark(0, below)]
                 elif isinstance(below, nodes.For):
                     number = next(numbers)
                     names = [target.name for target in _names(below.target)]
@@ -181,8 +181,8 @@ def _is_generation(block: nodes.CallBlock) -> bool:
     return getattr(getattr(block.call, "node", None), "name", "") == "_generation_support"
 
 
-def _literal(kind: str, index: int, near: nodes.Node) -> nodes.Output:
-    text = nodes.TemplateData(f"{_OPEN}{kind}0,{index}{_CLOSE}", lineno=near.lineno)
+def _generation_mark(index: int, near: nodes.Node) -> nodes.Output:
+    text = nodes.TemplateData(f"{_OPEN}g0,{index}{_CLOSE}", lineno=near.lineno)
     return nodes.Output([text], lineno=near.lineno)
 
 

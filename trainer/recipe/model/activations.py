@@ -68,7 +68,6 @@ class HostOffload:
         self._leaving: deque[tuple[torch.Tensor, Any]] = deque()
         self._known: WeakValueDictionary[Any, Saved] = WeakValueDictionary()
         self._last: ref[Saved] | None = None
-        self.moved_bytes = 0
 
     def hooks(self, *, all_sizes: bool) -> saved_tensors_hooks:
         """Return a context in which saved tensors are moved; with ``all_sizes``, small ones too."""
@@ -89,7 +88,6 @@ class HostOffload:
         self._copy_out(tensor, saved)
         self._known[key] = saved
         self._last = ref(saved)
-        self.moved_bytes += tensor.nbytes
         return saved
 
     def _unpack(self, saved: Any) -> torch.Tensor:

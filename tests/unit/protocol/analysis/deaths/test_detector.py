@@ -168,11 +168,11 @@ def test_what_ended_an_earlier_job_is_not_the_matter_of_a_later_one_after_a_rest
     old.sent += old.detectors.begin_job(old.now)
     old.feed(Job(number=2, time=old.now, state="training", started=old.now))
     old.feed(old.step(0, 1))
-    assert not old.store.resolve_past(old.now, "")
+    assert not old.store.resolve_past(old.now)
     new = make_sim(1)
     new.seq, new.now = old.seq, old.now + 1
     new.detectors.restore(old.frames)
-    assert not new.store.resolve_past(new.now, ""), "it is over already"
+    assert not new.store.resolve_past(new.now), "it is over already"
     new.begin()
     new.train(1, 3)
     new.fact(0, alive=False, exit_code=3)

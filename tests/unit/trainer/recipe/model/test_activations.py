@@ -125,47 +125,37 @@ def test_what_a_layer_keeps_is_what_its_mode_says() -> None:
 
 
 @pytest.fixture
-def offloads(monkeypatch: pytest.MonkeyPatch) -> list[HostOffload]:
-    """The offloads that are made."""
-    found: list[HostOffload] = []
-    plain = HostOffload.__init__
-
-    def init(offload: HostOffload, *arguments: Any) -> None:
-        plain(offload, *arguments)
-        found.append(offload)
-
-    monkeypatch.setattr(HostOffload, "__init__", init)
-    return found
-
-
-def test_inputs_of_recomputed_layers_are_moved_once_each_and_no_more(offloads: list[HostOffload]) -> None:
-    step(made("offload-inputs"))
-    assert offloads[0].moved_bytes == 2 * 4 * INPUT  # two micro-steps, four layers
-
-
-def test_everything_is_moved_once_and_never_a_parameter(
-    offloads: list[HostOffload], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = made("offload-all")
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    moved: list[torch.Tensor] = []
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[HostOffload, torch.Tensor]]:
+    """Return the tensors that are moved, each with what moves it."""
+    found: list[tuple[HostOffload, torch.Tensor]] = []
     plain = HostOffload._copy_out
 
     def record(offload: HostOffload, tensor: torch.Tensor, *others: Any) -> None:
-        moved.append(tensor)
+        found.append((offload, tensor))
         plain(offload, tensor, *others)
 
     monkeypatch.setattr(HostOffload, "_copy_out", record)
+    return found
+
+
+def test_inputs_of_recomputed_layers_are_moved_once_each_and_no_more(moved: list[Any]) -> None:
+    step(made("offload-inputs"))
+    assert sum(one.nbytes for _, one in moved) == 2 * 4 * INPUT  # two micro-steps, four layers
+
+
+def test_everything_is_moved_once_and_never_a_parameter(moved: list[Any]) -> None:
+    model = made("offload-all")
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     with torch.no_grad():
         model(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False)
     assert not moved
     hidden = model.model(input_ids=torch.arange(TOKENS).reshape(ROWS, LENGTH) % 64, use_cache=False)[0]
-    assert len({(one.data_ptr(), one.shape, one.stride()) for one in moved}) == len(moved)
-    assert all(one.untyped_storage().data_ptr() not in parameters for one in moved)
-    assert all(one.nbytes >= 1000 for one in moved)
+    (offload,), tensors = {one for one, _ in moved}, [one for _, one in moved]
+    assert len({(one.data_ptr(), one.shape, one.stride()) for one in tensors}) == len(tensors)
+    assert all(one.untyped_storage().data_ptr() not in parameters for one in tensors)
+    assert all(one.nbytes >= 1000 for one in tensors)
     # What the attention and the MLP of each layer save is more than its input.
-    (offload,) = offloads
-    assert offload.moved_bytes > 4 * 8 * INPUT
+    assert sum(one.nbytes for one in tensors) > 4 * 8 * INPUT
     hidden.sum().backward()
     assert len(offload._known) == 0
     assert not offload._leaving
