@@ -5,9 +5,9 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+import rank_jobs
 from ftmon.trainer.predict.measure import run
 from ftmon.trainer.recipe.config.load import load, of_model_and_data
 from ftmon_process import Ftmon
@@ -30,13 +30,6 @@ def ftmon(tmp_path_factory: pytest.TempPathFactory) -> Ftmon:
     return Ftmon(tmp_path_factory.mktemp("home"), DS_ACCELERATOR="cpu")
 
 
-def predicted(ftmon: Ftmon, here: Path, *words: str) -> dict[str, Any]:
-    done = ftmon.run("predict", "--json", "--gpu", "H100 80 GB", *words, cwd=here)
-    assert done.returncode == 0, done.stderr
-    (point,) = json.loads(done.stdout)["points"]
-    return point
-
-
 def test_the_written_choice_is_the_one_of_auto_and_needs_what_it_says(ftmon: Ftmon, here: Path) -> None:
     done = ftmon.run("train", "--init", "--gpus", GPUS, "--price", HOURLY, "model", "data.jsonl", cwd=here)
     assert done.returncode == 0, done.stderr
@@ -50,11 +43,15 @@ def test_the_written_choice_is_the_one_of_auto_and_needs_what_it_says(ftmon: Ftm
     config = load(str(here / "train.yaml")).config
     assert (config.run.ranks, config.lora.rank, config.zero.offload_optimizer) == (2, 0, False)
     assert config.training.sequence_length == 256
-    point = predicted(ftmon, here, "train.yaml")
+    predicted = ftmon.run("predict", "--json", "--gpu", "H100 80 GB", "train.yaml", cwd=here)
+    assert predicted.returncode == 0, predicted.stderr
+    (point,) = json.loads(predicted.stdout)["points"]
     assert figures.startswith(f"predicted: {point['needed_bytes'] / 2**30:.2f} of 77.")
 
     words = of_model_and_data("model", "data.jsonl")
-    auto = predicted(ftmon, here, "--ranks", "2", *words)
+    (answer,) = rank_jobs.predictions([["--json", "--gpu", "H100 80 GB", "--ranks", "2", "--", *words]], here)
+    assert answer["status"] == 0, answer["output"]
+    (auto,) = json.loads(answer["output"])["points"]
     assert {name: auto[name] for name in ("needed_bytes", "micro_batch", "nvml_bytes")} == {
         name: point[name] for name in ("needed_bytes", "micro_batch", "nvml_bytes")
     }

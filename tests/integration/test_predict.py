@@ -4,13 +4,11 @@ The commands are scripts that know nothing of ftmon, run up to ``deepspeed.initi
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_jobs
 
 SCRIPTS = Path(__file__).parent / "scripts"
 DATA = Path(__file__).parents[2] / "bench" / "data" / "h200_peaks.jsonl"
@@ -114,15 +112,8 @@ class Predictions:
         self.words[name] = [*files, *words]
 
     def make(self) -> None:
-        # NVML's module as on a host with GPUs, which DeepSpeed would ask for free memory; beside a run none is visible.
-        (self.folder / "pynvml.py").write_text("class NVMLError(Exception): pass\ndef nvmlInit(): pass\n")
-        path = os.pathsep.join([str(self.folder), os.environ["PYTHONPATH"]])
-        environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-P", str(SCRIPTS / "predict_many.py"), json.dumps(list(self.words.values()))]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=1200, check=True, env=environment, cwd=self.folder
-        )
-        self.answers = dict(zip(self.words, json.loads(done.stdout), strict=True))
+        answers = rank_jobs.predictions(list(self.words.values()), self.folder)
+        self.answers = dict(zip(self.words, answers, strict=True))
 
     def found(self, name: str) -> dict[str, Any]:
         assert self.answers[name]["status"] == 0, self.answers[name]["output"]
@@ -231,15 +222,6 @@ def test_what_deepspeed_refuses_is_one_line_with_status_2(predictions: Predictio
     assert answer["status"] == 2
     (line,) = answer["output"].splitlines()
     assert "stage" in line or "zero_optimization" in line
-
-
-def test_an_unknown_model_is_one_line_with_status_2(tmp_path: Path) -> None:
-    (tmp_path / "model.json").write_text(json.dumps({"model_type": "no-such-model"}))
-    command = [sys.executable, "-m", "ftmon.tui.cli", "predict", "--model", str(tmp_path / "model.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=880, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("predicting: ")]
-    assert "no-such-model" in line
 
 
 PARAMETERS = 2 * 1024 * 128 + 4 * 128 * 128 + 3 * 128 * 256 + 3 * 128

@@ -1,15 +1,13 @@
 """``ftmon predict CONFIG.yaml``: the memory of a step of ftmon's own trainer, beside arithmetic."""
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import rank_jobs
 from ftmon.protocol.analysis.estimates.ranking import Largest
 from ftmon.protocol.analysis.estimates.time import predicted
 from ftmon.protocol.messages.memory import Prediction
@@ -18,7 +16,6 @@ from ftmon.trainer.predict.answer import render
 from ftmon.trainer.predict.result import Prediction as Answer
 from ftmon.tui.model.peaks import Answer as WhatIfAnswer
 
-SCRIPT = Path(__file__).parent / "scripts" / "predict_many.py"
 MIB = 1 << 20
 RANKS, LENGTH, VOCABULARY, WIDTH = 2, 16384, 32000, 4096
 WORKSPACES = 2 * 32 * MIB
@@ -46,6 +43,7 @@ model:
   config: {model_type: llama, vocab_size: 8192, hidden_size: 256, intermediate_size: 512, num_hidden_layers: 2,
            num_attention_heads: 4, num_key_value_heads: 4}
   fused_loss: "off"
+  compile: "off"
 data: {path: DATA, packing: false}
 training: {sequence_length: 2048, epochs: 1, grad_accumulation: 1}
 zero: {stage: 2, bucket_bytes: 1048576}
@@ -79,6 +77,7 @@ ON_THE_HUB = [
     "model.config={model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 1}",
     "data.name=me/words",
     "training.sequence_length=64",
+    "model.compile=off",
 ]
 REFUSED = {
     "no such folder": (["--model", "/no/such/folder"], "/no/such/folder: no such folder or file"),
@@ -119,7 +118,7 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "documents.jsonl").write_text(f'{{"text": "{"word " * (DOCUMENT - 1)}"}}\n' * count)
     documents = f"data.path={folder / 'documents.jsonl'}"
     words.append(["--data", "--json", "--", str(folder / "c.yaml"), *SMALLEST, documents])
-    small = [str(folder / "small.yaml"), "model.compile=off"]
+    small = [str(folder / "small.yaml")]
     for lengths in LENGTHS:
         words.append([f"--sequence-length={lengths}", "--json", "--", *small, "data.packing=true"])
     for count in MICRO_STEPS:
@@ -141,11 +140,7 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     words.append(["live", str(run.path), "NVIDIA H200"])
     words.append(["--json", "--", *ON_THE_HUB])
     words += [[_in(folder, word) for word in given] for given, _ in REFUSED.values()]
-    command = [sys.executable, str(SCRIPT), json.dumps(words)]
-    # A port that nobody listens on: no network.
-    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(folder / "cache")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=True, env=environment)
-    answers = json.loads(done.stdout)
+    answers = rank_jobs.predictions(words, folder)
     for answer in answers:
         answer["output"] = answer["output"].replace(str(folder / "ds.json"), "DS").replace(str(folder), "FOLDER")
     return dict(

@@ -14,31 +14,50 @@ from typing import Any
 from eventually import eventually
 from ftmon.trainer.recipe import start
 
-SERVER = Path(__file__).with_name("forked_ranks.py")
+SERVER = Path(__file__).with_name("fork_server.py")
 START_SECONDS = 300
+NO_NETWORK = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+"""A port that nobody listens on."""
+ENVIRONMENTS = {
+    "forked_ranks": {"DS_ACCELERATOR": "cpu"},
+    "forked_predictions": NO_NETWORK,
+}
+"""Of each kind of server."""
 
 
 def forked(plan: list[dict[str, Any]], environment: dict[str, str], seconds: float) -> str:
     """Run a plan on ranks forked from the session's server (``forked_ranks``); return what they printed."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(seconds)
-        connection.connect(_server())
-        connection.sendall(f"{json.dumps({'plan': plan, 'environment': environment})}\n".encode())
-        text = connection.makefile(errors="replace").read()
+    text = _answer("forked_ranks", plan, environment, seconds)
     assert text.endswith("\nall ranks ended with 0\n"), text
     return text
 
 
-def _server() -> str:
+def predictions(commands: list[list[str]], folder: Path) -> list[dict[str, Any]]:
+    """Run predictions in a folder, forked from the session's server; return exit status and output of each."""
+    plan = {"folder": str(folder), "commands": commands}
+    text = _answer("forked_predictions", plan, {**os.environ, "CUDA_VISIBLE_DEVICES": "", **NO_NETWORK}, 1200)
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def _answer(kind: str, plan: Any, environment: dict[str, str], seconds: float) -> str:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(seconds)
+        connection.connect(_server(kind))
+        connection.sendall(f"{json.dumps({'plan': plan, 'environment': environment})}\n".encode())
+        return connection.makefile(errors="replace").read()
+
+
+def _server(kind: str) -> str:
     """Return the socket of the session's server; the first of its processes that asks starts it."""
     session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-    path = Path(tempfile.gettempdir()) / f"ftmon-ranks-{session}.sock"
+    path = Path(tempfile.gettempdir()) / f"ftmon-{kind}-{session}.sock"
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+            cache = {"HF_HOME": str(path.with_suffix(".cache"))}
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **cache, **ENVIRONMENTS[kind]}
             environment.pop("TORCHDYNAMO_DISABLE", None)
-            words = [sys.executable, str(SERVER), str(path), str(session)]
+            words = [sys.executable, "-P", str(SERVER), str(path), str(session), kind]
             log = path.with_suffix(".log")
             with log.open("w") as said:
                 subprocess.Popen(

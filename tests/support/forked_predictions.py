@@ -1,18 +1,33 @@
-"""Runs several predictions, each in a fork of a process that has imported the libraries; prints a JSON array.
+"""Predictions, each in a fork of a process that has imported the libraries (``fork_server``).
 
-The argument is a JSON array of arguments of ``python -m ftmon.trainer.predict``; those that begin with ``live`` are a
-run directory and a GPU of which the prediction beside a run is made.
+A plan is a folder and a list of arguments of ``python -m ftmon.trainer.predict``; those that begin with ``live`` are a
+run directory and a GPU of which the prediction beside a run is made. Prints a JSON object a line.
 """
 
 import json
 import os
 import sys
 import tempfile
+from types import ModuleType
+from typing import Any
 
+import datasets  # noqa: F401  # before the fork
 import msgspec
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer.predict import live, ranks
+from ftmon.trainer.predict import (
+    answer,  # noqa: F401  # before the fork
+    live,
+    ranks,
+    what_if,  # noqa: F401
+)
 from ftmon.trainer.predict.__main__ import main
+
+# NVML as on a host with GPUs, which DeepSpeed would ask for free memory.
+nvml: Any = ModuleType("pynvml")
+nvml.nvmlInit, nvml.NVMLError = lambda: None, Exception
+sys.modules["pynvml"] = nvml
+ranks.warm(("torch.nn.attention.varlen", "transformers.masking_utils", "transformers.models.llama.modeling_llama"))
+del sys.modules["pynvml"]
 
 
 def beside(folder: str, gpu: str) -> int:
@@ -38,6 +53,7 @@ def one(words: list[str]) -> dict[str, object]:
         return {"status": os.waitstatus_to_exitcode(status), "output": "".join(lines)}
 
 
-if __name__ == "__main__":
-    ranks.warm(("torch.nn.attention.varlen", "transformers.masking_utils", "transformers.models.llama.modeling_llama"))
-    sys.stdout.write(json.dumps([one(words) for words in json.loads(sys.argv[1])]))
+def run(plan: dict[str, Any]) -> None:
+    os.chdir(plan["folder"])
+    for words in plan["commands"]:
+        print(json.dumps(one(words)))
