@@ -110,14 +110,15 @@ def test_trainings_one_after_the_other_in_one_plain_process_are_jobs(home: Ftmon
     assert kept == ["0"], "a training's memory is free for the next one"
 
 
-def test_two_jobs_at_the_same_time_are_not_mixed() -> None:
-    # They overlap, whichever starts late.
-    quick, slow = (fake_ranks({"steps": steps, "rate": rate}) for steps, rate in ((30, 2.5), (60, 3)))
+def test_two_jobs_at_the_same_time_are_not_mixed(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    quick, slow = (fake_ranks({"steps": steps, "rate": 5, "awaits": str(go)}) for steps in (15, 30))
     both = ["bash", "-c", f"{_shell(quick)} & {_shell(slow)} & wait"]
     with started(both) as run, App(run) as app:
         app.told(Alert, lambda alert: str(alert.evidence.get("rule")).startswith("beside "))
-        app.wait_for(Job, lambda job: job.is_over and job.steps == 60)
+        go.touch()
         app.wait_for(Job, lambda job: job.is_over and job.steps == 30)
+        app.wait_for(Job, lambda job: job.is_over and job.steps == 15)
         hub_gone(run)
     with Reader(run.recording) as reader:
         frames = reader.frames(0, 10_000)

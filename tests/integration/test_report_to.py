@@ -51,20 +51,21 @@ def test_an_endpoint_that_takes_nothing_is_reported_once_and_delays_nothing(
     tmp_path: Path,
 ) -> None:
     go = tmp_path / "go"
-    job = fake_ranks({"rate": 50, "steps": 300, "awaits": str(go)})
+    job = fake_ranks({"rate": 50, "steps": 100, "awaits": str(go)})
     with endpoint() as port:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://me:{SECRET}@127.0.0.1:{port}/{SECRET}?key={SECRET}")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"api-key={SECRET}")
+        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "500")
         with started(job, report_to=["otel"]) as run:
             with App(run) as app:
                 app.told(Alert, lambda alert: alert.title.startswith("not exported to otel"))
-                app.told(Step, lambda step: step.step == 299)
+                app.told(Step, lambda step: step.step == 99)
                 assert SECRET not in command_lines()
             go.touch()
             assert exit_of(run).exit_code == 0
             hub_gone(run)
         messages = recorded(run)
-    assert len([message for message in messages if isinstance(message, Step)]) == 300
+    assert len([message for message in messages if isinstance(message, Step)]) == 100
     alerts = [message for message in messages if isinstance(message, Alert) and "not exported" in message.title]
     assert len({alert.id for alert in alerts}) == 1, "one alert, whatever is said of it later"
     known = ["no answer yet"]
