@@ -33,6 +33,12 @@ VARIANTS: dict[str, list[str]] = {
     "bf16-packed": ["zero.stage=1", *PACKED],
     "bf16-packed-partitioned": [*PARTITIONED, *PACKED, "training={micro_batch: 2, grad_accumulation: 1}"],
 }
+CASES = [
+    *(("qwen2", name) for name in ("fp32-partitioned", "bf16-unpartitioned", "bf16-packed")),
+    *(("gemma2", name) for name in ("fp32-packed", "bf16-padded", "bf16-packed-partitioned")),
+    *(("qwen3_moe", name) for name in ("fp32-partitioned", "fp32-packed", "bf16-padded", "bf16-packed-partitioned")),
+]
+"""Each family padded, packed and partitioned, in fp32 and bf16."""
 RECORDS = 18  # neither they nor their packed rows are a multiple of the batch: the last of an epoch is left out
 
 
@@ -60,7 +66,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
             for weight in model.parameters():
                 weight.add_(0.02 * torch.randn_like(weight))  # biases and norms are not all equal
         model.save_pretrained(folder / kind)
-        for name, words in VARIANTS.items():
+        for name in (name for of, name in CASES if of == kind):
             common = [
                 f"model.name={folder / kind}",
                 f"training={{max_steps: {STEPS}, micro_batch: 1, grad_accumulation: 2, sequence_length: 256}}",
@@ -69,7 +75,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
                 "data.shuffle=false",
                 f"training.precision={name[:4]}",
             ]
-            jobs[f"{kind}-{name}"] = (2, [*common, *words])
+            jobs[f"{kind}-{name}"] = (2, [*common, *VARIANTS[name]])
     return folder, small_runs.launch(folder, "optimizer_ranks", jobs)
 
 
@@ -113,8 +119,7 @@ def reference(path: Path, rows: list[dict[str, list[int]]], dtype: torch.dtype, 
     return {name: one.detach() for name, one in held.items()}
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_weights_are_those_of_plain_pytorch(launched: tuple[Path, dict[str, str]], kind: str, name: str) -> None:
     folder, texts = launched
     saved = torch.load(folder / f"{kind}-{name}.pt", weights_only=False)
