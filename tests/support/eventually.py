@@ -22,15 +22,18 @@ def eventually(
 ) -> T:
     """Return the first true value of ``found``; fail with ``what`` was waited for, and the ``state`` there is instead.
 
-    ``each`` is called before each look; after it returned something true there is no pause of ``every`` seconds.
+    ``each`` is called before each look; after it returned something true there is no pause of ``every`` seconds. A
+    pause is longer than the look before it, which may read all processes: what is waited for needs the processor.
     """
     deadline = time.monotonic() + seconds
     while True:
         moved = each() if each is not None else None
+        began = time.monotonic()
         if value := found():
             return value
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             instead = f":\n{state()}" if state is not None else ""
             raise AssertionError(f"not within {seconds:g} s: {what}{instead}")
         if not moved:
-            time.sleep(every)
+            time.sleep(max(every, min(0.5, 3 * (now - began))))
