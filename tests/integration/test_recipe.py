@@ -1,4 +1,4 @@
-"""Real training on two CPU ranks under DeepSpeed: every ZeRO stage, resuming, stopping, the final model."""
+"""Real training on two CPU ranks under DeepSpeed: every ZeRO stage, stopping, the final model."""
 
 import re
 import shutil
@@ -55,10 +55,8 @@ JOBS: dict[str, list[str]] = {
     "leaking": ["model.config=", OPT, "schedule.warmup_steps=2", "training.max_steps=4"],
     "leaking-padded": ["model.config=", OPT, "schedule.warmup_steps=2", "training.max_steps=4", "data.packing=false"],
     "few-rows": ["data.limit=20", "training.max_steps=2"],
-    "resumed": ["zero.stage=2", "checkpoint.resume={out}/stage-2/checkpoints/step-4"],
     "by-time": ["checkpoint={minutes: 1e-6, keep: 9}"],
     "stop-at-3": ["checkpoint.keep=1", "checkpoint.every=1"],
-    "resumed-after-stop": ["checkpoint.resume=auto", "output.dir={out}/stop-at-3"],
     "from-folder": ["zero.stage=3", "model.config=", f"tokenizer.special_tokens={NEW_TOKENS}"],
     "other-model": ["checkpoint.resume={out}/stage-2", "model.config.hidden_size=32"],
     "too-few": ["data.limit=10"],
@@ -137,7 +135,7 @@ def test_rank_0_s_clock_asks_for_checkpoints_that_all_ranks_write_a_step_later(o
     assert not (outcome.out / "stage-1" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("name", [name for name in JOBS if name not in (*REFUSED, "stop-at-3", "resumed-after-stop")])
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in (*REFUSED, "stop-at-3")])
 def test_the_final_model_loads_and_is_as_good_as_it_was(outcome: Outcome, name: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -203,23 +201,11 @@ def test_adapters_on_a_base_in_4_bits_are_counted_by_its_whole_size_and_saved_al
     assert all(bool(tensor.any()) for name, tensor in adapters.items() if "lora_B" in name), "they start as zeros"
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(outcome: Outcome) -> None:
-    whole, resumed = outcome.losses("stage-2"), outcome.losses("resumed")
-    assert resumed == {step: loss for step, loss in whole.items() if step > 4}
-    first, second = outcome.weights("stage-2"), outcome.weights("resumed")
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
-
-
 def test_a_request_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(outcome: Outcome) -> None:
     text = outcome.text["stop-at-3"]
     assert list(outcome.losses("stop-at-3")) == [1, 2, 3, 4]
     assert "stopped on request after step 4 of 8" in text
     assert [path.name for path in (outcome.out / "stop-at-3" / "checkpoints").glob("step-*")] == ["step-4"]
-
-
-def test_a_stopped_run_goes_on_where_it_was(outcome: Outcome) -> None:
-    assert list(outcome.losses("resumed-after-stop")) == [5, 6, 7, 8]
-    assert outcome.losses("resumed-after-stop")[8] == pytest.approx(outcome.losses("stage-2")[8], abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ BASE = [
     "data.limit=60",
     "optimizer.lr=5e-3",
     f"training={{max_steps: {STEPS}, micro_batch: 2, grad_accumulation: 2, sequence_length: 32, rehearsal: false}}",
-    "checkpoint={every: 2, keep: 9, at_end: true}",
+    "checkpoint={every: 4, keep: 9, at_end: true}",
     "output={log_every: 1}",
     "run={device: cpu, threads: 1}",
 ]
@@ -61,6 +61,7 @@ CUTS = {kind: random.Random(kind).randrange(5, STEPS) for kind in ("z0", "z2-off
 
 The other kinds go on from the fourth step of the whole run.
 """
+OFTEN = "checkpoint.every=2"
 FEWER = ("z0-bf16", "z2-lora", "z3")
 ROBIN = ["zero.stage=2", "deepspeed.zero_optimization.round_robin_gradients=true"]
 BY_ONE = ["run.ranks=1", "training.grad_accumulation=4"]
@@ -108,7 +109,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         if kind == "z2":
             continue  # with offload and with adapters it is resumed
         if kind in CUTS:
-            jobs.append(runs.job(f"cut-{CUTS[kind]}-{kind}", *words, out=f"resumed-{kind}"))
+            jobs.append(runs.job(f"cut-{CUTS[kind]}-{kind}", *words, OFTEN, out=f"resumed-{kind}"))
             jobs.append(runs.job(f"resumed-{kind}", *words))
         else:
             there = f"checkpoint.resume={runs.path}/whole-{kind}/checkpoints/step-4"
@@ -131,7 +132,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     (base / "config.json").touch()
     jobs.append(runs.job("named", *KINDS["z3-lora"], "model.config=", f"model.name={base}", short))
     # One rank, killed in earnest while it may be writing.
-    killed = runs.job("kill-5-z2", "zero.stage=2", ranks=1)
+    killed = runs.job("kill-5-z2", "zero.stage=2", OFTEN, ranks=1)
     alone = [
         runs.job("resumed-killed", "zero.stage=2", out="kill-5-z2", ranks=1),
         runs.job("whole-one", "zero.stage=2", ranks=1),
@@ -232,7 +233,7 @@ def test_fewer_ranks_with_a_smaller_global_batch_are_refused_with_the_fix(runs: 
 
 def test_adapters_alone_are_saved_and_they_have_learned(runs: Runs) -> None:
     for kind in ("z2-lora", "z3-lora"):
-        path = runs.path / f"whole-{kind}" / "checkpoints" / "step-6"
+        path = runs.path / f"whole-{kind}" / "checkpoints" / "step-4"
         found = manifest.examine(path)[0]
         assert found is not None
         assert found.manifest.base is not None
