@@ -15,9 +15,8 @@ from .findings.finding import HIDDEN, Condition, Detector, Finding, Kind, Shown
 from .health import monitor
 from .health.host_memory import HostMemory
 from .health.machine import Disks, Gpus
-from .learning.inputs import Inputs
+from .learning.inputs import Inputs, Resumes
 from .learning.known import KnownFaults
-from .learning.resumes import Resumes
 from .learning.updates import Updates
 from .memory import words as memory
 from .oom import words as oom
