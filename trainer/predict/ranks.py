@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .record import Event
 
 _MOST_TOGETHER = 8
-"""Maximum number of dry runs at a time; each uses one core and up to a GiB."""
+"""Maximum number of dry runs at a time; each uses one core, and one of an 8B some 150 MB of its own."""
 _MOST_RANKS = 8
 """Maximum number of ranks run; others get the figures of the nearest one."""
 _TRACEBACK = 113
