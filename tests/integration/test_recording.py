@@ -47,9 +47,9 @@ def reader(path: Path):
         yield opened
 
 
-def read_all(reader: Reader, limit: int = 777) -> list[Frame]:
+def read_all(reader: Reader) -> list[Frame]:
     found: list[Frame] = []
-    while batch := reader.frames(found[-1].seq if found else 0, limit):
+    while batch := reader.frames(found[-1].seq if found else 0, 777):
         found += batch
     return found
 

@@ -65,11 +65,10 @@ _NUMBERS = (0, 1, -1, 7, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**
 
 
 class Frames:
-    """Makes broken, half broken and whole envelopes. ``huge`` bounds the bytes of the largest (they are rare)."""
+    """Makes broken, half broken and whole envelopes; the largest, which are rare, have up to a MiB."""
 
-    def __init__(self, seed: int, huge: int = 1 << 20) -> None:
+    def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._huge = huge
         self._sequence = itertools.count(1)
         self._telemetry = [message for message in EXAMPLES if not isinstance(message, _CONTROL)]
         self._bodies = [wire.encode_body(message) for message in self._telemetry]
@@ -170,7 +169,7 @@ class Frames:
             return chance.choice((b"\x91", b"\x81\xa1a", b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xd9")) * (
                 1 + chance.randrange(4_000)
             )
-        return self._pick((b"\x91", b"\x81\xa4type", b"\xa1x", b"\xc1")) * chance.randrange(self._huge // 5)
+        return self._pick((b"\x91", b"\x81\xa4type", b"\xa1x", b"\xc1")) * chance.randrange(1 << 20 // 5)
 
     def _envelope(self, body: bytes) -> list[bytes]:
         chance = self._random

@@ -9,11 +9,11 @@ from ftmon.trainer.recipe.hardware import free_port
 __all__ = ["free_port", "listen_address"]
 
 
-def listen_address(host: str = "127.0.0.1") -> str:
+def listen_address() -> str:
     """Find a free ``HOST:PORT`` for ``--listen``, which takes a port for every channel."""
     while True:
         port = free_port()
-        found = f"{host}:{port}"
+        found = f"127.0.0.1:{port}"
         try:
             check_free(parse_listen(found))
         except UsageError:

@@ -19,10 +19,9 @@ START = 1_000_000.0
 class Sim:
     """One simulated run. ``now`` is its clock; everything sent is kept."""
 
-    def __init__(self, ranks: int = 1, *, cuda: bool = True, backend: str = "", capacity: int = 0) -> None:
+    def __init__(self, ranks: int = 1, *, cuda: bool = True, capacity: int = 0) -> None:
         self.count = ranks
         self.cuda = cuda
-        self.backend = backend or ("nccl" if cuda else "gloo")
         self.capacity = capacity or (H200 if cuda else 24 * GIB)
         self.now = START
         self.seq = 0
@@ -77,7 +76,7 @@ class Sim:
     def hello(self, rank: int, **fields: Any) -> Hello:
         device = DeviceInfo("cuda" if self.cuda else "cpu", rank, "H200" if self.cuda else "host", self.capacity)
         measure = "cuda" if self.cuda else "glibc"
-        given = {"backend": self.backend, "zero_stage": 2, **fields}
+        given = {"backend": "nccl" if self.cuda else "gloo", "zero_stage": 2, **fields}
         pid = given.pop("pid", 100 + rank)
         return Hello(rank, rank, self.count, "host", pid, 7, device, measure, self.now, **given)
 

@@ -146,9 +146,9 @@ def bomb() -> bytes:
     return zlib.compress(bytes(65 * 2**20))
 
 
-def many(value: bytes, count: int = 2**21) -> Callable[[], bytes]:
+def many(value: bytes) -> Callable[[], bytes]:
     head = msgspec.msgpack.encode({"type": "command", "id": "x", "verb": "v", "args": {"a": []}})[:-1]
-    return lambda: zlib.compress(head + b"\xdd" + count.to_bytes(4, "big") + value * count)
+    return lambda: zlib.compress(head + b"\xdd" + (2**21).to_bytes(4, "big") + value * 2**21)
 
 
 IMPOSSIBLE = msgspec.msgpack.encode({**msgspec.msgpack.decode(wire.encode_body(FAILURE)), "rank": 2**40})

@@ -16,10 +16,10 @@ from peaks import MEASURED, MIB
 GIB = 2**30
 
 
-def marks_of(points: Iterable[tuple[list[int], dict[str, int]]], first_step: int = 2) -> list[PeakMark]:
+def marks_of(points: Iterable[tuple[list[int], dict[str, int]]]) -> list[PeakMark]:
     return [
         PeakMark(0, step, phase, size * MIB, shape)
-        for step, (shape, peaks) in enumerate(points, first_step)
+        for step, (shape, peaks) in enumerate(points, 2)
         for phase, size in peaks.items()
     ]
 

@@ -26,8 +26,8 @@ def alert(number: int, kind: Any, **more: Any) -> Alert:
     return Alert(number, kind, more.pop("severity", "error"), more.pop("time", 100.0), f"{kind} {number}", **more)
 
 
-def notices(*events: Any, since: float = 50.0) -> Notices:
-    return Notices("train-1", "node", list(events or EVENTS), since)
+def notices(*events: Any) -> Notices:
+    return Notices("train-1", "node", list(events or EVENTS), 50.0)
 
 
 def test_each_event_of_a_run_is_told_once_with_its_title():

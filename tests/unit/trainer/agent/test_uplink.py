@@ -28,11 +28,11 @@ HELLO = Hello(3, 0, 4, "nodeb", 12, 99, DeviceInfo("cpu", 0, "x", 1), "glibc", 1
 class Hub:
     """The hub's end: a bound socket, and what came over it."""
 
-    def __init__(self, context: "zmq.Context[Any]", run: rundir.RunDir, port: int = 0) -> None:
+    def __init__(self, context: "zmq.Context[Any]", run: rundir.RunDir) -> None:
         self.authenticator = keys.start_authenticator(context, keys.agent_pair(run).public)
         self.socket = sockets.hub_socket(context, "agents")
         sockets.secure_server(self.socket, keys.server_pair(run), keys.AGENT_DOMAIN)
-        sockets.bind(self.socket, f"tcp://127.0.0.1:{port or '*'}")
+        sockets.bind(self.socket, "tcp://127.0.0.1:*")
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.texts: list[str] = []
         self.facts: list[ProcessFact] = []

@@ -19,10 +19,10 @@ def spike(sim: Any, at: int, size: int = 952 * MIB, phase: str = "optimizer", **
         sim.tick()
 
 
-def cause(step: int, size: int, frames: list[str], rank: int = 0, phase: str = "optimizer", **fields: Any) -> Cause:
+def cause(step: int, size: int, frames: list[str]) -> Cause:
     given: dict[str, Any] = {"armed_us": 12_000, "usual_us": 9000, "read_us": 31_000, "parameter_bytes": 910 * MIB}
     groups = [StackGroup(size - 40 * MIB, 3, frames, 200 * MIB), StackGroup(40 * MIB, 9, ["loop.py:9 step"])]
-    return Cause(rank, step, phase, 0.0, "spike", size, groups, peak_bytes=7 * GIB, **(given | fields))
+    return Cause(0, step, "optimizer", 0.0, "spike", size, groups, peak_bytes=7 * GIB, **given)
 
 
 def test_an_alert_tells_its_cause_once_a_rank_has_sent_the_stacks(make_sim: Any) -> None:

@@ -13,11 +13,11 @@ LATE = RankView(1, 41, "forward", 20.0, 300.0, evidence=Evidence(1.0, place=AT, 
 WAITING = RankView(0, 41, "backward", 20.0, 8.0, evidence=Evidence(1.0, place=Place("backward", "backward", "a.py:3")))
 
 
-def told(views: list[RankView], *, is_hang_from: float = 1e9, until: int = 80) -> list[tuple[int, str, str]]:
+def told(views: list[RankView], *, is_hang_from: float = 1e9) -> list[tuple[int, str, str]]:
     detector = WaitDetector()
     return [
         (second, found.severity if found.state == "raised" else "", found.state)
-        for second in range(until)
+        for second in range(80)
         for found in detector.tick(float(second), views, second >= is_hang_from)
     ]
 

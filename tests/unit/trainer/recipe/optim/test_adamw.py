@@ -92,8 +92,8 @@ def test_a_block_is_quantized_between_neighbours_and_its_mean_is_the_value(signe
     assert (low <= shares + 1e-7).all()
 
 
-def parameters(dtype: "torch.dtype", seed: int = 0) -> "list[torch.nn.Parameter]":
-    generator = torch.Generator().manual_seed(seed)
+def parameters(dtype: "torch.dtype") -> "list[torch.nn.Parameter]":
+    generator = torch.Generator().manual_seed(0)
     shapes = [(40, 30), (700,), (3, 5)]
     return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
