@@ -256,10 +256,10 @@ def test_an_oom_gives_the_allocators_numbers_and_is_resolved_by_the_next_step_an
     assert "micro_batch" in [remedy["kind"] for remedy in evidence["remedies"]]
     sim.feed(sim.step(0, 6))
     assert sim.alerts("oom")[0].resolved is None, "a step from before the error that arrives late"
-    sim.train(8, 8)
+    sim.train(7, 7)
     over = sim.alerts("oom")[0]
     assert over.resolved is not None
-    assert over.text.endswith("The script caught it and finished step 8.")
+    assert over.text.endswith("The script caught it and finished step 7.")
 
 
 @pytest.mark.parametrize(
