@@ -3,6 +3,7 @@
 ``runs`` is the loop of the modules whose ranks change a run before it trains, or save what came of it.
 """
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,12 @@ from ftmon.trainer.recipe.trainer import Trainer
 
 
 def runs(world: World, jobs: list[str]) -> Iterator[tuple[Path, Trainer]]:
-    """Set up the run of each configuration, and end it when the caller is done with it; print what is refused."""
+    """Set up the run of each configuration, and end it when the caller is done with it; print what is refused.
+
+    DeepSpeed collects garbage for every engine: not again and again in what was imported for those before it.
+    """
     for path in map(Path, jobs):
+        gc.freeze()
         world.log(f"== {path.stem}")
         try:
             run = setup(load(str(path)).config, world)
@@ -44,6 +49,7 @@ def save(path: Path, run: Trainer, rows: Any, **values: Any) -> None:
 def work(world: World, jobs: list[str]) -> None:
     asked = Unwatched.stop_requested
     for path in map(Path, jobs):
+        gc.freeze()
         world.log(f"== {path.stem}")
         if path.stem.startswith("stop-at-") and world.rank == 1:
             calls = iter(range(1, 1000))

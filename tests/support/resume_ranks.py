@@ -41,6 +41,7 @@ def work(world: World, jobs: list[str]) -> None:
 
     progress.ProgressLines.step = exact  # type: ignore[method-assign]
     for path in map(Path, jobs):
+        gc.freeze()  # DeepSpeed collects garbage for every engine: not again and again in what was imported
         kind, _, rest = path.stem.partition("-")
         calls = 0
 
@@ -80,7 +81,6 @@ def work(world: World, jobs: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # DeepSpeed collects garbage for every engine: not again and again in what was imported
     place = World()
     work(place, sys.argv[1:])
     place.leave()
