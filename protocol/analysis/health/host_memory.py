@@ -2,7 +2,7 @@
 
 The growth of a host's memory in use is measured within one phase of its ranks: an evaluation that keeps all logits
 fills it in seconds, a data set or a list that grows in minutes. Loading, start-up and checkpoints also take much at
-once, and stop by themselves: they are not judged.
+once, and stop by themselves: they are not judged. Nor is an evaluation until it has taken more than the ones before.
 """
 
 from collections import defaultdict, deque
@@ -34,6 +34,8 @@ OWN_SHARE = 0.4
 PARTS = 4
 """Parts of the window whose medians must rise, each by ``EVEN`` of the mean rise or more."""
 EVEN = 0.3
+MORE = 1.1
+"""Times as much as an evaluation or a rollout took that has ended: the next one is judged from there."""
 
 
 class HostMemoryFacts(msgspec.Struct, frozen=True):
@@ -52,7 +54,21 @@ class _Host:
     def __init__(self) -> None:
         self.samples: deque[tuple[float, int]] = deque()
         self.phase = ""
+        self.began = self.risen = 0
+        """Memory in use as the phase began, and its highest rise since."""
+        self.rises: dict[str, int] = {}
+        """The highest rise of each phase that has ended."""
         self.standing: Finding | None = None
+
+    def begin(self, phase: str, used: int) -> None:
+        """Begin another phase."""
+        self.rises[self.phase] = max(self.rises.get(self.phase, 0), self.risen)
+        self.phase, self.began, self.risen = phase, used, 0
+
+    def repeats(self, free: int) -> bool:
+        """Return whether the phase takes what such a phase took before it ended, and so much is free."""
+        usual = MORE * self.rises.get(self.phase, 0) if self.phase in WINDOWS else 0
+        return self.risen < usual < self.risen + free
 
 
 def _growth(samples: Sequence[tuple[float, int]], window: float) -> float:
@@ -159,7 +175,8 @@ class HostMemory(Detector):
         if phase != host.phase:
             for samples in (host.samples, *(self._resident[rank] for rank in ranks)):
                 samples.clear()
-            host.phase = phase
+            host.begin(phase, sample.used_bytes)
+        host.risen = max(host.risen, sample.used_bytes - host.began)
         host.samples.append((sample.time, sample.used_bytes))
         for process in sample.processes:
             if process.rank is not None:
@@ -172,6 +189,7 @@ class HostMemory(Detector):
         ends = min((self._ends_at[rank] for rank in ranks if rank in self._ends_at), default=sample.time + SOON_S)
         limit = OTHERS_SOON_S if growing is None and host.standing is None else SOON_S
         soon = left < limit and sample.time + left < ends and sample.used_bytes > LEAST_SHARE * sample.total_bytes
+        soon = soon and not host.repeats(free)
         if soon == (host.standing is not None):
             return []
         if host.standing is not None:

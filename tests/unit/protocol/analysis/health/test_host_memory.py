@@ -48,6 +48,31 @@ def test_an_evaluation_that_keeps_its_logits_is_told_long_before_the_kernel_ends
     assert TOTAL / GIB - used[first[0]] > 30  # samples, at 1 GiB each
 
 
+def evaluations(*rises: int) -> list[tuple[int, str]]:
+    """Return the evaluation and state of each finding; evaluations take 1 GiB a second for ``rises`` seconds."""
+    detector, now, used, found = HostMemory(), 0.0, 30, list[tuple[int, str]]()
+    detector.hello(Sim(1).hello(0))
+    for number, rise in enumerate(rises):
+        for phase, gibs in (("forward", [used] * 10), ("eval", range(used, used + rise + 1))):
+            for gib in gibs:
+                now += 1.0
+                detector.beat(Heartbeat(0, 5, phase, 0.0, 1, now))
+                ranks = [ProcessMemory(7, (gib - used + 1) * GIB, 0)]
+                sample = DeviceSample("host", "host", 0, "host", now, gib * GIB, TOTAL, processes=ranks)
+                found += [(number, one.state) for one in detector.sample(sample)]
+    return found
+
+
+def test_an_evaluation_that_takes_what_the_one_before_took_is_not_told_again() -> None:
+    told = [(0, "raised"), (1, "resolved")]
+    assert evaluations(15, 15, 16) == told
+    assert evaluations(15, 15, 25) == [*told, (2, "raised")]
+
+
+def test_an_evaluation_for_whose_usual_growth_too_little_is_free_is_told_again() -> None:
+    assert evaluations(32, 12) == [(0, "raised"), (1, "resolved"), (1, "raised")]
+
+
 def test_memory_that_other_programs_take_is_a_late_warning_that_blames_no_rank() -> None:
     ((first, _),) = watched([30 + 0.25 * place for place in range(130)], "eval", own=0.01)
     assert TOTAL / GIB - (30 + 0.25 * first) <= 60 * 0.25
