@@ -11,8 +11,8 @@ from ftmon.trainer.host import processes
 SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
 PARENT = """
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"],
-                         stdout=subprocess.PIPE, start_new_session=True)
+child = subprocess.Popen([sys.executable, "-c", "print('up', flush=True); import sys; sys.stdin.read()"],
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)  # ends with its parent
 child.stdout.readline()
 print('ready', flush=True)
 time.sleep(600)
