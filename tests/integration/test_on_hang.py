@@ -93,7 +93,7 @@ def test_stop_interrupts_the_ranks_so_that_they_can_end_by_themselves_in_time_th
         assert reader.info().missing == ""
         states = [frame.message for frame in reader.frames(0, 100_000) if isinstance(frame.message, RankState)]
     assert hang.evidence["hung"] == [1]
-    # Where the hub waited for the disk in its main loop, it saw the ranks every 4 s only, and told after a minute.
+    # Where the hub waited for the disk in its main loop, it saw the ranks every 4 s only, and told too late.
     assert hang.time - began < 30
     assert not [state for state in states if state.signal == signal.SIGKILL], "nobody had to be killed a minute later"
     (saved,) = [path.read_text() for path in (run.path / "stacks").iterdir()]
