@@ -17,7 +17,7 @@ from ftmon.trainer.recipe import start
 SERVER = Path(__file__).with_name("fork_server.py")
 START_SECONDS = 300
 NO_NETWORK = {"HF_ENDPOINT": "http://127.0.0.1:9"}
-"""A port that nobody listens on."""
+"""A port without a listener."""
 ENVIRONMENTS = {
     "forked_ranks": {"DS_ACCELERATOR": "cpu"},
     "forked_predictions": NO_NETWORK,

@@ -76,16 +76,36 @@ def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Predi
     Raises:
         ConfigError: the model or the configuration cannot be used.
     """
-    from . import what_if
-    from .script import NOT_CHANGED
-
     allocator = allocator_settings()
     tell(_PREPARING)
     if arguments.config:
         arguments.overrides = [*arguments.overrides, *_chosen(arguments, tell)]
     job = jobs.prepare(arguments, allocator)
     tell(_IMPORTING)
-    ranks.warm(jobs.modules(job.config))
+    further = arguments.what_if or arguments.largest or arguments.data
+    ranks.warm([*jobs.modules(job.config), *([f"{__package__}.what_if"] if further else [])])
+    if further:
+        return _with_further(job, allocator, arguments, tell)
+    tell("the run as it is")
+    found = answer.predict_both(job, None, arguments.capacity, arguments.price).found
+    return _explained(found, job, arguments)
+
+
+def _explained(found: Prediction, job: jobs.Prepared, arguments: argparse.Namespace) -> Prediction:
+    """Return a prediction with its explanation, if that is asked for."""
+    if not arguments.explain:
+        return found
+    return msgspec.structs.replace(found, explained=explain.parts(found, job.config, arguments.measured))
+
+
+def _with_further(
+    job: jobs.Prepared, allocator: Settings, arguments: argparse.Namespace, tell: Callable[[str], None]
+) -> Prediction:
+    """Return the prediction with what further dry runs show: changes, the largest lengths, the steps of the data."""
+    # Not at the top: they import torch, and a configuration with an error is refused before that.
+    from . import what_if
+    from .script import NOT_CHANGED
+
     tell("the run as it is")
     capacity = arguments.capacity
     if arguments.what_if or arguments.data:
@@ -95,9 +115,7 @@ def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Predi
         job, both = _with_data(job, capacity or 0, arguments, other, tell)
     else:
         both = answer.predict_both(job, other, capacity, arguments.price)
-    found = both.found
-    if arguments.explain:
-        found = msgspec.structs.replace(found, explained=explain.parts(found, job.config, arguments.measured))
+    found = _explained(both.found, job, arguments)
     if arguments.largest:
         found = what_if.add(found, job, arguments, allocator, tell)
     if not arguments.what_if:

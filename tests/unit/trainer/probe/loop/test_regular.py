@@ -192,7 +192,7 @@ def probed(monkeypatch, *, coarse=True):
 
 
 def told(script, monkeypatch, like):
-    """Run a script; return what is told of its steps but for times and sizes, and how many were followed."""
+    """Run a script; return its published steps without times and sizes, and the number of followed steps."""
     training = probed(monkeypatch)
     monkeypatch.setattr(regular, "LIKE", like)
     try:
