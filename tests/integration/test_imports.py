@@ -1,4 +1,4 @@
-"""What importing a part of the protocol brings, and what it can do without."""
+"""What importing a part of ftmon brings, and what it can do without."""
 
 import subprocess
 import sys
@@ -12,6 +12,9 @@ import pytest
         ("ftmon", ("torch", "textual", "zmq", "numpy")),
         ("ftmon.protocol.recording.reader", ("torch", "textual", "numpy", "asyncio", "psutil")),
         ("ftmon.protocol.link.keys", ("torch", "textual", "asyncio")),
+        # A configuration with an error is refused at once.
+        ("ftmon.trainer.predict.__main__", ("torch", "transformers")),
+        ("ftmon.trainer.predict.decide", ("torch", "transformers")),
     ],
 )
 def test_importing_a_part_brings_nothing_heavy(module: str, forbidden: tuple[str, ...]) -> None:
