@@ -182,7 +182,7 @@ def test_closed_standard_streams_are_no_error(words: list[str]) -> None:
 
 
 def test_ctrl_c_ends_a_prediction_without_a_word(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "train.yaml")  # read after PyTorch is imported, and never written: it cannot end by itself
+    (tmp_path / "train.yaml").write_text("model: {config: {model_type: llama}}\ndata: {path: rows.jsonl}\n")
     process = subprocess.Popen(
         [sys.executable, "-m", "ftmon.tui.cli", "predict", "train.yaml"],
         cwd=tmp_path,
