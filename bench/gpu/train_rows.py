@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ class Row:
 
     It does not evaluate, as TRL does not. Its step has 32 rows; TRL's is one micro-batch, if ``trl`` says no more.
     """
+    chats: bool = False
+    """The records are conversations: each trains on them as by default, ftmon on the answers, TRL on every token."""
 
 
 QWEN_DEFAULT = QWEN_05B | {
@@ -98,6 +101,10 @@ ROWS = {
     "0.6b-defaults": Row(QWEN3_06B, length=2048, micro_batch=8, defaults=True),
     "1.2b-defaults": Row(LLAMA_12B, length=2048, micro_batch=8, defaults=True),
     "1.2b-defaults-2": Row(LLAMA_12B, length=2048, micro_batch=8, gpus=2, defaults=True),
+    "0.5b-chats": Row(QWEN_DEFAULT, length=2048, micro_batch=8, defaults=True, chats=True),
+    "0.6b-chats": Row(QWEN3_06B, length=2048, micro_batch=8, defaults=True, chats=True),
+    "1.2b-chats": Row(LLAMA_12B, length=2048, micro_batch=8, defaults=True, chats=True),
+    "1.2b-chats-2": Row(LLAMA_12B, length=2048, micro_batch=8, gpus=2, defaults=True, chats=True),
     "0.5b": Row(QWEN_05B, micro_batch=8),
     "1.2b": Row(LLAMA_12B),
     "8b-lora": Row(LLAMA_8B, micro_batch=2, words=["lora={rank: 16, merge: false}"], lora=16),
@@ -249,19 +256,44 @@ def overrides(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> lis
     ]
 
 
-def documents(path: Path, tokens: int) -> None:
-    """Write documents of some ``tokens`` tokens in all: the repository's own text in pieces of log-normal length."""
+def documents(path: Path, tokens: int, chats: bool = False) -> None:
+    """Write documents of some ``tokens`` tokens in all: the repository's own text in pieces of log-normal length.
+
+    ``chats``: conversations of one to four questions, of 40 words in the median, with answers of 150.
+    """
     chance = random.Random(SEED)
     files = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md"), *ROOT.glob("trainer/**/*.py")])
     words = " ".join(file.read_text(encoding="utf-8") for file in files).split(" ")
     written = 0
+
+    def piece(middle: float, spread: float) -> str:
+        nonlocal written
+        # A word of this text is about one and a half tokens.
+        length = min(2500, max(5 if chats else 20, int(chance.lognormvariate(middle, spread))))
+        start = chance.randrange(len(words) - length)
+        written += length
+        return " ".join(words[start : start + length])
+
+    def record() -> dict[str, Any]:
+        if not chats:
+            return {"text": piece(5.5, 1.0)}
+        pairs = [
+            ({"role": "user", "content": piece(3.7, 0.9)}, {"role": "assistant", "content": piece(5.0, 0.8)})
+            for _ in range(chance.randint(1, 4))
+        ]
+        return {"messages": [message for pair in pairs for message in pair]}
+
     with path.open("w", encoding="utf-8") as file:
         while written < tokens:
-            # A word of this text is about one and a half tokens.
-            length = min(2500, max(20, int(chance.lognormvariate(5.5, 1.0))))
-            start = chance.randrange(len(words) - length)
-            file.write(json.dumps({"text": " ".join(words[start : start + length])}) + "\n")
-            written += length
+            file.write(json.dumps(record()) + "\n")
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """Yield the text of each document."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            record = json.loads(line)
+            yield record["text"] if "text" in record else "\n".join(each["content"] for each in record["messages"])
 
 
 def prepare(row: Row, folder: Path, data: Path) -> None:
@@ -270,8 +302,9 @@ def prepare(row: Row, folder: Path, data: Path) -> None:
     from ftmon.trainer.recipe.model.tokenizer import train
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    tokenizer = train(lambda: (json.loads(line)["text"] for line in data.open(encoding="utf-8")), 8192)
-    tokenizer.chat_template = None
+    tokenizer = train(lambda: texts_of(data), 8192)
+    if not row.chats:
+        tokenizer.chat_template = None
     values = dict(row.model, max_position_embeddings=row.length)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
@@ -285,4 +318,5 @@ def prepare(row: Row, folder: Path, data: Path) -> None:
 
 def folder_of(work: Path, row: Row) -> Path:
     """Return where the weights of a row's model are; rows of the same model share them."""
-    return work / hashlib.sha256(json.dumps([row.model, row.length]).encode()).hexdigest()[:8]
+    facts = [row.model, row.length, *(["chats"] if row.chats else [])]
+    return work / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:8]

@@ -235,7 +235,7 @@ def main() -> int:
         }
         tokens_per_step = {who: count * row.length for who, count in rows_by_rank.items()}
         data = work / f"{key}.jsonl"
-        documents(data, max(tokens_per_step.values()) * row.gpus * (given.steps + 10))
+        documents(data, max(tokens_per_step.values()) * row.gpus * (given.steps + 10), row.chats)
         folder = folder_of(work, row)
         if not (folder / "tokenizer.json").exists():
             child = [sys.executable, str(HERE), "--prepare", key, "--folder", str(folder), "--data", str(data)]
