@@ -3,26 +3,31 @@
 import os
 import re
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ftmon.trainer.recipe import start
 from ftmon.trainer.recipe.config import write
-from ftmon.trainer.recipe.config.load import load
+from ftmon.trainer.recipe.config.load import Loaded, load
 from ftmon.trainer.recipe.hardware import usable_gpus
 from ftmon.trainer.recipe.preflight import resolve
 from ftmon.trainer.recipe.start import DATA, demo_config
 from ftmon_process import Ftmon
-from small_shape import write_model_and_data
+from small_shape import SMALL_SHAPE, write_model_and_data
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use")]
 STEPS = 12
 
 
-def train(folder: Path, *overrides: str) -> "subprocess.CompletedProcess[str]":
+def train(
+    folder: Path, *overrides: str, loaded: Callable[[list[str]], Loaded] = demo_config
+) -> "subprocess.CompletedProcess[str]":
     words = [f"training.max_steps={STEPS}", "schedule.warmup_steps=2", "output.log_every=1", f"output.dir={folder}/out"]
     folder.mkdir(exist_ok=True)
-    resolved = resolve.resolve(demo_config([*words, *overrides]))
+    resolved = resolve.resolve(loaded([*words, *overrides]))
     path = folder / "train.yaml"
     path.write_text(write.dump(resolved.config))
     environment = {**os.environ, **start.launch_environment(resolved), "HF_DATASETS_CACHE": str(folder / "cache")}
@@ -117,3 +122,40 @@ def test_the_fused_loss_in_bf16_learns_as_full_logits_do(tmp_path: Path, stage: 
     fused = losses(train(tmp_path / "fused", f"zero.stage={stage}").stdout)
     plain = losses(train(tmp_path / "plain", f"zero.stage={stage}", "model.fused_loss=off").stdout)
     assert fused == pytest.approx(plain, abs=0.05)
+
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
+    "qwen3_moe": {"num_experts": 4, "output_router_logits": True, **EXPERTS},
+    "glm4_moe": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, **EXPERTS},
+}
+PARTITIONED = ["zero.stage=3", "deepspeed.zero_optimization.stage3_param_persistence_threshold=0"]
+
+
+@pytest.mark.parametrize("adapters", ["", "lora={rank: 8, dropout: 0}"], ids=["whole", "adapters"])
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_partitioned_mixtures_have_the_losses_of_whole_ones(kind: str, adapters: str, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    write_model_and_data(tmp_path)  # of another kind, with a tokenizer for it
+    shape = SMALL_SHAPE | {"vocab_size": 512, "hidden_size": 256, "head_dim": 16, "max_position_embeddings": 256}
+    torch.manual_seed(2)
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**shape, **MIXTURES[kind]}))
+    made.save_pretrained(tmp_path / "mixture")
+    common = [
+        f"model.name={tmp_path}/mixture",
+        f"tokenizer.name={tmp_path}/model",
+        f"data={{path: {tmp_path}/data.jsonl, packing: true}}",
+        "training={micro_batch: 2, grad_accumulation: 2, sequence_length: 128}",
+        "optimizer.lr=1e-3",
+        *filter(None, [adapters]),
+    ]
+    found: dict[str, list[float]] = {}
+    for name, words in {"whole": ["zero.stage=1"], "partitioned": PARTITIONED}.items():
+        done = train(tmp_path / name, *common, *words, loaded=partial(load, None))
+        assert done.returncode == 0, done.stdout
+        found[name] = losses(done.stdout)
+    assert found["whole"][-1] < found["whole"][0] - 0.2
+    assert found["partitioned"] == pytest.approx(found["whole"], rel=5e-3), "bf16 rounds sums in another order"

@@ -325,7 +325,12 @@ _scalars: "deque[_Buffer]" = deque()
 _unread: "list[_Buffer]" = []
 """Of scalars that were dropped before their copies were there: kept, as memory that is freed may be another's."""
 _total = 0
-_copy: Any = None
+_is_sought = False
+_driver: Any = None
+"""The driver's copy; None: not sought yet, or not to be had. With it come two functions of PyTorch."""
+_stream_of: Any = None
+_current: Any = None
+_new: Any = tuple.__new__
 
 
 class _Buffer(NamedTuple):
@@ -384,7 +389,7 @@ def fetch(tensor: Any) -> Fetched | None:
     size = SMALLEST if size <= SMALLEST else 1 << (size - 1).bit_length()
     free = _free.get(size)
     buffer = free.popleft() if free else _make(size)
-    return None if buffer is None else _begin_copy()(buffer, tensor, tensor.dtype, tensor.shape)
+    return None if buffer is None else _begin_copy(buffer, tensor, tensor.dtype, tensor.shape)
 
 
 def fetch_scalar(tensor: Any) -> Fetched | None:
@@ -392,7 +397,15 @@ def fetch_scalar(tensor: Any) -> Fetched | None:
     if under_way:
         return None
     buffer = _scalars.popleft() if _scalars else _make(0)
-    return None if buffer is None else (_copy or _begin_copy())(buffer, tensor, tensor.dtype, _SCALAR)
+    if buffer is None:
+        return None
+    # Not by ``_begin_copy``: runs once a step where every cache is cold, and each function takes microseconds there.
+    device = tensor.get_device()
+    if _driver is not None and device == _current():
+        dtype = tensor.dtype
+        if _driver(buffer.address, tensor.data_ptr(), dtype.itemsize, _stream_of(device)) == 0:
+            return _new(Fetched, (buffer, dtype, _SCALAR))
+    return _begin_copy(buffer, tensor, tensor.dtype, _SCALAR)
 
 
 def _make(size: int) -> _Buffer | None:
@@ -412,44 +425,32 @@ def _make(size: int) -> _Buffer | None:
     return _Buffer(tensor, address, _scalars, head)
 
 
-def _begin_copy() -> Any:
-    global _copy
-    if _copy is None:
-        _copy = _find_copy()
-    return _copy
-
-
-def _copy_by_torch(buffer: _Buffer, tensor: Any, dtype: Any, shape: Any) -> Fetched:
+def _begin_copy(buffer: _Buffer, tensor: Any, dtype: Any, shape: Any) -> Fetched:
+    """Begin to copy a tensor into a buffer by the driver; PyTorch does where the driver cannot."""
+    if not _is_sought:
+        _find_driver()
+    device = tensor.get_device()
+    if _driver is not None and device == _current() and (shape is _SCALAR or tensor.is_contiguous()):
+        size = dtype.itemsize if shape is _SCALAR else dtype.itemsize * shape.numel()
+        if _driver(buffer.address, tensor.data_ptr(), size, _stream_of(device)) == 0:
+            return Fetched(buffer, dtype, shape)
     fetched = Fetched(buffer, dtype, shape)
     fetched.tensor().copy_(tensor.detach().view(shape), non_blocking=True)
     return fetched
 
 
-def _find_copy() -> Any:
-    """Return a function that has the driver copy a tensor into a buffer; PyTorch does where the driver cannot."""
+def _find_driver() -> None:
+    global _driver, _stream_of, _current, _is_sought
+    _is_sought = True
     try:
-        driver: Any = ctypes.CDLL("libcuda.so.1")
-        copy: Any = driver.cuMemcpyDtoHAsync_v2
+        copy: Any = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoHAsync_v2
     except (OSError, AttributeError) as error:
         guard.log_error("the driver's copy is not to be had", error)
-        return _copy_by_torch
+        return
     copy.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     copy.restype = ctypes.c_int
-
     core: Any = torch._C
-    stream_of: Any = core._cuda_getCurrentRawStream
-    current: Any = core._cuda_getDevice
-    new: Any = tuple.__new__
-
-    def by_driver(buffer: _Buffer, tensor: Any, dtype: Any, shape: Any) -> Fetched:
-        device = tensor.get_device()
-        if device == current() and (shape is _SCALAR or tensor.is_contiguous()):
-            size = dtype.itemsize if shape is _SCALAR else dtype.itemsize * shape.numel()
-            if copy(buffer.address, tensor.data_ptr(), size, stream_of(device)) == 0:
-                return new(Fetched, (buffer, dtype, shape))
-        return _copy_by_torch(buffer, tensor, dtype, shape)
-
-    return by_driver
+    _driver, _stream_of, _current = copy, core._cuda_getCurrentRawStream, core._cuda_getDevice
 
 
 def arrived(values: Iterable[Any]) -> bool:

@@ -128,10 +128,14 @@ class MicroSteps:
 
     def fetch_losses(self, losses: Sequence[Any]) -> list[Any]:
         """Return the losses before their scaling, on their way from the device."""
+        if len(losses) == 1 and self._unscaled is None:  # the usual case, with as few functions as can be
+            loss = losses[0]
+            if type(loss) is torch.Tensor and loss.is_cuda and loss.numel() == 1:
+                return [cuda.fetch_scalar(loss)]
         if self._unscaled is not None:
             unscaled, self._unscaled = self._unscaled, None
             losses = [unscaled[1] if unscaled[0] == id(loss) else loss for loss in losses]
-        return [self._fetch(losses[0])] if len(losses) == 1 else list(map(self._fetch, losses))
+        return list(map(self._fetch, losses))
 
     def _fetch(self, loss: Any) -> Any:
         """Begin to fetch a loss; where it is known at once, and the first that is not finite, look at the weights."""

@@ -7,6 +7,8 @@ position ids.
 
 import inspect
 import zlib
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,7 +192,7 @@ def crossing(inner: Any, world: World, *, varlen: bool) -> str:
         moved = {name: one.to(world.device) if isinstance(one, torch.Tensor) else one for name, one in batch.items()}
         return inner(**moved, use_cache=False).logits[0, -second.shape[1] :]
 
-    with evaluating(inner):
+    with evaluating(inner), without_experts(inner):
         one, changed, alone = logits([first, second]), logits([other, second]), logits([second])
     kind = inner.config.model_type
     if not world.all_agree(torch.equal(one, changed)):
@@ -201,6 +203,31 @@ def crossing(inner: Any, world: World, *, varlen: bool) -> str:
             f"a document gives other logits in a packed row than alone in {kind} (relative difference {difference:.1e})"
         )
     return ""
+
+
+@contextmanager
+def without_experts(inner: Any) -> Generator[None]:
+    """Within a ``with`` block a mixture's experts return zeros.
+
+    They see each token alone, but the number of tokens that an expert gets changes how its products are rounded, and
+    with it a bit of the other documents' logits.
+    """
+    found = [module for name, module in inner.named_modules() if name.rpartition(".")[2] == "experts"]
+    experts = [each for module in found for each in (module if isinstance(module, torch.nn.ModuleList) else (module,))]
+    before = [(each, vars(each).get("forward")) for each in experts]
+
+    def zeros(*inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(next(iter((*inputs, *named.values()))))
+
+    for each in experts:
+        each.forward = zeros
+    try:
+        yield
+    finally:
+        for each, own in before:
+            del each.forward
+            if own is not None:
+                each.forward = own
 
 
 def _packed(documents: list[torch.Tensor]) -> Batch:
@@ -418,14 +445,15 @@ class _Reference:
         """Return in words how the slices' results differ; empty if they do not. All ranks call this."""
         world, group = self._world, self._world.sequence
         problem = ""
-        logits = other = loss = torch.zeros(())
+        logits = one = other = loss = torch.zeros(())
         try:
             with evaluating(self._inner):
                 logits = self._forward(self._documents, varlen).logits
                 loss = self._forward(self._documents, varlen, labels=True).loss.double()
                 if len(self._documents) > 1:
                     changed = [(self._documents[0] + 1) % _vocabulary(self._inner), self._documents[1]]
-                    other = self._forward(changed, varlen).logits
+                    with without_experts(self._inner):
+                        one, other = (self._forward(each, varlen).logits for each in (self._documents, changed))
         except (NotImplementedError, RuntimeError, ValueError, TypeError) as error:
             problem = str(error).strip().splitlines()[0]
         if not world.all_agree(not problem):
@@ -439,7 +467,7 @@ class _Reference:
         if not apart <= _TOLERANCE[logits.dtype]:
             return f"slices of a row give other logits than the whole row (relative difference {apart:.1e})"
         second = max(0, self._documents[0].shape[1] - start)
-        alike = len(self._documents) == 1 or torch.equal(logits[:, second:], other[:, second:])
+        alike = len(self._documents) == 1 or torch.equal(one[:, second:], other[:, second:])
         if not world.all_agree(alike):
             return "documents of one row see each other"
         dist.all_reduce(loss)

@@ -1,5 +1,7 @@
 """Makes transformers' configuration of a model with random weights."""
 
+import inspect
+import sys
 from difflib import get_close_matches
 from typing import Any
 
@@ -52,11 +54,22 @@ def bare_config(config: Config, vocabulary: int) -> Any:
         made: Any = AutoConfig.for_model(kind, **{**ids, **values})
     except Exception as error:  # each model type checks its own values, with errors of its own
         raise ConfigError(f"model.config: {first_line(error)}") from None
-    unknown = [key for key in values if not hasattr(default, key)]
+    unknown = [key for key in values if not hasattr(default, key) and not _is_read(key, made)]
     if unknown:
         raise ConfigError(f"model.config.{unknown[0]}: {kind} has no such setting")
     _check_heads(made, values)
     return made
+
+
+def _is_read(key: str, made: Any) -> bool:
+    """Return whether a model reads a setting that its configuration does not declare, as Qwen3-MoE's ``head_dim``."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: Any = AutoModelForCausalLM._model_mapping[type(made)]
+    except KeyError:
+        return False
+    return f'config, "{key}"' in inspect.getsource(sys.modules[model.__module__])
 
 
 def _check_heads(made: Any, values: dict[str, Any]) -> None:

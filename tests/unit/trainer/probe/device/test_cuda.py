@@ -112,7 +112,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(cuda, "_free", {})
     monkeypatch.setattr(cuda, "_total", 0)
     monkeypatch.setattr(cuda, "_scalars", deque())
-    monkeypatch.setattr(cuda, "_copy", cuda._copy_by_torch)
+    monkeypatch.setattr(cuda, "_is_sought", True)
+    monkeypatch.setattr(cuda, "_driver", None)
     return sizes
 
 
@@ -130,7 +131,7 @@ def test_a_number_has_arrived_once_its_bytes_are_other_ones(
     dtype: torch.dtype, made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as device:
-        device.setattr(cuda, "_copy", lambda buffer, _, *others: cuda.Fetched(buffer, *others))
+        device.setattr(cuda, "_begin_copy", lambda buffer, _, *others: cuda.Fetched(buffer, *others))
         slow: Any = cuda.fetch_scalar(torch.ones((), dtype=dtype))
         lost: Any = cuda.fetch_scalar(torch.ones((), dtype=dtype))
     assert not slow.arrived()

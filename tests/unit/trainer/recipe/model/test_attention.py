@@ -1,7 +1,7 @@
 """Documents of a packed row do not see each other, or packing is refused."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -60,6 +60,20 @@ def test_models_in_which_documents_depend_on_each_other_refuse_packing(kind: str
         model.forward = partial(forward, model.forward)
     with pytest.raises(ConfigError, match=f"^data.packing: {words}; use data.packing=false$"):
         attention.set_up(model, Config(), OneRank())
+
+
+MIXTURE = {"hidden_size": 256, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_a_mixture_whose_experts_round_by_their_number_of_tokens_isolates_documents(kind: str) -> None:
+    model = model_of(kind, **MIXTURE, num_local_experts=4)
+    ids = torch.arange(10)[None]
+    before = model(input_ids=ids).logits
+    assert attention.crossing(model, cast(Any, OneRank()), varlen=False) == ""
+    assert torch.equal(model(input_ids=ids).logits, before), "its experts are its own again"
+    model.forward = partial(leaking, model.forward)
+    assert "see each other" in attention.crossing(model, cast(Any, OneRank()), varlen=False)
 
 
 def test_borders_are_those_of_documents_rows_and_padding() -> None:

@@ -41,3 +41,12 @@ def test_sizes_of_which_no_model_can_be_made_are_refused(sizes: str, words: str)
     with pytest.raises(ConfigError) as raised:
         bare_config(load(None, [f"model.config={sizes}"]).config, 500)
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_a_setting_that_only_the_model_declares_is_no_unknown_one(kind: str) -> None:
+    own = {"model_type": kind, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    made: Any = bare_config(load(None, [f"model.config={own | {'head_dim': 32}}"]).config, 500)
+    assert made.head_dim == 32
+    with pytest.raises(ConfigError, match=f"model.config.head_dims: {kind} has no such setting"):
+        bare_config(load(None, [f"model.config={own | {'head_dims': 32}}"]).config, 500)
