@@ -455,6 +455,8 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """Parameters of the model that have gradients at the first update, and no optimizer."""
     left_out_first: str = ""
     """Name of the first of them."""
+    no_gradients: bool = False
+    """No parameter of the optimizer had a gradient at this update."""
 
 
 class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):

@@ -46,6 +46,8 @@ def test_each_fault_of_a_plain_loop_has_its_signs_and_a_sound_training_has_none(
         ("a part", "model")
     }
     assert [one.weights for one in signs["frozen"]][1:] == ["same"] * 5
+    assert [(one.weights, one.no_gradients) for one in signs["another model"]][1:] == [("same", True)] * 5
+    assert not any(one.no_gradients for kind in signs for one in signs[kind] if kind != "another model")
     assert all(one.weights == "" for kind in ("fine", "packed, mask", "evaluation") for one in signs[kind])
     assert [one.weights for one in signs["backward"]] == [""] * 5 + ["nan"]
 
@@ -63,6 +65,7 @@ def test_each_fault_of_a_plain_loop_has_its_signs_and_a_sound_training_has_none(
         "no_labels": begun["plain, no labels"],
         "evaluation_mode": begun["evaluation"],
         "weights_not_finite": begun["backward"] + 5,
+        "weights_unchanged": begun["another model"] + 1,  # the first has none to be compared with
     }
 
 

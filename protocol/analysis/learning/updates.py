@@ -15,6 +15,8 @@ SKIPPED = 3
 """Updates in a row without effect, where no loss scaler looks for its scale."""
 STILL = 50
 """Steps in a row without a changed weight, at a learning rate above 0."""
+BARE = 5
+"""The same where no parameter of the optimizer has a gradient."""
 ZERO = 20
 """Steps in a row at a learning rate of 0."""
 EVALUATING = 5
@@ -57,6 +59,8 @@ class StillFacts(msgspec.Struct, frozen=True):
     grad_norm: float | None
     trainable: int
     parameters: int
+    no_gradients: bool = False
+    """No parameter of the optimizer had a gradient."""
 
 
 class PendingFacts(msgspec.Struct, frozen=True):
@@ -161,6 +165,14 @@ def _still(finding: Finding) -> Words:
             "Look at the schedule: its number of steps, its warm-up, and how often it is stepped.",
             "The learning rate is above 0.",
         )
+    if facts.no_gradients:
+        return Words(
+            f"no weight has changed for {facts.steps} steps: none of the optimizer's parameters has a gradient",
+            f"Since step {facts.since_step}, at a learning rate of {number(facts.lr)}.",
+            "Make the optimizer of the parameters of the model that is called, after that model was made, loaded or "
+            "wrapped; look for a loss that was detached from them, or for gradients set to zero before the update.",
+            "Weights change again.",
+        )
     share = f" {facts.trainable:,} of {facts.parameters:,} parameters are trainable." if facts.parameters else ""
     return Words(
         f"no sampled weight has changed for {facts.steps} steps, at a learning rate of {number(facts.lr)}",
@@ -255,8 +267,16 @@ class Updates(Detector):
             "weights_unchanged",
             StillFacts,
             _still,
-            shown={"trainable": Shown("trainable parameters"), "parameters": Shown("parameters")},
-            limits={"steps in a row": f"{STILL}", "steps at a learning rate of 0": f"{ZERO}"},
+            shown={
+                "trainable": Shown("trainable parameters"),
+                "parameters": Shown("parameters"),
+                "no_gradients": Shown("no gradients"),
+            },
+            limits={
+                "steps in a row": f"{STILL}",
+                "steps without a gradient": f"{BARE}",
+                "steps at a learning rate of 0": f"{ZERO}",
+            },
         ),
         Kind(
             "not_in_optimizer",
@@ -330,13 +350,16 @@ class Updates(Detector):
         # The weights are sampled in full steps alone.
         sampled = step.memory_every == 1 or not any(phase.coarse for phase in step.phases)
         still = bool(step.lr) and not step.overflow and signs is not None and signs.weights == "same"
+        bare = signs is not None and signs.no_gradients
         zero = step.lr == 0
         if sampled:
             rank.still.add(still, step.step)
-        many = rank.zero.add(zero, step.step) >= ZERO or (still and rank.still.lasts(step.step) >= STILL)
+        many = rank.zero.add(zero, step.step) >= ZERO or (
+            still and rank.still.lasts(step.step) >= (BARE if bare else STILL)
+        )
         if many or (sampled and not (still or zero)):
             row = rank.zero if zero else rank.still
-            facts = StillFacts(row.lasts(step.step), row.since, step.lr, step.grad_norm, *self._sizes)
+            facts = StillFacts(row.lasts(step.step), row.since, step.lr, step.grad_norm, *self._sizes, bare)
             found += self._judge("weights_unchanged", many, step, facts, row.since)
         if sampled:
             rank.part = signs.evaluating_part if signs is not None else ""

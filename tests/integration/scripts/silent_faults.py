@@ -1,5 +1,6 @@
 """Trainings with faults that raise no error, one after the other: prints the first step of each as JSON."""
 
+import copy
 import json
 import time
 
@@ -52,7 +53,8 @@ def train(kind: str) -> None:
     if kind == "frozen":
         model.requires_grad_(False)
         model.scale = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+    updated = copy.deepcopy(model) if kind == "another model" else model
+    optimizer = torch.optim.AdamW([each for each in updated.parameters() if each.requires_grad], lr=1e-3)
     rows_of = [batch(kind) for _ in range(STEPS)]
     loader = DataLoader(range(STEPS) if kind.startswith(("later", "by hand")) else rows_of, batch_size=None)
     for step, rows in enumerate(rows_of if kind.startswith("plain") else loader):
@@ -83,7 +85,7 @@ for kind in (  # of the first 64 micro-batches each is examined
     *("plain, fine", "later, no end", "by hand, no end", "fine", "no end"),
     *("packed, mask", "packed, cache", "packed, encoder", "plain, no labels", "by hand, no labels"),
     *("no labels", "packed, right", "evaluation", "a part, frozen", "a part", "frozen"),
-    *("backward", "backward, elsewhere"),
+    *("backward", "backward, elsewhere", "another model"),
 ):
     train(kind)
 print("begun", json.dumps(begun), flush=True)

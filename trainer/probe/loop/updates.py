@@ -19,7 +19,7 @@ from ..guard import guarded, nothing
 from ..phases.tracker import Notes, Tracker
 from ..rank.context import of_optimizer
 from ..rank.model import learning_rate, own_class, own_model, parameters_of
-from ..values.signs import WeightSampler, left_out
+from ..values.signs import WeightSampler, has_gradients, left_out
 from .state import Loop
 
 OTHERS = 100
@@ -318,6 +318,7 @@ class Updates:
         if tracker.budget.full or tracker.watchers:  # with a watcher memory is read at each boundary, too
             notes.weights = self._weights.take(updater)
             notes.evaluating_part = self._weights.part_in_evaluation(updater)
+            notes.no_gradients = not has_gradients(updater)
 
     def _end(self) -> None:
         state = self._state

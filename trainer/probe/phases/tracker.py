@@ -142,6 +142,8 @@ class Notes:
     """At that update: parameters with gradients that no optimizer has, and the name of the first."""
     evaluating: bool = False
     """The trained model was in evaluation mode at the update, which changes its layers."""
+    no_gradients: bool = False
+    """No parameter of the optimizer had a gradient at the update; looked at in full steps."""
     evaluating_part: str = ""
     """Name of a part that was, though the model was not; in full steps."""
     weights_lost: bool = False

@@ -219,6 +219,12 @@ def left_out(model: Any, updated: Set[int]) -> tuple[int, str]:
     return len(found), next(iter(found), "")
 
 
+def has_gradients(updater: Any) -> bool:
+    """Return whether a parameter of an optimizer has a gradient; True for an engine, which keeps them elsewhere."""
+    groups = getattr(updater, "param_groups", None)
+    return groups is None or any(each.grad is not None for group in groups for each in group["params"])
+
+
 def has_lost_weights(trained: Trained) -> bool:
     """Return whether a weight on the host is not finite: all are looked at, as a loss is lost but once."""
     owner = trained.any_model() or trained.primary()
@@ -314,6 +320,7 @@ class SignReader:
             "evaluating": notes.evaluating,
             "evaluating_part": notes.evaluating_part,
             "weights_lost": notes.weights_lost,
+            "no_gradients": notes.no_gradients,
             "weights": self._of_weights(notes.weights),
         }
         received = map(_arrived, notes.received)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.analysis.kinds import words_of
-from ftmon.protocol.analysis.learning.updates import STILL, ZERO, Updates
+from ftmon.protocol.analysis.learning.updates import BARE, STILL, ZERO, Updates
 from ftmon.protocol.analysis.words import Words
 from ftmon.protocol.messages.telemetry import Goodbye, LostEdit, Signs, Step
 from msgspec.structs import replace
@@ -52,7 +52,14 @@ def test_weights_that_are_not_finite_are_told_at_their_step_once_and_not_where_t
 
 @pytest.mark.parametrize(
     ("lr", "signs", "raised"),
-    [(1e-3, Signs(weights="same"), STILL), (0.0, None, ZERO), (1e-3, None, 0), (0.0, Signs(weights="same"), ZERO)],
+    [
+        (1e-3, Signs(weights="same"), STILL),
+        (1e-3, Signs(weights="same", no_gradients=True), BARE),
+        (1e-3, Signs(no_gradients=True), 0),  # an optimizer that frees its gradients
+        (0.0, None, ZERO),
+        (1e-3, None, 0),
+        (0.0, Signs(weights="same"), ZERO),
+    ],
 )
 def test_steps_that_change_nothing_are_told_with_the_learning_rate(lr: float, signs: Signs | None, raised: int) -> None:
     detector = Updates()
