@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from ftmon.protocol.recording.reader import Reader
 
@@ -42,7 +43,7 @@ def train(*, kind: str, steps: int = STEPS, stage: int = 0, dtype: str = "fp32",
           late: bool = False) -> None:  # fmt: skip
     """Train a small model on random rows with labels (``late``: made in the loop), ends and padding."""
     import torch
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, DistributedSampler
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -95,8 +96,9 @@ def train(*, kind: str, steps: int = STEPS, stage: int = 0, dtype: str = "fp32",
         model = torch.nn.parallel.DistributedDataParallel(model)
     model.train()
     done = micro_steps = 0
+    sampler: Any = DistributedSampler(data) if torch.distributed.is_initialized() else None  # pyright: ignore
     while done < steps:
-        for batch in DataLoader(data, batch_size=4, shuffle=True):
+        for batch in DataLoader(data, batch_size=4, sampler=sampler, shuffle=sampler is None):
             if late:
                 batch["labels"] = torch.where(batch["attention_mask"] == 1, batch["input_ids"], -100)
             if engine is not None:

@@ -51,7 +51,9 @@ def main() -> None:
         row = train_rows.shrunk(row)
     folder, data = train_rows.folder_of(given.work, row), given.work / f"{given.row}.jsonl"
     words = train_rows.overrides(row, folder, data, given.before + STEPS, given.tiny)
-    resolved = resolve.resolve(load(None, [*words, f"output.dir={given.work}/profile-{given.row}", "training.rehearsal=false"]))
+    resolved = resolve.resolve(
+        load(None, [*words, f"output.dir={given.work}/profile-{given.row}", "training.rehearsal=false"])
+    )
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     if "RANK" not in os.environ:
         os.environ |= {**alone, "MASTER_PORT": str(free_port())}

@@ -1,6 +1,6 @@
 """What the model is given: rows without labels, ends that are never learned, documents that see each other.
 
-After a resume also: batches that come again, or are left out.
+After a resume also: batches that come again, or are left out; with several ranks: the same batches on all.
 """
 
 from collections import deque
@@ -25,6 +25,10 @@ ENDS = 16
 """End-of-sequence tokens seen before their absence among the labels is no accident."""
 ALIKE = 4
 """Steps in a row with the batches of other steps, one for one, that are no accident."""
+COPIES = 5
+"""Steps in a row in which all ranks had the same batch, of at least two batches."""
+_UNFINISHED = 64
+"""Steps that not all ranks have ended, of which the batches are remembered."""
 _MOST_STEPS = 100_000
 """Steps of a job whose batches are remembered."""
 
@@ -354,3 +358,92 @@ class Resumes(Detector):
         if len(found) != 1 or found[0] == first:
             return None  # data that came again in the job before may come again here
         return found[0] if all(before.get(found[0] + place) == batch for place, batch in enumerate(mine)) else None
+
+
+class CopiesFacts(msgspec.Struct, frozen=True):
+    """Ranks that train on copies of one rank's data."""
+
+    ranks: int
+    since_step: int
+
+
+def _copies(finding: Finding) -> Words:
+    facts: CopiesFacts = finding.facts
+    return Words(
+        f"all {facts.ranks} ranks train on the same batches since step {facts.since_step}",
+        f"Their gradients are equal, so a step learns from one rank's batch: {facts.ranks} ranks do the work of one.",
+        "Give the DataLoader a DistributedSampler, shard an IterableDataset by rank, or let the library prepare the "
+        "loader; where data are drawn, draw them with a seed of each rank. Ranks that share sequences on purpose "
+        "(sequence or context parallelism) have nothing to mend.",
+        "Ranks train on different batches.",
+    )
+
+
+class Copies(Detector):
+    """Compares the token batches of all ranks. Of ranks that are known to share batches, one tells what they have."""
+
+    kinds: ClassVar[tuple[Kind, ...]] = (
+        Kind(
+            "same_batches",
+            CopiesFacts,
+            _copies,
+            limits={"steps with one batch on all ranks": f"{COPIES} in a row"},
+        ),
+    )
+    replays = (Hello, Step)
+
+    def __init__(self) -> None:
+        self._process = 0, 0
+        self._begin(1)
+        self._shares = False
+        self._raised: Finding | None = None
+
+    def _begin(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._unfinished: dict[int, list[int]] = {}
+        """By step: the batches of ranks that have ended it."""
+        self._row: list[int] = []
+        """The batches that all ranks had, in a row of steps."""
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Return the method for each type of message."""
+        return {Hello: self.hello, Step: self.step}
+
+    def hello(self, hello: Hello) -> list[Finding]:
+        """Begin another job if rank 0 is another process."""
+        process = hello.pid, hello.start_ticks
+        if hello.rank:
+            return []
+        self._shares = int((hello.deepspeed_config or {}).get("sequence_parallel_size") or 1) > 1
+        if process == self._process:
+            return []
+        self._process = process
+        self._begin(hello.world_size)
+        raised, self._raised = self._raised, None
+        return [raised.over()] if raised is not None else []
+
+    def step(self, step: Step) -> list[Finding]:
+        """Process one rank's step."""
+        if self._ranks < 2 or not (step.batch_id and step.tokens) or self._shares:
+            return []
+        batches = self._unfinished.setdefault(step.step, [])
+        batches.append(step.batch_id)
+        if len(batches) < self._ranks:
+            if len(self._unfinished) > _UNFINISHED:
+                del self._unfinished[next(iter(self._unfinished))]
+            return []
+        del self._unfinished[step.step]
+        if len(set(batches)) > 1:
+            self._row.clear()
+            raised, self._raised = self._raised, None
+            return [raised.over()] if raised is not None else []
+        if self._raised is not None:
+            return []
+        self._row.append(step.batch_id)
+        if len(self._row) < COPIES or len(set(self._row)) < 2:
+            del self._row[:-COPIES]
+            return []
+        since = step.step - len(self._row) + 1
+        facts = CopiesFacts(self._ranks, since)
+        self._raised = Finding("same_batches", facts, ranks=tuple(range(self._ranks)), step=since)
+        return [self._raised]

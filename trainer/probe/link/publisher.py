@@ -179,6 +179,7 @@ def step_message(
         tokens = sum(cuda.read_count(count) for count in notes.tokens if count is not None)
         labels = sum(map(batch.count_labels, notes.labels)) if len(notes.labels) == notes.micro_steps else 0
     batch_id, found = signs.of_step(raw.number, notes) if signs is not None else (0, None)
+    batch_id = 0 if share.place or not share.ranks else batch_id  # of ranks that share a batch the first one tells it
     return Step(
         rank=rank,
         step=raw.number,

@@ -7,8 +7,9 @@ import msgspec
 import pytest
 from ftmon.protocol.analysis.findings.finding import Finding
 from ftmon.protocol.analysis.kinds import words_of
-from ftmon.protocol.analysis.learning.inputs import ALIKE, ENDS, Inputs, Resumes
+from ftmon.protocol.analysis.learning.inputs import ALIKE, COPIES, ENDS, Copies, Inputs, Resumes
 from ftmon.protocol.messages.telemetry import DeviceInfo, Goodbye, Hello, Signs, Step
+from msgspec.structs import replace
 
 
 def step(number: int, rank: int = 0, micro_steps: int = 1, **signs: Any) -> Step:
@@ -156,3 +157,52 @@ def test_it_is_over_with_the_next_training() -> None:
         for number, batch in enumerate(batches, first):
             states += [each.state for each in detector.step(Step(0, number, 1.0, 1, [], batch_id=batch))]
     assert states == ["raised", "resolved"]
+
+
+def on_ranks(
+    batches: list[list[int]], ranks: int = 2, config: dict[str, Any] | None = None, tokens: int = 8
+) -> list[Finding]:
+    """Return the findings of a job, by the batches of its ranks in each step."""
+    detector = Copies()
+    greeting = replace(hello(1), world_size=ranks, deepspeed_config=config)
+    findings = [*detector.hello(greeting), *detector.hello(replace(greeting, rank=1))]
+    for number, each in enumerate(batches, 1):
+        for rank, batch in enumerate(each):
+            findings += detector.step(Step(rank, number, 1.0, 1, [], batch_id=batch, tokens=tokens))
+    return findings
+
+
+SAME = [[number, number] for number in range(1, 30)]
+
+
+def test_ranks_that_train_on_the_same_batches_are_named_until_they_do_not() -> None:
+    (finding, over) = on_ranks([[90, 91], *SAME, [92, 93]])
+    assert (finding.state, finding.ranks, finding.step) == ("raised", (0, 1), 2)
+    assert words_of(finding).title == "all 2 ranks train on the same batches since step 2"
+    assert over.state == "resolved"
+
+
+@pytest.mark.parametrize(
+    ("batches", "options"),
+    [
+        ([[number, number + 1] for number in range(1, 30)], {}),
+        ([[7, 7]] * 30, {}),  # one batch is fitted on purpose
+        ([[number, 0] for number in range(1, 30)], {}),  # tensor parallelism: the first of them tells it
+        ([[number, number, number + 40, number + 40] for number in range(1, 30)], {"ranks": 4}),
+        (SAME, {"config": {"sequence_parallel_size": 2}}),
+        (SAME, {"tokens": 0}),
+        (SAME[: COPIES - 1], {}),
+    ],
+)
+def test_ranks_that_have_other_batches_or_share_them_on_purpose_are_fine(
+    batches: list[list[int]], options: Any
+) -> None:
+    assert on_ranks(batches, **options) == []
+
+
+def test_steps_that_some_ranks_never_end_are_forgotten() -> None:
+    detector = Copies()
+    detector.hello(replace(hello(1), world_size=3))
+    for number in range(1, 1000):
+        assert detector.step(Step(0, number, 1.0, 1, [], batch_id=number, tokens=1)) == []
+    assert len(detector._unfinished) < 100
