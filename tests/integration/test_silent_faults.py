@@ -6,9 +6,9 @@ import start_ranks
 from ftmon.protocol.analysis.findings.finding import Finding
 from ftmon.protocol.analysis.health.nonfinite import NonFinite
 from ftmon.protocol.analysis.kinds import words_of
-from ftmon.protocol.analysis.learning.inputs import Inputs
+from ftmon.protocol.analysis.learning.inputs import Copies, Inputs
 from ftmon.protocol.analysis.learning.updates import Updates
-from ftmon.protocol.messages.telemetry import Goodbye, LostEdit, Signs, Step
+from ftmon.protocol.messages.telemetry import Goodbye, Hello, LostEdit, Signs, Step
 from msgspec.structs import replace
 from probe_collector import BIN, SCRIPTS
 
@@ -69,14 +69,17 @@ def test_each_fault_of_a_plain_loop_has_its_signs_and_a_sound_training_has_none(
     }
 
 
-def test_gradients_that_no_norm_shows_are_told_at_the_step_whose_update_they_ruined(collector):
+def test_lost_gradients_are_told_at_the_step_they_ruined_and_the_same_batches_on_all_ranks(collector):
     collector.start(*start_ranks.command(2, SCRIPTS / "lost_gradients.py")).finish()
     assert collector.job.returncode == 0, collector.output()
-    updates, losses, told = Updates(), NonFinite("loss"), list[Finding]()
+    updates, losses, copies, told = Updates(), NonFinite("loss"), Copies(), list[Finding]()
+    for hello in collector.of(Hello):
+        copies.hello(hello)
     for step in sorted(collector.of(Step), key=lambda step: step.step):
         assert step.grad_norm is None
-        told += [*updates.step(step), *losses.step(step, ranks=(0, 1))]
-    (one,) = (found for found in told if found.state == "raised")
+        told += [*updates.step(step), *losses.step(step, ranks=(0, 1)), *copies.step(step)]
+    same, one = (found for found in told if found.state == "raised")
+    assert (same.kind, same.step, same.ranks) == ("same_batches", 1, (0, 1))
     assert (one.kind, one.step, one.severity) == ("weights_not_finite", 61, "error")
 
 

@@ -1,4 +1,7 @@
-"""A loop under DDP that clips by itself: the gradients of one bias are NaN in one step, whose loss is finite."""
+"""A loop under DDP that clips by itself: the gradients of one bias are NaN in one step, whose loss is finite.
+
+Both ranks have the same data, by the same seed and without a sampler.
+"""
 
 import torch
 import torch.distributed as dist
@@ -8,10 +11,12 @@ from torch.utils.data import DataLoader
 LOST = 61
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(6)), torch.nn.Linear(16, 1))
+model = torch.nn.Sequential(
+    torch.nn.Embedding(64, 16), *(torch.nn.Linear(16, 16) for _ in range(6)), torch.nn.Linear(16, 1)
+)
 parallel = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for step, rows in enumerate(DataLoader(torch.randn(280, 16), batch_size=4), 1):
+for step, rows in enumerate(DataLoader(torch.randint(0, 64, (280, 16)), batch_size=4), 1):
     loss = parallel(rows).square().mean()
     if step == LOST:
         loss = loss + (0 * model[-1].bias.sum()).sqrt()
