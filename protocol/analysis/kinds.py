@@ -15,7 +15,7 @@ from .findings.finding import HIDDEN, Condition, Detector, Finding, Kind, Shown
 from .health import monitor
 from .health.host_memory import HostMemory
 from .health.machine import Disks, Gpus
-from .learning.inputs import Copies, Inputs, Resumes
+from .learning.inputs import Copies, Inputs, Repeats, Resumes
 from .learning.known import KnownFaults
 from .learning.updates import Updates
 from .memory import words as memory
@@ -24,7 +24,19 @@ from .stalls import slow_ranks, words
 from .words import Added, Words
 
 DETECTORS: list[type[Detector]] = [
-    *(monitor.HealthMonitor, Gpus, Disks, HostMemory, Inputs, Resumes, Copies, Updates, KnownFaults, StopWaits),
+    *(
+        monitor.HealthMonitor,
+        Gpus,
+        Disks,
+        HostMemory,
+        Inputs,
+        Resumes,
+        Copies,
+        Repeats,
+        Updates,
+        KnownFaults,
+        StopWaits,
+    ),
 ]
 """Created once a run, in this order."""
 

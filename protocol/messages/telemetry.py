@@ -45,6 +45,8 @@ class DataLoaderInfo(msgspec.Struct, frozen=True):
     persistent_workers: bool = False
     cpus: Whole = 0
     """Processors that the rank's process may use, divided by the ranks of its host."""
+    iterable: bool = False
+    """It reads an IterableDataset, of which each worker has a copy."""
 
 
 class Compilation(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -457,6 +459,8 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """Name of the first of them."""
     no_gradients: bool = False
     """No parameter of the optimizer had a gradient at this update."""
+    repeated: Whole = 0
+    """Micro-batches with the data of the one before."""
 
 
 class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):

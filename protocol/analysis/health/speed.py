@@ -324,6 +324,7 @@ KINDS = (
             "loader": Shown("data loader"),
             "prefetch_factor": Shown("batches loaded ahead"),
             "pin_memory": Shown("pinned memory"),
+            "iterable": Shown("an IterableDataset"),
             "cpus": Shown("processors per rank"),
             "cuda": HIDDEN,
         },

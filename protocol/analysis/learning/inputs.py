@@ -27,6 +27,10 @@ ALIKE = 4
 """Steps in a row with the batches of other steps, one for one, that are no accident."""
 COPIES = 5
 """Steps in a row in which all ranks had the same batch, of at least two batches."""
+OF_EACH = 12
+"""Micro-batches of each of a loader's workers that are looked at for copies."""
+_NEAR = 0.1
+"""Difference from the share of copies that a number of workers makes: the first ones may not be in step."""
 _UNFINISHED = 64
 """Steps that not all ranks have ended, of which the batches are remembered."""
 _MOST_STEPS = 100_000
@@ -447,3 +451,77 @@ class Copies(Detector):
         facts = CopiesFacts(self._ranks, since)
         self._raised = Finding("same_batches", facts, ranks=tuple(range(self._ranks)), step=since)
         return [self._raised]
+
+
+class RepeatedFacts(msgspec.Struct, frozen=True):
+    """Workers of a loader that read the same data."""
+
+    workers: int
+    repeated: int
+    of: int
+    since_step: int
+
+
+def _repeated(finding: Finding) -> Words:
+    facts: RepeatedFacts = finding.facts
+    times = facts.workers
+    return Words(
+        f"each batch comes {times} times in a row: the loader's {times} workers read the same data",
+        f"{facts.repeated} of {facts.of} micro-batches since step {facts.since_step} had the data of the one before. "
+        "Each worker has a copy of the IterableDataset, which does not share its data among them.",
+        "Let __iter__ yield only its worker's part, by torch.utils.data.get_worker_info(); a Dataset with indices and "
+        "the datasets library's IterableDataset do that themselves.",
+        "Batches differ from those before them.",
+    )
+
+
+class Repeats(Detector):
+    """Finds batches of rank 0 that come once from each worker of its loader."""
+
+    kinds: ClassVar[tuple[Kind, ...]] = (
+        Kind(
+            "repeated_batches",
+            RepeatedFacts,
+            _repeated,
+            shown={"workers": Shown("workers"), "repeated": Shown("repeated micro-batches")},
+            limits={"micro-batches looked at, of an IterableDataset": f"{OF_EACH} of each worker"},
+        ),
+    )
+    replays = (Hello, Step)
+
+    def __init__(self) -> None:
+        self._workers = 0
+        self._steps: deque[tuple[int, int]] = deque()
+        """Micro-batches of the last steps, and how many of them were repeated."""
+        self._raised: Finding | None = None
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Return the method for each type of message."""
+        return {Hello: self.hello, Step: self.step}
+
+    def hello(self, hello: Hello) -> None:
+        """Note the loader of rank 0."""
+        loader = hello.loader
+        if not hello.rank:
+            self._workers = loader.workers if loader is not None and loader.iterable else 0
+            self._steps.clear()
+
+    def step(self, step: Step) -> list[Finding]:
+        """Process one rank's step."""
+        workers = self._workers
+        if step.rank or workers < 2 or not step.batch_id:
+            return []
+        self._steps.append((step.micro_steps, step.signs.repeated if step.signs is not None else 0))
+        of, repeated = map(sum, zip(*self._steps, strict=True))
+        if of < OF_EACH * workers:
+            return []
+        since = step.step - len(self._steps) + 1
+        self._steps.clear()
+        is_so = abs(repeated / of - (1 - 1 / workers)) < _NEAR and repeated < of - 1
+        raised = self._raised
+        if is_so == (raised is not None):
+            return []
+        self._raised = (
+            Finding("repeated_batches", RepeatedFacts(workers, repeated, of, since), step=since) if is_so else None
+        )
+        return [self._raised] if self._raised is not None else [raised.over()] if raised is not None else []

@@ -380,6 +380,10 @@ class SlowFacts:
         )
 
 
+_ITERABLE = 1
+"""``torch.utils.data.dataloader._DatasetKind.Iterable``."""
+
+
 def loader_info(iterator: Any) -> DataLoaderInfo | None:
     """Return the settings of an iterator of PyTorch's DataLoader; None for other iterators."""
     workers = getattr(iterator, "_num_workers", None)
@@ -392,6 +396,7 @@ def loader_info(iterator: Any) -> DataLoaderInfo | None:
         bool(getattr(iterator, "_pin_memory", False)),
         bool(getattr(iterator, "_persistent_workers", False)),
         max(1, len(os.sched_getaffinity(0)) // ranks),
+        getattr(iterator, "_dataset_kind", 0) == _ITERABLE,
     )
 
 

@@ -285,6 +285,8 @@ class SignReader:
         self._examined = self._attended_in = 0
         self._broken = False
         self._weights: dict[int, bytes] = {}
+        self._batch = self._repeated = 0
+        """Fingerprint of the last micro-batch, and how many of the step had that of the one before."""
 
     def of_step(self, number: int, notes: Notes) -> tuple[int, Signs | None]:
         """Return the fingerprint of a step's data, 0 if unknown, and its signs, None if there are none.
@@ -300,13 +302,16 @@ class SignReader:
         return 0, None
 
     def _batch_id(self, seen: Sequence[Seen]) -> int:
-        found = 0
+        found = self._repeated = 0
         for each in seen:
             ids = each.ids
             if ids is None or ids.is_cuda:
+                self._batch = 0
                 return 0
             content = _bytes(ids)
-            found = zlib.crc32(content[:: 1 + len(content) // _MOST_BYTES].tobytes(), found)
+            before, self._batch = self._batch, zlib.crc32(content[:: 1 + len(content) // _MOST_BYTES].tobytes())
+            self._repeated += self._batch == before
+            found = zlib.crc32(self._batch.to_bytes(4), found)
         return found
 
     def _read(self, number: int, notes: Notes) -> Signs | None:
@@ -321,6 +326,7 @@ class SignReader:
             "evaluating_part": notes.evaluating_part,
             "weights_lost": notes.weights_lost,
             "no_gradients": notes.no_gradients,
+            "repeated": self._repeated,
             "weights": self._of_weights(notes.weights),
         }
         received = map(_arrived, notes.received)

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from ftmon.protocol.analysis.findings.finding import Finding
 from ftmon.protocol.analysis.kinds import words_of
-from ftmon.protocol.analysis.learning.inputs import ALIKE, COPIES, ENDS, Copies, Inputs, Resumes
-from ftmon.protocol.messages.telemetry import DeviceInfo, Goodbye, Hello, Signs, Step
+from ftmon.protocol.analysis.learning.inputs import ALIKE, COPIES, ENDS, OF_EACH, Copies, Inputs, Repeats, Resumes
+from ftmon.protocol.messages.telemetry import DataLoaderInfo, DeviceInfo, Goodbye, Hello, Signs, Step
 from msgspec.structs import replace
 
 
@@ -206,3 +206,31 @@ def test_steps_that_some_ranks_never_end_are_forgotten() -> None:
     for number in range(1, 1000):
         assert detector.step(Step(0, number, 1.0, 1, [], batch_id=number, tokens=1)) == []
     assert len(detector._unfinished) < 100
+
+
+def fed(workers: int, every: int, micro_steps: int = 1, *, iterable: bool = True, steps: int = 80) -> list[Finding]:
+    """Return the findings where each batch comes so many times in a row."""
+    detector = Repeats()
+    detector.hello(replace(hello(1), loader=DataLoaderInfo(workers=workers, iterable=iterable)))
+    found: list[Finding] = []
+    for number in range(1, steps + 1):
+        first = (number - 1) * micro_steps
+        repeated = sum(at % every != 0 for at in range(first, first + micro_steps))
+        signs = Signs(repeated=repeated) if repeated else None
+        found += detector.step(Step(0, number, 1.0, 1, [], batch_id=number, micro_steps=micro_steps, signs=signs))
+    return found
+
+
+@pytest.mark.parametrize(("workers", "micro_steps"), [(2, 1), (2, 4), (4, 1), (8, 2)])
+def test_batches_that_come_once_from_each_worker_are_named(workers: int, micro_steps: int) -> None:
+    (finding,) = fed(workers, workers, micro_steps, steps=OF_EACH * workers)
+    title = f"each batch comes {workers} times in a row: the loader's {workers} workers read the same data"
+    assert (words_of(finding).title, finding.step) == (title, 1)
+
+
+@pytest.mark.parametrize(
+    ("workers", "every", "options"),
+    [(2, 1, {}), (2, 10**6, {}), (4, 2, {}), (2, 2, {"iterable": False}), (0, 2, {}), (8, 10**6, {})],
+)
+def test_batches_that_differ_or_are_repeated_otherwise_are_fine(workers: int, every: int, options: Any) -> None:
+    assert fed(workers, every, **options, steps=400) == []

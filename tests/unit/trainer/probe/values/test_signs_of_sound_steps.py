@@ -181,3 +181,13 @@ def test_a_part_is_in_evaluation_mode_on_purpose_where_it_is_frozen_or_a_batch_n
     model["encoder"].requires_grad_(False)
     model["encoder"].adapter = nn.Linear(8, 2)
     assert part_of(model) == "", "only an adapter of it is trained"
+
+
+def test_micro_batches_with_the_data_of_the_one_before_are_counted_across_steps() -> None:
+    reader, rows = SignReader(Trained()), [torch.full((2, 3), number) for number in range(3)]
+    found: list[tuple[int, int]] = []
+    for number, places in enumerate([(0, 0), (0, 1), (2, 1), (1, 2)], 1):
+        fingerprint, signs = reader.of_step(number, Notes(seen=[Seen(rows[place], None, None) for place in places]))
+        found.append((fingerprint, signs.repeated if signs is not None else 0))
+    assert [repeated for _, repeated in found] == [1, 1, 0, 1]
+    assert len({fingerprint for fingerprint, _ in found}) == 4
