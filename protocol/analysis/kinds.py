@@ -15,7 +15,7 @@ from .findings.finding import HIDDEN, Condition, Detector, Finding, Kind, Shown
 from .health import monitor
 from .health.host_memory import HostMemory
 from .health.machine import Disks, Gpus
-from .learning.inputs import Copies, Inputs, Repeats, Resumes
+from .learning.inputs import Copies, Inputs, Repeats, Resumes, Shifts
 from .learning.known import KnownFaults
 from .learning.updates import Updates
 from .memory import words as memory
@@ -33,6 +33,7 @@ DETECTORS: list[type[Detector]] = [
         Resumes,
         Copies,
         Repeats,
+        Shifts,
         Updates,
         KnownFaults,
         StopWaits,

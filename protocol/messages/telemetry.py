@@ -461,6 +461,9 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """No parameter of the optimizer had a gradient at this update."""
     repeated: Whole = 0
     """Micro-batches with the data of the one before."""
+    shifted: Literal["", "never", "once", "twice"] = ""
+    """How far the labels of the loss are shifted against the inputs, where a micro-batch was looked at; ``once``, as it
+    must be, is told after another one alone."""
 
 
 class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):

@@ -29,7 +29,7 @@ from .rank.model import (
 from .values.batch import OnHost, Seen
 from .values.edits import Edits
 from .values.model_flops import model_flops
-from .values.signs import EVERY, FIRST, attended, labels_of, received
+from .values.signs import ALIGNED, EVERY, FIRST, attended, labels_of, received, to_host
 
 __all__ = ["Code", "Events", "OnHost", "TorchEvents", "dtype_name", "learning_rate"]
 
@@ -313,7 +313,7 @@ class TorchEvents(Events):
         self._edits = Edits()
         self._sought = False
         """Whether there was a backward."""
-        self._attended = self._labelled = 0
+        self._attended = self._labelled = self._aligned = 0
         self._received_in: tuple[Any, int] = None, 0
         """Notes and number of the micro-batch whose labels were read last from a forward."""
         self._without_labels: Any = None
@@ -366,6 +366,7 @@ class TorchEvents(Events):
         trained = self._training.trained
         if trained.primary() is None and trained.engine() is None:
             self._training.begins(parameters)
+            self._aligned = 0
 
     def stepping(self, optimizer: Any) -> bool:
         """A bare optimizer's step begins; return whether it is an update rather than a part of one."""
@@ -572,11 +573,15 @@ class TorchEvents(Events):
     def _label(self, loss: Any) -> None:
         batch, self._without_labels = self._without_labels, None
         notes, step = self._training.tracker.notes, self._training.tracker.step + 1
+        noted = notes.seen[-1] if notes.seen else _UNSEEN
+        if noted.ids is not None and not notes.targets and (self._aligned < ALIGNED or step % EVERY == 0):
+            self._aligned += 1
+            targets = labels_of(loss, noted.ids)
+            notes.targets.append(None if targets is None else (to_host(noted.ids), targets))
         if batch is not None:
             if notes.received and notes.received[-1] is batch:
                 notes.received[-1] = batch._replace(labels=labels_of(loss, batch.ids))
             return
-        noted = notes.seen[-1] if notes.seen else _UNSEEN
         is_received = self._received_in[0] is notes and self._received_in[1] == notes.micro_steps
         sampled = self._labelled < FIRST or step % EVERY == 0 or self._training.signs.unlabelled
         if not sampled or is_received or noted.labels is not None or len(notes.received) >= FIRST:

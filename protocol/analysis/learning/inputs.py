@@ -29,6 +29,8 @@ COPIES = 5
 """Steps in a row in which all ranks had the same batch, of at least two batches."""
 OF_EACH = 12
 """Micro-batches of each of a loader's workers that are looked at for copies."""
+MISALIGNED = 2
+"""Micro-batches in a row whose labels are not the next tokens."""
 _NEAR = 0.1
 """Difference from the share of copies that a number of workers makes: the first ones may not be in step."""
 _UNFINISHED = 64
@@ -525,3 +527,69 @@ class Repeats(Detector):
             Finding("repeated_batches", RepeatedFacts(workers, repeated, of, since), step=since) if is_so else None
         )
         return [self._raised] if self._raised is not None else [raised.over()] if raised is not None else []
+
+
+class ShiftFacts(msgspec.Struct, frozen=True):
+    """Labels that are not the next tokens."""
+
+    twice: bool
+    """They are the tokens after the next ones; False: they are the tokens themselves."""
+    since_step: int
+
+
+def _misaligned(finding: Finding) -> Words:
+    facts: ShiftFacts = finding.facts
+    if facts.twice:
+        return Words(
+            f"labels are shifted twice since step {facts.since_step}: the model learns the token after the next one",
+            "The label of a position in the loss is the token two positions later.",
+            "Give the model unshifted labels, equal to the inputs: transformers' causal models shift them themselves.",
+            "Labels are the next tokens.",
+        )
+    return Words(
+        f"labels are not shifted since step {facts.since_step}: the model learns to copy its input",
+        "The label of a position in the loss is the token at that position, which a causal model sees.",
+        "Compare logits[:, :-1] with labels[:, 1:], or give the labels to the model, which shifts them itself.",
+        "Labels are the next tokens.",
+    )
+
+
+class Shifts(Detector):
+    """Finds labels that are not the next tokens, in the losses of micro-batches that were looked at."""
+
+    kinds: ClassVar[tuple[Kind, ...]] = (
+        Kind(
+            "labels_misaligned",
+            ShiftFacts,
+            _misaligned,
+            shown={"twice": Shown("shifted twice")},
+            limits={"micro-batches looked at, in a row": f"{MISALIGNED}"},
+        ),
+    )
+    replays = (Hello, Step)
+
+    def __init__(self) -> None:
+        self._row = self._since = 0
+        self._how = ""
+        self._raised: Finding | None = None
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Return the method for each type of message."""
+        return {Step: self.step}
+
+    def step(self, step: Step) -> list[Finding]:
+        """Process one rank's step; all ranks have the same loop."""
+        how = step.signs.shifted if step.signs is not None else ""
+        if step.rank or not how:
+            return []
+        if how == "once":
+            self._row = 0
+            raised, self._raised = self._raised, None
+            return [raised.over()] if raised is not None else []
+        if how != self._how or not self._row:
+            self._how, self._row, self._since = how, 0, step.step
+        self._row += 1
+        if self._row < MISALIGNED or self._raised is not None:
+            return []
+        self._raised = Finding("labels_misaligned", ShiftFacts(how == "twice", self._since), step=self._since)
+        return [self._raised]

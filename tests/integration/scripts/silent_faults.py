@@ -61,7 +61,11 @@ def train(kind: str) -> None:
         rows = rows_of[step] if kind.startswith(("later", "by hand")) else rows
         if kind == "plain, fine" and not step:  # a forward of another model, and one more of the micro-batch
             others(**rows), model(**rows)
-        if kind.startswith("by hand"):
+        if kind == "not shifted":
+            loss = cross_entropy(model(**rows).logits.transpose(1, 2), rows.pop("labels"))
+        elif kind == "shifted twice":
+            loss = model(**rows | {"labels": torch.nn.functional.pad(rows["labels"][:, 1:], (0, 1), value=-100)}).loss
+        elif kind.startswith("by hand"):
             labels = rows.pop("labels")[:, 1:]
             loss = cross_entropy(model(**rows).logits[:, :-1].transpose(1, 2), labels) / 2
         else:
@@ -86,6 +90,7 @@ for kind in (  # of the first 64 micro-batches each is examined
     *("packed, mask", "packed, cache", "packed, encoder", "plain, no labels", "by hand, no labels"),
     *("no labels", "packed, right", "evaluation", "a part, frozen", "a part", "frozen"),
     *("backward", "backward, elsewhere", "another model"),
+    *("not shifted", "shifted twice"),
 ):
     train(kind)
 print("begun", json.dumps(begun), flush=True)

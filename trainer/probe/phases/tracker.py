@@ -132,6 +132,8 @@ class Notes:
     """The tensors of each micro-batch (``values.batch.Seen``), which the publisher examines."""
     received: list[Any] = field(default_factory=list)
     """The same of forwards, where a batch was noted without labels or not at all."""
+    targets: list[Any] = field(default_factory=list)
+    """Token ids of micro-batches, and the labels of their losses, flat."""
     attended: list[Any] = field(default_factory=list)
     """What models made their attention masks from (``values.signs.Attended``)."""
     weights: Any = None

@@ -22,6 +22,12 @@ from .batch import IGNORED, Seen, is_dense
 
 FIRST = 64
 """Micro-batches at the beginning whose tokens are examined."""
+ALIGNED = 4
+"""Steps at the beginning in which the labels of a loss are compared with the inputs."""
+_LABELS = 8
+"""Labels of a micro-batch that are enough for that."""
+_ALIKE = 0.98
+"""Share of equal ones that is no accident."""
 EVERY = 50
 """Steps between later examinations."""
 SAMPLED = 256
@@ -67,7 +73,7 @@ def attended(config: Any, mask: Any, positions: Any, cached: bool, frame: FrameT
     wanted = isinstance(implementation, str) and positions is not None and positions.dim() == 2
     if not wanted or (mask is not None and mask.dim() != 2):
         return None
-    here = [None if each is None else _to_host(each) for each in (mask, positions)]
+    here = [None if each is None else to_host(each) for each in (mask, positions)]
     if here[1] is None or (mask is not None and here[0] is None):
         return None  # too many copies are under way
     return Attended(str(implementation), here[0], here[1], cached, bidirectional)
@@ -97,7 +103,7 @@ def received(frame: FrameType, is_trained: Callable[[Any], bool]) -> Seen | None
     if not is_trained(owner):
         return None
     given = [each if is_dense(each) else None for each in map(given.get, ("input_ids", "attention_mask"))]
-    return Seen(*(None if each is None else _to_host(each) for each in (*given, labels)))
+    return Seen(*(None if each is None else to_host(each) for each in (*given, labels)))
 
 
 def labels_of(loss: Any, ids: Any = None) -> Any:
@@ -129,7 +135,7 @@ def labels_of(loss: Any, ids: Any = None) -> Any:
     for mask in masks:
         if is_dense(mask) and mask.numel() == labels.numel() > 1:
             labels = torch.where(mask.detach().reshape(1, -1) == 0, ignored, labels)
-    return _to_host(labels if ignored == IGNORED else torch.where(labels == ignored, IGNORED, labels))
+    return to_host(labels if ignored == IGNORED else torch.where(labels == ignored, IGNORED, labels))
 
 
 def _multiplies(node: Any) -> bool:
@@ -140,7 +146,8 @@ def _are_labels(value: Any) -> bool:
     return is_dense(value) and not value.is_floating_point()
 
 
-def _to_host(tensor: Any) -> Any:
+def to_host(tensor: Any) -> Any:
+    """Return a tensor without its graph, on the host or on its way there; None: too many copies are under way."""
     return cuda.fetch(tensor) if tensor.is_cuda else tensor.detach()
 
 
@@ -285,6 +292,8 @@ class SignReader:
         self._examined = self._attended_in = 0
         self._broken = False
         self._weights: dict[int, bytes] = {}
+        self._shifted = ""
+        """How labels were shifted when they were looked at last, if not once."""
         self._batch = self._repeated = 0
         """Fingerprint of the last micro-batch, and how many of the step had that of the one before."""
 
@@ -333,6 +342,11 @@ class SignReader:
         if seen := [each for each in (*notes.seen, *received) if each.labels is not None]:
             figures |= _labels(seen)
             self.unlabelled = "unlabelled" in figures
+        pair = next(iter(notes.targets), None)
+        if pair is not None and _generates(own_model(self._trained.any_model())):
+            shifted = _shifted(*(each.tensor() if isinstance(each, cuda.Fetched) else each for each in pair))
+            figures["shifted"] = shifted if shifted != "once" or self._shifted else ""
+            self._shifted = shifted if shifted != "once" else ""
         if self._examined < FIRST or number % EVERY == 0:
             self._examined += len(seen)
             figures |= self._tokens(seen)
@@ -403,6 +417,27 @@ def _labels(seen: Sequence[Seen]) -> dict[str, int]:
     labelled = [each.labels for each in seen if _here(each.labels)]
     empty = sum(not numpy.any(labels.numpy() != IGNORED) for labels in labelled)
     return {"labelled": len(labelled), "unlabelled": empty} if empty else {}
+
+
+def _shifted(ids: Any, targets: Any) -> str:
+    """Return how far the labels of a loss are shifted against the ids of its batch; empty: they are other ones.
+
+    ``ids`` have the shape [rows, tokens]; ``targets`` are as many, or one less in each row, in their order.
+    """
+    if ids is None or targets is None or ids.is_cuda or ids.dim() != 2 or ids.is_floating_point():
+        return ""
+    ids = ids.numpy()
+    if targets.numel() not in (ids.size, ids[:, 1:].size):
+        return ""
+    labels = targets.numpy().reshape(len(ids), -1)
+    for by, name in ((1, "once"), (0, "never"), (2, "twice")):
+        width = min(labels.shape[1], ids.shape[1] - by)
+        counted = labels[:, :width] != IGNORED
+        number = numpy.count_nonzero(counted)
+        alike = numpy.count_nonzero((labels[:, :width] == ids[:, by : by + width]) & counted)
+        if number < _LABELS or alike >= (0.5 if by == 1 else _ALIKE) * number:
+            return name if number >= _LABELS else ""
+    return ""
 
 
 def _generates(model: Any) -> bool:

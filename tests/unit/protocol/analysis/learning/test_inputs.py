@@ -7,7 +7,17 @@ import msgspec
 import pytest
 from ftmon.protocol.analysis.findings.finding import Finding
 from ftmon.protocol.analysis.kinds import words_of
-from ftmon.protocol.analysis.learning.inputs import ALIKE, COPIES, ENDS, OF_EACH, Copies, Inputs, Repeats, Resumes
+from ftmon.protocol.analysis.learning.inputs import (
+    ALIKE,
+    COPIES,
+    ENDS,
+    OF_EACH,
+    Copies,
+    Inputs,
+    Repeats,
+    Resumes,
+    Shifts,
+)
 from ftmon.protocol.messages.telemetry import DataLoaderInfo, DeviceInfo, Goodbye, Hello, Signs, Step
 from msgspec.structs import replace
 
@@ -234,3 +244,16 @@ def test_batches_that_come_once_from_each_worker_are_named(workers: int, micro_s
 )
 def test_batches_that_differ_or_are_repeated_otherwise_are_fine(workers: int, every: int, options: Any) -> None:
     assert fed(workers, every, **options, steps=400) == []
+
+
+def test_labels_that_are_not_the_next_tokens_are_told_until_they_are() -> None:
+    detector = Shifts()
+    looked_at = {5: "twice", 50: "twice", 100: "never", 150: "once", 200: "never", 250: "never", 300: "never"}
+    steps = [step(number, shifted=looked_at.get(number, "")) for number in range(1, 310)]
+    found = [(each.step, one) for each in steps for one in detector.step(each)]
+    assert [(at, one.state, one.step) for at, one in found] == [
+        *((50, "raised", 5), (150, "resolved", 5), (250, "raised", 200)),
+    ]
+    titles = [words_of(one).title for _, one in found]
+    assert titles[0] == "labels are shifted twice since step 5: the model learns the token after the next one"
+    assert titles[2] == "labels are not shifted since step 200: the model learns to copy its input"

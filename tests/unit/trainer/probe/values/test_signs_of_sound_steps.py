@@ -191,3 +191,29 @@ def test_micro_batches_with_the_data_of_the_one_before_are_counted_across_steps(
         found.append((fingerprint, signs.repeated if signs is not None else 0))
     assert [repeated for _, repeated in found] == [1, 1, 0, 1]
     assert len({fingerprint for fingerprint, _ in found}) == 4
+
+
+ROWS = torch.arange(24).reshape(2, 12)
+
+
+@pytest.mark.parametrize(
+    ("labels", "shifted"),
+    [
+        (ROWS, "never"),
+        (ROWS[:, 1:], ""),
+        (nn.functional.pad(ROWS[:, 1:], (0, 1), value=-100), ""),
+        (nn.functional.pad(ROWS[:, 2:], (0, 2), value=-100), "twice"),
+        (nn.functional.pad(ROWS[:, 2:], (0, 1), value=-100), "twice"),
+        (torch.where(ROWS % 12 < 9, -100, ROWS), ""),  # too few to tell
+        (torch.where(ROWS % 3 == 0, -100, ROWS), "never"),
+        (ROWS.flip(1), ""),
+        (torch.ones(2, 5, dtype=torch.long), ""),
+    ],
+)
+def test_labels_of_a_loss_are_compared_with_the_inputs_two_positions_around(labels, shifted):
+    found = signs_of(Trained(), targets=[(ROWS, labels.reshape(1, -1))])
+    assert (found.shifted if found is not None else "") == shifted
+
+
+def test_labels_of_rows_that_repeat_one_token_are_next_tokens():
+    assert signs_of(Trained(), targets=[(torch.ones_like(ROWS), torch.ones(1, 24, dtype=torch.long))]) is None
