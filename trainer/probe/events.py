@@ -576,7 +576,7 @@ class TorchEvents(Events):
         noted = notes.seen[-1] if notes.seen else _UNSEEN
         if noted.ids is not None and not notes.targets and (self._aligned < ALIGNED or step % EVERY == 0):
             self._aligned += 1
-            targets = labels_of(loss, noted.ids)
+            targets = labels_of(loss)  # not where other losses are added, which may look further ahead
             notes.targets.append(None if targets is None else (to_host(noted.ids), targets))
         if batch is not None:
             if notes.received and notes.received[-1] is batch:

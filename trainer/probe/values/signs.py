@@ -343,7 +343,7 @@ class SignReader:
             figures |= _labels(seen)
             self.unlabelled = "unlabelled" in figures
         pair = next(iter(notes.targets), None)
-        if pair is not None and _generates(own_model(self._trained.any_model())):
+        if pair is not None and _continues(own_model(self._trained.any_model())):
             shifted = _shifted(*(each.tensor() if isinstance(each, cuda.Fetched) else each for each in pair))
             figures["shifted"] = shifted if shifted != "once" or self._shifted else ""
             self._shifted = shifted if shifted != "once" else ""
@@ -444,6 +444,11 @@ def _generates(model: Any) -> bool:
     """Return whether a model may learn where to end: masked language models and classifiers do not."""
     can_generate = getattr(model, "can_generate", None)
     return not callable(can_generate) or bool(can_generate())
+
+
+def _continues(model: Any) -> bool:
+    """Return whether a model may predict what follows its input: an encoder's labels may be the input itself."""
+    return _generates(model) and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
 def _ends_of(config: Any, model: Any) -> list[int]:

@@ -217,3 +217,11 @@ def test_labels_of_a_loss_are_compared_with_the_inputs_two_positions_around(labe
 
 def test_labels_of_rows_that_repeat_one_token_are_next_tokens():
     assert signs_of(Trained(), targets=[(torch.ones_like(ROWS), torch.ones(1, 24, dtype=torch.long))]) is None
+
+
+@pytest.mark.parametrize("facts", [{"is_encoder_decoder": True}, {}])
+def test_labels_of_an_encoder_may_be_its_input(facts):
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(**facts)
+    model.can_generate = lambda: bool(facts)
+    assert signs_of(trained_on(model), targets=[(ROWS, ROWS.reshape(1, -1))]) is None
