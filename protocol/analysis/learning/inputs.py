@@ -420,7 +420,8 @@ class Copies(Detector):
         process = hello.pid, hello.start_ticks
         if hello.rank:
             return []
-        self._shares = int((hello.deepspeed_config or {}).get("sequence_parallel_size") or 1) > 1
+        sharing = (hello.deepspeed_config or {}).get("sequence_parallel_size")
+        self._shares = isinstance(sharing, int) and sharing > 1
         if process == self._process:
             return []
         self._process = process

@@ -186,7 +186,7 @@ SAME = [[number, number] for number in range(1, 30)]
 
 
 def test_ranks_that_train_on_the_same_batches_are_named_until_they_do_not() -> None:
-    (finding, over) = on_ranks([[90, 91], *SAME, [92, 93]])
+    (finding, over) = on_ranks([[90, 91], *SAME, [92, 93]], config={"sequence_parallel_size": "auto"})
     assert (finding.state, finding.ranks, finding.step) == ("raised", (0, 1), 2)
     assert words_of(finding).title == "all 2 ranks train on the same batches since step 2"
     assert over.state == "resolved"
