@@ -434,6 +434,8 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """End-of-sequence tokens of the model among the inputs, without padding, that could be labels."""
     learned_ends: Whole = 0
     """End-of-sequence tokens among the labels."""
+    begun_twice: Whole = 0
+    """Micro-batches of which each row begins with two beginning-of-sequence tokens of the model."""
     mixed: Whole = 0
     """Micro-batches with rows of several documents that attend to each other."""
     mixed_by: Literal["", "mask", "cache", "batch", "encoder"] = ""

@@ -23,6 +23,8 @@ FROM_THE_START = 3
 """Enough if no micro-batch of the run had one."""
 ENDS = 16
 """End-of-sequence tokens seen before their absence among the labels is no accident."""
+BEGUN_TWICE = 3
+"""Micro-batches whose rows begin twice that are no accident."""
 ALIKE = 4
 """Steps in a row with the batches of other steps, one for one, that are no accident."""
 COPIES = 5
@@ -54,6 +56,13 @@ class EndFacts(msgspec.Struct, frozen=True):
 
     ends: int
     steps: int
+    since_step: int
+
+
+class BeginFacts(msgspec.Struct, frozen=True):
+    """Rows with two beginning-of-sequence tokens."""
+
+    micro_batches: int
     since_step: int
 
 
@@ -157,6 +166,16 @@ def _ends(finding: Finding) -> Words:
     )
 
 
+def _begun_twice(finding: Finding) -> Words:
+    facts: BeginFacts = finding.facts
+    return Words(
+        f"each row begins with two beginning-of-sequence tokens since step {facts.since_step}",
+        "A chat template, or the text, has one, and the tokenizer adds another. Models were trained with one.",
+        "Tokenize a template's text with add_special_tokens=False, or let apply_chat_template tokenize.",
+        "Another training has begun.",
+    )
+
+
 def _mixed(finding: Finding) -> Words:
     facts: MixedFacts = finding.facts
     why, remedy = _MIXED.get(facts.by, _MIXED["mask"])
@@ -201,6 +220,12 @@ class Inputs(Detector):
             limits={"ends among the inputs, none among the labels": f"{ENDS}"},
         ),
         Kind(
+            "begun_twice",
+            BeginFacts,
+            _begun_twice,
+            limits={"micro-batches of such rows": f"{BEGUN_TWICE}"},
+        ),
+        Kind(
             "mixed_documents",
             MixedFacts,
             _mixed,
@@ -218,6 +243,7 @@ class Inputs(Detector):
         self._unlabelled: set[int] = set()
         self._ends = self._learned = self._ends_steps = self._ends_since = 0
         self._mixed: dict[int, int] = {}
+        self._begun_twice = self._begun_since = 0
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return the method for each type of message."""
@@ -232,7 +258,12 @@ class Inputs(Detector):
     def step(self, step: Step) -> list[Finding]:
         """Process one rank's step."""
         signs = step.signs or _NONE
-        return [*self._of_labels(step, signs), *self._of_ends(step, signs), *self._of_documents(step, signs)]
+        return [
+            *self._of_labels(step, signs),
+            *self._of_ends(step, signs),
+            *self._of_documents(step, signs),
+            *self._of_begins(step, signs),
+        ]
 
     def _of_labels(self, step: Step, signs: Signs) -> list[Finding]:
         rank = self._ranks.get(step.rank)
@@ -267,6 +298,16 @@ class Inputs(Detector):
             return []
         facts = EndFacts(self._ends, self._ends_steps, self._ends_since)
         return [Finding("end_never_learned", facts, "raised" if now else "resolved", step=self._ends_since)]
+
+    def _of_begins(self, step: Step, signs: Signs) -> list[Finding]:
+        if not signs.begun_twice or self._begun_twice >= BEGUN_TWICE:
+            return []
+        self._begun_since = self._begun_since or step.step
+        self._begun_twice += signs.begun_twice
+        if self._begun_twice < BEGUN_TWICE:
+            return []
+        facts = BeginFacts(self._begun_twice, self._begun_since)
+        return [Finding("begun_twice", facts, step=self._begun_since)]
 
     def _of_documents(self, step: Step, signs: Signs) -> list[Finding]:
         if not signs.mixed or step.rank in self._mixed:

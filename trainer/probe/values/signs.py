@@ -375,6 +375,9 @@ class SignReader:
         model = own_model(self._trained.any_model())
         config = getattr(model, "config", None)
         figures: dict[str, Any] = {}
+        begin = _of_generation("bos_token_id", config, model)
+        if _generates(model) and isinstance(begin, int):
+            figures["begun_twice"] = sum(_begins_twice(each, begin) for each in seen)
         if (
             _generates(model)
             and (ends := _ends_of(config, model))
@@ -451,13 +454,25 @@ def _continues(model: Any) -> bool:
     return _generates(model) and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
+def _begins_twice(seen: Seen, begin: int) -> bool:
+    """Return whether each row of a micro-batch begins with two such tokens, which are no padding."""
+    if not _here(seen.ids) or seen.ids.shape[1] < 2:
+        return False
+    padded = _here(seen.mask) and not bool(seen.mask[:, :2].all())
+    return not padded and bool((seen.ids[:, :2] == begin).all())
+
+
 def _ends_of(config: Any, model: Any) -> list[int]:
     """Return the ids of a model's end-of-sequence tokens: those at which it stops, if it says."""
+    ends = _of_generation("eos_token_id", config, model)
+    return [] if ends is None else [int(end) for end in (ends if isinstance(ends, list | tuple) else [ends])]
+
+
+def _of_generation(name: str, config: Any, model: Any) -> Any:
     for holder in (getattr(model, "generation_config", None), config, getattr(config, "text_config", None)):
-        ends = getattr(holder, "eos_token_id", None)
-        if ends is not None:
-            return [int(end) for end in (ends if isinstance(ends, list | tuple) else [ends])]
-    return []
+        if (found := getattr(holder, name, None)) is not None:
+            return found
+    return None
 
 
 def _mixed(attended: Attended) -> str:

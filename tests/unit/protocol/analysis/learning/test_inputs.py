@@ -89,6 +89,14 @@ def test_an_end_that_is_among_the_inputs_and_never_a_label_is_raised_until_it_is
     assert states(Inputs(), [step(number, ends=4, learned_ends=4) for number in range(1, 50)]) == []
 
 
+def test_rows_that_begin_twice_are_told_once() -> None:
+    detector = Inputs()
+    steps = [step(number, begun_twice=number >= 3) for number in range(1, 20)]
+    found = [(each.step, one) for each in steps for one in detector.step(each)]
+    ((at, one),) = found
+    assert (at, one.kind, one.step) == (5, "begun_twice", 3)
+
+
 @pytest.mark.parametrize(
     ("by", "words"), [("mask", "attention mask"), ("cache", "cache"), ("batch", "Flash"), ("encoder", "encoder")]
 )

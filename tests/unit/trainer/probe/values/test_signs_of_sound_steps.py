@@ -225,3 +225,17 @@ def test_labels_of_an_encoder_may_be_its_input(facts):
     model.config = SimpleNamespace(**facts)
     model.can_generate = lambda: bool(facts)
     assert signs_of(trained_on(model), targets=[(ROWS, ROWS.reshape(1, -1))]) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "masked", "begin", "twice"),
+    [(1, 1, 1, 1, 1), (1, 5, 1, 1, 0), (1, 1, 0, 1, 0), (1, 1, 1, None, 0), (5, 1, 1, 1, 0)],
+)
+def test_micro_batches_whose_rows_begin_twice_are_counted(first, second, masked, begin, twice):
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(bos_token_id=begin)
+    ids = torch.tensor([[first, second, 7, 8], [first, 1, 9, 9]])
+    mask = torch.ones_like(ids)
+    mask[0, 0] = masked
+    found = signs_of(trained_on(model), seen=[Seen(ids, mask, ids)])
+    assert (found.begun_twice if found is not None else 0) == twice
