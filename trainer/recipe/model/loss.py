@@ -163,6 +163,12 @@ def causal_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def _body(inner: Any) -> Any:
+    """Return the model below the last layer, or the model itself if it is not known."""
+    # Llama 4's text model has its name, but the prefix of the one with images.
+    return inner.base_model if inner.base_model is not inner else getattr(inner, "model", inner)
+
+
 def transform_of(settings: Any) -> LogitTransform:
     """Return the logit transform of a transformers configuration: Granite divides, Cohere multiplies, Gemma 2 caps."""
     settings = settings.get_text_config()
@@ -180,7 +186,7 @@ def _problem(inner: Any) -> str:
         return "its gradients would overflow in fp16"
     if type(head) is not torch.nn.Linear:
         return f"the last layer of {kind} is {type(head).__name__}, not a plain linear layer"
-    if inner.base_model is inner:
+    if _body(inner) is inner:
         return f"{kind} has no body apart from its last layer"
     if inner.adds_to_loss and transform_of(inner.config).cap:
         return f"{kind} caps its logits, and adds to its loss"
@@ -212,7 +218,9 @@ def _patch(inner: Any, transform: LogitTransform) -> Callable[[], None]:
             return head_forward(module, hidden, *asked[-1]).reshape(1, 1, 1)
         where = label_positions(shift_labels) if positions is None else positions
         targets = shift_labels.flatten()[where]
-        return linear_cross_entropy(hidden.flatten(0, 1)[where], module.weight, module.bias, targets, transform)
+        # Mamba's body returns fp32 in bf16 training; transformers converts it too.
+        chosen = hidden.flatten(0, 1)[where].to(module.weight.dtype)
+        return linear_cross_entropy(chosen, module.weight, module.bias, targets, transform)
 
     def forward(
         module: Any,
@@ -231,7 +239,7 @@ def _patch(inner: Any, transform: LogitTransform) -> Callable[[], None]:
                 return CausalLMOutputWithPast(loss=apart(*inputs, labels=labels, **others).loss)
             finally:
                 asked.clear()
-        hidden: torch.Tensor = module.base_model(*inputs, **others)[0]
+        hidden: torch.Tensor = _body(module)(*inputs, **others)[0]
         return CausalLMOutputWithPast(loss=head(hidden, shift_labels=targets, positions=label_positions))
 
     head.forward = MethodType(head_forward, head)
@@ -293,12 +301,22 @@ def _other_loss(inner: Any, world: World) -> str:
     vocabulary = inner.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (1, _SAMPLE_TOKENS), generator=generator).to(world.device)
     given: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
-    own_loss = inner.loss_function
-    for weight in ({}, {"addition_weight": _SAMPLE_WEIGHT}) if inner.adds_to_loss else ({},):
-        fused = float(inner(**given, **weight).loss)
-        own = float(_apart(inner, inner.plain_forward, summed_loss)(**given, **weight).loss)
-        inner.loss_function = own_loss
-        # One result for all ranks: they must run the same code.
-        if not world.all_agree(abs(own - fused) <= _TOLERANCE[next(inner.parameters()).dtype] * abs(own)):
-            return f"{inner.config.model_type} gives a loss of {own:.6f}, and {fused:.6f} without full logits"
+    own_loss, room = inner.loss_function, _TOLERANCE[next(inner.parameters()).dtype]
+    hidden: list[torch.Tensor] = []
+    hook = inner.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0].float()))
+    try:
+        for weight in ({}, {"addition_weight": _SAMPLE_WEIGHT}) if inner.adds_to_loss else ({},):
+            hidden.clear()
+            fused = float(inner(**given, **weight).loss)
+            own = float(_apart(inner, inner.plain_forward, summed_loss)(**given, **weight).loss)
+            inner.loss_function = own_loss
+            # One result for all ranks: they must run the same code.
+            if not world.all_agree(abs(own - fused) <= room * abs(own)):
+                return f"{inner.config.model_type} gives a loss of {own:.6f}, and {fused:.6f} without full logits"
+    finally:
+        hook.remove()
+    # Random weights give about the same loss whatever the last layer is given.
+    mine, true = hidden[:2]
+    if not world.all_agree(mine.shape == true.shape and float((mine - true).norm()) <= room * float(true.norm())):
+        return f"{inner.config.model_type} changes its body's output in a way of its own before its last layer"
     return ""

@@ -76,6 +76,26 @@ def test_a_mixture_whose_experts_round_by_their_number_of_tokens_isolates_docume
     assert "see each other" in attention.crossing(model, cast(Any, OneRank()), varlen=False)
 
 
+def test_logits_in_fp32_of_weights_in_bf16_have_the_rounding_of_bf16() -> None:
+    model = model_of("llama", hidden_size=256, head_dim=64).bfloat16()
+    plain = model.forward
+
+    def forward(**inputs: Any) -> Any:
+        output = plain(**inputs)
+        output.logits = output.logits.float()
+        return output
+
+    def halved(**inputs: Any) -> Any:
+        output = forward(**inputs)
+        output.logits = output.logits * (1.0 + 0.5 * (inputs["input_ids"].shape[1] > 13))
+        return output
+
+    model.forward = forward
+    assert attention.crossing(model, cast(Any, OneRank()), varlen=False) == ""
+    model.forward = halved
+    assert "other logits in a packed row" in attention.crossing(model, cast(Any, OneRank()), varlen=False)
+
+
 def test_borders_are_those_of_documents_rows_and_padding() -> None:
     numbers = torch.tensor([[1, 1, 2, 0], [1, 1, 1, 1]])
     batch = attention.isolate({"input_ids": numbers, "sequence_ids": numbers}, varlen=True)

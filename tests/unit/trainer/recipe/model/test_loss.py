@@ -58,6 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "phi": {},
     "olmo2": {},
     "mixtral": {"num_local_experts": 2},
+    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 64},
 }
 
 
@@ -101,6 +102,28 @@ def test_a_model_that_treats_its_logits_in_its_own_way_keeps_its_own_loss() -> N
     assert all(torch.equal(found[name], value) for name, value in plain.items())
     with pytest.raises(ConfigError, match=r"model\.fused_loss is on, but llama changes its logits"):
         fused.set_up(model, config("on"), OneRank())
+
+
+def small(kind: str, **values: Any) -> Any:
+    """Return a model in bf16 with the losses of random weights, which hardly depend on what its last layer is given."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL_SHAPE, **values))
+    use_summed_loss(model.bfloat16())
+    return model
+
+
+def test_a_model_with_layers_between_body_and_last_layer_keeps_its_own_loss_in_bf16() -> None:
+    ranks = OneRank()
+    assert not fused.set_up(small("modernbert-decoder", cls_token_id=1, sep_token_id=2), config("auto"), ranks)
+    assert "modernbert-decoder changes its body's output in a way of its own before its last layer" in ranks.said[0]
+
+
+@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba"])
+def test_a_body_that_returns_fp32_in_bf16_has_the_fused_loss(kind: str) -> None:
+    model = small(kind, state_size=4)
+    plain = model(**rows())
+    assert fused.set_up(model, config("on"), OneRank())
+    assert float(model(**rows()).loss.detach()) == pytest.approx(float(plain.loss.detach()), rel=1e-5)
 
 
 def test_what_a_model_adds_to_its_loss_is_weighted_apart_from_the_tokens() -> None:
