@@ -79,22 +79,37 @@ def _active_experts(config: Any) -> float | None:
 
 def _attention(config: Any) -> tuple[float, float, int] | None:
     """Return FLOPs per token pair in full and in windowed layers, and the window; None if sizes are missing."""
-    layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
-    hidden = getattr(config, "hidden_size", None)
-    if not isinstance(layers, int) or not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        return None
+    # Settings that differ between layers (Gemma 4's head_dim) cannot be read from the whole configuration.
+    each = list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config] * layers
+    kinds: Any = getattr(config, "layer_types", None)
+    full = short = 0.0
+    longest = 0
+    for number, layer in enumerate(each):
+        pair = _pair(layer)
+        if pair is None:
+            return None
+        window = getattr(layer, "sliding_window", None) or getattr(layer, "attention_chunk_size", None) or 0
+        if isinstance(kinds, list | tuple):
+            kind = kinds[number] if number < len(kinds) else ""
+        else:
+            kind = _WINDOWED[0] if window and getattr(layer, "use_sliding_window", True) else _FULL
+        if kind in _WINDOWED and window:
+            short, longest = short + pair, max(longest, int(window))
+        elif kind in (_FULL, *_WINDOWED):
+            full += pair
+    return full, short, longest
+
+
+def _pair(config: Any) -> float | None:
+    """Return a layer's FLOPs per token pair; None if sizes are missing."""
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    if not isinstance(heads, int) or not isinstance(hidden, int) or heads < 1:
         return None
     own = getattr(config, "head_dim", None)
     head = own if isinstance(own, int) and own > 0 else hidden // heads
     query = (getattr(config, "qk_nope_head_dim", 0) or 0) + (getattr(config, "qk_rope_head_dim", 0) or 0)
     value = getattr(config, "v_head_dim", 0) or 0
-    layer = 6.0 * heads * ((query or head) + (value if query and value else head))
-    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
-    kinds: Any = getattr(config, "layer_types", None)
-    if not isinstance(kinds, list | tuple):
-        windowed = window and getattr(config, "use_sliding_window", True)
-        kinds = [_WINDOWED[0] if windowed else _FULL] * layers
-    full = sum(kind == _FULL for kind in kinds)
-    short = sum(kind in _WINDOWED for kind in kinds)
-    if short and not window:
-        full, short = full + short, 0
-    return layer * full, layer * short, int(window) if short else 0
+    return 6.0 * heads * ((query or head) + (value if query and value else head))

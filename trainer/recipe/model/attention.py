@@ -22,6 +22,7 @@ from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from ..distributed import SequenceGroup, World
 from ..support import SEQUENCES, heads_refusal
+from .bare import layer_configs
 from .loss import IGNORED, Batch, causal_model, evaluating, next_labels
 
 try:
@@ -384,8 +385,9 @@ def _use(inner: Any, windows: list[int]) -> None:
 def _window_problem(settings: Any, noted: list[int], length: int) -> str:
     """Return the reason why a model's sliding windows would be lost; a short row fits any window, so cannot show it."""
     settings = settings.get_text_config()
-    window = getattr(settings, "sliding_window", None)
-    if not window or window >= length or getattr(settings, "use_sliding_window", True) is False:
+    windows = [getattr(layer, "sliding_window", None) for layer in layer_configs(settings)]
+    window = min(filter(None, windows), default=length)
+    if window >= length or getattr(settings, "use_sliding_window", True) is False:
         return ""
     kinds = getattr(settings, "layer_types", None)
     expected = kinds.count("sliding_attention") if kinds else settings.num_hidden_layers
@@ -400,10 +402,11 @@ def refusal(settings: Any, length: int, size: int) -> str:
     These are differences that a short row does not show.
     """
     settings = settings.get_text_config()
-    heads = getattr(settings, "num_attention_heads", None)
-    groups = getattr(settings, "num_key_value_heads", None) or heads
-    if isinstance(heads, int) and isinstance(groups, int) and (text := heads_refusal(heads, groups, size)):
-        return text
+    for layer in layer_configs(settings):
+        heads = getattr(layer, "num_attention_heads", None)
+        groups = getattr(layer, "num_key_value_heads", None) or heads
+        if isinstance(heads, int) and isinstance(groups, int) and (text := heads_refusal(heads, groups, size)):
+            return text
     scaled = next((kind for kind in _rope_types(settings) if "dynamic" in kind or kind == "longrope"), "")
     if scaled:
         # modeling_rope_utils.py, dynamic_rope_update: frequencies follow the largest position that a rank sees.

@@ -46,15 +46,16 @@ def bare_config(config: Config, vocabulary: int) -> Any:
                 raise ConfigError(f"model.config.{key}: must be at least 1, not {size}")
     positions = max(config.training.sequence_length, 512)
     for name, value in (("vocab_size", rounded), ("max_position_embeddings", positions)):
-        if own_names.get(name) not in values:
+        if own_names.get(name) not in values and declares(default, name):
             values.setdefault(name, value)
     # The tokenizer's ids replace them; the type's own may exceed the vocabulary, which causes a warning.
-    ids = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(default, name)}
+    ids = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if declares(default, name)}
     try:
         made: Any = AutoConfig.for_model(kind, **{**ids, **values})
     except Exception as error:  # each model type checks its own values, with errors of its own
         raise ConfigError(f"model.config: {first_line(error)}") from None
-    unknown = [key for key in values if not hasattr(default, key) and not _is_read(key, made)]
+    # transformers keeps what it does not know as it is, and moves older names (rope_theta) to where they are read.
+    unknown = [key for key in values if not declares(default, key) and declares(made, key) and not _is_read(key, made)]
     if unknown:
         raise ConfigError(f"model.config.{unknown[0]}: {kind} has no such setting")
     _check_heads(made, values)
@@ -72,18 +73,32 @@ def _is_read(key: str, made: Any) -> bool:
     return f'config, "{key}"' in inspect.getsource(sys.modules[model.__module__])
 
 
+def declares(shape: Any, name: str) -> bool:
+    """Return whether a transformers configuration has a setting, possibly another one per layer."""
+    try:
+        return hasattr(shape, name)
+    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError
+        return True
+
+
+def layer_configs(shape: Any) -> list[Any]:
+    """Return the configurations of the layers if they differ (Gemma 4's ``head_dim``), else the one of all."""
+    return list(shape.per_layer_config) if getattr(shape, "is_heterogeneous", False) else [shape]
+
+
 def _check_heads(made: Any, values: dict[str, Any]) -> None:
     """Refuse heads that do not divide the width: the model would fail at its first step."""
-    width, heads = getattr(made, "hidden_size", None), getattr(made, "num_attention_heads", None)
-    if not isinstance(width, int) or not isinstance(heads, int) or heads < 1:
-        return
-    if "head_dim" not in values and width % heads:
-        raise ConfigError(f"model.config.hidden_size: {width} is not a multiple of num_attention_heads, {heads}")
-    groups = getattr(made, "num_key_value_heads", None)
-    if isinstance(groups, int) and groups > 0 and heads % groups:
-        raise ConfigError(
-            f"model.config.num_attention_heads: {heads} is not a multiple of num_key_value_heads, {groups}"
-        )
+    for layer in layer_configs(made):
+        width, heads = getattr(layer, "hidden_size", None), getattr(layer, "num_attention_heads", None)
+        if not isinstance(width, int) or not isinstance(heads, int) or heads < 1:
+            return
+        if "head_dim" not in values and width % heads:
+            raise ConfigError(f"model.config.hidden_size: {width} is not a multiple of num_attention_heads, {heads}")
+        groups = getattr(layer, "num_key_value_heads", None)
+        if isinstance(groups, int) and groups > 0 and heads % groups:
+            raise ConfigError(
+                f"model.config.num_attention_heads: {heads} is not a multiple of num_key_value_heads, {groups}"
+            )
 
 
 def first_line(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from ....protocol.errors import ConfigError
 from ..config.schema import Config, Model
-from .bare import bare_config, first_line
+from .bare import bare_config, declares, first_line
 
 _NAME = "max_position_embeddings"
 _TABLE = re.compile("wpe|position|pos_e")
@@ -98,20 +98,35 @@ def _overridden(own: Any, values: Mapping[str, Any], path: str) -> Any:
     merged: dict[str, Any] = own.to_dict()
     for key, value in values.items():
         name = _ROPE if key == "rope_scaling" else getattr(own, "attribute_map", {}).get(key, key)
-        if not hasattr(own, name) or name == "model_type":
+        if key in _KEPT_BY_ROPE and not declares(own, key) and isinstance(merged.get(_ROPE), Mapping):
+            name, value = _ROPE, {key: value}  # where transformers 5 has it
+        if not declares(own, name) or name == "model_type":
             raise ConfigError(f"{path}.{key}: {own.model_type} has no such setting")
-        inner = getattr(own, name)
+        inner = vars(own).get(name)  # one that differs between layers cannot be read as an attribute
         if hasattr(inner, "to_dict") and isinstance(value, Mapping):
             merged[name] = _overridden(inner, value, f"{path}.{key}").to_dict()
+        elif name == _ROPE and isinstance(value, Mapping):
+            merged[name] = _rotary(merged.get(name) or {}, value, f"{path}.{key}")
         elif isinstance(inner, Mapping) and isinstance(value, Mapping):
-            retyped = name == _ROPE and value.get("rope_type", inner.get("rope_type")) != inner.get("rope_type")
-            merged[name] = {key: one for key, one in inner.items() if not retyped or key in _KEPT_BY_ROPE} | dict(value)
+            merged[name] = {**inner, **value}
         else:
             merged[name] = value
     try:
         return type(own).from_dict(merged)
     except Exception as error:  # each model type checks its own values, with errors of its own
         raise ConfigError(f"{path}: {first_line(error)}") from None
+
+
+def _rotary(own: Mapping[str, Any], value: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return settings of rotary embeddings with other values, possibly by kind of layer (Gemma 3)."""
+    if own and all(isinstance(one, Mapping) for one in own.values()):
+        if not all(isinstance(one, Mapping) for one in value.values()):
+            value = {"full_attention": value}  # as transformers reads older configurations of such models
+        if other := next((kind for kind in value if kind not in own), ""):
+            raise ConfigError(f"{path}: {other} is no kind of layer; use {', '.join(own)}")
+        return {**own, **{kind: _rotary(own[kind], one, path) for kind, one in value.items()}}
+    retyped = value.get("rope_type", own.get("rope_type")) != own.get("rope_type")
+    return {key: one for key, one in own.items() if not retyped or key in _KEPT_BY_ROPE} | dict(value)
 
 
 def _check_sizes(model: Model, shape: Any) -> None:

@@ -11,6 +11,8 @@ from ftmon.trainer.probe.values.model_flops import model_flops
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -81,6 +83,15 @@ def test_a_sliding_window_is_known() -> None:
     assert flops is not None
     assert (flops.pair, flops.windowed_pair, flops.window) == (0.0, 12.0 * 2 * 16, 8)
     assert flops.of(0, causal_pairs([8]), 8) == flops.windowed_pair * 36
+
+
+def test_layers_with_heads_of_different_sizes_are_added() -> None:
+    sizes: Any = {"head_dim": 8, "sliding_window": 8, "vocab_size_per_layer_input": 100}
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma4TextConfig(**SHAPE, **sizes, layer_types=kinds, per_layer_config={1: {"head_dim": 16}})
+    flops = model_flops(Gemma4ForCausalLM(config))
+    assert flops is not None
+    assert (flops.pair, flops.windowed_pair, flops.window) == (12.0 * 4 * 16, 12.0 * 4 * 8, 8)
 
 
 def test_a_model_that_is_no_causal_decoder_has_none() -> None:

@@ -96,6 +96,13 @@ def test_logits_in_fp32_of_weights_in_bf16_have_the_rounding_of_bf16() -> None:
     assert "other logits in a packed row" in attention.crossing(model, cast(Any, OneRank()), varlen=False)
 
 
+def test_ranks_that_cannot_divide_the_heads_of_one_layer_cannot_share_sequences() -> None:
+    heads = {"hidden_size": 96, "num_attention_heads": 12, "per_layer_config": {1: {"num_key_value_heads": 3}}}
+    settings = AutoConfig.for_model("llama", **SMALL_SHAPE | {"num_key_value_heads": 4} | heads)
+    assert "cannot divide the model's 3 key/value heads" in attention.refusal(settings, 64, 4)
+    assert attention.refusal(settings, 64, 12) == ""
+
+
 def test_borders_are_those_of_documents_rows_and_padding() -> None:
     numbers = torch.tensor([[1, 1, 2, 0], [1, 1, 1, 1]])
     batch = attention.isolate({"input_ids": numbers, "sequence_ids": numbers}, varlen=True)

@@ -15,12 +15,13 @@ from ftmon.trainer.recipe.model.bare import bare_config
         ("{model_type: gpt2, n_positions: 32}", 32),
         ("{model_type: gpt2, max_position_embeddings: 64}", 64),
         ("{model_type: llama, max_position_embeddings: 128}", 128),
+        ("{model_type: mamba}", None),
     ],
 )
-def test_positions_are_those_given_or_the_sequence_length(sizes: str, positions: int) -> None:
+def test_positions_are_those_given_or_the_sequence_length(sizes: str, positions: int | None) -> None:
     config = load(None, [f"model.config={sizes}", "training.sequence_length=2048"]).config
     made: Any = bare_config(config, 500)
-    assert made.max_position_embeddings == positions
+    assert getattr(made, "max_position_embeddings", None) == positions
     assert made.vocab_size == 512
 
 
@@ -34,6 +35,10 @@ def test_positions_are_those_given_or_the_sequence_length(sizes: str, positions:
         ("{model_type: llama, num_hidden_layers: 0}", "model.config.num_hidden_layers: must be at least 1, not 0"),
         ("{model_type: gpt2, n_layer: 0}", "model.config.n_layer: must be at least 1, not 0"),
         ("{model_type: qwen2, num_attention_heads: 0}", "model.config.num_attention_heads: must be at least 1, not 0"),
+        (
+            "{model_type: llama, num_hidden_layers: 2, per_layer_config: {1: {num_key_value_heads: 5}}}",
+            "model.config.num_attention_heads: 32 is not a multiple of num_key_value_heads, 5",
+        ),
         ("{model_type: qwen2, vocab_size: -5}", "model.config.vocab_size: must be at least 1, not -5"),
     ],
 )
@@ -50,3 +55,18 @@ def test_a_setting_that_only_the_model_declares_is_no_unknown_one(kind: str) -> 
     assert made.head_dim == 32
     with pytest.raises(ConfigError, match=f"model.config.head_dims: {kind} has no such setting"):
         bare_config(load(None, [f"model.config={own | {'head_dims': 32}}"]).config, 500)
+
+
+def test_a_setting_that_differs_between_layers_is_kept() -> None:
+    sizes = "{model_type: gemma4_text, num_hidden_layers: 6, head_dim: 32, per_layer_config: {5: {head_dim: 64}}}"
+    made: Any = bare_config(load(None, [f"model.config={sizes}"]).config, 500)
+    assert [layer.head_dim for layer in made.per_layer_config] == [32] * 5 + [64]
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "name"),
+    [("llama", "rope_theta", "rope_theta"), ("gpt_neox", "rotary_pct", "partial_rotary_factor")],
+)
+def test_older_names_of_rotary_settings_are_accepted(kind: str, own: str, name: str) -> None:
+    made: Any = bare_config(load(None, [f"model.config={{model_type: {kind}, {own}: 0.5}}"]).config, 500)
+    assert made.rope_parameters[name] == 0.5

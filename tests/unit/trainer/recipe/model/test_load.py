@@ -54,6 +54,40 @@ def test_overrides_give_the_loss_of_the_configuration_that_transformers_makes_of
     assert not torch.allclose(found.logits, before.logits, atol=1e-4)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+THETAS = {kind: {"rope_type": "default", "rope_theta": 7.0} for kind in ("full_attention", "sliding_attention")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "rope"),
+    [
+        ("llama", f"{{rope_theta: 9.0, rope_scaling: {YARN}}}", {**YARN, "rope_theta": 9.0}),
+        ("gemma3_text", "{rope_theta: 9.0}", {"full_attention": {"rope_type": "default", "rope_theta": 9.0}}),
+        ("gemma3_text", f"{{rope_scaling: {YARN}}}", {"full_attention": {**YARN, "rope_theta": 7.0}}),
+        (
+            "gemma3_text",
+            "{rope_parameters: {sliding_attention: {rope_theta: 9.0}}}",
+            {"sliding_attention": {"rope_type": "default", "rope_theta": 9.0}},
+        ),
+        ("gemma4_text", "{sliding_window: 16}", {}),
+    ],
+)
+def test_overrides_of_rotary_settings_keep_the_others(kind: str, words: str, rope: Any, tmp_path: Path) -> None:
+    own = {"rope_theta": 7.0} if kind == "llama" else {"rope_parameters": THETAS}
+    AutoConfig.for_model(kind, **own).save_pretrained(tmp_path)
+    made = shape.named_config(config(f"model.name={tmp_path}", f"model.overrides={words}").model)
+    assert made.rope_parameters == (rope if kind == "llama" else {**THETAS, **rope})
+
+
+def test_rotary_settings_of_a_kind_of_layer_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("gemma3_text").save_pretrained(tmp_path)
+    words = "model.overrides={rope_parameters: {full: {rope_theta: 9.0}}}"
+    with pytest.raises(
+        ConfigError, match=r"^model\.overrides\.rope_parameters: full is no kind of layer; use .*full_att"
+    ):
+        shape.named_config(config(f"model.name={tmp_path}", words).model)
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
