@@ -306,13 +306,14 @@ def rehearse_export(model: Any, config: Config, world: World) -> None:
     problem = world.share_text(problem)
     if problem:
         raise ExportError(
-            f"rehearsal: the final model could not be written after the training: {problem}; set lora.merge=false, "
-            "other lora.targets, or output.save_model=false with checkpoint.at_end=true"
+            f"rehearsal: the final model could not be written after the training: {problem}; set "
+            f"lora.merge={str(not config.lora.merge).lower()}, other lora.targets, or output.save_model=false with "
+            "checkpoint.at_end=true"
         )
 
 
 def _rehearse(model: Any, config: Config) -> str:
-    from peft import get_peft_model_state_dict
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
     from transformers.core_model_loading import revert_weight_conversion
 
     whole = empty_model(model.get_base_model() if config.lora.rank else model)
@@ -324,6 +325,9 @@ def _rehearse(model: Any, config: Config) -> str:
     if config.lora.rank and not config.lora.merge:
         adapters = {name: tensor for name, tensor in whole.state_dict().items() if is_adapter(name)}
         tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(whole, adapters)
+        lost = next(filter(is_adapter, set_peft_model_state_dict(whole, tensors).missing_keys), "")
+        if lost:
+            return f"peft {importlib.metadata.version('peft')} would not load {lost}"
     else:
         whole = whole.merge_and_unload() if config.lora.rank else whole
         content = revert_weight_conversion(whole, whole.state_dict())

@@ -1,11 +1,13 @@
 """Loads the model: weights from the hub or a folder, or random ones from a bare configuration."""
 
 import copy
+import inspect
 import logging
 import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -97,7 +99,21 @@ def unadaptable(model: Any) -> dict[str, str]:
             for own in ("dt_proj", "out_proj"):
                 if hasattr(module, own):
                     found[f"{name}.{own}"] = "Mamba's kernels read its weight without the adapter"
+        for own, child in module.named_children():
+            if isinstance(child, torch.nn.Linear) and own in _read_weights(kind):
+                found.setdefault(f"{name}.{own}", f"{kind.__name__} reads its weight without the adapter")
     return found
+
+
+@cache
+def _read_weights(kind: type[Any]) -> frozenset[str]:
+    """Return the names of the linear layers whose weights a module of transformers reads in place of calling them."""
+    if not kind.__module__.startswith("transformers.models"):
+        return frozenset()
+    source = inspect.getsource(kind)
+    if "slow_but_exact" in source:  # Bloom's way of computing what tensor-parallel training had computed
+        return frozenset()
+    return frozenset(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:data|device|dtype|shape)\b)", source))
 
 
 def _ends(model: Any, merges: bool) -> dict[str, str]:

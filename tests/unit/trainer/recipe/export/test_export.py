@@ -23,7 +23,9 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_s
 LATENT = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 GROUPS = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+SHORTCUT = {"ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
     "mixtral": EXPERTS,
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
     "qwen3_moe": EXPERTS,
@@ -36,6 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "mamba": {"state_size": 8},
     "falcon_h1": MAMBA,
+    "longcat_flash": {**LATENT, "q_lora_rank": 16, "num_layers": 1, "n_routed_experts": 4, "moe_topk": 2, **SHORTCUT},
 }
 FROZEN = {"qwen2_moe", "gpt_oss", "granitemoe", "llama4_text"}
 """Families whose experts peft 0.21 gives no adapters."""
@@ -116,6 +119,22 @@ def test_the_rehearsal_finds_adapters_that_are_merged_in_another_way(
         export.rehearse_export(model, config, WORLD)
 
 
+def test_the_rehearsal_finds_adapters_that_peft_would_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import peft
+
+    def without_a_layer(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
+        return right(model, {name: one for name, one in tensors.items() if "layers.1.mlp.up_proj" not in name})
+
+    model, config = adapted("llama", tmp_path, merge=False)
+    right = peft.set_peft_model_state_dict
+    export.rehearse_export(model, config, WORLD)
+    monkeypatch.setattr(peft, "set_peft_model_state_dict", without_a_layer)
+    with pytest.raises(
+        export.ExportError, match=r"would not load .*layers\.1\.mlp\.up_proj\.lora_A.*; set lora\.merge=true,"
+    ):
+        export.rehearse_export(model, config, WORLD)
+
+
 def test_the_rehearsal_finds_weights_that_are_not_written(tmp_path: Path) -> None:
     model, config = adapted("llama4_text", tmp_path)
     model.get_base_model().extra = torch.nn.Parameter(torch.zeros(2))
@@ -139,6 +158,7 @@ def test_a_note_names_the_experts_without_adapters(family: str, tmp_path: Path) 
         ),
         ("mixtral", {"kind": "dora"}, "lora.kind: peft cannot use it with the experts of mixtral; use lora.kind=lora"),
         ("llama4_text", {"targets": ["router"]}, "router cannot be adapted: Llama4Router is no plain linear layer"),
+        ("mamba", {"targets": ["x_proj"]}, "x_proj cannot be adapted: MambaMixer reads its weight without the adapter"),
         ("falcon_h1", {"targets": ["out_proj"]}, "out_proj cannot be adapted: Mamba's kernels read its weight without"),
     ],
 )
