@@ -29,7 +29,7 @@ from .rank.model import (
 from .values.batch import OnHost, Seen
 from .values.edits import Edits
 from .values.model_flops import model_flops
-from .values.signs import ALIGNED, EVERY, FIRST, attended, labels_of, received, to_host
+from .values.signs import ALIGNED, ALIGNED_EVERY, EVERY, FIRST, attended, labels_of, received, to_host
 
 __all__ = ["Code", "Events", "OnHost", "TorchEvents", "dtype_name", "learning_rate"]
 
@@ -574,7 +574,7 @@ class TorchEvents(Events):
         batch, self._without_labels = self._without_labels, None
         notes, step = self._training.tracker.notes, self._training.tracker.step + 1
         noted = notes.seen[-1] if notes.seen else _UNSEEN
-        if noted.ids is not None and not notes.targets and (self._aligned < ALIGNED or step % EVERY == 0):
+        if noted.ids is not None and not notes.targets and (self._aligned < ALIGNED or step % ALIGNED_EVERY == 0):
             self._aligned += 1
             targets = labels_of(loss)  # not where other losses are added, which may look further ahead
             notes.targets.append(None if targets is None else (to_host(noted.ids), targets))

@@ -24,6 +24,8 @@ FIRST = 64
 """Micro-batches at the beginning whose tokens are examined."""
 ALIGNED = 4
 """Steps at the beginning in which the labels of a loss are compared with the inputs."""
+ALIGNED_EVERY = 500
+"""Steps between later comparisons: the loop stays what it is."""
 _LABELS = 8
 """Labels of a micro-batch that are enough for that."""
 _ALIKE = 0.98
