@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from ..recipe import step
-from .record import Counted, Made, Recorder, Same, Taped, Trace, bytes_read
+from .record import Counted, Made, Recorder, Same, Taped, Trace, bytes_read, place
 
 
 @contextmanager
@@ -154,7 +154,7 @@ class _Inputs:
             self.numbers[id(tensor)] = number
             shared = None if handle is None else self.first.setdefault(handle, number)
             self.kinds.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device, shared))
-            self.offsets.append(tensor.storage_offset())
+            self.offsets.append(place(tensor))
 
 
 def _call(
@@ -172,7 +172,7 @@ def _call(
         handle = recorder.handle_of(one)
         if handle is None:
             return None
-        offset, own = int(one.storage_offset()), None
+        offset, own = place(one), None
         if id(one) in inputs.numbers and handle in inputs.first:
             recipes.append(Result(Same(inputs.numbers[id(one)])))
             continue
@@ -181,7 +181,7 @@ def _call(
             offset -= inputs.offsets[source]
         elif handle in made:
             source = inputs.count + made[handle]
-            offset -= int(results[made[handle]].storage_offset())
+            offset -= place(results[made[handle]])
         else:
             source, own, made[handle] = -1, handle, number
         recipe = recorder.results.recipe(one, source, offset)

@@ -13,6 +13,7 @@ import torch
 from torch._library.utils import is_builtin
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from ...protocol.analysis.allocator.model import UNLIMITED, CachingAllocator, DeviceOutOfMemory, Driver, Peaks
@@ -321,6 +322,7 @@ MISSING: Any = object()
 """Returned by ``kept`` for a result that is not cached."""
 _NEVER: Any = object()
 _NUMBERS = (int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SLICE: Any = _aten.slice.Tensor
 _ABSOLUTE_OFFSETS = frozenset((_aten.as_strided.default, _aten.as_strided_.default))
 _VIEWS = frozenset((_aten._unsafe_view.default,))
 """Operations that return their argument's storage without declaring it."""
@@ -338,7 +340,7 @@ class Made(NamedTuple):
     argument: int = -1
     """Position of the argument whose storage it shares; -1: it has its own."""
     offset: int = 0
-    """Offset relative to that argument's."""
+    """Bytes by which it begins behind that argument."""
 
 
 class Same(NamedTuple):
@@ -370,7 +372,7 @@ class ResultCache:
         if not cacheable:
             return None
         parts: list[Any] = [func, torch.get_default_dtype()]
-        if not self._add(parts, args):
+        if not self._add(parts, _slice_of(args)[0] if func is _SLICE else args):
             return None
         for name, value in kwargs.items():
             parts.append(name)
@@ -378,25 +380,33 @@ class ResultCache:
                 return None
         return tuple(parts)
 
-    def kept(self, key: Any, args: tuple[Any, ...]) -> Any:
+    def kept(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a new result of a call with this key; ``MISSING`` if none is cached."""
         found = self._kept.get(key, MISSING)
         if found is MISSING or found is _NEVER:
             return MISSING
-        if isinstance(found, list):
+        if kwargs:
+            args = (*args, *kwargs.values())
+        if type(found) is list:
             return [self.make(one, args) for one in found]
+        if key[0] is _SLICE and type(found) is Made:
+            found = found._replace(offset=found.offset + _slice_of(args)[1])
         return self.make(found, args)
 
     def keep(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Cache a call's result, if one of the same kind can be made without the call."""
         if key in self._kept:
             return
-        storages = {one.untyped_storage()._cdata for one in _tensors((args, tuple(kwargs.values())))}
+        if key != self.key(func, args, kwargs):  # it has changed an argument's shape
+            self._kept[key] = _NEVER
+            return
+        given = (*args, *kwargs.values())
+        storages = {one.untyped_storage()._cdata for one in _tensors(given)}
         if type(result) is list:
-            parts = [self._part(func, args, one, storages) for one in result]
+            parts = [self._part(func, given, one, storages) for one in result]
             self._kept[key] = _NEVER if _NEVER in parts else parts
         else:
-            self._kept[key] = self._part(func, args, result, storages)
+            self._kept[key] = self._part(func, given, result, storages)
 
     def _add(self, parts: list[Any], values: Any) -> bool:
         for value in values:
@@ -443,7 +453,7 @@ class ResultCache:
     def recipe(self, tensor: Any, argument: int = -1, offset: int = 0) -> Made | None:
         """Return how to make a tensor as this one; None if ``make`` cannot.
 
-        It has the storage of an argument, ``offset`` elements behind it, or its own, at whose start it is.
+        It has the storage of an argument, ``offset`` bytes behind it, or its own, at whose start it is.
         """
         made = _described(tensor)._replace(argument=argument, offset=offset)
         if argument >= 0:
@@ -457,9 +467,8 @@ class ResultCache:
         if not (func.is_view or func in _VIEWS) or func in _ABSOLUTE_OFFSETS or len(positions) != 1:
             return _NEVER
         base: Any = args[positions[0]]
-        if base.dtype != tensor.dtype:
-            return _NEVER
-        return made._replace(argument=positions[0], offset=tensor.storage_offset() - base.storage_offset())
+        offset = place(tensor) - place(base) - (_slice_of(args)[1] if func is _SLICE else 0)
+        return made._replace(argument=positions[0], offset=offset)
 
     def make(self, kept: Any, args: Sequence[Any]) -> Any:
         """Return a result of its recipe and the call's arguments."""
@@ -472,7 +481,7 @@ class ResultCache:
             empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=requires_grad)
             if argument >= 0:
                 base = args[argument]
-                empty.set_(base.untyped_storage(), base.storage_offset() + offset, shape, stride)
+                empty.set_(base.untyped_storage(), (place(base) + offset) // dtype.itemsize, shape, stride)
         attributes = self._attributes.get(device)
         if attributes is None:
             whole = _fake(self._mode, empty, device)
@@ -483,6 +492,20 @@ class ResultCache:
         )
         vars(tensor).update(attributes)
         return tensor
+
+
+def place(tensor: Any) -> int:
+    """Return the bytes of a tensor's storage before it."""
+    return tensor.storage_offset() * tensor.dtype.itemsize
+
+
+def _slice_of(args: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
+    """Return what determines the shape of a slice, and the bytes by which it begins behind its tensor."""
+    tensor: Any = args[0]
+    dimension, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+    first, last, step = slice(start, end, step).indices(tensor.shape[dimension])
+    size = first * tensor.stride()[dimension] * tensor.dtype.itemsize
+    return (tensor, dimension, max(0, last - first), step), size
 
 
 def _described(tensor: Any) -> Made:
@@ -505,6 +528,11 @@ _COLLECTIVES: dict[str, Collective] = {
     "alltoall_": "all_to_all",
 }
 """NCCL's collective of each operation of ``c10d``."""
+_c10d: Any = torch.ops.c10d
+_REPEATED = frozenset(
+    getattr(_c10d, name).default for name in ("broadcast_", "allreduce_", "_allgather_base_", "_reduce_scatter_base_")
+)
+"""Collectives that return their first argument, and the handle of their work."""
 _WITHOUT_KERNEL = frozenset(
     (
         *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "detach"),
@@ -748,6 +776,8 @@ class Recorder(TorchDispatchMode):
         self.counting = counting
         self.stream = 0
         self._hidden = hidden
+        self._works: dict[Any, Any] = {}
+        """Handle of a finished collective by its operation: its process group is fake, and one is like another."""
         self._known: dict[int, Any] = {}
         self._lock = threading.RLock()
         self.in_backward = False
@@ -775,7 +805,7 @@ class Recorder(TorchDispatchMode):
         hidden = self._hidden.get(func)
         results = self.results
         key = results.key(func, args, kwargs)
-        result = MISSING if key is None else results.kept(key, args)
+        result = self._collective(func, args) if key is None else results.kept(key, args, kwargs)
         if result is MISSING:
             result = func(*args, **kwargs)
             if key is not None:
@@ -787,6 +817,15 @@ class Recorder(TorchDispatchMode):
         if hidden is not None:
             hidden(self, func, args, kwargs, result)
         return result
+
+    def _collective(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """Return the result of a collective; ``MISSING`` if it is none, or one without a known result."""
+        if func not in _REPEATED:
+            return MISSING
+        work = self._works.get(func)
+        if work is None:  # of other tensors, which it holds
+            work = self._works[func] = func(*tree_map_only(torch.Tensor, torch.empty_like, args))[1]
+        return args[0], work
 
     def notice_recomputation(self) -> None:
         """Record the start or end of recomputation, if it is one: only then a backward pass records a graph."""

@@ -41,7 +41,7 @@ class Cached(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         key = self.cache.key(func, args, kwargs)
-        found = MISSING if key is None else self.cache.kept(key, args)
+        found = MISSING if key is None else self.cache.kept(key, args, kwargs)
         if found is MISSING:
             self.asked.append(str(func))
             found = func(*args, **kwargs)
@@ -60,6 +60,8 @@ def fake() -> Iterator[FakeTensorMode]:
 OPERATIONS: dict[str, Operation] = {
     "product": lambda x: x @ x.t(),
     "slice and add": lambda x: x[2:6, 1:3] + 1,
+    "stepped slice": lambda x: x[1:7:3, -2:],
+    "joined into another": lambda x: torch.cat((x[:4], x[4:]), out=torch.empty(8, 8)),
     "transposed copy": lambda x: x.transpose(0, 1).contiguous(),
     "other type": lambda x: x.to(torch.bfloat16),
     "bytes": lambda x: x.view(torch.uint8),
@@ -108,6 +110,18 @@ def test_parameters_at_different_places_of_one_buffer_are_computed_once(fake: Fa
             torch.nn.functional.linear(x, weight).relu_()
         asked.append(sum(name.startswith("aten.") for name in cached.asked))
     assert asked[0] == asked[-1] > 0, cached.asked
+
+
+def test_slices_of_equal_lengths_are_computed_once_wherever_they_begin(fake: FakeTensorMode) -> None:
+    buffer = torch.empty(4096, dtype=torch.bfloat16)
+    cached = Cached(ResultCache(fake))
+    with cached:
+        for start in (0, 64, 1024, -64):
+            part = buffer[start : start + 64 or None]
+            assert part.shape == (64,)
+            assert part.view(torch.uint8).storage_offset() == 2 * (start % 4096)
+    assert cached.asked.count("aten.slice.Tensor") == 1
+    assert cached.asked.count("aten.view.dtype") == 1
 
 
 MIB = 1 << 20
