@@ -111,16 +111,19 @@ def _with_further(
     if arguments.what_if or arguments.data:
         capacity = capacity or answer.capacity_of(job)
     other = what_if.expandable(allocator) if arguments.what_if else None
-    if arguments.data:
-        job, both = _with_data(job, capacity or 0, arguments, other, tell)
-    else:
-        both = answer.predict_both(job, other, capacity, arguments.price)
-    found = _explained(both.found, job, arguments)
-    if arguments.largest:
-        found = what_if.add(found, job, arguments, allocator, tell)
-    if not arguments.what_if:
-        return found
-    rows = what_if.table(arguments, allocator, both, capacity or 0, tell)
+    # Not with the data's rows, which are read below.
+    calls = what_if.shallow(arguments, allocator, job) if arguments.what_if and not arguments.data else {}
+    with ranks.Beside(calls) as beside:
+        if arguments.data:
+            job, both = _with_data(job, capacity or 0, arguments, other, tell)
+        else:
+            both = answer.predict_both(job, other, capacity, arguments.price)
+        found = _explained(both.found, job, arguments)
+        if arguments.largest:
+            found = what_if.add(found, job, arguments, allocator, tell)
+        if not arguments.what_if:
+            return found
+        rows = what_if.table(arguments, allocator, both, capacity or 0, tell, beside.results)
     notes = [*found.notes, NOT_CHANGED] if arguments.command else found.notes
     return msgspec.structs.replace(found, what_if=rows, notes=notes)
 

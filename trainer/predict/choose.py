@@ -16,9 +16,11 @@ from ...protocol.analysis.estimates.time import Communication, Work, combined, s
 from ...protocol.errors import ConfigError
 from ...protocol.host.machine import Gpu
 from ...protocol.text import gib
+from .deepspeed_file import LIVE_PARAMETERS
 
 if TYPE_CHECKING:
     from .ranks import Outcome, RankRun
+    from .result import Rank
 
 MOST_RUNS = 3
 """Full dry runs of a choice."""
@@ -30,8 +32,8 @@ _STAGE_3 = 0.95
 """Share of its predicted speed with which ZeRO 3 competes: hooks around every layer depend on the host most."""
 LORA_RANK = 16
 _STATES = ("parameters", "gradients", "optimizer_states", "master_copies", "partitions")
-_LIVE = 10**9
-"""Elements of parameters that ZeRO-3 keeps gathered (``stage3_max_live_parameters``)."""
+_AGAIN = 1.5
+"""Bytes gathered in a micro-step, per byte of the weights, from which most are gathered twice."""
 _GRADIENT_BYTES = 4
 """Of a gradient that is accumulated and reduced (``zero.grad_accum_dtype``)."""
 _STATE_BYTES = 12
@@ -232,6 +234,67 @@ def _doubled(point: FitPoint, outcome: "Outcome") -> FitPoint:
     return FitPoint(2 * point.tokens, parts, point.needed_bytes + grown, micro_step, point.rest)
 
 
+def gathered_bytes(weight_bytes: int, run: "RankRun", rank: "Rank", ranks: int) -> dict[str, float]:
+    """Return the parameters that ZeRO-3 holds at each phase's peak beside a rank's share and those of one layer."""
+    made = run.made
+    assert made is not None
+    share = weight_bytes * run.parameters / ranks
+    one = weight_bytes * _largest(made.largest_layer, run.parameters, made.layers)
+    peaks = {name: phase.parts for name, phase in rank.phases.items() if phase.parts}
+    return {name: max(0.0, parts.get("parameters", 0) - share - one) for name, parts in peaks.items()}
+
+
+def _largest(module: int, parameters: int, layers: int) -> float:
+    """Return the parameters of the largest layer: an embedding, or one of equal decoder layers."""
+    return max(module, (parameters - 2 * module) / max(1, layers))
+
+
+def gathers_again(fit: Fit) -> bool:
+    """Return whether ZeRO-3 gathers most parameters for the backward pass again, as there are too many to be kept."""
+    sent = sum(one.size_bytes * one.count for one in fit.first.micro_step.communications if one.kind == "all_gather")
+    return sent > _AGAIN * fit.weight_bytes * fit.parameters
+
+
+def with_parameters(fit: Fit, ranks: int, on_host: bool, released: bool) -> Fit:
+    """Return a ZeRO-3 run's pieces with a rank's share of the parameters on the host, or none kept gathered.
+
+    A share on the host is copied to the GPU for each gather, and back after the update. If each is released after its
+    use, a layer's are gathered at a time, and all of them twice in a micro-step.
+    """
+    weights = fit.weight_bytes * fit.parameters
+    share = weights / ranks
+    largest = fit.weight_bytes * _largest(fit.largest_layer, fit.parameters, fit.layers)
+
+    def held(sizes: dict[str, int]) -> dict[str, int]:
+        kept = sizes.get("parameters", 0)
+        if released:
+            kept = min(kept, share + largest)
+        return sizes | {"parameters": round(max(0.0, kept - share) if on_host else kept)}
+
+    def changed(point: FitPoint) -> FitPoint:
+        step, rest = point.micro_step, point.rest
+        sent = sum(one.size_bytes * one.count for one in step.communications if one.kind == "all_gather")
+        if released and sent:
+            again = max(1.0, 2 * weights / sent)
+            gathers = [
+                msgspec.structs.replace(one, size_bytes=one.size_bytes * (again if one.kind == "all_gather" else 1))
+                for one in step.communications
+            ]
+            step, sent = msgspec.structs.replace(step, communications=gathers), sent * again
+        if on_host:
+            step = msgspec.structs.replace(step, transfer_bytes=round(step.transfer_bytes + sent / ranks))
+            rest = msgspec.structs.replace(rest, transfer_bytes=round(rest.transfer_bytes + share))
+        parts = {name: held(sizes) for name, sizes in point.parts.items()}
+        return msgspec.structs.replace(point, parts=parts, micro_step=step, rest=rest)
+
+    return msgspec.structs.replace(fit, first=changed(fit.first), second=changed(fit.second))
+
+
+def highest_bytes(fit: Fit) -> tuple[int, int]:
+    """Return the highest allocated memory of the run whose pieces these are, and the parameters in it."""
+    return max((sum(sizes.values()), sizes.get("parameters", 0)) for sizes in fit.first.parts.values())
+
+
 def estimate(fit: Fit, candidate: Candidate, space: Space) -> Estimate:
     """Return a candidate's figures from the pieces of a dry run of the same kind of training (adapters or not)."""
     tokens = candidate.micro_batch * space.sequence_length
@@ -277,7 +340,7 @@ def _phase_bytes(fit: Fit, candidate: Candidate, ranks: int, phase: str, tokens:
 def _states_bytes(fit: Fit, candidate: Candidate, ranks: int, phase: str, weights: float) -> float:
     """Return weights, gradients and optimizer states of a rank in a phase, by ZeRO's stage."""
     stage = candidate.stage
-    size = weights if stage < 3 else weights / ranks + fit.weight_bytes * min(_LIVE, fit.parameters)
+    size = weights if stage < 3 else weights / ranks + fit.weight_bytes * min(LIVE_PARAMETERS, fit.parameters)
     size += 0 if candidate.offload else fit.state_bytes * fit.trainable / ranks
     gradients = _GRADIENT_BYTES * fit.trainable / (1 if stage < 2 else ranks)
     # Under ZeRO-2 the only micro-step's gradients are in their partition once all activations are freed.

@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -36,7 +36,8 @@ def compiling(recorder: Recorder, note: Callable[[str], None]) -> Generator[None
     """
     import torch._dynamo.config as settings
 
-    backend, plain = _backend(recorder), torch.compile
+    backend, plain = _backend(), torch.compile
+    _recording[:] = [recorder]
     before = os.environ.pop("TORCHDYNAMO_DISABLE", None)
     settings.disable = False
     changed: Any = torch
@@ -73,16 +74,20 @@ class _Traced:
             return self._function(*inputs, **named)
 
 
-def _backend(recorder: Recorder) -> Any:
+_recording: list[Recorder] = []
+"""The recorder of this process's last dry run: layers that an earlier one has traced are not traced again."""
+
+
+@cache
+def _backend() -> Any:
     """Return a backend of ``torch.compile`` that divides graphs as Inductor does."""
     compile_fx: Any = import_module("torch._inductor.compile_fx")
     compile_fx.config.joint_graph_constant_folding = False  # it computes constants on the device
     compile_fx.get_cuda_device_context = lambda _: nullcontext()
-    compiler = partial(Plan, recorder)
     return aot_autograd(
-        fw_compiler=compiler,
-        bw_compiler=compiler,
-        inference_compiler=compiler,
+        fw_compiler=Plan,
+        bw_compiler=Plan,
+        inference_compiler=Plan,
         decompositions=import_module("torch._inductor.decomposition").select_decomp_table(),
         partition_fn=compile_fx.partition_fn,
         keep_inference_input_mutations=True,
@@ -209,9 +214,8 @@ def _replay(trace: Trace, events: list[Taped], held: list[Any], handles: dict[in
 class Plan:
     """One compiled graph, run on fake tensors: kernels in order, with the memory that they hold."""
 
-    def __init__(self, recorder: Recorder, module: GraphModule, inputs: Any) -> None:
+    def __init__(self, module: GraphModule, inputs: Any) -> None:
         self._boxed_call = True  # of the instance: AOTAutograd wraps it, with its attributes
-        self._recorder = recorder
         graph = Graph(module)
         self._inputs = graph.inputs
         self._module = module
@@ -219,6 +223,7 @@ class Plan:
         self._units = graph.units()
         self._results: list[Any] = list(graph.output.args[0])  # type: ignore[call-overload]
         self._numbers = {node: number for number, node in enumerate(self._inputs)}
+        self._recorder = _recording[0]
         self._calls: dict[Any, Call] = {}
         """By the kind of inputs, stream and thread, which have their own workspaces."""
 
@@ -227,6 +232,8 @@ class Plan:
 
         A second call with inputs of the same kind, as of the next layer, repeats what the first one allocated.
         """
+        if self._recorder is not _recording[0]:  # which has no workspaces yet
+            self._recorder, self._calls = _recording[0], {}
         counting, before = self._recorder.counting, _Inputs(self._recorder, inputs)
         key = (self._recorder.stream, threading.get_ident(), counting.pairs_a_token, *before.kinds)
         if key in self._calls:

@@ -46,6 +46,12 @@ class Batch(NamedTuple):
     """Micro-steps per step."""
 
 
+KEEPS_GATHERED = ("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size")
+"""Keys of ZeRO-3 that keep parameters whole between their uses, or prefetch them: memory for time."""
+LIVE_PARAMETERS = 10**9
+"""Elements of parameters that ZeRO-3 keeps gathered by default (``stage3_max_live_parameters``)."""
+
+
 def read(path: str, notes: list[str] | None = None) -> dict[str, Any]:
     """Return DeepSpeed's configuration without ``auto`` entries, which transformers' Trainer would fill in.
 

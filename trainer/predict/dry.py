@@ -68,8 +68,12 @@ _LOOK_FOR_CUDA = ("torch._dynamo", "bitsandbytes")
 """Imported before the fake GPU: one makes tables of torch.cuda's functions, the other needs the real ones."""
 
 
+_modes: list[Any] = []
+"""The mode of this process's fake tensors, in which compiled layers have been traced."""
+
+
 class DryRun:
-    """One rank of a job; only one per process."""
+    """One rank of a job; only one per process, or the same rank with other layers after it."""
 
     def __init__(self, job: Job, rank: int = 0) -> None:
         """Make the model and the engine.
@@ -94,7 +98,9 @@ class DryRun:
         self._torch = torch
         self.trace = Trace(job.allocator)
         self._counting = Counting(job.ranks, job.sequence_parallel_size)
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        if not _modes:
+            _modes.append(FakeTensorMode(allow_non_fake_inputs=True))
+        self._fake = _modes[0]
         self._recorder = Recorder(self.trace, fake.hidden(job.gpu.capability), self._counting, self._fake)
         fake.Device(self._recorder, job.gpu).install()
         fake.install_attention(job.gpu.capability)

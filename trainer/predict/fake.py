@@ -8,6 +8,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Generator
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,7 +61,8 @@ def join(ranks: int, rank: int) -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     import deepspeed
 
     # Before zero.Init reads the configuration: it would count one rank.
@@ -150,6 +152,7 @@ find_packed_sequence_indices: Any = masking_utils.find_packed_sequence_indices
 """transformers' own function for packed batches; ``patch`` replaces it."""
 
 
+@cache
 def patch_tensors() -> None:
     """Make ``tensor.data = other`` and ``Module.to`` move fake tensors between devices, permanently in this process."""
     base: Any = torch._C.TensorBase.data

@@ -47,6 +47,8 @@ class Prepared(NamedTuple):
     """Ranks that share each sequence."""
     documents: "Documents | None" = None
     """Documents of the data set's packed rows; None: no packing, or the data set is not read."""
+    make_shallow: "Callable[[int, int], DryRun] | None" = None
+    """Makes a rank's dry run with so many of the layers, which are alike; None: they are few, or differ."""
 
     @property
     def data_ranks(self) -> int:
@@ -122,6 +124,7 @@ def _configured(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) ->
         config,
         config.training.sequence_parallel_size,
         documents,
+        partial(recipe.make_shallow, settled, allocator, gpu, documents) if recipe.repeats(config) else None,
     )
 
 

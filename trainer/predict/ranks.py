@@ -5,12 +5,13 @@ import gc
 import importlib
 import os
 import selectors
+import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
@@ -205,6 +206,57 @@ def once(call: Callable[[], Any], kind: type[T]) -> T:
         ConfigError: the call was refused, or its process ended.
     """
     return _received(*_fork(call), kind)
+
+
+class Beside:
+    """Calls in forked processes beside dry runs that are made meanwhile, one after the other on each free core.
+
+    Used as a context, at whose end they end.
+    """
+
+    def __init__(self, calls: Mapping[str, Callable[[], Sequence[RankRun]]]) -> None:
+        """Begin."""
+        several = max(1, min(len(calls), _together() - 1))
+        names = [list(calls)[number::several] for number in range(several)]
+        self._waiting = [(some, *_fork(partial(_in_turn, [calls[name] for name in some]))) for some in names if some]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def results(self, tell: Callable[[str], None]) -> dict[str, list[RankRun]]:
+        """Return the results, without refused calls; ``tell`` is called with the calls that are waited for."""
+        found: dict[str, list[RankRun]] = {}
+        while self._waiting:
+            names, reading, child = self._waiting.pop(0)
+            tell(", ".join(names))
+            with contextlib.suppress(ConfigError):
+                found.update(zip(names, _received(reading, child, list[list[RankRun]]), strict=True))
+        return {name: runs for name, runs in found.items() if runs}
+
+    def __exit__(self, *_: object) -> None:
+        for _names, reading, child in self._waiting:
+            os.close(reading)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _in_turn(calls: Sequence[Callable[[], Sequence[RankRun]]]) -> list[Sequence[RankRun]]:
+    """Return the result of each call, from a process of its own; an empty one if it was refused."""
+    found: list[Sequence[RankRun]] = []
+    for call in calls:
+        found.append([])
+        with contextlib.suppress(ConfigError):
+            found[-1] = once(call, list[RankRun])
+    return found
+
+
+DEPTHS = (1, 2)
+"""Numbers of layers of shallow dry runs, whose difference is a layer's part."""
+
+
+def shallow(make: Callable[[int, int], "DryRun"], length: int, rank: int) -> list[RankRun]:
+    """Return a rank's dry runs with ``DEPTHS`` of the layers, one after the other in this process."""
+    return [_measure(partial(make, layers), [length], None, False, 1, None, rank) for layers in DEPTHS]
 
 
 def _received(reading: int, child: int, kind: type[T]) -> T:

@@ -26,13 +26,14 @@ from ..recipe.model import loss as fused
 from ..recipe.model import tokenizer
 from ..recipe.model.load import count_parameters
 from ..recipe.model.loss import Batch
-from ..recipe.model.shape import beyond
+from ..recipe.model.shape import beyond, named_config
 from ..recipe.optim.adamw import SmallStateAdamW
 from ..recipe.preflight import resolve
 from ..recipe.preflight.consistency import settle_compile
 from ..recipe.preflight.resolve import check_hub
 from ..recipe.step import Stepper, make_collate
 from . import fake
+from .deepspeed_file import KEEPS_GATHERED, LIVE_PARAMETERS
 from .dry import DryRun, Job
 
 Mark = Callable[[str], None]
@@ -354,6 +355,69 @@ class RecipeRun(DryRun):
             batch = self._dry.batch([length] if self._documents is None else self._documents.row(length))
         self._counting.pairs_a_token = self._documents and self._documents.pairs(length)
         self._dry.train_step(batch, self._counting.begin_micro_step)
+
+
+_LEAST_LAYERS = 8
+
+
+def repeats(config: Config) -> bool:
+    """Return whether a run partitions the parameters of many layers, which its configuration makes alike.
+
+    Not if they are recomputed: they fragment memory by a tenth, and few do in another way.
+    """
+    zero, model = config.deepspeed.get("zero_optimization", {}), config.model
+    if config.zero.stage != 3 or model.gradient_checkpointing == "layers" or any(key in zero for key in KEEPS_GATHERED):
+        return False
+    if model.checkpoint_every > 1:
+        return False
+    shape = _shape(config)
+    alike = len(set(getattr(shape, "layer_types", None) or [""])) == 1 and shape.get_text_config() is shape
+    return alike and int(getattr(shape, "num_hidden_layers", 0) or 0) >= _LEAST_LAYERS
+
+
+def make_shallow(
+    config: Config, allocator: Settings, gpu: Gpu, documents: Documents | None, layers: int, rank: int
+) -> RecipeRun:
+    """Return a dry run under ZeRO-3 with so many layers.
+
+    If all layers have more parameters than are kept gathered, none are: it would keep those of a few layers.
+
+    Raises:
+        ConfigError: the recipe or a library refuses the configuration.
+    """
+    few = _with_layers(config, layers)
+    if _parameters(config) > LIVE_PARAMETERS:
+        zero = {**config.deepspeed.get("zero_optimization", {}), **dict.fromkeys(KEEPS_GATHERED, 0)}
+        few = msgspec.structs.replace(few, deepspeed=config.deepspeed | {"zero_optimization": zero})
+    return RecipeRun(few, allocator, gpu, documents, rank)
+
+
+def _with_layers(config: Config, layers: int) -> Config:
+    shape = _shape(config)
+    sizes: dict[str, Any] = {shape.attribute_map.get("num_hidden_layers", "num_hidden_layers"): layers}
+    if kinds := getattr(shape, "layer_types", None):
+        sizes["layer_types"] = list(kinds[:layers])
+    of = "overrides" if config.model.name else "config"
+    model = msgspec.structs.replace(config.model, **{of: {**getattr(config.model, of), **sizes}})
+    return msgspec.structs.replace(config, model=model)
+
+
+def _parameters(config: Config) -> int:
+    """Return the parameters of a model with equal layers, from those of one layer and of two."""
+    from transformers import AutoModelForCausalLM
+
+    counts: list[int] = []
+    with torch.device("meta"):
+        for layers in (1, 2):
+            model: Any = AutoModelForCausalLM.from_config(_shape(_with_layers(config, layers)))
+            counts.append(sum(parameter.numel() for parameter in model.parameters()))
+    return counts[1] + (int(_shape(config).num_hidden_layers) - 2) * (counts[1] - counts[0])
+
+
+def _shape(config: Config) -> Any:
+    from transformers import AutoConfig
+
+    return named_config(config.model) if config.model.name else AutoConfig.for_model(**config.model.config)
 
 
 def _packed(documents: Documents | None) -> str:

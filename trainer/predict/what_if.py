@@ -1,15 +1,19 @@
 """Predicts what else fits a GPU by further dry runs: remedies, the largest lengths, steps of a data set."""
 
 import argparse
+import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates import ranking
 from ...protocol.analysis.estimates.ranking import Need, Option, Ranked, largest_that_fit, rank
+from ...protocol.analysis.estimates.time import combined, step_time
 from ...protocol.errors import ConfigError, FtmonError
 from ...protocol.host.machine import FIT_TABLE
 from ...protocol.text import counted
@@ -22,12 +26,28 @@ from ..recipe.data.records import Records, read_records
 from ..recipe.preflight.consistency import uncompiled
 from ..recipe.support import settle_batch, state_bytes, zero_stage
 from . import answer, deepspeed_file, jobs, ranks
-from .choose import Candidate, Space, allocated_bytes, estimate, fit_of, offloaded_bytes
+from .choose import (
+    Candidate,
+    Fit,
+    Space,
+    allocated_bytes,
+    estimate,
+    fit_of,
+    gathered_bytes,
+    gathers_again,
+    highest_bytes,
+    offloaded_bytes,
+    with_parameters,
+)
+from .deepspeed_file import KEEPS_GATHERED, LIVE_PARAMETERS
 from .jobs import Prepared
+from .ranks import RankRun
 from .result import DataRisk, Holds, Point, Prediction, RiskyStep, WhatIf
 
 Tell = Callable[[str], None]
 """Called with each activity before it begins."""
+Shallow = list[RankRun]
+"""Dry runs of a change with ``ranks.DEPTHS`` of its layers."""
 
 
 class RunChange(NamedTuple):
@@ -51,26 +71,44 @@ def expandable(allocator: Settings) -> Settings | None:
     return None if allocator.expandable_segments else msgspec.structs.replace(allocator, expandable_segments=True)
 
 
+def shallow(arguments: argparse.Namespace, allocator: Settings, job: Prepared) -> dict[str, Callable[[], Shallow]]:
+    """Return shallow dry runs by name of the change: of those that the unchanged run's parts do not show."""
+    calls: dict[str, Callable[[], Shallow]] = {}
+    length = max(job.lengths)
+    for change in remedies(_at(arguments, length), allocator) if job.make_shallow is not None else ():
+        with contextlib.suppress(FtmonError):
+            other = change.prepare()
+            if other.make_shallow is not None and _by_parts(other, job) is None:
+                calls[change.name] = partial(ranks.shallow, other.make_shallow, length, 0)
+    return calls
+
+
+def _at(arguments: argparse.Namespace, length: int) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(arguments), "sequence_length": [length]})
+
+
 def table(
     arguments: argparse.Namespace,
     allocator: Settings,
     both: answer.Both,
     capacity_bytes: int,
     tell: Tell,
+    shallow: Callable[[Tell], Mapping[str, Shallow]] = lambda tell: {},
 ) -> list[WhatIf]:
     """Return the table of all changes, predicted at the longest length, the fastest that fits first.
 
-    ``both.other`` has expandable segments. What the parts of the unchanged run show with certainty has no dry run
-    (``_Pieces``). Changes that leave the training as it is are combined if none of them fits alone. ``tell`` is called
-    with the name of each change before its dry run.
+    ``both.other`` has expandable segments. What the parts of the unchanged run or ``shallow`` dry runs show has no dry
+    run of its own (``_Pieces``). Changes that leave the training as it is are combined if none of them fits alone.
+    ``tell`` is called with the name of each change before its dry run, and while shallow ones are waited for.
     """
     base = both.found
     point = max(base.points, key=lambda one: one.sequence_length)
-    given = argparse.Namespace(**{**vars(arguments), "sequence_length": [point.sequence_length]})
+    given = _at(arguments, point.sequence_length)
     found: dict[str, _Found] = {}
     known = list(remedies(given, allocator))
     job = jobs.prepare(given, allocator)
-    pieces = _Pieces(job, both, point, capacity_bytes)
+    few = shallow(lambda names: tell(f"what if: {names}, from a few layers"))
+    pieces = _Pieces(job, both, point, capacity_bytes, few)
 
     def add(changes: Sequence[RunChange]) -> None:
         def began(name: str, number: int, count: int) -> None:
@@ -107,50 +145,144 @@ class _Found(NamedTuple):
 
 _UNSURE = 0.08
 """Share of the capacity around which a fitted need does not decide: fitted needs were up to 6 % off."""
+_UNSURE_OF_FEW = 0.15
+"""The same of needs fitted to a few layers: some were 12 % too low."""
 
 
 class _Pieces:
     """What the parts of the unchanged run show about changes: the estimates of a choice, relative to its own."""
 
-    def __init__(self, job: Prepared, both: answer.Both, point: Point, capacity_bytes: int) -> None:
+    def __init__(
+        self,
+        job: Prepared,
+        both: answer.Both,
+        point: Point,
+        capacity_bytes: int,
+        shallow: Mapping[str, Shallow],
+    ) -> None:
         self.rank = max(point.ranks, key=lambda one: one.needed_bytes).rank
         """The rank that needs most."""
         self._job, self._base, self._point = job, both.found, point
         self._capacity = capacity_bytes
+        self._shallow = shallow
         run = both.runs[ranks.nearest(both.runs, self.rank)]
         self._outcome = next(one for one in run.outcomes if one.sequence_length == point.sequence_length)
         self._run = run
 
-    def fitted(self, job: Prepared, price: float | None) -> Prediction | None:
+    def fitted(self, name: str, job: Prepared, price: float | None) -> Prediction | None:
         """Return the prediction of a changed run; None if it needs a dry run."""
         config, before = job.config, self._job.config
         if config is None or before is None or not self._point.step_seconds or self._run.made is None:
             return None
-        candidate, own = _candidate(job, config), _candidate(self._job, before)
-        recomputed = own.checkpointing, candidate.checkpointing
-        changes = recomputed[0] == recomputed[1] or recomputed == ("none", "layers")
-        partitioned = own.stage and candidate.stage and job.ranks > 1
-        if _apart(config) != _apart(before) or not changes or not (partitioned or candidate.stage == own.stage):
+        if name in self._shallow:
+            return self._with_layers(job, config, before, self._shallow[name], price)
+        both = _by_parts(job, self._job)
+        if both is None:
             return None
+        own, candidate = both
         length = self._point.sequence_length
         fit = fit_of(own, self._run, [(own.micro_batch * length, self._outcome)])
+        if _held(config) != _held(before):
+            released = _held(config)[1]
+            return None if released and not gathers_again(fit) else self._with_held(job, config, fit, price)
         fit = msgspec.structs.replace(fit, state_bytes=state_bytes(before))
         changed = msgspec.structs.replace(fit, state_bytes=state_bytes(config))
         space = Space(job.gpu, job.ranks, self._capacity, 0, length)
         more = allocated_bytes(changed, candidate, space) - allocated_bytes(fit, own, space)
-        needed = round(self._point.needed_bytes + more)
-        if abs(needed - self._capacity) < _UNSURE * self._capacity:
-            return None
-        host = self._point.host_bytes // job.ranks
+        host = 0
         if candidate.offload != own.offload:
-            host += (1 if candidate.offload else -1) * offloaded_bytes(fit, candidate, space) * space.hosts // job.ranks
-        of = msgspec.structs.replace(self._point.ranks[self.rank], needed_bytes=needed, host_bytes=max(0, host))
+            host = (1 if candidate.offload else -1) * offloaded_bytes(fit, candidate, space) * space.hosts // job.ranks
         times = [estimate(fit, each, space).step_seconds for each in (own, candidate)]
-        seconds = self._point.step_seconds * times[1] / times[0]
+        return self._answer(job, self._point.needed_bytes + more, host, times[1] / times[0], price)
+
+    def _with_held(self, job: Prepared, config: Config, fit: Fit, price: float | None) -> Prediction | None:
+        """Return the prediction of a run whose parameters are on the host, or not kept gathered."""
+        changed = with_parameters(fit, job.ranks, *_held(config))
+        space = Space(job.gpu, job.ranks, self._capacity, 0, self._point.sequence_length)
+        before, after = highest_bytes(fit), highest_bytes(changed)
+        share = fit.weight_bytes * fit.parameters / job.ranks
+        gathered = max(1.0, before[1] - share), max(0.0, after[1] - (0 if config.zero.offload_parameters else share))
+        # Gathered parameters, which are freed in another order than all else, fragment memory.
+        fragmented = (self._point.needed_bytes - before[0]) * min(1.0, gathered[1] / gathered[0])
+        times = [estimate(one, fit.run, space).step_seconds for one in (fit, changed)]
+        on_host = 2 * fit.weight_bytes * fit.parameters // job.ranks if config.zero.offload_parameters else 0
+        return self._answer(job, after[0] + fragmented, on_host, times[1] / times[0], price)
+
+    def _with_layers(
+        self, job: Prepared, config: Config, before: Config, runs: Shallow, price: float | None
+    ) -> Prediction | None:
+        """Return the prediction of a run from those with few of its layers; None if its layers are not alike."""
+        made = self._run.made
+        assert made is not None
+        beyond = Fraction(made.layers - ranks.DEPTHS[1], ranks.DEPTHS[1] - ranks.DEPTHS[0])
+
+        def whole(of: Callable[[RankRun], float]) -> float:
+            few, more = map(of, runs)
+            return float(more + beyond * (Fraction(more) - Fraction(few)))
+
+        def frozen(run: RankRun, of: Config) -> int:
+            return run.parameters - (run.trainable if of.lora.rank else 0)
+
+        own = _candidate(self._job, before)
+        fit = fit_of(own, self._run, [(own.micro_batch * self._point.sequence_length, self._outcome)])
+        many = self._run.parameters > LIVE_PARAMETERS
+        if whole(lambda run: frozen(run, config)) != frozen(self._run, before) or gathers_again(fit) != many:
+            return None
+        kept = gathered_bytes(made.weight_bytes, self._run, self._outcome.rank, job.ranks) if many else {}
+        peaks = {
+            phase: whole(lambda run, phase=phase: run.outcomes[0].rank.phases[phase].allocated_peak_bytes)
+            + kept.get(phase, 0)
+            for phase in runs[0].outcomes[0].rank.phases
+        }
+        highest, last = max(peaks.values()), runs[1].outcomes[0].rank
+        fragmented = (self._point.needed_bytes / self._outcome.rank.allocated_peak_bytes - 1) * highest
+        if config.lora.rank != before.lora.rank:  # in which less is allocated, and as much may be lost
+            fragmented = max(fragmented, last.needed_bytes - last.allocated_peak_bytes)
+        works = [run.outcomes[0].work for run in runs]
+        work = combined([(works[1], 1 + beyond), (works[0], -beyond)])
+        seconds = step_time(work, job.gpu, -(-job.ranks // 8)).total.value
+        host = round(whole(lambda run: run.outcomes[0].rank.host_bytes)) - self._point.host_bytes // job.ranks
+        slower = seconds / (self._point.step_seconds or 1.0)
+        return self._answer(job, highest + fragmented, host, slower, price, _UNSURE_OF_FEW)
+
+    def _answer(
+        self,
+        job: Prepared,
+        needed: float,
+        more_on_host: int,
+        slower: float,
+        price: float | None,
+        unsure: float = _UNSURE,
+    ) -> Prediction | None:
+        """Return the prediction with these figures; None if the needed memory is near the capacity."""
+        needed_bytes = round(needed)
+        if abs(needed_bytes - self._capacity) < unsure * self._capacity:
+            return None
+        host = max(0, self._point.host_bytes // job.ranks + more_on_host)
+        of = msgspec.structs.replace(self._point.ranks[self.rank], needed_bytes=needed_bytes, host_bytes=host)
+        seconds = (self._point.step_seconds or 0.0) * slower
         point = msgspec.structs.replace(
-            self._point, micro_batch=job.micro_batch, ranks=[of], needed_bytes=needed, step_seconds=seconds
+            self._point, micro_batch=job.micro_batch, ranks=[of], needed_bytes=needed_bytes, step_seconds=seconds
         )
         return msgspec.structs.replace(self._base, points=[answer.with_run(point, job, price)])
+
+
+def _by_parts(job: Prepared, unchanged: Prepared) -> tuple[Candidate, Candidate] | None:
+    """Return the unchanged and a changed run, if the parts of the first show the second; None if they do not."""
+    config, before = job.config, unchanged.config
+    if config is None or before is None:
+        return None
+    own, candidate = _candidate(unchanged, before), _candidate(job, config)
+    recomputed = own.checkpointing, candidate.checkpointing
+    changes = recomputed[0] == recomputed[1] or recomputed == ("none", "layers")
+    partitioned = own.stage and candidate.stage and job.ranks > 1
+    if _apart(config) != _apart(before) or not changes or not (partitioned or candidate.stage == own.stage):
+        return None
+    if _held(config) != _held(before):
+        alike = candidate == own and state_bytes(config) == state_bytes(before)
+        # Recomputed layers fragment memory by a tenth, and in another way.
+        return (own, candidate) if alike and own.checkpointing == "none" and not any(_held(before)) else None
+    return own, candidate
 
 
 def _candidate(job: Prepared, config: Config) -> Candidate:
@@ -165,11 +297,25 @@ def _apart(config: Config) -> Config:
     replace = msgspec.structs.replace
     return replace(
         config,
-        zero=replace(config.zero, stage=1, offload_optimizer=False),
+        zero=replace(config.zero, stage=1, offload_optimizer=False, offload_parameters=False),
         training=replace(config.training, micro_batch=1, grad_accumulation=1),
         model=replace(config.model, gradient_checkpointing="none"),
         optimizer=replace(config.optimizer, kind="auto"),
+        deepspeed=_split(config)[0],
     )
+
+
+def _held(config: Config) -> tuple[bool, bool]:
+    """Return whether ZeRO-3's parameters are on the host, and whether none are kept gathered."""
+    return config.zero.offload_parameters, _split(config)[1] == dict.fromkeys(KEEPS_GATHERED, 0)
+
+
+def _split(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a configuration's section for DeepSpeed without the keys that keep parameters gathered, and these."""
+    zero: dict[str, Any] = dict(config.deepspeed.get("zero_optimization", {}))
+    kept = {key: zero.pop(key) for key in KEEPS_GATHERED if key in zero}
+    rest = {key: value for key, value in config.deepspeed.items() if key != "zero_optimization"}
+    return rest | ({"zero_optimization": zero} if zero else {}), kept
 
 
 def _options(
@@ -192,7 +338,7 @@ def _options(
         except FtmonError as error:
             refuse(change, error)
             continue
-        fitted = pieces.fitted(job, price)
+        fitted = pieces.fitted(change.name, job, price)
         if fitted is None:
             prepared[change.name] = job
         else:
@@ -278,8 +424,6 @@ def changed(given: argparse.Namespace, changes: tuple[str, ...]) -> argparse.Nam
 
 
 _GATHERED = "nothing kept gathered"
-_KEEPS_GATHERED = ("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size")
-"""Keys of ZeRO-3 that keep parameters whole between their uses, or prefetch them: memory for time."""
 Kind = tuple[str, tuple[str, ...], bool]
 """A remedy's name, its changes, and whether it may be combined with others."""
 
@@ -310,7 +454,7 @@ def _assignments(given: argparse.Namespace) -> Iterator[Kind]:
     if zero.stage == 3 and not zero.offload_parameters:
         yield "parameter offload", ("zero.offload_parameters=true",), True
     if zero.stage == 3:
-        yield _GATHERED, tuple(f"deepspeed.zero_optimization.{key}=0" for key in _KEEPS_GATHERED), True
+        yield _GATHERED, tuple(f"deepspeed.zero_optimization.{key}=0" for key in KEEPS_GATHERED), True
     if optimizer.kind in ("auto", "deepspeed", "torch", "torch_foreach", "torch_fused"):
         yield "optimizer in bf16", ("optimizer.kind=adamw_bf16",), False
         yield "optimizer in 8 bit", ("optimizer.kind=adamw_8bit",), False
@@ -365,7 +509,7 @@ def _flags(given: argparse.Namespace) -> Iterator[Kind]:
     if stage == 3 and not deepspeed_file.offloads(settings, "param"):
         yield "parameter offload", (f"zero_optimization.offload_param={offload}",), True
     if stage == 3:
-        yield _GATHERED, tuple(f"zero_optimization.{key}=0" for key in _KEEPS_GATHERED), True
+        yield _GATHERED, tuple(f"zero_optimization.{key}=0" for key in KEEPS_GATHERED), True
     if settings.get("optimizer", {}).get("params", {}).get("torch_adam"):
         yield "compiled optimizer", ("optimizer.params.torch_adam=false",), True
     if not given.lora_rank and not command:

@@ -88,9 +88,21 @@ def test_a_repeated_call_allocates_frees_and_counts_what_running_it_does(
 ) -> None:
     monkeypatch.setattr(Plan, "_repeat", lambda *_: pytest.fail("repeated"))
     monkeypatch.setattr("ftmon.trainer.predict.compiled._call", lambda *_: None)
+    torch._dynamo.reset()  # it would take the traced block, with its calls
     every = Ran(True)
     assert every.tape == compiled.tape
     assert (every.forward_work, every.work) == (compiled.forward_work, compiled.work)
+
+
+def test_a_layer_that_an_earlier_dry_run_has_traced_is_not_traced_again(
+    compiled: Ran, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    first = Ran(True)
+    monkeypatch.setattr(Plan, "__init__", lambda *_: pytest.fail("traced"))
+    again = Ran(True)
+    assert (again.kept, again.above, again.after, again.work) == (first.kept, first.above, first.after, first.work)
+    assert again.work == compiled.work
 
 
 def test_operations_between_products_are_fused(compiled: Ran, plain: Ran) -> None:

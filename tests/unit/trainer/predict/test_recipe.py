@@ -3,8 +3,13 @@
 from pathlib import Path
 
 import pytest
+from ftmon.protocol.analysis.allocator.settings import Settings
 from ftmon.protocol.errors import ConfigError
-from ftmon.trainer.predict.recipe import of_rows, read
+from ftmon.trainer.predict import recipe
+from ftmon.trainer.predict.deepspeed_file import KEEPS_GATHERED
+from ftmon.trainer.predict.dry import H200
+from ftmon.trainer.predict.recipe import make_shallow, of_rows, read, repeats
+from ftmon.trainer.recipe.config.schema import Config
 
 MODEL = "model: {config: {model_type: llama, vocab_size: 512, hidden_size: 64}}\n"
 
@@ -43,6 +48,37 @@ def test_what_training_refuses_is_refused_at_its_line(config: str) -> None:
 def test_what_a_dry_run_cannot_follow_is_refused_by_its_key(config: str, setting: str) -> None:
     with pytest.raises(ConfigError, match=rf"^command line: {setting.partition('=')[0]} "):
         read(config, [setting], None, [])
+
+
+PARTITIONED = ["zero.stage=3", "model.config.num_hidden_layers=8"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], True),
+        (["zero.stage=2"], False),
+        (["model.config.num_hidden_layers=7"], False),
+        (["model.gradient_checkpointing=layers"], False),
+        (["model.config.model_type=gemma2"], False),  # every second layer has another attention
+        ([f"deepspeed.zero_optimization.{KEEPS_GATHERED[0]}=100"], False),
+    ],
+)
+def test_layers_that_are_many_partitioned_and_alike_repeat(config: str, settings: list[str], expected: bool) -> None:
+    assert repeats(read(config, [*PARTITIONED, *settings], None, [])) == expected
+
+
+@pytest.mark.parametrize(("live", "released"), [(10**9, False), (10**6, True)])
+def test_a_few_layers_are_gathered_as_they_are_among_all(
+    config: str, monkeypatch: pytest.MonkeyPatch, live: int, released: bool
+) -> None:
+    made: list[Config] = []
+    monkeypatch.setattr(recipe, "RecipeRun", lambda config, *_: made.append(config))
+    monkeypatch.setattr(recipe, "LIVE_PARAMETERS", live)
+    make_shallow(read(config, PARTITIONED, None, []), Settings(), H200, None, 2, 0)
+    (few,) = made
+    assert few.model.config["num_hidden_layers"] == 2
+    assert few.deepspeed == ({"zero_optimization": dict.fromkeys(KEEPS_GATHERED, 0)} if released else {})
 
 
 ROWS = [[5, 3], [8], [2, 2, 2], [1, 6, 1]]

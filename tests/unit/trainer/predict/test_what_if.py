@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from ftmon.protocol.analysis.allocator.settings import Settings
 from ftmon.protocol.analysis.estimates.ranking import Need
-from ftmon.protocol.analysis.estimates.time import Operation, Work
+from ftmon.protocol.analysis.estimates.time import Communication, Operation, Work, step_time
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.predict import answer, deepspeed_file, jobs, recipe, what_if
 from ftmon.trainer.predict.ranks import Outcome, RankRun
@@ -273,6 +273,76 @@ def test_a_change_whose_fitted_need_is_near_the_capacity_is_run_dry(
         row = fitted(round(share * need))["micro-batch 2"]
         assert row.fitted == is_fitted
         assert not is_fitted or row.fits == (share > 1)
+
+
+SHARE = 2 * PARAMETERS // RANKS_OF_CONFIG
+GATHERED, ONE_LAYER, LAYERS = 6_000, 2_000, 10
+
+
+def partitioned(
+    config: str, monkeypatch: pytest.MonkeyPatch, gathers: int, shallow: dict[str, list[RankRun]] | None = None
+) -> dict[str, WhatIf]:
+    """Return the changes of a run under ZeRO-3 that gathers its parameters so often in a micro-step."""
+    monkeypatch.setattr(answer, "predict_each", lambda of, *_: [ConfigError("run dry")] * len(of))
+    monkeypatch.setattr(what_if, "LIVE_PARAMETERS", PARAMETERS if gathers == 1 else PARAMETERS - 1)
+    parts = {"parameters": SHARE + GATHERED, "activations": 20_000}
+    size = sum(parts.values())
+    rank = Rank(0, {"backward": Phase(size, size, parts)}, 500, size)
+    sent = Communication("all_gather", 2.0 * PARAMETERS, RANKS_OF_CONFIG, True, gathers)
+    assert RUN.made is not None
+    run = msgspec.structs.replace(
+        RUN,
+        made=msgspec.structs.replace(RUN.made, layers=LAYERS),
+        outcomes=[Outcome(64, rank, work=Work([Operation(1e13, 1e6)], [sent], 10))],
+    )
+    point = Point(64, 4, [rank] * 3, 1_500, size, True, needed_bytes=size, step_seconds=1.0)
+    both = answer.Both(Prediction("m", PARAMETERS, 3, [point]), None, {0: run})
+    arguments = given(config=config, price=None, overrides=["zero.stage=3"])
+    rows = what_if.table(arguments, Settings(), both, 1 << 30, lambda _: None, lambda _: shallow or {})
+    return {row.name: row for row in rows}
+
+
+def test_parameters_on_the_host_or_not_kept_gathered_follow_from_the_parts_of_the_unchanged_run(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = partitioned(config, monkeypatch, gathers=2)
+    offload, released = rows["parameter offload"], rows["nothing kept gathered"]
+    assert offload.fitted
+    assert released.fitted
+    assert (offload.saved_bytes, offload.host_bytes) == (SHARE, 500 + 2 * SHARE)
+    assert offload.step_seconds > released.step_seconds == pytest.approx(1.0)
+    assert (released.saved_bytes, released.host_bytes) == (GATHERED - ONE_LAYER, 500)
+
+
+def test_parameters_that_were_gathered_once_are_gathered_by_other_hooks_if_they_are_not_kept(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = partitioned(config, monkeypatch, gathers=1)
+    assert rows["nothing kept gathered"].refused == "run dry"
+    assert rows["parameter offload"].fitted
+
+
+def few(layers: int, of_layer: int) -> RankRun:
+    """Return a run with adapters in so many layers."""
+    phases = {"backward": Phase(5_000 + 700 * layers, 0)}
+    work = Work([Operation(1e12 * layers, 1e6)], [], 4 * layers)
+    outcome = Outcome(64, Rank(0, phases, 10 * layers, 5_300 + 700 * layers), work=work)
+    return RankRun(2_000 + (of_layer + 100) * layers, 100 * layers, outcomes=[outcome])
+
+
+def test_a_change_is_fitted_to_a_layer_and_two_of_it_if_they_make_up_the_unchanged_model(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_layer = (PARAMETERS - 2_000) // LAYERS
+    rows = partitioned(config, monkeypatch, 1, {"LoRA of rank 16": [few(1, of_layer), few(2, of_layer)]})
+    adapted = rows["LoRA of rank 16"]
+    assert adapted.fitted
+    assert adapted.needed_bytes == 5_000 + 700 * LAYERS + 300
+    assert adapted.host_bytes == 10 * LAYERS
+    whole = step_time(Work([Operation(1e12 * LAYERS, 1e6)], [], 4 * LAYERS), jobs.find("H200"))
+    assert adapted.step_seconds == pytest.approx(whole.total.value)
+    others = partitioned(config, monkeypatch, 1, {"LoRA of rank 16": [few(1, of_layer - 1), few(2, of_layer - 1)]})
+    assert others["LoRA of rank 16"].refused == "run dry"
 
 
 def test_more_ranks_than_can_be_gone_through_are_refused_and_more_tokens_than_the_model_has_noted(
