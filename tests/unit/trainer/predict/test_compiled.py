@@ -1,13 +1,16 @@
 """Compiled code in a dry run: kernels of libraries one by one, what lies between them fused, and what is saved."""
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
 from ftmon.protocol.analysis.allocator.settings import Settings
+from ftmon.trainer.predict import compiled as compiled_module
 from ftmon.trainer.predict.compiled import Plan, compiling
 from ftmon.trainer.predict.record import Counting, Recorder, Trace
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 TOKENS, WIDTH, INNER = 512, 64, 256
 WIDE, NARROW = TOKENS * INNER * 4, TOKENS * WIDTH * 4
@@ -115,6 +118,17 @@ def test_operations_between_products_are_fused(compiled: Ran, plain: Ran) -> Non
     assert (compiled.work.graphs, plain.work.graphs) == (2, 0)
     assert compiled.work.launches == 12 + count  # two products for each of six weights
     assert compiled.work.calls < plain.work.calls / 2
+
+
+def test_patterns_of_attention_are_searched_where_something_is_a_softmax() -> None:
+    fused: Any = importlib.import_module("torch._inductor.fx_passes.fuse_attention")
+    real, searched = fused._sfdp_init, []
+    functions: list[Any] = [lambda x: x.sigmoid(), lambda x: torch.softmax(x, -1), lambda x: x.amax(-1)]
+    for function in functions:
+        module = make_fx(function)(torch.empty(2, 2))
+        compiled_module._partition(lambda _: searched.append(fused._sfdp_init is real), module)
+    assert searched == [False, True, True]
+    assert fused._sfdp_init is real
 
 
 def test_what_cannot_be_traced_runs_as_it_is_with_the_reason() -> None:
