@@ -100,6 +100,7 @@ class DryRun:
         self._counting = Counting(job.ranks, job.sequence_parallel_size)
         if not _modes:
             _modes.append(FakeTensorMode(allow_non_fake_inputs=True))
+            _modes[0].cache_enabled = False  # ``record.ResultCache`` has most of its hits, which its keys outweigh
         self._fake = _modes[0]
         self._recorder = Recorder(self.trace, fake.hidden(job.gpu.capability), self._counting, self._fake)
         fake.Device(self._recorder, job.gpu).install()
