@@ -126,6 +126,8 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     grid = f"--sequence-length={','.join(map(str, GRID))}"
     words.append([f"--capacity={CAPACITY}", "--largest", grid, "--json", "--", str(folder / "small.yaml")])
     words[-1].append("training.total_batch=1")
+    many = [*small, "run.ranks=2", "zero.stage=3", "model.config.num_hidden_layers=8", "training.sequence_length=512"]
+    words += [["--what-if", "--json", "--", *many], ["--json", "--", *many, "lora.rank=16"]]
     (folder / "quantized").mkdir()
     (folder / "quantized" / "config.json").write_text(json.dumps(QUANTIZED))
     (folder / "quantized.yaml").write_text(
@@ -143,13 +145,8 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     answers = rank_jobs.predictions(words, folder)
     for answer in answers:
         answer["output"] = answer["output"].replace(str(folder / "ds.json"), "DS").replace(str(folder), "FOLDER")
-    return dict(
-        zip(
-            [*CASES, "data", "documents", *LENGTHS, *MICRO_STEPS, "largest", "quantized", "live", "hub", *REFUSED],
-            answers,
-            strict=True,
-        )
-    )
+    names: list[Any] = [*CASES, "data", "documents", *LENGTHS, *MICRO_STEPS, "largest", "many", "adapted"]
+    return dict(zip([*names, "quantized", "live", "hub", *REFUSED], answers, strict=True))
 
 
 def _in(folder: Path, word: str) -> str:
@@ -179,6 +176,17 @@ def test_the_optimizer_phase_holds_weights_gradients_and_states(predictions: dic
     # Next to nothing but the frozen base's share.
     held = 2 * share
     assert held <= point(predictions["lora"])["optimizer"] <= 1.1 * held + rest
+
+
+def test_what_a_layer_and_two_show_of_a_change_is_what_its_own_dry_run_finds(predictions: dict[str, Any]) -> None:
+    changes = {one["name"]: one for one in json.loads(predictions["many"]["output"])["what_if"]}
+    assert all(changes[name]["fitted"] for name in ("selective checkpointing", "fused loss", "parameter offload"))
+    assert not changes["nothing kept gathered"]["fitted"]  # a small model's parameters are gathered once
+    adapted = changes["LoRA of rank 16"]
+    (own,) = json.loads(predictions["adapted"]["output"])["points"]
+    assert adapted["fitted"]
+    assert adapted["step_seconds"] == pytest.approx(own["step_seconds"], rel=0.05)
+    assert adapted["needed_bytes"] == pytest.approx(own["needed_bytes"], rel=0.1)
 
 
 def test_more_micro_steps_take_more_time_and_no_more_memory(predictions: dict[Any, Any]) -> None:

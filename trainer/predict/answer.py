@@ -470,7 +470,8 @@ def _what_if(prediction: Prediction) -> str:
     head = f"changes at {length:,} tokens, the fastest that fits first; memory in GiB, each from a dry run of its own\n"
     if any(one.fitted for one in prediction.what_if):
         head += (
-            "~ fitted to the parts of the run as it is; with the change set, its prediction is from dry runs again\n"
+            "~ fitted to the parts of the run as it is, or to a few layers; with the change set, its prediction is "
+            "from dry runs again\n"
         )
     return head + _table(names, rows, left=(0, len(names) - 1))
 
