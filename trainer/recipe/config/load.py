@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -227,9 +228,13 @@ def decode(tree: Node | None, source: str) -> Loaded:
     return Loaded(convert(tree, Config, places), source, places, frozenset(places.chosen))
 
 
+_type_info = cache(inspect.type_info)
+"""Each takes 4 ms, and a prediction of changes reads its configuration for each of them."""
+
+
 def convert(tree: MappingNode, kind: type[S], places: Places) -> S:
     """Convert a mapping to a struct, and note the place of each path; what does not fit is a ``ConfigError``."""
-    info = inspect.type_info(kind)
+    info = _type_info(kind)
     assert isinstance(info, inspect.StructType)
     return msgspec.convert(_struct(tree, info, "", places), kind)
 
