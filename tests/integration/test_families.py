@@ -16,10 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+SHORTCUT = {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "zero_expert_num": 4}
 KINDS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0, "sliding_window": 64},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    "longcat_flash": {**LATENT, **SHORTCUT, "num_key_value_heads": 4, "num_layers": 2, "moe_topk": 2, "head_dim": 8},
 }
 STEPS, BATCH, LR, DECAY, CLIP, BETAS = 5, 4, 1e-3, 0.1, 0.3, (0.9, 0.95)
 PARTITIONED = ["zero.stage=3", "deepspeed.zero_optimization.stage3_param_persistence_threshold=0"]
@@ -36,6 +39,7 @@ VARIANTS: dict[str, list[str]] = {
 CASES = [
     *(("qwen2", name) for name in ("fp32-partitioned", "bf16-unpartitioned", "bf16-packed")),
     *(("gemma2", name) for name in ("fp32-packed", "bf16-padded", "bf16-packed-partitioned")),
+    ("longcat_flash", "fp32-partitioned"),
     *(("qwen3_moe", name) for name in ("fp32-partitioned", "fp32-packed", "bf16-padded", "bf16-packed-partitioned")),
 ]
 """Each family padded, packed and partitioned, in fp32 and bf16."""

@@ -86,6 +86,22 @@ def _gather_together(adapted: Any, model: Any) -> None:
         model.enable_input_require_grads()
 
 
+def gather_experts_whole(model: Any) -> None:
+    """Make ZeRO-3 set no hooks within experts that call their modules by expert, which differ between ranks.
+
+    It gathers ahead in the order of the modules' last calls: ranks with different orders would gather different
+    parameters at the same time (transformers 5.24: LongCat, whose zero experts are modules).
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    if getattr(model.config.get_text_config(), "_experts_implementation", None) not in (None, "eager"):
+        return  # all experts at once
+    for name, module in model.named_modules():
+        inside = list(module.children()) if name.rpartition(".")[2] == "experts" else []
+        if inside and not any(True for each in inside for _ in each.parameters()):
+            set_z3_leaf_module(module, True)
+
+
 def unadaptable(model: Any) -> dict[str, str]:
     """Return the linear layers that an adapter breaks or does not act on, with the reason, by name."""
     found: dict[str, str] = {}
@@ -232,6 +248,8 @@ def make(
             "use the model's own tokenizer (tokenizer.name empty), or a matching one"
         )
     use_summed_loss(model)
+    if config.zero.stage == 3:
+        gather_experts_whole(model)
     inner = model
     if config.lora.rank:
         model = add_lora(model, config)

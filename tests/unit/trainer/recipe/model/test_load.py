@@ -175,3 +175,14 @@ def test_a_tied_output_layer_has_adapters_where_they_are_kept_apart() -> None:
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TIED))
     load.add_lora(model, Config(lora=Lora(rank=4, targets=["lm_head"], merge=False)))
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_experts_that_call_their_modules_by_expert_are_gathered_whole_under_zero_3() -> None:
+    pytest.importorskip("deepspeed")
+    sizes = {"num_local_experts": 4, "n_routed_experts": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "num_layers": 1}
+    for kind, expected in (("longcat_flash", {"model.layers.0.mlp.experts"}), ("mixtral", set()), ("jetmoe", set())):
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SMALL_SHAPE, **sizes}))
+        load.gather_experts_whole(model)
+        whole = {name for name, module in model.named_modules() if getattr(module, "_z3_leaf", False)}
+        assert whole == expected, kind
