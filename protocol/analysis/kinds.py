@@ -24,20 +24,8 @@ from .stalls import slow_ranks, words
 from .words import Added, Words
 
 DETECTORS: list[type[Detector]] = [
-    *(
-        monitor.HealthMonitor,
-        Gpus,
-        Disks,
-        HostMemory,
-        Inputs,
-        Resumes,
-        Copies,
-        Repeats,
-        Shifts,
-        Updates,
-        KnownFaults,
-        StopWaits,
-    ),
+    *(monitor.HealthMonitor, Gpus, Disks, HostMemory),
+    *(Inputs, Resumes, Copies, Repeats, Shifts, Updates, KnownFaults, StopWaits),
 ]
 """Created once a run, in this order."""
 

@@ -464,8 +464,8 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     repeated: Whole = 0
     """Micro-batches with the data of the one before."""
     shifted: Literal["", "never", "once", "twice"] = ""
-    """How far the labels of the loss are shifted against the inputs, where a micro-batch was looked at; ``once``, as it
-    must be, is told after another one alone."""
+    """By how many positions the labels of the loss are shifted against the inputs, in the steps that compare them;
+    ``once`` is correct, and only sent after another value."""
 
 
 class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):

@@ -420,8 +420,8 @@ def _copies(finding: Finding) -> Words:
         f"all {facts.ranks} ranks train on the same batches since step {facts.since_step}",
         f"Their gradients are equal, so a step learns from one rank's batch: {facts.ranks} ranks do the work of one.",
         "Give the DataLoader a DistributedSampler, shard an IterableDataset by rank, or let the library prepare the "
-        "loader; where data are drawn, draw them with a seed of each rank. Ranks that share sequences on purpose "
-        "(sequence or context parallelism) have nothing to mend.",
+        "loader; where data are random, seed each rank differently. Under sequence or context parallelism ranks share "
+        "their batches on purpose: then nothing is wrong.",
         "Ranks train on different batches.",
     )
 

@@ -102,7 +102,7 @@ def _overridden(own: Any, values: Mapping[str, Any], path: str) -> Any:
             name, value = _ROPE, {key: value}  # where transformers 5 has it
         if not declares(own, name) or name == "model_type":
             raise ConfigError(f"{path}.{key}: {own.model_type} has no such setting")
-        inner = vars(own).get(name)  # one that differs between layers cannot be read as an attribute
+        inner = vars(own).get(name)  # reading the attribute raises where its value differs between layers
         if hasattr(inner, "to_dict") and isinstance(value, Mapping):
             merged[name] = _overridden(inner, value, f"{path}.{key}").to_dict()
         elif name == _ROPE and isinstance(value, Mapping):
