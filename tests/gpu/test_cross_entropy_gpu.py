@@ -53,3 +53,20 @@ def test_a_logit_that_is_not_finite_makes_the_loss_so() -> None:
     weight[7, 0] = float("nan")
     targets = torch.arange(3, device="cuda")
     assert torch.isnan(linear_cross_entropy(hidden, weight, None, targets))
+
+
+@pytest.mark.parametrize("size", [1, 1_000_003, 1 << 24])
+def test_the_kernel_of_sums_has_the_results_of_fp32(size: int) -> None:
+    from ftmon.trainer.recipe.model import kernels
+
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(size, generator=generator).cuda()
+    gradient, factor = torch.randn(size, generator=generator).cuda().bfloat16(), torch.tensor(1 / 37.3, device="cuda")
+    total = start.clone()
+    kernels.write(total, gradient, add=True)
+    assert torch.equal(total, start + gradient.float())
+    kernels.write(total, gradient)
+    assert torch.equal(total, gradient.float())
+    scaled = gradient.clone()
+    kernels.write(scaled, scaled, factor)
+    assert torch.equal(scaled, (gradient.float() * factor).bfloat16())

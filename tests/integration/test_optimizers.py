@@ -152,6 +152,9 @@ def test_in_bf16_every_update_from_the_first_is_that_of_fp32_masters(runs: Any, 
     noted = f"note: zero.stage is {name[5]}, DeepSpeed runs its stage 1" in runs[1][name]
     assert noted is (name[5] == "0" or name.endswith("alone"))
     assert "Max_MA" not in runs[1][name]
+    waits = result["waits"]
+    assert len(waits) > 4
+    assert waits[-1] == waits[0], "DeepSpeed waits for the device in each micro-step"
 
 
 @pytest.mark.parametrize("name", RESUMED)

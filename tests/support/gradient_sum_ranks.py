@@ -35,7 +35,7 @@ def work(world: World, _: list[str]) -> None:
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     made, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    recipe_engine.sum_in_place(made.optimizer)
+    recipe_engine.sum_in_place(made.optimizer, on_gpu=False)
     differences: list[float] = []
     for step, used in enumerate(USED):
         expected: dict[str, Any] = {name: torch.zeros_like(one, dtype=torch.float32) for name, one in named(made)}

@@ -400,7 +400,7 @@ def _updated(fit: Fit, candidate: Candidate, ranks: int) -> Work:
     moved = (_OFFLOADED_COPIED * share, _OFFLOADED_HOST * share) if candidate.offload else (0, 0)
     sent: list[Communication] = []
     if ranks > 1 and candidate.stage < 2:
-        sent.append(Communication("all_reduce", _GRADIENT_BYTES * fit.trainable, ranks))
+        sent.append(Communication("reduce_scatter", _GRADIENT_BYTES * fit.trainable, ranks))  # ``recipe/engine.py``
     if ranks > 1 and candidate.stage < 3:
         sent.append(Communication("all_gather", fit.weight_bytes * fit.trainable, ranks))
     return Work([], sent, 0, *moved)

@@ -51,6 +51,8 @@ def deepspeed_config(config: Config, ranks: int, on_gpu: bool) -> dict[str, Any]
         "data_types": {"grad_accum_dtype": grad_accum_dtype(config, stage)},
         "wall_clock_breakdown": False,
         "steps_per_print": None,
+        # It makes the host wait for the device twice a micro-batch (utils/timer.py), for figures that nothing prints.
+        "timers": {"throughput": {"enabled": False}},
     }
     if not masters(config):
         # At stage 0 DeepSpeed would make an fp32 copy of every weight: its precision is left unset, so that it steps
@@ -135,17 +137,23 @@ class LateStep:
     (``clip_tensors_by_global_norm``). Here PyTorch's fused AdamW divides by the clipping factor, and skips an update
     whose norm is not finite, on the device, as under ``torch.amp.GradScaler``. A skipped update is known at the next
     step, which then does not count and leaves the learning rate where it is.
+
+    ``BF16_Optimizer``'s gradients are reduced here, in fp32, to the part that a rank updates: half the traffic of
+    DeepSpeed's all-reduce, and none of its copies (``buffered_allreduce_fallback``).
     """
 
-    def __init__(self, optimizer: Any, reads: bool) -> None:
-        """Replace parts of a DeepSpeed optimizer; ``reads``: the device has values, which a dry run's has not."""
-        self._optimizer = optimizer
+    def __init__(self, engine: Any, reads: bool) -> None:
+        """Replace parts of an engine's optimizer; ``reads``: the device has values, which a dry run's has not."""
+        self._optimizer = optimizer = engine.optimizer
         self._reads = reads
         self._skipped: torch.Tensor | None = None
         self._copied: Any = None
         self._late = False
         if _is_bf16_optimizer(optimizer):
             optimizer.step = self._step
+            plain = engine.gradient_predivide_factor() == 1.0 and engine.postscale_gradients()
+            self._reduces = plain and engine.communication_data_type == torch.float32
+            engine.enable_backward_allreduce = engine.enable_backward_allreduce and not self._reduces
         else:
             optimizer.check_grad_overflow = False
             optimizer.scaled_global_norm = self._partitions_norm
@@ -172,13 +180,14 @@ class LateStep:
 
     @torch.no_grad()
     def _step(self, closure: Any = None) -> None:
-        """Replace ``BF16_Optimizer.step``: every rank has all gradients, with zeros as padding."""
+        """Replace ``BF16_Optimizer.step``: every rank has gradients of all weights, with zeros as padding."""
         outer = self._optimizer
-        norms = _aten._foreach_norm(outer.fp32_groups_gradients_flat, 2, dtype=torch.float64)
-        outer._global_grad_norm = self._prepare(torch.stack(norms).square_().sum())
-        for master, gradient in zip(
-            outer.fp32_groups_flat_partition, outer.fp32_groups_gradient_flat_partition, strict=True
-        ):
+        parts = outer.fp32_groups_gradient_flat_partition
+        if self._reduces:
+            for part, whole in zip(parts, outer.fp32_groups_gradients_flat, strict=True):
+                _average_to(part, whole, outer.dp_process_group)
+        outer._global_grad_norm = self._norm(parts)
+        for master, gradient in zip(outer.fp32_groups_flat_partition, parts, strict=True):
             master.grad = gradient
         outer.optimizer.step()
         self._report_late()
@@ -192,14 +201,14 @@ class LateStep:
         outer = self._optimizer
         parts = [one for group in outer.averaged_gradients.values() for one in group]
         # A rank's part may be padding alone, which is zero.
-        held = [one for one in parts if not getattr(one, "_zero_padding", False)] or parts[:1]
-        square = torch.stack(_aten._foreach_norm(held, 2, torch.float64)).square_().sum()
-        dist.all_reduce(square, group=outer.dp_process_group)
-        return self._prepare(square)
+        return self._norm([one for one in parts if not getattr(one, "_zero_padding", False)] or parts[:1])
 
-    def _prepare(self, square: torch.Tensor) -> torch.Tensor:
-        """Tell AdamW what to divide by and whether to skip; return the norm, whose square is given in fp64."""
+    def _norm(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of all ranks' ``parts``; tell AdamW what to divide by and whether to skip."""
         outer, inner = self._optimizer, self._optimizer.optimizer
+        square = torch.stack(_aten._foreach_norm(parts, 2, dtype=torch.float64)).square_().sum()
+        if dist.get_world_size(outer.dp_process_group) > 1:
+            dist.all_reduce(square, group=outer.dp_process_group)
         self._late = self._was_skipped()
         norm = square.sqrt().float()
         clips = outer.clip_grad > 0.0
@@ -223,6 +232,20 @@ class LateStep:
     def _report_late(self, *_: Any) -> None:
         """Replace ``unscale_and_clip_grads``, after which DeepSpeed no longer looks at ``overflow`` in its step."""
         self._optimizer.overflow = self._late
+
+
+_names = ("reduce_scatter_single", "reduce_scatter_tensor")  # from PyTorch 2.13 on, and before
+_reduce_scatter: Any = next(getattr(dist, name) for name in _names if hasattr(dist, name))
+
+
+def _average_to(part: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
+    """Average ``whole`` over ranks, each its own ``part``, which is a view of it; the rest is undefined after this."""
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return
+    _reduce_scatter(part, whole, dist.ReduceOp.AVG if whole.is_cuda else dist.ReduceOp.SUM, group)
+    if not whole.is_cuda:  # Gloo does not average
+        part /= ranks
 
 
 def _is_bf16_optimizer(optimizer: Any) -> bool:
@@ -261,7 +284,7 @@ def make_engine(
     if _is_bf16_optimizer(engine.optimizer):
         _complete_bf16(engine, world)
     if LateStep.fits(engine.optimizer):
-        LateStep(engine.optimizer, world.has_values)
+        LateStep(engine, world.has_values)
     _learn_order_with_backward(engine)
     return engine, model
 
@@ -283,7 +306,7 @@ def _complete_bf16(engine: Any, world: World) -> None:
     """Complete what DeepSpeed's ``BF16_Optimizer`` (stage 1 with fp32 gradients) leaves out."""
     from deepspeed.checkpoint.constants import ZERO_STAGE
 
-    sum_in_place(engine.optimizer)
+    sum_in_place(engine.optimizer, world.on_gpu and world.has_values)
     state_dict: Any = engine.optimizer.state_dict
     # zero_to_fp32.py refuses checkpoints without it.
     engine.optimizer.state_dict = lambda: {**state_dict(), ZERO_STAGE: 1}
@@ -292,19 +315,30 @@ def _complete_bf16(engine: Any, world: World) -> None:
         engine.enable_backward_allreduce = False
 
 
-def sum_in_place(outer: Any) -> None:
+_LARGE = 1 << 20
+"""Elements from which on a kernel of Triton, which takes the host longer to start, is faster than PyTorch's."""
+
+
+def sum_in_place(outer: Any, on_gpu: bool) -> None:
     """Make ``BF16_Optimizer`` write each gradient of a step's first backward pass, and add later ones, in one kernel.
 
     DeepSpeed fills the fp32 sums with zeros after each step, copies each gradient to fp32 and adds the copy: 22 bytes
     of traffic a parameter, in place of 6, and of 18 in place of 10 for each further pass.
     """
     sums, written = outer.fp32_groups_gradients, outer.fp32_groups_has_gradients
+    kernel: Any = None
+    if on_gpu:
+        from .model.kernels import write as kernel  # PyTorch for CPUs comes without Triton
 
     def add(weight: Any, group: int, index: int, clear_lp_grads: bool = False) -> None:
         if weight.grad is None:
             return
         total = sums[group][index]
-        (total.add_ if written[group][index] else total.copy_)(weight.grad.view(total.shape))
+        gradient = weight.grad.view(total.shape)
+        if kernel is not None and total.numel() >= _LARGE:
+            kernel(total, gradient, add=written[group][index])
+        else:
+            (total.add_ if written[group][index] else total.copy_)(gradient)
         weight._hp_grad = total
         written[group][index] = True
         if clear_lp_grads:

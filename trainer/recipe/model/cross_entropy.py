@@ -81,8 +81,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         wanted = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
         grad_hidden = torch.empty_like(hidden) if wanted[0] else None
-        # Summed over chunks in fp32, independent of the weights' type.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        # Summed over chunks in fp32, independent of the weights' type. The first chunk's is written.
+        make = torch.empty_like if hidden.shape[0] else torch.zeros_like
+        grad_weight = make(weight, dtype=torch.float32) if wanted[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] and bias is not None else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, hidden.shape[0], chunk):
@@ -98,7 +99,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[start : start + chunk])
             if grad_weight is not None:
-                _add_product(grad_weight, grad.t(), part)
+                _add_product(grad_weight, grad.t(), part, add=start > 0)
             del grad
         ctx.grads = (
             grad_hidden,
@@ -113,7 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("the gradients of a fused loss can be taken once")
         grads, ctx.grads = ctx.grads, None
-        hidden, weight, bias = (None if grad is None else grad.mul_(grad_outputs[0]) for grad in grads)
+        hidden, weight, bias = (None if grad is None else _scaled(grad, grad_outputs[0]) for grad in grads)
         return hidden, weight, None if bias is None else bias.to(ctx.bias_dtype), None, None, None, None, None
 
 
@@ -121,15 +122,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
 _HAS_FP32_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add a matrix product to a sum in fp32."""
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, add: bool) -> None:
+    """Add a matrix product to a sum in fp32, or write it there."""
+    beta = int(add)  # 0: what is there is not read
     if left.dtype == total.dtype:
-        total.addmm_(left, right)
+        total.addmm_(left, right, beta=beta)
     elif left.is_cuda and _HAS_FP32_PRODUCTS:
         # The product is added before it is rounded, and in one pass over the sum.
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
+        torch.addmm(total, left, right, beta=beta, out_dtype=total.dtype, out=total)
+    elif add:
         total += left @ right
+    else:
+        total.copy_(left @ right)
+
+
+def _scaled(grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Multiply a gradient in place by one number."""
+    if grad.is_cuda:
+        _scale(grad, factor)
+        return grad
+    return grad.mul_(factor)
 
 
 def _after_linear(
@@ -170,16 +182,24 @@ def _in_place(
     return losses.sum(), logits if with_grad else None
 
 
-# An operator, so that a dry run on fake tensors passes it.
+# Operators, so that a dry run on fake tensors passes them. PyTorch for CPUs comes without Triton.
 @torch.library.custom_op("ftmon::softmax_gradient", mutates_args=("logits", "losses"))
 def _softmax_gradient(
     logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, scale: float, cap: float, with_grad: bool
 ) -> None:
-    from . import softmax_kernel  # PyTorch for CPUs comes without Triton
+    from . import kernels
 
-    softmax_kernel.launch(logits, targets, losses, scale, cap, with_grad)
+    kernels.softmax_gradient(logits, targets, losses, scale, cap, with_grad)
+
+
+@torch.library.custom_op("ftmon::scale", mutates_args=("values",))
+def _scale(values: torch.Tensor, factor: torch.Tensor) -> None:
+    from . import kernels
+
+    kernels.write(values, values, factor)
 
 
 @_softmax_gradient.register_fake
+@_scale.register_fake
 def _(*_: Any) -> None:
     return None
