@@ -33,7 +33,7 @@ MEMORY: dict[str, float] = {"fused": 0.85, "eager": 0.7, "update": 0.55}
 """Share of the memory rate, by kind of kernel."""
 _KERNEL_SECONDS = 2e-6
 """Device time of the smallest kernel, which large ones take in addition: start and end."""
-BUSY = 0.96
+BUSY = 0.98
 """Share of a device-bound step in which the device runs a kernel."""
 _STEP_SECONDS = 2e-3
 """Time per step in which the device waits for the host, around the optimizer."""
