@@ -32,6 +32,7 @@ from ..recipe.preflight import resolve
 from ..recipe.preflight.consistency import settle_compile
 from ..recipe.preflight.resolve import check_hub
 from ..recipe.step import Stepper, make_collate
+from ..recipe.support import zero_stage
 from . import fake
 from .deepspeed_file import KEEPS_GATHERED, LIVE_PARAMETERS
 from .dry import DryRun, Job
@@ -361,12 +362,15 @@ _LEAST_LAYERS = 8
 
 
 def repeats(config: Config) -> bool:
-    """Return whether a run partitions the parameters of many layers, which its configuration makes alike.
+    """Return whether a run has many layers, which its configuration makes alike, and each has an equal part of a rank.
 
-    Not if they are recomputed: they fragment memory by a tenth, and few do in another way.
+    Those are runs at stages 1 and 3. Not if layers are recomputed: they fragment memory by a tenth, and few do in
+    another way.
     """
     zero, model = config.deepspeed.get("zero_optimization", {}), config.model
-    if config.zero.stage != 3 or model.gradient_checkpointing == "layers" or any(key in zero for key in KEEPS_GATHERED):
+    if zero_stage(config, config.run.ranks) not in (1, 3) or model.gradient_checkpointing == "layers":
+        return False
+    if any(key in zero for key in KEEPS_GATHERED):
         return False
     if model.checkpoint_every > 1:
         return False
@@ -378,15 +382,15 @@ def repeats(config: Config) -> bool:
 def make_shallow(
     config: Config, allocator: Settings, gpu: Gpu, documents: Documents | None, layers: int, rank: int
 ) -> RecipeRun:
-    """Return a dry run under ZeRO-3 with so many layers.
+    """Return a dry run with so many layers.
 
-    If all layers have more parameters than are kept gathered, none are: it would keep those of a few layers.
+    If all layers have more parameters than ZeRO-3 keeps gathered, none are: it would keep those of a few layers.
 
     Raises:
         ConfigError: the recipe or a library refuses the configuration.
     """
     few = _with_layers(config, layers)
-    if _parameters(config) > LIVE_PARAMETERS:
+    if config.zero.stage == 3 and _parameters(config) > LIVE_PARAMETERS:
         zero = {**config.deepspeed.get("zero_optimization", {}), **dict.fromkeys(KEEPS_GATHERED, 0)}
         few = msgspec.structs.replace(few, deepspeed=config.deepspeed | {"zero_optimization": zero})
     return RecipeRun(few, allocator, gpu, documents, rank)

@@ -225,7 +225,7 @@ class _Pieces:
 
         own = _candidate(self._job, before)
         fit = fit_of(own, self._run, [(own.micro_batch * self._point.sequence_length, self._outcome)])
-        many = self._run.parameters > LIVE_PARAMETERS
+        many = own.stage == 3 and self._run.parameters > LIVE_PARAMETERS
         if whole(lambda run: frozen(run, config)) != frozen(self._run, before) or gathers_again(fit) != many:
             return None
         kept = gathered_bytes(made.weight_bytes, self._run, self._outcome.rank, job.ranks) if many else {}
@@ -278,6 +278,8 @@ def _by_parts(job: Prepared, unchanged: Prepared) -> tuple[Candidate, Candidate]
     partitioned = own.stage and candidate.stage and job.ranks > 1
     if _apart(config) != _apart(before) or not changes or not (partitioned or candidate.stage == own.stage):
         return None
+    if own.stage == candidate.stage == 1 and job.ranks > 1 and config.optimizer.kind != before.optimizer.kind:
+        return None  # gradients are reduced in another way (``recipe/engine.py``, ``LateStep``)
     if _held(config) != _held(before):
         alike = candidate == own and state_bytes(config) == state_bytes(before)
         # Recomputed layers fragment memory by a tenth, and in another way.
