@@ -317,6 +317,45 @@ class Inputs(Detector):
         return [Finding("mixed_documents", facts, "raised", ranks=tuple(sorted(self._mixed)), step=facts.since_step)]
 
 
+class _One(Detector):
+    """Keeps its one raised finding; another process of rank 0 begins another training, which resolves it."""
+
+    replays = (Hello, Step)
+
+    def __init__(self) -> None:
+        self._process = 0, 0
+        self._raised: Finding | None = None
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """Return the method for each type of message."""
+        return {Hello: self.hello, Step: self.step}
+
+    def hello(self, hello: Hello) -> list[Finding]:
+        """Begin another job if rank 0 is another process."""
+        process = hello.pid, hello.start_ticks
+        if hello.rank or process == self._process:
+            return []
+        self._process = process
+        self._begin(hello)
+        return self._judge(None)
+
+    def step(self, step: Step) -> list[Finding]:
+        """Process one rank's step."""
+        raise NotImplementedError
+
+    def _begin(self, hello: Hello) -> None:
+        """Forget the steps of the job before."""
+
+    def _judge(self, finding: Finding | None) -> list[Finding]:
+        """Raise a finding unless there is one; None: resolve it."""
+        raised = self._raised
+        if raised is None:
+            self._raised = finding
+            return [finding] if finding is not None else []
+        self._raised = raised if finding is not None else None
+        return [raised.over()] if finding is None else []
+
+
 class ResumeFacts(msgspec.Struct, frozen=True):
     """The first step of the resumed job, and the step whose batches it had."""
 
@@ -339,7 +378,7 @@ def _resume(finding: Finding) -> Words:
     )
 
 
-class Resumes(Detector):
+class Resumes(_One):
     """Compares the first batches of rank 0's process with those of the same steps in the processes before.
 
     A job that does not begin before the end of the one before is not judged: what it had to continue with is unknown.
@@ -354,30 +393,18 @@ class Resumes(Detector):
             limits={"batches of other steps, one for one": f"{ALIKE} steps in a row"},
         ),
     )
-    replays = (Hello, Step)
 
     def __init__(self) -> None:
-        self._process = 0, 0
+        super().__init__()
         self._before: dict[int, int] = {}
         """Batches by step of the jobs before; of several that had a step, those of the first."""
         self._batches: dict[int, int] = {}
         self._judged = True
-        self._raised: Finding | None = None
 
-    def handlers(self) -> Mapping[type, Handler]:
-        """Return the method for each type of message."""
-        return {Hello: self.hello, Step: self.step}
-
-    def hello(self, hello: Hello) -> list[Finding]:
-        """Begin another job if rank 0 is another process."""
-        process = hello.pid, hello.start_ticks
-        if hello.rank or process == self._process:
-            return []
+    def _begin(self, hello: Hello) -> None:
         began_anew = 1 in self._batches
         self._before = self._batches if began_anew else self._batches | self._before
-        self._process, self._batches, self._judged = process, {}, False
-        raised, self._raised = self._raised, None
-        return [raised.over()] if raised is not None else []
+        self._batches, self._judged = {}, False
 
     def step(self, step: Step) -> list[Finding]:
         """Process one rank's step."""
@@ -392,8 +419,7 @@ class Resumes(Detector):
         of = self._batches_of(first)
         if of is None:
             return []
-        self._raised = Finding("data_not_resumed", ResumeFacts(first, of), step=first)
-        return [self._raised]
+        return self._judge(Finding("data_not_resumed", ResumeFacts(first, of), step=first))
 
     def _batches_of(self, first: int) -> int | None:
         """Return the step before that had the batches of ``first`` and those after it; None: the same, or unknown."""
@@ -426,7 +452,7 @@ def _copies(finding: Finding) -> Words:
     )
 
 
-class Copies(Detector):
+class Copies(_One):
     """Compares the token batches of all ranks. Of ranks that are known to share batches, one tells what they have."""
 
     kinds: ClassVar[tuple[Kind, ...]] = (
@@ -437,38 +463,26 @@ class Copies(Detector):
             limits={"steps with one batch on all ranks": f"{COPIES} in a row"},
         ),
     )
-    replays = (Hello, Step)
 
     def __init__(self) -> None:
-        self._process = 0, 0
-        self._begin(1)
-        self._shares = False
-        self._raised: Finding | None = None
-
-    def _begin(self, ranks: int) -> None:
-        self._ranks = ranks
+        super().__init__()
+        self._shares, self._ranks = False, 1
         self._unfinished: dict[int, list[int]] = {}
         """By step: the batches of ranks that have ended it."""
-        self._row: list[int] = []
+        self._row: deque[int] = deque(maxlen=COPIES)
         """The batches that all ranks had, in a row of steps."""
 
-    def handlers(self) -> Mapping[type, Handler]:
-        """Return the method for each type of message."""
-        return {Hello: self.hello, Step: self.step}
-
     def hello(self, hello: Hello) -> list[Finding]:
-        """Begin another job if rank 0 is another process."""
-        process = hello.pid, hello.start_ticks
-        if hello.rank:
-            return []
-        sharing = (hello.deepspeed_config or {}).get("sequence_parallel_size")
-        self._shares = isinstance(sharing, int) and sharing > 1
-        if process == self._process:
-            return []
-        self._process = process
-        self._begin(hello.world_size)
-        raised, self._raised = self._raised, None
-        return [raised.over()] if raised is not None else []
+        """Note whether ranks share batches, which a later hello may say; begin another job."""
+        if not hello.rank:
+            sharing = (hello.deepspeed_config or {}).get("sequence_parallel_size")
+            self._shares = isinstance(sharing, int) and sharing > 1
+        return super().hello(hello)
+
+    def _begin(self, hello: Hello) -> None:
+        self._ranks = hello.world_size
+        self._unfinished.clear()
+        self._row.clear()
 
     def step(self, step: Step) -> list[Finding]:
         """Process one rank's step."""
@@ -483,18 +497,13 @@ class Copies(Detector):
         del self._unfinished[step.step]
         if len(set(batches)) > 1:
             self._row.clear()
-            raised, self._raised = self._raised, None
-            return [raised.over()] if raised is not None else []
-        if self._raised is not None:
-            return []
+            return self._judge(None)
         self._row.append(step.batch_id)
         if len(self._row) < COPIES or len(set(self._row)) < 2:
-            del self._row[:-COPIES]
             return []
-        since = step.step - len(self._row) + 1
+        since = step.step - COPIES + 1
         facts = CopiesFacts(self._ranks, since)
-        self._raised = Finding("same_batches", facts, ranks=tuple(range(self._ranks)), step=since)
-        return [self._raised]
+        return self._judge(Finding("same_batches", facts, ranks=tuple(range(self._ranks)), step=since))
 
 
 class RepeatedFacts(msgspec.Struct, frozen=True):
@@ -519,7 +528,7 @@ def _repeated(finding: Finding) -> Words:
     )
 
 
-class Repeats(Detector):
+class Repeats(_One):
     """Finds batches of rank 0 that come once from each worker of its loader."""
 
     kinds: ClassVar[tuple[Kind, ...]] = (
@@ -531,24 +540,20 @@ class Repeats(Detector):
             limits={"micro-batches looked at, of an IterableDataset": f"{OF_EACH} of each worker"},
         ),
     )
-    replays = (Hello, Step)
 
     def __init__(self) -> None:
+        super().__init__()
         self._workers = 0
         self._steps: deque[tuple[int, int]] = deque()
         """Micro-batches of the last steps, and how many of them were repeated."""
-        self._raised: Finding | None = None
 
-    def handlers(self) -> Mapping[type, Handler]:
-        """Return the method for each type of message."""
-        return {Hello: self.hello, Step: self.step}
-
-    def hello(self, hello: Hello) -> None:
-        """Note the loader of rank 0."""
+    def hello(self, hello: Hello) -> list[Finding]:
+        """Note the loader of rank 0, which a later hello may name; begin another job."""
         loader = hello.loader
         if not hello.rank:
             self._workers = loader.workers if loader is not None and loader.iterable else 0
             self._steps.clear()
+        return super().hello(hello)
 
     def step(self, step: Step) -> list[Finding]:
         """Process one rank's step."""
@@ -562,13 +567,8 @@ class Repeats(Detector):
         since = step.step - len(self._steps) + 1
         self._steps.clear()
         is_so = abs(repeated / of - (1 - 1 / workers)) < _NEAR and repeated < of - 1
-        raised = self._raised
-        if is_so == (raised is not None):
-            return []
-        self._raised = (
-            Finding("repeated_batches", RepeatedFacts(workers, repeated, of, since), step=since) if is_so else None
-        )
-        return [self._raised] if self._raised is not None else [raised.over()] if raised is not None else []
+        facts = RepeatedFacts(workers, repeated, of, since)
+        return self._judge(Finding("repeated_batches", facts, step=since) if is_so else None)
 
 
 class ShiftFacts(msgspec.Struct, frozen=True):
@@ -596,7 +596,7 @@ def _misaligned(finding: Finding) -> Words:
     )
 
 
-class Shifts(Detector):
+class Shifts(_One):
     """Finds labels that are not the next tokens, in the losses of micro-batches that were looked at."""
 
     kinds: ClassVar[tuple[Kind, ...]] = (
@@ -608,16 +608,11 @@ class Shifts(Detector):
             limits={"micro-batches looked at, in a row": f"{MISALIGNED}"},
         ),
     )
-    replays = (Hello, Step)
 
     def __init__(self) -> None:
+        super().__init__()
         self._row = self._since = 0
         self._how = ""
-        self._raised: Finding | None = None
-
-    def handlers(self) -> Mapping[type, Handler]:
-        """Return the method for each type of message."""
-        return {Step: self.step}
 
     def step(self, step: Step) -> list[Finding]:
         """Process one rank's step; all ranks have the same loop."""
@@ -626,12 +621,10 @@ class Shifts(Detector):
             return []
         if how == "once":
             self._row = 0
-            raised, self._raised = self._raised, None
-            return [raised.over()] if raised is not None else []
+            return self._judge(None)
         if how != self._how or not self._row:
             self._how, self._row, self._since = how, 0, step.step
         self._row += 1
-        if self._row < MISALIGNED or self._raised is not None:
+        if self._row < MISALIGNED:
             return []
-        self._raised = Finding("labels_misaligned", ShiftFacts(how == "twice", self._since), step=self._since)
-        return [self._raised]
+        return self._judge(Finding("labels_misaligned", ShiftFacts(how == "twice", self._since), step=self._since))
