@@ -438,9 +438,9 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """Micro-batches of which each row begins with two beginning-of-sequence tokens of the model."""
     mixed: Whole = 0
     """Micro-batches with rows of several documents that attend to each other."""
-    mixed_by: Literal["", "mask", "cache", "batch", "encoder"] = ""
-    """Why the model ignores where its documents begin: a mask is passed, it makes a cache, several rows, or it is an
-    encoder."""
+    mixed_by: Literal["", "mask", "cache", "batch", "encoder", "4-D mask", "numbers"] = ""
+    """Why the model ignores where its documents begin: a mask is passed, it makes a cache, several rows, it is an
+    encoder, a 4-D mask shows the document before, or a 2-D mask numbers documents."""
     mixed_after: Whole = 0
     """The last step before that was examined for it, if some between were not."""
     weights: Literal["", "same", "nan"] = ""
@@ -456,11 +456,13 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     dropped: Whole = 0
     """Micro-batches at the end of an earlier pass whose gradients were set to zero before an update."""
     left_out: Whole = 0
-    """Parameters of the model that have gradients at the first update, and no optimizer."""
+    """Parameters that have gradients and no optimizer, at the first update, or one that has not stepped until later."""
     left_out_first: str = ""
     """Name of the first of them."""
     no_gradients: bool = False
     """No parameter of the optimizer had a gradient at this update."""
+    clipped: Literal["", "zero", "scaled"] = ""
+    """Gradients were clipped to a norm of zero, or before a loss scaler had divided them by its scale."""
     repeated: Whole = 0
     """Micro-batches with the data of the one before."""
     shifted: Literal["", "never", "once", "twice"] = ""

@@ -29,7 +29,7 @@ from .rank.model import (
 from .values.batch import OnHost, Seen
 from .values.edits import Edits
 from .values.model_flops import model_flops
-from .values.signs import ALIGNED, ALIGNED_EVERY, EVERY, FIRST, attended, labels_of, received, to_host
+from .values.signs import ALIGNED, ALIGNED_EVERY, EVERY, FIRST, attended, ids_of, labels_of, received, to_host
 
 __all__ = ["Code", "Events", "OnHost", "TorchEvents", "dtype_name", "learning_rate"]
 
@@ -390,10 +390,16 @@ class TorchEvents(Events):
         self._updates.open_closure()
         return _Scope(lambda error: self._updates.close_closure(failed=error is not None))
 
-    def scaler_step(self, optimizer: Any, scale: Any) -> _Scope:
-        """A loss scaler's step, for the length of a ``with`` block: a skipped one if no optimizer stepped in it."""
+    def scaler_step(self, optimizer: Any, scale: Any, *, scaled: bool = False) -> _Scope:
+        """A loss scaler's step, for the length of a ``with`` block: a skipped one if no optimizer stepped in it.
+
+        ``scaled``: the gradients are still multiplied by the scale.
+        """
         if self._state.engine_steps:
             return _NOTHING
+        notes = self._training.tracker.notes
+        if scaled and notes.grad_norm is not None:
+            notes.clipped = "scaled"
         updaters, tracker = self._training.updaters, self._training.tracker
         before = updaters.updates, tracker.step
 
@@ -404,10 +410,12 @@ class TorchEvents(Events):
 
         return _Scope(over)
 
-    def clipped(self, norm: Any) -> None:
-        """Gradients were clipped, whose norm was ``norm``; the norm that an engine keeps replaces it."""
+    def clipped(self, norm: Any, limit: Any = None) -> None:
+        """Gradients were clipped to ``limit``, whose norm was ``norm``; the norm that an engine keeps replaces it."""
         if norm is not None and not self._regular.goes_on(Code.CLIPPED, None, norm):
             self._updates.note_grad_norm(norm)
+            if isinstance(limit, int | float) and limit == 0:
+                self._training.tracker.notes.clipped = "zero"
 
     def adopt(self, *, updates: bool = True) -> bool:
         """Make this thread the training thread before the first update, or once the former one has ended.
@@ -557,12 +565,12 @@ class TorchEvents(Events):
 
     @guarded
     def _seek_model(self, losses: Sequence[Any]) -> None:
-        """Find the model at the first backward, if no optimizer or framework has named it."""
+        """Note what the first backward trains; find the model, if no optimizer or framework has named it."""
         training = self._training
-        trained = training.trained
+        trained, parameters = training.trained, parameters_under(losses)
+        self._updates.learned = [weakref.ref(each) for each in parameters]
         if trained.model() is not None or trained.engine() is not None or training.forwards.knows_optimizer:
             return
-        parameters = parameters_under(losses)
         training.introduction.facts.update(training.optimized.add_parameters(parameters, sys._getframe(1)))
         called = {id(each) for each in getattr(trained.found(), "parameters", list)()}
         if not called.issuperset(map(id, parameters)):  # a part of the model was called first
@@ -574,10 +582,11 @@ class TorchEvents(Events):
         batch, self._without_labels = self._without_labels, None
         notes, step = self._training.tracker.notes, self._training.tracker.step + 1
         noted = notes.seen[-1] if notes.seen else _UNSEEN
-        if noted.ids is not None and not notes.targets and (self._aligned < ALIGNED or step % ALIGNED_EVERY == 0):
+        if not notes.targets and (self._aligned < ALIGNED or step % ALIGNED_EVERY == 0):
             self._aligned += 1
             targets = labels_of(loss)  # not where other losses are added, which may look further ahead
-            notes.targets.append(None if targets is None else (to_host(noted.ids), targets))
+            ids = None if targets is None else ids_of(loss) if noted.ids is None else to_host(noted.ids)
+            notes.targets.append(None if targets is None else (ids, targets))
         if batch is not None:
             if notes.received and notes.received[-1] is batch:
                 notes.received[-1] = batch._replace(labels=labels_of(loss, batch.ids))

@@ -136,6 +136,14 @@ _MIXED = {
         "an encoder's attention goes over the whole row, wherever position_ids restart",
         "Pass a 4-D mask that separates the documents, or one document a row.",
     ),
+    "4-D mask": (
+        "the 4-D mask lets the first token of a document see the document before",
+        "Make the mask zero between documents: causal, and only where both tokens are of one document.",
+    ),
+    "numbers": (
+        "the attention mask has the documents' numbers, and the model takes each as a 1",
+        "Pass position_ids that restart and no mask, with use_cache=False, or a 4-D mask that separates the documents.",
+    ),
     "batch": (
         "Flash Attention reads where position_ids restart only in a batch of one row",
         "Pack into one row (batch size 1), or pass cu_seq_lens.",
@@ -400,6 +408,8 @@ class Resumes(_One):
         """Batches by step of the jobs before; of several that had a step, those of the first."""
         self._batches: dict[int, int] = {}
         self._judged = True
+        self._skipped = 0
+        """Updates of the jobs before without effect, which an optimizer's own count leaves out."""
 
     def _begin(self, hello: Hello) -> None:
         began_anew = 1 in self._batches
@@ -410,6 +420,7 @@ class Resumes(_One):
         """Process one rank's step."""
         if step.rank or not step.batch_id:
             return []
+        self._skipped += step.overflow
         if len(self._batches) < _MOST_STEPS:
             self._batches[step.step] = step.batch_id
         if self._judged or len(self._batches) < ALIKE:
@@ -417,7 +428,7 @@ class Resumes(_One):
         self._judged = True
         first = next(iter(self._batches))
         of = self._batches_of(first)
-        if of is None:
+        if of is None or 0 < of - first <= self._skipped:
             return []
         return self._judge(Finding("data_not_resumed", ResumeFacts(first, of), step=first))
 

@@ -8,7 +8,7 @@ import msgspec
 
 from ...messages.telemetry import Goodbye, Hello, LostEdit, Step
 from ...text import counted
-from ..findings.finding import Detector, Finding, Handler, Kind, Shown
+from ..findings.finding import HIDDEN, Detector, Finding, Handler, Kind, Shown
 from ..words import Words, high_rate, number
 
 SKIPPED = 3
@@ -21,6 +21,8 @@ ZERO = 20
 """Steps in a row at a learning rate of 0."""
 EVALUATING = 5
 """Updates in a row of a model in evaluation mode."""
+CLIPPED = 3
+"""Steps in which gradients were seen to be clipped by mistake."""
 EDITED = 8
 """Places in a script whose lost changes are told."""
 
@@ -48,6 +50,8 @@ class WeightFacts(msgspec.Struct, frozen=True):
     lr: float | None
     at_latest: bool = False
     """Seen before the next update: the loss of that one was not finite."""
+    after_step: int = 0
+    """The last step whose sampled weights were finite, if some between were not looked at."""
 
 
 class StillFacts(msgspec.Struct, frozen=True):
@@ -100,6 +104,13 @@ class LeftOutFacts(msgspec.Struct, frozen=True):
     first: str
 
 
+class ClippedFacts(msgspec.Struct, frozen=True):
+    """Gradients that are clipped by mistake."""
+
+    how: str
+    since_step: int
+
+
 class _Row:
     """Steps in a row for which something holds."""
 
@@ -122,6 +133,10 @@ class _Rank:
     def __init__(self) -> None:
         self.skipped, self.still, self.zero, self.evaluating = _Row(), _Row(), _Row(), _Row()
         self.last_skipped = SkippedFacts(0, 0, None, None, None, "")
+        self.clipped, self.clipped_since = 0, 0
+        """Steps that were seen to clip by mistake, and the first of them."""
+        self.finite = 0
+        """The last step whose sampled weights were finite."""
         self.part = ""
         """The part of the model that was in evaluation mode when the modes of parts were last looked at."""
         self.before: Step | None = None
@@ -146,6 +161,8 @@ def _weights(finding: Finding) -> Words:
     facts: WeightFacts = finding.facts
     at, lower = high_rate(facts.lr)
     since = f"the update of step {facts.since_step}, or one before" if facts.at_latest else f"step {facts.since_step}"
+    if facts.after_step:
+        since = f"a step from {facts.after_step + 1} to {facts.since_step}"
     return Words(
         f"weights are not finite since {since}: the backward{at}",
         f"The loss of that step was still {number(facts.loss)}, at a learning rate of {number(facts.lr)}: its "
@@ -242,14 +259,35 @@ def _left_out(finding: Finding) -> Words:
     facts: LeftOutFacts = finding.facts
     more = f" and {counted(facts.parameters - 1, 'other parameter')}" if facts.parameters > 1 else ""
     return Words(
-        f"no optimizer has {facts.first}{more}: not trained",
+        f"no optimizer updates {facts.first}{more}: not trained",
         "Gradients are computed for it, and no optimizer updates it."
         if facts.parameters == 1
         else "Gradients are computed for them, and no optimizer updates them.",
-        "Make the optimizer after the model is complete (resized embeddings, adapters, a new head) with all that is to "
-        "be trained; call requires_grad_(False) on what is not to be trained, which saves its gradients.",
+        "Make the optimizer after the model is complete (resized embeddings, adapters, a new head; layers in a "
+        "ModuleList) with all that is to be trained, and step each optimizer; call requires_grad_(False) on what is "
+        "not to be trained, which saves its gradients.",
         "Another training has begun.",
     )
+
+
+_CLIPPED = {
+    "zero": (
+        "gradients are clipped to a norm of 0",
+        "Every update is without its gradients: only weight decay changes the weights.",
+        "Pass the largest norm that is to be kept as max_norm, such as 1.0; look for a division of integers.",
+    ),
+    "scaled": (
+        "gradients are clipped before the loss scaler divides them by its scale",
+        "Their norm is the loss scale times too large, so nearly every update is made far smaller than the limit says.",
+        "Call scaler.unscale_(optimizer) before the clipping.",
+    ),
+}
+
+
+def _clipped(finding: Finding) -> Words:
+    facts: ClippedFacts = finding.facts
+    what, why, remedy = _CLIPPED.get(facts.how, _CLIPPED["zero"])
+    return Words(f"{what} since step {facts.since_step}", why, remedy, "Another training has begun.")
 
 
 class Updates(Detector):
@@ -283,6 +321,13 @@ class Updates(Detector):
             LeftOutFacts,
             _left_out,
             shown={"first": Shown("first")},
+        ),
+        Kind(
+            "clipping",
+            ClippedFacts,
+            _clipped,
+            shown={"how": HIDDEN},
+            limits={"steps that were seen": f"{CLIPPED}"},
         ),
         Kind(
             "pending_micro_batches",
@@ -370,8 +415,11 @@ class Updates(Detector):
             facts = ModeFacts(rank.evaluating.since, rank.evaluating.lasts(step.step), "" if whole else rank.part)
             found += self._judge("evaluation_mode", evaluating, step, facts, rank.evaluating.since)
         if signs is not None and signs.weights == "nan" and loss_is_finite and not step.overflow:
-            facts = WeightFacts(step.step, step.loss, step.grad_norm, step.lr)
+            after = rank.finite if 0 < rank.finite < step.step - 1 else 0
+            facts = WeightFacts(step.step, step.loss, step.grad_norm, step.lr, after_step=after)
             found += self._once("weights_not_finite", facts, step.rank, step.step, "error")
+        elif sampled and (signs is None or signs.weights != "nan"):
+            rank.finite = step.step
         before, rank.before = rank.before, step
         if signs is not None and signs.weights_lost and before is not None:
             facts = WeightFacts(before.step, before.loss, before.grad_norm, before.lr, at_latest=True)
@@ -379,6 +427,11 @@ class Updates(Detector):
         if signs is not None and signs.left_out:
             facts = LeftOutFacts(signs.left_out, signs.left_out_first)
             found += self._once("not_in_optimizer", facts, step.rank, step.step, "warning")
+        if signs is not None and signs.clipped:
+            rank.clipped, rank.clipped_since = rank.clipped + 1, rank.clipped_since or step.step
+            if rank.clipped >= CLIPPED:
+                clipped = ClippedFacts(signs.clipped, rank.clipped_since)
+                found += self._once("clipping", clipped, step.rank, rank.clipped_since, "warning")
         if signs is not None and signs.pending:
             found += self._end_of_pass(step, signs.pending, "joined")
         if signs is not None and signs.dropped:

@@ -91,8 +91,8 @@ def _note_scaling(events: TorchEvents, scaled: Any, _scaler: Any, *args: Any, **
         events.scaled(scaled, loss)
 
 
-def _note_norm(events: TorchEvents, norm: Any, /, *_: Any, **__: Any) -> None:
-    events.clipped(norm)
+def _note_norm(events: TorchEvents, norm: Any, /, *args: Any, **kwargs: Any) -> None:
+    events.clipped(norm, args[1] if len(args) > 1 else kwargs.get("max_norm"))
 
 
 clipping = after(_note_norm)
@@ -491,7 +491,7 @@ def _after_optimizer(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 
 
 def _clipping_with(events: TorchEvents, parameters: Any, max_norm: Any, total_norm: Any, *_: Any, **__: Any) -> None:
-    events.clipped(total_norm)
+    events.clipped(total_norm, max_norm)
 
 
 def _making_scaler(original: Any) -> Callable[..., Any]:
@@ -506,7 +506,9 @@ def _making_scaler(original: Any) -> Callable[..., Any]:
 
 def _scaler_step(events: TorchEvents, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> AbstractContextManager[Any]:
     """Report ``GradScaler.step``: with infinite gradients it does not call the optimizer, which is a skipped step."""
-    return events.scaler_step(optimizer, getattr(scaler, "_scale", None))
+    states = getattr(scaler, "_per_optimizer_states", {}).values()
+    scaled = scaler.is_enabled() and all(each["stage"].name == "READY" for each in states)
+    return events.scaler_step(optimizer, getattr(scaler, "_scale", None), scaled=scaled)
 
 
 def _on_checkpoints(module: ModuleType) -> None:

@@ -18,7 +18,7 @@ from ..device import cuda
 from ..guard import guarded, nothing
 from ..phases.tracker import Notes, Tracker
 from ..rank.context import of_optimizer
-from ..rank.model import learning_rate, own_class, own_model, parameters_of
+from ..rank.model import learning_rate, own_class, own_model, parameters_of, steps_done
 from ..values.signs import WeightSampler, has_gradients, left_out
 from .state import Loop
 
@@ -28,6 +28,8 @@ whose first optimizer still exists."""
 TRAINING_NS = 5_000_000_000
 """Minimum duration of a training. Federated learning and meta-learning make a short-lived copy of the model, with an
 optimizer, per client or task."""
+IDLE = 100
+"""Steps after which an optimizer that has not stepped yet is taken for one that never will."""
 MEASURED_UPDATERS = 8
 """Limit above which a step (as of one optimizer for each parameter) has no memory sample at every update."""
 
@@ -140,6 +142,11 @@ class Updates:
         self._sampled = False
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose creation was seen."""
+        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._sought_idle = False
+        """Whether optimizers that never step were looked for."""
+        self.learned: list[Callable[[], Any]] = []
+        """Weak references to the parameters that the first backward had gradients of."""
 
     @guarded
     def found_optimizer(self, optimizer: Any) -> None:
@@ -173,6 +180,7 @@ class Updates:
         if state.in_update and self._since == self._tracker.progress:
             self._depth += 1  # a step method that calls its base class's
             return False
+        self._stepped.add(optimizer)
         # If one is under way here, it raised and did not end.
         self._forwards.add_optimizer(optimizer)
         self._depth = state.closures = 0
@@ -294,13 +302,27 @@ class Updates:
         if not self._sampled:
             self._sampled = True
             tracker.notes.weights_before = self._weights.take(by)
-            self._note_left_out(by)
+            if not state.engine_steps:  # after a resume
+                tracker.step = max(tracker.step, steps_done(by))
+            self._note_left_out(by, self._forwards.updated())
+        elif not self._sought_idle and len(self._stepped) < len(self._made) and tracker.step >= IDLE:
+            self._sought_idle = True
+            self._note_left_out(by, self._forwards.updated() - self._idle())
 
-    def _note_left_out(self, by: Any) -> None:
-        """Note the parameters that no optimizer has; where this one was made before the probe, others may have been."""
+    def _idle(self) -> set[int]:
+        """Return the ids of the parameters of optimizers that never stepped, nor does another one with some of them."""
+        made, stepped = (
+            {each: {id(one) for one in parameters_of(each)} for each in some} for some in (self._made, self._stepped)
+        )
+        updated = set().union(*stepped.values())
+        return set().union(*(each for each in made.values() if each.isdisjoint(updated)))
+
+    def _note_left_out(self, by: Any, updated: set[int]) -> None:
+        """Note the parameters that no optimizer updates; where this one was made before the probe, others may be."""
         model = self._trained.any_model()
         if model is not None and by is not None and by in self._made and not self._state.engine_steps:
-            self._tracker.notes.left_out = left_out(model, self._forwards.updated())
+            others = [found for each in self.learned if (found := each()) is not None]
+            self._tracker.notes.left_out = left_out(model, updated, others)
 
     def _end_step(self, number: int | None) -> None:
         updater = self.updater

@@ -141,7 +141,9 @@ class Notes:
     weights_before: Any = None
     """The same before the training's first update."""
     left_out: tuple[int, str] = 0, ""
-    """At that update: parameters with gradients that no optimizer has, and the name of the first."""
+    """Then, or later: how many parameters with gradients no optimizer updates, and the name of the first."""
+    clipped: str = ""
+    """How gradients were clipped by mistake: to a norm of ``zero``, or while they were ``scaled``; in judged steps."""
     evaluating: bool = False
     """The trained model was in evaluation mode at the update, which changes its layers."""
     no_gradients: bool = False

@@ -101,18 +101,28 @@ def parameters_of(optimizer: Any) -> list[Any]:
 
 def parameters_under(losses: Sequence[Any]) -> list[Any]:
     """List the parameters whose gradients a backward from these tensors computes."""
+    variables = [getattr(node, "variable", None) for node in nodes_under(losses)]
+    return list({id(each): each for each in variables if isinstance(each, torch.nn.Parameter)}.values())
+
+
+def nodes_under(losses: Sequence[Any]) -> Iterator[Any]:
+    """Yield the nodes of the graph that a backward from these tensors goes through."""
     waiting = [loss.grad_fn for loss in losses if getattr(loss, "grad_fn", None) is not None]
-    found: dict[int, Any] = {}
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.nn.Parameter):
-            found[id(variable)] = variable
+        yield node
         further = {each for each, _ in node.next_functions if each is not None} - seen
         seen |= further
         waiting += further
-    return list(found.values())
+
+
+def steps_done(optimizer: Any) -> int:
+    """Return how many updates an optimizer's state counts on the host, as after it was loaded; 0: none, or unknown."""
+    state: Any = next(iter(getattr(optimizer, "state", {}).values()), None)
+    step: Any = state.get("step") if isinstance(state, dict) else None
+    is_known = isinstance(step, int | float) or (isinstance(step, torch.Tensor) and step.is_cpu and step.numel() == 1)
+    return int(step) if is_known else 0
 
 
 def learning_rate(rates: Sequence[Any]) -> Any:

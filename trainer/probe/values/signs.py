@@ -17,7 +17,7 @@ from ....protocol.messages.telemetry import Signs
 from ..device import cuda
 from ..guard import frame_locals, log_error, nothing
 from ..phases.tracker import Notes
-from ..rank.model import Trained, number_of_elements, own_model, parameters_of
+from ..rank.model import Trained, nodes_under, number_of_elements, own_model, parameters_of
 from .batch import IGNORED, Seen, is_dense
 
 FIRST = 64
@@ -53,7 +53,8 @@ class Attended(NamedTuple):
     implementation: str
     """Of the attention: ``sdpa``, ``eager``, ``flash_attention_2`` ..."""
     mask: Any
-    """The 2-D mask, here or on its way from the device; None: none was passed."""
+    """The 2-D mask, here or on its way from the device; of a 4-D one which tokens but the first see the one before;
+    None: none was passed."""
     positions: Any
     cached: bool
     bidirectional: bool = False
@@ -73,12 +74,19 @@ def attended(config: Any, mask: Any, positions: Any, cached: bool, frame: FrameT
         positions = positions if is_dense(positions) else None
     implementation = getattr(config, "_attn_implementation", None)
     wanted = isinstance(implementation, str) and positions is not None and positions.dim() == 2
+    if mask is not None and mask.dim() == 4 and mask.shape[-1] == mask.shape[-2]:
+        before, own = (mask[:, 0].diagonal(offset, -2, -1) for offset in (-1, 0))
+        mask = _is_seen(before) & _is_seen(own)[:, 1:]  # not where the token is padding
     if not wanted or (mask is not None and mask.dim() != 2):
         return None
     here = [None if each is None else to_host(each) for each in (mask, positions)]
     if here[1] is None or (mask is not None and here[0] is None):
         return None  # too many copies are under way
     return Attended(str(implementation), here[0], here[1], cached, bidirectional)
+
+
+def _is_seen(mask: Any) -> Any:
+    return mask >= 0 if mask.is_floating_point() else mask != 0
 
 
 def _forward(frame: FrameType, receives: str) -> dict[str, Any]:
@@ -138,6 +146,21 @@ def labels_of(loss: Any, ids: Any = None) -> Any:
         if is_dense(mask) and mask.numel() == labels.numel() > 1:
             labels = torch.where(mask.detach().reshape(1, -1) == 0, ignored, labels)
     return to_host(labels if ignored == IGNORED else torch.where(labels == ignored, IGNORED, labels))
+
+
+def ids_of(loss: Any) -> Any:
+    """Return the token ids of a loss by its graph: those of the largest embedding of rows of tokens; None: unknown."""
+    found: Any = None
+    for node in nodes_under([loss]):
+        if type(node).__name__ != "EmbeddingBackward0":
+            continue
+        try:
+            ids, entries = node._saved_indices, node._saved_weight_sym_argsize_0
+        except (AttributeError, RuntimeError):  # of another version, or changed in place since
+            continue
+        if _are_labels(ids) and ids.dim() == 2 and (found is None or entries > found[1]):
+            found = ids, entries
+    return None if found is None else to_host(found[0])
 
 
 def _multiplies(node: Any) -> bool:
@@ -215,12 +238,17 @@ class WeightSampler:
         return values if values and all(value is not None for value in values) else None
 
 
-def left_out(model: Any, updated: Set[int]) -> tuple[int, str]:
+def left_out(model: Any, updated: Set[int], others: Sequence[Any] = ()) -> tuple[int, str]:
     """Return how many parameters of a model have gradients and are not ``updated``, by ids, and the first one's name.
 
-    Not those of a data type of which none is updated: an optimizer may update copies of them in another one.
+    ``others`` are parameters of its loss, which may be no part of it, as in a Python list of layers. Not those of a
+    data type of which none is updated: an optimizer may update copies of them in another one.
     """
     trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    own = {id(each) for each in model.parameters()}
+    trained += [
+        (f"a parameter {list(each.shape)} outside of the model", each) for each in others if id(each) not in own
+    ]
     kinds = {each.dtype for _, each in trained if id(each) in updated}
     found = [
         name for name, each in trained if id(each) not in updated and each.grad is not None and each.dtype in kinds
@@ -258,7 +286,7 @@ def _spread(owner: Any, updater: Any) -> list[Any]:
     in the rows that a step uses.
     """
     model = None if hasattr(owner, "param_groups") else owner
-    trained = _trained_by(owner, updater)
+    trained = _trained_by(owner, updater) or parameters_of(updater)
     modules = () if model is None else model.modules()
     rows = {id(each.weight) for each in modules if isinstance(each, torch.nn.Embedding)}
     trained = [each for each in trained if id(each) not in rows]
@@ -333,6 +361,7 @@ class SignReader:
             "dropped": notes.dropped,
             "left_out": notes.left_out[0],
             "left_out_first": notes.left_out[1],
+            "clipped": notes.clipped,
             "evaluating": notes.evaluating,
             "evaluating_part": notes.evaluating_part,
             "weights_lost": notes.weights_lost,
@@ -457,11 +486,14 @@ def _continues(model: Any) -> bool:
 
 
 def _begins_twice(seen: Seen, begin: int) -> bool:
-    """Return whether each row of a micro-batch begins with two such tokens, which are no padding."""
+    """Return whether each row of a micro-batch begins with two such tokens, after its padding."""
     if not _here(seen.ids) or seen.ids.shape[1] < 2:
         return False
-    padded = _here(seen.mask) and not bool(seen.mask[:, :2].all())
-    return not padded and bool((seen.ids[:, :2] == begin).all())
+    ids, first = seen.ids.numpy(), numpy.zeros(len(seen.ids), int)
+    if _here(seen.mask) and seen.mask.shape == seen.ids.shape:
+        first = numpy.minimum((seen.mask.numpy() != 0).argmax(1), ids.shape[1] - 2)
+    rows = numpy.arange(len(ids))
+    return bool((ids[rows, first] == begin).all() and (ids[rows, first + 1] == begin).all())
 
 
 def _ends_of(config: Any, model: Any) -> list[int]:
@@ -488,17 +520,24 @@ def _mixed(attended: Attended) -> str:
         each.tensor() if isinstance(each, cuda.Fetched) else each for each in (attended.mask, attended.positions)
     )
     positions = positions.numpy()
+    flash = "flash" in attended.implementation
     restarts = positions[:, 1:] < positions[:, :-1]  # a skip, or an image at one position, is no other document
+    if mask is not None and mask.shape[1] == restarts.shape[1]:
+        return "4-D mask" if (restarts & (mask.numpy() != 0)).any() and not flash else ""
     if mask is not None:
-        real = mask.numpy() != 0
-        if real.shape != positions.shape:
+        numbers = mask.numpy()
+        if numbers.shape[1] != positions.shape[1]:
             return ""
-        restarts = restarts & real[:, 1:] & real[:, :-1]  # positions of padding count anew, too
+        real = numbers != 0
+        real = real[:, 1:] & real[:, :-1]
+        if not flash and (real & (numbers[:, 1:] != numbers[:, :-1])).any():  # kernels for packed rows may read them
+            return "numbers"
+        restarts = restarts & real  # positions of padding count anew, too
     if not restarts.any():
         return ""
     if attended.bidirectional:
-        return "" if "flash" in attended.implementation else "encoder"
-    if "flash" in attended.implementation:
+        return "" if flash else "encoder"
+    if flash:
         return "batch" if len(positions) > 1 else ""
     return "mask" if mask is not None else "cache" if attended.cached else ""
 

@@ -98,7 +98,11 @@ def test_rows_that_begin_twice_are_told_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("by", "words"), [("mask", "attention mask"), ("cache", "cache"), ("batch", "Flash"), ("encoder", "encoder")]
+    ("by", "words"),
+    [
+        *(("mask", "attention mask"), ("cache", "cache"), ("batch", "Flash"), ("encoder", "encoder")),
+        *(("4-D mask", "4-D mask lets"), ("numbers", "documents' numbers")),
+    ],
 )
 def test_documents_that_see_each_other_are_told_with_their_cause_once_for_each_rank(by: str, words: str) -> None:
     detector = Inputs()
@@ -164,6 +168,20 @@ def test_batches_that_come_again_or_are_left_out_after_a_resume_are_named(
 )
 def test_a_resume_with_its_own_data_raises_nothing(first: int, batches: list[int], before: list[int]) -> None:
     assert found(first, batches, before) == []
+
+
+def test_steps_without_an_update_which_an_optimizer_does_not_count_leave_no_batches_out() -> None:
+    def told(overflows: int) -> list[Finding]:
+        detector = Resumes()
+        detector.hello(hello(1))
+        for number, batch in enumerate(FIFTY, 1):
+            detector.step(Step(0, number, 1.0, 1, [], batch_id=batch, overflow=number <= overflows))
+        detector.hello(hello(2))
+        steps = [Step(0, number, 1.0, 1, [], batch_id=batch) for number, batch in enumerate(FIFTY[40:], 39)]
+        return [one for each in steps for one in detector.step(each)]
+
+    assert told(2) == []
+    assert len(told(1)) == 1
 
 
 def test_it_is_over_with_the_next_training() -> None:

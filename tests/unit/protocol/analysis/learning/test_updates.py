@@ -7,7 +7,7 @@ import pytest
 from ftmon.protocol.analysis.kinds import words_of
 from ftmon.protocol.analysis.learning.updates import BARE, STILL, ZERO, Updates
 from ftmon.protocol.analysis.words import Words
-from ftmon.protocol.messages.telemetry import Goodbye, LostEdit, Signs, Step
+from ftmon.protocol.messages.telemetry import Goodbye, LostEdit, PhaseRecord, Signs, Span, Step
 from msgspec.structs import replace
 from simulated_run import Sim
 
@@ -178,8 +178,23 @@ def test_a_change_inside_gathered_parameters_is_told_with_its_line(overwritten: 
     assert other.condition != told.condition
 
 
+@pytest.mark.parametrize("how", ["zero", "scaled"])
+def test_gradients_that_are_clipped_by_mistake_are_told_once_with_the_first_step(how: Any) -> None:
+    detector = Updates()
+    steps = [step(number, signs=Signs(clipped=how) if number in (2, 3, 9, 20) else None) for number in range(1, 30)]
+    assert found(detector, steps) == [(9, "clipping", "raised", 2)]
+
+
+def test_weights_that_were_not_looked_at_in_each_step_are_lost_since_a_step_after_the_last_look() -> None:
+    detector, coarse = Updates(), [PhaseRecord("backward", 0, 1, Span(0, 0, 0), Span(0, 0, 0), coarse=True)]
+    steps = [step(number) for number in range(1, 11)]
+    steps += [replace(step(number), phases=coarse, memory_every=50) for number in range(11, 30)]
+    (told,) = [one for each in [*steps, step(30, signs=Signs(weights="nan"))] for one in detector.step(each)]
+    assert words_of(told).title == "weights are not finite since a step from 11 to 30: the backward"
+
+
 def test_parameters_that_no_optimizer_has_are_told_once_with_the_first_one() -> None:
     detector = Updates()
     steps = [step(1, rank, signs=Signs(left_out=3, left_out_first="lm_head.weight")) for rank in range(2)]
     (told,) = [one for each in steps for one in detector.step(each)]
-    assert words_of(told).title == "no optimizer has lm_head.weight and 2 other parameters: not trained"
+    assert words_of(told).title == "no optimizer updates lm_head.weight and 2 other parameters: not trained"

@@ -9,8 +9,12 @@ import pytest
 import torch
 from ftmon.trainer.probe import active
 from ftmon.trainer.probe.hooks import distributed
+from ftmon.trainer.probe.hooks import torch as hooks
 from ftmon.trainer.probe.hooks.frameworks import callback_class
 from ftmon.trainer.probe.loop.training import Training
+from ftmon.trainer.probe.loop.updates import IDLE
+from ftmon.trainer.probe.phases.tracker import Notes
+from torch.amp.grad_scaler import OptState
 
 
 class Unsized:
@@ -35,6 +39,65 @@ def test_a_plan_is_reported_without_epochs_where_the_data_have_no_length(trainin
     plan = training.introduction.plan
     assert plan is not None
     assert (plan.total_steps, plan.epochs) == (8, None)
+
+
+def trained(events: Any, model: torch.nn.Module, *optimizers: Any) -> None:
+    """Report a step of these optimizers, whose hooks are not installed."""
+    loss = model(torch.ones(2, 4)).sum()
+    with events.backward([loss]):
+        loss.backward()
+    for optimizer in optimizers:
+        events.stepping(optimizer)
+        optimizer.step()
+        events.stepped(optimizer)
+
+
+def test_an_optimizer_that_has_not_stepped_after_many_steps_is_told_with_its_parameters(training: Training) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    training.trained.model = lambda: model
+    first, idle = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    again = torch.optim.SGD(model[0].parameters(), lr=0.1)  # of parameters that another one updates
+    for each in (first, idle, again):
+        active.events.made_optimizer(each, sys._getframe())
+    noted = {}
+    for _ in range(IDLE + 5):
+        number = training.tracker.step + 1
+        before = training.tracker.notes
+        trained(active.events, model, first)
+        noted[number] = before.left_out
+    assert {number: each for number, each in noted.items() if each[0]} == {IDLE + 1: (2, "1.weight")}
+
+
+def test_steps_go_on_where_a_loaded_optimizer_has_stopped(training: Training) -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(7):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    trained(active.events, model, optimizer)
+    assert training.tracker.step == 8
+    trained(active.events, model, optimizer)
+    assert training.tracker.step == 9
+
+
+def test_clipping_to_nothing_and_clipping_of_scaled_gradients_is_noted(training: Training) -> None:
+    norm, scaler = torch.tensor(2.0), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+    def clipped(limit: Any, *, unscaled: bool) -> str:
+        notes = training.tracker.notes = Notes()
+        active.events.clipped(norm, limit)
+        if unscaled:
+            scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+        hooks._scaler_step(active.events, scaler, optimizer)
+        scaler._per_optimizer_states.clear()
+        return notes.clipped
+
+    assert [clipped(1.0, unscaled=True), clipped(1.0, unscaled=False)] == ["", "scaled"]
+    assert [clipped(0, unscaled=True), clipped(torch.zeros(()), unscaled=True)] == ["zero", ""]
+    training.tracker.notes = Notes()
+    hooks._scaler_step(active.events, scaler, optimizer)
+    assert training.tracker.notes.clipped == "", "nothing was clipped"
 
 
 @pytest.mark.parametrize("event", ["on_train_begin", "on_step_end", "on_evaluate", "on_save"])

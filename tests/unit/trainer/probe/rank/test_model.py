@@ -13,6 +13,7 @@ from ftmon.trainer.probe.rank.model import (
     dtype_of,
     learning_rate,
     parameters_under,
+    steps_done,
 )
 from ftmon.trainer.probe.values.batch import model_sizes
 from torch import nn
@@ -131,6 +132,19 @@ def test_what_a_script_has_made_with_exec_is_there_afterwards():
     exec("made = 3")
     frame_locals(sys._getframe())
     assert sys.version_info >= (3, 13) or eval("made") == 3
+
+
+def test_the_updates_that_a_loaded_optimizer_has_made_are_counted_where_its_state_is_on_the_host():
+    weight = nn.Parameter(torch.ones(2))
+    made = torch.optim.AdamW([weight], lr=0.1)
+    assert steps_done(made) == 0
+    for _ in range(3):
+        weight.grad = torch.ones(2)
+        made.step()
+    loaded = torch.optim.AdamW([weight], lr=0.1)
+    loaded.load_state_dict(made.state_dict())
+    assert steps_done(loaded) == 3
+    assert steps_done(torch.optim.SGD([weight], lr=0.1)) == steps_done(None) == 0
 
 
 def test_the_learning_rate_is_that_of_a_group_that_moves():

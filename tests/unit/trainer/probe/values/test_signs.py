@@ -12,11 +12,23 @@ from ftmon.protocol.messages.telemetry import Signs
 from ftmon.trainer.probe.phases.tracker import Notes
 from ftmon.trainer.probe.rank.model import Trained
 from ftmon.trainer.probe.values.batch import Seen
-from ftmon.trainer.probe.values.signs import SAMPLED, SignReader, WeightSampler, attended, labels_of, received
+from ftmon.trainer.probe.values.signs import (
+    SAMPLED,
+    SignReader,
+    WeightSampler,
+    attended,
+    ids_of,
+    labels_of,
+    left_out,
+    received,
+)
 from torch.nn.functional import cross_entropy
 
 RESTARTS = torch.arange(8).repeat(2)[None]
 ONES = torch.ones(1, 16, dtype=torch.long)
+NUMBERS = torch.tensor([[1] * 8 + [2] * 8])
+CAUSAL = torch.ones(16, 16, dtype=torch.bool).tril()[None, None]
+ONE_DOCUMENT = NUMBERS[0][:, None] == NUMBERS[0]
 PADDED_LEFT = torch.tensor([[0] * 8 + [1] * 8])
 
 
@@ -34,7 +46,15 @@ def read(reader: SignReader, **notes: Any) -> tuple[int, Signs]:
         ("sdpa", None, RESTARTS, False, ""),
         ("sdpa", ONES, torch.arange(16)[None], False, ""),
         ("sdpa", PADDED_LEFT, RESTARTS, False, ""),
-        ("sdpa", torch.ones(1, 1, 16, 16), RESTARTS, False, ""),
+        ("sdpa", CAUSAL, RESTARTS, False, "4-D mask"),
+        ("eager", torch.zeros(CAUSAL.shape).masked_fill(~CAUSAL, -1e4), RESTARTS, False, "4-D mask"),
+        ("sdpa", CAUSAL & ONE_DOCUMENT, RESTARTS, False, ""),
+        ("sdpa", CAUSAL & (torch.arange(16) < 8), RESTARTS, False, ""),  # the second half is padding
+        ("flash_attention_2", CAUSAL, RESTARTS, False, ""),
+        ("sdpa", CAUSAL, torch.arange(16)[None], False, ""),
+        ("sdpa", NUMBERS, torch.arange(16)[None], False, "numbers"),
+        ("sdpa", NUMBERS - 1, torch.arange(16)[None], False, ""),  # padding, and one document
+        ("flash_attention_2", NUMBERS, torch.arange(16)[None], False, ""),
         ("flash_attention_2", ONES, RESTARTS, False, ""),
         ("flash_attention_2", None, RESTARTS.repeat(2, 1), False, "batch"),
         (None, ONES, RESTARTS, False, ""),
@@ -149,6 +169,25 @@ def test_the_labels_of_a_loss_are_those_of_its_whole_batch(make: Callable[[Any, 
     labels = labels_of(loss, ids)
     assert (0 if labels is None else labels.numel()) == found
     assert labels is None or (3 in labels) == (-100 not in labels), "the ignored label is the one of ftmon"
+
+
+def test_the_token_ids_of_a_loss_are_those_of_the_largest_embedding_in_its_graph() -> None:
+    ids, kinds = torch.arange(12).reshape(2, 6), torch.zeros(2, 6, dtype=torch.long)
+    words, places, types = (torch.nn.Embedding(number, 4) for number in (12, 40, 2))
+    loss = (types(kinds) + words(ids) + places(torch.arange(6))).square().mean()
+    assert torch.equal(ids_of(loss), ids)
+    assert ids_of(places(torch.arange(6)).sum()) is None
+    assert ids_of(torch.zeros(())) is None
+
+
+def test_parameters_of_a_loss_that_are_no_part_of_the_model_may_be_left_out() -> None:
+    model, hidden = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
+    hidden(model(torch.ones(4))).sum().backward()
+    updated = {id(each) for each in model.parameters()}
+    assert left_out(model, updated) == (0, "")
+    assert left_out(model, updated, list(hidden.parameters())) == (2, "a parameter [3, 4] outside of the model")
+    assert left_out(model, updated, list(hidden.double().parameters()))[0] == 0, "of a type that none updated has"
+    assert left_out(model, {id(model.bias)})[1] == "weight"
 
 
 def test_tokens_whose_losses_are_multiplied_by_0_have_no_label() -> None:

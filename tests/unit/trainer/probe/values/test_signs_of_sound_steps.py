@@ -75,6 +75,8 @@ def test_weights_are_sampled_of_what_the_optimizer_updates():
     model.requires_grad_(False)
     assert sampler.take(second) is not None, "none is trained any more: those sampled before stand still"
     model.requires_grad_(True)
+    frozen = nn.Linear(8, 8).requires_grad_(False)  # none was ever trained
+    assert WeightSampler(trained_on(frozen)).take(torch.optim.SGD(frozen.parameters(), lr=0.1)) is not None
     lost = torch.optim.SGD([nn.Parameter(torch.ones(8, 8))], lr=0.1)  # of a model that was copied
     assert [changes(model, lost, sampler, reader) for _ in range(3)] == ["", "same", "same"]
 
@@ -239,3 +241,11 @@ def test_micro_batches_whose_rows_begin_twice_are_counted(first, second, masked,
     mask[0, 0] = masked
     found = signs_of(trained_on(model), seen=[Seen(ids, mask, ids)])
     assert (found.begun_twice if found is not None else 0) == twice
+
+
+def test_rows_begin_after_their_padding():
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(bos_token_id=1)
+    ids = torch.tensor([[0, 0, 1, 1, 7], [0, 1, 1, 8, 9], [1, 1, 8, 9, 0]])
+    for mask, twice in ((ids != 0, True), (torch.ones_like(ids), False), (torch.zeros_like(ids), False)):
+        assert (signs_of(trained_on(model), seen=[Seen(ids, mask, ids)]) is not None) == twice
