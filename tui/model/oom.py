@@ -337,6 +337,11 @@ def verdict_of(alert: Alert | None) -> SpikeVerdict | None:
     return SpikeVerdict(pattern.replace("_", " "), _text(evidence.get("cause_where")), remedy, size)
 
 
+def text_without_remedy(alert: Alert) -> str:
+    """Return an alert's text without the remedy, which is shown as what to try."""
+    return alert.text.replace(_text(alert.evidence.get("remedy")), "").strip()
+
+
 def verdict_words(verdict: SpikeVerdict) -> list[str]:
     """Return a verdict's text, with what to try."""
     where = f", in {verdict.where}" if verdict.where else ""

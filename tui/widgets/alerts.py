@@ -117,7 +117,7 @@ def alert_detail(
         "" if alert.resolved is None else f"over after {duration(max(0, alert.resolved - alert.time))}",
     )
     lines += [Line("   " + f" {theme.glyphs.dot} ".join(filter(None, where)), dim), Line()]
-    for paragraph in alert.text.splitlines():
+    for paragraph in oom.text_without_remedy(alert).splitlines():
         lines += [Line("   " + row, base) for row in wrap(paragraph, width - 5)]
     lines += _cause(alert, cause, width, theme, unfolded)
     evidence = oom.other_evidence(alert)

@@ -176,6 +176,12 @@ def test_control_characters_of_an_alert_never_reach_the_terminal() -> None:
     assert "\x07" not in text
 
 
+def test_what_to_try_is_shown_once() -> None:
+    alert = Alert(1, "health", "warning", 0.0, "no labels", text="All are ignored. Look.", evidence={"remedy": "Look."})
+    lines = [line.plain.strip() for line in alert_detail(alert, 80, THEME)]
+    assert [line for line in lines if "ignored" in line or "Look" in line] == ["All are ignored.", "try: Look."]
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_summary_keeps_its_width_and_says_the_trouble(width: int) -> None:
     summary = Summary("a-very-long-name-of-a-run-that-never-ends", "training", trouble="1 hung, 3 waiting", step=1204,
