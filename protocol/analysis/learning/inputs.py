@@ -28,7 +28,7 @@ BEGUN_TWICE = 3
 ALIKE = 4
 """Steps in a row with the batches of other steps, one for one, that are no accident."""
 COPIES = 5
-"""Steps in a row in which all ranks had the same batch, of at least two batches."""
+"""Steps in a row in which all ranks had the same batch, of at least two batches; each another one if not of tokens."""
 OF_EACH = 12
 """Micro-batches of each of a loader's workers that are looked at for copies."""
 MISALIGNED = 2
@@ -457,14 +457,14 @@ def _copies(finding: Finding) -> Words:
         f"all {facts.ranks} ranks train on the same batches since step {facts.since_step}",
         f"Their gradients are equal, so a step learns from one rank's batch: {facts.ranks} ranks do the work of one.",
         "Give the DataLoader a DistributedSampler, shard an IterableDataset by rank, or let the library prepare the "
-        "loader; where data are random, seed each rank differently. Under sequence or context parallelism ranks share "
-        "their batches on purpose: then nothing is wrong.",
+        "loader; where data are random, seed each rank differently. In sequence, context or tensor parallelism ranks "
+        "share their batches on purpose: then nothing is wrong.",
         "Ranks train on different batches.",
     )
 
 
 class Copies(_One):
-    """Compares the token batches of all ranks. Of ranks that are known to share batches, one tells what they have."""
+    """Compares the batches of all ranks. Of ranks that are known to share batches, one tells what they have."""
 
     kinds: ClassVar[tuple[Kind, ...]] = (
         Kind(
@@ -497,7 +497,7 @@ class Copies(_One):
 
     def step(self, step: Step) -> list[Finding]:
         """Process one rank's step."""
-        if self._ranks < 2 or not (step.batch_id and step.tokens) or self._shares:
+        if self._ranks < 2 or not step.batch_id or self._shares:
             return []
         batches = self._unfinished.setdefault(step.step, [])
         batches.append(step.batch_id)
@@ -510,8 +510,8 @@ class Copies(_One):
             self._row.clear()
             return self._judge(None)
         self._row.append(step.batch_id)
-        if len(self._row) < COPIES or len(set(self._row)) < 2:
-            return []
+        if len(self._row) < COPIES or len(set(self._row)) < (2 if step.tokens else COPIES):
+            return []  # of other tensors than tokens the first may be a constant, but for the last batch of a pass
         since = step.step - COPIES + 1
         facts = CopiesFacts(self._ranks, since)
         return self._judge(Finding("same_batches", facts, ranks=tuple(range(self._ranks)), step=since))

@@ -25,7 +25,7 @@ class Rows(Dataset):
 
     def __getitem__(self, index):
         time.sleep(0.02 if "loader" in FAULTS else 0.0)
-        return torch.randn(16, generator=torch.Generator().manual_seed(index))
+        return torch.randn(16, generator=torch.Generator().manual_seed(2 * index + dist.get_rank()))
 
 
 def main():
