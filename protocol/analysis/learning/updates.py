@@ -104,6 +104,13 @@ class LeftOutFacts(msgspec.Struct, frozen=True):
     first: str
 
 
+class ZeroFacts(msgspec.Struct, frozen=True):
+    """Steps from the first one on whose loss, or gradient norm, is exactly 0."""
+
+    steps: int
+    since_step: int
+
+
 class ClippedFacts(msgspec.Struct, frozen=True):
     """Gradients that are clipped by mistake."""
 
@@ -132,6 +139,8 @@ class _Row:
 class _Rank:
     def __init__(self) -> None:
         self.skipped, self.still, self.zero, self.evaluating = _Row(), _Row(), _Row(), _Row()
+        self.zeros = {"zero_loss": _Row(), "zero_norm": _Row()}
+        """Steps from the first one on whose loss or norm is 0; those of a figure that was another one end."""
         self.last_skipped = SkippedFacts(0, 0, None, None, None, "")
         self.clipped, self.clipped_since = 0, 0
         """Steps that were seen to clip by mistake, and the first of them."""
@@ -270,6 +279,28 @@ def _left_out(finding: Finding) -> Words:
     )
 
 
+def _zero_loss(finding: Finding) -> Words:
+    facts: ZeroFacts = finding.facts
+    return Words(
+        f"the loss has been exactly 0 for {facts.steps} steps: nothing is learned",
+        f"Since step {facts.since_step}. Its gradients are 0, too: only weight decay changes the weights.",
+        "Look for a mask or a weight that is 0 everywhere, labels that are all ignored, rewards that are all equal.",
+        "The loss is above 0.",
+    )
+
+
+def _zero_norm(finding: Finding) -> Words:
+    facts: ZeroFacts = finding.facts
+    return Words(
+        f"the gradient norm has been 0 for {facts.steps} steps",
+        f"Since step {facts.since_step}, while the loss is not 0: not the gradients of the update are clipped, or the "
+        "loss does not reach its parameters.",
+        "Clip after the backward and before zero_grad; pass the parameters of the model that is trained as a list: a "
+        "generator is empty once the optimizer has read it.",
+        "The norm is above 0.",
+    )
+
+
 _CLIPPED = {
     "zero": (
         "gradients are clipped to a norm of 0",
@@ -321,6 +352,10 @@ class Updates(Detector):
             LeftOutFacts,
             _left_out,
             shown={"first": Shown("first")},
+        ),
+        *(
+            Kind(name, ZeroFacts, words, limits={"steps in a row, from the first one": f"{ZERO}"})
+            for name, words in (("zero_loss", _zero_loss), ("zero_norm", _zero_norm))
         ),
         Kind(
             "clipping",
@@ -406,6 +441,17 @@ class Updates(Detector):
             row = rank.zero if zero else rank.still
             facts = StillFacts(row.lasts(step.step), row.since, step.lr, step.grad_norm, *self._sizes, bare)
             found += self._judge("weights_unchanged", many, step, facts, row.since)
+        unlabelled = signs is not None and signs.unlabelled > 0
+        for name, figure, holds in (
+            ("zero_loss", step.loss, step.loss == 0 and not unlabelled),
+            ("zero_norm", step.grad_norm, step.grad_norm == 0 and bool(step.loss) and not bare and not zero),
+        ):
+            if (row := rank.zeros.get(name)) is None or figure is None:
+                continue
+            if row.add(holds, step.step) >= ZERO or not holds:
+                found += self._judge(name, holds, step, ZeroFacts(row.count, row.since), row.since)
+            if figure:
+                del rank.zeros[name]
         if sampled:
             rank.part = signs.evaluating_part if signs is not None else ""
         whole = signs is not None and signs.evaluating

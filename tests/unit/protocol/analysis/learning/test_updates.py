@@ -178,6 +178,18 @@ def test_a_change_inside_gathered_parameters_is_told_with_its_line(overwritten: 
     assert other.condition != told.condition
 
 
+def test_a_loss_or_a_norm_that_is_0_from_the_first_step_on_is_told_until_it_is_not() -> None:
+    steps = [step(number, loss=float(number > 30), grad_norm=float(number > 30)) for number in range(1, 60)]
+    loss = [(ZERO, "zero_loss", "raised", 1), (31, "zero_loss", "resolved", 1)]
+    assert found(Updates(), steps) == loss
+    norm = [(ZERO, "zero_norm", "raised", 1), (31, "zero_norm", "resolved", 1)]
+    assert found(Updates(), [replace(each, loss=2.0) for each in steps]) == norm
+    solved = [step(number, loss=float(number < 5), grad_norm=float(number < 5)) for number in range(1, 60)]
+    assert found(Updates(), solved) == []
+    ignored = Signs(labelled=1, unlabelled=1)
+    assert found(Updates(), [replace(each, signs=ignored, loss=0.0) for each in steps]) == []
+
+
 @pytest.mark.parametrize("how", ["zero", "scaled"])
 def test_gradients_that_are_clipped_by_mistake_are_told_once_with_the_first_step(how: Any) -> None:
     detector = Updates()
