@@ -430,6 +430,8 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """Micro-batches with labels, if some of them have no label that counts."""
     unlabelled: Whole = 0
     """Micro-batches whose labels are all ignored."""
+    labelled_after: Whole = 0
+    """The last step before whose labels were examined, if some between were not and there are ``unlabelled`` ones."""
     ends: Whole = 0
     """End-of-sequence tokens of the model among the inputs, without padding, that could be labels."""
     learned_ends: Whole = 0

@@ -49,6 +49,8 @@ class LabelFacts(msgspec.Struct, frozen=True):
     since_step: int
     loss_not_finite: bool = False
     """The loss of some was a mean over no labels."""
+    after_step: int = 0
+    """The last step before whose labels were examined, if some between were not."""
 
 
 class EndFacts(msgspec.Struct, frozen=True):
@@ -86,21 +88,26 @@ class _Rank:
         self.bad = self.many = self.lost = False
         """Whether there are too many, as such, and any whose loss was not finite; ``bad``: one of both."""
         self.unlabelled = self.micro_batches = 0
-        self.since = 0
-        """The first step of too many micro-batches without labels."""
-        self._row_since = self._window_since = 0
+        self.since = self._row_since = self._window_since = 0, 0
+        """The first step of too many micro-batches without labels, and the last one before that was examined."""
+        self._then: tuple[int, int, int, deque[bool]] = 0, 0, 0, self.empty
+        """The latest step with such micro-batches, and the counts at its end."""
 
     def add(self, step: Step, signs: Signs) -> bool:
         """Count a step's micro-batches; return whether there are too many without labels."""
-        count = signs.labelled or step.micro_steps
+        count, now = signs.labelled or step.micro_steps, (step.step, signs.labelled_after)
+        if signs.labelled_after and signs.labelled_after == self._then[0]:  # the steps between were not examined
+            _, self.run, self.micro_batches, self.empty = self._then
         self.micro_batches += count
         self.unlabelled += signs.unlabelled
         if signs.unlabelled and not self.run:
-            self._row_since = step.step
+            self._row_since = now
         if signs.unlabelled and not any(self.empty):
-            self._window_since = step.step
+            self._window_since = now
         self.run = self.run + signs.unlabelled if signs.unlabelled == count else 0
         self.empty.extend([True] * signs.unlabelled + [False] * (count - signs.unlabelled))
+        if signs.unlabelled:
+            self._then = step.step, self.run, self.micro_batches, self.empty.copy()
         from_the_start = not self.had_labels and self.unlabelled == self.micro_batches >= FROM_THE_START
         in_a_row = from_the_start or self.run >= IN_A_ROW
         self.many = in_a_row or sum(self.empty) * 2 >= WINDOW
@@ -154,8 +161,8 @@ _MIXED = {
 def _labels(finding: Finding) -> Words:
     facts: LabelFacts = finding.facts
     return Words(
-        f"no label tokens in {facts.unlabelled} of {facts.of} micro-batches{_on(finding)} since step "
-        f"{facts.since_step}",
+        f"no label tokens in {facts.unlabelled} of {facts.of} micro-batches{_on(finding)} since "
+        f"{_from(facts.after_step, facts.since_step)}",
         "Every label of them is ignored (-100): nothing is learned from them, whatever loss is logged."
         + (" Their loss, a mean over no labels, is not a number." if facts.loss_not_finite else ""),
         _LABELS,
@@ -187,14 +194,17 @@ def _begun_twice(finding: Finding) -> Words:
 def _mixed(finding: Finding) -> Words:
     facts: MixedFacts = finding.facts
     why, remedy = _MIXED.get(facts.by, _MIXED["mask"])
-    since = f"a step from {facts.after_step + 1} to" if facts.after_step else "step"
     return Words(
-        f"documents packed into one row see each other since {since} {facts.since_step}",
+        f"documents packed into one row see each other since {_from(facts.after_step, facts.since_step)}",
         f"What was seen{_on(finding)}: {why}. Attention goes across documents, and the model learns "
         "from text that has nothing to do with the answer.",
         remedy,
         "Another training has begun.",
     )
+
+
+def _from(after: int, step: int) -> str:
+    return f"a step from {after + 1} to {step}" if after else f"step {step}"
 
 
 def _on(finding: Finding) -> str:
@@ -287,10 +297,11 @@ class Inputs(Detector):
         return [self._no_labels(rank, "raised" if self._unlabelled else "resolved")]
 
     def _no_labels(self, rank: _Rank, state: State) -> Finding:
-        facts = LabelFacts(rank.unlabelled, rank.micro_batches, rank.since, rank.lost)
+        since, after = rank.since
+        facts = LabelFacts(rank.unlabelled, rank.micro_batches, since, rank.lost, after)
         many = any(self._ranks[each].many for each in self._unlabelled)
         return Finding(
-            "no_labels", facts, state, "error" if many else "warning", tuple(sorted(self._unlabelled)), step=rank.since
+            "no_labels", facts, state, "error" if many else "warning", tuple(sorted(self._unlabelled)), step=since
         )
 
     def _of_ends(self, step: Step, signs: Signs) -> list[Finding]:

@@ -319,7 +319,7 @@ class SignReader:
         self.unlabelled = False
         """Whether the labels examined last were all ignored: every micro-batch is examined until there are others."""
         self._trained = trained
-        self._examined = self._attended_in = 0
+        self._examined = self._attended_in = self._labelled_in = 0
         self._broken = False
         self._weights: dict[int, bytes] = {}
         self._shifted = ""
@@ -373,6 +373,9 @@ class SignReader:
         if seen := [each for each in (*notes.seen, *received) if each.labels is not None]:
             figures |= _labels(seen)
             self.unlabelled = "unlabelled" in figures
+            if self.unlabelled and self._labelled_in < number - 1:
+                figures["labelled_after"] = self._labelled_in
+            self._labelled_in = number
         pair = next(iter(notes.targets), None)
         if pair is not None and _continues(own_model(self._trained.any_model())):
             shifted = _shifted(*(each.tensor() if isinstance(each, cuda.Fetched) else each for each in pair))

@@ -75,6 +75,15 @@ def test_each_rank_without_labels_is_named_with_the_figures_of_its_end() -> None
     assert last.state == "resolved"
 
 
+def test_steps_that_were_not_examined_are_no_steps_with_labels() -> None:
+    detector = Inputs()
+    looked_at = {50: EMPTY | {"labelled_after": 16}, **dict.fromkeys(range(56, 60), EMPTY | {"labelled_after": 55})}
+    looked_at[55] = EMPTY | {"labelled_after": 50}
+    steps = [step(number, micro_steps=2, **looked_at.get(number, {})) for number in range(1, 60)]
+    (found,) = [one for each in steps for one in detector.step(each)]
+    assert words_of(found).title == "no label tokens in 8 of 8 micro-batches on rank 0 since a step from 17 to 50"
+
+
 def test_half_of_the_micro_batches_without_labels_are_named_with_the_first_of_them() -> None:
     detector = Inputs()
     found = [one for at in range(1, 70) for one in detector.step(step(at, 0, 2, **(HALF if at > 9 else {})))]

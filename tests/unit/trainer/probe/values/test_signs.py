@@ -223,5 +223,8 @@ def test_labels_of_a_forward_count_where_the_noted_batch_has_none() -> None:
     assert reader.unlabelled, "the next micro-batches are examined too"
     assert read(reader)[1].unlabelled == 0
     assert reader.unlabelled, "nothing was examined"
+    _, signs = reader.of_step(9, Notes(received=[Seen(ids, None, ignored)]))
+    assert signs is not None
+    assert signs.labelled_after == 1
     assert read(reader, received=[Seen(None, None, ids)])[1].unlabelled == 0
     assert not reader.unlabelled
