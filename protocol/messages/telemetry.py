@@ -447,6 +447,8 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """The last step before that was examined for it, if some between were not."""
     weights: Literal["", "same", "nan"] = ""
     """``same``: no sampled weight has changed since the sample before; ``nan``: one is not finite."""
+    put_back: bool = False
+    """Before each of the first updates the sampled weights were the same, though the update before had changed them."""
     evaluating: bool = False
     """The trained model was in evaluation mode, and has layers that behave differently there."""
     evaluating_part: str = ""

@@ -104,8 +104,8 @@ class LeftOutFacts(msgspec.Struct, frozen=True):
     first: str
 
 
-class ZeroFacts(msgspec.Struct, frozen=True):
-    """Steps from the first one on whose loss, or gradient norm, is exactly 0."""
+class RowFacts(msgspec.Struct, frozen=True):
+    """Steps in a row, from the first one on."""
 
     steps: int
     since_step: int
@@ -280,7 +280,7 @@ def _left_out(finding: Finding) -> Words:
 
 
 def _zero_loss(finding: Finding) -> Words:
-    facts: ZeroFacts = finding.facts
+    facts: RowFacts = finding.facts
     return Words(
         f"the loss has been exactly 0 for {facts.steps} steps: nothing is learned",
         f"Since step {facts.since_step}. Its gradients are 0, too: only weight decay changes the weights.",
@@ -290,7 +290,7 @@ def _zero_loss(finding: Finding) -> Words:
 
 
 def _zero_norm(finding: Finding) -> Words:
-    facts: ZeroFacts = finding.facts
+    facts: RowFacts = finding.facts
     return Words(
         f"the gradient norm has been 0 for {facts.steps} steps",
         f"Since step {facts.since_step}, while the loss is not 0: not the gradients of the update are clipped, or the "
@@ -298,6 +298,18 @@ def _zero_norm(finding: Finding) -> Words:
         "Clip after the backward and before zero_grad; pass the parameters of the model that is trained as a list: a "
         "generator is empty once the optimizer has read it.",
         "The norm is above 0.",
+    )
+
+
+def _put_back(finding: Finding) -> Words:
+    facts: RowFacts = finding.facts
+    return Words(
+        "weights are put back after each update: nothing is learned",
+        f"Before each of the first {facts.steps} updates the sampled weights were the same, though the update before "
+        "had changed them.",
+        "Look for weights that are copied into the model after the update: of an average (EMA), a best or a reference "
+        "model, or a checkpoint that is loaded in the loop.",
+        "Another training has begun.",
     )
 
 
@@ -354,9 +366,10 @@ class Updates(Detector):
             shown={"first": Shown("first")},
         ),
         *(
-            Kind(name, ZeroFacts, words, limits={"steps in a row, from the first one": f"{ZERO}"})
+            Kind(name, RowFacts, words, limits={"steps in a row, from the first one": f"{ZERO}"})
             for name, words in (("zero_loss", _zero_loss), ("zero_norm", _zero_norm))
         ),
+        Kind("weights_put_back", RowFacts, _put_back),
         Kind(
             "clipping",
             ClippedFacts,
@@ -449,7 +462,7 @@ class Updates(Detector):
             if (row := rank.zeros.get(name)) is None or figure is None:
                 continue
             if row.add(holds, step.step) >= ZERO or not holds:
-                found += self._judge(name, holds, step, ZeroFacts(row.count, row.since), row.since)
+                found += self._judge(name, holds, step, RowFacts(row.count, row.since), row.since)
             if figure:
                 del rank.zeros[name]
         if sampled:
@@ -473,6 +486,8 @@ class Updates(Detector):
         if signs is not None and signs.left_out:
             facts = LeftOutFacts(signs.left_out, signs.left_out_first)
             found += self._once("not_in_optimizer", facts, step.rank, step.step, "warning")
+        if signs is not None and signs.put_back:
+            found += self._once("weights_put_back", RowFacts(step.step, 1), step.rank, 1, "warning")
         if signs is not None and signs.clipped:
             rank.clipped, rank.clipped_since = rank.clipped + 1, rank.clipped_since or step.step
             if rank.clipped >= CLIPPED:

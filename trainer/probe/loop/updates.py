@@ -19,7 +19,7 @@ from ..guard import guarded, nothing
 from ..phases.tracker import Notes, Tracker
 from ..rank.context import of_optimizer
 from ..rank.model import learning_rate, own_class, own_model, parameters_of, steps_done
-from ..values.signs import WeightSampler, has_gradients, left_out
+from ..values.signs import PUT_BACK, WeightSampler, has_gradients, left_out
 from .state import Loop
 
 OTHERS = 100
@@ -139,7 +139,8 @@ class Updates:
         self._forwards, self._state, self._updaters = loop.forwards, loop.state, updaters
         self._since = self._depth = 0
         self._weights = WeightSampler(loop.trained)
-        self._sampled = False
+        self._sampled = 0
+        """Updates before which weights were sampled."""
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose creation was seen."""
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -299,9 +300,10 @@ class Updates:
         self._since = tracker.progress
         if lr is not None:
             tracker.notes.lr = cuda.fetch_values(lr)
-        if not self._sampled:
-            self._sampled = True
+        if self._sampled < PUT_BACK:
+            self._sampled += 1
             tracker.notes.weights_before = self._weights.take(by)
+        if self._sampled == 1:
             if not state.engine_steps:  # after a resume
                 tracker.step = max(tracker.step, steps_done(by))
             self._note_left_out(by, self._forwards.updated())

@@ -36,6 +36,8 @@ SAMPLED = 256
 """Elements of one sampled parameter."""
 SPREAD = 3
 """Sampled parameters: the first matrix, one in the middle, the last."""
+PUT_BACK = 4
+"""Updates at the beginning before which weights are sampled, too."""
 _BIDIRECTIONAL = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
 _MOST_NODES = 12
 """Operations between a cross entropy and the loss that goes backward."""
@@ -322,6 +324,10 @@ class SignReader:
         self._examined = self._attended_in = self._labelled_in = 0
         self._broken = False
         self._weights: dict[int, bytes] = {}
+        self._before: list[bytes] = []
+        """Those before the latest update before which weights were sampled."""
+        self._put_back = 0
+        """How often they were the same as before the update before, which had changed them."""
         self._shifted = ""
         """How labels were shifted when they were looked at last, if not once."""
         self._batch = self._repeated = 0
@@ -356,6 +362,10 @@ class SignReader:
     def _read(self, number: int, notes: Notes) -> Signs | None:
         if notes.weights_before is not None:
             self._of_weights(notes.weights_before)
+            before, self._before = self._before, list(self._weights.values())
+            self._put_back = self._put_back + 1 if self._before == before else 0
+        weights = self._of_weights(notes.weights)
+        self._put_back *= weights != "same"
         figures: dict[str, Any] = {
             "pending": notes.pending,
             "dropped": notes.dropped,
@@ -367,7 +377,8 @@ class SignReader:
             "weights_lost": notes.weights_lost,
             "no_gradients": notes.no_gradients,
             "repeated": self._repeated,
-            "weights": self._of_weights(notes.weights),
+            "weights": weights,
+            "put_back": notes.weights_before is not None and self._put_back == PUT_BACK - 1,
         }
         received = map(_arrived, notes.received)
         if seen := [each for each in (*notes.seen, *received) if each.labels is not None]:

@@ -190,6 +190,12 @@ def test_a_loss_or_a_norm_that_is_0_from_the_first_step_on_is_told_until_it_is_n
     assert found(Updates(), [replace(each, signs=ignored, loss=0.0) for each in steps]) == []
 
 
+def test_weights_that_are_put_back_are_told_once() -> None:
+    detector = Updates()
+    steps = [step(number, rank, signs=Signs(put_back=number == 4)) for number in range(1, 9) for rank in range(2)]
+    assert found(detector, steps) == [(4, "weights_put_back", "raised", 1)]
+
+
 @pytest.mark.parametrize("how", ["zero", "scaled"])
 def test_gradients_that_are_clipped_by_mistake_are_told_once_with_the_first_step(how: Any) -> None:
     detector = Updates()

@@ -13,6 +13,7 @@ from ftmon.trainer.probe.phases.tracker import Notes
 from ftmon.trainer.probe.rank.model import Trained
 from ftmon.trainer.probe.values.batch import Seen
 from ftmon.trainer.probe.values.signs import (
+    PUT_BACK,
     SAMPLED,
     SignReader,
     WeightSampler,
@@ -132,6 +133,27 @@ def test_weights_are_sampled_at_three_places_and_a_change_or_a_value_that_is_not
     model.append(torch.nn.Dropout(0.1).eval())
     assert not sampler.in_evaluation(), "looked at once for each model"
     assert WeightSampler(trained).in_evaluation()
+
+
+@pytest.mark.parametrize(
+    ("undone", "changes", "put_back"), [(True, 0.5, True), (False, 0.5, False), (True, 0.0, False)]
+)
+def test_weights_that_are_the_same_before_updates_that_change_them_are_put_back(
+    undone: bool, changes: float, put_back: bool
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    torch.nn.init.ones_(model.weight)
+    trained = Trained()
+    trained.model = weakref.ref(model)
+    sampler, reader, found = WeightSampler(trained), SignReader(trained), list[bool]()
+    for number in range(1, PUT_BACK + 3):
+        before = sampler.take(None) if number <= PUT_BACK else None
+        with torch.no_grad():
+            model.weight += changes
+        found.append(read(reader, weights_before=before, weights=sampler.take(None))[1].put_back)
+        with torch.no_grad():
+            model.weight -= changes * undone
+    assert found == [False] * (PUT_BACK - 1) + [put_back, False, False]
 
 
 @pytest.mark.parametrize("owner", [torch.nn.Linear(1, 1), None, SimpleNamespace()])
