@@ -585,8 +585,9 @@ class TorchEvents(Events):
         if not notes.targets and (self._aligned < ALIGNED or step % ALIGNED_EVERY == 0):
             self._aligned += 1
             targets = labels_of(loss)  # not where other losses are added, which may look further ahead
-            ids = None if targets is None else ids_of(loss) if noted.ids is None else to_host(noted.ids)
-            notes.targets.append(None if targets is None else (ids, targets))
+            if targets is not None:
+                rows = ids_of(loss) or [to_host(each) for each in (noted.ids,) if each is not None]
+                notes.targets.append((rows, targets))
         if batch is not None:
             if notes.received and notes.received[-1] is batch:
                 notes.received[-1] = batch._replace(labels=labels_of(loss, batch.ids))

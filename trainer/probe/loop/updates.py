@@ -29,7 +29,8 @@ TRAINING_NS = 5_000_000_000
 """Minimum duration of a training. Federated learning and meta-learning make a short-lived copy of the model, with an
 optimizer, per client or task."""
 IDLE = 100
-"""Steps after which an optimizer that has not stepped yet is taken for one that never will."""
+"""Steps after which an optimizer that has not stepped yet is taken for one that never will; parameters may have been
+unfrozen meanwhile."""
 MEASURED_UPDATERS = 8
 """Limit above which a step (as of one optimizer for each parameter) has no memory sample at every update."""
 
@@ -144,8 +145,8 @@ class Updates:
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose creation was seen."""
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._sought_idle = False
-        """Whether optimizers that never step were looked for."""
+        self._looked_again = False
+        """Whether parameters that no optimizer updates were looked for once more."""
         self.learned: list[Callable[[], Any]] = []
         """Weak references to the parameters that the first backward had gradients of."""
 
@@ -307,8 +308,8 @@ class Updates:
             if not state.engine_steps:  # after a resume
                 tracker.step = max(tracker.step, steps_done(by))
             self._note_left_out(by, self._forwards.updated())
-        elif not self._sought_idle and len(self._stepped) < len(self._made) and tracker.step >= IDLE:
-            self._sought_idle = True
+        elif not self._looked_again and tracker.step >= IDLE:
+            self._looked_again = True
             self._note_left_out(by, self._forwards.updated() - self._idle())
 
     def _idle(self) -> set[int]:

@@ -133,7 +133,7 @@ class Notes:
     received: list[Any] = field(default_factory=list)
     """The same of forwards, where a batch was noted without labels or not at all."""
     targets: list[Any] = field(default_factory=list)
-    """Token ids of micro-batches, and the labels of their losses, flat."""
+    """Rows of token ids of a micro-batch, in one tensor or several, and the labels of its loss, flat."""
     attended: list[Any] = field(default_factory=list)
     """What models made their attention masks from (``values.signs.Attended``)."""
     weights: Any = None

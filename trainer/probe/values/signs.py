@@ -41,6 +41,8 @@ PUT_BACK = 4
 _BIDIRECTIONAL = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
 _MOST_NODES = 12
 """Operations between a cross entropy and the loss that goes backward."""
+_MOST_ROWS = 4
+"""Tensors of token ids in the graph of a loss."""
 _MOST_FRAMES = 32
 """Frames between the function that makes a mask and the forward with the labels."""
 _LIBRARIES = frozenset(("torch", "torchvision", "timm", "transformers", "peft", "diffusers", "deepspeed", "fairscale"))
@@ -150,19 +152,18 @@ def labels_of(loss: Any, ids: Any = None) -> Any:
     return to_host(labels if ignored == IGNORED else torch.where(labels == ignored, IGNORED, labels))
 
 
-def ids_of(loss: Any) -> Any:
-    """Return the token ids of a loss by its graph: those of the largest embedding of rows of tokens; None: unknown."""
-    found: Any = None
+def ids_of(loss: Any) -> list[Any]:
+    """List the rows of token ids that a loss's graph has embedded: of an encoder and a decoder, both."""
+    found: dict[int, Any] = {}
     for node in nodes_under([loss]):
-        if type(node).__name__ != "EmbeddingBackward0":
-            continue
-        try:
-            ids, entries = node._saved_indices, node._saved_weight_sym_argsize_0
-        except (AttributeError, RuntimeError):  # of another version, or changed in place since
-            continue
-        if _are_labels(ids) and ids.dim() == 2 and (found is None or entries > found[1]):
-            found = ids, entries
-    return None if found is None else to_host(found[0])
+        if type(node).__name__ == "EmbeddingBackward0" and len(found) < _MOST_ROWS:
+            try:
+                ids = node._saved_indices
+            except RuntimeError:  # they were changed in place since
+                continue
+            if _are_labels(ids) and ids.dim() == 2:
+                found.setdefault(ids.data_ptr(), ids)
+    return list(map(to_host, found.values()))
 
 
 def _multiplies(node: Any) -> bool:
@@ -389,7 +390,7 @@ class SignReader:
             self._labelled_in = number
         pair = next(iter(notes.targets), None)
         if pair is not None and _continues(own_model(self._trained.any_model())):
-            shifted = _shifted(*(each.tensor() if isinstance(each, cuda.Fetched) else each for each in pair))
+            shifted = _shifted_of(*pair)
             figures["shifted"] = shifted if shifted != "once" or self._shifted else ""
             self._shifted = shifted if shifted != "once" else ""
         if self._examined < FIRST or number % EVERY == 0:
@@ -408,7 +409,7 @@ class SignReader:
             return ""
         unchanged = True
         for place, value in enumerate(sample):
-            tensor = value.tensor() if isinstance(value, cuda.Fetched) else value
+            tensor = _on_host(value)
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 return "nan"
             content = _bytes(tensor).tobytes()
@@ -450,7 +451,11 @@ _NONE = Signs()
 
 
 def _arrived(seen: Seen) -> Seen:
-    return Seen(*(each.tensor() if isinstance(each, cuda.Fetched) else each for each in seen))
+    return Seen(*map(_on_host, seen))
+
+
+def _on_host(value: Any) -> Any:
+    return value.tensor() if isinstance(value, cuda.Fetched) else value
 
 
 def _bytes(tensor: Any) -> Any:
@@ -465,6 +470,13 @@ def _labels(seen: Sequence[Seen]) -> dict[str, int]:
     labelled = [each.labels for each in seen if _here(each.labels)]
     empty = sum(not numpy.any(labels.numpy() != IGNORED) for labels in labelled)
     return {"labelled": len(labelled), "unlabelled": empty} if empty else {}
+
+
+def _shifted_of(rows: Sequence[Any], targets: Any) -> str:
+    """Return how far the labels of a loss are shifted against the ids of its batch: of several, the next ones count."""
+    ids, labels = map(_on_host, rows), _on_host(targets)
+    found = [how for each in ids if (how := _shifted(each, labels))]
+    return "once" if "once" in found else next(iter(found), "")
 
 
 def _shifted(ids: Any, targets: Any) -> str:
@@ -530,9 +542,7 @@ def _mixed(attended: Attended) -> str:
     (``masking_utils._preprocess_mask_arguments``); Flash Attention's variants only for a batch of one row
     (``modeling_flash_attention_utils._is_packed_sequence``).
     """
-    mask, positions = (
-        each.tensor() if isinstance(each, cuda.Fetched) else each for each in (attended.mask, attended.positions)
-    )
+    mask, positions = map(_on_host, (attended.mask, attended.positions))
     positions = positions.numpy()
     flash = "flash" in attended.implementation
     restarts = positions[:, 1:] < positions[:, :-1]  # a skip, or an image at one position, is no other document

@@ -193,13 +193,13 @@ def test_the_labels_of_a_loss_are_those_of_its_whole_batch(make: Callable[[Any, 
     assert labels is None or (3 in labels) == (-100 not in labels), "the ignored label is the one of ftmon"
 
 
-def test_the_token_ids_of_a_loss_are_those_of_the_largest_embedding_in_its_graph() -> None:
-    ids, kinds = torch.arange(12).reshape(2, 6), torch.zeros(2, 6, dtype=torch.long)
-    words, places, types = (torch.nn.Embedding(number, 4) for number in (12, 40, 2))
-    loss = (types(kinds) + words(ids) + places(torch.arange(6))).square().mean()
-    assert torch.equal(ids_of(loss), ids)
-    assert ids_of(places(torch.arange(6)).sum()) is None
-    assert ids_of(torch.zeros(())) is None
+def test_the_token_ids_of_a_loss_are_the_rows_that_its_graph_has_embedded() -> None:
+    ids, source = torch.arange(12).reshape(2, 6), torch.arange(8).reshape(2, 4)
+    words, places = (torch.nn.Embedding(number, 4) for number in (12, 40))
+    loss = (words(ids) + places(torch.arange(6)) + words(source).mean() + places(ids)).square().mean()
+    assert {each.shape for each in ids_of(loss)} == {ids.shape, source.shape}
+    assert len(ids_of(loss)) == 2
+    assert ids_of(places(torch.arange(6)).sum()) == ids_of(torch.zeros(())) == []
 
 
 def test_parameters_of_a_loss_that_are_no_part_of_the_model_may_be_left_out() -> None:

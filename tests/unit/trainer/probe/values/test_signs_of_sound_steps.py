@@ -213,12 +213,18 @@ ROWS = torch.arange(24).reshape(2, 12)
     ],
 )
 def test_labels_of_a_loss_are_compared_with_the_inputs_two_positions_around(labels, shifted):
-    found = signs_of(Trained(), targets=[(ROWS, labels.reshape(1, -1))])
+    found = signs_of(Trained(), targets=[([ROWS], labels.reshape(1, -1))])
     assert (found.shifted if found is not None else "") == shifted
 
 
+def test_labels_may_be_the_ids_of_an_encoder_where_a_decoder_has_those_before():
+    before, again = nn.functional.pad(ROWS[:, :-1], (1, 0)), ROWS.reshape(1, -1)
+    assert signs_of(Trained(), targets=[([ROWS, before], again)]) is None
+    assert signs_of(Trained(), targets=[([ROWS], again)]).shifted == "never"
+
+
 def test_labels_of_rows_that_repeat_one_token_are_next_tokens():
-    assert signs_of(Trained(), targets=[(torch.ones_like(ROWS), torch.ones(1, 24, dtype=torch.long))]) is None
+    assert signs_of(Trained(), targets=[([torch.ones_like(ROWS)], torch.ones(1, 24, dtype=torch.long))]) is None
 
 
 @pytest.mark.parametrize("facts", [{"is_encoder_decoder": True}, {}])
@@ -226,7 +232,7 @@ def test_labels_of_an_encoder_may_be_its_input(facts):
     model = nn.Linear(2, 2)
     model.config = SimpleNamespace(**facts)
     model.can_generate = lambda: bool(facts)
-    assert signs_of(trained_on(model), targets=[(ROWS, ROWS.reshape(1, -1))]) is None
+    assert signs_of(trained_on(model), targets=[([ROWS], ROWS.reshape(1, -1))]) is None
 
 
 @pytest.mark.parametrize(
