@@ -58,10 +58,9 @@ def test_each_fault_of_a_plain_loop_has_its_signs_and_a_sound_training_has_none(
     assert (first.kind, first.step) == ("weights_not_finite", at)
     assert words_of(first).title == f"weights are not finite since the update of step {at}, or one before: the backward"
 
-    shifts = ("not shifted", "shifted twice")
-    assert [each for kind in shifts for one in signs[kind] if (each := one.shifted)][:8] == ["never"] * 4 + [
-        "twice"
-    ] * 4
+    shifts = ("not shifted", "shifted twice", "plain, not shifted")
+    looked_at = [each for kind in shifts for one in signs[kind] if (each := one.shifted)]
+    assert looked_at == ["never"] * 4 + ["twice"] * 4 + ["never"] * 4
     assert not any(one.shifted for kind in signs for one in signs[kind] if kind not in shifts)
 
     told = [found for detector in (Inputs(), Updates()) for step in steps for found in detector.step(step)]
@@ -72,6 +71,7 @@ def test_each_fault_of_a_plain_loop_has_its_signs_and_a_sound_training_has_none(
         "evaluation_mode": begun["evaluation"],
         "weights_not_finite": begun["backward"] + 5,
         "weights_unchanged": begun["another model"] + 1,  # the first has none to be compared with
+        "clipping": begun["clipped"],
     }
 
 

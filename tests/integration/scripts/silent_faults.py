@@ -54,6 +54,7 @@ def train(kind: str) -> None:
         model.requires_grad_(False)
         model.scale = torch.nn.Parameter(torch.zeros(1))
     updated = copy.deepcopy(model) if kind == "another model" else model
+    models.append(updated)  # once what was updated is gone, steps may count from 1 again
     optimizer = torch.optim.AdamW([each for each in updated.parameters() if each.requires_grad], lr=1e-3)
     rows_of = [batch(kind) for _ in range(STEPS)]
     loader = DataLoader(range(STEPS) if kind.startswith(("later", "by hand")) else rows_of, batch_size=None)
@@ -61,7 +62,7 @@ def train(kind: str) -> None:
         rows = rows_of[step] if kind.startswith(("later", "by hand")) else rows
         if kind == "plain, fine" and not step:  # a forward of another model, and one more of the micro-batch
             others(**rows), model(**rows)
-        if kind == "not shifted":
+        if kind.endswith("not shifted"):
             loss = cross_entropy(model(**rows).logits.transpose(1, 2), rows.pop("labels"))
         elif kind == "shifted twice":
             loss = model(**rows | {"labels": torch.nn.functional.pad(rows["labels"][:, 1:], (0, 1), value=-100)}).loss
@@ -79,6 +80,8 @@ def train(kind: str) -> None:
         if kind == "backward, elsewhere" and step == 4:  # of what is not sampled
             loss = loss + (0 * model.model.norm.weight.sum()).sqrt()
         loss.backward()
+        if kind == "clipped":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0)
         optimizer.step()
         optimizer.zero_grad()
         done += 1
@@ -90,7 +93,7 @@ for kind in (  # of the first 64 micro-batches each is examined
     *("packed, mask", "packed, cache", "packed, encoder", "plain, no labels", "by hand, no labels"),
     *("no labels", "packed, right", "evaluation", "a part, frozen", "a part", "frozen"),
     *("backward", "backward, elsewhere", "another model"),
-    *("not shifted", "shifted twice"),
+    *("clipped", "not shifted", "shifted twice", "plain, not shifted"),
 ):
     train(kind)
 print("begun", json.dumps(begun), flush=True)
