@@ -390,15 +390,15 @@ class TorchEvents(Events):
         self._updates.open_closure()
         return _Scope(lambda error: self._updates.close_closure(failed=error is not None))
 
-    def scaler_step(self, optimizer: Any, scale: Any, *, scaled: bool = False) -> _Scope:
+    def scaler_step(self, optimizer: Any, scale: Any, scaled: Callable[[], bool]) -> _Scope:
         """A loss scaler's step, for the length of a ``with`` block: a skipped one if no optimizer stepped in it.
 
-        ``scaled``: the gradients are still multiplied by the scale.
+        ``scaled`` returns whether the gradients are still multiplied by the scale.
         """
         if self._state.engine_steps:
             return _NOTHING
         notes = self._training.tracker.notes
-        if scaled and notes.grad_norm is not None:
+        if notes.grad_norm is not None and scaled():
             notes.clipped = "scaled"
         updaters, tracker = self._training.updaters, self._training.tracker
         before = updaters.updates, tracker.step

@@ -506,9 +506,12 @@ def _making_scaler(original: Any) -> Callable[..., Any]:
 
 def _scaler_step(events: TorchEvents, scaler: Any, optimizer: Any, *_: Any, **__: Any) -> AbstractContextManager[Any]:
     """Report ``GradScaler.step``: with infinite gradients it does not call the optimizer, which is a skipped step."""
-    states = getattr(scaler, "_per_optimizer_states", {}).values()
-    scaled = scaler.is_enabled() and all(each["stage"].name == "READY" for each in states)
-    return events.scaler_step(optimizer, getattr(scaler, "_scale", None), scaled=scaled)
+
+    def scaled() -> bool:
+        states = getattr(scaler, "_per_optimizer_states", {}).values()
+        return scaler.is_enabled() and all(each["stage"].name == "READY" for each in states)
+
+    return events.scaler_step(optimizer, getattr(scaler, "_scale", None), scaled)
 
 
 def _on_checkpoints(module: ModuleType) -> None:
