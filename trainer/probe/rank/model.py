@@ -118,11 +118,14 @@ def nodes_under(losses: Sequence[Any]) -> Iterator[Any]:
 
 
 def steps_done(optimizer: Any) -> int:
-    """Return how many updates an optimizer's state counts on the host, as after it was loaded; 0: none, or unknown."""
-    state: Any = next(iter(getattr(optimizer, "state", {}).values()), None)
-    step: Any = state.get("step") if isinstance(state, dict) else None
-    is_known = isinstance(step, int | float) or (isinstance(step, torch.Tensor) and step.is_cpu and step.numel() == 1)
-    return int(step) if is_known else 0
+    """Return how many updates an optimizer's state counts on the host, as after it was loaded; 0: none, or unknown.
+
+    Parameters without a gradient in some steps have fewer.
+    """
+    states: list[Any] = list(getattr(optimizer, "state", {}).values())
+    counts = [state.get("step") for state in states if isinstance(state, dict)]
+    here = [one for one in counts if isinstance(one, int | float) or (type(one) is torch.Tensor and one.is_cpu)]
+    return max((int(one) for one in here if not isinstance(one, torch.Tensor) or one.numel() == 1), default=0)
 
 
 def learning_rate(rates: Sequence[Any]) -> Any:

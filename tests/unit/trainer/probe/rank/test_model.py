@@ -135,13 +135,14 @@ def test_what_a_script_has_made_with_exec_is_there_afterwards():
 
 
 def test_the_updates_that_a_loaded_optimizer_has_made_are_counted_where_its_state_is_on_the_host():
-    weight = nn.Parameter(torch.ones(2))
-    made = torch.optim.AdamW([weight], lr=0.1)
+    expert, weight = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    made = torch.optim.AdamW([expert, weight], lr=0.1)
     assert steps_done(made) == 0
-    for _ in range(3):
+    for step in range(3):
+        expert.grad = torch.ones(2) if step else None
         weight.grad = torch.ones(2)
         made.step()
-    loaded = torch.optim.AdamW([weight], lr=0.1)
+    loaded = torch.optim.AdamW([expert, weight], lr=0.1)
     loaded.load_state_dict(made.state_dict())
     assert steps_done(loaded) == 3
     assert steps_done(torch.optim.SGD([weight], lr=0.1)) == steps_done(None) == 0
