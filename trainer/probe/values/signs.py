@@ -249,9 +249,9 @@ def left_out(model: Any, updated: Set[int], others: Sequence[Any] = ()) -> tuple
     """
     trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     own = {id(each) for each in model.parameters()}
-    trained += [
-        (f"a parameter {list(each.shape)} outside of the model", each) for each in others if id(each) not in own
-    ]
+    # FSDP1 trains flat parameters in place of those that the optimizer has.
+    others = [each for each in others if id(each) not in own and not getattr(each, "_is_flat_param", False)]
+    trained += [(f"a parameter {list(each.shape)} outside of the model", each) for each in others]
     kinds = {each.dtype for _, each in trained if id(each) in updated}
     found = [
         name for name, each in trained if id(each) not in updated and each.grad is not None and each.dtype in kinds

@@ -208,6 +208,8 @@ def test_parameters_of_a_loss_that_are_no_part_of_the_model_may_be_left_out() ->
     updated = {id(each) for each in model.parameters()}
     assert left_out(model, updated) == (0, "")
     assert left_out(model, updated, list(hidden.parameters())) == (2, "a parameter [3, 4] outside of the model")
+    hidden.bias._is_flat_param = True  # type: ignore[attr-defined]
+    assert left_out(model, updated, list(hidden.parameters()))[0] == 1, "FSDP1 updates others in its place"
     assert left_out(model, updated, list(hidden.double().parameters()))[0] == 0, "of a type that none updated has"
     assert left_out(model, {id(model.bias)})[1] == "weight"
 
