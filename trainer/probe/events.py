@@ -8,6 +8,7 @@ raises or waits: an error of the probe switches it off, and the training continu
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from math import inf
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -313,6 +314,8 @@ class TorchEvents(Events):
         self._edits = Edits()
         self._sought = False
         """Whether there was a backward."""
+        self._limits = True
+        """Whether the last clipping had a limit, rather than only to read the norm."""
         self._attended = self._labelled = self._aligned = 0
         self._received_in: tuple[Any, int] = None, 0
         """Notes and number of the micro-batch whose labels were read last from a forward."""
@@ -398,7 +401,7 @@ class TorchEvents(Events):
         if self._state.engine_steps:
             return _NOTHING
         notes = self._training.tracker.notes
-        if notes.grad_norm is not None and scaled():
+        if notes.grad_norm is not None and self._limits and scaled():
             notes.clipped = "scaled"
         updaters, tracker = self._training.updaters, self._training.tracker
         before = updaters.updates, tracker.step
@@ -414,6 +417,7 @@ class TorchEvents(Events):
         """Gradients were clipped to ``limit``, whose norm was ``norm``; the norm that an engine keeps replaces it."""
         if norm is not None and not self._regular.goes_on(Code.CLIPPED, None, norm):
             self._updates.note_grad_norm(norm)
+            self._limits = limit != inf if isinstance(limit, int | float) else True
             if isinstance(limit, int | float) and limit == 0:
                 self._training.tracker.notes.clipped = "zero"
 

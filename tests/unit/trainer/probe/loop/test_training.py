@@ -94,6 +94,7 @@ def test_clipping_to_nothing_and_clipping_of_scaled_gradients_is_noted(training:
         return notes.clipped
 
     assert [clipped(1.0, unscaled=True), clipped(1.0, unscaled=False)] == ["", "scaled"]
+    assert clipped(float("inf"), unscaled=False) == "", "the norm is only read"
     assert [clipped(0, unscaled=True), clipped(torch.zeros(()), unscaled=True)] == ["zero", ""]
     training.tracker.notes = Notes()
     hooks._scaler_step(active.events, scaler, optimizer)
