@@ -65,9 +65,12 @@ def test_models_in_which_documents_depend_on_each_other_refuse_packing(kind: str
 MIXTURE = {"hidden_size": 256, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+WITHIN_ATTENTION = {"num_local_experts": 8, "num_key_value_heads": 4, "kv_channels": 64, "intermediate_size": 512}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "jetmoe"])
 def test_a_mixture_whose_experts_round_by_their_number_of_tokens_isolates_documents(kind: str) -> None:
-    model = model_of(kind, **MIXTURE, num_local_experts=4)
+    model = model_of(kind, **MIXTURE, **(WITHIN_ATTENTION if kind == "jetmoe" else {"num_local_experts": 4}))
     ids = torch.arange(10)[None]
     before = model(input_ids=ids).logits
     assert attention.crossing(model, cast(Any, OneRank()), varlen=False) == ""
