@@ -39,6 +39,7 @@ class OneRank:
 
     has_values = True
     on_gpu = False
+    size = 1
     device = torch.device("cpu")
 
     def __init__(self) -> None:

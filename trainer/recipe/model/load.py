@@ -6,7 +6,7 @@ import logging
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from ..distributed import World
+from ..support import zero_stage
 from . import activations
 from .bare import bare_config, first_line
 from .loss import use_summed_loss
@@ -86,20 +87,54 @@ def _gather_together(adapted: Any, model: Any) -> None:
         model.enable_input_require_grads()
 
 
-def gather_experts_whole(model: Any) -> None:
-    """Make ZeRO-3 set no hooks within experts that call their modules by expert, which differ between ranks.
+def experts_by_turn(model: Any) -> Iterator[Any]:
+    """Yield the experts that call their modules by expert (transformers 5.24: LongCat, whose zero experts are modules).
 
-    It gathers ahead in the order of the modules' last calls: ranks with different orders would gather different
-    parameters at the same time (transformers 5.24: LongCat, whose zero experts are modules).
+    Which are called, and in which order, differs between ranks.
     """
-    from deepspeed.utils import set_z3_leaf_module
-
     if getattr(model.config.get_text_config(), "_experts_implementation", None) not in (None, "eager"):
         return  # all experts at once
     for name, module in model.named_modules():
         inside = list(module.children()) if name.rpartition(".")[2] == "experts" else []
         if inside and not any(True for each in inside for _ in each.parameters()):
-            set_z3_leaf_module(module, True)
+            yield module
+
+
+def gather_experts_whole(model: Any) -> None:
+    """Make ZeRO-3 set no hooks within experts that call their modules by expert.
+
+    It gathers ahead in the order of the modules' last calls: ranks with different orders would gather different
+    parameters at the same time.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for module in experts_by_turn(model):
+        set_z3_leaf_module(module, True)
+
+
+def refuse_left_out(model: Any, by_turn: bool, config: Config, ranks: int) -> None:
+    """Refuse, by a ``ConfigError``, a ZeRO stage under which ranks may have gradients of different weights.
+
+    DeepSpeed 0.19 reduces gradients as they come (stages 1 and 2), and gathers the layers that a rank calls (3). Its
+    stage 0, and its bf16 optimizer, reduce those of all weights. ``by_turn``: the model had ``experts_by_turn``.
+    """
+    stage, training, zero = zero_stage(config, ranks), config.training, config.zero
+    in_fp32 = config.optimizer.master_weights == "fp32" and zero.grad_accum_dtype in ("auto", "fp32")
+    bf16_optimizer = stage == 1 and training.precision == "bf16" and in_fp32 and not zero.offload_optimizer
+    if ranks == 1 or not stage or bf16_optimizer:
+        return
+    settings, kind = model.config.get_text_config(), model.config.model_type
+    if drop := next((name for name in ("layerdrop", "decoder_layerdrop") if getattr(settings, name, 0)), ""):
+        raise ConfigError(
+            f"model.{'overrides' if config.model.name else 'config'}.{drop}: {kind} leaves out other layers on each "
+            f"rank, which cannot be used with zero.stage={zero.stage}; use 0"
+        )
+    trained = any(one.requires_grad and ".experts." in name for name, one in model.named_parameters())
+    if stage < 3 and by_turn and trained:
+        raise ConfigError(
+            f"zero.stage: {zero.stage} needs a gradient of every weight from each rank, and a rank may have no token "
+            f"for the experts of {kind}; use {'3' if training.precision == 'fp16' else '0 or 3'}"
+        )
 
 
 def unadaptable(model: Any) -> dict[str, str]:
@@ -250,13 +285,14 @@ def make(
     use_summed_loss(model)
     if config.zero.stage == 3:
         gather_experts_whole(model)
-    inner = model
+    inner, by_turn = model, next(experts_by_turn(model), None) is not None
     if config.lora.rank:
         model = add_lora(model, config)
         if config.model.overrides and not config.lora.merge:
             world.log("note: model.overrides: adapters saved alone do not have them; set them where the base is loaded")
         if not config.lora.targets and (note := without_adapters(model)):
             world.log(note)
+    refuse_left_out(model, by_turn, config, world.size)
     activations.set_up(inner, config)
     return model
 

@@ -1,14 +1,16 @@
 """Models with values of their configuration replaced, and with new special tokens, as transformers makes them."""
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load as load_config
-from ftmon.trainer.recipe.config.schema import Config, Lora
+from ftmon.trainer.recipe.config.schema import Config, Lora, Zero
 from ftmon.trainer.recipe.model import load, shape, tokenizer
 from ftmon.trainer.recipe.preflight.resolve import resolve
 from ftmon.trainer.recipe.start import DATA
@@ -177,12 +179,44 @@ def test_a_tied_output_layer_has_adapters_where_they_are_kept_apart() -> None:
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
+BY_TURN = {"num_local_experts": 4, "n_routed_experts": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "num_layers": 1}
+
+
+def on_meta(kind: str, **values: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SMALL_SHAPE, **BY_TURN, **values}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "ranks", "refused"),
+    [
+        ("longcat_flash", ["zero.stage=1"], 2, "zero.stage: 1 needs a gradient of every weight .* use 0 or 3"),
+        ("longcat_flash", ["zero.stage=2", "training.precision=bf16"], 2, "zero.stage: 2 needs .* use 0 or 3"),
+        ("longcat_flash", ["zero.stage=0", "training.precision=fp16"], 2, "zero.stage: 0 needs .* use 3"),
+        ("longcat_flash", ["zero.stage=2", "lora.rank=4"], 2, "zero.stage: 2 needs .* longcat_flash; use 0 or 3"),
+        ("longcat_flash", ["zero.stage=2", "lora={rank: 4, targets: [o_proj]}"], 2, ""),
+        ("longcat_flash", ["zero.stage=2"], 1, ""),
+        ("longcat_flash", ["zero.stage=0"], 2, ""),
+        ("longcat_flash", ["zero.stage=3"], 2, ""),
+        ("longcat_flash", ["zero.stage=1", "training.precision=bf16"], 2, ""),
+        ("mixtral", ["zero.stage=2"], 2, ""),
+        ("opt", ["zero.stage=3"], 2, "model.overrides.layerdrop: opt leaves out other layers .* zero.stage=3; use 0"),
+        ("opt", ["zero.stage=1", "training.precision=bf16"], 2, ""),
+    ],
+)
+def test_ranks_whose_gradients_would_differ_are_refused(kind: str, words: list[str], ranks: int, refused: str) -> None:
+    dropping = {"layerdrop": 0.1, "word_embed_proj_dim": 32} if kind == "opt" else {}
+    given, model = config("model.name=x", *words), on_meta(kind, **dropping)
+    by_turn = any(True for _ in load.experts_by_turn(model))
+    model = load.add_lora(model, msgspec.structs.replace(given, zero=Zero())) if given.lora.rank else model
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
+        load.refuse_left_out(model, by_turn, given, ranks)
+
+
 def test_experts_that_call_their_modules_by_expert_are_gathered_whole_under_zero_3() -> None:
     pytest.importorskip("deepspeed")
-    sizes = {"num_local_experts": 4, "n_routed_experts": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "num_layers": 1}
     for kind, expected in (("longcat_flash", {"model.layers.0.mlp.experts"}), ("mixtral", set()), ("jetmoe", set())):
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SMALL_SHAPE, **sizes}))
+        model = on_meta(kind)
         load.gather_experts_whole(model)
         whole = {name for name, module in model.named_modules() if getattr(module, "_z3_leaf", False)}
         assert whole == expected, kind
