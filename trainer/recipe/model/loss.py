@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from ..distributed import World
+from .bare import first_line
 from .cross_entropy import LogitTransform, linear_cross_entropy
 
 IGNORED = -100
@@ -75,6 +76,8 @@ def label_positions(shift_labels: torch.Tensor) -> torch.Tensor:
 
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Relative difference of the two losses that rounding explains."""
+_FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""Errors of a forward on tensors that do not fit; not their subclasses: memory, devices, communication."""
 _SAMPLE_TOKENS = 24
 _SAMPLE_WEIGHT = 1e4  # of what a model adds, so that it is not lost in rounding
 
@@ -82,10 +85,18 @@ _SAMPLE_WEIGHT = 1e4  # of what a model adds, so that it is not lost in rounding
 def set_up(model: Any, config: Config, world: World) -> bool:
     """Switch a model to the fused loss; return whether it is in use. All ranks call this, after the engine is made.
 
-    If ``model.fused_loss`` is on, a model whose loss is not of that form is a ``ConfigError``.
+    A model that fails in its own forward is a ``ConfigError``; if ``model.fused_loss`` is on, so is one whose loss is
+    not of that form.
     """
     inner = causal_model(model)
-    inner.adds_to_loss = _adds(inner, world)
+    try:
+        inner.adds_to_loss = _adds(inner, world)
+    except Exception as error:
+        if type(error) not in _FAILURES:
+            raise
+        kind, key = inner.config.model_type, f"model.{'name' if config.model.name else 'config'}"
+        text = f"{key}: {kind} of these sizes fails in transformers' forward, before any training: {first_line(error)}"
+        raise ConfigError(f"{text}; its settings do not fit each other") from error
     if config.model.fused_loss != "off":
         problem = _problem(inner)
         if not problem:

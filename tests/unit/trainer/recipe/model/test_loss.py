@@ -194,3 +194,18 @@ def test_a_model_whose_configuration_is_made_of_parts_is_loaded(tmp_path: Path) 
     assert not hasattr(made.config, "vocab_size")
     with pytest.raises(ConfigError, match="has 320 tokens, fewer than the tokenizer's 321"):
         load.make(named, {}, range(321), OneRank())
+
+
+def test_a_model_whose_sizes_do_not_fit_each_other_is_refused_in_one_line() -> None:
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "first_k_dense_replace": 2, "v_head_dim": 8}
+    model = model_of("deepseek_v3", **latent, num_key_value_heads=2)
+    expected = "model.config: deepseek_v3 of these sizes fails in transformers' forward, before any training: .*size.*;"
+    with pytest.raises(ConfigError, match=expected):
+        fused.set_up(model, config("auto"), OneRank())
+
+
+def test_an_error_of_memory_or_of_a_device_is_not_one_of_the_model() -> None:
+    model = model_of("llama")
+    model.forward = lambda **_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        fused.set_up(model, config("auto"), OneRank())
