@@ -114,6 +114,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Messages], Written], bool]] = {
     "gemma2": (_template("gemma2"), turns(gemma_header, "<end_of_turn>", "<s>", "\n"), False),
     "gemma3": (_template("gemma3"), _gemma3, True),
     "phi3": (_template("phi3"), phi, True),
+    "zephyr": (_template("zephyr"), turns(lambda role: f"<|{role}|>\n", "</s>", behind="\n"), True),
     "deepseek-r1": (_template("deepseek-r1"), deepseek, True),
 }
 """For each family its template, the reference, and whether it takes a system message."""

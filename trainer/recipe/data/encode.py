@@ -23,7 +23,7 @@ from .messages import ASSISTANT, Conversation, RefusedError, Text
 from .records import Records
 from .template import Chat, ChatTemplate, Span, choose
 
-ENCODING_VERSION = 7
+ENCODING_VERSION = 8
 """Increased with every change of tokens or labels in this package; tokens of another version are not used."""
 
 

@@ -178,7 +178,7 @@ class ChatTemplate:
         fix = "give another one, or a path to one with {% generation %} marks around what the assistant generates"
         try:
             text = template.plain(_PROBE, **self._variables, tools=None)
-            asked = self._tail(template, _PROBE[:1], None, True)
+            asked = self._prompt(template, _PROBE[:1], None)
             self._asked = asked if asked != self._tail(template, _PROBE[:1], None, False) else ""
         except RenderError as error:
             raise ConfigError(f"{where} cannot render a chat of user and assistant: {error}") from None
@@ -417,8 +417,11 @@ class ChatTemplate:
             self._header = self._short_header(template)
         if self._header and text.startswith(self._header):
             return self._header
+        known = next((one for one in (self._asked, self._header) if one and one in text), "")
+        if not before and known:  # behind what comes before the first message, whatever that is (Kimi K2)
+            return text[: text.index(known)] + known
         try:
-            asked = self._tail(template, before, tools, True)
+            asked = self._prompt(template, before, tools)
         except RenderError:
             return None
         if text.startswith(asked):
@@ -432,6 +435,13 @@ class ChatTemplate:
         text, pieces = template.marked(_PROBE, **self._variables, tools=None)
         turns = [text[piece.start : piece.end] for piece in pieces if piece.message in (1, 3)]
         return commonprefix([*turns, self._asked])  # noqa: RUF071  # by characters
+
+    def _prompt(self, template: Template, messages: list[dict[str, Any]], tools: Any) -> str:
+        """Return the generation prompt behind the last message, outside or inside (Zephyr, Granite) the loop."""
+        if asked := self._tail(template, messages, tools, True):
+            return asked
+        plain, text = (template.plain(messages, ask, **self._variables, tools=tools) for ask in (False, True))
+        return text.removeprefix(plain) if text.startswith(plain) else ""
 
     def _tail(self, template: Template, messages: list[dict[str, Any]], tools: Any, ask: bool) -> str:
         """Return the template's text after the last message; with ``ask`` this is the generation prompt."""

@@ -568,6 +568,21 @@ END_OUTSIDE = (
 )
 
 
+GREETING = [{"role": "assistant", "content": "Hello."}, *CHAT[1:3]]
+
+
+INSIDE = "{% if loop.last and add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize("asked", ["", INSIDE], ids=["prompt behind the loop", "prompt inside the loop"])
+def test_what_a_template_writes_before_a_conversation_that_the_assistant_begins_is_not_learned(asked: str) -> None:
+    preamble = "{% if loop.first and m.role != 'system' %}<|im_start|>system\nhello rank<|im_end|>\n{% endif %}"
+    turn = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    outside = "" if asked else "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    tokenizer = family_tokenizer(f"{{% for m in messages %}}{preamble}{turn}{asked}{{% endfor %}}{outside}")
+    assert answers(tokenizer, GREETING) == "Hello.<|im_end|>Red.<|im_end|>"
+
+
 @pytest.mark.parametrize("between", ["", "\n"], ids=["end next", "end on a new line"])
 @pytest.mark.parametrize("space", ["", " ", "\n", " \n\n", "\t "])
 def test_an_answer_that_ends_in_white_space_keeps_its_end_behind_the_generation_marks(space: str, between: str) -> None:
