@@ -64,9 +64,20 @@ def add_lora(model: Any, config: Config) -> Any:
             kind = model.config.model_type
             raise ConfigError(f"{key}: peft cannot use it with the experts of {kind}; use {key}={value}") from None
         raise ConfigError(f"lora.targets: {text}") from None
+    if lora.merge:
+        _refuse_shared(made)
     if config.zero.stage == 3:
         _gather_together(made, model)
     return made
+
+
+def _refuse_shared(adapted: Any) -> None:
+    """Refuse to merge adapters of several layers that share their weight (Zamba 2's blocks)."""
+    names: dict[int, str] = {}
+    for name, module in adapted.named_modules():
+        if hasattr(module, "lora_A") and (other := names.setdefault(id(_adapted(module)), name)) != name:
+            both = " and ".join(one.removeprefix("base_model.model.") for one in (other, name))
+            raise ConfigError(f"lora.merge: {both} share a weight, and each has an adapter; use lora.merge=false")
 
 
 def _gather_together(adapted: Any, model: Any) -> None:

@@ -141,10 +141,12 @@ def _adds(inner: Any, world: World) -> bool:
         return returned[-1]
 
     ids = torch.zeros(1, 2, dtype=torch.long, device=world.device)
+    # Of a padded row: without a mask attention may take heads that do not fit.
+    mask = torch.tensor([[1, 0]], device=world.device)
     inner.loss_function = nothing
     try:
         with evaluating(inner):
-            loss: Any = inner(input_ids=ids, labels=ids, use_cache=False).loss
+            loss: Any = inner(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
     finally:
         inner.loss_function = summed_loss
     # By value: under ZeRO-3 hooks of modules return other tensors than those they are given.

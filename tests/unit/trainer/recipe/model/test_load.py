@@ -173,6 +173,20 @@ def test_embeddings_and_an_output_layer_that_merging_would_untie_are_refused_as_
         load.add_lora(model, Config(lora=Lora(rank=4, targets=["q_proj", target], merge=merge)))
 
 
+def test_layers_that_share_a_weight_are_not_adapted_if_each_adapter_is_to_be_merged_into_it() -> None:
+    blocks = {"layer_types": ["hybrid", "mamba", "hybrid"], "num_hidden_layers": 3, "num_mem_blocks": 1}
+    mamba = {"mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 8, "adapter_rank": 4}
+    sizes = {name: size for name, size in SMALL_SHAPE.items() if name != "head_dim"}
+    for merge in (True, False):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("zamba2", **{**sizes, **blocks, **mamba}))
+        given = Config(lora=Lora(rank=4, targets=["q_proj"], merge=merge))
+        first, second = (model.model.layers[number].shared_transformer.self_attn.q_proj for number in (0, 2))
+        assert first.weight is second.weight
+        refused = pytest.raises(ConfigError, match=r"lora\.merge: .*layers\.0\..* and .*layers\.2\..* share a weight")
+        with refused if merge else contextlib.nullcontext():
+            load.add_lora(model, given)
+
+
 def test_a_tied_output_layer_has_adapters_where_they_are_kept_apart() -> None:
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TIED))
     load.add_lora(model, Config(lora=Lora(rank=4, targets=["lm_head"], merge=False)))

@@ -196,10 +196,13 @@ def test_a_model_whose_configuration_is_made_of_parts_is_loaded(tmp_path: Path) 
         load.make(named, {}, range(321), OneRank())
 
 
-def test_a_model_whose_sizes_do_not_fit_each_other_is_refused_in_one_line() -> None:
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_a_model_whose_sizes_do_not_fit_each_other_is_refused_in_one_line(kind: str, attention: str) -> None:
     latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "first_k_dense_replace": 2, "v_head_dim": 8}
-    model = model_of("deepseek_v3", **latent, num_key_value_heads=2)
-    expected = "model.config: deepseek_v3 of these sizes fails in transformers' forward, before any training: .*size.*;"
+    model = model_of(kind, **latent, num_key_value_heads=2)
+    model.set_attn_implementation(attention)
+    expected = f"model.config: {kind} of these sizes fails in transformers' forward, before any training: .*size.*;"
     with pytest.raises(ConfigError, match=expected):
         fused.set_up(model, config("auto"), OneRank())
 
