@@ -22,6 +22,11 @@ CASES = {
         *("lora={rank: 4}", "zero.stage=3"),
         "deepspeed.zero_optimization.stage3_param_persistence_threshold=0",
     ],
+    # Its kernels read the weights of layers that they do not call.
+    "reading-partitioned": [
+        *("lora={rank: 4}", "zero.stage=3"),
+        "deepspeed.zero_optimization.stage3_param_persistence_threshold=0",
+    ],
     "head-alone": [
         "lora={rank: 4, targets: [q_proj, k_proj, v_proj, lm_head], merge: false}",
         *("training.rehearsal=true", "output.save_model=true"),
@@ -39,10 +44,12 @@ class Outcome:
         common = ["zero.stage=2", "training={max_steps: 1, micro_batch: 1, rehearsal: false}", "model.fused_loss=off"]
         sizes = {**SMALL_SHAPE, "vocab_size": 512, "num_local_experts": 4}
         AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes)).save_pretrained(folder / "experts")
+        reading = AutoConfig.for_model("mamba", vocab_size=512, hidden_size=32, state_size=4, num_hidden_layers=2)
+        AutoModelForCausalLM.from_config(reading).save_pretrained(folder / "reading")
         jobs = {name: (1, [*common, *words]) for name, words in CASES.items()}
         for name in CASES:
-            if name.startswith("experts"):
-                jobs[name][1].append(f"model.name={folder}/experts")
+            if (kind := name.partition("-")[0]) in ("experts", "reading"):
+                jobs[name][1].append(f"model.name={folder / kind}")
         self.text = small_runs.launch(folder, "export_ranks", jobs)
 
     def figure(self, name: str, what: str) -> float:

@@ -11,6 +11,7 @@ from ...protocol.errors import ConfigError
 from .config.schema import Config
 from .distributed import World
 from .model import load
+from .model.loss import causal_model
 from .optim import optimizer
 from .support import zero_stage
 
@@ -286,6 +287,7 @@ def make_engine(
     if LateStep.fits(engine.optimizer):
         LateStep(engine, world.has_values)
     _learn_order_with_backward(engine)
+    _gather_in_base(engine)
     return engine, model
 
 
@@ -382,3 +384,21 @@ def _learn_order_with_backward(engine: Any) -> None:
 
     if offload is not None:
         engine.module.register_forward_hook(after)
+
+
+def _gather_in_base(engine: Any) -> None:
+    """Make ZeRO-3 gather weights that modules read from others, also where the model inside peft's is called alone.
+
+    DeepSpeed does so while the engine's own module runs (``engine.py``, ``_forward_prologue``); the checks of a model,
+    and generation, call the one inside.
+    """
+    inner = causal_model(engine.module)
+    if inner is engine.module or getattr(engine.optimizer, "parameter_offload", None) is None:
+        return
+
+    def allow(allowed: bool) -> None:
+        for module in engine.module.modules():
+            module._parameters._in_forward = allowed
+
+    inner.register_forward_pre_hook(lambda *_: allow(True))
+    inner.register_forward_hook(lambda *_: allow(False), always_call=True)

@@ -23,6 +23,10 @@ _SIZES = (
 """Sizes that must be at least 1, by transformers' common names; some types would make a model without layers."""
 
 
+FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""Errors of a model whose settings do not fit each other; not their subclasses, of memory, devices or communication."""
+
+
 def bare_config(config: Config, vocabulary: int) -> Any:
     """Make the transformers configuration of a model with random weights; a wrong type or size is a ``ConfigError``."""
     from transformers import CONFIG_MAPPING, AutoConfig

@@ -19,7 +19,7 @@ from ..config.schema import Config
 from ..distributed import World
 from ..support import zero_stage
 from . import activations
-from .bare import bare_config, first_line
+from .bare import FAILURES, bare_config, first_line
 from .loss import use_summed_loss
 from .shape import named_config
 
@@ -342,8 +342,11 @@ def _from_weights(config: Config, world: World) -> Any:
         )
         _keep_quantized(model)
         return model
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"model.name: {name} cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+    except Exception as error:
+        if type(error) not in FAILURES and not isinstance(error, OSError | ValueError | ImportError):
+            raise
+        stage = " with zero.stage=3" if config.zero.stage == 3 else ""
+        raise ConfigError(f"model.name: {name} cannot be loaded{stage}: {first_line(error)}") from error
 
 
 def _keep_quantized(model: Any) -> None:

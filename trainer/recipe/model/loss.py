@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from ..distributed import World
-from .bare import first_line
+from .bare import FAILURES, first_line
 from .cross_entropy import LogitTransform, linear_cross_entropy
 
 IGNORED = -100
@@ -76,8 +76,6 @@ def label_positions(shift_labels: torch.Tensor) -> torch.Tensor:
 
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Relative difference of the two losses that rounding explains."""
-_FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-"""Errors of a forward on tensors that do not fit; not their subclasses: memory, devices, communication."""
 _SAMPLE_TOKENS = 24
 _SAMPLE_WEIGHT = 1e4  # of what a model adds, so that it is not lost in rounding
 
@@ -92,7 +90,7 @@ def set_up(model: Any, config: Config, world: World) -> bool:
     try:
         inner.adds_to_loss = _adds(inner, world)
     except Exception as error:
-        if type(error) not in _FAILURES:
+        if type(error) not in FAILURES:
             raise
         kind, key = inner.config.model_type, f"model.{'name' if config.model.name else 'config'}"
         text = f"{key}: {kind} of these sizes fails in transformers' forward, before any training: {first_line(error)}"
