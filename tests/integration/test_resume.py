@@ -116,6 +116,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     step_4 = f"checkpoint.resume={runs.path}/whole-z2/checkpoints/step-4"
     for name, change in CHANGES.items():
         jobs.append(runs.job(f"changed-{name}", "zero.stage=2", step_4, change))
+    adapters = f"checkpoint.resume={runs.path}/whole-z2-lora/checkpoints/step-4"
+    jobs.append(runs.job("other-alpha", *KINDS["z2-lora"], adapters, "lora.alpha=32"))
     jobs.append(runs.job("other-optimizer", "zero.stage=2", step_4, "optimizer.kind=adamw_bf16"))
     jobs.append(runs.job("allowed", "zero.stage=2", step_4, CHANGES["seed"], "checkpoint.allow=[seed]"))
     short = "training.max_steps=2"
@@ -193,6 +195,10 @@ def test_the_states_of_one_optimizer_are_refused_by_another(runs: Runs) -> None:
     assert "holds the optimizer states of adamw, and this run has adamw_bf16; set optimizer.kind" in line
 
 
+def test_adapters_of_another_scale_are_refused(runs: Runs) -> None:
+    assert "step-4 has adapters of another scale; set lora.alpha=16" in runs.text["other-alpha"]
+
+
 def test_states_that_cannot_be_divided_anew_are_refused_on_other_ranks(runs: Runs) -> None:
     (line,) = [line for line in runs.text["fewer-8bit"].splitlines() if line.startswith("refused")]
     assert "was written by 2 ranks, and the states of adamw_8bit without master weights cannot be divided" in line
@@ -214,6 +220,7 @@ def test_an_allowed_change_goes_on_and_says_what_follows(runs: Runs) -> None:
 @pytest.mark.parametrize("kind", FEWER)
 def test_fewer_ranks_go_on_with_the_same_global_batches(runs: Runs, kind: str) -> None:
     assert "the global batches are the same" in runs.text[f"fewer-{kind}"]
+    assert not list(runs.path.glob(f"whole-{kind}/checkpoints/*universal*")), "nothing is left of the conversion"
     whole, fewer = runs.losses(f"whole-{kind}"), runs.losses(f"fewer-{kind}")
     for step in range(5, STEPS + 1):
         over_ranks = sum(float.fromhex(whole[f"{rank} {step}"]) for rank in range(2))

@@ -156,6 +156,7 @@ def converted(path: Path, world: World) -> Generator[Path]:
         world.barrier()
         if world.is_first:
             shutil.rmtree(copy, ignore_errors=True)
+            path.with_name("latest_universal").unlink(missing_ok=True)  # names the copy
 
 
 @contextlib.contextmanager
@@ -292,6 +293,7 @@ def _check_model(engine: Any, content: Manifest, base: Base | None, config: Conf
     refusal = stage_refusal(content, stage)
     was = f"model.name={content.base.name}" if content.base is not None and content.base.name else "random weights"
     own = support.states(config)
+    alpha = content.settings.get("lora.alpha", config.lora.alpha)  # not in checkpoints of earlier versions
     order, fix = support.ROUND_ROBIN, "optimizer.kind and optimizer.master_weights"
     if held.replace(order, "") == own.replace(order, ""):
         fix = "deepspeed.zero_optimization.round_robin_gradients"
@@ -301,6 +303,7 @@ def _check_model(engine: Any, content: Manifest, base: Base | None, config: Conf
             "was trained with other parameters frozen; see lora.targets",
         ),
         (refusal, refusal),
+        (config.lora.rank and alpha != config.lora.alpha, f"has adapters of another scale; set lora.alpha={alpha:g}"),
         (precision != config.training.precision, f"was written in {precision}; set training.precision={precision}"),
         (
             held != own,

@@ -21,7 +21,7 @@ from ..support import zero_stage
 from . import activations
 from .bare import FAILURES, bare_config, first_line
 from .loss import use_summed_loss
-from .shape import named_config
+from .shape import named_config, refuse_quantized
 
 
 def quiet_bitsandbytes() -> None:
@@ -340,24 +340,27 @@ def _from_weights(config: Config, world: World) -> Any:
         model: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=DTYPES[config.training.precision], **given, **_attention(config), **_quantization(config, world)
         )
-        _keep_quantized(model)
-        return model
     except Exception as error:
         if type(error) not in FAILURES and not isinstance(error, OSError | ValueError | ImportError):
             raise
         stage = " with zero.stage=3" if config.zero.stage == 3 else ""
         raise ConfigError(f"model.name: {name} cannot be loaded{stage}: {first_line(error)}") from error
+    refuse_quantized(config, model.config)
+    _keep_quantized(model, DTYPES[config.training.precision])
+    return model
 
 
-def _keep_quantized(model: Any) -> None:
+def _keep_quantized(model: Any, dtype: torch.dtype) -> None:
     """Keep bitsandbytes from repacking 4-bit weights when an evaluation runs on a CPU that has AVX512-BF16.
 
     Scales are rounded to bf16 there, so the frozen base would change under the adapters (``nn/modules.py``,
-    ``Linear4bit.forward``), and layers narrower than a block of 64 fail.
+    ``Linear4bit.forward``), and layers narrower than a block of 64 fail. Weights that were saved in 4 bits would be
+    computed in the data type that was saved with them, instead of ``dtype``.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+            module.compute_dtype = dtype
 
 
 def _from_shape(config: Config, world: World, quantize: Quantize) -> Any:

@@ -151,12 +151,38 @@ def _check_sizes(model: Model, shape: Any) -> None:
             )
 
 
+_DEQUANTIZED = ("mxfp4", "fp8")
+"""Kinds of quantized weights that transformers dequantizes where the device has no kernels for them."""
+
+
+def quantized(settings: Any) -> tuple[str, bool]:
+    """Return how a model's weights are quantized, by transformers' name (empty: not), and whether in QLoRA's 4 bits."""
+    own = getattr(settings, "quantization_config", None) or {}
+    values: Mapping[str, Any] = own if isinstance(own, Mapping) else own.to_dict()
+    method = values.get("quant_method", "")
+    return str(getattr(method, "value", method)), bool(values.get("load_in_4bit"))
+
+
+def refuse_quantized(config: Config, settings: Any) -> None:
+    """Refuse a model with quantized weights, but in 4 bits under adapters where ``model.quantization`` says so."""
+    method, in_4_bits = quantized(settings)
+    if not method or (in_4_bits and config.lora.rank and config.model.quantization == "nf4"):
+        return
+    adapters = ", or train adapters on them with lora.rank=16 and model.quantization=nf4" if in_4_bits else ""
+    raise ConfigError(
+        f"model.name: {config.model.name} has quantized weights ({method}), which are not trained; give the model that "
+        f"they were made of{adapters}"
+    )
+
+
 def check(config: Config) -> tuple[Any, str]:
-    """Refuse a model that cannot be made, or that has too few positions for the training's sequences.
+    """Refuse a model that cannot be made or trained, or that has too few positions for the training's sequences.
 
     Return the model's configuration, and a note if sequences exceed its positions (else empty).
     """
     shape = named_config(config.model) if config.model.name else bare_config(config, config.tokenizer.vocab_size)
+    if config.model.name and quantized(shape)[0] not in _DEQUANTIZED:
+        refuse_quantized(config, shape)
     if config.model.overrides:
         _check_sizes(config.model, shape)
     # Of several lengths in one process, those within the model's positions are measured.

@@ -1,5 +1,6 @@
 """Sequences longer than a model has positions for are refused before anything starts, and answers end before."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,36 @@ def test_positions_that_are_computed_go_on_with_a_note(kind: str) -> None:
     words = f"model.config={{model_type: {kind}, max_position_embeddings: 64}}"
     _, note = shape.check(load(None, [words, "training.sequence_length=128"]).config)
     assert note == "128 tokens are more than the model's max_position_embeddings, 64"
+
+
+BITS_4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+BITS_8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+NF4 = ["lora.rank=4", "model.quantization=nf4"]
+
+
+@pytest.mark.parametrize(
+    ("held", "words", "refused"),
+    [
+        (BITS_4, [], r"\(bitsandbytes\), .* made of, or train adapters .* lora.rank=16 and model.quantization=nf4"),
+        (BITS_4, ["lora.rank=4"], r"\(bitsandbytes\), .*, or train adapters .*"),
+        (BITS_4, NF4, ""),
+        (BITS_8, NF4, r"\(bitsandbytes\), which are not trained; give the model that they were made of"),
+        ({"quant_method": "gptq", "bits": 4}, NF4, r"\(gptq\), .* made of"),
+        ({"quant_method": "fp8"}, [], ""),
+    ],
+)
+def test_quantized_weights_are_refused_but_in_4_bits_under_adapters(
+    held: dict[str, Any], words: list[str], refused: str, tmp_path: Path
+) -> None:
+    AutoConfig.for_model("llama", quantization_config=held).save_pretrained(tmp_path)
+    config = load(None, [f"model.name={tmp_path}", *words]).config
+    expected = pytest.raises(ConfigError, match=rf"^model\.name: \S+ has quantized weights {refused}$")
+    with expected if refused else nullcontext():
+        shape.check(config)
+    # transformers dequantizes fp8 where a device has no kernels for it; what is left quantized is not trained.
+    if not words and not refused:
+        with pytest.raises(ConfigError, match=r"has quantized weights \(fp8\)"):
+            shape.refuse_quantized(config, AutoConfig.from_pretrained(tmp_path))
 
 
 def test_a_sample_ends_where_the_model_has_no_more_positions() -> None:
