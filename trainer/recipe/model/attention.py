@@ -7,7 +7,7 @@ position ids.
 
 import inspect
 import zlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -84,7 +84,7 @@ def set_up(model: Any, config: Config, world: World) -> bool:
     inner = causal_model(model)
     is_flash = config.model.attention == "flash_attention_2"
     if config.model.attention == "auto" and world.on_gpu and can_varlen(inner):
-        problem = _try_varlen(inner, world)
+        problem = _try_varlen(inner, world, config.training.sequence_length)
         if not problem:
             return True
         world.log(f"note: variable-length attention is not used, a block mask is: {problem}")
@@ -116,17 +116,18 @@ def can_varlen(inner: Any) -> bool:
     return half and not other
 
 
-def _try_varlen(inner: Any, world: World) -> str:
-    before = inner.config._attn_implementation
-    ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
+def _try_varlen(inner: Any, world: World, length: int) -> str:
+    before, windows = inner.config._attn_implementation, list[int]()
+    ALL_ATTENTION_FUNCTIONS.register(VARLEN, _noting(varlen_attention, windows))
     # Without a mask function transformers makes no mask, and does not wait for the device to detect packed rows. Rows
     # that are not packed are padded on the right, where causal attention does not reach.
     problem = ""
     try:
         inner.set_attn_implementation(VARLEN)
-        problem = crossing(inner, world, varlen=True)
+        problem = crossing(inner, world, varlen=True) or _window_problem(inner.config, windows, length)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         problem = str(error).strip().splitlines()[0]
+    ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
     if not world.all_agree(not problem):
         inner.set_attn_implementation(before)
         return problem or "another rank cannot"
@@ -390,20 +391,27 @@ def set_up_sequence_parallel(model: Any, config: Config, world: World) -> bool:
 
 def _use(inner: Any, windows: list[int]) -> None:
     """Switch a model's attention, and record the sliding windows that its layers pass in a forward."""
-
-    def noting(*inputs: Any, **others: Any) -> Any:
-        if others.get("sliding_window"):
-            windows.append(others["sliding_window"])
-        return attend(*inputs, **others)
-
-    ALL_ATTENTION_FUNCTIONS.register(NAME, noting)
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _noting(attend, windows))
     # Without a mask function transformers makes no mask: it would be one of slices.
     inner.set_attn_implementation(NAME)
 
 
+def _noting(function: Callable[..., Any], windows: list[int]) -> Callable[..., Any]:
+    """Return an attention function that records the sliding windows that it is given."""
+
+    def noting(*inputs: Any, **others: Any) -> Any:
+        if others.get("sliding_window"):
+            windows.append(others["sliding_window"])
+        return function(*inputs, **others)
+
+    return noting
+
+
 def _window_problem(settings: Any, noted: list[int], length: int) -> str:
-    """Return the reason why a model's sliding windows would be lost; a short row fits any window, so cannot show it."""
+    """Return the reason why windows or chunks of attention would be lost, which a short row cannot show."""
     settings = settings.get_text_config()
+    if chunk := _chunk(settings, length):
+        return f"its attention is in chunks of {chunk} tokens"
     windows = [getattr(layer, "sliding_window", None) for layer in layer_configs(settings)]
     window = min(filter(None, windows), default=length)
     if window >= length or getattr(settings, "use_sliding_window", True) is False:
@@ -430,10 +438,15 @@ def refusal(settings: Any, length: int, size: int) -> str:
     if scaled:
         # modeling_rope_utils.py, dynamic_rope_update: frequencies follow the largest position that a rank sees.
         return f"cannot be used with rotary embeddings of type {scaled}, which depend on the whole row's length; use 1"
-    chunk = getattr(settings, "attention_chunk_size", None)
-    if chunk and chunk < length:
+    if chunk := _chunk(settings, length):
         return f"cannot be used with attention in chunks of {chunk} tokens; use 1"
     return ""
+
+
+def _chunk(settings: Any, length: int) -> int:
+    """Return the tokens of a chunk of attention that is shorter than ``length``, else 0."""
+    chunk = getattr(settings, "attention_chunk_size", None) or length
+    return chunk if chunk < length else 0
 
 
 def _rope_types(settings: Any) -> list[str]:

@@ -99,6 +99,44 @@ def test_logits_in_fp32_of_weights_in_bf16_have_the_rounding_of_bf16() -> None:
     assert "other logits in a packed row" in attention.crossing(model, cast(Any, OneRank()), varlen=False)
 
 
+SLIDING = {"layer_types": ["sliding_attention", "sliding_attention"]}
+
+
+def by_document(query: Any, key: Any, value: Any, borders: Any, *_: Any, **named: Any) -> Any:
+    """Compute what PyTorch's variable-length attention does on GPUs, document by document."""
+    parts: list[torch.Tensor] = []
+    for start, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
+        q, k, v = (one[start:end].transpose(0, 1) for one in (query, key, value))
+        k, v = (one.repeat_interleave(len(q) // len(one), 0) for one in (k, v))
+        apart = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        window = named["window_size"][0]
+        seen = (apart >= 0) & ((apart <= window) if window >= 0 else True)
+        parts.append(((q @ k.mT * named["scale"]).masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "problem"),
+    [
+        ("mistral", {"sliding_window": 16}, ""),
+        ("qwen2_moe", {"sliding_window": 64, "use_sliding_window": True, **SLIDING}, ""),
+        ("qwen2_moe", {"sliding_window": 16, "use_sliding_window": True, **SLIDING}, "do not pass"),
+        ("llama4_text", {"attention_chunk_size": 16, "intermediate_size_mlp": 48}, "in chunks of 16 tokens"),
+        ("llama4_text", {"attention_chunk_size": 64, "intermediate_size_mlp": 48}, ""),
+    ],
+)
+def test_variable_length_attention_is_not_used_where_windows_or_chunks_are_in_masks_alone(
+    kind: str, values: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_varlen_attn", by_document)
+    model = model_of(kind, **{**MIXTURE, "hidden_size": 32, "num_local_experts": 4, **values})
+    before = model.config._attn_implementation
+    found = attention._try_varlen(model, cast(Any, OneRank()), 64)
+    assert problem in found
+    assert bool(found) == bool(problem)
+    assert model.config._attn_implementation == (before if problem else attention.VARLEN)
+
+
 def test_ranks_that_cannot_divide_the_heads_of_one_layer_cannot_share_sequences() -> None:
     heads = {"hidden_size": 96, "num_attention_heads": 12, "per_layer_config": {1: {"num_key_value_heads": 3}}}
     settings = AutoConfig.for_model("llama", **SMALL_SHAPE | {"num_key_value_heads": 4} | heads)
