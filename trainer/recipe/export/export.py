@@ -182,10 +182,18 @@ class _Written:
         if key.endswith(".lora_magnitude_vector.weight"):
             key = key.removesuffix(".weight")  # as peft writes it
         self._seen.add(key)
-        return _difference(key, tensor, self._tensors.get(key))
+        return _difference(key, tensor, self._read(key, tensor.dtype))
+
+    def _read(self, key: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a written tensor as it was trained: transformers reads some (routers, sinks) as fp32 from any file."""
+        found = self._tensors.get(key)
+        if found is None or found.dtype != torch.float32 or found.is_meta:
+            return found
+        written = found.to(dtype)
+        return written if torch.equal(written.float(), found) else found
 
     def _differs_merged(self, layer: "Adapted", parts: dict[str, torch.Tensor]) -> str:
-        found = self._tensors.get(layer.name)
+        found = self._read(layer.name, parts["base"].dtype)
         self._seen.add(layer.name)
         return f"{layer.name} is missing" if found is None else layer.difference(found, parts)
 

@@ -84,6 +84,33 @@ def test_the_exported_model_gives_the_logits_of_the_trained_one(family: str, mer
     assert (logits(loaded) - trained).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("adapts", [True, False])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_weights_that_transformers_reads_as_fp32_are_exported_as_they_were_trained_in_bf16(
+    family: str, adapts: bool, tmp_path: Path
+) -> None:
+    model, config = adapted(family, tmp_path)
+    if not adapts:
+        config = Config(model=config.model)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    for parameter in model.parameters():  # as DeepSpeed does
+        parameter.data = parameter.data.bfloat16()
+    folder = save(model, config, tmp_path)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
+    fp32 = [name for name, weight in loaded.named_parameters() if weight.dtype == torch.float32]
+    assert fp32, "the family has such weights"
+    wanted: Any = model
+    wanted = wanted.merge_and_unload() if adapts else wanted
+    for name, weight in wanted.named_parameters():
+        assert torch.equal(loaded.get_parameter(name).bfloat16(), weight), name
+    if not adapts:
+        tensors = load_file(folder / "model.safetensors")
+        tensors[fp32[0]] = tensors[fp32[0]].float() * (1 + 2**-12)  # less than bf16 holds
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(export.ExportError, match=f"differs from the trained one: {fp32[0]} is"):
+            export.compare(model, folder, config, WORLD)
+
+
 def test_each_experts_weights_are_those_of_the_base_plus_its_own_adapter(tmp_path: Path) -> None:
     model, config = adapted("mixtral", tmp_path)
     before = load_file(tmp_path / "base" / "model.safetensors")
