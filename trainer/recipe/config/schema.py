@@ -146,7 +146,8 @@ class Data(Section, frozen=True):
     messages_column: str = "messages"
     """Column of the messages; `conversations` is found too."""
     tools_column: str = "tools"
-    """Column of the tools that a chat may call: a list of JSON schemas, or its JSON text; passed to the template."""
+    """Column of the tools that a chat may call: a list of JSON schemas, or JSON text of it or of each; passed to the
+    template."""
     chat_template: str = ""
     """Chat template: empty takes the tokenizer's; the name of one that ships with ftmon (plain, chatml, llama2,
     llama3, gemma, mistral, phi3), or the path of a Jinja file; none joins prompt and response as they stand."""

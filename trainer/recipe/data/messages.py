@@ -199,7 +199,7 @@ def _is_learned(entry: dict[str, Any], number: int) -> bool:
 
 
 def _calls(entry: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    calls = entry.get("tool_calls")
+    calls = _parsed(entry.get("tool_calls"), f"message {number}: tool_calls")
     if calls is None and isinstance(entry.get("function_call"), dict):
         calls = [{"type": "function", "function": entry["function_call"]}]
     if not calls:
@@ -224,12 +224,17 @@ def _call(call: Any, number: int) -> dict[str, Any]:
     return {**outer, "type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
 
 
+def _parsed(value: Any, what: str) -> Any:
+    """Return a list that may be JSON text as a whole, or in each of its parts, as tables hold it."""
+    try:
+        value = parse(value) if isinstance(value, str) and value.strip() else value
+        return [parse(one) if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
+    except ValueError:
+        raise RefusedError(f"{what} is text that is not JSON") from None
+
+
 def _schemas(tools: Any) -> list[dict[str, Any]]:
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = parse(tools)
-        except ValueError:
-            raise RefusedError("tools is text that is not JSON") from None
+    tools = _parsed(tools, "tools")
     if not tools:
         return []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

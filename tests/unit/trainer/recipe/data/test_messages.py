@@ -66,6 +66,19 @@ def test_tool_calls_tools_and_reasoning_are_kept() -> None:
     assert made.messages[1].tool_calls[0]["function"] == CALL
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]], ids=["list", "text", "texts"])
+def test_tools_and_their_calls_may_be_json_text_as_tables_hold_them(tools: Any) -> None:
+    call = {"type": "function", "function": CALL}
+    for calls in ([call], json.dumps([call]), [json.dumps(call)]):
+        record = {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": calls}], "tools": tools}
+        made = messages.convert(record, "chat", Data())
+        assert isinstance(made, Conversation)
+        assert (made.tools, made.messages[1].tool_calls) == ([TOOL], [call])
+
+
 def test_a_system_beside_lists_of_messages_belongs_to_the_prompt() -> None:
     for before in (CHAT[:1], [{"role": "system", "content": "S"}, *CHAT[:1]]):
         record = {"prompt": before, "completion": CHAT[1:] * 2, "system": "S"}
