@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Self
 
 import msgspec
@@ -135,7 +134,7 @@ def _chosen(arguments: argparse.Namespace, tell: Callable[[str], None]) -> list[
         ConfigError: the configuration cannot be used, or nothing fits.
     """
     source = [arguments.config, *arguments.overrides]
-    without_file = "=" in source[0] and not Path(source[0]).exists()
+    without_file = "=" in source[0] and not os.path.exists(source[0])
     loaded = load(None, source) if without_file else load(source[0], source[1:])
     if not loaded.chosen:
         return []

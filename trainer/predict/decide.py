@@ -183,7 +183,7 @@ def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Load
 
 
 def _is_assignment(source: str) -> bool:
-    return "=" in source and not Path(source).exists()
+    return "=" in source and not os.path.exists(source)
 
 
 def _load(source: str, overrides: Sequence[str]) -> Loaded:

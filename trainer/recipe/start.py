@@ -143,7 +143,7 @@ def _recipe(request: StartRequest, config: Config) -> Recipe:
 
 def _file(request: StartRequest) -> str:
     """Return the configuration file as given; empty if everything is on the command line."""
-    return "" if "=" in request.config and not Path(request.config).exists() else request.config
+    return "" if "=" in request.config and not os.path.exists(request.config) else request.config
 
 
 def _overrides(request: StartRequest) -> list[str]:

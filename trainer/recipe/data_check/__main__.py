@@ -7,7 +7,6 @@ import argparse
 import os
 import shutil
 import sys
-from pathlib import Path
 
 import msgspec
 
@@ -27,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         missing = hardware.missing_packages()
         if missing:
             raise UsageError(f"this needs {', '.join(missing)}, not installed here; run: pip install 'ftmon[train]'")
-        if "=" in config and not Path(config).exists():
+        if "=" in config and not os.path.exists(config):
             loaded = load(None, [config, *overrides])
         else:
             loaded = load(config, overrides)

@@ -9,6 +9,7 @@ from ftmon.protocol.run.rundir import RunOptions, home
 from ftmon.protocol.run.start import StartRequest
 from ftmon.trainer.recipe import hardware, start
 from ftmon.trainer.recipe.config.load import load
+from ftmon.trainer.recipe.data_check import __main__ as data_check
 from ftmon.trainer.recipe.preflight import resolve
 
 
@@ -28,6 +29,13 @@ def test_it_takes_all_gpus_or_two_cpu_ranks(gpus: list[str], monkeypatch: pytest
 def test_an_override_of_the_demo_is_checked_like_any_other() -> None:
     with pytest.raises(ConfigError, match=r"^command line: zero\.stage must be"):
         start.demo_config(["zero.stage=4"])
+
+
+def test_a_long_setting_that_comes_first_is_not_taken_for_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    first = f"model.config={{model_type: llama, no_such: {'x' * 300}}}"
+    assert start._file(StartRequest(kind="train", config=first)) == ""
+    assert data_check.main([first]) == 2
+    assert capsys.readouterr().err.startswith("command line: data needs a path")
 
 
 def resolved(monkeypatch: pytest.MonkeyPatch, gpus: list[str], *overrides: str) -> resolve.Resolved:
