@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import start_ranks
 from eventually import eventually
 from ftmon.protocol.host.process import is_alive
 from ftmon.protocol.messages.telemetry import Step
@@ -23,7 +24,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "sweep_loop.py"
 def write_sweep(folder: Path, whats: str, **keys: str) -> Path:
     path = folder / "faults.yaml"
     lines = [
-        f"command: [{sys.executable}, {SCRIPT}, '{{seq}}', '{{what}}', '2']",
+        f"command: {json.dumps(start_ranks.command(2, SCRIPT, '{seq}', '{what}'))}",
         f"axes: {{seq: [64], what: [{whats}]}}",
         "steps: 4",
         "warm_up: 2",

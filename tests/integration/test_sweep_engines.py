@@ -14,20 +14,22 @@ from eventually import eventually
 from ftmon.protocol.sweep.rows import Results, Row, Started, read
 from ftmon_process import Ftmon, wait_until_nothing_is_left
 
-SCRIPT = Path(__file__).parent / "scripts" / "sweep_loop.py"
+RANK = Path(__file__).parent / "scripts" / "fake_rank.py"
+DONE: dict[str, Any] = {"steps": 6}
+CRASHES = {"steps": 6, "exit": 3}
 
 
 class Waiting:
-    """A sweep of runs that wait for a file, beside others."""
+    """A sweep of pretended ranks that wait for a file before their last step, beside others."""
 
-    def __init__(self, folder: Path, *whats: str, waiting: int) -> None:
+    def __init__(self, folder: Path, *others: dict[str, Any], waiting: int) -> None:
         self.go = folder / "go"
         self.file, self.results = folder / "s.yaml", folder / "s.results.jsonl"
         # The same file by several names, as each configuration is one run.
-        names = [f"{folder}{'/.' * number}/go" for number in range(waiting)]
+        waits = [DONE | {"awaits": f"{folder}{'/.' * number}/go"} for number in range(waiting)]
         self.file.write_text(
-            f"command: [{sys.executable}, {SCRIPT}, '{{seq}}', '{{what}}', '1']\n"
-            f"axes: {{seq: [64], what: {json.dumps([*whats, *names])}}}\n"
+            f"command: {json.dumps([sys.executable, str(RANK), '{what}'])}\n"
+            f"axes: {{what: {json.dumps([json.dumps(one) for one in (*others, *waits)])}}}\n"
             "steps: 4\nwarm_up: 2\nhang_grace: 10 m\n"
         )
 
@@ -39,10 +41,10 @@ class Waiting:
         """Wait for a state of the results."""
         return eventually(lambda: (found := self.read()) and reached(found), what, 400, every=0.2)
 
-    def verdicts(self) -> dict[str, str]:
-        """Return the verdict of each configuration; waiting ones are ``go``."""
+    def verdicts(self) -> set[str]:
+        """Return the verdicts of all configurations."""
         found = self.read()
-        return {} if found is None else {str(row.settings["what"]): row.verdict for row in found.answered().values()}
+        return set() if found is None else {row.verdict for row in found.answered().values()}
 
 
 def waits(home: Ftmon, runs: int) -> Callable[[Results], bool]:
@@ -74,7 +76,7 @@ def unfinished(results: Results) -> list[Row]:
 
 def test_a_killed_job_runs_again_and_a_killed_sweep_takes_the_rows_of_its_jobs(home: Ftmon, tmp_path: Path) -> None:
     pytest.importorskip("submitit")
-    sweep = Waiting(tmp_path, "ok", "oom", waiting=1)
+    sweep = Waiting(tmp_path, DONE, CRASHES, waiting=1)
     with home.start("sweep", str(sweep.file), "--on", "submitit", "--plain") as process:
         sweep.until(lambda found: len(found.rows) == 2, "the rows of two jobs")
         sweep.until(waits(home, 1), "the third job waiting")
@@ -92,7 +94,7 @@ def test_a_killed_job_runs_again_and_a_killed_sweep_takes_the_rows_of_its_jobs(h
     done = home.run("sweep", str(sweep.file), "--on", "submitit", "--plain", seconds=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 runs have their rows already" in done.stdout
-    assert set(sweep.verdicts().values()) == {"done", "out-of-memory"}
+    assert sweep.verdicts() == {"done", "crash"}
     assert len(home.runs()) == 4, "no run is repeated but the killed one"
     for run in home.runs():
         wait_until_nothing_is_left(run)
@@ -136,7 +138,7 @@ def test_a_job_of_a_lost_node_runs_again_on_another(home: Ftmon, tmp_path: Path,
         output = process.communicate(timeout=400)
         assert process.returncode == 0, output
     results = sweep.read()
-    assert set(sweep.verdicts().values()) == {"done"}
+    assert sweep.verdicts() == {"done"}
     started = [entry.settings for entry in results.entries if isinstance(entry, Started)]
     assert [started.count(row.settings) for row in results.rows] == [
         1 + (row.settings == lost.settings) for row in results.rows
@@ -146,7 +148,7 @@ def test_a_job_of_a_lost_node_runs_again_on_another(home: Ftmon, tmp_path: Path,
 
 
 def test_what_no_node_can_run_is_refused_in_a_line(home: Ftmon, tmp_path: Path, cluster: Any) -> None:
-    sweep = Waiting(tmp_path, "ok", waiting=0)
+    sweep = Waiting(tmp_path, DONE, waiting=0)
     done = home.run("sweep", str(sweep.file), "--on", "ray", "--gpus", "2", "--plain", seconds=200)
     assert done.returncode == 2
     assert done.stderr.strip() == "ftmon: --on ray: a job needs 2 GPUs of one node, and the largest has 0"
