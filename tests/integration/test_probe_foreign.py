@@ -2,7 +2,7 @@
 
 import json
 from contextlib import ExitStack
-from itertools import groupby
+from itertools import groupby, islice
 
 import pytest
 import start_ranks
@@ -211,48 +211,66 @@ def test_an_update_in_a_step_of_several_optimizers_has_its_own_figures(edges):
     assert (critic.count, critic.micro_steps, critic.lr) == (1, 2, 0.02)
 
 
-def start_ranks_of(collector, *names):
-    collector.start(*start_ranks.command(2, SCRIPTS / "one_after_another.py", *names)).finish()
+RANKS = [
+    *(("plain", 5), ("fsdp2_loop", 4), ("pipeline_loop", 6), ("losses_loop", 12), ("plain again", 5)),
+    *(("two_engines", 6), ("engine_calls", 10)),
+]
+"""What two ranks train one after the other, and its steps."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The steps of each rank by what it trained, and the collector of both ranks."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv("FTMON_HOME", str(home := tmp_path_factory.mktemp("home")))
+        collector = Collector(home)
+        stack.callback(collector.close)
+        names = [name.split()[0] for name, _ in RANKS]
+        collector.start(*start_ranks.command(2, SCRIPTS / "one_after_another.py", *names)).finish()
     assert collector.job.returncode == 0, collector.output()
+    found = []
+    for rank in (0, 1):
+        steps = iter(collector.of(Step, rank))
+        found.append({name: list(islice(steps, count)) for name, count in RANKS})
+        assert list(steps) == []
+    return found, collector
 
 
 def test_a_loss_is_what_ddp_ranks_optimise_however_they_scale_it_and_two_engines_and_an_optimizer_make_one_step(
-    collector,
+    trained,
 ):
-    start_ranks_of(collector, "fsdp2_loop", "losses_loop", "plain", "two_engines")
+    found, collector = trained
     for rank in (0, 1):
-        steps = collector.of(Step, rank)
         frameworks = [each for each, _ in groupby(hello.framework for hello in collector.of(Hello, rank))]
         frameworks = frameworks[frameworks.index("fsdp") :]
         # A hello that another one follows at once is left out: DDP reports itself in its first forward.
         assert [each for each in frameworks if each != "pytorch"] == ["fsdp", "ddp", "deepspeed"]
         assert frameworks[-2:] == ["pytorch", "deepspeed"]
-        assert [(step.samples, step.phase("data") is None) for step in steps[16:21]] == [(4, False)] * 5
-        del steps[16:21], steps[:4]
-        assert [step.loss for step in steps[:12]] == pytest.approx(printed(collector, "optimised", rank, 1), rel=1e-5)
-        assert [step.micro_steps for step in steps[:12]] == [4] * 10 + [2] * 2
-        assert all({"data", "forward", "backward", "optimizer"} <= {p.name for p in s.phases} for s in steps[:12])
-        assert_owned(steps[12:], printed(collector, "losses", rank), "Critic")
+        assert [(step.samples, step.phase("data") is None) for step in found[rank]["plain again"]] == [(4, False)] * 5
+        steps = found[rank]["losses_loop"]
+        assert [step.loss for step in steps] == pytest.approx(printed(collector, "optimised", rank, 1), rel=1e-5)
+        assert [step.micro_steps for step in steps] == [4] * 10 + [2] * 2
+        assert all({"data", "forward", "backward", "optimizer"} <= {p.name for p in s.phases} for s in steps)
+        assert_owned(found[rank]["two_engines"], printed(collector, "losses", rank), "Critic")
         assert {hello.model for hello in collector.of(Hello, rank)} >= {"Critic + Actor"}
 
 
-def test_a_module_called_past_its_engine_and_a_pipeline_s_first_stage_have_all_samples(collector):
-    start_ranks_of(collector, "losses_loop", "engine_calls")
+def test_a_module_called_past_its_engine_and_a_pipeline_s_first_stage_have_all_samples(trained):
+    found, _ = trained
     for rank in (0, 1):
-        steps = collector.of(Step, rank)[12:]
+        steps = found[rank]["engine_calls"]
         # The update that the first engine makes while it starts is no step.
         assert [step.step for step in steps] == [*range(1, 7), *range(1, 5)]
         assert [step.samples for step in steps[1:5]] == [4] * 4
         assert_disjoint(steps)
         assert all(host_us(step, "forward") > 250_000 for step in steps[1:5])
         assert host_us(steps[5], "eval") > 50_000
-    pipeline = collector.of(Step, 0)[12 + 6 :]
-    assert [(step.samples, step.tokens) for step in pipeline] == [(16, 256)] * 4
+    assert [(step.samples, step.tokens) for step in found[0]["engine_calls"][6:]] == [(16, 256)] * 4
 
 
-def test_a_pipeline_s_parameters_are_those_of_all_stages_and_fsdp2_s_of_all_shards(collector):
-    start_ranks_of(collector, "plain", "fsdp2_loop", "pipeline_loop")
-    stages = [[hello for hello in collector.of(Hello, rank) if hello.model == "Sequential"][-1] for rank in (0, 1)]
+def test_a_pipeline_s_parameters_are_those_of_all_stages_and_fsdp2_s_of_all_shards(trained):
+    found, collector = trained
+    stages = [next(one for one in collector.of(Hello, rank) if one.pipeline_stage is not None) for rank in (0, 1)]
     assert [(hello.pipeline_stage, hello.parameters, hello.backend) for hello in stages] == [
         (0, 8 * 16 + 16, "gloo"),
         (1, 16 + 1, "gloo"),
@@ -262,16 +280,15 @@ def test_a_pipeline_s_parameters_are_those_of_all_stages_and_fsdp2_s_of_all_shar
         run.apply(Frame(number, hello.time, hello))
     assert run.info.parameters == run.info.trainable_parameters == 161
     for rank, piped in enumerate(([None] * 6, printed(collector, "piped", 1))):
-        steps = collector.of(Step, rank)
-        del steps[:5]
-        assert [step.loss for step in steps[4:]] == (pytest.approx(piped, rel=1e-5) if rank else piped)
+        steps, staged = found[rank]["fsdp2_loop"], found[rank]["pipeline_loop"]
+        assert [step.loss for step in staged] == (pytest.approx(piped, rel=1e-5) if rank else piped)
         hello = [hello for hello in collector.of(Hello, rank) if hello.framework == "fsdp"][-1]
         assert (hello.framework, hello.model, hello.backend) == ("fsdp", "TinyNet", "gloo")
         assert (hello.parameters, hello.trainable_parameters) == (3 * 72, 2 * 72)
-        assert [step.step for step in steps] == list(range(6, 16))
-        assert [step.grad_norm for step in steps[:4]] == pytest.approx(printed(collector, "norms", rank), rel=1e-5)
+        assert [step.step for step in (*steps, *staged)] == list(range(6, 16))
+        assert [step.grad_norm for step in steps] == pytest.approx(printed(collector, "norms", rank), rel=1e-5)
         # Losses are added up where gradients are.
-        assert [step.loss for step in steps[:4]] == pytest.approx(printed(collector, "optimised", rank), rel=1e-5)
+        assert [step.loss for step in steps] == pytest.approx(printed(collector, "optimised", rank), rel=1e-5)
 
 
 def test_a_trainer_with_a_peft_model_shows_the_model_inside_and_the_loss_that_it_logs(collector, tmp_path):
