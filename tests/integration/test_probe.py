@@ -43,10 +43,6 @@ def deepspeed(ranks):
     return executable_command(words, os.environ)
 
 
-def torchrun(ranks):
-    return BIN / "torchrun", "--nproc_per_node", str(ranks), "--master_port", str(free_port())
-
-
 def single(collector, *words, **extra):
     return collector.start(BIN / "python", SCRIPTS / "single_loop.py", *words, **extra)
 
@@ -241,7 +237,7 @@ def watched(tmp_path, monkeypatch):
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("FTMON_RUN", "RANK"))}
     script = SCRIPTS / "watched_loop.py"
     with (tmp_path / "output").open("wb") as output:
-        job = subprocess.Popen([*map(str, torchrun(2)), str(script)], env=environment, stdout=output, stderr=output)
+        job = subprocess.Popen(start_ranks.command(2, script), env=environment, stdout=output, stderr=output)
 
     def begun():
         assert job.poll() is None, (tmp_path / "output").read_text()

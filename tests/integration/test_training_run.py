@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import start_ranks
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.tui.app import FtmonApp
 from ftmon.tui.screens.training import TrainingScreen
 from ftmon.tui.source.replay import ReplaySource
 from ftmon_process import Ftmon, ftmon_home
-from ports import free_port
 from scenes import until
 
 SCRIPT = Path(__file__).parent / "scripts" / "lived_run.py"
@@ -27,8 +27,7 @@ the last norm and the output), and a pair of query and key costs 12 FLOPs in eac
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Ftmon, RunDir, str]]:
     folder = tmp_path_factory.mktemp("lived")
     with ftmon_home(folder / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
-        port = ("--master_port", str(free_port()))
-        job = ("deepspeed", "--num_gpus", "2", "--no_local_rank", *port, str(SCRIPT), str(folder / "out"))
+        job = start_ranks.command(2, SCRIPT, folder / "out")
         done = ftmon.run("run", "--plain", "--name", "lived", "--", *job, seconds=500)
         assert done.returncode == 0, done.stdout + done.stderr
         yield ftmon, ftmon.newest(), done.stdout
