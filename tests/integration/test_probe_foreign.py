@@ -168,22 +168,6 @@ def test_a_script_s_way_out_is_told(edges):
     assert left.job.returncode == 3
 
 
-def test_what_comes_after_the_last_step_is_recorded_and_is_no_step(collector):
-    collector.start(BIN / "python", SCRIPTS / "tail_loop.py").finish()
-    assert collector.job.returncode == 0, collector.output()
-    (closing,) = collector.of(Closing)
-    assert [step.step for step in collector.of(Step)] == list(range(1, 11))
-    hello = collector.of(Hello)[-1]
-    assert (hello.framework, hello.model) == ("pytorch", "Linear")
-    assert hello.parameters == hello.trainable_parameters > 0
-    phases = {phase.name: phase for phase in closing.phases}
-    assert (closing.step, phases.keys() - {"data"}) == (10, {"eval", "checkpoint"})
-    evaluation = phases["eval"].resident
-    assert evaluation.transient > 350 * 2**20
-    assert evaluation.peak > max(phase.resident.peak for step in collector.of(Step) for phase in step.phases)
-    assert [(goodbye.reason, goodbye.step) for goodbye in collector.of(Goodbye)] == [("finished", 10)]
-
-
 @pytest.mark.parametrize(("way", "status"), [("caught", 4), ("in-a-process", 1)])
 def test_a_process_that_ends_itself_for_an_exception_reports_it_and_all_its_steps(collector, way, status):
     collector.start(BIN / "python", SCRIPTS / "tail_loop.py", way).finish()
@@ -289,18 +273,3 @@ def test_a_pipeline_s_parameters_are_those_of_all_stages_and_fsdp2_s_of_all_shar
         assert [step.grad_norm for step in steps] == pytest.approx(printed(collector, "norms", rank), rel=1e-5)
         # Losses are added up where gradients are.
         assert [step.loss for step in steps] == pytest.approx(printed(collector, "optimised", rank), rel=1e-5)
-
-
-def test_a_trainer_with_a_peft_model_shows_the_model_inside_and_the_loss_that_it_logs(collector, tmp_path):
-    collector.start(BIN / "python", SCRIPTS / "trainer_lora.py", tmp_path / "out").finish()
-    assert collector.job.returncode == 0, collector.output()
-    losses, total, trained = printed(collector, "logged")
-    hello = collector.of(Hello)[-1]
-    assert (hello.framework, hello.model) == ("transformers", "GPT2LMHeadModel")
-    assert (hello.parameters, hello.trainable_parameters) == (total, trained)
-    steps = collector.of(Step)
-    assert [step.loss for step in steps] == pytest.approx(losses, abs=1e-4)  # logged with four digits
-    assert [(step.step, step.micro_steps, step.samples, step.tokens) for step in steps] == [
-        (number, 2, 4, 32) for number in (1, 2, 3)
-    ]
-    assert steps[1].phase("forward").count == 2

@@ -1,20 +1,21 @@
 """Phases of loops that do not go data, forward, backward, optimizer: against what the scripts measure themselves."""
 
 import json
+from itertools import islice
 from statistics import median
 
 import pytest
-from ftmon.protocol.messages.telemetry import Heartbeat, Hello, Step
+from ftmon.protocol.messages.telemetry import Closing, Goodbye, Heartbeat, Hello, Step
 from ftmon.trainer.probe.phases.budget import CHOICES, FIRST
 from ftmon.tui.model.rank import shares
 from ports import free_port
-from probe_collector import BIN, SCRIPTS
+from probe_collector import BIN, SCRIPTS, Collector
 
 
 def printed(collector):
     """The lines of JSON of rank 0, one a step."""
     lines = collector.run.rank_log(0, "out").read_text().splitlines()
-    return [json.loads(line) for line in lines if line.startswith("{")]
+    return [json.loads(line) for line in lines if line.startswith('{"')]
 
 
 def missing(step, own, name):
@@ -22,14 +23,35 @@ def missing(step, own, name):
     return own[name] - (step.phase(name).host_us + step.probe_us) / 1e6
 
 
-def test_what_a_closure_runs_is_told_apart_from_the_update_that_calls_it(collector):
-    collector.start(BIN / "python", SCRIPTS / "closure_loop.py", "lbfgs", "sam", "accumulate").finish(280)
+PLAIN = {"rollout_loop": 6, "trainer_lora": 3, "closure_loop": 18, "tail_loop": 10}
+"""What one process trains, one after the other, and its steps."""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The steps by what was trained, and the collector of the process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FTMON_HOME", str(home := tmp_path_factory.mktemp("home")))
+        collector = Collector(home)
+        try:
+            collector.start(BIN / "python", SCRIPTS / "one_after_another.py", *PLAIN).finish(280)
+        finally:
+            collector.close()
     assert collector.job.returncode == 0, collector.output()
-    steps, truth = collector.of(Step), printed(collector)
+    steps = iter(collector.of(Step))
+    found = {name: list(islice(steps, count)) for name, count in PLAIN.items()}
+    assert list(steps) == []
+    return found, collector
+
+
+def test_what_a_closure_runs_is_told_apart_from_the_update_that_calls_it(plain):
+    steps, truth = plain[0]["closure_loop"], printed(plain[1])[6:]
     # A training of less than five seconds is counted on by the next one, and a slow host takes longer.
+    last = plain[0]["trainer_lora"][-1].step
     for first in (0, 6, 12):
-        assert steps[first].step in (1, first + 1)
+        assert steps[first].step in (1, last + 1)
         assert [step.step - steps[first].step for step in steps[first : first + 6]] == list(range(6))
+        last = steps[first + 5].step
     assert [own["mode"] for own in truth] == ["lbfgs"] * 6 + ["sam"] * 6 + ["accumulate"] * 6
     for step, own in zip(steps, truth, strict=True):
         accumulates = own["mode"] == "accumulate"
@@ -93,10 +115,8 @@ def test_lightning_s_closure_and_ddp_wrapper_hide_no_phase_and_no_loss(collector
         assert median(missing(step, own, name) for step, own in zip(steps, truth, strict=True)) < 0.003
 
 
-def test_a_rollout_is_a_phase_of_its_own_and_start_up_is_in_no_step(collector):
-    collector.start(BIN / "python", SCRIPTS / "rollout_loop.py").finish(280)
-    assert collector.job.returncode == 0, collector.output()
-    steps, truth = collector.of(Step), printed(collector)
+def test_a_rollout_is_a_phase_of_its_own_and_start_up_is_in_no_step(plain):
+    steps, truth = plain[0]["rollout_loop"], printed(plain[1])[:6]
     assert [step.step for step in steps] == list(range(1, 7))
     for step, own in zip(steps, truth, strict=True):
         assert {"generate", "forward", "backward", "optimizer"} <= {phase.name for phase in step.phases}
@@ -108,8 +128,39 @@ def test_a_rollout_is_a_phase_of_its_own_and_start_up_is_in_no_step(collector):
     assert found.step_ms < sum(own_ms) / 6 + 750  # start-up took more than 5,000 ms
     generated = sum(step.phase("generate").host_us for step in steps) / sum(step.host_us for step in steps)
     assert found.parts["generate"] == pytest.approx(generated, abs=0.01)
-    beats = {beat.phase for beat in collector.of(Heartbeat)}
+    beats = {beat.phase for beat in plain[1].of(Heartbeat)}
     assert "init" in beats
+
+
+def test_a_trainer_with_a_peft_model_shows_the_model_inside_and_the_loss_that_it_logs(plain):
+    found, collector = plain
+    lines = collector.run.rank_log(0, "out").read_text().splitlines()
+    losses, total, trained = next(json.loads(line.removeprefix("logged ")) for line in lines if "logged" in line)
+    hello = [hello for hello in collector.of(Hello) if hello.framework == "transformers"][-1]
+    assert (hello.framework, hello.model) == ("transformers", "GPT2LMHeadModel")
+    assert (hello.parameters, hello.trainable_parameters) == (total, trained)
+    steps = found["trainer_lora"]
+    assert [step.loss for step in steps] == pytest.approx(losses, abs=1e-4)  # logged with four digits
+    assert [(step.step, step.micro_steps, step.samples, step.tokens) for step in steps] == [
+        (number, 2, 4, 32) for number in (1, 2, 3)
+    ]
+    assert steps[1].phase("forward").count == 2
+
+
+def test_what_comes_after_the_last_step_is_recorded_and_is_no_step(plain):
+    found, collector = plain
+    (closing,) = collector.of(Closing)
+    last = found["tail_loop"][-1].step
+    assert last in (10, found["closure_loop"][-1].step + 10)
+    hello = collector.of(Hello)[-1]
+    assert (hello.framework, hello.model) == ("pytorch", "Linear")
+    assert hello.parameters == hello.trainable_parameters > 0
+    phases = {phase.name: phase for phase in closing.phases}
+    assert (closing.step, phases.keys() - {"data"}) == (last, {"eval", "checkpoint"})
+    evaluation = phases["eval"].resident
+    assert evaluation.transient > 350 * 2**20
+    assert evaluation.peak > max(phase.resident.peak for step in collector.of(Step) for phase in step.phases)
+    assert [(goodbye.reason, goodbye.step) for goodbye in collector.of(Goodbye)] == [("finished", last)]
 
 
 def test_short_steps_read_memory_by_phase_now_and_then_and_tell_all_else_as_before(collector):

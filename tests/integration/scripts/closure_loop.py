@@ -1,20 +1,17 @@
 """Optimizers that call a closure, in loops of their own making; it knows nothing of ftmon.
 
-The arguments say which, one after the other: ``lbfgs`` (several evaluations a step), ``sam`` (work of its own before
+One after the other: ``lbfgs`` (several evaluations a step), ``sam`` (work of its own before
 and after the closure), ``accumulate`` (the last of three micro-batches runs inside ``AdamW.step``). Prints its own
 times and losses as one line of JSON a step.
 """
 
 import gc
 import json
-import sys
 import time
 
 import torch
 
 STEPS = 6
-torch.manual_seed(0)
-torch.set_num_threads(1)
 
 
 class Sam(torch.optim.Optimizer):
@@ -89,6 +86,8 @@ def train(mode):
         print(json.dumps({"mode": mode, "losses": losses, "evaluations": evaluations} | spent))
 
 
-for mode in sys.argv[1:]:
-    train(mode)
-    gc.collect()  # its optimizer
+def main():
+    torch.manual_seed(0)
+    for mode in ("lbfgs", "sam", "accumulate"):
+        train(mode)
+        gc.collect()  # its optimizer

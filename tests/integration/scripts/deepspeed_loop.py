@@ -67,6 +67,7 @@ def train(stage, steps, clip=0.0):
     with torch.no_grad():
         engine(**next(iter(loader)))
 
+
 if __name__ == "__main__":
     if CLIP:
         train(0, 12, CLIP)

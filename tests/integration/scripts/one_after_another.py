@@ -1,10 +1,11 @@
-"""Scripts of ranks, one after the other in one process group: ``one_after_another.py NAME...``.
+"""Scripts one after the other, of ranks in one process group or of one process: ``one_after_another.py NAME...``.
 
 ``plain`` is a training of each rank alone, with a DataLoader.
 """
 
 import gc
 import importlib
+import os
 import sys
 
 import torch
@@ -21,9 +22,12 @@ def plain():
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
+    ranks = "RANK" in os.environ
+    if ranks:
+        torch.distributed.init_process_group("gloo")
     for name in sys.argv[1:]:
         (plain if name == "plain" else importlib.import_module(name).main)()
         print("over", name, flush=True)
         gc.collect()
-    torch.distributed.destroy_process_group()
+    if ranks:
+        torch.distributed.destroy_process_group()

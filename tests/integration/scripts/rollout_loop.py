@@ -6,17 +6,8 @@ import time
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-torch.manual_seed(0)
-torch.set_num_threads(1)
-config = GPT2Config(vocab_size=128, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1)
-model = GPT2LMHeadModel(config)
-model.generation_config.pad_token_id = 2
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-loader = torch.utils.data.DataLoader(torch.randint(3, 128, (16, 8)), batch_size=4)
-time.sleep(5.0)  # start-up that is no part of any step, with a heartbeat in it however late the first one is
 
-
-def step(prompts, evaluates):
+def step(model, optimizer, prompts, evaluates):
     """Evaluates: the model generates in evaluation mode."""
     begun = time.perf_counter()
     if evaluates:
@@ -36,11 +27,19 @@ def step(prompts, evaluates):
     print(json.dumps(figures), flush=True)
 
 
-for prompts in loader:
-    step(prompts, evaluates=False)
-for _ in range(2):
-    step(torch.randint(3, 128, (4, 8)), evaluates=True)
-model.eval()
-with torch.no_grad():
+def main():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=128, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1)
+    model = GPT2LMHeadModel(config)
+    model.generation_config.pad_token_id = 2
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = torch.utils.data.DataLoader(torch.randint(3, 128, (16, 8)), batch_size=4)
+    time.sleep(5.0)  # start-up that is no part of any step, with a heartbeat in it however late the first one is
     for prompts in loader:
-        model.generate(prompts, max_new_tokens=2)
+        step(model, optimizer, prompts, evaluates=False)
+    for _ in range(2):
+        step(model, optimizer, torch.randint(3, 128, (4, 8)), evaluates=True)
+    model.eval()
+    with torch.no_grad():
+        for prompts in loader:
+            model.generate(prompts, max_new_tokens=2)

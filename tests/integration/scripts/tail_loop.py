@@ -9,7 +9,7 @@ import torch
 BIG = 400 * 2**20
 
 
-def main():
+def main(evaluates=True):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = torch.nn.Linear(64, 64).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -17,7 +17,7 @@ def main():
         model(rows.to(device)).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    if len(sys.argv) == 1:
+    if evaluates:
         model.eval()
         with torch.no_grad():
             for rows in torch.utils.data.DataLoader(torch.randn(80, 64), batch_size=40):
@@ -29,7 +29,7 @@ def main():
 
 
 def fail():
-    main()
+    main(evaluates=False)
     raise KeyError("labels")
 
 

@@ -1,7 +1,7 @@
 """A Hugging Face Trainer without DeepSpeed on a PEFT model; prints the losses that the Trainer logs."""
 
 import json
-import sys
+import os
 
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -13,7 +13,7 @@ def main():
     base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=8, n_embd=32, n_layer=2, n_head=2))
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
     arguments = TrainingArguments(
-        sys.argv[1],
+        os.path.join(os.environ["FTMON_RUN"], "out"),
         max_steps=3,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
@@ -28,7 +28,3 @@ def main():
     trained, total = model.get_nb_trainable_parameters()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     print("logged", json.dumps([losses, total, trained]), flush=True)
-
-
-if __name__ == "__main__":
-    main()
