@@ -43,15 +43,12 @@ def test_the_written_choice_is_the_one_of_auto_and_needs_what_it_says(ftmon: Ftm
     config = load(str(here / "train.yaml")).config
     assert (config.run.ranks, config.lora.rank, config.zero.offload_optimizer) == (2, 0, False)
     assert config.training.sequence_length == 256
-    predicted = ftmon.run("predict", "--json", "--gpu", "H100 80 GB", "train.yaml", cwd=here)
-    assert predicted.returncode == 0, predicted.stderr
-    (point,) = json.loads(predicted.stdout)["points"]
-    assert figures.startswith(f"predicted: {point['needed_bytes'] / 2**30:.2f} of 77.")
-
     words = of_model_and_data("model", "data.jsonl")
-    (answer,) = rank_jobs.predictions([["--json", "--gpu", "H100 80 GB", "--ranks", "2", "--", *words]], here)
-    assert answer["status"] == 0, answer["output"]
-    (auto,) = json.loads(answer["output"])["points"]
+    asked = (["train.yaml"], ["--ranks", "2", "--", *words])
+    answers = rank_jobs.predictions([["--json", "--gpu", "H100 80 GB", *each] for each in asked], here)
+    assert [answer["status"] for answer in answers] == [0, 0], answers
+    point, auto = (json.loads(answer["output"])["points"][0] for answer in answers)
+    assert figures.startswith(f"predicted: {point['needed_bytes'] / 2**30:.2f} of 77.")
     assert {name: auto[name] for name in ("needed_bytes", "micro_batch", "nvml_bytes")} == {
         name: point[name] for name in ("needed_bytes", "micro_batch", "nvml_bytes")
     }

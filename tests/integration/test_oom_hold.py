@@ -1,11 +1,12 @@
 """A real failed allocation in a real run: held in its frame, looked at through a console, let go, and told later."""
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import rank_jobs
 from eventually import eventually
 from ftmon_process import Ftmon, follow_to_end, processes_of, wait_until_nothing_is_left
 
@@ -69,6 +70,5 @@ def test_without_allow_console_nobody_runs_code_and_a_kill_ends_what_is_held(hom
 
 def test_a_freed_name_gives_its_tensor_up() -> None:
     """In a process of its own: what other tests leave in one may hold any tensor."""
-    script = Path(__file__).parent / "scripts" / "freed_name.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200, check=True)
-    assert done.stdout == "batch is None now True\n"
+    text = rank_jobs.forked([{"ranks": 1, "module": "freed_name", "jobs": []}], dict(os.environ), 200)
+    assert "batch is None now True\n" in text
