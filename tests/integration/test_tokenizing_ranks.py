@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -25,30 +24,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_other_ranks_wait_for_rank_0_without_a_limit_and_learn_of_its_end(tmp_path: Path) -> None:
     status = tmp_path / ".prepared"
-    program = "import sys, time; sys.stdin.read()"
-    first = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
-    waiting = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            textwrap.dedent(
-                f"""
-                from pathlib import Path
-                from ftmon.trainer.recipe.data import pipeline
-                print("waiting", flush=True)
-                print(pipeline.wait(Path({str(status)!r}), {first.pid}).error)
-                """
-            ),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert waiting.stdout is not None
-    assert waiting.stdout.readline() == "waiting\n"
-    assert waiting.poll() is None
-    first.communicate()
-    assert waiting.stdout.readline() == "rank 0 ended while it prepared the data\n"
-    assert waiting.wait(60) == 0
+    first = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    with ThreadPoolExecutor(1) as ranks:
+        waiting = ranks.submit(pipeline.wait, status, first.pid)
+        assert not waiting.done()
+        first.communicate()
+        assert waiting.result(60).error == "rank 0 ended while it prepared the data"
     pipeline.leave(status, pipeline.Status(folder="there"))
     assert pipeline.wait(status, first.pid).folder == "there"
 
