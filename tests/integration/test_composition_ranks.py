@@ -1,22 +1,18 @@
 """What the peaks of a real rank consist of, where it computes on the CPU."""
 
-import sys
-
 import pytest
 from ftmon.protocol.messages.control import Result
 from ftmon.protocol.messages.memory import Composition
 from ftmon.protocol.messages.telemetry import Hello, Step
-from ports import free_port
-from probe_collector import SCRIPTS
+from probe_collector import alone
 
 NUMBERS = 1000 * 512 + 6 * (512 * 512 + 512)
 """Parameters of the script's model."""
-SINGLE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_deepspeed_rank_s_resident_peaks_are_composed_at_first_and_on_request(collector, stage):
-    collector.start(sys.executable, SCRIPTS / "composed_engine.py", stage, 1000, MASTER_PORT=str(free_port()), **SINGLE)
+    collector.fork("composed_engine.py", stage, 1000, **alone())
     collector.collect(lambda c: any(found.step > 1 for found in c.of(Composition)), 300)
     hello = collector.of(Hello)[-1]
     asked = collector.command(f"rank-0-{hello.pid}-{hello.start_ticks}", "compose", reason="spike")

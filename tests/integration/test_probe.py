@@ -35,7 +35,7 @@ from ftmon.protocol.run import rundir
 from ftmon.trainer.launch.environment import executable_command
 from ftmon.tui.source.imported import import_log
 from ports import free_port
-from probe_collector import BIN, SCRIPTS, Collector
+from probe_collector import BIN, SCRIPTS, Collector, alone
 
 
 def single(collector, *words, **extra):
@@ -96,7 +96,7 @@ def test_a_plain_deepspeed_loop_is_watched_unchanged(collector):
 
 
 def test_a_trainer_with_a_deepspeed_config_tells_its_plan_and_its_other_phases(collector, tmp_path, monkeypatch):
-    collector.start(*start_ranks.command(1, SCRIPTS / "trainer_deepspeed.py"), tmp_path / "out").finish()
+    collector.fork("trainer_deepspeed.py", tmp_path / "out", **alone()).finish()
     assert collector.job.returncode == 0, collector.output()
     assert_none_lost(collector)
     hello = collector.of(Hello)[-1]
@@ -157,7 +157,7 @@ def test_peaks_workers_a_launcher_inside_a_rank_skipped_updates_and_a_failed_all
 
 
 def test_commands_are_answered_while_the_training_thread_is_busy_elsewhere(collector):
-    single(collector, "wait")
+    collector.fork("single_loop.py", "wait")
     collector.collect(lambda c: any(beat.step == 6 for beat in c.of(Heartbeat)))
     hello = collector.of(Hello)[-1]
     identity = f"rank-0-{hello.pid}-{hello.start_ticks}"

@@ -38,7 +38,7 @@ def edges(tmp_path_factory):
             patch.setenv("FTMON_HOME", str(home))
             collectors.append(Collector(home))
             stack.callback(collectors[-1].close)
-            collectors[-1].start(BIN / "python", SCRIPTS / "loop_edges.py", *modes)
+            collectors[-1].fork("loop_edges.py", *modes)
         for collector in collectors:
             collector.finish()
     found = {}
@@ -170,7 +170,10 @@ def test_a_script_s_way_out_is_told(edges):
 
 @pytest.mark.parametrize(("way", "status"), [("caught", 4), ("in-a-process", 1)])
 def test_a_process_that_ends_itself_for_an_exception_reports_it_and_all_its_steps(collector, way, status):
-    collector.start(BIN / "python", SCRIPTS / "tail_loop.py", way).finish()
+    if way == "caught":
+        collector.fork("tail_loop.py", way).finish()
+    else:
+        collector.start(BIN / "python", SCRIPTS / "tail_loop.py", way).finish()
     assert collector.job.returncode == status, collector.output()
     told = "KeyError: 'labels'"
     assert [(goodbye.reason, goodbye.text, goodbye.step) for goodbye in collector.of(Goodbye)] == [("failed", told, 10)]

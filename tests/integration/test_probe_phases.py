@@ -9,7 +9,7 @@ from ftmon.protocol.messages.telemetry import Closing, Goodbye, Heartbeat, Hello
 from ftmon.trainer.probe.phases.budget import CHOICES, FIRST
 from ftmon.tui.model.rank import shares
 from ports import free_port
-from probe_collector import BIN, SCRIPTS, Collector
+from probe_collector import Collector, alone
 
 
 def printed(collector):
@@ -34,7 +34,7 @@ def plain(tmp_path_factory):
         patch.setenv("FTMON_HOME", str(home := tmp_path_factory.mktemp("home")))
         collector = Collector(home)
         try:
-            collector.start(BIN / "python", SCRIPTS / "one_after_another.py", *PLAIN).finish(280)
+            collector.fork("one_after_another.py", *PLAIN).finish(280)
         finally:
             collector.close()
     assert collector.job.returncode == 0, collector.output()
@@ -75,8 +75,7 @@ def test_what_a_closure_runs_is_told_apart_from_the_update_that_calls_it(plain):
 
 
 def test_a_reference_s_forward_is_part_of_the_training_step_and_an_evaluation_is_one(collector):
-    single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    collector.start(BIN / "python", SCRIPTS / "second_model.py", MASTER_PORT=str(free_port()), **single).finish()
+    collector.fork("second_model.py", **alone()).finish()
     assert collector.job.returncode == 0, collector.output()
     steps, truth = collector.of(Step), printed(collector)
     assert [step.step for step in steps] == [*range(1, 9)] * 2
@@ -99,7 +98,7 @@ def test_a_reference_s_forward_is_part_of_the_training_step_and_an_evaluation_is
 
 
 def test_lightning_s_closure_and_ddp_wrapper_hide_no_phase_and_no_loss(collector):
-    collector.start(BIN / "python", SCRIPTS / "lightning_loop.py", MASTER_PORT=str(free_port())).finish(280)
+    collector.fork("lightning_loop.py", MASTER_PORT=str(free_port())).finish(280)
     assert collector.job.returncode == 0, collector.output()
     steps, truth = collector.of(Step), printed(collector)
     assert [step.step for step in steps] == [1, 2, 3, 4]
@@ -164,9 +163,7 @@ def test_what_comes_after_the_last_step_is_recorded_and_is_no_step(plain):
 
 
 def test_short_steps_read_memory_by_phase_now_and_then_and_tell_all_else_as_before(collector):
-    single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    script = SCRIPTS / "deepspeed_loop.py"
-    collector.start(BIN / "python", script, MASTER_PORT=str(free_port()), STEPS="200", **single).finish(280)
+    collector.fork("deepspeed_loop.py", STEPS="200", **alone()).finish(280)
     assert collector.job.returncode == 0, collector.output()
     steps = collector.of(Step)
     lines = collector.run.rank_log(0, "out").read_text().splitlines()

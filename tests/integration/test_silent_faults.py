@@ -10,13 +10,13 @@ from ftmon.protocol.analysis.learning.inputs import Copies, Inputs
 from ftmon.protocol.analysis.learning.updates import Updates
 from ftmon.protocol.messages.telemetry import Goodbye, Hello, LostEdit, Signs, Step
 from msgspec.structs import replace
-from probe_collector import BIN, SCRIPTS
+from probe_collector import SCRIPTS, alone
 
 
 def test_each_fault_of_a_plain_loop_has_its_signs_and_a_sound_training_has_none(collector):
     run = collector.run.read_run()
     collector.run.write_run(replace(run, options=replace(run.options, probe_budget=0.0)))  # each step is sampled
-    collector.start(BIN / "python", SCRIPTS / "silent_faults.py").finish()
+    collector.fork("silent_faults.py").finish()
     assert collector.job.returncode == 0, collector.output()
     line = next(line for line in collector.run.rank_log(0, "out").read_text().splitlines() if line.startswith("begun "))
     begun = json.loads(line.removeprefix("begun "))
@@ -90,7 +90,7 @@ def test_lost_gradients_are_told_at_the_step_they_ruined_and_the_same_batches_on
 
 
 def test_edits_of_gathered_parameters_and_micro_batches_left_over_are_reported(collector):
-    collector.start(*start_ranks.command(1, SCRIPTS / "silent_deepspeed.py")).finish()
+    collector.fork("silent_deepspeed.py", **alone()).finish()
     assert collector.job.returncode == 0, collector.output()
     lost, overwritten = collector.of(LostEdit)
     assert (lost.parameters, lost.count, lost.overwritten, lost.step) == (["0.weight"], 1, False, 1)

@@ -2,6 +2,7 @@
 
 ``fork_server.py SOCKET PID MODULE`` forks a child for each request until the process PID is gone. A request is a line
 of JSON: the child's environment and a plan, with which it calls ``run`` of the module. What it prints is the answer.
+Where the module has ``become`` instead, the child goes on with that as if it were the program.
 """
 
 import gc
@@ -29,6 +30,10 @@ def answer(connection: socket.socket, module: Any) -> None:
         os.dup2(connection.fileno(), place)
     os.environ.clear()
     os.environ.update(request["environment"])
+    connection.close()
+    if hasattr(module, "become"):
+        module.become(request["plan"])
+        return
     try:
         module.run(request["plan"])
     except BaseException:
@@ -58,6 +63,7 @@ def main() -> None:
             if not os.fork():
                 server.close()
                 answer(connection, module)
+                return
             connection.close()
     for end in (".sock", ".lock", ".log"):
         path.with_suffix(end).unlink(missing_ok=True)

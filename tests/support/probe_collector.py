@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import rank_jobs
 import zmq
 from ftmon.protocol.link import sockets
 from ftmon.protocol.messages import wire
@@ -17,9 +18,16 @@ from ftmon.protocol.messages.telemetry import Goodbye, Hello
 from ftmon.protocol.run import rundir
 from ftmon.trainer.host.processes import INJECT_DIR
 from ftmon.trainer.hub import trace_worker
+from ports import free_port
 
 SCRIPTS = Path(__file__).parents[1] / "integration" / "scripts"
 BIN = Path(sys.executable).parent
+
+
+def alone() -> dict[str, str]:
+    """Return the environment of a job's only rank."""
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return {name: str(value) for name, value in place.items()}
 
 
 class Collector:
@@ -55,6 +63,14 @@ class Collector:
                 # As ftmon's launcher does: a shell starts what is in its background with SIGINT ignored.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
+        return self
+
+    def fork(self, script, *words, **extra):
+        """Start a script of ``SCRIPTS`` as ``start`` does, in a fork of a process that has torch loaded."""
+        self.log = self.run.logs / "launcher.log"
+        self.log.touch()
+        words = [str(word) for word in (SCRIPTS / script, *words)]
+        self.job = rank_jobs.ForkedScript(words, self.environment(**extra), self.log, self.run.path)
         return self
 
     def collect(self, until, seconds=400):

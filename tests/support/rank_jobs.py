@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ NO_NETWORK = {"HF_ENDPOINT": "http://127.0.0.1:9"}
 ENVIRONMENTS = {
     "forked_ranks": {"DS_ACCELERATOR": "cpu"},
     "forked_predictions": NO_NETWORK,
+    "forked_scripts": {"DS_ACCELERATOR": "cpu"},
 }
 """Of each kind of server."""
 
@@ -39,12 +41,43 @@ def predictions(commands: list[list[str]], folder: Path) -> list[dict[str, Any]]
     return [json.loads(line) for line in text.splitlines()]
 
 
+class ForkedScript:
+    """A script in a fork of the session's server (``forked_scripts``), as ``subprocess.Popen`` has it."""
+
+    def __init__(self, words: list[str], environment: dict[str, str], log: Path, folder: Path) -> None:
+        plan = {"words": words, "log": str(log), "folder": str(folder)}
+        self._connection = _asked("forked_scripts", plan, environment, START_SECONDS)
+        self._told = b""
+        while self._told.count(b"\n") < 1 and (part := self._connection.recv(4096)):
+            self._told += part
+        self.pid = int(self._told.split()[0])
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, None as long as it runs."""
+        return self.wait(0) if self.returncode is None else self.returncode
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for the end; return the exit status, None if it did not end in time."""
+        if self._told.count(b"\n") < 2 and select.select([self._connection], [], [], timeout)[0]:
+            self._told += self._connection.recv(4096)
+        if self._told.count(b"\n") == 2:
+            self.returncode = int(self._told.split()[1])
+            self._connection.close()
+        return self.returncode
+
+
 def _answer(kind: str, plan: Any, environment: dict[str, str], seconds: float) -> str:
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(seconds)
-        connection.connect(_server(kind))
-        connection.sendall(f"{json.dumps({'plan': plan, 'environment': environment})}\n".encode())
+    with _asked(kind, plan, environment, seconds) as connection:
         return connection.makefile(errors="replace").read()
+
+
+def _asked(kind: str, plan: Any, environment: dict[str, str], seconds: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(seconds)
+    connection.connect(_server(kind))
+    connection.sendall(f"{json.dumps({'plan': plan, 'environment': environment})}\n".encode())
+    return connection
 
 
 def _server(kind: str) -> str:
