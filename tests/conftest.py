@@ -100,9 +100,8 @@ def collector(private_home: Path) -> Iterator["Collector"]:
     """What hears a job's ranks in the hub's place, in a private home."""
     from probe_collector import Collector
 
-    collector = Collector(private_home)
-    yield collector
-    collector.close()
+    with Collector(private_home) as collector:
+        yield collector
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import json
 from contextlib import ExitStack
-from itertools import groupby, islice
+from itertools import groupby
 
 import pytest
 import start_ranks
@@ -31,14 +31,10 @@ def printed(collector, word, rank=0, place=0):
 @pytest.fixture(scope="module")
 def edges(tmp_path_factory):
     """The steps of each mode of ``loop_edges.py`` and what it printed; for a process's last mode its collector."""
-    collectors = []
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        for modes in (PLAIN, OTHERS):
-            home = tmp_path_factory.mktemp("home")
-            patch.setenv("FTMON_HOME", str(home))
-            collectors.append(Collector(home))
-            stack.callback(collectors[-1].close)
-            collectors[-1].fork("loop_edges.py", *modes)
+    with ExitStack() as stack:
+        collectors = [stack.enter_context(Collector(tmp_path_factory.mktemp("home"))) for _ in range(2)]
+        for modes, collector in zip((PLAIN, OTHERS), collectors, strict=True):
+            collector.fork("loop_edges.py", *modes)
         for collector in collectors:
             collector.finish()
     found = {}
@@ -198,29 +194,20 @@ def test_an_update_in_a_step_of_several_optimizers_has_its_own_figures(edges):
     assert (critic.count, critic.micro_steps, critic.lr) == (1, 2, 0.02)
 
 
-RANKS = [
-    *(("plain", 5), ("fsdp2_loop", 4), ("pipeline_loop", 6), ("losses_loop", 12), ("plain again", 5)),
-    *(("two_engines", 6), ("engine_calls", 10)),
-]
+RANKS = {
+    "plain": 5, "fsdp2_loop": 4, "pipeline_loop": 6, "losses_loop": 12, "plain again": 5, "two_engines": 6,
+    "engine_calls": 10,
+}  # fmt: skip
 """What two ranks train one after the other, and its steps."""
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The steps of each rank by what it trained, and the collector of both ranks."""
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setenv("FTMON_HOME", str(home := tmp_path_factory.mktemp("home")))
-        collector = Collector(home)
-        stack.callback(collector.close)
-        names = [name.split()[0] for name, _ in RANKS]
+    names = [name.split()[0] for name in RANKS]
+    with Collector(tmp_path_factory.mktemp("home")) as collector:
         collector.start(*start_ranks.command(2, SCRIPTS / "one_after_another.py", *names)).finish()
-    assert collector.job.returncode == 0, collector.output()
-    found = []
-    for rank in (0, 1):
-        steps = iter(collector.of(Step, rank))
-        found.append({name: list(islice(steps, count)) for name, count in RANKS})
-        assert list(steps) == []
-    return found, collector
+    return [collector.parts(RANKS, rank) for rank in (0, 1)], collector
 
 
 def test_a_loss_is_what_ddp_ranks_optimise_however_they_scale_it_and_two_engines_and_an_optimizer_make_one_step(

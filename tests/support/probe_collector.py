@@ -6,15 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
+import pytest
 import rank_jobs
 import zmq
 from ftmon.protocol.link import sockets
 from ftmon.protocol.messages import wire
 from ftmon.protocol.messages.control import Command
 from ftmon.protocol.messages.memory import StepTrace
-from ftmon.protocol.messages.telemetry import Goodbye, Hello
+from ftmon.protocol.messages.telemetry import Goodbye, Hello, Step
 from ftmon.protocol.run import rundir
 from ftmon.trainer.host.processes import INJECT_DIR
 from ftmon.trainer.hub import trace_worker
@@ -32,8 +34,10 @@ def alone() -> dict[str, str]:
 
 class Collector:
     def __init__(self, home: Path):
-        os.environ["FTMON_HOME"] = str(home)
-        self.run = rundir.create("probe-test", ["test"], "run")
+        self.home = home
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FTMON_HOME", str(home))
+            self.run = rundir.create("probe-test", ["test"], "run")
         self.context = zmq.Context()
         self.telemetry = sockets.hub_socket(self.context, "telemetry")
         self.ranks = sockets.hub_socket(self.context, "ranks")
@@ -47,7 +51,8 @@ class Collector:
         path = os.pathsep.join(filter(None, (str(INJECT_DIR), os.environ.get("PYTHONPATH"))))
         cpu = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         plain = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-        return {**environment, "FTMON_RUN": str(self.run.path), "PYTHONPATH": path, **cpu, **plain, **extra}
+        run = {"FTMON_HOME": str(self.home), "FTMON_RUN": str(self.run.path)}
+        return {**environment, **run, "PYTHONPATH": path, **cpu, **plain, **extra}
 
     def start(self, *command, **extra):
         self.log = self.run.logs / "launcher.log"
@@ -125,6 +130,20 @@ class Collector:
 
     def output(self):
         return "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in sorted(self.run.logs.iterdir()))
+
+    def parts(self, counts, rank=None):
+        """Return a rank's steps by what it trained, whose numbers are ``counts``; there are no others."""
+        assert self.job.returncode == 0, self.output()
+        steps = iter(self.of(Step, rank))
+        found = {name: list(islice(steps, count)) for name, count in counts.items()}
+        assert list(steps) == []
+        return found
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
 
     def close(self):
         if self.job is not None and self.job.poll() is None:
