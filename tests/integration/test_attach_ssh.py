@@ -101,7 +101,7 @@ def test_a_run_that_ends_while_there_is_no_connection_is_over_and_not_tried_agai
 
 
 def test_an_interrupt_while_connecting_leaves_no_folder(server: SshServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FTMON_REMOTE", "sleep 600;")
+    monkeypatch.setenv("FTMON_REMOTE", "cat >&2;")  # until the connection ends
     words = [sys.executable, "-m", "ftmon.tui.cli", "attach", "--plain", server.url]
     with tempfile.TemporaryDirectory() as folder:  # tmp_path is too long for the socket of the connection
         monkeypatch.setenv("TMPDIR", folder)
