@@ -78,7 +78,7 @@ def start_up(folders: list[str]) -> None:
 def become(words: list[str]) -> None:
     """Run a script in this process, a fork, as ``python -u`` would."""
     main_thread: Any = threading.main_thread()
-    main_thread._set_native_id()  # before Python 3.13 it stays that of the parent
+    main_thread._set_native_id()  # Python 3.11 leaves it that of the parent
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         raw = FileIO(descriptor, "wb", closefd=False)
         raw.name = f"<{name}>"  # pyright: ignore[reportAttributeAccessIssue]
