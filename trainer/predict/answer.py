@@ -46,7 +46,7 @@ def predict(
     Raises:
         ConfigError: a dry run was refused.
     """
-    found = ranks.run(job.make, only or ranks.differing(job.stage, job.ranks), job.lengths, capacity_bytes)
+    found = ranks.run(job.make, only or job.different, job.lengths, capacity_bytes)
     return _answer(job, found, capacity_bytes, price_per_gpu_hour)
 
 
@@ -68,8 +68,7 @@ def predict_both(
     Raises:
         ConfigError: a dry run was refused.
     """
-    every = ranks.differing(job.stage, job.ranks)
-    found = ranks.run(job.make, every, job.lengths, capacity_bytes, other=other)
+    found = ranks.run(job.make, job.different, job.lengths, capacity_bytes, other=other)
     first = _answer(job, found, capacity_bytes, price_per_gpu_hour)
     if other is None:
         return Both(first, None, found)
@@ -91,7 +90,7 @@ def predict_each(
 
     Several run at a time. ``tell`` is called with a job's number when it begins; a refused job has its error.
     """
-    chosen = [ranks.nearest(ranks.differing(job.stage, job.ranks), rank) for job in of]
+    chosen = [ranks.nearest(job.different, rank) for job in of]
     refused: dict[int, ConfigError] = {}
 
     def make(number: int) -> "DryRun":

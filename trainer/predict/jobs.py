@@ -9,8 +9,9 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.errors import ConfigError
 from ...protocol.host.machine import FIT_TABLE, Gpu, find_gpu
 from ..recipe.model.shape import beyond, named_config
-from ..recipe.support import settle_batch, zero_stage
+from ..recipe.support import in_bf16_optimizer, settle_batch, zero_stage
 from . import deepspeed_file
+from .ranks import differing
 
 if TYPE_CHECKING:
     from ..recipe.config.schema import Config
@@ -49,6 +50,13 @@ class Prepared(NamedTuple):
     """Documents of the data set's packed rows; None: no packing, or the data set is not read."""
     make_shallow: "Callable[[int, int], DryRun] | None" = None
     """Makes a rank's dry run with so many of the layers, which are alike; None: they are few, or differ."""
+    alike: bool = False
+    """Whether ranks are alike at any stage."""
+
+    @property
+    def different(self) -> list[int]:
+        """Ranks to run, which may differ; the others have the figures of the nearest one."""
+        return [0] if self.alike else differing(self.stage, self.ranks)
 
     @property
     def data_ranks(self) -> int:
@@ -125,6 +133,7 @@ def _configured(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) ->
         config.training.sequence_parallel_size,
         documents,
         partial(recipe.make_shallow, settled, allocator, gpu, documents) if recipe.repeats(config) else None,
+        in_bf16_optimizer(config, config.run.ranks),
     )
 
 

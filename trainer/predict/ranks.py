@@ -74,7 +74,8 @@ def differing(stage: int, ranks: int) -> list[int]:
 
     ZeRO-1 and ZeRO-2 cut one flat buffer of all parameters into a partition for each rank, so ranks hold different
     layers, whose gradients become available at different times of the backward pass. ZeRO-3 cuts each parameter into
-    equal shares, padded, and without ZeRO every rank holds everything: there all ranks are like rank 0.
+    equal shares, padded, and without ZeRO every rank holds everything: there all ranks are like rank 0, and so they are
+    in ``BF16_Optimizer`` (``jobs.Prepared.different``).
     """
     if stage not in (1, 2):
         return [0]

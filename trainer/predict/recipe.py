@@ -32,7 +32,7 @@ from ..recipe.preflight import resolve
 from ..recipe.preflight.consistency import settle_compile
 from ..recipe.preflight.resolve import check_hub
 from ..recipe.step import Stepper, make_collate
-from ..recipe.support import zero_stage
+from ..recipe.support import in_bf16_optimizer
 from . import fake
 from .deepspeed_file import KEEPS_GATHERED, LIVE_PARAMETERS
 from .dry import DryRun, Job
@@ -364,13 +364,11 @@ _LEAST_LAYERS = 8
 def repeats(config: Config) -> bool:
     """Return whether a run has many layers, which its configuration makes alike, and each has an equal part of a rank.
 
-    Those are runs at stages 1 and 3. Not if layers are recomputed: they fragment memory by a tenth, and few do in
-    another way.
+    Not if layers are recomputed: they fragment memory by a tenth, and few do in another way.
     """
     zero, model = config.deepspeed.get("zero_optimization", {}), config.model
-    if zero_stage(config, config.run.ranks) not in (1, 3) or model.gradient_checkpointing == "layers":
-        return False
-    if any(key in zero for key in KEEPS_GATHERED):
+    equal = config.zero.stage == 3 or in_bf16_optimizer(config, config.run.ranks)
+    if not equal or model.gradient_checkpointing == "layers" or any(key in zero for key in KEEPS_GATHERED):
         return False
     if model.checkpoint_every > 1:
         return False

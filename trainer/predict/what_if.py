@@ -541,7 +541,7 @@ def add(found: Prediction, job: Prepared, arguments: argparse.Namespace, allocat
     """
     longest = max(found.points, key=lambda point: point.sequence_length)
     highest = {max(point.ranks, key=lambda rank: rank.needed_bytes).rank for point in found.points}
-    run = ranks.differing(job.stage, job.ranks)
+    run = job.different
     only = sorted({ranks.nearest(run, rank) for rank in highest})
     given = argparse.Namespace(**{**vars(arguments), "sequence_length": [longest.sequence_length]})
 

@@ -59,6 +59,16 @@ def zero_stage(config: Config, ranks: int) -> int:
     return 1 if alone and config.zero.grad_accum_dtype in ("auto", "fp32") else stage
 
 
+def in_bf16_optimizer(config: Config, ranks: int) -> bool:
+    """Return whether DeepSpeed runs its ``BF16_Optimizer``: stage 1 in bf16 with fp32 weights and gradients.
+
+    Every rank has the gradients of all weights in it, and updates an equal part.
+    """
+    in_fp32 = config.optimizer.master_weights == "fp32" and config.zero.grad_accum_dtype in ("auto", "fp32")
+    in_bf16 = config.training.precision == "bf16" and not config.zero.offload_optimizer
+    return zero_stage(config, ranks) == 1 and in_bf16 and in_fp32
+
+
 def settle_batch(config: Config, rows: int = 0) -> Config:
     """Return a resolved configuration whose ``training.grad_accumulation`` is a number.
 

@@ -17,7 +17,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from ..distributed import World
-from ..support import zero_stage
+from ..support import in_bf16_optimizer, zero_stage
 from . import activations
 from .bare import FAILURES, bare_config, first_line
 from .loss import use_summed_loss
@@ -130,9 +130,7 @@ def refuse_left_out(model: Any, by_turn: bool, config: Config, ranks: int) -> No
     stage 0, and its bf16 optimizer, reduce those of all weights. ``by_turn``: the model had ``experts_by_turn``.
     """
     stage, training, zero = zero_stage(config, ranks), config.training, config.zero
-    in_fp32 = config.optimizer.master_weights == "fp32" and zero.grad_accum_dtype in ("auto", "fp32")
-    bf16_optimizer = stage == 1 and training.precision == "bf16" and in_fp32 and not zero.offload_optimizer
-    if ranks == 1 or not stage or bf16_optimizer:
+    if ranks == 1 or not stage or in_bf16_optimizer(config, ranks):
         return
     settings, kind = model.config.get_text_config(), model.config.model_type
     if drop := next((name for name in ("layerdrop", "decoder_layerdrop") if getattr(settings, name, 0)), ""):
