@@ -11,13 +11,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from io import FileIO, TextIOWrapper
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from ftmon.trainer.recipe.hardware import free_port
 
@@ -77,8 +75,6 @@ def start_up(folders: list[str]) -> None:
 
 def become(words: list[str]) -> None:
     """Run a script in this process, a fork, as ``python -u`` would."""
-    main_thread: Any = threading.main_thread()
-    main_thread._set_native_id()  # Python 3.11 leaves it that of the parent
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         raw = FileIO(descriptor, "wb", closefd=False)
         raw.name = f"<{name}>"  # pyright: ignore[reportAttributeAccessIssue]

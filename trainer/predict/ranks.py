@@ -209,6 +209,10 @@ def once(call: Callable[[], Any], kind: type[T]) -> T:
     return _received(*_fork(call), kind)
 
 
+_MANY = 4
+"""Calls beside dry runs from which on these are given no core of their own."""
+
+
 class Beside:
     """Calls in forked processes beside dry runs that are made meanwhile, one after the other on each free core.
 
@@ -217,7 +221,7 @@ class Beside:
 
     def __init__(self, calls: Mapping[str, Callable[[], Sequence[RankRun]]]) -> None:
         """Begin."""
-        several = max(1, min(len(calls), _together() - 1))
+        several = max(1, min(len(calls), _together() - (len(calls) < _MANY)))
         names = [list(calls)[number::several] for number in range(several)]
         self._waiting = [(some, *_fork(partial(_in_turn, [calls[name] for name in some]))) for some in names if some]
 

@@ -197,7 +197,9 @@ class Dumper:
             self._given_up = True
             guard.log_error("stacks cannot be had from outside", error)
             return None
-        native = next((thread.native_id for thread in threading.enumerate() if thread.ident == training), None)
+        # The main thread's is the process's: Python 3.11 keeps the parent's in a forked one.
+        others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+        native = next((thread.native_id for thread in others if thread.ident == training), None)
         return SelfDump(
             signal=self._signal,
             receiver=threading.get_native_id(),
