@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from ftmon.protocol.analysis.allocator.settings import Settings
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.predict import jobs
-from ftmon.trainer.predict.__main__ import main
+from ftmon.trainer.predict.__main__ import arguments_of, main
 
 NOT_PREDICTED = (
     "per_process_memory_fraction is not predicted; leave it out, and give what PyTorch may reserve with --capacity"
@@ -35,6 +36,20 @@ def test_a_refused_key_cannot_reach_the_terminal_as_an_escape(
     error = capsys.readouterr().err
     assert "is given twice" in error
     assert error.rstrip("\n").isprintable()
+
+
+@pytest.mark.parametrize(("precision", "run"), [("bf16", [0]), ("fp32", [0, 1, 2, 3])])
+def test_ranks_differ_at_stage_1_where_deepspeed_reduces_gradients_as_they_come(
+    tmp_path: Path, precision: str, run: list[int]
+) -> None:
+    sizes = "hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 512"
+    (tmp_path / "train.yaml").write_text(
+        f"model: {{config: {{model_type: llama, {sizes}}}}}\ndata: {{path: {tmp_path}/d.jsonl}}\n"
+        f"training: {{precision: {precision}, max_steps: 2}}\nzero: {{stage: 1}}\nrun: {{ranks: 4}}\n"
+    )
+    (tmp_path / "d.jsonl").write_text('{"text": "some text"}\n')
+    arguments = arguments_of([str(tmp_path / "train.yaml"), "--gpu", "H200"])
+    assert jobs.prepare(arguments, Settings()).different == run
 
 
 def test_a_gpu_may_be_named_as_people_do() -> None:
