@@ -235,12 +235,12 @@ class LateStep:
         self._optimizer.overflow = self._late
 
 
-_names = ("reduce_scatter_single", "reduce_scatter_tensor")  # from PyTorch 2.13 on, and before
-_reduce_scatter: Any = next(getattr(dist, name) for name in _names if hasattr(dist, name))
+_SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")  # from PyTorch 2.13 on, and before
+_reduce_scatter: Any = next(getattr(dist, name) for name in _SCATTERS if hasattr(dist, name))
 
 
 def _average_to(part: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
-    """Average ``whole`` over ranks, each its own ``part``, which is a view of it; the rest is undefined after this."""
+    """Average a rank's ``part``, a view of ``whole``, over ranks; the rest of ``whole`` is undefined after this."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return

@@ -293,8 +293,8 @@ def _zero_norm(finding: Finding) -> Words:
     facts: RowFacts = finding.facts
     return Words(
         f"the gradient norm has been 0 for {facts.steps} steps",
-        f"Since step {facts.since_step}, while the loss is not 0: not the gradients of the update are clipped, or the "
-        "loss does not reach its parameters.",
+        f"Since step {facts.since_step}, while the loss is not 0: what is clipped are not the gradients of the update, "
+        "or the loss does not reach its parameters.",
         "Clip after the backward and before zero_grad; pass the parameters of the model that is trained as a list: a "
         "generator is empty once the optimizer has read it.",
         "The norm is above 0.",
