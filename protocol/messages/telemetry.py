@@ -460,7 +460,7 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     dropped: Whole = 0
     """Micro-batches at the end of an earlier pass whose gradients were set to zero before an update."""
     left_out: Whole = 0
-    """Parameters that have gradients and no optimizer, at the first update or later, or one that has not stepped."""
+    """Parameters that have gradients and that no optimizer updates, at the first update or after 100 steps."""
     left_out_first: str = ""
     """Name of the first of them."""
     no_gradients: bool = False

@@ -3,6 +3,7 @@
 After a resume also: batches that come again, or are left out; with several ranks: the same batches on all.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from math import isfinite
@@ -336,7 +337,7 @@ class Inputs(Detector):
         return [Finding("mixed_documents", facts, "raised", ranks=tuple(sorted(self._mixed)), step=facts.since_step)]
 
 
-class _One(Detector):
+class _One(Detector, ABC):
     """Keeps its one raised finding; another process of rank 0 begins another training, which resolves it."""
 
     replays = (Hello, Step)
@@ -358,9 +359,9 @@ class _One(Detector):
         self._begin(hello)
         return self._judge(None)
 
+    @abstractmethod
     def step(self, step: Step) -> list[Finding]:
         """Process one rank's step."""
-        raise NotImplementedError
 
     def _begin(self, hello: Hello) -> None:
         """Forget the steps of the job before."""

@@ -29,8 +29,8 @@ TRAINING_NS = 5_000_000_000
 """Minimum duration of a training. Federated learning and meta-learning make a short-lived copy of the model, with an
 optimizer, per client or task."""
 IDLE = 100
-"""Steps after which an optimizer that has not stepped yet is taken for one that never will; parameters may have been
-unfrozen meanwhile."""
+"""Steps after which parameters that no optimizer updates are looked for again: some may have been unfrozen. An
+optimizer without a step until then is not counted."""
 MEASURED_UPDATERS = 8
 """Limit above which a step (as of one optimizer for each parameter) has no memory sample at every update."""
 
