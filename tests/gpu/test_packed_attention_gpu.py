@@ -1,5 +1,7 @@
 """Variable-length attention on a GPU: isolated documents, with the logits and gradients of each document alone."""
 
+import itertools
+from importlib.util import find_spec
 from typing import Any, cast
 
 import pytest
@@ -47,6 +49,48 @@ def model_of(kind: str, **values: Any) -> Any:
     )
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+
+
+def in_fp32(query: Any, key: Any, value: Any, borders: list[int], window: int) -> Any:
+    """Return causal attention, document by document: a slow reference."""
+    parts = []
+    for start, end in itertools.pairwise(borders):
+        q, k, v = (one[start:end].transpose(0, 1) for one in (query, key, value))
+        k, v = (one.repeat_interleave(len(q) // len(one), 0) for one in (k, v))
+        apart = torch.arange(end - start, device="cuda")[:, None] - torch.arange(end - start, device="cuda")
+        seen = (apart >= 0) & ((apart < window) if window else True)
+        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+        parts.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.skipif(find_spec("cudnn") is None, reason="cuDNN's Python library is not installed")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "groups", "width", "window"),
+    [(4, 4, 64, 0), (8, 2, 64, 0), (14, 2, 64, 0), (4, 2, 128, 0), (4, 1, 80, 0), (4, 2, 64, 33), (2, 2, 32, 200)],
+)
+def test_cudnns_attention_and_its_gradients_are_those_of_each_document(
+    heads: int, groups: int, width: int, window: int, dtype: torch.dtype
+) -> None:
+    if torch.cuda.get_device_capability()[0] not in attention._GENERATIONS:
+        pytest.skip("cuDNN is not used on this kind of GPU")
+    generator = torch.Generator("cuda").manual_seed(0)
+    lengths = [1, 2, 63, 64, 65, 128, 300, 511, 7, *[3] * 40]
+    borders = [0, *itertools.accumulate(lengths)]
+
+    def drawn(count: int) -> Any:
+        return torch.randn(borders[-1], count, width, device="cuda", generator=generator).to(dtype).requires_grad_()
+
+    inputs = [drawn(heads), drawn(groups), drawn(groups)]
+    grad = torch.randn(borders[-1], heads, width, device="cuda", generator=generator)
+    places = torch.tensor(borders, dtype=torch.int32, device="cuda")
+    out, _ = attention._attend(*inputs, places, 512, width**-0.5, window)
+    found = [out, *torch.autograd.grad(out, inputs, grad.to(dtype))]
+    exact = [one.detach().float().requires_grad_() for one in inputs]
+    expected = in_fp32(*exact, borders, window)
+    for one, right in zip(found, [expected, *torch.autograd.grad(expected, exact, grad)], strict=True):
+        assert float((one.float() - right).norm() / right.norm()) < 5e-3
 
 
 @pytest.mark.parametrize(("kind", "values"), [("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 32})])

@@ -632,6 +632,18 @@ def _varlen_backward(recorder: Recorder, func: Any, args: Any, kwargs: Any, resu
     recorder.trace.moment(*sizes, stream=recorder.stream)
 
 
+def _cudnn_backward(recorder: Recorder, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """CuDNN's backward of packed rows, in one workspace: dQ in fp32, and dK and dV if several heads share a key head.
+
+    As cuDNN 9.19 asks for on an H200, in eleven shapes, to the part that grows with the documents (456 bytes each).
+    """
+    query, key = args[1], args[2]
+    if query.device.type == "cuda":
+        tokens, heads, width = query.shape
+        sums = 1 if key.shape[1] == heads else 3
+        recorder.trace.moment(tokens * heads * (sums * width + 1) * 4, stream=recorder.stream)
+
+
 def _dequantized(recorder: Recorder, func: Any, args: Any, kwargs: Any, result: Any) -> None:
     """A product with a weight in 4 bits: with more than a few rows, the whole weight in the inputs' type.
 
@@ -679,4 +691,6 @@ def hidden(capability: tuple[int, int]) -> dict[Any, Hidden]:
     found[_aten._foreach_norm.Scalar] = _norms
     import_module("torch.nn.attention.varlen")  # registers the operation
     found[torch.ops.torch_attn._varlen_attn_backward.default] = _varlen_backward
+    import_module("..recipe.model.attention", __package__)  # registers the operation
+    found[torch.ops.ftmon.attend_backward.default] = _cudnn_backward
     return found

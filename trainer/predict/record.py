@@ -549,13 +549,16 @@ _ATTENTION = {
     "_scaled_dot_product_flash_attention_backward": (1, 11, 2.5),
     "_scaled_dot_product_efficient_attention_backward": (1, 11, 2.5),
     "_varlen_attn_backward": (1, 10, 2.5),
+    "attend": (0, None, 0.84),
+    "attend_backward": (1, None, 2.3),
 }
-"""Positions of query and ``is_causal``, and number of products relative to the forward pass (the backward has five)."""
-_IN_VAIN = {"_varlen_attn": 1100, "_varlen_attn_backward": 1100}
+"""Positions of query and ``is_causal`` (None: it is), and number of products relative to the forward pass (the backward
+has five); of cuDNN's (``ftmon::attend``) as many as FlashAttention 2 would compute in its time on an H200."""
+_IN_VAIN = {"_varlen_attn": 1100, "_varlen_attn_backward": 1100, "attend": 500, "attend_backward": 750}
 _MORE_IN_VAIN = 290
-"""Keys per query that FlashAttention 2 computes besides those of the causal mask: parts of blocks, and waits. Measured
-on an H200, with documents of 38 to 2,048 tokens, and for full rows."""
-_BORDERS = {"_varlen_attn": 3, "_varlen_attn_backward": 6}
+"""Keys per query that a kernel computes besides those of the causal mask: parts of blocks, and waits. Measured on an
+H200, with documents of 38 to 2,048 tokens, and for full rows."""
+_BORDERS = {"_varlen_attn": 3, "_varlen_attn_backward": 6, "attend": 3, "attend_backward": 6}
 """Position of the borders between the documents of packed rows."""
 _ADAM_MOVES = 7 / 4
 """A fused Adam reads a parameter, its gradient and two states, and writes all but the gradient."""
@@ -738,7 +741,7 @@ def _attention_flops(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     position: int,
-    causal_at: int,
+    causal_at: int | None,
     products: float,
     keys: float | None,
     in_vain: int | None,
@@ -750,7 +753,8 @@ def _attention_flops(
     Packed rows are joined, and attention stays within documents: a query has ``keys`` keys in its own document.
     """
     query, key = args[position], args[position + 1]
-    causal = args[causal_at] if len(args) > causal_at else kwargs.get("is_causal", False)
+    given = causal_at is not None and len(args) > causal_at
+    causal = causal_at is None or (args[causal_at] if given else kwargs.get("is_causal", False))
     if keys is not None:
         (queries, heads, width), most = query.shape, keys
     else:

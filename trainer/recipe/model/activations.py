@@ -176,7 +176,8 @@ _SDPA = (
 _KEPT = frozenset(
     [f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")]
     + [f"aten::_scaled_dot_product_{name}" for name in _SDPA]
-    + ["torch_attn::_varlen_attn", "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"]
+    + ["ftmon::attend", "torch_attn::_varlen_attn"]
+    + ["flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"]
 )
 """Operators whose outputs the selective mode keeps."""
 

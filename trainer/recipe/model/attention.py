@@ -1,14 +1,15 @@
 """Attention within the documents of a packed row, and the check that it does not cross them.
 
-Three implementations: PyTorch's variable-length attention on CUDA (registered with transformers as ``ftmon_varlen``),
-FlashAttention if ``model.attention`` selects it, and otherwise the block mask that transformers makes of restarting
-position ids.
+Three implementations: variable-length attention on CUDA (registered with transformers as ``ftmon_varlen``: cuDNN's on
+Hopper and data-center Blackwell, else PyTorch's), FlashAttention if ``model.attention`` selects it, and otherwise the
+block mask that transformers makes of restarting position ids.
 """
 
 import inspect
 import zlib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,11 @@ _ASKS_FOR_GROUPS = _varlen_attn is not None and "enable_gqa" in inspect.signatur
 
 _aten: Any = torch.ops.aten
 VARLEN = "ftmon_varlen"
+_MOST_ELEMENTS = 1 << 31  # places in a batch's queries are in int32
+_GENERATIONS = (9, 10)
+"""Compute capabilities of the GPUs on which cuDNN is used: Hopper, and Blackwell for data centers."""
+_by_cudnn = False
+"""Whether cuDNN computes variable-length attention in this process."""
 _LENGTHS = (11, 13)  # of the check's two documents, in tokens
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Relative difference of a document's logits, packed and alone, that the rounding of other kernels explains."""
@@ -118,6 +124,7 @@ def can_varlen(inner: Any) -> bool:
 
 def _try_varlen(inner: Any, world: World, length: int) -> str:
     before, windows = inner.config._attn_implementation, list[int]()
+    _choose(inner, world)
     ALL_ATTENTION_FUNCTIONS.register(VARLEN, _noting(varlen_attention, windows))
     # Without a mask function transformers makes no mask, and does not wait for the device to detect packed rows. Rows
     # that are not packed are padded on the right, where causal attention does not reach.
@@ -131,6 +138,44 @@ def _try_varlen(inner: Any, world: World, length: int) -> str:
     if not world.all_agree(not problem):
         inner.set_attn_implementation(before)
         return problem or "another rank cannot"
+    return ""
+
+
+def _choose(inner: Any, world: World) -> None:
+    """Let cuDNN compute variable-length attention if it is installed, was measured on this kind of GPU, and works."""
+    global _by_cudnn
+    known = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in _GENERATIONS
+    _by_cudnn = known and find_spec("cudnn") is not None
+    if not (_by_cudnn and world.has_values):
+        return
+    try:
+        problem = _difference_of_cudnn(inner, world.device)
+    except Exception as error:  # its library has errors of its own
+        problem = _first_line(error)
+    _by_cudnn = not problem
+    if problem:
+        world.log(f"note: PyTorch's variable-length attention is used, cuDNN's is not: {problem}")
+
+
+def _difference_of_cudnn(inner: Any, device: torch.device) -> str:
+    """Return in words how cuDNN's attention or its gradients differ from PyTorch's; empty if they do not."""
+    global _by_cudnn
+    settings, dtype = inner.config.get_text_config(), next(inner.parameters()).dtype
+    heads = settings.num_attention_heads
+    width = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+    generator = torch.Generator().manual_seed(0)
+    counts = (heads, *[getattr(settings, "num_key_value_heads", None) or heads] * 2)
+    drawn = [torch.randn(1, count, sum(_LENGTHS), width, generator=generator) for count in counts]
+    inputs = query, key, value = [one.to(device, dtype).requires_grad_() for one in drawn]
+    borders = torch.tensor([0, _LENGTHS[0], sum(_LENGTHS)], dtype=torch.int32, device=device)
+    found: list[list[torch.Tensor]] = []
+    for _by_cudnn in (False, True):
+        out, _ = varlen_attention(inner, query, key, value, None, cu_seq_lens_q=borders)
+        found.append([out.detach(), *torch.autograd.grad(out, inputs, out.detach())])
+    for expected, one in zip(*found, strict=True):
+        difference = float((one.float() - expected.float()).norm() / expected.float().norm())
+        if not difference <= _TOLERANCE[dtype]:
+            return f"relative difference {difference:.1e}"
     return ""
 
 
@@ -166,10 +211,73 @@ def varlen_attention(
     grouped = {"enable_gqa": key.shape[1] != heads} if _ASKS_FOR_GROUPS else {}
     flat = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]
     longest = max_length_q or length
+    if _by_cudnn and value.shape[3] == size and size % 8 == 0 and size <= 128 and query.numel() < _MOST_ELEMENTS:
+        factor = size**-0.5 if scaling is None else scaling
+        out, _ = _attend(*flat, cu_seq_lens_q, longest, factor, sliding_window or 0)
+        return out.view(rows, length, heads, size), None
     window = (sliding_window - 1 if sliding_window else -1, 0)
     attend: Any = _varlen_attn
     out = attend(*flat, cu_seq_lens_q, cu_seq_lens_q, longest, longest, scale=scaling, window_size=window, **grouped)
     return out.view(rows, length, heads, size), None
+
+
+# Operators, so that compiled layers and dry runs on fake tensors pass them.
+@torch.library.custom_op("ftmon::attend", mutates_args=())
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    borders: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from . import kernels
+
+    return kernels.attend(query, key, value, borders, longest, scale, window)
+
+
+@_attend.register_fake
+def _(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("ftmon::attend_backward", mutates_args=())
+def _attend_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    borders: torch.Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from . import kernels
+
+    return kernels.attend_backward(grad, query, key, value, out, sums, borders, longest, scale, window)
+
+
+@_attend_backward.register_fake
+def _(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, borders, longest, scale, window = inputs
+    ctx.save_for_backward(*tensors, *output, borders)
+    ctx.settings = longest, scale, window
+
+
+def _gradients(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    return *_attend_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None
+
+
+_attend.register_autograd(_gradients, setup_context=_save)
 
 
 def window_mask(query: torch.Tensor, key: torch.Tensor, window: int) -> torch.Tensor:
@@ -372,6 +480,8 @@ def set_up_sequence_parallel(model: Any, config: Config, world: World) -> bool:
     whole = _Reference(inner, world, bool(config.data.packing)) if world.has_values else None
     windows: list[int] = []
     varlen = config.data.packing and world.on_gpu and can_varlen(inner)
+    if varlen:
+        _choose(inner, world)
     try:
         _use(inner, windows)
         if whole is not None:

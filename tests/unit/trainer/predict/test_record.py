@@ -1,7 +1,8 @@
 """What is counted of a step's operations."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ import torch
 from ftmon.protocol.analysis.allocator.model import CachingAllocator, DeviceOutOfMemory
 from ftmon.protocol.analysis.allocator.settings import Settings
 from ftmon.protocol.analysis.estimates.time import Work
+from ftmon.trainer.predict.fake import hidden
 from ftmon.trainer.predict.record import (
     ALLOCATE,
     FREE,
@@ -341,7 +343,7 @@ pytest.importorskip("torch.nn.attention.varlen")  # registers the operation
 HEADS, WIDTH = 4, 32
 
 
-def attention_flops(tokens: int, documents: int, pairs_a_token: float | None = None) -> float:
+def attention_flops(tokens: int, documents: int, pairs_a_token: float | None = None, cudnn: bool = False) -> float:
     """Return the FLOPs that are counted of causal attention over packed documents, of the same length if not said."""
     with FakeTensorMode() as mode:
 
@@ -353,8 +355,11 @@ def attention_flops(tokens: int, documents: int, pairs_a_token: float | None = N
     counting = Counting(1)
     counting.pairs_a_token = pairs_a_token
     longest = tokens // documents
-    call: Any = torch.ops.torch_attn._varlen_attn.default
-    counting.count(call, (query, key, value, borders, borders, longest, longest, True), {}, out, 0)
+    if cudnn:
+        counting.count(torch.ops.ftmon.attend.default, (query, key, value, borders, longest, 1.0, 0), {}, out, 0)
+    else:
+        call: Any = torch.ops.torch_attn._varlen_attn.default
+        counting.count(call, (query, key, value, borders, borders, longest, longest, True), {}, out, 0)
     (operation,) = counting.work().operations
     assert operation.attention
     return operation.flops
@@ -366,6 +371,8 @@ def test_packed_documents_do_not_see_each_other_and_those_of_a_data_set_take_the
     assert one == 2 * 2 * HEADS * WIDTH * 4096 * (4096 / 2 + 1100)
     assert attention_flops(8 * 4096, 8) == 8 * one
     assert attention_flops(4096, 3, pairs_a_token=100.5) == 2 * 2 * HEADS * WIDTH * 4096 * (100.5 + 1100)
+    by_cudnn = 0.84 * 2 * 2 * HEADS * WIDTH * 4096 * (4096 / 2 + 500)
+    assert attention_flops(4096, 1, cudnn=True) == pytest.approx(by_cudnn)
 
 
 def test_the_work_of_a_micro_step_passes_a_pipe_however_its_fetches_divide() -> None:
@@ -376,3 +383,29 @@ def test_the_work_of_a_micro_step_passes_a_pipe_however_its_fetches_divide() -> 
             counting.fetches += (1 + 3 / 5) * times
     received = msgspec.json.decode(msgspec.json.encode(counting.micro_step()), type=Work)
     assert received.fetches == pytest.approx(7 * 1.6)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "groups", "width", "documents", "asked"),
+    [
+        (16384, 32, 8, 64, 48, 404_772_992),
+        (16384, 32, 32, 64, 48, 136_337_536),
+        (8192, 16, 16, 128, 16, 67_641_472),
+        (16384, 32, 8, 128, 448, 807_605_376),
+        (16384, 8, 4, 80, 64, 126_383_232),
+        (5000, 8, 8, 64, 16, 10_408_320),
+    ],
+)
+def test_the_workspace_of_cudnns_gradients_is_what_it_asked_for_on_an_h200(
+    tokens: int, heads: int, groups: int, width: int, documents: int, asked: int
+) -> None:
+    found: list[int] = []
+    recorder = SimpleNamespace(trace=SimpleNamespace(moment=lambda size, stream: found.append(size)), stream=0)
+    with FakeTensorMode() as mode:
+        query, key = (
+            FakeTensor(mode, torch.empty(tokens, count, width, device="meta"), torch.device("cuda"))
+            for count in (heads, groups)
+        )
+    call: Any = torch.ops.ftmon.attend_backward.default
+    hidden((9, 0))[call](cast(Any, recorder), call, (query, query, key), {}, query)
+    assert abs(found[0] - asked) <= 600 * documents

@@ -1,5 +1,6 @@
 """Documents of a packed row do not see each other, or packing is refused."""
 
+import sys
 from functools import partial
 from typing import Any, cast
 
@@ -135,6 +136,57 @@ def test_variable_length_attention_is_not_used_where_windows_or_chunks_are_in_ma
     assert problem in found
     assert bool(found) == bool(problem)
     assert model.config._attn_implementation == (before if problem else attention.VARLEN)
+
+
+class Kernels:
+    """What cuDNN computes on GPUs, by plain PyTorch."""
+
+    @staticmethod
+    def attend(query: Any, key: Any, value: Any, borders: Any, longest: int, scale: float, window: int) -> Any:
+        out = by_document(query, key, value, borders, scale=scale, window_size=(window - 1 if window else -1, 0))
+        return out.contiguous(), torch.zeros(query.shape[:2])
+
+    @staticmethod
+    def attend_backward(grad: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, *settings: Any) -> Any:
+        borders, _, scale, window = settings
+        grads = [torch.zeros_like(one) for one in (query, key, value)]
+        each = query.shape[1] // key.shape[1]
+        for start, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
+            apart = torch.arange(end - start)[:, None] - torch.arange(end - start)
+            seen = (apart >= 0) & ((apart < window) if window else True)
+            for head in range(query.shape[1]):
+                q, g = query[start:end, head], grad[start:end, head]
+                k, v = (one[start:end, head // each] for one in (key, value))
+                shares = (q @ k.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1)
+                scores = shares * (g @ v.mT - (g * out[start:end, head]).sum(-1, keepdim=True)) * scale
+                grads[0][start:end, head] = scores @ k
+                grads[1][start:end, head // each] += scores.mT @ q
+                grads[2][start:end, head // each] += shares.mT @ g
+        return tuple(grads)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+def test_cudnn_gets_the_documents_and_its_gradients_arrive(
+    window: int | None, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, f"{attention.__package__}.kernels", cast(Any, Kernels))
+    monkeypatch.setattr(attention, "_varlen_attn", by_document)
+    torch.manual_seed(0)
+    query, key, value = inputs = [torch.randn(2, heads, 12, 8, requires_grad=True) for heads in (4, 2, 2)]
+    borders = torch.tensor([0, 7, 12, 24], dtype=torch.int32)
+
+    def attend() -> torch.Tensor:
+        named = {"cu_seq_lens_q": borders, "sliding_window": window, "scaling": 0.3}
+        return attention.varlen_attention(cast(Any, None), query, key, value, None, **named)[0]
+
+    results: list[list[torch.Tensor]] = []
+    for by_cudnn in (False, True):
+        monkeypatch.setattr(attention, "_by_cudnn", by_cudnn)
+        out = (torch.compile(attend, backend="aot_eager") if compiled and by_cudnn else attend)()
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for expected, found in zip(*results, strict=True):
+        assert torch.allclose(expected, found, atol=1e-5)
 
 
 def test_ranks_that_cannot_divide_the_heads_of_one_layer_cannot_share_sequences() -> None:
