@@ -104,10 +104,7 @@ ROWS = {
     "0.5b-chats": Row(QWEN_DEFAULT, length=2048, micro_batch=8, defaults=True, chats=True),
     "0.6b-chats": Row(QWEN3_06B, length=2048, micro_batch=8, defaults=True, chats=True),
     "1.2b-chats": Row(LLAMA_12B, length=2048, micro_batch=8, defaults=True, chats=True),
-    # The stage that ``ftmon train MODEL DATA`` chooses for it; without a choice it is 2.
-    "1.2b-chats-2": Row(
-        LLAMA_12B, length=2048, micro_batch=8, gpus=2, words=["zero.stage=1"], defaults=True, chats=True
-    ),
+    "1.2b-chats-2": Row(LLAMA_12B, length=2048, micro_batch=8, gpus=2, defaults=True, chats=True),
     "0.5b": Row(QWEN_05B, micro_batch=8),
     "1.2b": Row(LLAMA_12B),
     "8b-lora": Row(LLAMA_8B, micro_batch=2, words=["lora={rank: 16, merge: false}"], lora=16),
@@ -242,7 +239,6 @@ def overrides(row: Row, folder: Path, data: Path, steps: int, tiny: bool) -> lis
             sizes,
             "evaluation=off",
             *device,
-            *row.words,
         ]
     return [
         f"model.name={folder}",

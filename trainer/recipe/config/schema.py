@@ -183,7 +183,8 @@ class Zero(Section, frozen=True):
 
     stage: Annotated[Literal[0, 1, 2, 3], _CHOSEN] = 2
     """What is partitioned over ranks: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters. In half
-    precision 0 runs as 1, and so does 2 on one rank in bf16. auto: chosen by dry runs."""
+    precision 0 runs as 1, and so does 2 on one rank in bf16. Not given: 1 in bf16 on several GPUs for a model of up to
+    2 B parameters, which is faster. auto: chosen by dry runs."""
     offload_optimizer: Annotated[bool, _CHOSEN] = False
     """Keep the optimizer's states in host memory and step there (stages 1 to 3). auto: where nothing else holds all
     weights."""

@@ -58,16 +58,8 @@ def has_table(shape: Any) -> bool:
 
     The model is made on the meta device, and its tables are identified by name and size.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    found = positions(shape)
-    if found is None:
-        return False
-    try:
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(shape)
-    except Exception:  # a model type may raise anything; loading the model reports it
+    found, model = positions(shape), _without_values(shape)
+    if found is None or model is None:
         return False
     return any(
         _TABLE.search(f"{name}.{own}") and tensor.ndim == 2 and 0 <= len(tensor) - found.most <= _OFFSET
@@ -75,6 +67,28 @@ def has_table(shape: Any) -> bool:
         if not hasattr(module, "make_weights")  # XGLM's sinusoids, which grow
         for own, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     )
+
+
+def is_small(config: Config, most: int) -> bool:
+    """Return whether a model has at most so many parameters; one that cannot be made on the meta device has not."""
+    try:
+        shape = named_config(config.model) if config.model.name else bare_config(config, config.tokenizer.vocab_size)
+    except ConfigError:
+        return False
+    model = _without_values(shape)
+    return model is not None and sum(parameter.numel() for parameter in model.parameters()) <= most
+
+
+def _without_values(shape: Any) -> Any:
+    """Return a model on the meta device, or None: a model type may raise anything, which loading the model reports."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(shape)
+    except Exception:
+        return None
 
 
 def named_config(model: Model) -> Any:

@@ -18,13 +18,16 @@ from ....protocol.errors import UsageError
 from .. import hardware
 from ..checkpoint import manifest as checkpoints
 from ..config.load import Loaded
-from ..config.schema import Config, Evaluation
+from ..config.schema import Config, Evaluation, Run
 from ..data import messages
 from ..data.messages import NONE, first_record, shipped
+from ..model.shape import is_small
 from ..support import learning_rate
 from . import consistency, ds_keys
 from .consistency import check_batch, check_dtypes, check_fault, check_lengths, check_settings, optimizer_refusal
 
+_SMALL = 2_000_000_000
+"""Parameters whose gradients take a tenth of a GPU of 80 GB in fp32."""
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
 
 
@@ -237,6 +240,7 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
     settled = msgspec.structs.replace(
         _settle_paths(config),
         run=run,
+        zero=msgspec.structs.replace(config.zero, stage=_stage(loaded, run, precision)),
         training=msgspec.structs.replace(config.training, precision=precision),
         optimizer=msgspec.structs.replace(config.optimizer, lr=learning_rate(config)),
         evaluation=msgspec.structs.replace(config.evaluation, path=_absolute(config.evaluation.path)),
@@ -247,6 +251,20 @@ def resolve(loaded: Loaded, elsewhere: int = 0) -> Resolved:
     if not elsewhere:
         _check_output(loaded, settled)
     return Resolved(settled, device, gpus)
+
+
+def _stage(loaded: Loaded, run: Run, precision: str) -> int:
+    """Return the ZeRO stage: the given one, or 1 where the trainer reduces the gradients of a small model once a step.
+
+    Stage 2, the default elsewhere, reduces them in each micro-step, and has a part of them alone in its memory.
+    """
+    config, zero = loaded.config, loaded.config.zero
+    usual = config.optimizer.kind == "auto" and config.optimizer.master_weights == "fp32"
+    as_fp32 = precision == "bf16" and zero.grad_accum_dtype == zero.communication_dtype == "auto"
+    if run.device != "cuda" or run.ranks < 2 or config.training.sequence_parallel_size > 1 or not (usual and as_fp32):
+        return zero.stage
+    given = "zero.stage" in loaded.places or zero.offload_optimizer or config.deepspeed
+    return zero.stage if given or not is_small(config, _SMALL) else 1
 
 
 def settle_data(loaded: Loaded) -> Config:

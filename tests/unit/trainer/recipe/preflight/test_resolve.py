@@ -54,6 +54,30 @@ def test_what_was_left_to_choose_is_settled(data: Path, monkeypatch: pytest.Monk
     assert resolve.resolve(Loaded(config, "train.yaml")).config == config
 
 
+WIDE = "model.config={model_type: llama, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32}"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "stage"),
+    [
+        (2, [], 1),
+        (2, ["zero.stage=2"], 2),
+        (2, [WIDE], 2),
+        (1, [], 2),
+        (2, ["run.device=cpu"], 2),
+        (2, ["training.precision=fp16"], 2),
+        (2, ["optimizer.kind=muon", "optimizer.max_grad_norm=0"], 2),
+        (2, ["zero.offload_optimizer=true"], 2),
+        (2, ["training.sequence_parallel_size=2"], 2),
+        (2, ["lora.rank=8"], 1),
+    ],
+)
+def test_small_models_keep_whole_gradients_on_several_gpus_unless_a_stage_is_given(
+    ranks: int, overrides: list[str], stage: int, data: Path
+) -> None:
+    assert resolve.resolve(loaded(data, *overrides), elsewhere=ranks).config.zero.stage == stage
+
+
 def test_all_gpus_are_taken_unless_fewer_and_ranks_have_few_threads_unless_the_host_computes(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
