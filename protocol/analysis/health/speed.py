@@ -112,11 +112,7 @@ class DataWait(Judge):
 
     def _check(self, step: int) -> list[Finding]:
         full = {number: list(rank.window) for number, rank in self._ranks.items() if len(rank.window) == WINDOW}
-        shares = {
-            number: _share(sorted(steps)[:-LEFT_OUT])
-            for number, steps in full.items()
-            if self.standing is not None or may_be_bound(steps)
-        }
+        shares = {number: _share(sorted(steps)[:-LEFT_OUT]) for number, steps in full.items()}
         if self.standing is not None:
             middle = sorted(shares.values())[len(full) // 2]
             self._free = self._free + 1 if middle[0] < SHARE / 2 else 0
@@ -138,16 +134,6 @@ class DataWait(Judge):
         )
         self.standing = Finding("input_bound", facts, ranks=tuple(sorted(bound)), step=step)
         return [self.standing]
-
-
-def may_be_bound(steps: list[tuple[int, int]]) -> bool:
-    """Return whether the share of ``_check`` may reach ``SHARE``: a cheap test whose False is certain.
-
-    The omitted steps have at least the mean wait, and each at most the longest time.
-    """
-    waits, hosts = zip(*steps, strict=True)
-    kept = len(steps) - LEFT_OUT
-    return sum(waits) * kept >= SHARE * (sum(hosts) - LEFT_OUT * max(hosts)) * len(steps)
 
 
 def _is_lasting(steps: list[tuple[int, int]]) -> bool:

@@ -14,12 +14,8 @@ from ftmon.protocol.analysis.findings.finding import Finding
 from ftmon.protocol.analysis.health.monitor import HealthMonitor
 from ftmon.protocol.analysis.health.series import Join
 from ftmon.protocol.analysis.health.speed import (
-    LEFT_OUT,
-    SHARE,
-    WINDOW,
     CompileFacts,
     Recompilation,
-    may_be_bound,
     workers_needed,
 )
 from ftmon.protocol.analysis.kinds import words_of
@@ -421,21 +417,6 @@ def test_the_first_batch_of_an_epoch_and_a_wait_that_the_gpu_does_not_see_are_no
     assert kinds(fed(idle, hello(kind="cuda"))) == ["input_bound"]
     steps = [step(at, rank, data_ms=200 if rank == 2 else 1) for at in range(1, 200) for rank in range(4)]
     assert kinds(fed(steps, *(hello(rank, 4) for rank in range(4)))) == [], "one rank of four"
-
-
-def test_the_cheap_look_passes_over_no_window_that_waits_for_data():
-    rng = random.Random(7)
-    passed_over = 0
-    for _ in range(2000):
-        wait, host = rng.choice([(90, 400), (110, 400), (150, 400)]), rng.choice([1, 3])
-        window = [(rng.randrange(wait[0]), rng.randrange(wait[1] - 200, host * wait[1])) for _ in range(WINDOW)]
-        window += [(rng.randrange(500), rng.randrange(900)) for _ in range(rng.randrange(5))]
-        window = rng.sample(window, WINDOW)
-        kept = sorted(window)[:-LEFT_OUT]
-        share = sum(one[0] for one in kept) / sum(one[1] for one in kept)
-        passed_over += not may_be_bound(window)
-        assert may_be_bound(window) or share < SHARE
-    assert 500 < passed_over < 2000
 
 
 @pytest.mark.parametrize(
