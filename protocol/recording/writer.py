@@ -297,10 +297,7 @@ _RECEIVED = "heard"
 """Key of ``meta`` with the numbers of ``note_received``, as a JSON object."""
 _AGENT = "taken:"
 """Prefix of the keys of ``meta`` with the numbers of ``note_agent_numbers``."""
-_BATCH = 64
-"""Maximum number of steps in a batch; more exceed the processor's cache."""
 _UNFIT = (OverflowError, TypeError, ValueError, msgspec.MsgspecError)
-_WHY_UNFIT = "figures that fit no column"
 _NOT_RECORDED = frozenset((Heartbeat, Query, Answer))
 
 
@@ -354,8 +351,6 @@ class Writer:
         self._writing = Batch()
         self._lost = 0
         """Number of lost messages that are already recorded."""
-        self._steps: list[tuple[int, float, Step]] = []
-        """Steps collected for ``_add_steps``."""
         self._names = NameNumbers()
         self._rollups = Rollups(lambda row: self._put_row("rollups", row))
         self._curves = Curves(lambda row: self._put_row("curves", row))
@@ -392,16 +387,10 @@ class Writer:
         if t >= self._second + 1:
             self._second = int(t)
             self._put_row("clock", (self._second, seq))
-        if type(message) is Step:
-            self._steps.append((seq, t, message))
-            if len(self._steps) >= _BATCH:
-                self._add_steps()
-            return
-        self._add_steps()
         try:
             self._add(seq, t, message)
         except _UNFIT:
-            self._pending.lose(1, t, t, _WHY_UNFIT)
+            self._pending.lose(1, t, t, "figures that fit no column")
         else:
             self._pending.held += 1
 
@@ -432,7 +421,6 @@ class Writer:
 
     def drain(self) -> Batch:
         """Return the appended messages, for ``write``, which may run in another thread while more are appended."""
-        self._add_steps()
         batch, self._pending = self._pending, Batch()
         batch.last_seq = self.last_seq
         return batch
@@ -577,26 +565,7 @@ class Writer:
     def _put_row(self, table: str, row: Row) -> None:
         self._pending.rows[table].append(row)
 
-    def _add_steps(self) -> None:
-        """Add the rows of the collected steps, table by table.
-
-        Each stage processes the whole batch before the next stage does, so that its code and state stay in the
-        processor's cache.
-        """
-        steps, self._steps = self._steps, []
-        for add in (self._add_columns, self._add_figures, lambda seq, _, step: self._marks.step(seq, step)):
-            fit: list[tuple[int, float, Step]] = []
-            for one in steps:
-                try:
-                    add(*one)
-                except _UNFIT:
-                    self._pending.lose(1, one[1], one[1], _WHY_UNFIT)
-                else:
-                    fit.append(one)
-            steps = fit
-        self._pending.held += len(steps)
-
-    def _add_columns(self, seq: int, t: float, step: Step) -> None:
+    def _add_step(self, seq: int, t: float, step: Step) -> None:
         rows = self._pending.rows
         row, extra = step_rows(seq, t, step)
         rows["steps"].append(row)
@@ -605,17 +574,18 @@ class Writer:
         if step.updates:
             rows["updates"] += update_rows(seq, t, step)
         self._rollups.add(row)
-
-    def _add_figures(self, seq: int, t: float, step: Step) -> None:
         figures = figures_of(step, t)
         training = training_row(seq, step, figures[2], self._peaks.get(step.rank))
         if training is not None:
             self._put_row("training_steps", training)
         self._curves.add(seq, step.rank, figures)
+        self._marks.step(seq, step)
 
     def _add(self, seq: int, t: float, message: Message) -> None:
         rows = self._pending.rows
-        if isinstance(message, DeviceSample):
+        if isinstance(message, Step):
+            self._add_step(seq, t, message)
+        elif isinstance(message, DeviceSample):
             rows["device_samples"].append(self._names.sample_row(seq, t, message, self._put_row))
         elif isinstance(message, LogLine):
             rows["logs"].append((seq, t, message.rank, message.time, message.stream, message.text))
