@@ -384,63 +384,39 @@ class RankModel:
         last = self.last
         if last is not None and step.step <= last.step and any(known.started == step.started for known in self.steps):
             return False
-        started = step.started + self.clock_offset
-        highest = self.peak.bytes if self.peak is not None else -1
-        # Fast path, since this runs for every step of every rank: most steps are in one column.
-        column = int(started)
-        at_once = column == int(started + step.host_us * 1e-6)
-        allocated_peak = reserved_peak = resident_peak = EMPTY
-        allocated = reserved = resident = None
-        coarse = False
-        for record in step.phases:
-            allocated, reserved, resident = record.allocated, record.reserved, record.resident
-            highs = allocated.peak, reserved.peak, EMPTY if resident is None else resident.peak
-            true = highs[0] if resident is None else highs[2]
-            coarse |= record.coarse
-            if true > highest:
-                highest = true
-                top = (record.coarse and step.peak_phase) or record
-                self.peak = Peak(true, top.name, step.step, started + top.start_us * 1e-6, self.rank)
-            if not at_once:
-                begin = started + record.start_us * 1e-6
-                self.timeline.add_range(int(begin), int(begin + record.host_us * 1e-6), *highs)
-            if highs[0] > allocated_peak:
-                allocated_peak = highs[0]
-            if highs[1] > reserved_peak:
-                reserved_peak = highs[1]
-            if highs[2] > resident_peak:
-                resident_peak = highs[2]
-        if at_once and allocated is not None:
-            self.timeline.add_range(column, column, allocated_peak, reserved_peak, resident_peak)
-        if reserved_peak > self.reserved_peak:
-            self.reserved_peak = reserved_peak
-        if allocated is not None and reserved is not None:
-            self._now(allocated.end, reserved.end, 0 if resident is None else resident.end)
+        self._fold_phases(step)
+        if step.phases:
+            end = step.phases[-1]
+            self._now(end.allocated.end, end.reserved.end, end.resident.end if end.resident is not None else 0)
         self.memory.on_step(step)
         self.allocator.on_step(step)
         self.steps.append(step)
         self.dropped = step.dropped
         self.last = step
-        if not coarse:
+        if not any(record.coarse for record in step.phases):
             self.read = step
         if self.state == "starting":
-            self.state, self.state_since = "training", started
+            self.state, self.state_since = "training", step.started + self.clock_offset
         self.version += 1
         return True
 
     def on_closing(self, closing: telemetry.Closing) -> None:
         """Fold the rank's record after its last step; it counts for memory but not as a step."""
-        started = closing.started + self.clock_offset
-        for record in closing.phases:
+        self._fold_phases(closing)
+        self.version += 1
+
+    def _fold_phases(self, of: telemetry.Step | telemetry.Closing) -> None:
+        started, after = of.started + self.clock_offset, isinstance(of, telemetry.Closing)
+        for record in of.phases:
             allocated, reserved, resident = record.allocated, record.reserved, record.resident
             begin = started + record.start_us * 1e-6
             highs = allocated.peak, reserved.peak, EMPTY if resident is None else resident.peak
             true = highs[0] if resident is None else highs[2]
             if self.peak is None or true > self.peak.bytes:
-                self.peak = Peak(true, record.name, closing.step, begin, self.rank, after=True)
+                top = (record.coarse and not isinstance(of, telemetry.Closing) and of.peak_phase) or record
+                self.peak = Peak(true, top.name, of.step, started + top.start_us * 1e-6, self.rank, after)
             self.timeline.add_range(int(begin), int(begin + record.host_us * 1e-6), *highs)
             self.reserved_peak = max(self.reserved_peak, highs[1])
-        self.version += 1
 
     def on_hello(self, hello: telemetry.Hello) -> None:
         """Fold a ``Hello``; that of a new process resets the rank but keeps its history."""
