@@ -51,13 +51,8 @@ _COLUMNS = {
 _HOST, _DEVICE = " on the host", " on the device"
 
 
-_SHORT = [bytes((number,)) for number in range(128)]
-
-
 def _varint(value: int) -> bytes:
     """Encode a number from 0 to 2**64 - 1."""
-    if value < 128:
-        return _SHORT[value]
     found = bytearray()
     while value > 127:
         found.append(value & 127 | 128)
@@ -80,8 +75,6 @@ _TRACE_PACKET = _tag(1, 2)
 _PACKET_TIMESTAMP, _PACKET_CLOCK = _tag(8), _tag(58)
 _PACKET_SEQUENCE = _tag(10) + _varint(_SEQUENCE) + _tag(13) + _varint(_INTERNED)  # and sequence_flags
 _PACKET_EVENT = _tag(11, 2)
-_EVENT_HEAD = _PACKET_SEQUENCE + _PACKET_TIMESTAMP
-_PACKETS_OF = [_TRACE_PACKET + _varint(size) for size in range(128)]
 _EVENT_TYPE, _EVENT_TRACK, _EVENT_NAME_ID, _EVENT_COUNTER, _EVENT_FLOW = (*map(_tag, (9, 11, 10, 30)), _tag(47, 1))
 _EVENT_ANNOTATION, _EVENT_NAME = _tag(4, 2), _tag(23, 2)
 _ANNOTATION_NAME_ID, _ANNOTATION_NUMBER = _tag(1), _tag(3)
@@ -123,10 +116,6 @@ class _Packets:
         self._first_us = began - _EARLIER_US
         """Since the epoch, where the clock is 0."""
         self._out: list[bytes] = []
-        self._low = [bytes((number & 127 | 128, number >> 7 | 128)) for number in range(1 << 14)]
-        """14 bits of a number that has more."""
-        self._high: dict[int, bytes] = {}
-        """The bits of a time above 28, a part that changes each 268 s."""
         first = self.message()
         first.sequence_flags = _CLEARED
         first.trace_packet_defaults.timestamp_clock_id = _MICROS
@@ -148,13 +137,7 @@ class _Packets:
 
     def event(self, us: int, event: bytes) -> None:
         """Write an event, a ``track_event`` with its number, at a time."""
-        high, low = self._high.get(us >> 28), self._low
-        if high is None:
-            packet = event + _PACKET_SEQUENCE + self._time(us)
-        else:
-            packet = event + _EVENT_HEAD + low[us & 16_383] + low[us >> 14 & 16_383] + high
-        size = len(packet)
-        self._out.append((_PACKETS_OF[size] if size < 128 else _TRACE_PACKET + _varint(size)) + packet)
+        self._out.append(_sized(_TRACE_PACKET, event + _PACKET_SEQUENCE + self._time(us)))
         if len(self._out) >= _PACKETS:
             self.flush()
 
@@ -172,8 +155,7 @@ class _Packets:
     def _time(self, us: int) -> bytes:
         if us < 0:  # of a clock more than an hour behind
             return _PACKET_TIMESTAMP + _varint((us + self._first_us) * 1000) + _PACKET_CLOCK + _varint(_BOOTTIME)
-        high = self._high[us >> 28] = _varint(us >> 28)
-        return _PACKET_TIMESTAMP + self._low[us & 16_383] + self._low[us >> 14 & 16_383] + high
+        return _PACKET_TIMESTAMP + _varint(us)
 
 
 class _Trace:
