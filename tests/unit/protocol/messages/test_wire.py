@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from typing import Any
 
 import msgspec
 import pytest
@@ -18,10 +17,7 @@ from places import DATA
 
 # The wire format itself, committed: ``golden.json`` holds the header and every message of ``messages.jsonl``
 # as hex. Nothing here rewrites it: a new field is added by hand, beside a note in ``docs/protocol.md``.
-# ``golden_old.json`` holds the bytes that the code of 2026-11-21 sent (commit c144ba7); these never change, and decode
-# with the defaults of the fields added since.
 GOLDEN: dict[str, str] = json.loads((DATA / "golden.json").read_text())
-OLD: dict[str, str] = json.loads((DATA / "golden_old.json").read_text())
 
 
 def tag(message: Message) -> str:
@@ -43,33 +39,9 @@ def test_a_message_is_still_sent_and_read_as_the_golden_bytes(message: Message) 
 
 
 def test_the_header_is_still_the_golden_bytes() -> None:
-    assert OLD["header"] == GOLDEN["header"]
     header = bytes.fromhex(GOLDEN["header"])
     assert wire.encode_header("rank-3-4321-987654", 17, 1_780_000_000.25) == header
     assert wire.decode_header(header) == Header((1, 0), "rank-3-4321-987654", 17, 1_780_000_000.25)
-
-
-@pytest.mark.parametrize("name", [name for name in OLD if name != "header"])
-def test_a_message_sent_by_an_older_ftmon_keeps_all_its_fields(name: str) -> None:
-    old = msgspec.msgpack.decode(bytes.fromhex(OLD[name]))
-    message = wire.decode_body(bytes.fromhex(OLD[name]))
-    assert message is not None
-    assert tag(message) == name
-    assert_kept(old, msgspec.msgpack.decode(wire.encode_body(message)))
-
-
-def assert_kept(old: Any, new: Any) -> None:
-    """Compare every value of an old message with today's; new fields with defaults may be there beside them."""
-    if isinstance(old, dict):
-        assert set(old) <= set(new)
-        for key, value in old.items():
-            assert_kept(value, new[key])
-    elif isinstance(old, list):
-        assert len(old) <= len(new)
-        for one, other in zip(old, new, strict=False):
-            assert_kept(one, other)
-    else:
-        assert old == new
 
 
 encode = msgspec.msgpack.encode
