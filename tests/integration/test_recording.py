@@ -21,7 +21,7 @@ from ftmon.protocol.messages.wire import RESTART_LEAP, Frame
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.writer import Writer
 from messages import EXAMPLES
-from streams import RUN, STARTED, Stream, write
+from streams import RUN, STARTED, Stream, append, write
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -350,8 +350,7 @@ def test_an_answer_is_of_one_moment_though_a_commit_comes_between_its_reads(tmp_
     rest = iter(frames)
 
     def commit_some(_statement: str = "") -> None:
-        for frame in islice(rest, 7):
-            writer.append(frame.seq, frame.t, frame.message)
+        append(writer, islice(rest, 7))
         writer.commit()
 
     commit_some()

@@ -18,7 +18,7 @@ from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.schema import SCHEMA_VERSION
 from ftmon.protocol.recording.writer import Writer
-from streams import RUN, Stream, write
+from streams import RUN, Stream, append, write
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +93,7 @@ def test_a_hole_in_the_middle_is_passed_over(path: Path, frames: list[Frame], tm
 
 def test_a_copy_without_its_log_says_that_it_was_not_closed(tmp_path: Path, frames: list[Frame]) -> None:
     writer = Writer(tmp_path / "live.sqlite", RUN)
-    for count, frame in enumerate(frames, 1):
-        writer.append(frame.seq, frame.t, frame.message)
-        if count % 100 == 0:
-            writer.commit()
+    append(writer, frames, commit_every=100)
     writer._end_checkpointer()  # it moves pages into the file, also while that is copied
     lonely = Path(shutil.copy(tmp_path / "live.sqlite", tmp_path / "lonely.sqlite"))
     connection = sqlite3.connect(tmp_path / "live.sqlite")
@@ -113,10 +110,7 @@ def test_a_copy_without_its_log_says_that_it_was_not_closed(tmp_path: Path, fram
 def test_a_log_that_is_cut_short_costs_only_its_end(tmp_path: Path, frames: list[Frame]) -> None:
     writer = Writer(tmp_path / "live.sqlite", RUN)
     writer._end_checkpointer()  # else the file may have what is cut off from the log
-    for count, frame in enumerate(frames, 1):
-        writer.append(frame.seq, frame.t, frame.message)
-        if count % 100 == 0:
-            writer.commit()
+    append(writer, frames, commit_every=100)
     for suffix in ("", "-wal"):
         shutil.copy(tmp_path / f"live.sqlite{suffix}", tmp_path / f"copy.sqlite{suffix}")
     writer.close()
@@ -156,8 +150,7 @@ def public_dir() -> Iterator[Path]:
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_read_only_folder_is_no_obstacle(public_dir: Path, frames: list[Frame], closed: bool) -> None:
     writer = Writer(public_dir / "live.sqlite", RUN)
-    for frame in frames[:300]:
-        writer.append(frame.seq, frame.t, frame.message)
+    append(writer, frames[:300])
     writer.commit()
     if closed:
         writer.close()

@@ -16,7 +16,7 @@ from ftmon.protocol.recording import writer as writer_module
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.writer import Writer
 from hub_client import App, exit_of, fake_ranks, hub_gone, started
-from streams import RUN, Stream
+from streams import RUN, Stream, append
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -160,8 +160,7 @@ def test_a_refusing_disk_is_left_alone_for_a_while(
     monkeypatch.setattr(writer_module, "RETRY_S", 3600.0)
     writer = Writer(tmp_path / "r.sqlite", RUN)
     limit_pages(writer, 1)
-    for frame in frames[:200]:
-        writer.append(frame.seq, frame.t, frame.message)
+    append(writer, frames[:200])
     writer.commit()
     assert writer.error
     limit_pages(writer, 2**30)
@@ -179,12 +178,10 @@ def test_a_folder_that_is_not_there_yet_is_waited_for(
     monkeypatch.setattr(writer_module, "RETRY_S", 0.0)
     writer = Writer(tmp_path / "later" / "r.sqlite", RUN)
     assert "unable to open database file; recording resumes by itself" in writer.error
-    for frame in frames[:100]:
-        writer.append(frame.seq, frame.t, frame.message)
+    append(writer, frames[:100])
     writer.commit()
     (tmp_path / "later").mkdir()
-    for frame in frames[100:200]:
-        writer.append(frame.seq, frame.t, frame.message)
+    append(writer, frames[100:200])
     writer.commit()
     assert writer.error == ""
     writer.close()
@@ -201,12 +198,10 @@ def test_what_no_column_can_hold_is_counted_and_the_rest_is_recorded(tmp_path: P
         Step(rank=0, step=1, started=float("nan"), host_us=1, phases=[]),
     ]
     good = frames[:100]
-    for frame in good[:50]:
-        writer.append(frame.seq, frame.t, frame.message)
+    append(writer, good[:50])
     for number, message in enumerate(nonsense):
         writer.append(good[49].seq, good[49].t + number, message)
-    for frame in good[50:]:
-        writer.append(frame.seq, frame.t, frame.message)
+    append(writer, good[50:])
     writer.close()
     assert writer.error == ""
     assert (writer.recorded, writer.lost) == (100, 4)
@@ -271,14 +266,11 @@ def test_a_directory_on_its_way_out_gets_no_new_file(tmp_path: Path, monkeypatch
     (tmp_path / "run.json").touch()
     frames = list(Stream(ranks=2, steps=20).frames())
     writer = Writer(tmp_path / "r.sqlite", RUN)
-    for frame in frames[:20]:
-        writer.append(frame.seq, frame.t, frame.message)
+    append(writer, frames[:20])
     writer.commit()
     for path in [tmp_path / "run.json", *tmp_path.glob("r.sqlite*")]:
         path.unlink()
-    for frame in frames[20:]:
-        writer.append(frame.seq, frame.t, frame.message)
-        writer.commit()
+    append(writer, frames[20:], commit_every=1)
     assert not (tmp_path / "r.sqlite").exists()
 
 

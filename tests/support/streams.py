@@ -318,10 +318,15 @@ class Stream:
 def write(path: str | os.PathLike[str], frames: Iterable[Frame], commit_every: int = 500) -> Path:
     """Write frames into a recording through the real Writer, and close it."""
     writer = Writer(path, RUN)
-    for count, frame in enumerate(frames, 1):
-        writer.append(frame.seq, frame.t, frame.message)
-        if count % commit_every == 0:
-            writer.commit()
+    append(writer, frames, commit_every)
     writer.close()
     assert not writer.error, writer.error
     return Path(path)
+
+
+def append(writer: Writer, frames: Iterable[Frame], commit_every: int | None = None) -> None:
+    """Append frames, with a commit after each ``commit_every`` of them; None: without one."""
+    for count, frame in enumerate(frames, 1):
+        writer.append(frame.seq, frame.t, frame.message)
+        if commit_every is not None and count % commit_every == 0:
+            writer.commit()

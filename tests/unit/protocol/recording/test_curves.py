@@ -13,7 +13,7 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.rows import step_rows
 from ftmon.protocol.recording.schema import ADDED, ROLLUP_COLUMNS, ROLLUP_SIZES
 from ftmon.protocol.recording.writer import Writer
-from streams import STARTED, Stream, write
+from streams import STARTED, Stream, append, write
 
 NO_MEMORY = Span(0, 0, 0)
 
@@ -84,8 +84,7 @@ def test_a_recording_that_is_continued_goes_on_pooling_where_it_stopped(tmp_path
     path = tmp_path / "r.sqlite"
     for part in (frames[:cut], frames[cut:]):
         writer = Writer(path)
-        for frame in part:
-            writer.append(frame.seq, frame.t, frame.message)
+        append(writer, part)
         writer.close()
     connection = sqlite3.connect(path)
     rows = connection.execute("SELECT min_step, max_step, count FROM curves WHERE level = 0 ORDER BY last_seq")

@@ -8,15 +8,14 @@ from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.writer import Writer
-from streams import RUN, Stream
+from streams import RUN, Stream, append
 
 FRAMES = list(Stream(ranks=3, steps=150).frames())
 
 
 def record(path: Path, frames: Sequence[Frame]) -> Writer:
     writer = Writer(path, RUN)
-    for frame in frames:
-        writer.append(frame.seq, frame.t, frame.message)
+    append(writer, frames)
     writer.close()
     return writer
 

@@ -8,15 +8,14 @@ from ftmon.protocol.recording.schema import SCHEMA_VERSION
 from ftmon.protocol.recording.writer import Writer
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.hub.core import open_recording
-from streams import Stream
+from streams import Stream, append
 
 FRAMES = list(Stream(ranks=2, steps=200).frames())
 PAGE = 8192
 
 
 def record(writer: Writer) -> None:
-    for frame in FRAMES:
-        writer.append(frame.seq, frame.t, frame.message)
+    append(writer, FRAMES)
     writer.commit()
 
 
