@@ -426,14 +426,6 @@ def test_columns_and_tables_of_a_later_minor_version_do_not_hurt(
         assert after.alerts() == before.alerts()
 
 
-def test_a_clock_that_is_set_back_breaks_nothing(tmp_path: Path) -> None:
-    frames = list(Stream(ranks=1, steps=30, devices=False).frames())
-    moved = [msgspec.structs.replace(f, t=f.t - (3600 if f.seq > 20 else 0)) for f in frames]
-    with Reader(write(tmp_path / "r.sqlite", moved)) as reader:
-        assert read_all(reader) == moved
-        assert reader.info().steps == 30
-
-
 def test_the_command_is_kept_as_json_for_everybody(path: Path) -> None:
     connection = sqlite3.connect(path)
     meta = dict(connection.execute("SELECT key, value FROM meta"))

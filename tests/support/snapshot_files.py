@@ -1,10 +1,12 @@
 """Snapshot files read in the test's own process: only those of the tests themselves, whose cost is known."""
 
 import gzip
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ftmon.protocol.snapshot.columns import Compactor, Snapshot
+import pytest
+from ftmon.protocol.snapshot.columns import Compactor, Snapshot, SnapshotError
 from ftmon.protocol.snapshot.reader import read_pickle
 
 DATA = Path(__file__).parents[1] / "data"
@@ -33,3 +35,14 @@ def bomb(folder: Path, element: bytes) -> Path:
     objects = gzip.compress(element * (2**21 // len(element)))
     path.write_bytes(gzip.compress(b"\x80\x04](") + 96 * objects + gzip.compress(b"e."))
     return path
+
+
+def refusal(path: Path, read: Callable[[Path], object] = read_snapshot) -> str:
+    """Return the one line with which a file is refused."""
+    with pytest.raises(SnapshotError) as caught:
+        read(path)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.startswith(str(path))
+    assert caught.value.exit_status == 2
+    return text

@@ -6,7 +6,6 @@ import os
 import pickle
 import resource
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ftmon.protocol.snapshot.columns import SnapshotError
 from ftmon.protocol.snapshot.reader import check_cost, estimate, granted_memory, open_snapshot, read_pickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from snapshot_files import DATA, ELEMENTS, bomb, compact, read_snapshot
+from snapshot_files import DATA, ELEMENTS, bomb, compact, read_snapshot, refusal
 
 
 @pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
@@ -99,16 +98,6 @@ def small() -> dict[str, Any]:
     allocator = CachingAllocator()
     allocator.alloc(3 * MIB, frames=[{"name": "f", "filename": "train.py", "line": 3}])
     return allocator.snapshot()
-
-
-def refusal(path: Path, read: Callable[[Path], object] = read_snapshot) -> str:
-    with pytest.raises(SnapshotError) as caught:
-        read(path)
-    text = str(caught.value)
-    assert "\n" not in text
-    assert text.startswith(str(path))
-    assert caught.value.exit_status == 2
-    return text
 
 
 @pytest.mark.parametrize("protocol", range(6))

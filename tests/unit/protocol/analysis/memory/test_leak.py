@@ -8,7 +8,7 @@ import pytest
 from ftmon.protocol.analysis.findings.alerts import AlertStore, DiagnosticRequests
 from ftmon.protocol.analysis.kinds import FindingAlerts
 from ftmon.protocol.analysis.memory import leak
-from ftmon.protocol.analysis.memory.leak import LIKELY, SURE, LeakDetector, climbs, footprint, mann_kendall, theil_sen
+from ftmon.protocol.analysis.memory.leak import LIKELY, SURE, LeakDetector, footprint
 from ftmon.protocol.messages.control import Alert, Arm
 from ftmon.protocol.messages.memory import Cause
 from ftmon.protocol.messages.telemetry import (
@@ -222,18 +222,6 @@ def test_a_leak_goes_on_under_its_number_after_a_restart_of_the_hub() -> None:
     assert {alert.id for alert in later.sent} <= {run.last.id}
     ended = later.steps(60, lambda _: 0, first=161).last
     assert (ended.id, ended.resolved is not None) == (run.last.id, True)
-
-
-def test_the_statistics_are_those_of_their_definitions() -> None:
-    rising = list(range(16))
-    assert mann_kendall(rising) == 120
-    assert mann_kendall(rising[::-1]) == -120
-    assert mann_kendall([1] * 16) == 0
-    assert theil_sen([3 * value for value in rising]) == 3
-    assert theil_sen([0, 1, 2, 900]) == pytest.approx(150.75, rel=1.0)
-    assert climbs(rising)
-    assert not climbs([0] * 8 + [1] * 8)
-    assert not climbs([0] * 5 + [1] * 6 + [2] * 5)
 
 
 def test_the_stated_significance_is_exact() -> None:

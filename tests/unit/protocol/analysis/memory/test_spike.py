@@ -2,7 +2,6 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.analysis.memory import spike
-from ftmon.protocol.analysis.memory.spike import usual_of
 from ftmon.protocol.messages.memory import Composition
 from ftmon.protocol.messages.telemetry import AllocatorEvents, AllocatorPhase, PhaseRecord, Span
 from hypothesis import given, settings
@@ -188,11 +187,3 @@ def test_the_allocators_own_trace_adds_the_largest_allocations():
     sim.wait(6)
     (alert,) = sim.alerts("spike")
     assert alert.evidence["largest_bytes"] == [593 * MIB, 100 * MIB]
-
-
-@given(values=st.lists(st.integers(0, 10**12), min_size=8, max_size=64), outlier=st.integers(0, 10**14))
-def test_one_outlier_moves_what_is_usual_by_no_more_than_one_place(values: list[int], outlier: int):
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    moved = usual_of([*values, outlier]).typical
-    assert ordered[max(0, half - 1)] <= moved <= ordered[min(len(ordered) - 1, half + 1)]
