@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -271,7 +272,7 @@ def without_secrets(text: str) -> str:
     return sanitize(_USER.sub("", text).strip().partition("\n")[0], 300)
 
 
-def _tracker(client: Client) -> Tracker:
+def _tracker(client: Callable[[], Client]) -> Tracker:
     """Return the tracker of a client, in a process whose output is the client's from now on, and discarded.
 
     The clients print, log and write tracebacks of their threads much, at worst addresses with keys.
@@ -281,24 +282,8 @@ def _tracker(client: Client) -> Tracker:
     os.close(discarded)
     logging.disable(logging.CRITICAL)
     threading.excepthook = lambda _: None
-    return Tracker(client)
+    return Tracker(client())
 
 
-def wandb() -> Tracker:
-    """Return the target ``wandb``."""
-    return _tracker(Wandb())
-
-
-def trackio() -> Tracker:
-    """Return the target ``trackio``."""
-    return _tracker(Trackio())
-
-
-def tensorboard() -> Tracker:
-    """Return the target ``tensorboard``."""
-    return _tracker(TensorBoard())
-
-
-def mlflow() -> Tracker:
-    """Return the target ``mlflow``."""
-    return _tracker(Mlflow())
+wandb, trackio, tensorboard, mlflow = (partial(_tracker, one) for one in (Wandb, Trackio, TensorBoard, Mlflow))
+"""The targets of these names."""
