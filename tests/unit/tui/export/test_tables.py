@@ -215,20 +215,24 @@ def test_all_series_in_a_folder_as_csv_and_arrow(tmp_path, path, capsys):
     assert table.column("host_us").to_pylist() == [int(row["host_us"]) for row in rows]
 
 
-def test_values_of_a_foreign_type_are_missing_and_a_damaged_step_has_no_phases(tmp_path, path, exported):
+def test_values_of_a_foreign_type_are_missing_and_a_damaged_step_has_no_phases_from_the_damage_on(
+    tmp_path, path, exported
+):
     damaged = tmp_path / "damaged.sqlite"
     damaged.write_bytes(path.read_bytes())
     connection = sqlite3.connect(damaged, isolation_level=None)
-    (one, _), (two, packed) = connection.execute("SELECT seq, rest FROM steps ORDER BY seq LIMIT 2").fetchall()
+    steps = connection.execute("SELECT seq, rest FROM steps ORDER BY seq LIMIT 3").fetchall()
+    (one, _), (two, packed), (three, _) = steps
     connection.execute("UPDATE steps SET lr = 'fast', tokens = x'00', rest = x'c1' WHERE seq = ?", (one,))
     rest = msgspec.msgpack.decode(packed)
-    rest[1] = 2**64 - 1  # samples
+    rest[1], rest[10] = 2**64 - 1, [None]  # samples, and a phase that is not there
     connection.execute("UPDATE steps SET rest = ? WHERE seq = ?", (msgspec.msgpack.encode(rest), two))
+    connection.execute("UPDATE steps SET forward_host_us = NULL WHERE seq = ?", (three,))
     connection.close()
     first, second, *_ = exported(damaged, "steps")
     assert (first["lr"], first["tokens"], first["padded_tokens"], first["loss"] > 0) == (None, None, None, True)
     assert (second["samples"], second["tokens"] > 0) == (None, True)
-    assert len(exported(path, "phases")) - len(exported(damaged, "phases")) == 4
+    assert len(exported(path, "phases")) - len(exported(damaged, "phases")) == 4 + 4 + 3
 
 
 @pytest.mark.parametrize(
