@@ -26,6 +26,7 @@ from ..distributed import SequenceGroup, World
 from ..support import SEQUENCES, heads_refusal
 from .bare import layer_configs
 from .loss import IGNORED, Batch, causal_model, evaluating, next_labels
+from .shape import rope_by_length
 
 try:
     from torch.nn.attention.varlen import varlen_attn as _varlen_attn
@@ -544,10 +545,9 @@ def refusal(settings: Any, length: int, size: int) -> str:
         groups = getattr(layer, "num_key_value_heads", None) or heads
         if isinstance(heads, int) and isinstance(groups, int) and (text := heads_refusal(heads, groups, size)):
             return text
-    scaled = next((kind for kind in _rope_types(settings) if "dynamic" in kind or kind == "longrope"), "")
-    if scaled:
-        # modeling_rope_utils.py, dynamic_rope_update: frequencies follow the largest position that a rank sees.
-        return f"cannot be used with rotary embeddings of type {scaled}, which depend on the whole row's length; use 1"
+    if scaled := rope_by_length(settings):
+        kind = f"rotary embeddings of type {scaled[0]}"
+        return f"cannot be used with {kind}, which depend on the whole row's length; use 1"
     if chunk := _chunk(settings, length):
         return f"cannot be used with attention in chunks of {chunk} tokens; use 1"
     return ""
@@ -557,17 +557,6 @@ def _chunk(settings: Any, length: int) -> int:
     """Return the tokens of a chunk of attention that is shorter than ``length``, else 0."""
     chunk = getattr(settings, "attention_chunk_size", None) or length
     return chunk if chunk < length else 0
-
-
-def _rope_types(settings: Any) -> list[str]:
-    found: list[str] = []
-    waiting: list[Any] = [getattr(settings, name, None) for name in ("rope_parameters", "rope_scaling")]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            found += [str(one[name]) for name in ("rope_type", "type") if isinstance(one.get(name), str)]
-            waiting += one.values()
-    return found
 
 
 class _Reference:

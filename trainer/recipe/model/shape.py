@@ -53,6 +53,23 @@ def room(shape: Any, prompt: int, longest: int, trained: int = 0) -> int:
     return longest if found is None else min(longest, max(found.most, trained) - prompt)
 
 
+def rope_by_length(shape: Any) -> tuple[str, int] | None:
+    """Return the type of rotary embeddings that depend on a batch's largest position, and from how many tokens on.
+
+    ``modeling_rope_utils.py``, ``dynamic_rope_update``: one set of frequencies for a whole batch.
+    """
+    text = shape.get_text_config() if hasattr(shape, "get_text_config") else shape
+    waiting: list[Any] = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            kind = next((str(one[name]) for name in ("rope_type", "type") if isinstance(one.get(name), str)), "")
+            if "dynamic" in kind or kind == "longrope":
+                return kind, int(one.get("original_max_position_embeddings") or getattr(text, _NAME, 0))
+            waiting += one.values()
+    return None
+
+
 def has_table(shape: Any) -> bool:
     """Return whether a model reads positions from a table, which limits them; rotary models do not.
 
@@ -192,7 +209,7 @@ def refuse_quantized(config: Config, settings: Any) -> None:
 def check(config: Config) -> tuple[Any, str]:
     """Refuse a model that cannot be made or trained, or that has too few positions for the training's sequences.
 
-    Return the model's configuration, and a note if sequences exceed its positions (else empty).
+    Return the model's configuration, and a note if sequences exceed its positions, or change its rotary embeddings.
     """
     shape = named_config(config.model) if config.model.name else bare_config(config, config.tokenizer.vocab_size)
     if config.model.name and quantized(shape)[0] not in _DEQUANTIZED:
@@ -207,5 +224,12 @@ def check(config: Config) -> tuple[Any, str]:
         raise ConfigError(
             f"training.sequence_length: {note}, and it has no positions beyond them; use "
             f"training.sequence_length={found.most} or less{raising}"
+        )
+    scaled = rope_by_length(shape)
+    if not note and scaled and config.training.sequence_length > scaled[1]:
+        note = (
+            f"rotary embeddings of type {scaled[0]} have one set of frequencies for a micro-batch: a document of up to "
+            f"{scaled[1]:,} tokens gets another beside a longer one than alone (training.micro_batch=1 and "
+            f"data.packing=false keep them apart)"
         )
     return shape, note

@@ -53,6 +53,27 @@ def test_positions_that_are_computed_go_on_with_a_note(kind: str) -> None:
     assert note == "128 tokens are more than the model's max_position_embeddings, 64"
 
 
+LONGROPE = "{rope_type: longrope, rope_theta: 1e4, short_factor: [1, 1], long_factor: [2, 2]"
+
+
+@pytest.mark.parametrize(
+    ("rope", "most", "length", "kind"),
+    [
+        (f"{LONGROPE}, original_max_position_embeddings: 64}}", 512, 64, ""),
+        (f"{LONGROPE}, original_max_position_embeddings: 64}}", 512, 65, "longrope"),
+        ("{rope_type: dynamic, rope_theta: 1e4, factor: 2}", 512, 512, ""),
+        ("{rope_type: linear, rope_theta: 1e4, factor: 2}", 512, 512, ""),
+    ],
+)
+def test_embeddings_that_follow_the_longest_document_of_a_micro_batch_are_noted(
+    rope: str, most: int, length: int, kind: str
+) -> None:
+    sizes = f"hidden_size: 16, num_attention_heads: 4, max_position_embeddings: {most}"
+    words = f"model.config={{model_type: llama, {sizes}, rope_parameters: {rope}}}"
+    _, note = shape.check(load(None, [words, f"training.sequence_length={length}"]).config)
+    assert note.startswith(f"rotary embeddings of type {kind} have one set of frequencies") if kind else note == ""
+
+
 BITS_4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 BITS_8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 NF4 = ["lora.rank=4", "model.quantization=nf4"]
