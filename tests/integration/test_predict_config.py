@@ -120,6 +120,9 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "documents.jsonl").write_text(f'{{"text": "{"word " * (DOCUMENT - 1)}"}}\n' * count)
     documents = f"data.path={folder / 'documents.jsonl'}"
     words.append(["--data", "--json", "--", str(folder / "c.yaml"), *SMALLEST, documents])
+    half = "word " * (DOCUMENT // 2)
+    (folder / "answers.jsonl").write_text((json.dumps({"prompt": half, "response": half}) + "\n") * count)
+    words.append([*words[-1][:-1], f"data.path={folder / 'answers.jsonl'}"])
     small = [str(folder / "small.yaml")]
     for lengths in LENGTHS:
         words.append([f"--sequence-length={lengths}", "--json", "--", *small, "data.packing=true"])
@@ -149,7 +152,7 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     answers = rank_jobs.predictions(words, folder)
     for answer in answers:
         answer["output"] = answer["output"].replace(str(folder / "ds.json"), "DS").replace(str(folder), "FOLDER")
-    names: list[Any] = [*CASES, "data", "documents", *LENGTHS, *MICRO_STEPS, "largest"]
+    names: list[Any] = [*CASES, "data", "documents", "answers", *LENGTHS, *MICRO_STEPS, "largest"]
     names += [f"{name} {stage}" for stage in STAGES_ALIKE for name in ("many", "adapted")]
     return dict(zip([*names, "quantized", "live", "hub", *REFUSED], answers, strict=True))
 
@@ -403,6 +406,17 @@ def test_packed_rows_consist_of_the_documents_of_the_data_set(predictions: dict[
     pairs = [LENGTH // tokens * (tokens * (tokens + 1) // 2) for tokens in (LENGTH, DOCUMENT)]
     less = 12 * 2 * WIDTH * (pairs[0] - pairs[1])
     assert flops[0] - flops[1] == pytest.approx(less / H200, rel=0.01)
+
+
+def test_the_loss_takes_time_for_the_tokens_that_carry_it(predictions: dict[str, Any]) -> None:
+    whole, answers = (json.loads(predictions[case]["output"]) for case in ("documents", "answers"))
+    assert any("50% of the tokens carry loss" in note for note in answers["notes"])
+    # Half of the tokens: three products with the last layer's weight, and the kernel that replaces logits by gradients.
+    products = 3 * 2 * VOCABULARY * WIDTH / (0.76 * H200)
+    less = LENGTH / 2 * (products + 3 * 2 * VOCABULARY / (0.7 * 4.8e12)) / 0.98
+    times = [found["points"][0]["time"]["compute_seconds"] for found in (whole, answers)]
+    assert times[0] - times[1] == pytest.approx(less, rel=0.05)
+    assert point(predictions["answers"]) == point(predictions["documents"]), "some micro-batch may consist of answers"
 
 
 def test_the_prediction_beside_a_run_has_the_figures_of_the_command(predictions: dict[str, Any]) -> None:

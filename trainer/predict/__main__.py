@@ -78,7 +78,7 @@ def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Predi
     allocator = allocator_settings()
     tell(_PREPARING)
     if arguments.config:
-        arguments.overrides = [*arguments.overrides, *_chosen(arguments, tell)]
+        _choose(arguments, tell)
     job = jobs.prepare(arguments, allocator)
     tell(_IMPORTING)
     further = arguments.what_if or arguments.largest or arguments.data
@@ -127,8 +127,8 @@ def _with_further(
     return msgspec.structs.replace(found, what_if=rows, notes=notes)
 
 
-def _chosen(arguments: argparse.Namespace, tell: Callable[[str], None]) -> list[str]:
-    """Return the choice of what is ``auto`` in a configuration, made by a forked process, as assignments.
+def _choose(arguments: argparse.Namespace, tell: Callable[[str], None]) -> None:
+    """Add the choice of what is ``auto`` in a configuration, made by a forked process, and what it read of the data.
 
     Raises:
         ConfigError: the configuration cannot be used, or nothing fits.
@@ -137,13 +137,20 @@ def _chosen(arguments: argparse.Namespace, tell: Callable[[str], None]) -> list[
     without_file = "=" in source[0] and not os.path.exists(source[0])
     loaded = load(None, source) if without_file else load(source[0], source[1:])
     if not loaded.chosen:
-        return []
+        return
     tell("choosing what is auto")
     ranks.warm([f"{__package__}.decide"])
     count = arguments.ranks or loaded.config.run.ranks or 1
     words = [f"--gpus={count}x{arguments.gpu}", "--", *source]
     # Imported by its name: it imports this module.
-    return ranks.once(partial(sys.modules[f"{__package__}.decide"].overrides, words, tell), list[str])
+    decide = sys.modules[f"{__package__}.decide"]
+    known = ranks.once(partial(decide.known, words, tell), decide.Known)
+    arguments.overrides = [*arguments.overrides, *known.overrides]
+    arguments.label_share = known.label_share
+    if known.pairs_a_token is not None:
+        from .recipe import of_sample
+
+        arguments.documents = of_sample(known.pairs_a_token)
 
 
 def _with_data(
@@ -167,6 +174,7 @@ def _with_data(
     epochs = config.training.epochs
     steps = job.steps or math.ceil(epochs * what_if.steps_an_epoch(config, examples))
     arguments.rows = len(examples.rows)
+    arguments.label_share = float(examples.label_tokens.sum() / examples.tokens.sum())
     if config.data.packing:
         arguments.documents = recipe.of_rows(examples.rows.document_lengths())
     job = jobs.prepare(arguments, allocator_settings())

@@ -75,6 +75,8 @@ class Data(NamedTuple):
     padding: float
     """Share of the positions that would be padding without packing."""
     pairs_a_token: float
+    label_share: float
+    """Share of the tokens that carry loss."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -84,6 +86,16 @@ class Decision(msgspec.Struct, frozen=True):
     """As ``key.sub=value``."""
     lines: list[str]
     """The choice with its reasons, for people."""
+
+
+class Known(msgspec.Struct, frozen=True):
+    """What was chosen, and what was read of the data for it."""
+
+    overrides: list[str]
+    """As ``key.sub=value``."""
+    pairs_a_token: float | None
+    """None: rows are not packed."""
+    label_share: float
 
 
 class _Decided(NamedTuple):
@@ -96,14 +108,15 @@ class _Decided(NamedTuple):
         return [f"{path}={value}" for path, (value, _) in self.values.items() if path in _ASSIGNED]
 
 
-def overrides(argv: Sequence[str], tell: Callable[[str], None]) -> list[str]:
-    """Return the choice of what is ``auto``, as assignments.
+def known(argv: Sequence[str], tell: Callable[[str], None]) -> Known:
+    """Return the choice of what is ``auto``, and what was read of the data.
 
     Raises:
         ConfigError: as ``decide``.
     """
-    _, decided = decide(_parser().parse_args(argv), tell)
-    return decided.assignments()
+    loaded, data, decided = decide(_parser().parse_args(argv), tell)
+    packed = bool(loaded.config.data.packing)
+    return Known(decided.assignments(), data.pairs_a_token if packed else None, data.label_share)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.init and Path(given.init).exists():
             raise ConfigError(f"{given.init}: exists; give another name with --output")
         with quietly(), Progress(activity="choosing", descriptor=given.progress or 2) as tell:
-            loaded, decided = decide(given, tell)
+            loaded, _, decided = decide(given, tell)
         if given.init:
             Path(given.init).write_text(_file(given, loaded, decided))
     except FtmonError as error:
@@ -140,8 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Loaded, _Decided]:
-    """Return a configuration, and the values of its settings that are ``auto``.
+def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Loaded, Data, _Decided]:
+    """Return a configuration, what was read of its data, and the values of its settings that are ``auto``.
 
     Raises:
         ConfigError: the configuration or the data cannot be used, or nothing fits.
@@ -158,7 +171,7 @@ def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Load
     config = msgspec.structs.replace(config, training=training)
     rows = _target_rows(config, data)
     if on_cpu:
-        return loaded, _on_cpu(config, loaded, data, rows)
+        return loaded, data, _on_cpu(config, loaded, data, rows)
     tell("importing torch, transformers and DeepSpeed")
     environ = dict(os.environ)
     with ranks.without_gpus():
@@ -179,7 +192,7 @@ def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Load
             raise ConfigError("every choice that was measured ran out of memory; is another process on the GPUs?")
         chosen = chosen._replace(ranked=ranked)
     decided = _described(chosen, space, config, data, machine, given.price)
-    return loaded, decided._replace(head=[*decided.head, *measured])
+    return loaded, data, decided._replace(head=[*decided.head, *measured])
 
 
 def _is_assignment(source: str) -> bool:
@@ -264,7 +277,8 @@ def _read(config: Config, loaded: Loaded) -> tuple[Data, int]:
     step = -(-len(records) // _SAMPLE)
     sample = [(encode.read(records, one), records.source_of(one)[0]) for one in range(0, len(records), step)]
     made = [one for one in encoder.encode(sample) if isinstance(one, list)]
-    lengths = sorted(len(document.ids) for documents in made for document in documents if document.label_tokens)
+    used = [document for documents in made for document in documents if document.label_tokens]
+    lengths = sorted(len(document.ids) for document in used)
     if not lengths:
         raise ConfigError("data: no record of the sample holds a token to learn; 'ftmon data check' shows why")
     if not given:
@@ -275,8 +289,9 @@ def _read(config: Config, loaded: Loaded) -> tuple[Data, int]:
     documents = of_rows([lengths[one] for one in row] for row in bins)
     learned = sum(any(document.label_tokens for document in documents) for documents in made)
     empty = 1 - learned / len(sample)
-    data = Data(len(records), lengths, empty, len(bins) * step, _padding(lengths), documents.pairs_a_token)
-    return data, most
+    labels = sum(document.label_tokens for document in used) / sum(len(document.ids) for document in used)
+    rows = len(bins) * step
+    return Data(len(records), lengths, empty, rows, _padding(lengths), documents.pairs_a_token, labels), most
 
 
 def _padding(lengths: Sequence[int]) -> float:
@@ -332,15 +347,14 @@ class _Runs:
     ) -> None:
         self._config, self._overrides, self._space, self._tell = given.config, given.overrides, space, tell
         self._packed = bool(loaded.config.data.packing)
+        self._data = data
         self._allocator: Settings = allocator_settings()
-        self._pairs = data.pairs_a_token
         self._count = 0
 
     def _job(self, candidate: Candidate) -> jobs.Prepared:
-        from .recipe import Documents
+        from .recipe import of_sample
 
         length = self._space.sequence_length
-        documents = Documents(self._pairs, length, [length]) if self._packed else None
         words = [f"training.sequence_length={length}", *candidate.assignments()]
         arguments = argparse.Namespace(
             config=self._config,
@@ -349,7 +363,8 @@ class _Runs:
             sequence_length=[length],
             gpu=self._space.gpu.name,
             data=False,
-            documents=documents,
+            documents=of_sample(self._data.pairs_a_token) if self._packed else None,
+            label_share=self._data.label_share,
         )
         return jobs.prepare(arguments, self._allocator)
 
@@ -440,6 +455,7 @@ def _common(
     reached = sum(one >= length for one in data.lengths) / len(data.lengths)
     longest = f"{reached:.1%} reach it" if reached else f"the longest has {data.lengths[-1]:,} tokens"
     longest += f"; {data.empty:.1%} are refused, or have nothing to learn in it" if data.empty else ""
+    longest += f"; {data.label_share:.0%} of the tokens carry loss" if round(data.label_share, 2) < 1 else ""
     packing = json.dumps(config.data.packing).strip('"')
     more = {
         "training.sequence_length": (str(length), f"of {counted(data.records, 'record')} {longest}"),

@@ -113,12 +113,14 @@ def _configured(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) ->
     from . import recipe
 
     documents: Documents | None = getattr(arguments, "documents", None)
+    label_share: float = getattr(arguments, "label_share", 1.0)
     given = arguments.sequence_length or []
     config = recipe.read(arguments.config, arguments.overrides, arguments.ranks, given, data=arguments.data)
     settled = settle_batch(config, getattr(arguments, "rows", 0))
     _check_ranks(config.run.ranks, f"{arguments.config}: run.ranks")
+    shallow = partial(recipe.make_shallow, settled, allocator, gpu, documents, label_share=label_share)
     return Prepared(
-        lambda rank: recipe.RecipeRun(settled, allocator, gpu, documents, rank),
+        lambda rank: recipe.RecipeRun(settled, allocator, gpu, documents, rank, label_share),
         config.model.name or str(config.model.config["model_type"]),
         config.run.ranks,
         zero_stage(config, config.run.ranks),
@@ -132,7 +134,7 @@ def _configured(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) ->
         config,
         config.training.sequence_parallel_size,
         documents,
-        partial(recipe.make_shallow, settled, allocator, gpu, documents) if recipe.repeats(config) else None,
+        shallow if recipe.repeats(config) else None,
         in_bf16_optimizer(config, config.run.ranks),
     )
 

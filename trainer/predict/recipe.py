@@ -24,6 +24,7 @@ from ..recipe.distributed import World
 from ..recipe.engine import make_engine
 from ..recipe.model import loss as fused
 from ..recipe.model import tokenizer
+from ..recipe.model.cross_entropy import linear_cross_entropy
 from ..recipe.model.load import count_parameters
 from ..recipe.model.loss import Batch
 from ..recipe.model.shape import beyond, named_config
@@ -236,6 +237,15 @@ def of_rows(rows: Iterable[list[int]]) -> Documents:
     return Documents(pairs / tokens, longest, densest)
 
 
+def of_sample(pairs_a_token: float) -> Documents:
+    """Return documents whose mean is known from a sample, which has not the densest row: memory is of one a row."""
+    return Documents(pairs_a_token, _ANY, [_ANY])
+
+
+_ANY = 1 << 40
+"""Tokens of a document that is longer than any row."""
+
+
 _UNSUPPORTED = {
     "run.device=cpu": "is cpu; a prediction is of a run on GPUs",
     "model.attention=flash_attention_2": "cannot be predicted: its kernels do not run on fake tensors; use auto, whose "
@@ -284,8 +294,12 @@ class RecipeRun(DryRun):
         gpu: Gpu,
         documents: Documents | None,
         rank: int = 0,
+        label_share: float = 1.0,
     ) -> None:
         """Make the model and the engine; without ``documents``, each packed row is one document.
+
+        ``label_share``: of the data set's tokens, those that carry loss. The time is that of such micro-batches; memory
+        is that of one in which every token carries loss, as at the ends of the longest rows (``recipe/rehearse.py``).
 
         Raises:
             ConfigError: the recipe or a library refuses the configuration.
@@ -295,6 +309,7 @@ class RecipeRun(DryRun):
         self._config = config = settle_compile(config, True, self.notes.append)
         self._compiles = config.model.compile != "off"
         self._documents = documents
+        self._label_share = label_share
         training = config.training
         job = Job(
             shape=None,
@@ -324,6 +339,9 @@ class RecipeRun(DryRun):
 
             with fake.left():
                 context = compiled.compiling(self._recorder, self._not_compiled)
+        self._counting.label_share = self._label_share
+        loss_module: Any = fused
+        loss_module.linear_cross_entropy = self._counting.over_labels()(linear_cross_entropy)
         with context:
             self._dry = DryStep(config, world, tokens, self._begin, self._note, self._counting.update)
         self.parameters = self._dry.parameters
@@ -338,11 +356,12 @@ class RecipeRun(DryRun):
             self.notes.append(
                 f"{sharing} ranks share each sequence: lengths are of whole rows, memory of a rank's slice"
             )
+        labels = _labels(self._label_share)
         if config.data.packing:
-            self.notes.append(_packed(self._documents))
+            self.notes.append(_packed(self._documents, labels))
         else:
             mask = ", and attention takes a mask" if sharing == 1 else ""
-            self.notes.append(f"every row has the full length, every token carries loss{mask}")
+            self.notes.append(f"every row has the full length, {labels}{mask}")
         if config.optimizer.kind == "muon":
             self.notes.append("Muon's update is run uncompiled: a compiled one takes less memory")
 
@@ -378,7 +397,13 @@ def repeats(config: Config) -> bool:
 
 
 def make_shallow(
-    config: Config, allocator: Settings, gpu: Gpu, documents: Documents | None, layers: int, rank: int
+    config: Config,
+    allocator: Settings,
+    gpu: Gpu,
+    documents: Documents | None,
+    layers: int,
+    rank: int,
+    label_share: float = 1.0,
 ) -> RecipeRun:
     """Return a dry run with so many layers.
 
@@ -391,7 +416,7 @@ def make_shallow(
     if config.zero.stage == 3 and _parameters(config) > LIVE_PARAMETERS:
         zero = {**config.deepspeed.get("zero_optimization", {}), **dict.fromkeys(KEEPS_GATHERED, 0)}
         few = msgspec.structs.replace(few, deepspeed=config.deepspeed | {"zero_optimization": zero})
-    return RecipeRun(few, allocator, gpu, documents, rank)
+    return RecipeRun(few, allocator, gpu, documents, rank, label_share)
 
 
 def _with_layers(config: Config, layers: int) -> Config:
@@ -422,7 +447,15 @@ def _shape(config: Config) -> Any:
     return named_config(config.model) if config.model.name else AutoConfig.for_model(**config.model.config)
 
 
-def _packed(documents: Documents | None) -> str:
+def _packed(documents: Documents | None, labels: str) -> str:
     if documents is None:
-        return "each packed row is one document, and every token carries loss: shorter ones take less time (--data)"
-    return f"up to {len(documents.densest):,} documents in a packed row, as in the data set; every token carries loss"
+        return f"each packed row is one document, and {labels}: shorter ones take less time (--data)"
+    if documents.densest == [_ANY]:
+        return f"packed rows take the time of documents as in a sample of the data; {labels}"
+    return f"up to {len(documents.densest):,} documents in a packed row, as in the data set; {labels}"
+
+
+def _labels(share: float) -> str:
+    if round(share, 2) == 1:  # nothing predicts the first token of a text
+        return "every token carries loss"
+    return f"{share:.0%} of the tokens carry loss (memory as if all did)"

@@ -579,6 +579,9 @@ class Counting:
         """Weight of what is counted: one micro-step stands for all that are like it."""
         self.pairs_a_token: float | None = None
         """Pairs of query and key under the causal mask per token of packed rows; None: documents are equal."""
+        self.label_share = 1.0
+        """Share of the tokens that carry loss, in the mean; a dry run's micro-batch is one in which all do."""
+        self._share = 1.0
         self.clear()
 
     def clear(self) -> None:
@@ -626,6 +629,19 @@ class Counting:
         finally:
             self._counts, self.times = before, times
 
+    @contextlib.contextmanager
+    def over_labels(self) -> Generator[None]:
+        """Count the operations in the body, those of the fused loss, as on the mean number of label tokens.
+
+        Its work is proportional to them: to its chunks, each of which reads the weight and adds to its gradient. Memory
+        is of the largest micro-batch, which can consist of answers; a chunk's logits take the same from few on.
+        """
+        self._share = self.label_share
+        try:
+            yield
+        finally:
+            self._share = 1.0
+
     def add(self, counted: Counter["Counted"]) -> None:
         """Count what was counted apart."""
         for one, count in counted.items():
@@ -663,7 +679,8 @@ class Counting:
             flops = float(flop_registry[packet](*given, **kwargs, out_val=result))
         width = args[attention[0]].shape[-1] if attention is not None else 0
         kind: Any = "update" if name.startswith("_fused_adam") else "eager"
-        self._counts[Operation(flops, moved, precision, 1, width, kind)] += self.times
+        share = self._share
+        self._counts[Operation(flops * share, moved * share, precision, 1, width, kind)] += self.times
 
     @contextlib.contextmanager
     def in_graph(self, kernels: int) -> Generator[None]:

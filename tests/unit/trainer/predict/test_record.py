@@ -1,6 +1,7 @@
 """What is counted of a step's operations."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -373,6 +374,26 @@ def test_packed_documents_do_not_see_each_other_and_those_of_a_data_set_take_the
     assert attention_flops(4096, 3, pairs_a_token=100.5) == 2 * 2 * HEADS * WIDTH * 4096 * (100.5 + 1100)
     by_cudnn = 0.84 * 2 * 2 * HEADS * WIDTH * 4096 * (4096 / 2 + 500)
     assert attention_flops(4096, 1, cudnn=True) == pytest.approx(by_cudnn)
+
+
+def test_the_loss_is_counted_for_the_share_of_the_tokens_that_carry_it() -> None:
+    tokens, vocabulary = 64, 1000
+    counting = Counting(1)
+    counting.label_share = 0.75
+    with FakeTensorMode() as mode:
+
+        def on_gpu(*shape: int) -> Any:
+            meta = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            return FakeTensor(mode, meta, torch.device("cuda"))
+
+        given = (on_gpu(tokens, WIDTH), on_gpu(WIDTH, vocabulary)), {}, on_gpu(tokens, vocabulary), 0
+        for of_loss in (False, True):
+            with counting.over_labels() if of_loss else nullcontext():
+                counting.count(torch.ops.aten.mm.default, *given)
+    whole, loss = counting.work().operations
+    flops, moved = 2 * tokens * WIDTH * vocabulary, 2 * (tokens * WIDTH + WIDTH * vocabulary + tokens * vocabulary)
+    assert (whole.flops, whole.bytes_moved) == (flops, moved)
+    assert (loss.flops, loss.bytes_moved) == (0.75 * flops, 0.75 * moved)
 
 
 def test_the_work_of_a_micro_step_passes_a_pipe_however_its_fetches_divide() -> None:
