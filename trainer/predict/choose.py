@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from ...protocol.analysis.estimates.time import Communication, Work, combined, step_time
+from ...protocol.analysis.estimates.time import Communication, Operation, Work, combined, step_time
 from ...protocol.errors import ConfigError
 from ...protocol.host.machine import Gpu
 from ...protocol.text import gib
@@ -42,8 +42,17 @@ _RECOMPUTED = 0.75
 """Share of a layer's forward pass that checkpointing repeats: all before its last matrix product."""
 _MODULES = 9
 """Modules of a decoder layer with parameters of their own: seven projections and two norms; adapters have two each."""
-_FETCHES, _CALLS = 3, 31
-"""Hooks of ZeRO-3 and operations of the host per module and micro-step, as counted in dry runs of an 8B."""
+_FETCHES, _CALLS, _CALLS_OF_RANK = 3, 11, 2
+"""Hooks of ZeRO-3 and operations of the host per module and micro-step, the last for each rank, as counted in dry runs
+of 2 to 16 ranks."""
+_CALLS_REDUCED, _CALLS_UPDATED = 8, 5
+"""Operations of the host per module at stages 2 and 3: at stage 2 those of a micro-step, at both of an update."""
+_COPIED = {1: (10, 0, -4, 10), 2: (21, 18, 0, 14), 3: (20, 12, 0, 22)}
+"""Bytes that kernels move for a parameter's gradient by stage: in a micro-step for the whole and for a rank's share,
+then beside micro-steps. Stage 1 adds it to a sum (the first one is written); the others cast it to fp32, divide it, and
+copy it into buckets and back (DeepSpeed's ``stage_1_and_2.py``, ``stage3.py``). From dry runs of 2 and of 8 ranks."""
+_GATHERED = 2
+"""Bytes that kernels move for a gathered byte, and for a byte of a rank's share of it."""
 _OFFLOADED_COPIED, _OFFLOADED_HOST = 6, 28
 """Bytes per parameter of a rank's share that an offloaded update copies, and reads and writes on the host."""
 
@@ -362,9 +371,11 @@ def _work(fit: Fit, candidate: Candidate, ranks: int, tokens: int) -> Work:
         again = _without_transfers(micro_step, fetches=micro_step.fetches)
         micro_step = combined([(micro_step, 1), (again, 2.0 * inside * tokens * _RECOMPUTED / flops)])
     if (candidate.stage, candidate.offload) != (fit.run.stage, fit.run.offload):
-        micro_step = _with_hooks(fit, candidate, _without_transfers(micro_step))
-        micro_step = combined([(micro_step, 1), (_reduced(fit, candidate, ranks), 1)])
-        rest = combined([(_without_transfers(rest), 1), (_updated(fit, candidate, ranks), 1)])
+        micro_step = _with_hooks(fit, candidate, ranks, _without_transfers(micro_step))
+        before = _without_transfers(_reduced(fit, fit.run, ranks))
+        micro_step = combined([(micro_step, 1), (_reduced(fit, candidate, ranks), 1), (before, -1)])
+        before = _without_transfers(_updated(fit, fit.run, ranks))
+        rest = combined([(_without_transfers(rest), 1), (_updated(fit, candidate, ranks), 1), (before, -1)])
     return combined([(micro_step, candidate.accumulation), (rest, 1)])
 
 
@@ -372,26 +383,39 @@ def _without_transfers(work: Work, fetches: float = 0) -> Work:
     return msgspec.structs.replace(work, communications=[], transfer_bytes=0, host_bytes=0, fetches=fetches)
 
 
-def _with_hooks(fit: Fit, candidate: Candidate, micro_step: Work) -> Work:
+def _with_hooks(fit: Fit, candidate: Candidate, ranks: int, micro_step: Work) -> Work:
     """Return a micro-step with the host's work for ZeRO-3, in place of that of the stage that was run."""
-    modules = fit.layers * _MODULES * (3 if candidate.lora_rank else 1)
-    modules = round(modules * (1.4 if candidate.checkpointing == "layers" else 1))
+    tensors = _MODULES * (3 if candidate.lora_rank else 1)
+    times = fit.layers * (1.4 if candidate.checkpointing == "layers" else 1)
     sign = (candidate.stage == 3) - (fit.run.stage == 3)
-    fetches = _FETCHES * modules if candidate.stage == 3 else 0
-    calls = max(0, micro_step.calls + sign * _CALLS * modules)
+    # A compiled layer's are gathered at once, for the forward pass and the backward pass (``Work.fetches``).
+    of_layer = 2 * (1 + tensors / 5) if micro_step.graphs else _FETCHES * tensors
+    fetches = of_layer * times if candidate.stage == 3 else 0
+    each = (_CALLS + _CALLS_OF_RANK * ranks) * _MODULES * (1.5 if candidate.lora_rank else 1)
+    calls = max(0, micro_step.calls + sign * round(each * times))
     return msgspec.structs.replace(micro_step, fetches=fetches, calls=calls)
 
 
 def _reduced(fit: Fit, candidate: Candidate, ranks: int) -> Work:
-    """Return the collectives of a micro-step."""
+    """Return the collectives of a micro-step, and the work of copying what they send."""
     gradients, weights = _GRADIENT_BYTES * fit.trainable, fit.weight_bytes * fit.parameters
     per_layer = max(1, fit.layers)
-    if ranks == 1 or candidate.stage < 2:
+    if ranks == 1:
         return Work([], [])
+    whole, share, *_ = _COPIED[max(1, candidate.stage)]
+    copied = fit.trainable * (whole + share / ranks)
+    calls = _CALLS_REDUCED * _MODULES * per_layer if candidate.stage == 2 else 0
+    if candidate.stage < 2:
+        return Work([Operation(0.0, copied)], [])
     if candidate.stage == 2:
-        return Work([], [Communication("all_reduce", gradients / per_layer, ranks, True, per_layer)])
-    gathers = Communication("all_gather", weights / per_layer, ranks, True, 2 * per_layer)
-    return Work([], [gathers, Communication("reduce_scatter", gradients / per_layer, ranks, True, per_layer)])
+        sent = [Communication("all_reduce", gradients / per_layer, ranks, True, per_layer)]
+        return Work([Operation(0.0, copied)], sent, calls)
+    # Those that are not kept gathered, again for the backward pass.
+    gathered = weights * (1 + max(0.0, 1 - LIVE_PARAMETERS / fit.parameters))
+    copied += _GATHERED * gathered * (1 + 1 / ranks)
+    gathers = Communication("all_gather", gathered / (2 * per_layer), ranks, True, 2 * per_layer)
+    scatters = Communication("reduce_scatter", gradients / per_layer, ranks, True, per_layer)
+    return Work([Operation(0.0, copied)], [gathers, scatters])
 
 
 def _updated(fit: Fit, candidate: Candidate, ranks: int) -> Work:
@@ -399,11 +423,16 @@ def _updated(fit: Fit, candidate: Candidate, ranks: int) -> Work:
     share = fit.trainable // ranks
     moved = (_OFFLOADED_COPIED * share, _OFFLOADED_HOST * share) if candidate.offload else (0, 0)
     sent: list[Communication] = []
+    operations: list[Operation] = []
+    if ranks > 1:
+        *_, whole, part = _COPIED[max(1, candidate.stage)]
+        operations.append(Operation(0.0, fit.trainable * (whole + part / ranks)))
+    calls = _CALLS_UPDATED * _MODULES * fit.layers if ranks > 1 and candidate.stage > 1 else 0
     if ranks > 1 and candidate.stage < 2:
         sent.append(Communication("reduce_scatter", _GRADIENT_BYTES * fit.trainable, ranks))  # ``recipe/engine.py``
     if ranks > 1 and candidate.stage < 3:
         sent.append(Communication("all_gather", fit.weight_bytes * fit.trainable, ranks))
-    return Work([], sent, 0, *moved)
+    return Work(operations, sent, calls, *moved)
 
 
 def order(found: Sequence[Estimate], space: Space) -> list[Estimate]:

@@ -3,8 +3,9 @@
 import itertools
 from collections.abc import Callable
 
+import msgspec
 import pytest
-from ftmon.protocol.analysis.estimates.time import Communication, Operation, Work
+from ftmon.protocol.analysis.estimates.time import Collective, Communication, Operation, Work, collective_seconds
 from ftmon.protocol.errors import ConfigError
 from ftmon.protocol.host.machine import Gpu, find_gpu
 from ftmon.trainer.predict.choose import (
@@ -130,6 +131,34 @@ def test_the_choice_is_the_best_of_all_combinations(
     alike = [one for one in every if speeds[one.candidate] >= 0.99 * max(speeds.values())]
     assert best.needed_bytes == min(one.needed_bytes for one in alike)
     assert best.needed_bytes <= MARGIN * space.capacity_bytes
+
+
+def test_a_stage_takes_the_time_of_its_collectives_and_of_what_it_copies_for_them() -> None:
+    parameters, layers, ranks, micro_steps = 8e9, 32, 8, 8
+    space, fit = space_of("H100", ranks), fit_of(parameters, layers, 4096, ranks)(0, False)
+
+    def seconds(stage: int, run: int) -> float:
+        """Return the step of a stage, from a dry run of another one."""
+        ran = msgspec.structs.replace(fit, run=fit.run._replace(stage=run))
+        return estimate(ran, Candidate(stage, "none", False, 0, 2, micro_steps), space).step_seconds
+
+    def copied(micro_step: float, update: float) -> float:
+        """Return the seconds of kernels that move so many bytes for a parameter."""
+        return parameters * (micro_steps * micro_step + update) / (0.7 * 3350e9) / 0.98
+
+    def sent(kind: Collective, size: float) -> float:
+        return collective_seconds(kind, size * parameters, ranks, 450)
+
+    # Gradients in fp32, weights in bf16; of what is sent beside a backward pass, 0.7 counts.
+    alone = sent("reduce_scatter", 4) + sent("all_gather", 2)
+    beside = sent("all_gather", 2) + 0.7 * micro_steps * sent("all_reduce", 4)
+    copies = copied(21 + 18 / ranks - 10, 14 / ranks + 4 - 10 / ranks)
+    assert seconds(2, 3) - seconds(1, 3) == pytest.approx(beside - alone + copies, rel=0.01)
+    # All but a billion parameters are gathered twice.
+    gathered = 2 * (2 - 1e9 / parameters)
+    beside = 0.7 * micro_steps * (sent("reduce_scatter", 4) + sent("all_gather", gathered))
+    copies = copied(20 + 12 / ranks + 2 * gathered * (1 + 1 / ranks) - 10, 22 / ranks + 4 - 10 / ranks)
+    assert seconds(3, 2) - seconds(1, 2) == pytest.approx(beside - alone + copies, rel=0.01)
 
 
 def test_a_dry_run_that_needs_more_than_the_pieces_leads_to_a_smaller_choice() -> None:
