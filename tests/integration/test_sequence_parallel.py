@@ -28,6 +28,8 @@ EQUAL: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 6, "query_pre_attn_scalar": 8},
     "deepseek_v3": MLA,
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    # Experts inside attention.
+    "jetmoe": {"kv_channels": 8, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": ({"query_pre_attn_scalar": 8}, "softcap"),
