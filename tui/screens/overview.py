@@ -96,6 +96,9 @@ class RankHead(Canvas):
             every, step = rank.last.memory_every, rank.read.step
             words = f" memory and device times by phase are read in 1 of {every} steps: above, in step {step:,}"
             lines.append(Line(words, self.theme.style("dim")))
+        if rank.last is not None and rank.last.losses_every > 1:
+            words = f" loss, learning rate and gradient norm are read in 1 of {rank.last.losses_every} steps"
+            lines.append(Line(words, self.theme.style("dim")))
         return lines[:height]
 
 
