@@ -129,7 +129,7 @@ class Switch:
         self._active: Any = active
         self.events: Any = active.events
         self.publisher: Any = next(t for t in threading.enumerate() if t.name == "ftmon-publisher")
-        self.costs_us: dict[str, list[float]] = {"judged": [], "followed": []}
+        self.costs_us: dict[str, list[float]] = {"judged": [], "followed": [], "light": []}
         self.spent_ns: dict[int, list[int]] = {}
         """Time of the events of followed steps, by their codes; empty unless they are timed."""
         self._is_on, self._recorded = True, False
@@ -138,7 +138,8 @@ class Switch:
 
         def note(raw: Any) -> None:
             if self._is_on:
-                self.costs_us["followed" if raw.followed else "judged"].append(raw.cost_ns / 1000)
+                kind = "judged" if not raw.followed else "light" if raw.notes.unread else "followed"
+                self.costs_us[kind].append(raw.cost_ns / 1000)
             send(raw)
 
         self.publisher._send_step = note
@@ -325,13 +326,14 @@ def measured(loop: Loop, switch: Switch, args: argparse.Namespace) -> dict[str, 
         "rounds": len(blocks["off"]),
         **{state: compared(blocks[state], blocks["off"]) for state in args.states},
         "every": budget.every,
+        "losses": budget.losses,
         "publisher_cpu_us": statistics.fmean(block.publisher_ms for block in blocks["on"]) * 1000,
     }
     for name, costs in switch.costs_us.items():
         if costs:
             found[f"{name}_us"] = [round(each, 1) for each in statistics.quantiles(costs, n=20)[9::9]]
             found[f"{name}_steps"] = len(costs)
-    every = switch.costs_us["judged"] + switch.costs_us["followed"]
+    every = [cost for costs in switch.costs_us.values() for cost in costs]
     found["mean_hook_us"] = statistics.fmean(every)
     return found
 
@@ -353,7 +355,8 @@ def steady(loop: Loop, switch: Switch, seconds: float) -> dict[str, Any]:
     for name, costs in switch.costs_us.items():
         if costs:
             found[f"{name}_us"], found[f"{name}_steps"] = statistics.median(costs), len(costs)
-    return {**found, "every": switch.events._training.tracker.budget.every}
+    budget = switch.events._training.tracker.budget
+    return {**found, "every": budget.every, "losses": budget.losses}
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from .rank.model import (
 from .values.batch import OnHost, Seen
 from .values.edits import Edits
 from .values.model_flops import model_flops
-from .values.signs import ALIGNED, ALIGNED_EVERY, EVERY, FIRST, attended, ids_of, labels_of, received, to_host
+from .values.signs import ALIGNED, ALIGNED_EVERY, FIRST, attended, ids_of, is_examined, labels_of, received, to_host
 
 __all__ = ["Code", "Events", "OnHost", "TorchEvents", "dtype_name", "learning_rate"]
 
@@ -112,7 +112,7 @@ class Events:
     @property
     def is_followed(self) -> bool:
         """Whether the step goes like those before: what is sampled, is not."""
-        return bool(self._regular.keys)
+        return self._regular.place is not None
 
     def fetching(self, iterator: Any) -> None:
         """A dataloader's iterator is asked for a batch; then ``fetched``, or ``exhausted`` if it has no more."""
@@ -402,7 +402,7 @@ class TorchEvents(Events):
             return _NOTHING
         notes = self._training.tracker.notes
         if notes.grad_norm is not None and self._limits and scaled():
-            notes.clipped = "scaled"
+            self._training.tracker.own_notes().clipped = "scaled"
         updaters, tracker = self._training.updaters, self._training.tracker
         before = updaters.updates, tracker.step
 
@@ -525,12 +525,12 @@ class TorchEvents(Events):
     def attending(self, config: Any, mask: Any, positions: Any, frame: FrameType, *, cached: bool) -> None:
         """A frame inside a forward of transformers makes an attention mask, of a mask and ``position_ids`` or None."""
         tracker, notes = self._training.tracker, self._training.tracker.notes
-        sampled = self._attended < FIRST or (tracker.step + 1) % EVERY == 0
+        sampled = self._attended < FIRST or is_examined(tracker.step + 1, tracker.budget.every)
         if sampled:
             self._attended += 1
             found = attended(config, mask, positions, cached, frame)
             if found is not None and len(notes.attended) < FIRST:
-                notes.attended.append(found)
+                tracker.own_notes().attended.append(found)
         if sampled or self._training.signs.unlabelled:
             self._receiving(frame)
 
@@ -546,7 +546,7 @@ class TorchEvents(Events):
         if found is not None:
             self._received_in = notes, notes.micro_steps
             self._without_labels = found if found.labels is None else None
-            notes.received.append(found)
+            tracker.own_notes().received.append(found)
 
     def backward(self, losses: Sequence[Any], *, scaled: bool = False) -> _Scope:
         """As ``Events.backward``; a batch without labels gets those of the loss."""
@@ -597,7 +597,8 @@ class TorchEvents(Events):
                 notes.received[-1] = batch._replace(labels=labels_of(loss, batch.ids))
             return
         is_received = self._received_in[0] is notes and self._received_in[1] == notes.micro_steps
-        sampled = self._labelled < FIRST or step % EVERY == 0 or self._training.signs.unlabelled
+        every = self._training.tracker.budget.every
+        sampled = self._labelled < FIRST or is_examined(step, every) or self._training.signs.unlabelled
         if not sampled or is_received or noted.labels is not None or len(notes.received) >= FIRST:
             return
         self._labelled += 1
@@ -619,7 +620,7 @@ class TorchEvents(Events):
 
     def divided(self, by: int) -> None:
         """A pipeline's schedule divides the step's losses by this number of micro-batches; 0: it does not."""
-        self._training.tracker.notes.accumulation = by
+        self._training.tracker.own_notes().accumulation = by
 
     @guarded
     def stage(self, index: int, module: Any) -> None:
@@ -638,7 +639,7 @@ class TorchEvents(Events):
         """The wait has ended."""
         events, tracker = self._training.device.events, self._training.tracker
         if begun is not None and events is not None:
-            tracker.notes.waits.append((tracker.phase, begun, events.mark()))
+            tracker.own_notes().waits.append((tracker.phase, begun, events.mark()))
 
     def cost(self, ns: int) -> None:
         """Count the time of a hook's own work."""

@@ -87,7 +87,7 @@ class Probe:
         of the forward's batch).
         """
         labels = 0 if self._state.normalised_over_ranks else int(label_tokens)
-        self._tracker.notes.counts.append(BatchCounts(int(tokens), labels, int(pairs), int(longest), samples))
+        self._tracker.own_notes().counts.append(BatchCounts(int(tokens), labels, int(pairs), int(longest), samples))
 
     def normalise_over_ranks(self) -> None:
         """Report that losses are divided by the label tokens of all ranks, so that ranks count alike in the mean."""
@@ -205,7 +205,7 @@ class Probe:
             padded_tokens: to add to the step's tokens, padding included.
             flops: FLOPs of the model for this rank's tokens of the step, forward and backward, without recomputation.
         """
-        notes = self._tracker.notes
+        notes = self._tracker.own_notes()
         if isinstance(loss, float):
             notes.reported_loss = loss
         elif loss is not None:

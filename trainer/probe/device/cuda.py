@@ -509,6 +509,13 @@ def read(value: Any) -> float | None:
         return None
 
 
+def value_if_done(value: Any) -> Any:
+    """Return a scalar of the device as ``fetch_values`` does, at once where the device has done all its work."""
+    if type(value) is torch.Tensor and value.is_cuda and not under_way and torch.cuda.current_stream().query():
+        return float(value.item())
+    return fetch_values(value)
+
+
 def arrived_value(value: Any) -> float | None:
     """Return a result of ``fetch_values`` if it is here; for any thread, without a wait."""
     return None if isinstance(value, Fetched) and not value.arrived() else read(value)

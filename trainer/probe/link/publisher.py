@@ -172,13 +172,16 @@ def step_message(
     norm = cuda.read(notes.grad_norm) if own is None else own.grad_norm
     if own is not None and own.loss is None:  # one clipping and one backward were for several: the first has its norm
         norm = _first([norm, *(each.grad_norm for each in updates.values())])
+    lr, overflow = cuda.read(notes.lr) if own is None else own.lr, bool(cuda.read(notes.overflow))
+    if notes.unread and loss is None and not overflow:
+        lr = norm = None  # of a light step that was not followed to its end
     share = WHOLE if notes.counts else share
     if notes.counts:
         tokens, labels = sum(count.tokens for count in notes.counts), sum(count.label_tokens for count in notes.counts)
     else:
         tokens = sum(cuda.read_count(count) for count in notes.tokens if count is not None)
         labels = sum(map(batch.count_labels, notes.labels)) if len(notes.labels) == notes.micro_steps else 0
-    batch_id, found = signs.of_step(raw.number, notes) if signs is not None else (0, None)
+    batch_id, found = signs.of_step(raw.number, notes, raw.every) if signs is not None else (0, None)
     batch_id = 0 if share.place or not share.ranks else batch_id  # of ranks that share a batch the first one tells it
     return Step(
         rank=rank,
@@ -189,10 +192,10 @@ def step_message(
         device_us=times.device_us,
         micro_steps=max(1, notes.micro_steps),
         loss=loss,
-        lr=cuda.read(notes.lr) if own is None else own.lr,
+        lr=lr,
         grad_norm=norm,
         loss_scale=cuda.read(notes.loss_scale) if own is None else own.loss_scale,
-        overflow=bool(cuda.read(notes.overflow)),
+        overflow=overflow,
         batch_shape=notes.shape,
         samples=share.of(_samples(notes)),
         tokens=share.of(tokens),
@@ -209,6 +212,7 @@ def step_message(
         batch_id=batch_id,
         signs=found,
         memory_every=raw.every,
+        losses_every=raw.losses_every,
     )
 
 
@@ -565,13 +569,13 @@ class Publisher(threading.Thread):
         while outbox:
             item = outbox.popleft()
             if isinstance(item, Followed):
-                item = item.raw()
-            if isinstance(item, StepRaw):
-                self._steps.append(item)
-                # Now, not when the step is sent: a snapshot or the end of a stack capture may precede that.
-                self._pace.note((item.marks[-1].ns - item.marks[0].ns) / 1e9)
-                self._phase_marks.note(item.number, item.marks)
-                self._slow_facts.note_step(item.marks[-1].ns)
+                for raw in item.steps():
+                    self._tracker.budget.note_followed(
+                        raw.notes.unread, raw.cost_ns, raw.marks[-1].ns - raw.marks[0].ns
+                    )
+                    self._note_step(raw)
+            elif isinstance(item, StepRaw):
+                self._note_step(item)
             elif item == "hello":
                 if not outbox or outbox[0] != "hello":
                     self.send_hello()
@@ -584,6 +588,13 @@ class Publisher(threading.Thread):
                     self._send_closing(item.raw)
                 else:
                     self.send(item)
+
+    def _note_step(self, raw: StepRaw) -> None:
+        self._steps.append(raw)
+        # Now, not when the step is sent: a snapshot or the end of a stack capture may precede that.
+        self._pace.note((raw.marks[-1].ns - raw.marks[0].ns) / 1e9)
+        self._phase_marks.note(raw.number, raw.marks)
+        self._slow_facts.note_step(raw.marks[-1].ns)
 
     def send_hello(self) -> None:
         """Send the rank's hello, and the plan if there is one."""

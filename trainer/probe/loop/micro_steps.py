@@ -25,6 +25,8 @@ class MicroSteps:
         self._forwards, self._state = loop.forwards, loop.state
         self._loading, self._saw_forward = loading, saw_forward
         self._unscaled: tuple[int, Any] | None = None
+        self.scales = False
+        """Whether a loss was ever scaled."""
         self._seen_forward = False
         self._before: tuple[Notes, int, int] | None = None
         """During a backward: the step's notes, and their counts of micro-steps and losses before it."""
@@ -172,7 +174,11 @@ class MicroSteps:
     @guarded
     def note_scaling(self, scaled: Any, original: Any) -> None:
         """Record that a loss was multiplied by a loss scale: the backward of ``scaled`` is that of ``original``."""
-        self._unscaled = (id(scaled), original)
+        self._unscaled, self.scales = (id(scaled), original), True
+
+    def forget_scaling(self) -> None:
+        """Forget the loss that was scaled last: its backward begins, and it is not read."""
+        self._unscaled = None
 
     @guarded
     def trained_micro_step(self, loss: Any) -> None:

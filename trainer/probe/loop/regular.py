@@ -4,8 +4,10 @@ Most of the probe's time is spent on judging what a script does: which forward t
 the events of some steps have come in the same order and made the same phases, a coarse step (``phases.budget``) is
 followed by that order. Between two events the training fills all caches, so what an event costs is the number of
 functions and objects that it touches: it only takes its place in the order and appends its time, and what must be read
-at that moment. The publisher makes a ``StepRaw`` of that (``Followed``). Any other event is *replayed*: the parts that
-judge get the events of the unfinished step, with their times and samples, and go on from there.
+at that moment, to the log of a block of steps. The publisher makes a ``StepRaw`` of each (``Followed``). Where that is
+too much, losses, learning rate and norm are read in some steps (``phases.budget``); the others are *light*. Any other
+event is *replayed*: the parts that judge get the events of the unfinished step, with their times and samples, and go
+on from there.
 """
 
 import weakref
@@ -14,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from functools import partial
-from itertools import islice, pairwise
+from itertools import count, islice, pairwise
 from threading import Lock, get_ident
 from time import perf_counter_ns, thread_time_ns
 from typing import Any, NamedTuple
@@ -122,82 +124,166 @@ class Order(NamedTuple):
     """Ranks count alike in the mean of the loss."""
     shifts_labels: bool
 
+    def width(self, light: bool) -> int:
+        """Return the number of items of a step in a log, with the one of its end."""
+        return 1 + sum(1 + _figures(each, self.counts) + _kept(each, light) for each in self.places)
 
-class Followed(NamedTuple):
-    """One finished step as the training thread recorded it; ``raw`` is for another thread."""
-
-    number: int
-    first: Mark
-    end: Mark
-    order: Order
-    times: list[int]
-    kept: list[Any]
-    """What was read at the events, in their order."""
-    notes: Notes
-    cost_ns: int
-    cpu_ns: int
-    every: int
-
-    def raw(self) -> StepRaw:
-        """Return the step as the parts that judge would have recorded it; any thread, any number of times."""
-        marks = self._marks()
-        with _filling:
-            if not self.notes.complete:
-                self.notes.complete = True
-                self._complete(self.notes)
-        ended = (self.end.ns + wall_offset_ns()) / 1e9
-        return StepRaw(
-            self.number, marks, ended, self.notes, self.cost_ns, self.cpu_ns, self.every, coarse=True, followed=True
-        )
-
-    def _marks(self) -> list[Mark]:
-        marks = [self.first]
-        for place, ns, figures, _ in self._events():
-            if place.phase:
-                marks.append(Mark(place.phase, ns, *figures))
-        return [*marks, self.end]
-
-    def _events(self) -> Iterator[tuple[_Place, int, tuple[Any, ...], tuple[Any, ...]]]:
-        """Yield each event's place, time, figures of a mark, and what else was kept of it."""
-        kept, first = iter(self.kept), self.first
-        for place, ns in zip(self.order.places, self.times, strict=False):
+    def events(self, log: list[Any], first: Mark, light: bool) -> "list[_Noted]":
+        """Return the events of one step's log, which may be unfinished; ``first`` is its first mark."""
+        items, found = iter(log), list[_Noted]()
+        for place in self.places:
+            ns = next(items, None)
+            if ns is None:
+                break
             counted, sample, event = (first.collectives, first.collective_ns), None, None
             if place.phase:
-                counted = (next(kept), next(kept)) if self.order.counts else counted
-                sample = next(kept) if place.read else None
-                event = next(kept) if place.timed else None
-            yield place, ns, (sample, event, *counted), tuple(islice(kept, 0 if place.inner else _KEPT[place.code]))
+                counted = (next(items, 0), next(items, 0)) if self.counts else counted
+                sample = next(items, None) if place.read else None
+                event = next(items, None) if place.timed else None
+            found.append(_Noted(place, ns, (sample, event, *counted), tuple(islice(items, _kept(place, light)))))
+        return found
 
-    def _complete(self, notes: Notes) -> None:
-        order, before = self.order, 0
-        for place, ns, _, kept in self._events():
-            if place.inner:
-                pass
-            elif place.code == Code.FETCHED:
-                notes.fetch_ns += ns - before
-                notes.fetches[order.fetched] = notes.fetches.get(order.fetched, 0) + 1
-                if kept[0] is not None:
-                    batch.note(notes, kept[0], False, True, shifted=order.shifts_labels)
-                    if order.without_labels:
-                        notes.labels = []
-            elif place.code == Code.BACKWARD:
-                fetched, scaled = kept
-                notes.sum_losses, notes.added_ranks = order.sum_losses or scaled, order.added_ranks
-                notes.losses += fetched
-            elif place.code in (Code.UPDATE, Code.STEPPING):
-                notes.lr = kept[0]
-            elif place.code == Code.CLIPPED:
-                notes.grad_norm = kept[0]
-            before = ns
-        for name, value in (self.kept[-1] or {}).items():
-            setattr(notes, name, value)
+
+class _Noted(NamedTuple):
+    """An event of a followed step."""
+
+    place: _Place
+    ns: int
+    figures: tuple[Any, ...]
+    """Of a mark: sample, device event, collectives and their time."""
+    kept: tuple[Any, ...]
+    """What else was kept of it."""
+
+
+class _End(NamedTuple):
+    """The end of a followed step, the last item of its log."""
+
+    sample: Any
+    event: Any
+    collectives: int
+    collective_ns: int
+    number: int
+    spent_ns: int
+    """What the probe has cost by then (``Guard``)."""
+    notes: Notes | None = None
+    """None: the step has no other notes than the log."""
+    found: dict[str, Any] | None = None
+    """Figures that an engine reported."""
+
+
+class Followed:
+    """A block of steps in a row as the training thread records them; ``steps`` is for another thread."""
+
+    __slots__ = ("before", "cpu_ns", "evaluating", "every", "first", "log", "number", "order", "spent_ns")
+
+    def __init__(
+        self, order: Order, number: int, first: Mark, spent_ns: int, every: tuple[int, int], before: int
+    ) -> None:
+        self.order, self.number, self.first, self.log = order, number, first, list[Any]()
+        """``number`` is that of the step before it."""
+        self.spent_ns, self.cpu_ns, self.evaluating, self.every = spent_ns, 0, False, every
+        """``evaluating``: the trained model is in evaluation mode at its end."""
+        self.before = before
+        """Items of the blocks before it, since a step was judged."""
+
+    def steps(self) -> list[StepRaw]:
+        """Return its finished steps as the parts that judge would have recorded them; any thread, and again."""
+        log, first, spent, offset = list(self.log), self.first, self.spent_ns, wall_offset_ns()
+        found: list[StepRaw] = []
+        for light, begin, end in self._places(len(log)):
+            last = self._end(log[end - 1], len(found))
+            events = self.order.events(log[begin : end - 1], first, light)
+            ending: Mark = _new(Mark, ("idle", events[-1].ns, *last[:4]))
+            marks = [first, *(Mark(each.place.phase, each.ns, *each.figures) for each in events if each.place.phase)]
+            notes = Notes() if last.notes is None else last.notes
+            with _filling:
+                if not notes.complete:
+                    notes.complete = True
+                    notes.evaluating = self.evaluating
+                    _complete(notes, self.order, events, last, light)
+            found.append(
+                StepRaw(
+                    *(last.number, [*marks, ending], (ending.ns + offset) / 1e9, notes, last.spent_ns - spent, 0),
+                    *(self.every[0], True, True, self.every[1]),
+                )
+            )
+            first, spent = ending, last.spent_ns
+        cpu_ns = self.cpu_ns // max(1, len(found))
+        return [each._replace(cpu_ns=cpu_ns) for each in found]
+
+    def present(self) -> tuple[Mark, list[_Noted], bool, int]:
+        """Return the unfinished step: its first mark, its events, whether it is light, and its place in the log."""
+        log, first, begin, order, light = list(self.log), self.first, 0, self.order, self.is_light(0)
+        for number, (_, _, end) in enumerate(self._places(len(log)), 1):
+            light = self.is_light(number)
+            first, begin = _new(Mark, ("idle", log[end - 2], *self._end(log[end - 1], 0)[:4])), end
+        return first, order.events(log[begin:], first, light), light, begin
+
+    def _end(self, end: Any, place: int) -> _End:
+        """Return the end of the step at a place in the block, of which a light one may have two figures alone."""
+        if type(end) is _End:
+            return end
+        sample, spent_ns = end
+        return _End(sample, None, self.first.collectives, self.first.collective_ns, self.number + place + 1, spent_ns)
+
+    def is_light(self, place: int) -> bool:
+        """Return whether the losses of the step at a place in the block are not read."""
+        return (self.number + place + 1) % self.every[1] != 0
+
+    def _places(self, size: int) -> Iterator[tuple[bool, int, int]]:
+        """Yield whether a finished step is light, and where it begins and ends in the log."""
+        begin, widths = 0, (self.order.width(False), self.order.width(True))
+        for number in count():
+            light = self.is_light(number)
+            end = begin + widths[light]
+            if end > size:
+                return
+            yield light, begin, end
+            begin = end
+
+
+def _complete(notes: Notes, order: Order, events: list[_Noted], last: _End, light: bool) -> None:
+    before = 0
+    notes.unread = light
+    notes.micro_steps = sum(each.place.code == Code.BACKWARD and not each.place.inner for each in events)
+    for place, ns, _, kept in events:
+        if place.inner:
+            pass
+        elif place.code == Code.FETCHED:
+            notes.fetch_ns += ns - before
+            notes.fetches[order.fetched] = notes.fetches.get(order.fetched, 0) + 1
+            if kept[0] is not None and batch.snapshot(kept[0]) is not None:
+                batch.note(notes, kept[0], False, True, shifted=order.shifts_labels)
+                if order.without_labels:
+                    notes.labels = []
+        elif place.code == Code.BACKWARD and not light:
+            fetched, scaled = kept
+            notes.sum_losses, notes.added_ranks = order.sum_losses or scaled, order.added_ranks
+            notes.losses += fetched
+        elif place.code in (Code.UPDATE, Code.STEPPING) and not light:
+            notes.lr = kept[0]
+        elif place.code == Code.CLIPPED and not light:
+            notes.grad_norm = kept[0]
+        before = ns
+    for name, value in (last.found or {}).items():
+        setattr(notes, name, value)
 
 
 _KEPT = [0] * _CODES
-"""Number of items that are kept of an event; of the last one there is one more."""
+"""Number of items that are kept of an event."""
 for _code, _items in {Code.FETCHED: 1, Code.UPDATE: 1, Code.STEPPING: 1, Code.CLIPPED: 1, Code.BACKWARD: 2}.items():
     _KEPT[_code] = _items
+_READ = (Code.BACKWARD, Code.CLIPPED, Code.UPDATE, Code.STEPPING)
+"""Events of which a light step keeps nothing."""
 _filling = Lock()
+
+
+def _kept(place: _Place, light: bool) -> int:
+    return 0 if place.inner or (light and place.code in _READ) else _KEPT[place.code]
+
+
+def _figures(place: _Place, counts: bool) -> int:
+    return 2 * counts + place.read + place.timed if place.phase else 0
 
 
 class _Given:
@@ -213,28 +299,37 @@ class _Given:
         return self._samples.popleft() if self._samples else self._real.sample()
 
 
+class _Next:
+    """The event that is expected next in a followed step."""
+
+    __slots__ = ("act", "after", "inside", "key")
+
+    def __init__(self, place: _Place, inside: frozenset[str], act: Callable[[Any, Any], object] | None) -> None:
+        self.key, self.inside, self.act = place.key, inside, act
+        self.after: _Next | None = None
+
+
 class Regular:
-    """Follows regular steps; for the training thread alone, but for ``now`` and ``marks``."""
+    """Follows regular steps; for the training thread alone, but for what says that any thread may call it."""
 
     __slots__ = (
-        *("_acts", "_guard", "_kept", "_times", "keys"),
+        *("_guard", "_left", "_log", "_losses", "_sample", "_steps", "_unread", "place"),
         *(
+            "_block",
             "_budget",
+            "_chains",
             "_counts",
-            "_is_timed",
-            "_cpu_ns",
-            "_device",
-            "_first",
             "_held",
-            "_left",
-            "_notes_later",
-            "_order",
-            "_outbox",
-            "_sample",
+            "_light",
+            "_model",
+            "_norm",
+            "_run",
+            "_timed",
+            "_tracker",
         ),
-        *("_alike", "_arrays", "_costs", "_done", "_events", "_is_odd", "_loading", "_micro_steps", "_spent_ns"),
-        *("_evaluates", "_model", "_trained", "_trains"),
-        *("_state", "_tracker", "_unlabelled", "_updates", "handlers", "spare"),
+        *("_arrays", "_cpu_ns", "_done", "_evaluates", "_made_for", "_notes_later", "_outbox", "_spent_ns", "_trains"),
+        *("_alike", "_events", "_is_odd", "_is_timed", "_loading", "_micro_steps", "_order", "_state", "_trained"),
+        *("_device", "_is_plain", "_unlabelled", "_updates", "handlers", "spare"),
     )
 
     def __init__(
@@ -253,53 +348,62 @@ class Regular:
         self._is_timed, self._trained = loop.rank.world_size > 1, loop.trained
         self.handlers: dict[int, Callable[..., Any]] = {}
         """The methods that judge an event, which a replay calls with its arguments."""
-        self.keys: list[int] = []
-        """Keys of the events of the order that the present step is followed by; empty: it is judged."""
+        self.place: _Next | None = None
+        """The next event of a followed step; None: the present step is judged."""
         self.spare: deque[Notes] = deque()
         """Empty notes for the next steps, which the publisher makes."""
         self._order: Order | None = None
-        self._acts: list[Callable[[Any, Any], object] | None] = []
-        """What is done at each event of the order, with its owner and argument."""
+        self._chains: tuple[_Next, _Next]
+        """First event of a step whose losses are copied, and of a light one."""
+        self._made_for: tuple[Any, ...] = ()
+        """What they depend on."""
         self._alike = 0
         self._events: list[_Event] = []
         """The present step's events, while it is judged."""
         self._is_odd = False
         """Whether the present step had an event that is no ``Code``."""
-        self._times: list[int] = []
-        self._kept: list[Any] = []
+        self._block: Followed | None = None
+        self._log: list[Any] = []
+        """That of the block."""
+        self._timed = False
+        """Whether each step's end is timed on the device."""
+        self._losses, self._unread = 1, 0
+        """Of how many steps the losses of one are read, and the number of light ones until that, the present included."""
+        self._steps = self._left = self._run = 0
+        """Steps of the block, those of them that have not ended, and further ones until a full step."""
+        self._done = 0
+        """Events and items of the blocks since a step was judged."""
         self._held: list[Any] = []
         """Batches of the present step that were noted at once; for a replay."""
-        self._first: Any = None
-        """The mark at which the followed step began."""
-        self._left = self._done = 0
-        """Followed steps until the next decision, and events of those since the last one."""
-        self._costs: list[tuple[int, int]] = []
-        """The probe's cost and the time of these steps."""
+        self._norm: Any = None
+        """The norm of a light step, for a replay."""
         self._spent_ns = self._cpu_ns = self._arrays = 0
         self._sample: Callable[[], Any] = nothing
         self._model: Callable[[], Any] = nothing
         self._notes_later = False
         """Whether a batch is noted at its fetch, and its tensors are counted later."""
+        self._is_plain = False
+        """Whether the latest batch that was looked at can be: it has tensors of the host alone."""
         self._trains = self._evaluates = False
         """Mode of the model, and whether that of its layers is evaluation."""
         loop.tracker.followed, loop.tracker.followed_marks = self.now, self.marks
+        outbox.under_way, outbox.ended = self.unsent, self.ended
 
     def follows(self, code: int, owner: Any = None, what: Any = None) -> bool:
         """Handle an event of a followed step; return False if it is to be judged. Any thread."""
-        keys = self.keys
-        if not keys:
+        place = self.place
+        if place is None:
             return False
         guard = self._guard
         if guard.thread != get_ident() or not guard.enabled:
             return False
         now = perf_counter_ns()
-        times = self._times
-        at = len(times)
-        if keys[at] != id(owner) + code:
+        if place.key != id(owner) + code:
             self._differs(code)
             return False
-        times.append(now)
-        act = self._acts[at]
+        self._log.append(now)
+        self.place = place.after
+        act = place.act
         if act is not None:
             try:
                 act(owner, what)
@@ -317,20 +421,20 @@ class Regular:
 
     def note(self, code: int, owner: Any = None, *, inner: bool = False) -> None:
         """Note a judged event, or one that is a part of another one (``inner``)."""
-        if not self.keys and len(self._events) < MOST_EVENTS:
+        if self.place is None and len(self._events) < MOST_EVENTS:
             reference = nothing if owner is None else weakref.ref(owner)
             self._events.append(_Event(id(owner) + code, self._tracker.clock(), code, reference, inner))
 
     def leave(self) -> None:
         """Handle an event that is no ``Code``: judge the step from here on."""
         self._is_odd = True
-        if self.keys:
+        if self.place is not None:
             self._replay()
 
     def is_inside(self, scope: str) -> bool:
         """Return whether a ``forward``, ``backward`` or ``update`` of a followed step is under way."""
-        order = self._order
-        return bool(self.keys) and order is not None and scope in order.inside[len(self._times)]
+        place = self.place
+        return place is not None and scope in place.inside
 
     def end_step(self, raw: StepRaw) -> None:
         """Handle the end of a judged step: compare it with the one before, and decide about the next one."""
@@ -343,54 +447,80 @@ class Regular:
             order = known if keeps else self._order_of(raw, keys)
         self._alike = self._alike + 1 if order is not None and is_like else 0
         self._events, self._is_odd = [], False
-        if order is not known:
-            self._order, self._acts = (
-                order,
-                [] if order is None else [self._act_of(each, order) for each in order.places],
-            )
+        self._order = order
         if self._alike >= LIKE and self._may_follow():
             self._begin(raw.marks[-1])
 
     def now(self) -> Moment | None:
         """Return where a followed step is; None: the present one is judged. Any thread."""
-        order, times, first, tracker = self._order, self._times, self._first, self._tracker
-        if not self.keys or order is None:
+        block = self._block
+        if self.place is None or block is None:
             return None
+        first, events, *_ = block.present()
         phase, since, micro_steps = first.phase, first.ns, 0
-        for place, ns in zip(order.places, list(times), strict=False):
+        for place, ns, *_ in events:
             micro_steps += place.code == Code.BACKWARD
             if place.phase:
                 phase, since = place.phase, ns
-        return Moment(phase, since, tracker.progress + self._done + len(times), micro_steps)
+        return Moment(phase, since, self._tracker.progress + block.before + len(block.log), micro_steps)
 
     def marks(self) -> list[Mark] | None:
         """Return the marks of a followed step so far; None: the present one is judged. Any thread."""
-        order, first = self._order, self._first
-        if not self.keys or order is None:
+        block = self._block
+        if self.place is None or block is None:
             return None
-        found = [first]
-        for place, ns in zip(order.places, list(self._times), strict=False):
-            if place.phase:
-                found.append(first._replace(phase=place.phase, ns=ns, memory=None, event=None))
-        return found
+        first, events, *_ = block.present()
+        unread = first._replace(memory=None, event=None)
+        return [first, *(unread._replace(phase=each.phase, ns=ns) for each, ns, *_ in events if each.phase)]
+
+    def ended(self) -> int:
+        """Return the number of finished steps of the block under way; any thread."""
+        return 0 if self._block is None else self._steps - self._left
+
+    def unsent(self) -> list[StepRaw]:
+        """Return the finished steps of the block under way; any thread."""
+        block = self._block
+        return [] if block is None else block.steps()
 
     def _may_follow(self) -> bool:
         tracker = self._tracker
         return not (self._budget.full or tracker.watchers or tracker.depth or self._unlabelled())
 
     def _begin(self, first: Mark) -> None:
-        tracker, order = self._tracker, self._order
+        tracker, order, state = self._tracker, self._order, self._state
         assert order is not None
-        self._first, self._sample = first, tracker.memory.sample
+        self._sample, tracker.touched = tracker.memory.sample, False
         self._spent_ns, self._cpu_ns = tracker.spent_ns, tracker.cpu_ns
-        self._left = self._budget.ahead()
-        self._arrays = cuda.arrays
-        state = self._state
+        self._arrays, self._timed = cuda.arrays, order.timed
         self._notes_later = self._device.events is not None and (not state.forward_by or state.calls_module)
         model = own_model(self._trained.any_model())
         self._model = nothing if model is None else weakref.ref(model)
         self._see_mode(model)
-        self.keys = order.keys
+        made_for = order, self._notes_later, self._micro_steps.scales
+        if made_for != self._made_for:
+            self._made_for, self._chains = made_for, (self._chain(order, False), self._chain(order, True))
+        self._run = self._budget.ahead()
+        self._begin_block(order, first)
+
+    def _begin_block(self, order: Order, first: Mark) -> None:
+        budget, step = self._budget, self._tracker.step
+        losses = self._losses = budget.losses
+        steps = self._steps = self._left = min(budget.block - step % budget.block, self._run)
+        self._run -= steps
+        self._unread = -(step + 1) % losses
+        block = self._block = Followed(order, step, first, self._spent_ns, (budget.every, losses), self._done)
+        self._log = block.log
+        self.place = self._chains[self._unread > 0]
+
+    def _chain(self, order: Order, light: bool) -> _Next:
+        """Return the first event of a step in that order; each has the one after it."""
+        found = [
+            _Next(each, inside, self._act_of(each, order, light))
+            for each, inside in zip(order.places, order.inside, strict=False)
+        ]
+        for one, after in pairwise(found):
+            one.after = after
+        return found[0]
 
     def _see_mode(self, model: Any) -> None:
         self._trains, self._evaluates = getattr(model, "training", True), self._updates.in_evaluation()
@@ -424,9 +554,9 @@ class Regular:
         names = [mark.phase for mark in marks]
         return Order(places, keys, names, _insides(places), self._counts.host_ns > 0, timed, fetched, *facts)
 
-    def _act_of(self, place: _Place, order: Order) -> Callable[[Any, Any], object] | None:
+    def _act_of(self, place: _Place, order: Order, light: bool) -> Callable[[Any, Any], object] | None:
         """Return what is done at an event."""
-        own: dict[int, Callable[[Any, Any], object]] = {
+        own: dict[int, Callable[[Any, Any], object] | None] = {
             Code.FETCHED: self._fetched,
             Code.FORWARD: self._forward,
             Code.BACKWARD: self._backward,
@@ -434,9 +564,14 @@ class Regular:
             Code.STEPPING: self._stepping,
             Code.CLIPPED: self._clipped,
         }
+        if light:
+            counts = self._micro_steps.scales or not self._notes_later
+            own |= {Code.BACKWARD: self._leave_losses if counts else None, Code.CLIPPED: self._hold_norm}
+            own |= {Code.FETCHED: self._keep_batch, Code.UPDATE: None, Code.STEPPING: None}
         act = None if place.inner else own.get(place.code)
         if place is order.places[-1]:
-            return self._updated
+            is_bare = light and self._notes_later and not order.timed and place.code == Code.STEPPED
+            return self._end_light if is_bare else self._updated
         if not place.phase or not (place.read or place.timed or order.counts):
             return act
         if not (order.counts or place.timed) and act in (None, self._stepping):
@@ -444,120 +579,157 @@ class Regular:
         return partial(self._boundary, place, order.counts, act)
 
     def _read(self, _owner: Any, _what: Any) -> None:
-        self._kept.append(self._sample())
+        self._log.append(self._sample())
 
     def _stepping_read(self, owner: Any, _what: Any) -> None:
-        self._kept.append(self._sample())
+        self._log.append(self._sample())
         self._stepping(owner, None)
 
     def _boundary(
         self, place: _Place, counted: bool, act: Callable[[Any, Any], object] | None, owner: Any, what: Any
     ) -> None:
-        counts, kept = self._counts, self._kept
+        counts, log = self._counts, self._log
         if counted:
-            kept.append(counts.entered)
-            kept.append(counts.host_ns)
+            log.append(counts.entered)
+            log.append(counts.host_ns)
         if place.read:
-            kept.append(self._sample())
+            log.append(self._sample())
         if place.timed:
-            kept.append(self._tracker.mark_event())
+            log.append(self._tracker.mark_event())
         if act is not None:
             act(owner, what)
 
     def _fetched(self, _owner: Any, found: Any) -> None:
         kept = batch.snapshot(found) if self._notes_later else None
-        self._kept.append(kept)
+        self._log.append(kept)
+        self._is_plain = kept is not None
         if kept is None:
             self._held.append(found)
             self._loading.note_fetched(found)
+
+    def _keep_batch(self, owner: Any, found: Any) -> None:
+        kind = type(found)
+        if self._is_plain and (kind is dict or kind is list or kind is tuple):
+            self._log.append(found.copy() if kind is dict else tuple(found))
+        else:
+            self._fetched(owner, found)
 
     def _forward(self, _owner: Any, what: tuple[Any, ...]) -> None:
         self._held.append(what)
         self._micro_steps.note_batch(what[0], what[1])
 
     def _backward(self, _owner: Any, what: tuple[Any, bool]) -> None:
-        kept = self._kept
+        log = self._log
         self._tracker.notes.micro_steps += 1
-        kept.append(self._micro_steps.fetch_losses(what[0]))
-        kept.append(what[1])
+        log.append(self._micro_steps.fetch_losses(what[0]))
+        log.append(what[1])
+
+    def _leave_losses(self, _owner: Any, _what: tuple[Any, bool]) -> None:
+        self._tracker.notes.micro_steps += 1
+        self._micro_steps.forget_scaling()
 
     def _update(self, _owner: Any, lr: Any) -> None:
         rate = lr() if callable(lr) else lr
-        self._kept.append(rate if rate is None else cuda.fetch_values(rate))
+        self._log.append(rate if rate is None else cuda.fetch_values(rate))
 
     def _stepping(self, owner: Any, _what: Any) -> None:
         rate = owner.param_groups[0]["lr"]
-        self._kept.append(rate if type(rate) is float and rate else _rate_of(owner))
+        self._log.append(rate if type(rate) is float and rate else _rate_of(owner))
 
     def _clipped(self, _owner: Any, norm: Any) -> None:
-        self._kept.append(cuda.fetch_values(norm))
+        self._log.append(cuda.fetch_values(norm))
+
+    def _hold_norm(self, _owner: Any, norm: Any) -> None:
+        self._norm = norm
 
     def _updated(self, _owner: Any, figures: Callable[[], dict[str, Any]] | None) -> None:
-        """End the step."""
-        tracker, guard, counts, kept, first = self._tracker, self._guard, self._counts, self._kept, self._first
-        times, notes, order = self._times, tracker.notes, self._order
-        assert order is not None
-        number = found = None
-        if figures is not None:
-            found = {name: cuda.fetch_values(value) for name, value in figures().items() if value is not None}
-            number = found.pop("number", None)
-        kept.append(found)
-        model = self._model()
-        if model is not None and model.training is not self._trains:
-            self._see_mode(model)
-            self._budget.suspect()
-        if self._evaluates:
-            notes.evaluating = True
+        """End the step; in few functions, as all code is cold here."""
+        tracker, counts, log = self._tracker, self._counts, self._log
         left = self._left = self._left - 1
-        now = times[-1]
-        sample = tracker.sample = self._sample()
-        ends = left <= 0 or self._budget.left > 0 or tracker.watchers
-        # A full step has device times, from its beginning on; and the device may still copy more than numbers.
-        timed = ends or order.timed or (self._held and cuda.arrays != self._arrays)
-        event = tracker.mark_event() if timed else None
+        light = self._unread
+        self._unread = (light or self._losses) - 1
+        number = found = own = event = None
+        if figures is not None:
+            found = figures()
+            number = found.pop("number", None)
+            if light:
+                found.pop("grad_norm", None)
+            found = {name: cuda.fetch_values(value) for name, value in found.items() if value is not None}
+        if not left:
+            model = self._model()
+            if model is not None and model.training is not self._trains:
+                self._see_mode(model)
+                self._budget.suspect()
         step = tracker.step = number if number is not None and number > 0 else tracker.step + 1
-        end = self._first = _new(Mark, ("idle", now, sample, event, counts.entered, counts.host_ns))
-        cpu, spent = thread_time_ns(), guard.spent_ns
-        cost, cpu_ns = spent - self._spent_ns, max(0, cpu - self._cpu_ns)
-        self._spent_ns, self._cpu_ns = spent, cpu
-        record = (step, first, end, order, times, kept, notes, cost, cpu_ns, self._budget.every)
-        self._times, self._kept, spare = [], [], self.spare
-        tracker.notes = spare.popleft() if spare else Notes()
-        self._costs.append((cost, now - first.ns))
-        self._done += len(times)
-        if self._held:
-            self._held.clear()
-        self._outbox.hand_over_step(_new(Followed, record))
-        if ends:
-            self._decide()
-
-    def _decide(self) -> None:
-        """Decide whether to follow the next steps, too."""
-        tracker, order = self._tracker, self._order
-        self._count_costs()
-        for watcher in tracker.watchers:
-            watcher(order.phases[-2] if order is not None else "idle", "end")
-        if self._may_follow():
-            self._left = self._budget.ahead()
-            self._arrays = cuda.arrays
+        sample = tracker.sample = self._sample()
+        # A full step has device times, from its beginning on; and the device may still copy more than numbers.
+        ends = not left and (self._run <= 0 or self._budget.left > 0 or bool(tracker.watchers))
+        held, notes = self._held, tracker.notes
+        if ends or self._timed or (held and cuda.arrays != self._arrays):
+            event = tracker.mark_event()
+        if not light or held or tracker.touched:
+            own, spare, tracker.touched = notes, self.spare, False
+            tracker.notes = spare.popleft() if spare else Notes()
+            if held:
+                held.clear()
+        spent = self._guard.spent_ns
+        log.append(_new(_End, (sample, event, counts.entered, counts.host_ns, step, spent, own, found)))
+        if left:
+            self.place = self._chains[self._unread > 0]
         else:
-            self._rest()
+            self._end_block(ends)
 
-    def _rest(self) -> None:
+    def _end_light(self, owner: Any, figures: Any) -> None:
+        """End a light step, in the middle of a block, of a rank that trains alone."""
+        tracker = self._tracker
+        if self._left == 1 or self._held or tracker.touched:
+            self._updated(owner, figures)
+            return
+        self._left -= 1
+        unread = self._unread = self._unread - 1
+        tracker.step += 1
+        self._log.append((self._sample(), self._guard.spent_ns))
+        self.place = self._chains[unread > 0]
+
+    def _end_block(self, ends: bool) -> None:
+        """Hand the block over, and begin the next one; ``ends``: decide whether to follow the next steps, too."""
+        block, order, tracker = self._block, self._order, self._tracker
+        assert block is not None
+        assert order is not None
+        log = block.log
+        first: Mark = _new(Mark, ("idle", log[-2], *log[-1][:4]))
+        self._hand_over(block)
+        if ends:
+            self._budget.passed(tracker.step)
+            for watcher in tracker.watchers:
+                watcher(order.phases[-2], "end")
+            if not self._may_follow():
+                self._rest(first)
+                return
+            self._run = self._budget.ahead()
+            self._arrays = cuda.arrays
+        self._begin_block(order, first)
+
+    def _hand_over(self, block: Followed) -> None:
+        """Give a block of finished steps to the publisher."""
+        log, cpu = block.log, thread_time_ns()
+        block.cpu_ns, self._cpu_ns = max(0, cpu - self._cpu_ns), cpu
+        end = log[-1]
+        self._norm, self._spent_ns = None, end.spent_ns if type(end) is _End else end[1]
+        block.evaluating = self._evaluates
+        self._done += len(log)
+        self._block = None
+        self._outbox.hand_over_steps(block, self._steps - self._left)
+
+    def _rest(self, first: Mark) -> None:
         """Judge events again; the tracker is at the end of the step before, or where a replay begins."""
-        tracker, first = self._tracker, self._first
-        self.keys = []
+        tracker = self._tracker
+        self.place = self._block = None
         tracker.marks, tracker.phase, tracker.phase_ns = [first], first.phase, first.ns
         tracker.progress += self._done + 1
         tracker.spent_ns, tracker.cpu_ns = self._spent_ns, self._cpu_ns
-        tracker.step_collectives = first.collectives
+        tracker.sample, tracker.step_collectives = first.memory, first.collectives
         self._done = 0
-        self._count_costs()
-
-    def _count_costs(self) -> None:
-        costs, self._costs = self._costs, []
-        for number, (cost, step_ns) in enumerate(costs, self._tracker.step - len(costs) + 1):
-            self._budget.end_step(number, cost, step_ns)
 
     def _differs(self, code: int) -> None:
         """Handle an event that is not the next one: a part of the one before, which is ignored, or of another step."""
@@ -567,37 +739,42 @@ class Regular:
 
     def _replay(self) -> None:
         """Give the events of the unfinished step to the parts that judge."""
-        tracker, order, times = self._tracker, self._order, self._times
-        kept, held = self._kept, deque(self._held)
-        self._rest()
-        self._times, self._kept, self._alike = [], [], 0
+        tracker, block, norm = self._tracker, self._block, self._norm
+        assert block is not None
+        held = deque(self._held)
+        first, events, light, begin = block.present()
+        if begin:
+            del block.log[begin:]
+            self._hand_over(block)
+        self._rest(first)
+        self._budget.passed(tracker.step)
+        self._alike, self._norm = 0, None
         self._held.clear()
-        if not times or order is None:
+        if not events:
             return
         notes = tracker.notes
         notes.micro_steps = 0
         notes.restore_batches(BatchesNoted())
-        done = Followed(0, tracker.marks[0], tracker.marks[0], order, times, kept, notes, 0, 0, 1)
+        notes.unread = light and any(each.place.code == Code.BACKWARD for each in events)
         memory, mark_event, clock = tracker.memory, tracker.mark_event, tracker.clock
-        events = list(done._events())
-        tracker.memory = _Given(memory, [figures[0] for _, _, figures, _ in events if figures[0] is not None])
-        marked = deque(figures[1] for _, _, figures, _ in events if figures[1] is not None)
+        tracker.memory = _Given(memory, [each.figures[0] for each in events if each.figures[0] is not None])
+        marked = deque(each.figures[1] for each in events if each.figures[1] is not None)
         tracker.mark_event = lambda: marked.popleft() if marked else mark_event()
-        fetched_ns = sum(after[1] - one[1] for one, after in pairwise(events) if after[0].code == Code.FETCHED)
+        fetched_ns = sum(after.ns - one.ns for one, after in pairwise(events) if after.place.code == Code.FETCHED)
         try:
             with self._loading.repeating():
-                for place, ns, _, own in events:
+                for place, ns, _, kept in events:
                     tracker.clock = lambda ns=ns: ns  # type: ignore[misc]
                     self._events.append(_Event(place.key, ns, place.code, place.owner, place.inner))
                     if not place.inner:
-                        self.handlers[place.code](*_arguments(place, own, held))
+                        self.handlers[place.code](*_arguments(place, kept, held, norm))
         finally:
             tracker.memory, tracker.mark_event, tracker.clock = memory, mark_event, clock
         tracker.notes.fetch_ns = fetched_ns
 
 
-def _arguments(place: _Place, own: tuple[Any, ...], held: "deque[Any]") -> tuple[Any, ...]:
-    """Return the arguments of the method that judges an event; ``own`` is what was kept of it."""
+def _arguments(place: _Place, own: tuple[Any, ...], held: "deque[Any]", norm: Any) -> tuple[Any, ...]:
+    """Return the arguments of the method that judges an event; ``own`` is what was kept of it, ``norm`` a light step's."""
     owner = place.owner()
     match place.code:
         case Code.FETCHED:
@@ -605,11 +782,11 @@ def _arguments(place: _Place, own: tuple[Any, ...], held: "deque[Any]") -> tuple
         case Code.FORWARD:
             return owner, *held.popleft()
         case Code.BACKWARD:
-            return own
+            return own or ([], False)
         case Code.UPDATE:
             return owner, own[0]
         case Code.CLIPPED:
-            return own
+            return own or (cuda.value_if_done(norm),)
         case Code.FETCHING | Code.STEPPING | Code.ZEROING:
             return (owner,)
         case _:

@@ -119,7 +119,7 @@ class Training:
 
     def _end_step(self, raw: StepRaw) -> None:
         self.regular.end_step(raw)
-        self.outbox.hand_over_step(raw)
+        self.outbox.hand_over_steps(raw)
 
     def _saw_forward(self, dtype: str) -> None:
         self.introduction.forward_dtype = dtype

@@ -2,21 +2,29 @@
 
 In a *full* step memory is read at every boundary of phases and weights are sampled; in a *coarse* one memory is read at
 its two ends and around the optimizer's phase alone, whose spikes must never be missed. Steps whose number is a multiple
-of ``every`` are full: those of all ranks are the same ones. The cost of both kinds is what the probe's own calls took
-(``Guard``), the step's time is that of its host.
+of ``every`` are full: those of all ranks are the same ones. Where that is not enough, the losses and norms of coarse
+steps are read if their number is a multiple of ``losses``; the others are *light*. The cost of each kind is what the
+probe's own calls took (``Guard``), the step's time is that of its host.
 """
 
 import math
 from collections import deque
+from itertools import product
 
 from ....protocol.messages.telemetry import Step
 
-CHOICES = (1, 2, 5, 10, 25, 50)
-"""Of ``every``: divisors of ``values.signs.EVERY``, so that the steps that are examined are full ones."""
+CHOICES = (1, 2, 5, 10, 25, 50, 75, 100, 200)
+"""Of ``every``: up to ``values.signs.EVERY`` its divisors, so that the steps that are examined are full ones."""
+LOSSES = (1, 2, 4, 8)
+"""Of ``losses``."""
 LONGEST_NS = 20_000_000
 """Time of a step from which on its share is the same: 0.5 % of it are 100 us."""
 GAP_NS = 5_000_000_000
 """Time between two full steps, at most: figures by phase would be too old on a screen."""
+LOSSES_GAP_NS = 500_000_000
+"""The same between two steps whose losses are read."""
+BLOCK_NS = 250_000_000
+"""Time of the steps that are given to the publisher together, unless they are those between two losses."""
 FIRST = 30
 """Steps at the beginning that are full: of compilation, the optimizer's first states, a leak's beginning."""
 SUSPICIOUS = 20
@@ -27,19 +35,26 @@ SPARE = 0.8
 """Share of the budget within which a smaller ``every`` must stay, so that the choice does not alternate."""
 HIGHER = 1.01
 """A peak so many times the one that was unusual last is unusual."""
+FAR = 10.0
+"""A loss, or a norm, so many times the median of those before it is unusual."""
 RECORDED_NS = 70
 """An entry of PyTorch's recorder (an allocation or a free) costs the training thread this, on an H200's host."""
 
 
 class Budget:
-    """Chooses which steps are full. ``share`` is that of a step's time, up to ``LONGEST_NS``; 0: all steps are full."""
+    """Chooses which steps are full, and which have their losses read.
+
+    ``share`` is that of a step's time, up to ``LONGEST_NS``; 0: all steps are full.
+    """
 
     def __init__(self, share: float) -> None:
-        self.every = 1
+        self.every = self.losses = self.block = 1
+        """Of how many steps one is full, of how many one has its losses read (those whose numbers are multiples), and
+        how many followed ones the publisher gets at once."""
         self.full = True
         """Whether the present step is full."""
         self._share = share
-        self._costs: dict[bool, deque[int]] = {True: deque(maxlen=WINDOW), False: deque(maxlen=WINDOW)}
+        self._costs: dict[str, deque[int]] = {kind: deque(maxlen=WINDOW) for kind in ("full", "coarse", "light")}
         self._steps: deque[int] = deque(maxlen=WINDOW)
         self.left = FIRST
         """Full steps to come although not all are: the first ones, and those after a suspicion."""
@@ -50,14 +65,23 @@ class Budget:
         self.left = max(self.left, SUSPICIOUS)
 
     def end_step(self, number: int, cost_ns: int, step_ns: int) -> None:
-        """Handle the end of step ``number``, which cost the probe ``cost_ns``; decide about the next one."""
-        self._costs[self.full].append(cost_ns)
+        """Handle the end of the judged step ``number``, which cost ``cost_ns``; decide about the next one."""
+        self._costs["full" if self.full else "coarse"].append(cost_ns)
         self._steps.append(step_ns)
-        self._number = number
         if self.left:
             self.left -= 1
-        elif self._share and self.full and len(self._costs[True]) == WINDOW:
+        elif self._share and self.full and len(self._costs["full"]) == WINDOW:
             self._choose()
+        self.passed(number)
+
+    def note_followed(self, light: bool, cost_ns: int, step_ns: int) -> None:
+        """Note the cost of a followed step, whose losses were not read if it is ``light``. For the publisher."""
+        self._costs["light" if light else "coarse"].append(cost_ns)
+        self._steps.append(step_ns)
+
+    def passed(self, number: int) -> None:
+        """Decide about the step after step ``number``."""
+        self._number = number
         self.full = bool(self.left) or (number + 1) % self.every == 0
 
     def ahead(self) -> int:
@@ -70,16 +94,25 @@ class Budget:
         return not self._share or not steps or entries * RECORDED_NS <= self._share * _median(steps)
 
     def _choose(self) -> None:
-        full = _median(self._costs[True])
-        coarse = _median(self._costs[False]) if self._costs[False] else full // 4
-        step = _median(self._steps)
+        """Read fewer steps in full first, and only then fewer losses."""
+        full, coarse, light = (_median(each) if each else 0 for each in self._costs.values())
+        coarse = coarse or full // 4
+        light = min(coarse, light or coarse * 2 // 3)
+        step, before = _median(self._steps), (self.losses, self.every)
         allowed = self._share * min(step, LONGEST_NS)
-        every = 1
-        for every in (each for each in CHOICES if each == 1 or each * step <= GAP_NS):
-            mean = (full + (every - 1) * coarse) / every
-            if mean <= (allowed if every >= self.every else SPARE * allowed):
+        chosen = 1, 1
+        for chosen in product(_within(LOSSES, LOSSES_GAP_NS, step), _within(CHOICES, GAP_NS, step)):
+            losses, every = chosen
+            followed = light + (coarse - light) / losses
+            mean = followed + (full - followed) / every
+            if mean <= (allowed if chosen >= before else SPARE * allowed):
                 break
-        self.every = every
+        self.losses, self.every = chosen
+        self.block = max(self.losses, *_within(LOSSES, BLOCK_NS, step))
+
+
+def _within(choices: tuple[int, ...], gap_ns: int, step_ns: int) -> list[int]:
+    return [each for each in choices if each == 1 or each * step_ns <= gap_ns]
 
 
 class Unusual:
@@ -89,18 +122,35 @@ class Unusual:
         self._highest = 0
         """The peak that was unusual last: a slow growth adds up to another one."""
         self._before: tuple[bool, bool, int, int] | None = None
+        self._recent: tuple[deque[float], deque[float]] = deque(maxlen=WINDOW), deque(maxlen=WINDOW)
+        """Sizes of the latest losses and norms."""
+        self._is_far = False
+        """Whether the latest of either was not finite, or far above those before it."""
 
     def is_so(self, step: Step) -> bool:
-        """Return whether a step has more memory than any before, or other trouble than the one before it."""
+        """Return whether a step has more memory than any before, or other trouble than the one before it.
+
+        Of a step whose losses were not read the loss is taken to be like the one before.
+        """
         peak = step.peak_phase
         top = peak.peak_span.peak if peak is not None else 0
         higher = top > HIGHER * self._highest
         if higher:
             self._highest = top
-        numbers = [each for each in (step.loss, step.grad_norm) if each is not None]
-        trouble = not all(map(math.isfinite, numbers)), step.overflow, step.retries, step.ooms
+        if step.reads_losses:
+            pairs = zip((step.loss, step.grad_norm), self._recent, strict=True)
+            self._is_far = any([_is_far(abs(value), recent) for value, recent in pairs if value is not None])
+        trouble = self._is_far, step.overflow, step.retries, step.ooms
         before, self._before = self._before, trouble
         return higher or (before is not None and trouble != before)
+
+
+def _is_far(value: float, recent: "deque[float]") -> bool:
+    if not math.isfinite(value):
+        return True
+    usual = sorted(recent)[WINDOW // 2] if len(recent) == WINDOW else math.inf
+    recent.append(value)
+    return value > FAR * usual > 0
 
 
 def _median(values: "deque[int] | list[int]") -> int:

@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import median
 from time import perf_counter_ns, thread_time_ns, time, time_ns
 from typing import Any, NamedTuple
@@ -160,6 +160,8 @@ class Notes:
     """Micro-batches of this update that are of an earlier pass over the data."""
     dropped: int = 0
     """Micro-batches at the end of an earlier pass whose gradients were set to zero before an update."""
+    unread: bool = False
+    """The losses and norms were not copied, at least of a part of the micro-steps."""
     complete: bool = False
     """What was kept of a followed step's events (``loop.regular``) was added."""
 
@@ -214,6 +216,8 @@ class StepRaw(NamedTuple):
     """Memory was read at the step's ends and around the optimizer's phase alone."""
     followed: bool = False
     """The step was followed by the order of earlier ones: it has no device times."""
+    losses_every: int = 1
+    """Every how many steps losses and norms are read."""
 
 
 class Moment(NamedTuple):
@@ -317,6 +321,8 @@ class Tracker:
         that begins; at the end of a step with (its last phase, ``end``). Empty in ordinary steps: a capture of one
         step adds itself, from any thread, and removes itself again."""
         self.notes = Notes()
+        self.touched = False
+        """Whether a followed step has notes of its own (``own_notes``)."""
         self.sample: Any = None
         self.marks = [self._mark("init", self.phase_ns)]
 
@@ -324,6 +330,11 @@ class Tracker:
         """Return where the training thread is; any thread."""
         notes = self.notes
         return self.followed() or Moment(self.phase, self.phase_ns, self.progress, notes.micro_steps + notes.repeats)
+
+    def own_notes(self) -> Notes:
+        """Return the present step's notes, to be changed by what is no event that a step may be followed by."""
+        self.touched = True
+        return self.notes
 
     def present_marks(self) -> list[Mark]:
         """Return the marks of the unfinished step; any thread."""
@@ -437,10 +448,10 @@ class Tracker:
         cpu, self.cpu_ns = self.cpu_ns, thread_time_ns()
         spent, self.spent_ns = self._guard.spent_ns - self.spent_ns, self._guard.spent_ns
         budget, coarse = self.budget, not self.budget.full
-        every = budget.every
+        every, losses_every = budget.every, budget.losses
         budget.end_step(self.step, spent, start - marks[0].ns)
         cpu_ns = max(0, self.cpu_ns - cpu)
-        self._finish(_new(StepRaw, (self.step, marks, ended, notes, spent, cpu_ns, every, coarse, False)))
+        self._finish(_new(StepRaw, (self.step, marks, ended, notes, spent, cpu_ns, every, coarse, False, losses_every)))
 
     def pause(self) -> None:
         """Let a capture end here, within a step: what has run so far may be all that runs."""
@@ -609,7 +620,7 @@ LIMIT = 20_000
 class Outbox:
     """Queue from the training thread to the publisher: raw steps, messages, and ``hello`` for the rank's hello."""
 
-    __slots__ = ("items", "overflowed", "pending", "steps_done")
+    __slots__ = ("_handed_over", "ended", "items", "overflowed", "pending", "under_way")
 
     def __init__(self) -> None:
         self.items: deque[Any] = deque()
@@ -617,8 +628,16 @@ class Outbox:
         """Steps that the publisher has received and not sent: the device has not passed their ends."""
         self.overflowed = 0
         """Items dropped because the queue was full."""
-        self.steps_done = 0
+        self._handed_over = 0
+        self.under_way: Callable[[], list[StepRaw]] = list
+        """Returns the finished steps of an unfinished block (``loop.regular.Followed``)."""
+        self.ended: Callable[[], int] = int
+        """Returns their number."""
+
+    @property
+    def steps_done(self) -> int:
         """Number of steps this process has finished, independent of their numbering."""
+        return self._handed_over + self.ended()
 
     def hand_over(self, item: Any) -> None:
         """Queue an item for the publisher."""
@@ -627,13 +646,13 @@ class Outbox:
         else:
             self.overflowed += 1
 
-    def hand_over_step(self, raw: Any) -> None:
-        """Queue a finished step (``StepRaw``, or ``loop.regular.Followed``) for the publisher."""
-        self.steps_done += 1
-        if len(self.items) < LIMIT:  # not by ``hand_over``: runs once a step on the training thread
+    def hand_over_steps(self, raw: Any, count: int = 1) -> None:
+        """Queue a finished step (``StepRaw``), or ``count`` of them (``loop.regular.Followed``), for the publisher."""
+        self._handed_over += count
+        if len(self.items) < LIMIT:  # not by ``hand_over``: runs on the training thread, where every cache is cold
             self.items.append(raw)
         else:
-            self.overflowed += 1
+            self.overflowed += count
 
     def send_hello(self) -> None:
         """Make the publisher send this rank's hello again."""
@@ -643,8 +662,12 @@ class Outbox:
         """Return the finished steps without a message yet, oldest first; any thread."""
         for _ in range(5):
             with contextlib.suppress(RuntimeError):  # the publisher removed one meanwhile
-                found = [item.raw() if callable(getattr(item, "raw", None)) else item for item in list(self.items)]
-                return [*self.pending, *(item for item in found if isinstance(item, StepRaw))]
+                found = [item.steps() if hasattr(item, "steps") else [item] for item in list(self.items)]
+                return [
+                    *self.pending,
+                    *(each for each in chain(*found) if isinstance(each, StepRaw)),
+                    *self.under_way(),
+                ]
         return []
 
 

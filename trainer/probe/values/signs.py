@@ -31,7 +31,7 @@ _LABELS = 8
 _ALIKE = 0.98
 """Share of equal ones that is no accident."""
 EVERY = 50
-"""Steps between later examinations."""
+"""Steps between later examinations, at least: the steps that are examined are full ones (``phases.budget``)."""
 SAMPLED = 256
 """Elements of one sampled parameter."""
 SPREAD = 3
@@ -49,6 +49,11 @@ _LIBRARIES = frozenset(("torch", "torchvision", "timm", "transformers", "peft", 
 """Whose layers with a dropout are known by their names and attributes."""
 _MOST_BYTES = 1 << 18
 """Bytes of a tensor from which a batch's fingerprint is computed: evenly spaced ones of a larger tensor."""
+
+
+def is_examined(number: int, every: int) -> bool:
+    """Return whether a later step is examined; one of ``every`` steps is a full one."""
+    return number % max(EVERY, every) == 0
 
 
 class Attended(NamedTuple):
@@ -334,14 +339,14 @@ class SignReader:
         self._batch = self._repeated = 0
         """Fingerprint of the last micro-batch, and how many of the step had that of the one before."""
 
-    def of_step(self, number: int, notes: Notes) -> tuple[int, Signs | None]:
+    def of_step(self, number: int, notes: Notes, every: int = 1) -> tuple[int, Signs | None]:
         """Return the fingerprint of a step's data, 0 if unknown, and its signs, None if there are none.
 
         After an error, of tensors that nobody foresaw, there are none in any step.
         """
         if not self._broken:
             try:
-                return self._batch_id(notes.seen), self._read(number, notes)
+                return self._batch_id(notes.seen), self._read(number, notes, every)
             except Exception as error:
                 self._broken = True
                 log_error("the signs of silent faults", error)
@@ -360,7 +365,7 @@ class SignReader:
             found = zlib.crc32(self._batch.to_bytes(4), found)
         return found
 
-    def _read(self, number: int, notes: Notes) -> Signs | None:
+    def _read(self, number: int, notes: Notes, every: int) -> Signs | None:
         if notes.weights_before is not None:
             self._of_weights(notes.weights_before)
             before, self._before = self._before, list(self._weights.values())
@@ -393,7 +398,7 @@ class SignReader:
             shifted = _shifted_of(*pair)
             figures["shifted"] = shifted if shifted != "once" or self._shifted else ""
             self._shifted = shifted if shifted != "once" else ""
-        if self._examined < FIRST or number % EVERY == 0:
+        if self._examined < FIRST or is_examined(number, every):
             self._examined += len(seen)
             figures |= self._tokens(seen)
         if reasons := list(filter(None, map(_mixed, notes.attended))):

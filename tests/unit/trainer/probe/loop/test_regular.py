@@ -1,7 +1,8 @@
 """Loops that are followed by the order of earlier steps: each step is told as if every event had been judged."""
 
 import json
-from itertools import chain
+from collections import OrderedDict
+from itertools import chain, pairwise
 
 import msgspec
 import pytest
@@ -184,16 +185,26 @@ def probed(monkeypatch, *, coarse=True):
     training = Training(RankContext(0, 0, 1, RunDir("run")), Counts())
     training.device.settled = True
     if coarse:
-        training.tracker.budget.end_step = lambda *_: None
+        training.tracker.budget.end_step = training.tracker.budget.passed = lambda *_: None
         training.tracker.budget.full = False
     monkeypatch.setattr(active, "events", TorchEvents(training))
     hooks_torch.install(torch)
     return training
 
 
-def told(script, monkeypatch, like):
+def on_a_device(training, monkeypatch):
+    """Handle batches and times as on a GPU, where a followed step keeps its batch for the publisher."""
+    training.device.events = object()
+    monkeypatch.setattr(training.device, "mark_event", lambda: None)
+    monkeypatch.setattr(training.tracker, "mark_event", lambda: None)
+
+
+def told(script, monkeypatch, like, losses=1, *, device=False):
     """Run a script; return its published steps without times and sizes, and the number of followed steps."""
     training = probed(monkeypatch)
+    training.tracker.budget.losses = training.tracker.budget.block = losses
+    if device:
+        on_a_device(training, monkeypatch)
     monkeypatch.setattr(regular, "LIKE", like)
     try:
         script(Loop())
@@ -219,6 +230,88 @@ def test_a_followed_step_is_told_as_a_judged_one(script, monkeypatch):
     assert count >= 2
 
 
+READ = ("loss", "lr", "grad_norm")
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("script", LOOPS, ids=lambda each: each.__name__)
+def test_a_light_step_is_told_as_a_judged_one_but_for_its_losses(script, device, monkeypatch):
+    judged, _ = msgspec.json.decode(told(script, monkeypatch, 10**9, device=device)[0])
+    text, count = told(script, monkeypatch, 1, 4, device=device)
+    figures, _ = msgspec.json.decode(text)
+    assert count >= 2
+    assert len(figures) == len(judged)
+    light = 0
+    for found, expected in zip(figures, judged, strict=True):
+        if found["loss"] is None is not expected["loss"]:
+            light += 1
+            assert found["step"] % 4
+            found |= {name: expected[name] for name in READ if found[name] is None}
+        assert found == expected
+    assert light >= 1
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+def test_losses_are_read_in_the_steps_whose_numbers_are_multiples(device, monkeypatch):
+    training = probed(monkeypatch)
+    training.tracker.budget.losses, training.tracker.budget.block = 4, 8
+    if device:
+        on_a_device(training, monkeypatch)
+    plain(Loop())
+    raws = training.outbox.unsent_steps()
+    steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
+    assert [step.step for step in steps] == list(range(1, 2 * BATCHES + 1))
+    followed = [step for step, raw in zip(steps, raws, strict=True) if raw.followed]
+    assert len(followed) > BATCHES
+    for step in followed:
+        assert (step.loss is not None) == step.reads_losses == (step.step % 4 == 0)
+        assert step.losses_every == 4
+        assert (step.tokens, step.label_tokens, step.micro_steps) == (10, 10, 1)
+        assert step.phase("optimizer").coarse is False
+    assert all(raw.cost_ns > 0 for raw in raws)
+    assert all(one.marks[-1].ns == after.marks[0].ns for one, after in pairwise(raws))
+
+
+def test_what_a_script_reports_belongs_to_its_light_step_and_a_block_under_way_is_counted(monkeypatch):
+    training = probed(monkeypatch)
+    training.tracker.budget.losses = training.tracker.budget.block = 8
+    on_a_device(training, monkeypatch)
+    loop = Loop()
+    for number, batch in enumerate(loop.loader, 1):
+        loop.loss(batch).backward()
+        if number in (11, 13):
+            training.tracker.own_notes().reported_loss = float(number)
+        loop.update()
+        assert training.outbox.steps_done == training.tracker.step == number
+    raws = training.outbox.unsent_steps()
+    assert [raw.number for raw in raws] == list(range(1, BATCHES + 1))
+    steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
+    assert [step.loss for step in steps[8:]] == [None, None, 11.0, None, 13.0, None]
+    assert len({id(raw.notes) for raw in raws}) == BATCHES
+
+
+def test_a_batch_of_another_kind_in_a_light_step_is_noted_at_once(monkeypatch):
+    training = probed(monkeypatch)
+    training.tracker.budget.losses = training.tracker.budget.block = 8
+    on_a_device(training, monkeypatch)
+    loop = Loop()
+    rows = [{"input_ids": ids} for ids in torch.randint(0, 9, (40, 5))]
+
+    def collate(found):
+        batch = {"input_ids": torch.stack([row["input_ids"] for row in found])}
+        batch |= {"labels": batch["input_ids"]}
+        return OrderedDict(batch) if torch.equal(found[0]["input_ids"], rows[20]["input_ids"]) else batch
+
+    for batch in torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=collate):
+        loop.loss(batch).backward()
+        loop.update()
+    raws = training.outbox.unsent_steps()
+    steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
+    assert raws[10].followed
+    assert steps[10].loss is None
+    assert [(step.step, step.samples, step.tokens) for step in steps] == [(n, 2, 10) for n in range(1, 21)]
+
+
 @pytest.mark.parametrize("like", [10**9, 1], ids=["judged", "followed"])
 @pytest.mark.parametrize(("script", "labels"), [(plain, 10), (a_causal_model, 8)])
 def test_a_causal_model_learns_no_label_of_a_row_s_first_token(script, labels, like, monkeypatch):
@@ -227,8 +320,11 @@ def test_a_causal_model_learns_no_label_of_a_row_s_first_token(script, labels, l
 
 
 @pytest.mark.parametrize(("script", "steps"), [(updates_that_the_script_skips, [9, 10, 11]), (scaling, [10])])
-def test_an_update_that_is_skipped_as_its_gradients_are_not_finite_is_a_step_without_one(script, steps, monkeypatch):
-    figures, _ = msgspec.json.decode(told(script, monkeypatch, 1)[0])
+@pytest.mark.parametrize("losses", [1, 8])
+def test_an_update_that_is_skipped_as_its_gradients_are_not_finite_is_a_step_without_one(
+    script, steps, losses, monkeypatch
+):
+    figures, _ = msgspec.json.decode(told(script, monkeypatch, 1, losses)[0])
     assert [(each["step"], each["lr"]) for each in figures if each["overflow"]] == [(step, 0.1) for step in steps]
     assert [each["step"] for each in figures] == list(range(1, BATCHES + 1))
 
@@ -277,9 +373,14 @@ class Samples:
         return self.taken
 
 
-def test_the_optimizer_s_memory_is_read_in_each_followed_step(monkeypatch):
+@pytest.mark.parametrize("losses", [1, 8], ids=["each loss", "light"])
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+def test_the_optimizer_s_memory_is_read_in_each_followed_step(device, losses, monkeypatch):
     training = probed(monkeypatch)
+    training.tracker.budget.losses = training.tracker.budget.block = losses
     training.tracker.memory = Samples()
+    if device:
+        on_a_device(training, monkeypatch)
     plain(Loop())
     raws = training.outbox.unsent_steps()
     for raw in raws[-5:]:
@@ -319,9 +420,7 @@ def test_weights_are_sampled_where_each_phase_is_read_as_in_a_captured_step(watc
 
 def test_on_a_device_each_forward_has_the_batch_that_was_fetched_for_it_judged_followed_or_replayed(monkeypatch):
     training = probed(monkeypatch)
-    training.device.events = object()
-    monkeypatch.setattr(training.device, "mark_event", lambda: None)
-    monkeypatch.setattr(training.tracker, "mark_event", lambda: None)
+    on_a_device(training, monkeypatch)
     given, note = [], batches.note
 
     def noted(notes, found, is_forward, *more):
