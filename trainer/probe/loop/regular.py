@@ -181,8 +181,10 @@ class Followed:
     ) -> None:
         self.order, self.number, self.first, self.log = order, number, first, list[Any]()
         """``number`` is that of the step before it."""
-        self.spent_ns, self.cpu_ns, self.evaluating, self.every = spent_ns, 0, False, every
+        self.spent_ns, self.evaluating, self.every = spent_ns, False, every
         """``evaluating``: the trained model is in evaluation mode at its end."""
+        self.cpu_ns: int | None = None
+        """CPU time of the training thread; None until the block is given to the publisher."""
         self.before = before
         """Items of the blocks before it, since a step was judged."""
 
@@ -208,7 +210,7 @@ class Followed:
                 )
             )
             first, spent = ending, last.spent_ns
-        cpu_ns = self.cpu_ns // max(1, len(found))
+        cpu_ns = (self.cpu_ns or 0) // max(1, len(found))
         return [each._replace(cpu_ns=cpu_ns) for each in found]
 
     def present(self) -> tuple[Mark, list[_Noted], bool, int]:
@@ -475,12 +477,13 @@ class Regular:
 
     def ended(self) -> int:
         """Return the number of finished steps of the block under way; any thread."""
-        return 0 if self._block is None else self._steps - self._left
+        block = self._block
+        return 0 if block is None or block.cpu_ns is not None else self._steps - self._left
 
     def unsent(self) -> list[StepRaw]:
         """Return the finished steps of the block under way; any thread."""
         block = self._block
-        return [] if block is None else block.steps()
+        return [] if block is None or block.cpu_ns is not None else block.steps()
 
     def _may_follow(self) -> bool:
         tracker = self._tracker
@@ -718,14 +721,13 @@ class Regular:
         self._norm, self._spent_ns = None, end.spent_ns if type(end) is _End else end[1]
         block.evaluating = self._evaluates
         self._done += len(log)
-        self._block = None
         self._outbox.hand_over_steps(block, self._steps - self._left)
 
     def _rest(self, first: Mark) -> None:
         """Judge events again; the tracker is at the end of the step before, or where a replay begins."""
         tracker = self._tracker
-        self.place = self._block = None
         tracker.marks, tracker.phase, tracker.phase_ns = [first], first.phase, first.ns
+        self.place = self._block = None
         tracker.progress += self._done + 1
         tracker.spent_ns, tracker.cpu_ns = self._spent_ns, self._cpu_ns
         tracker.sample, tracker.step_collectives = first.memory, first.collectives
