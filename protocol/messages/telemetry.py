@@ -463,10 +463,15 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """Parameters that have gradients and that no optimizer updates, at the first update or after 100 steps."""
     left_out_first: str = ""
     """Name of the first of them."""
+    detached: Whole = 0
+    """Parameters, most elements of an optimizer, that have had no gradient in the first updates and after 100 steps."""
+    detached_first: str = ""
+    """Name of the first of them."""
     no_gradients: bool = False
     """No parameter of the optimizer had a gradient at this update."""
-    clipped: Literal["", "zero", "scaled"] = ""
-    """Gradients were clipped to a norm of zero, or before a loss scaler had divided them by its scale."""
+    clipped: Literal["", "zero", "scaled", "discarded"] = ""
+    """Gradients were clipped to a norm of zero, or before a loss scaler had divided them by its scale, or set to zero
+    between the backward and the update."""
     repeated: Whole = 0
     """Micro-batches with the data of the one before."""
     shifted: Literal["", "never", "once", "twice"] = ""

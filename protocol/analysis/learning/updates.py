@@ -98,10 +98,12 @@ class ModeFacts(msgspec.Struct, frozen=True):
 
 
 class LeftOutFacts(msgspec.Struct, frozen=True):
-    """Parameters that no optimizer has."""
+    """Parameters that no optimizer has, or that get no gradient."""
 
     parameters: int
     first: str
+    detached: bool = False
+    """An optimizer has them, and the loss does not depend on them."""
 
 
 class RowFacts(msgspec.Struct, frozen=True):
@@ -267,6 +269,15 @@ def _mode(finding: Finding) -> Words:
 def _left_out(finding: Finding) -> Words:
     facts: LeftOutFacts = finding.facts
     more = f" and {counted(facts.parameters - 1, 'other parameter')}" if facts.parameters > 1 else ""
+    if facts.detached:
+        return Words(
+            f"{facts.first}{more} get no gradient: not trained",
+            "An optimizer has them, which are most of what it has, and in no update that was looked at, at the beginning "
+            "and after 100 steps, had they a gradient.",
+            "Look between them and the loss for detach(), torch.no_grad() or inference_mode(), .data, .item() or NumPy, "
+            "and for inputs_embeds that were computed before; call requires_grad_(False) on what is not to be trained.",
+            "Another training has begun.",
+        )
     return Words(
         f"no optimizer updates {facts.first}{more}: not trained",
         "Gradients are computed for it, and no optimizer updates it."
@@ -324,6 +335,11 @@ _CLIPPED = {
         "Their norm is the loss scale times too large, so nearly every update is made far smaller than the limit says.",
         "Call scaler.unscale_(optimizer) before the clipping.",
     ),
+    "discarded": (
+        "gradients are set to zero between the backward and the update",
+        "Every update is without its gradients: only weight decay and momentum change the weights.",
+        "Call zero_grad() after the update, or before the backward.",
+    ),
 }
 
 
@@ -363,7 +379,7 @@ class Updates(Detector):
             "not_in_optimizer",
             LeftOutFacts,
             _left_out,
-            shown={"first": Shown("first")},
+            shown={"first": Shown("first"), "detached": HIDDEN},
         ),
         *(
             Kind(name, RowFacts, words, limits={"steps in a row, from the first one": f"{ZERO}"})
@@ -487,6 +503,9 @@ class Updates(Detector):
             found += self._once("weights_not_finite", facts, step.rank, before.step, "error")
         if signs is not None and signs.left_out:
             facts = LeftOutFacts(signs.left_out, signs.left_out_first)
+            found += self._once("not_in_optimizer", facts, step.rank, step.step, "warning")
+        if signs is not None and signs.detached:
+            facts = LeftOutFacts(signs.detached, signs.detached_first, detached=True)
             found += self._once("not_in_optimizer", facts, step.rank, step.step, "warning")
         if signs is not None and signs.put_back:
             found += self._once("weights_put_back", RowFacts(step.step, 1), step.rank, 1, "warning")

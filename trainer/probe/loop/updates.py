@@ -31,6 +31,10 @@ optimizer, per client or task."""
 IDLE = 100
 """Steps after which parameters that no optimizer updates are looked for again: some may have been unfrozen. An
 optimizer without a step until then is not counted."""
+LOOKS = 4
+"""Updates at the beginning in which parameters without a gradient are looked for; one after ``IDLE`` steps follows."""
+DETACHED = 0.5
+"""Share of the optimizer's elements that are no accident: models have small parts that a loss leaves out."""
 MEASURED_UPDATERS = 8
 """Limit above which a step (as of one optimizer for each parameter) has no memory sample at every update."""
 
@@ -145,6 +149,10 @@ class Updates:
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose creation was seen."""
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._zeroed_at = -1
+        """Further backwards of the step before which its gradients were set to zero last."""
+        self._looks, self._detached = 0, set[int]()
+        """Updates in which gradients were looked for, and ids of the parameters that had none in any of them."""
         self._looked_again = False
         """Whether parameters that no optimizer updates were looked for once more."""
         self.learned: list[Callable[[], Any]] = []
@@ -167,6 +175,7 @@ class Updates:
             return
         is_module = isinstance(owner, torch.nn.Module)
         notes.discarded = bool(self._forwards.has_sole(owner) if is_module else self._forwards.is_sole(owner))
+        self._zeroed_at = notes.repeats
         updater = self._trained.primary()
         norm = cuda.arrived_value(notes.grad_norm)
         if notes.discarded and updater is not None and norm is not None and not isfinite(norm):
@@ -301,6 +310,10 @@ class Updates:
         self._since = tracker.progress
         if lr is not None:
             tracker.notes.lr = cuda.fetch_values(lr)
+        if tracker.notes.discarded and tracker.notes.repeats == self._zeroed_at and has_gradients(by):
+            tracker.notes.clipped = "discarded"
+        if self._looks < LOOKS or not self._looked_again:
+            self._see_gradients(by)
         if self._sampled < PUT_BACK:
             self._sampled += 1
             tracker.notes.weights_before = self._weights.take(by)
@@ -311,6 +324,29 @@ class Updates:
         elif not self._looked_again and tracker.step >= IDLE:
             self._looked_again = True
             self._note_left_out(by, self._forwards.updated() - self._idle())
+
+    def _see_gradients(self, by: Any) -> None:
+        """Note the parameters that got no gradient in the first updates and one later; of the optimizer that is first.
+
+        Those of an engine, and of a rank's part of a parameter, may be elsewhere.
+        """
+        tracker, state = self._tracker, self._state
+        if by is None or by is not self._trained.primary() or state.engine_steps or state.in_backward:
+            return
+        again = tracker.step >= IDLE
+        if self._looks >= LOOKS and not again:
+            return
+        trained = [each for each in parameters_of(by) if each.requires_grad and each.numel()]
+        bare = {id(each) for each in trained if each.grad is None}
+        self._detached = self._detached & bare if self._looks else bare
+        self._looks += 1
+        if not again or self._looks <= LOOKS:
+            return
+        model, detached = self._trained.any_model(), [each for each in trained if id(each) in self._detached]
+        share = sum(each.numel() for each in detached) / max(1, sum(each.numel() for each in trained))
+        if model is not None and DETACHED <= share < 1:
+            names = [name for name, each in model.named_parameters() if id(each) in self._detached]
+            tracker.notes.detached = len(detached), next(iter(names), "a parameter")
 
     def _idle(self) -> set[int]:
         """Return the ids of the parameters of optimizers that never stepped, nor does another one with some of them."""

@@ -142,8 +142,11 @@ class Notes:
     """The same before the training's first update."""
     left_out: tuple[int, str] = 0, ""
     """Then, or later: how many parameters with gradients no optimizer updates, and the name of the first."""
+    detached: tuple[int, str] = 0, ""
+    """The same of most of an optimizer's parameters, which have had no gradient."""
     clipped: str = ""
-    """How gradients were clipped by mistake: to a norm of ``zero``, or while they were ``scaled``; in judged steps."""
+    """How gradients were lost by mistake: clipped to a norm of ``zero``, or while they were ``scaled``, or
+    ``discarded``: set to zero before the update; in judged steps."""
     evaluating: bool = False
     """The trained model was in evaluation mode at the update, which changes its layers."""
     no_gradients: bool = False

@@ -377,6 +377,8 @@ class SignReader:
             "dropped": notes.dropped,
             "left_out": notes.left_out[0],
             "left_out_first": notes.left_out[1],
+            "detached": notes.detached[0],
+            "detached_first": notes.detached[1],
             "clipped": notes.clipped,
             "evaluating": notes.evaluating,
             "evaluating_part": notes.evaluating_part,

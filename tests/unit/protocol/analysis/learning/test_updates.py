@@ -198,13 +198,21 @@ def test_a_loss_or_a_norm_that_is_0_from_the_first_step_on_is_told_until_it_is_n
     assert found(Updates(), [replace(each, signs=ignored, loss=0.0) for each in steps]) == []
 
 
+def test_a_body_without_gradients_is_told_once_by_its_first_parameter() -> None:
+    detector = Updates()
+    signs = Signs(detached=3, detached_first="body.0.weight")
+    (one,) = (found for number in (101, 102) for found in detector.step(step(number, signs=signs)))
+    assert (one.kind, one.severity, one.step) == ("not_in_optimizer", "warning", 101)
+    assert words_of(one).title == "body.0.weight and 2 other parameters get no gradient: not trained"
+
+
 def test_weights_that_are_put_back_are_told_once() -> None:
     detector = Updates()
     steps = [step(number, rank, signs=Signs(put_back=number == 4)) for number in range(1, 9) for rank in range(2)]
     assert found(detector, steps) == [(4, "weights_put_back", "raised", 1)]
 
 
-@pytest.mark.parametrize("how", ["zero", "scaled"])
+@pytest.mark.parametrize("how", ["zero", "scaled", "discarded"])
 def test_gradients_that_are_clipped_by_mistake_are_told_once_with_the_first_step(how: Any) -> None:
     detector = Updates()
     steps = [step(number, signs=Signs(clipped=how) if number in (2, 3, 9, 20) else None) for number in range(1, 30)]

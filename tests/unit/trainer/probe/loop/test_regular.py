@@ -514,3 +514,83 @@ def test_the_first_batch_of_a_training_in_evaluation_mode_is_the_step_s_too(trai
     raws = training.outbox.unsent_steps()
     steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
     assert {(step.samples, step.tokens, step.label_tokens) for step in steps} == {(2, 10, 10)}
+
+
+def zeroed_before_the_update(loop, batch):
+    loop.loss(batch).backward()
+    loop.optimizer.zero_grad(set_to_none=False)
+    loop.optimizer.step()
+
+
+def zeroed_and_gone_backward_again(loop, batch):
+    loop.loss(batch).backward()
+    loop.optimizer.zero_grad(set_to_none=False)
+    loop.loss(batch).backward()
+    loop.update()
+
+
+def zeroed_before_and_after(loop, batch):
+    loop.optimizer.zero_grad(set_to_none=False)
+    loop.loss(batch).backward()
+    loop.update()
+
+
+def without_gradients(loop, batch):
+    loop.loss(batch).backward()
+    loop.optimizer.zero_grad()  # that no parameter has one is another finding
+    loop.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("script", "how"),
+    [
+        (zeroed_before_the_update, "discarded"),
+        (zeroed_and_gone_backward_again, ""),
+        (zeroed_before_and_after, ""),
+        (without_gradients, ""),
+    ],
+)
+def test_gradients_that_are_set_to_zero_before_an_update_are_noted(script, how, monkeypatch):
+    training = probed(monkeypatch, coarse=False)
+    loop = Loop()
+    for batch in loop.loader:
+        script(loop, batch)
+    raws = training.outbox.unsent_steps()
+    assert [raw.notes.clipped for raw in raws] == [how] * BATCHES
+
+
+class Detached(Two):
+    """The head's input is detached until a forward, or the body is frozen."""
+
+    def __init__(self, until=10**9, frozen=False):
+        super().__init__()
+        self.until = until
+        self.body.requires_grad_(not frozen)
+
+    def forward(self):
+        self.until -= 1
+        found = self.body(torch.ones(2, 4))
+        return self.head(found.detach() if self.until >= 0 else found).mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (Detached(), (2, "body.weight")),
+        (Detached(until=2), (0, "")),
+        (Detached(until=50), (0, "")),
+        (Detached(frozen=True), (0, "")),
+        (Two(), (0, "")),
+    ],
+    ids=["always", "twice", "a stage of 50 steps", "frozen on purpose", "not"],
+)
+def test_a_body_that_gets_no_gradient_is_noted_after_100_steps(model, expected, training):
+    hooks_torch.install(torch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    training.trained.find(lambda: model)
+    for _ in range(110):
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+    found = [raw.notes.detached for raw in training.outbox.unsent_steps()]
+    assert [each for each in found if each[0]] == [expected] * bool(expected[0])
