@@ -469,6 +469,8 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """Name of the first of them."""
     no_gradients: bool = False
     """No parameter of the optimizer had a gradient at this update."""
+    apart: bool = False
+    """None of the step's gradients was reduced over the ranks: DDP was inside ``no_sync`` in each micro-batch."""
     clipped: Literal["", "zero", "scaled", "discarded"] = ""
     """Gradients were clipped to a norm of zero, or before a loss scaler had divided them by its scale, or set to zero
     between the backward and the update."""

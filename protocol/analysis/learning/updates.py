@@ -19,6 +19,8 @@ BARE = 5
 """The same where no parameter of the optimizer has a gradient."""
 ZERO = 20
 """Steps in a row at a learning rate of 0."""
+APART = 600
+"""More than the steps that ranks take by themselves where they average their models now and then (DiLoCo: 500)."""
 EVALUATING = 5
 """Updates in a row of a model in evaluation mode."""
 CLIPPED = 3
@@ -144,6 +146,8 @@ class _Rank:
         self.zeros = {"zero_loss": _Row(), "zero_norm": _Row()}
         """Steps from the first one on whose loss or norm is 0; those of a figure that was another one end."""
         self.last_skipped = SkippedFacts(0, 0, None, None, None, "")
+        self.apart: _Row | None = _Row()
+        """Steps from the first one on without reduced gradients; None: there were some with."""
         self.clipped, self.clipped_since = 0, 0
         """Steps that were seen to clip by mistake, and the first of them."""
         self.finite = 0
@@ -290,6 +294,17 @@ def _left_out(finding: Finding) -> Words:
     )
 
 
+def _apart(finding: Finding) -> Words:
+    facts: RowFacts = finding.facts
+    return Words(
+        f"gradients have not been reduced over the ranks for {facts.steps} steps: each trains a model of its own",
+        f"Since step {facts.since_step} each micro-batch was inside no_sync() of DistributedDataParallel, and the script "
+        "has reduced nothing of the model's size by itself.",
+        "Leave no_sync() out in the last micro-batch before each update.",
+        "Another training has begun.",
+    )
+
+
 def _zero_loss(finding: Finding) -> Words:
     facts: RowFacts = finding.facts
     return Words(
@@ -385,6 +400,7 @@ class Updates(Detector):
             Kind(name, RowFacts, words, limits={"steps in a row, from the first one": f"{ZERO}"})
             for name, words in (("zero_loss", _zero_loss), ("zero_norm", _zero_norm))
         ),
+        Kind("gradients_apart", RowFacts, _apart, limits={"steps from the first one on": f"{APART}"}),
         Kind("weights_put_back", RowFacts, _put_back),
         Kind(
             "clipping",
@@ -507,6 +523,11 @@ class Updates(Detector):
         if signs is not None and signs.detached:
             facts = LeftOutFacts(signs.detached, signs.detached_first, detached=True)
             found += self._once("not_in_optimizer", facts, step.rank, step.step, "warning")
+        if sampled and rank.apart is not None:
+            rank.apart = rank.apart if signs is not None and signs.apart else None
+            if rank.apart is not None and rank.apart.add(True, step.step) and rank.apart.lasts(step.step) >= APART:
+                facts = RowFacts(rank.apart.lasts(step.step), rank.apart.since)
+                found += self._once("gradients_apart", facts, step.rank, rank.apart.since, "error")
         if signs is not None and signs.put_back:
             found += self._once("weights_put_back", RowFacts(step.step, 1), step.rank, 1, "warning")
         if signs is not None and signs.clipped:

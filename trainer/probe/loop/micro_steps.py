@@ -41,6 +41,8 @@ class MicroSteps:
         """Whether the latest loss was finite, where it is known at once."""
         self._is_reported = False
         """Whether a forward was reported since the last backward."""
+        self._is_apart = False
+        """Whether DDP reduces no gradients after the latest forward (``no_sync``)."""
         self._one_each = OneEach()
         self._trained_on = Notes(), BatchesNoted()
         """Notes of the latest backward's step, and their batches at its end."""
@@ -72,6 +74,7 @@ class MicroSteps:
             self._undecided = (tracker.notes, args, kwargs) if is_open else None
             if kind != "train":
                 return
+            self._is_apart = getattr(module, "require_backward_grad_sync", True) is False
         self._phases.enter("forward")
         notes = tracker.notes
         if state.evaluations > 1 or notes.discarded:
@@ -125,6 +128,7 @@ class MicroSteps:
         """Note a micro-step and its losses."""
         notes, state = self._tracker.notes, self._state
         notes.micro_steps += 1
+        notes.apart += self._is_apart
         notes.sum_losses, notes.added_ranks = state.sum_losses or scaled, state.added_ranks
         notes.losses += self.fetch_losses(losses)
 

@@ -380,6 +380,9 @@ class Updates:
             notes.weights = self._weights.take(updater)
             notes.evaluating_part = self._weights.part_in_evaluation(updater)
             notes.no_gradients = not has_gradients(updater)
+            if notes.apart == notes.micro_steps > 0 and not _is_alone():
+                elements = sum(each.numel() for each in parameters_of(updater))
+                notes.never_reduced = tracker.counts.elements(tracker.step_collectives) < elements / 2
 
     def _end(self) -> None:
         state = self._state

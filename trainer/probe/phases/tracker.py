@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from statistics import median
 from time import perf_counter_ns, thread_time_ns, time, time_ns
 from typing import Any, NamedTuple
@@ -151,6 +151,10 @@ class Notes:
     """The trained model was in evaluation mode at the update, which changes its layers."""
     no_gradients: bool = False
     """No parameter of the optimizer had a gradient at the update; looked at in full steps."""
+    apart: int = 0
+    """Micro-steps of this update after which DDP reduced no gradients; looked at in judged steps."""
+    never_reduced: bool = False
+    """None of its gradients was reduced over the ranks; looked at in full steps."""
     evaluating_part: str = ""
     """Name of a part that was, though the model was not; in full steps."""
     weights_lost: bool = False
@@ -276,6 +280,10 @@ class Counts:
         self.groups: dict[str, int] = {}
         self.recent: deque[tuple[str, int, str, int]] = deque(maxlen=RECENT)
         """The last collectives: group, number within it, name, elements."""
+
+    def elements(self, since: int) -> int:
+        """Return the elements of the collectives entered since ``since`` were, of the latest that are kept."""
+        return sum(each[3] for each in islice(reversed(self.recent), max(0, self.entered - since)))
 
     def forget_groups(self) -> None:
         """Reset the counts for a new default group: names of groups are assigned again."""

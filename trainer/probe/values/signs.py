@@ -384,6 +384,7 @@ class SignReader:
             "evaluating_part": notes.evaluating_part,
             "weights_lost": notes.weights_lost,
             "no_gradients": notes.no_gradients,
+            "apart": notes.never_reduced,
             "repeated": self._repeated,
             "weights": weights,
             "put_back": notes.weights_before is not None and self._put_back == PUT_BACK - 1,

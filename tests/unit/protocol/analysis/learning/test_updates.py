@@ -206,6 +206,18 @@ def test_a_body_without_gradients_is_told_once_by_its_first_parameter() -> None:
     assert words_of(one).title == "body.0.weight and 2 other parameters get no gradient: not trained"
 
 
+@pytest.mark.parametrize(("reduced", "told"), [((), [(600, "gradients_apart", "raised", 1)]), ((10,), [])])
+def test_gradients_that_are_never_reduced_are_told_and_not_where_ranks_average_now_and_then(reduced, told) -> None:
+    coarse = replace(Sim(1).phase("forward"), coarse=True)
+    steps = [
+        step(number, signs=None if number in reduced else Signs(apart=True), memory_every=200)
+        if number <= 30 or number % 200 == 0
+        else replace(step(number, memory_every=200), phases=[coarse])
+        for number in range(1, 1000)
+    ]
+    assert found(Updates(), steps) == told
+
+
 def test_weights_that_are_put_back_are_told_once() -> None:
     detector = Updates()
     steps = [step(number, rank, signs=Signs(put_back=number == 4)) for number in range(1, 9) for rank in range(2)]

@@ -12,7 +12,7 @@ from ftmon.trainer.probe import active
 from ftmon.trainer.probe.events import TorchEvents
 from ftmon.trainer.probe.hooks import torch as hooks_torch
 from ftmon.trainer.probe.link.publisher import step_message
-from ftmon.trainer.probe.loop import regular
+from ftmon.trainer.probe.loop import regular, updates
 from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.phases.tracker import Counts
 from ftmon.trainer.probe.rank.context import RankContext
@@ -594,3 +594,26 @@ def test_a_body_that_gets_no_gradient_is_noted_after_100_steps(model, expected, 
         optimizer.step()
     found = [raw.notes.detached for raw in training.outbox.unsent_steps()]
     assert [each for each in found if each[0]] == [expected] * bool(expected[0])
+
+
+@pytest.mark.parametrize(
+    ("unsynced", "elements", "apart"),
+    [((True, True), 1, True), ((True, False), 1, False), ((True, True), 70, False)],
+    ids=["never", "the last one is", "by the script"],
+)
+def test_a_step_whose_gradients_are_never_reduced_is_noted(unsynced, elements, apart, monkeypatch):
+    training = probed(monkeypatch, coarse=False)
+    monkeypatch.setattr(updates, "_is_alone", lambda: False)
+    loop, counts = Loop(), training.tracker.counts
+    for batch in loop.loader:
+        for is_unsynced in unsynced:
+            loop.model.require_backward_grad_sync = not is_unsynced
+            with active.events.forward(loop.model, (), batch, "ddp", always=True):
+                loss = loop.loss(batch)
+            loss.backward()
+        counts.entered += 2
+        counts.recent.extend([("world", 1, "all_reduce", elements), ("world", 2, "all_reduce", 1)])
+        loop.update()
+    raws = training.outbox.unsent_steps()
+    assert sum(each.numel() for each in loop.model.parameters()) == 81
+    assert [raw.notes.never_reduced for raw in raws] == [apart] * BATCHES
