@@ -708,6 +708,8 @@ class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
     dropped: Whole = 0
     held_since: Time = 0.0
     """Start of the hold at an out-of-memory error (``--on-oom hold``), seconds since the epoch; 0: not held."""
+    left_out: Whole = 0
+    """Batches fetched in a row, of a DataLoader that it trains on, without a backward."""
 
 
 class AllocatorPhase(msgspec.Struct, frozen=True, omit_defaults=True):

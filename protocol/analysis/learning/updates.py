@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from ...messages.telemetry import Goodbye, Hello, LostEdit, Step
+from ...messages.telemetry import Goodbye, Heartbeat, Hello, LostEdit, Step
 from ...text import counted
 from ..findings.finding import HIDDEN, Detector, Finding, Handler, Kind, Shown
 from ..words import Words, high_rate, number
@@ -23,6 +23,8 @@ APART = 600
 """More than the steps that ranks take by themselves where they average their models now and then (DiLoCo: 500)."""
 EVALUATING = 5
 """Updates in a row of a model in evaluation mode."""
+LEFT_OUT = 100
+"""Batches in a row without a backward."""
 CLIPPED = 3
 """Steps in which gradients were seen to be clipped by mistake."""
 EDITED = 8
@@ -40,6 +42,8 @@ class SkippedFacts(msgspec.Struct, frozen=True):
     lr: float | None
     precision: str
     loss_scale: float | None = None
+    batches: int = 0
+    """Batches that were left out in a row, without an update; 0: updates were skipped."""
 
 
 class WeightFacts(msgspec.Struct, frozen=True):
@@ -159,6 +163,15 @@ class _Rank:
 
 def _skipped(finding: Finding) -> Words:
     facts: SkippedFacts = finding.facts
+    if facts.batches:
+        return Words(
+            f"no batch is trained on since step {facts.since_step}: {counted(facts.batches, 'batch')} left out",
+            "They were fetched in a row from the loader of the training, and no backward followed, as in a loop that "
+            "continues after each loss that is not finite.",
+            "Look at the loss and the weights: once a weight is NaN, every loss is. Resume from a checkpoint before that "
+            "step, and end the loop after a few such batches.",
+            "Updates are applied again.",
+        )
     scaler = ""
     if facts.loss_scale is not None:
         scaler = " bf16 needs no loss scaler, and a lower scale does not help: make it with enabled=False."
@@ -276,8 +289,8 @@ def _left_out(finding: Finding) -> Words:
     if facts.detached:
         return Words(
             f"{facts.first}{more} get no gradient: not trained",
-            "An optimizer has them, which are most of what it has, and in no update that was looked at, at the beginning "
-            "and after 100 steps, had they a gradient.",
+            "An optimizer has them, which are most of what it has, and in no update that was looked at, at the "
+            "beginning and after 100 steps, had they a gradient.",
             "Look between them and the loss for detach(), torch.no_grad() or inference_mode(), .data, .item() or NumPy, "
             "and for inputs_embeds that were computed before; call requires_grad_(False) on what is not to be trained.",
             "Another training has begun.",
@@ -372,7 +385,11 @@ class Updates(Detector):
             "updates_skipped",
             SkippedFacts,
             _skipped,
-            limits={"updates in a row, but in fp16": f"{SKIPPED}"},
+            shown={"batches": Shown("batches left out")},
+            limits={
+                "updates in a row, but in fp16": f"{SKIPPED}",
+                "batches in a row without a backward": f"{LEFT_OUT}",
+            },
         ),
         Kind("weights_not_finite", WeightFacts, _weights, shown={"at_latest": Shown("at the latest")}),
         Kind(
@@ -451,7 +468,10 @@ class Updates(Detector):
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return the method for each type of message."""
-        return {Hello: self.hello, Step: self.step, LostEdit: self.edit, Goodbye: self.goodbye}
+        return {
+            **{Hello: self.hello, Step: self.step, Heartbeat: self.beat},
+            **{LostEdit: self.edit, Goodbye: self.goodbye},
+        }
 
     def hello(self, hello: Hello) -> None:
         """Register what a rank trains."""
@@ -551,6 +571,15 @@ class Updates(Detector):
         state = "updated" if times else "raised"
         return [Finding("pending_micro_batches", facts, state, "info", (rank,), how, first)]
 
+    def beat(self, beat: Heartbeat) -> list[Finding]:
+        """Process a heartbeat, which tells how many batches were left out since the last step."""
+        rank = self._ranks.get(beat.rank)
+        if rank is None or rank.before is None or beat.left_out < LEFT_OUT:
+            return []
+        since, none = rank.before.step, (None, None, None, "", None)
+        facts = rank.last_skipped = SkippedFacts(0, since, *none, batches=beat.left_out)
+        return self._judge("updates_skipped", True, beat, facts, since, "error")
+
     def edit(self, edit: LostEdit) -> list[Finding]:
         """Process a lost change of parameters."""
         facts = EditFacts(tuple(edit.parameters), edit.count, edit.where, edit.overwritten)
@@ -577,7 +606,7 @@ class Updates(Detector):
         self,
         kind: str,
         holds: bool,
-        step: Step,
+        step: Step | Heartbeat,
         facts: msgspec.Struct,
         since: int,
         severity: Literal["warning", "error"] = "warning",

@@ -445,7 +445,7 @@ class Publisher(threading.Thread):
         self._logged = False
         self._rank = rank = training.rank
         self._introduction, self._trained = training.introduction, training.trained
-        self._signs = training.signs
+        self._signs, self._loading = training.signs, training.loading
         self._tracker = tracker = training.tracker
         self._outbox = outbox = training.outbox
         self._steps, self._spare_notes = outbox.pending, training.regular.spare
@@ -718,4 +718,5 @@ class Publisher(threading.Thread):
             resident=max(0, reading.resident),
             dropped=self.dropped + self._outbox.overflowed,
             held_since=self._hold.since,
+            left_out=self._loading.left_out,
         )

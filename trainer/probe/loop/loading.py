@@ -161,6 +161,8 @@ class Loading:
         self._data_iterator: Callable[[], Any] = nothing
         """The iterator that the latest batch outside of an evaluation was fetched from."""
         self._trained_data = 0
+        self.left_out = 0
+        """Batches fetched in a row, of a loader that is trained on, without a backward."""
         self._untrained = 0
         """Batches fetched for the training that had no backward yet."""
         self._scoped_iterator: Callable[[], Any] = nothing
@@ -241,6 +243,8 @@ class Loading:
             key = id(self._last_iterator())
             notes.fetches[key] = notes.fetches.get(key, 0) + 1
             self._untrained += 1
+            if self.left_out or getattr(self._last_iterator(), "_ftmon_trained", False):
+                self.left_out += 1
             notes.fetch_ns += perf_counter_ns() - self._fetching_ns
             self._data_iterator = self._last_iterator
         if self._prefetched is not None and not self._state.forward_by:
@@ -321,6 +325,7 @@ class Loading:
     def going_backward(self) -> bool:
         """Handle a backward: the fetched batches are trained on. Return whether they may have been evaluated."""
         self._pass.trained()
+        self.left_out = 0
         if self._untrained:
             self._untrained -= 1
         elif self._trained_data:

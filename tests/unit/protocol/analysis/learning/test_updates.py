@@ -7,7 +7,7 @@ import pytest
 from ftmon.protocol.analysis.kinds import words_of
 from ftmon.protocol.analysis.learning.updates import BARE, STILL, ZERO, Updates
 from ftmon.protocol.analysis.words import Words
-from ftmon.protocol.messages.telemetry import Goodbye, LostEdit, PhaseRecord, Signs, Span, Step
+from ftmon.protocol.messages.telemetry import Goodbye, Heartbeat, LostEdit, PhaseRecord, Signs, Span, Step
 from msgspec.structs import replace
 from simulated_run import Sim
 
@@ -41,6 +41,19 @@ def test_a_loss_scaler_that_looks_for_its_scale_skips_on_purpose() -> None:
     detector = Updates()
     detector.hello(Sim(1).hello(0, precision="fp16"))
     assert found(detector, [step(number, overflow=True) for number in range(1, 30)]) == []
+
+
+def test_batches_that_are_left_out_one_after_another_are_told_by_heartbeats_until_the_next_update() -> None:
+    detector = Updates()
+    assert found(detector, [step(20), step(21)]) == []
+    beats = [Heartbeat(0, 22, "data", 1.0, 1, 1.0, left_out=left_out) for left_out in (3, 99, 100, 300)]
+    (one,) = (each for beat in beats for each in detector.beat(beat))
+    assert (one.kind, one.state, one.severity, one.step) == ("updates_skipped", "raised", "error", 21)
+    assert words_of(one).title == "no batch is trained on since step 21: 100 batches left out"
+    (last,) = detector.goodbye(Goodbye(0, 2.0, 21, "finished"))
+    assert words_of(last).title.endswith("300 batches left out")
+    assert found(detector, [step(22)]) == [(22, "updates_skipped", "resolved", 0)]
+    assert Updates().beat(beats[-1]) == [], "nothing was trained on before"
 
 
 def test_weights_that_are_not_finite_are_told_at_their_step_once_and_not_where_the_loss_was_not_finite() -> None:

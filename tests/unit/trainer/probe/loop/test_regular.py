@@ -617,3 +617,16 @@ def test_a_step_whose_gradients_are_never_reduced_is_noted(unsynced, elements, a
     raws = training.outbox.unsent_steps()
     assert sum(each.numel() for each in loop.model.parameters()) == 81
     assert [raw.notes.never_reduced for raw in raws] == [apart] * BATCHES
+
+
+def test_batches_left_out_in_a_row_are_counted_until_a_backward(monkeypatch):
+    training = probed(monkeypatch)
+    loop, counted = Loop(), []
+    for number, batch in enumerate(chain(loop.loader, loop.loader)):
+        if number < 2 or 9 < number < 13 or number == BATCHES + 5:
+            counted.append(training.loading.left_out)
+            continue
+        loop.loss(batch).backward()
+        loop.update()
+        assert training.loading.left_out in (0, 1)
+    assert counted == [0, 0, 0, 2, 3, 0], "of a followed step once another event comes"
