@@ -168,8 +168,8 @@ def _skipped(finding: Finding) -> Words:
             f"no batch is trained on since step {facts.since_step}: {counted(facts.batches, 'batch')} left out",
             "They were fetched in a row from the loader of the training, and no backward followed, as in a loop that "
             "continues after each loss that is not finite.",
-            "Look at the loss and the weights: once a weight is NaN, every loss is. Resume from a checkpoint before that "
-            "step, and end the loop after a few such batches.",
+            "Look at the loss and the weights: once a weight is NaN, every loss is. Resume from a checkpoint before "
+            "that step, and end the loop after a few such batches.",
             "Updates are applied again.",
         )
     scaler = ""
@@ -291,7 +291,7 @@ def _left_out(finding: Finding) -> Words:
             f"{facts.first}{more} get no gradient: not trained",
             "An optimizer has them, which are most of what it has, and in no update that was looked at, at the "
             "beginning and after 100 steps, had they a gradient.",
-            "Look between them and the loss for detach(), torch.no_grad() or inference_mode(), .data, .item() or NumPy, "
+            "Look between them and the loss for detach(), torch.no_grad(), inference_mode(), .data, .item() or NumPy, "
             "and for inputs_embeds that were computed before; call requires_grad_(False) on what is not to be trained.",
             "Another training has begun.",
         )
@@ -311,8 +311,8 @@ def _apart(finding: Finding) -> Words:
     facts: RowFacts = finding.facts
     return Words(
         f"gradients have not been reduced over the ranks for {facts.steps} steps: each trains a model of its own",
-        f"Since step {facts.since_step} each micro-batch was inside no_sync() of DistributedDataParallel, and the script "
-        "has reduced nothing of the model's size by itself.",
+        f"Since step {facts.since_step} each micro-batch was inside no_sync() of DistributedDataParallel, and the "
+        "script has reduced nothing of the model's size by itself.",
         "Leave no_sync() out in the last micro-batch before each update.",
         "Another training has begun.",
     )
@@ -468,10 +468,8 @@ class Updates(Detector):
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return the method for each type of message."""
-        return {
-            **{Hello: self.hello, Step: self.step, Heartbeat: self.beat},
-            **{LostEdit: self.edit, Goodbye: self.goodbye},
-        }
+        handlers: dict[type, Handler] = {Hello: self.hello, Step: self.step, Heartbeat: self.beat}
+        return handlers | {LostEdit: self.edit, Goodbye: self.goodbye}
 
     def hello(self, hello: Hello) -> None:
         """Register what a rank trains."""

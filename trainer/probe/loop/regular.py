@@ -370,7 +370,7 @@ class Regular:
         self._timed = False
         """Whether each step's end is timed on the device."""
         self._losses, self._unread = 1, 0
-        """Of how many steps the losses of one are read, and the number of light ones until that, the present included."""
+        """Of how many steps the losses of one are read, and the number of light ones until that one."""
         self._steps = self._left = self._run = 0
         """Steps of the block, those of them that have not ended, and further ones until a full step."""
         self._done = 0
@@ -776,7 +776,7 @@ class Regular:
 
 
 def _arguments(place: _Place, own: tuple[Any, ...], held: "deque[Any]", norm: Any) -> tuple[Any, ...]:
-    """Return the arguments of the method that judges an event; ``own`` is what was kept of it, ``norm`` a light step's."""
+    """Return the arguments of the method that judges an event; ``own`` was kept of it, ``norm`` is a light step's."""
     owner = place.owner()
     match place.code:
         case Code.FETCHED:

@@ -139,7 +139,8 @@ class Unusual:
             self._highest = top
         if step.reads_losses:
             pairs = zip((step.loss, step.grad_norm), self._recent, strict=True)
-            self._is_far = any([_is_far(abs(value), recent) for value, recent in pairs if value is not None])
+            far = [_is_far(abs(value), recent) for value, recent in pairs if value is not None]
+            self._is_far = any(far)
         trouble = self._is_far, step.overflow, step.retries, step.ooms
         before, self._before = self._before, trouble
         return higher or (before is not None and trouble != before)
