@@ -192,12 +192,11 @@ class _RareHead(msgspec.Struct, gc=False):
 
 
 _Rest = tuple[
-    *(int, int, int, int, float | None, msgspec.Raw, int, int, float | None, int | None, msgspec.Raw, _RareHead),
-    *(int, int, int),
+    int, int, int, int, float | None, msgspec.Raw, int, int, float | None, int | None, msgspec.Raw, _RareHead, int, int
 ]
 """The fields of ``StepRest``, without those that the series ``steps`` leaves out."""
 _decode_rests = msgspec.msgpack.Decoder(list[_Rest]).decode
-_UNKNOWN = (None,) * 15
+_UNKNOWN = (None,) * 14
 
 
 def _array_of(packed: Sequence[Any]) -> bytes:
@@ -264,7 +263,6 @@ _PhaseRests = tuple[
     int | None,
     list[_PhaseFields | None],
     msgspec.Raw,
-    int,
     int,
     int,
 ]
