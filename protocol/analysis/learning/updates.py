@@ -101,6 +101,8 @@ class ModeFacts(msgspec.Struct, frozen=True):
     steps: int
     part: str = ""
     """Of the model, if the rest is in training mode."""
+    unread: int = 0
+    """Steps before the first in which the mode may have changed: it is read at the end of a block of steps."""
 
 
 class LeftOutFacts(msgspec.Struct, frozen=True):
@@ -156,8 +158,9 @@ class _Rank:
         """Steps that were seen to clip by mistake, and the first of them."""
         self.finite = 0
         """The last step whose sampled weights were finite."""
-        self.part = ""
-        """The part of the model that was in evaluation mode when the modes of parts were last looked at."""
+        self.part, self.mode_unread = "", 0
+        """The part of the model that was in evaluation mode when the modes of parts were last looked at; steps before
+        the first in evaluation mode whose mode was not read."""
         self.before: Step | None = None
 
 
@@ -275,7 +278,8 @@ def _mode(finding: Finding) -> Words:
     facts: ModeFacts = finding.facts
     who = f"{facts.part}, a part of the model," if facts.part else "the model"
     return Words(
-        f"{who} trains in evaluation mode since step {facts.since_step}",
+        f"{who} trains in evaluation mode since step {facts.since_step}"
+        + (f", or one of the {facts.unread} before" if facts.unread else ""),
         "Dropout is off and batch statistics are frozen in these updates.",
         "Call model.train() after the evaluation, and before the first step of a model that was loaded, also as a part "
         "of another.",
@@ -446,7 +450,7 @@ class Updates(Detector):
             "evaluation_mode",
             ModeFacts,
             _mode,
-            shown={"part": Shown("part of the model")},
+            shown={"part": Shown("part of the model"), "unread": Shown("steps before it that were not read")},
             limits={"updates in a row": f"{EVALUATING}"},
         ),
     )
@@ -522,8 +526,11 @@ class Updates(Detector):
         whole = signs is not None and signs.evaluating
         evaluating = whole or bool(rank.part)
         rank.evaluating.add(evaluating, step.step)
+        if rank.evaluating.since == step.step and rank.before is not None:
+            rank.mode_unread = rank.before.losses_every - 1
         if not evaluating or rank.evaluating.lasts(step.step) >= EVALUATING:
-            facts = ModeFacts(rank.evaluating.since, rank.evaluating.lasts(step.step), "" if whole else rank.part)
+            row, part = rank.evaluating, "" if whole else rank.part
+            facts = ModeFacts(row.since, row.lasts(step.step), part, rank.mode_unread)
             found += self._judge("evaluation_mode", evaluating, step, facts, rank.evaluating.since)
         if signs is not None and signs.weights == "nan" and loss_is_finite and not step.overflow:
             after = rank.finite if 0 < rank.finite < step.step - 1 else 0
