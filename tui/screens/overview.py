@@ -90,16 +90,15 @@ class RankHead(Canvas):
         view = rank_view(self.app_state.model, rank, with_host=True)
         lines = [title(view, width, self.theme, True)]
         lines += figure_lines(self.app_state.model, rank, view, width, self.theme)
-        lines.append(Line())
-        lines += phase_table(rank.phases, width, self.theme)
+        table = phase_table(rank.phases, width, self.theme)
         if rank.last is not None and rank.last.memory_every > 1 and rank.read is not None:
-            every, step = rank.last.memory_every, rank.read.step
-            words = f" memory and device times by phase are read in 1 of {every} steps: above, in step {step:,}"
-            lines.append(Line(words, self.theme.style("dim")))
-        if rank.last is not None and rank.last.losses_every > 1:
-            words = f" loss, learning rate and gradient norm are read in 1 of {rank.last.losses_every} steps"
-            lines.append(Line(words, self.theme.style("dim")))
-        return lines[:height]
+            words = f" read by phase in 1 of {rank.last.memory_every} steps, above in step {rank.read.step:,}"
+            losses = rank.last.losses_every
+            words += f"; losses in 1 of {losses}" if losses > 1 else ""
+            table.append(Line(words, self.theme.style("dim")))
+        if len(lines) + len(table) < height:
+            lines.append(Line())
+        return [*lines, *table][:height]
 
 
 class StepChart(Canvas):
