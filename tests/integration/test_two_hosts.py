@@ -1,6 +1,7 @@
 """One training on two hosts: watched, one host cut off and joined again, a rank on the other host killed."""
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ from two_hosts import NODES, TwoHosts, two_hosts
 
 pytest.importorskip("deepspeed")
 
+CHEAP = {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE")}
+"""What makes five imports of torch cheaper (``tests/conftest.py``)."""
+
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
@@ -35,9 +39,11 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
 def start(hosts: TwoHosts) -> RunDir:
     (hosts.folder / "hostfile").write_text("".join(f"{name} slots=1\n" for name in NODES))
     settings = {"STEPS": "20000", "PAUSE": "0.03", "STAGE": "0", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
+    settings |= {name: CHEAP[name] for name in CHEAP if name != "PYTHONPATH"}  # which the launcher exports itself
     (hosts.folder / ".deepspeed_env").write_text("".join(f"{key}={value}\n" for key, value in settings.items()))
     job = ["deepspeed", "--hostfile", "hostfile", "--master_addr", NODES["nodea"], str(SCRIPTS / "deepspeed_loop.py")]
-    started = hosts.on_a(*("ftmon", "run", "--detach", "--", *job), FTMON_HOME=str(hosts.private), DS_ACCELERATOR="cpu")
+    environ = {"FTMON_HOME": str(hosts.private), "DS_ACCELERATOR": "cpu", **CHEAP}
+    started = hosts.on_a("ftmon", "run", "--detach", "--", *job, **environ)
     _, errors = started.communicate(timeout=200)
     assert started.returncode == 0, errors
     (path,) = (hosts.private / "runs").iterdir()
