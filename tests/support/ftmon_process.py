@@ -80,14 +80,16 @@ class Ftmon:
 
 def processes_of(run: RunDir) -> list[psutil.Process]:
     """List every living process that carries a run's mark, and its launcher and hub."""
+    mark, word = (os.fsencode(f"\0{text}\0") for text in (f"{RUN_ENV}={run.path}", run.path))
     found: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter():
-        try:
-            ours = process.environ().get(RUN_ENV) == str(run.path) or str(run.path) in process.cmdline()[1:]
-            if ours and process.status() != psutil.STATUS_ZOMBIE:
-                found[process.pid] = process
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
+    for pid in psutil.pids():
+        # This is asked over and over: psutil would parse all environments.
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            folder = Path(f"/proc/{pid}")
+            if mark in b"\0" + (folder / "environ").read_bytes() or word in (folder / "cmdline").read_bytes():
+                process = psutil.Process(pid)
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found[pid] = process
     found.pop(os.getpid(), None)
     return list(found.values())
 
@@ -102,7 +104,8 @@ def command_line(process: psutil.Process) -> list[str]:
 
 def wait_until_nothing_is_left(run: RunDir) -> None:
     """Wait until no process of a run lives, its launcher and hub included."""
-    eventually(lambda: not processes_of(run), "all processes of the run gone", state=lambda: processes_of(run))
+    what = "all processes of the run gone"
+    eventually(lambda: not processes_of(run), what, state=lambda: processes_of(run), every=0.1)
 
 
 @contextmanager
