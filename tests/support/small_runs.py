@@ -30,7 +30,7 @@ def write_model(folder: Path, **settings: Any) -> None:
     torch.manual_seed(1)
     sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**sizes, **heads, tie_word_embeddings=False, **settings)
+    config = LlamaConfig(**{**sizes, **heads, **settings}, tie_word_embeddings=False)
     LlamaForCausalLM(config).save_pretrained(folder / "base")
     from ftmon.trainer.recipe.model import tokenizer
 
