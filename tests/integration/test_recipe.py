@@ -18,7 +18,7 @@ from ftmon.trainer.recipe.start import DATA
 from safetensors.torch import load_file
 
 BASE = [
-    "model.config={model_type: qwen2, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,"
+    "model.config={model_type: qwen2, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 1,"
     " num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}",
     "tokenizer.vocab_size=512",
     f"data.path={DATA}",
@@ -29,7 +29,7 @@ BASE = [
     "run={ranks: 2, device: cpu, threads: 1}",
 ]
 OPT = (
-    "model.config={model_type: opt, hidden_size: 64, ffn_dim: 128, num_hidden_layers: 2, num_attention_heads: 4,"
+    "model.config={model_type: opt, hidden_size: 64, ffn_dim: 128, num_hidden_layers: 1, num_attention_heads: 4,"
     " word_embed_proj_dim: 64, max_position_embeddings: 64}"
 )
 NEW_TOKENS = [f"<|new {number}|>" for number in range(200)]

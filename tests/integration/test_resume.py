@@ -24,7 +24,7 @@ from ftmon.trainer.recipe.start import DATA
 pytestmark = pytest.mark.timeout(1800)  # the jobs of all tests run in the first one's fixture
 STEPS = 7
 BASE = [
-    "model.config={model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,"
+    "model.config={model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1,"
     " num_attention_heads: 2, num_key_value_heads: 1, attention_dropout: 0.2}",
     "tokenizer.vocab_size=300",
     f"data.path={DATA}",
