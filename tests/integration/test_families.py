@@ -18,10 +18,11 @@ SIZES = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hid
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 SHORTCUT = {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "n_routed_experts": 4, "zero_expert_num": 4}
+ONE = {"num_hidden_layers": 1}
 KINDS: dict[str, dict[str, Any]] = {
-    "qwen2": {"tie_word_embeddings": True},
+    "qwen2": {**ONE, "tie_word_embeddings": True},
     "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0, "sliding_window": 64},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    "qwen3_moe": {**ONE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
     "longcat_flash": {**LATENT, **SHORTCUT, "num_key_value_heads": 4, "num_layers": 2, "moe_topk": 2, "head_dim": 8},
 }
 STEPS, BATCH, LR, DECAY, CLIP, BETAS = 5, 4, 1e-3, 0.1, 0.3, (0.9, 0.95)
