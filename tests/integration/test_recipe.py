@@ -57,6 +57,8 @@ JOBS: dict[str, list[str]] = {
     "few-rows": ["data.limit=20", "training.max_steps=2"],
     "by-time": ["checkpoint={minutes: 1e-6, keep: 9}"],
     "stop-at-3": ["checkpoint.keep=1", "checkpoint.every=1"],
+    # Asked for the third time, after the evaluation of step 2.
+    "stop-at-evaluation-3": ["evaluation={share: 0.1, every: 2}"],
     "from-folder": ["zero.stage=3", "model.config=", f"tokenizer.special_tokens={NEW_TOKENS}"],
     "other-model": ["checkpoint.resume={out}/stage-2", "model.config.hidden_size=32"],
     "too-few": ["data.limit=10"],
@@ -135,7 +137,7 @@ def test_rank_0_s_clock_asks_for_checkpoints_that_all_ranks_write_a_step_later(o
     assert not (outcome.out / "stage-1" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("name", [name for name in JOBS if name not in (*REFUSED, "stop-at-3")])
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in REFUSED and "stop-at" not in name])
 def test_the_final_model_loads_and_is_as_good_as_it_was(outcome: Outcome, name: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -206,6 +208,13 @@ def test_a_request_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(outc
     assert list(outcome.losses("stop-at-3")) == [1, 2, 3, 4]
     assert "stopped on request after step 4 of 8" in text
     assert [path.name for path in (outcome.out / "stop-at-3" / "checkpoints").glob("step-*")] == ["step-4"]
+
+
+def test_a_request_during_an_evaluation_stops_all_ranks_after_it_without_a_further_step(outcome: Outcome) -> None:
+    assert list(outcome.losses("stop-at-evaluation-3")) == [1, 2]
+    assert "stopped on request after step 2 of 8" in outcome.text["stop-at-evaluation-3"]
+    folder = outcome.out / "stop-at-evaluation-3" / "checkpoints"
+    assert [path.name for path in folder.glob("step-*")] == ["step-2"]
 
 
 @pytest.mark.parametrize(

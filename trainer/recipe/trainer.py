@@ -162,6 +162,10 @@ class Trainer(Stepper):
         clock = SaveClock(config, world)
         stop = late = False
         skipped = 0
+
+        def is_asked() -> bool:
+            return probe().stop_requested() or termination.requested
+
         self.engine.train()
         while not self.ended and not stop:
             is_skipped = self._step(batches, faults, lines)
@@ -169,13 +173,16 @@ class Trainer(Stepper):
             skipped = skipped + 1 if is_skipped else 0
             check_skipped(skipped, config, state.step)
             broken = lines.not_a_number >= config.training.stop_after_nan
-            stop = flag.exchange(probe().stop_requested() or termination.requested, broken, clock.asks())
+            stop = flag.exchange(is_asked(), broken, clock.asks())
             late = late or flag.save
             with termination.busy():
                 if flag.broken:
                     self.checkpoints.wait()
                     refuse_nan(state.step, self.output / "checkpoints")
                 evaluated = None if is_skipped else self._evaluate(lines)
+                if evaluated is not None:
+                    # A request during the evaluation does not wait for two more steps; the ranks have just met.
+                    stop = not world.all_agree(not stop and not is_asked())
                 if stop:
                     termination.acknowledge()
                 due = not is_skipped and (late or self._is_checkpoint_due(evaluated))
