@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from unicodedata import combining, east_asian_width
@@ -26,6 +27,9 @@ _CONTROL.update(dict.fromkeys((0x200C, 0x200D), ""))
 
 _ESCAPED = {code: json.dumps(chr(code))[1:-1] for code in (*_UNSAFE, 0x200C, 0x200D) if code >= 128} | {127: "\\u007f"}
 
+_LEAST_WIDTH = 24
+"""Least width of a column that is wrapped."""
+
 
 def sanitize(text: str, limit: int = 4096) -> str:
     """Return an untrusted line without escapes and control, bidirectional or invisible characters, for a terminal."""
@@ -37,6 +41,21 @@ def cells_of(text: str) -> int:
     if text.isascii():
         return len(text)
     return sum(2 if east_asian_width(each) in "WF" else not combining(each) for each in text)
+
+
+def wrapped(line: str, descriptor: int) -> str:
+    """Return a line in lines as wide as the terminal of a descriptor, which continue below the last of its columns.
+
+    Columns are separated by two spaces. Unchanged where the descriptor has no terminal, or that column no room.
+    """
+    try:
+        width = os.get_terminal_size(descriptor).columns
+    except OSError:
+        return line
+    indent = max((found.end() for found in re.finditer("  +", line)), default=2)
+    if cells_of(line) <= width or width - indent < _LEAST_WIDTH:
+        return line
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def first_line(text: str, limit: int = 200) -> str:

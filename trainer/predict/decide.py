@@ -24,7 +24,7 @@ from ...protocol.analysis.estimates.memory import beside_pytorch
 from ...protocol.analysis.estimates.time import gpu_cost
 from ...protocol.errors import ConfigError, FtmonError
 from ...protocol.host.machine import GPUS, Gpu, available_memory, find_gpu
-from ...protocol.text import counted, duration, gib, sanitize
+from ...protocol.text import counted, duration, gib, sanitize, wrapped
 from ..host.processes import end_with_parent
 from ..recipe.config.load import Loaded, load, of_model_and_data
 from ..recipe.config.schema import Config
@@ -143,12 +143,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     lines = _lines(decided)
     if given.init:
-        print("\n".join(sanitize(line) for line in lines))
+        print("\n".join(wrapped(sanitize(line), 1) for line in lines))
         print(sanitize(f"written: {given.init}; start it: ftmon train {shlex.quote(given.init)}"))
     else:
         if given.progress:
+            text = "".join(f"{wrapped(sanitize(line), given.progress)}\n" for line in lines)
             with contextlib.suppress(OSError):
-                os.write(given.progress, "".join(f"{sanitize(line)}\n" for line in lines).encode())
+                os.write(given.progress, text.encode())
         print(msgspec.json.encode(Decision(decided.assignments(), lines)).decode())
     return 0
 

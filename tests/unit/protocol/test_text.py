@@ -1,7 +1,11 @@
 """Untrusted text is safe to print; figures keep their units."""
 
+import os
+import termios
+from pathlib import Path
+
 import pytest
-from ftmon.protocol.text import all_ranks, counted, duration, gib, names_c_locale, ranks_counted, sanitize
+from ftmon.protocol.text import all_ranks, counted, duration, gib, names_c_locale, ranks_counted, sanitize, wrapped
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,3 +82,22 @@ def test_things_are_counted_and_named() -> None:
 )  # fmt: skip
 def test_the_c_locale_is_drawn_in_ascii_although_python_writes_utf_8(environ: dict[str, str], expected: bool) -> None:
     assert names_c_locale(environ) is expected
+
+
+def test_a_line_continues_below_its_last_column_as_wide_as_the_terminal(tmp_path: Path) -> None:
+    ours, terminal = os.openpty()
+    try:
+        termios.tcsetwinsize(terminal, (24, 40))
+        assert wrapped("  lora.rank=0  all the weights fit a GPU of this kind", terminal) == (
+            "  lora.rank=0  all the weights fit a GPU\n               of this kind"
+        )
+        assert wrapped("predicted: 64.80 of 76.7 GiB, 70,201 tokens/s", terminal) == (
+            "predicted: 64.80 of 76.7 GiB, 70,201\n  tokens/s"
+        )
+        for whole in ("it has room", "a row of figures  1,024  2,048  fits here"):
+            assert wrapped(whole, terminal) == whole
+    finally:
+        os.close(ours)
+        os.close(terminal)
+    with (tmp_path / "file").open("wb") as file:
+        assert wrapped("no terminal " * 9, file.fileno()) == "no terminal " * 9
