@@ -255,6 +255,7 @@ _PHASES = ("init", "forward", "backward", "optimizer")
 _GIB = 1 << 30
 _PARTS = {"optimizer_states": "optimizer states", "master_copies": "master weights"}
 _MOST_ROWS = 4
+_MOST_LENGTHS = 5
 _LEAST_SHARE = 0.005
 """Minimum share of a peak for a part of its own; smaller parts are shown together."""
 _BASIS = """\
@@ -338,18 +339,25 @@ def _estimator(prediction: Prediction) -> str:
         return ""
     name, deepspeed = found.function, prediction.versions.get("deepspeed", "")
     head = f"DeepSpeed's estimate: {found.formula} = {gib(found.bytes)}, of states and gradients at any length\n"
-    rows: list[list[str]] = []
-    for point in prediction.points:
+    rows = [["at tokens", *_LEFT_OUT[:-2], "temporaries, other", "fragmentation", "= reserved", "estimate off by"]]
+    for point in _spread(prediction.points):
         sizes = explain.left_out(point, prediction)
         if sizes is not None:
             rank, _ = explain.highest(point)
             row = [f"{point.sequence_length:,}", *(gib(sizes[part]) if sizes[part] else "0" for part in _LEFT_OUT)]
             rows.append([*row, gib(rank.reserved_peak_bytes), gib(found.bytes - rank.reserved_peak_bytes)])
-    names = ["tokens", *_LEFT_OUT[:-2], "temporaries, other", "fragmentation", "= reserved", "estimate off by"]
+    names, *lines = map(list, zip(*rows, strict=True))
     where = f"{meets}\n" if (meets := explain.meets(prediction)) else ""
     return (
-        f"{head}({name}, DeepSpeed {deepspeed}); it leaves out all but the first column:\n{_table(names, rows)}{where}"
+        f"{head}({name}, DeepSpeed {deepspeed}); it leaves out all but the states:\n"
+        f"{_table(names, lines, left=(0,))}{where}"
     )
+
+
+def _spread(points: Sequence[Point]) -> list[Point]:
+    """Return the points, of many some of the whole range: as many as a table of 80 columns has room for."""
+    most = min(len(points), _MOST_LENGTHS)
+    return [points[index * (len(points) - 1) // max(1, most - 1)] for index in range(most)]
 
 
 def _explained(prediction: Prediction) -> str:
@@ -359,12 +367,14 @@ def _explained(prediction: Prediction) -> str:
     measured = any(part.measured_bytes is not None for part in prediction.explained)
     rows: list[list[str]] = []
     for part in prediction.explained:
-        row = [_PARTS.get(part.name, part.name), f"{part.formula} = {gib(part.bytes)}", gib(part.predicted_bytes)]
         size = part.measured_bytes
-        rows.append([*row, *([] if not measured else ["-"] if size is None else [gib(size)])])
+        figures = [gib(part.predicted_bytes), *([] if not measured else ["-"] if size is None else [gib(size)])]
+        rows.append([_PARTS.get(part.name, part.name), *figures, f"{part.formula} = {gib(part.bytes)}"])
     length = max(point.sequence_length for point in prediction.points)
-    names = ["part", f"by hand, at {length:,} tokens", "predicted", *(["measured"] if measured else [])]
-    return _table(names, rows, left=(0, 1))
+    names = ["part", "predicted", *(["measured"] if measured else []), f"by hand, at {length:,} tokens"]
+    fused = any(one.name == "logits" and one.predicted_bytes < 0.75 * one.bytes for one in prediction.explained)
+    note = "logits by hand are those of a loss that is not fused\n" if fused else ""
+    return _table(names, rows, left=(0, len(names) - 1)) + note
 
 
 def _show_time(point: Point, prediction: Prediction) -> str:

@@ -1,5 +1,6 @@
 """DeepSpeed's estimate beside a prediction, and each part as a sum made by hand."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -57,11 +58,18 @@ def test_the_answer_has_the_estimate_beside_the_prediction() -> None:
     text = render(found())
     assert "DeepSpeed's estimate: 525 M of the largest layer x 4 bytes + states = 20.00 GiB" in text
     assert "(estimate_zero3_model_states_mem_needs, DeepSpeed 0.19.8)" in text
-    (line,) = (line for line in text.splitlines() if line.split()[:1] == ["1,024"] and line.endswith("-5.00 GiB"))
-    assert "25.00 GiB" in line
+    assert re.search(r"^at tokens +1,024$", text, re.MULTILINE)
+    assert re.search(r"^= reserved +25\.00 GiB\nestimate off by +-5\.00 GiB$", text, re.MULTILINE)
     assert "estimate" not in render(
         msgspec.structs.replace(found(), made=msgspec.structs.replace(LLAMA, estimate=None))
     )
+
+
+def test_of_many_lengths_those_over_the_whole_range_fit_80_columns_beside_the_estimate() -> None:
+    lines = render(found(lengths=tuple(range(64, 64 * 12, 64)))).splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("at tokens"))
+    assert lines[head].split()[2:] == ["64", "192", "384", "512", "704"]
+    assert max(map(len, lines[head : head + 10])) <= 80
 
 
 @pytest.mark.parametrize(
@@ -96,8 +104,13 @@ def test_each_part_is_a_sum_made_by_hand() -> None:
     assert parts["logits"].predicted_bytes == 4 * GIB
     assert parts["logits"].measured_bytes is None
     text = render(msgspec.structs.replace(found(), explained=list(parts.values())))
-    assert "8.03 B x 2 bytes / 8 ranks = 1.87 GiB" in text
+    assert re.search(r"^parameters +3\.00 GiB +0\.0 KiB +8\.03 B x 2 bytes / 8 ranks = 1\.87 GiB$", text, re.MULTILINE)
     assert "measured" in text
+    assert "not fused" not in text
+    fused = [msgspec.structs.replace(parts["logits"], predicted_bytes=1)]
+    assert "logits by hand are those of a loss that is not fused" in render(
+        msgspec.structs.replace(found(), explained=fused)
+    )
 
 
 def test_gradients_have_a_type_of_their_own() -> None:
