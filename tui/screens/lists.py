@@ -16,7 +16,7 @@ from ..model.oom import cause_of_alert
 from ..model.rank import Row, rows
 from ..widgets.alerts import alert_detail, alert_line, log_line
 from ..widgets.base import Canvas, Listing, Prompt, pressing
-from ..widgets.drawing import Line, ruled
+from ..widgets.drawing import Line, ruled, width_of, wrap
 from ..widgets.header import time_of_day
 from ..widgets.state import AppState
 from .base import ALERTS, BACK, LINE_KEYS, LOGS, ListScreen, key
@@ -155,6 +155,9 @@ class StacksScreen(ListScreen):
         return set(row.ranks) if row is not None and len(row.ranks) == 1 else super().in_question()
 
 
+_BEFORE_TEXT = len(" 12:00:00 launcher err  ")
+
+
 class LogList(Listing[LogEntry]):
     """The lines that pass the filter."""
 
@@ -181,6 +184,16 @@ class LogList(Listing[LogEntry]):
     def item(self, item: LogEntry, width: int, selected: bool) -> Line:
         return log_line(item, width, self.theme, self.rank is None, selected and not self.follow)
 
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the lines and, if the view does not follow, the selected one in full below them where it is cut."""
+        chosen, theme = None if self.follow else self.chosen, self.theme
+        if chosen is None or width_of(chosen.text) + _BEFORE_TEXT < width:
+            return super().draw(width, height)
+        whole = wrap(chosen.text, width - 2)[: height // 2]
+        below = [Line(theme.glyphs.rule * width, theme.style("rule"))]
+        below += [Line(f" {text}", theme.style("text")) for text in whole]
+        return [*super().draw(width, height - len(below)), *below]
+
     def head(self, width: int) -> list[Line]:
         theme = self.theme
         dim = theme.style("dim")
@@ -201,7 +214,7 @@ class LogsScreen(ListScreen):
     NAME = "logs"
     WHAT = (
         "Output of the ranks and the launcher, oldest first. Left and right select a rank; / filters by text. The "
-        "view follows the end until you scroll up; f follows again."
+        "view follows the end until you scroll up, and shows a line that is cut in full; f follows again."
     )
     TITLE_LINES = 1
     BINDINGS: ClassVar[list[BindingType]] = [
