@@ -384,7 +384,7 @@ class Trainer(Stepper):
             f"training.grad_accumulation {training.micro_steps} ({batch})",
             f"optimizer.lr {learning_rate(config):g}",
             f"schedule.warmup_steps {warmup} of {total}{share}",
-            f"checkpoint.every {saving.every} steps" if saving.every else timed,
+            f"checkpoint.every {counted(saving.every, 'step')}" if saving.every else timed,
             *(["checkpoint.resume auto"] if saving.resume == "auto" else []),
             *self._evaluation_settings(),
         ]
@@ -395,7 +395,8 @@ class Trainer(Stepper):
             return ["no evaluation (evaluation.share holds rows out, by default of 1,000 records or more)"]
         count, share = len(self.evaluator.examples.rows), settings.held_out
         held_out = f" held out (evaluation.share {share:g})" if share else ""
-        when = f"evaluation.every {settings.interval} steps" if settings.interval else "evaluation after the last step"
+        every = f"evaluation.every {counted(settings.interval, 'step')}"
+        when = every if settings.interval else "evaluation after the last step"
         best = output.load_best and output.save_model and self.config.checkpoint.keep_best
         exported = "best evaluation" if best else "last step"
         return [f"{when} on {count:,} examples{held_out}", f"the {exported} is exported"]

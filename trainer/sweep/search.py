@@ -14,7 +14,7 @@ from ...protocol.analysis.sweep.summary import describe_pieces, settings_text, v
 from ...protocol.errors import FtmonError
 from ...protocol.host.machine import find_gpu
 from ...protocol.sweep.rows import Planned, Predicted, Row, Search, Settings, group_of
-from ...protocol.text import sanitize
+from ...protocol.text import counted, sanitize
 from ..host.hardware.gpus import Nvml
 from ..predict.commands import parse
 from ..predict.result import Point, Prediction
@@ -51,8 +51,10 @@ class Predictor:
             groups.setdefault(group_of(settings, LENGTH), []).append(settings)
         found: dict[int, Predicted] = {}
         for number, group in enumerate(groups.values(), 1):
-            self._say(f"predicting {number} of {len(groups)}")
-            prediction = self.predict(group[0], list(filter(None, map(_length, group))))
+            lengths = list(filter(None, map(_length, group)))
+            of = f", {counted(len(lengths), 'sequence length')}" if len(lengths) > 1 else ""
+            self._say(f"predicting {number} of {len(groups)}{of}")
+            prediction = self.predict(group[0], lengths)
             points = prediction.points if prediction is not None else []
             by_length = {point.sequence_length: point for point in points}
             for settings in group:
