@@ -181,7 +181,9 @@ class ChatTemplate:
             asked = self._prompt(template, _PROBE[:1], None)
             self._asked = asked if asked != self._tail(template, _PROBE[:1], None, False) else ""
         except RenderError as error:
-            raise ConfigError(f"{where} cannot render a chat of user and assistant: {error}") from None
+            lacks = "_token' is undefined" in str(error)
+            more = "; the tokenizer has none: give another template (plain suits any tokenizer)" if lacks else ""
+            raise ConfigError(f"{where} cannot render a chat of user and assistant: {error}{more}") from None
         if text != tokenizer.apply_chat_template(_PROBE, tokenize=False):
             raise ConfigError(f"{where} renders another text than the tokenizer does; {fix}")
         text, turns, _ = self._turns(template, _PROBE, None)

@@ -313,6 +313,14 @@ def test_the_shipped_templates_can_be_used_by_name(name: str) -> None:
     assert tokenizer.chat_template
 
 
+def test_a_template_with_a_token_that_the_tokenizer_lacks_is_refused_with_what_to_give() -> None:
+    tokenizer = family_tokenizer(None)
+    tokenizer.bos_token = None
+    words = "'bos_token' is undefined; the tokenizer has none: give another template"
+    with pytest.raises(ConfigError, match=words):
+        encoder(tokenizer, chat_template="llama2")
+
+
 CALL = {"name": "weather", "arguments": {"city": "Paris", "days": 2}}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CALLS = [
