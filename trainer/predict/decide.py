@@ -61,6 +61,8 @@ class Machine(NamedTuple):
     host_bytes: int
     """Memory of the host; 0: not known."""
     note: str = ""
+    name: str = ""
+    """Of the GPU, if ``gpu`` stands in for it."""
 
 
 class Data(NamedTuple):
@@ -252,7 +254,7 @@ def _rated(machine: Machine, name: str) -> Machine:
     if machine.gpu.peak_flops("bf16") and find_gpu(name):
         return machine
     note = f"no rates are known of {name}: times are those of an {_STAND_IN}"
-    return machine._replace(gpu=jobs.find(_STAND_IN), note=note)
+    return machine._replace(gpu=jobs.find(_STAND_IN), note=note, name=name)
 
 
 def _read(config: Config, loaded: Loaded) -> tuple[Data, int]:
@@ -478,7 +480,10 @@ def _described(
     found = _common(best.candidate, reasons, config, data, space.rows, space.ranks)
     found["model.compile"] = (config.model.compile, "where nothing excludes it: the log says")
     rows = data.rows if config.data.packing else data.records
-    head = [f"for {space.ranks} x {space.gpu.name}", f"predicted: {_figures(best, space, config, rows, price)}"]
+    head = [
+        f"for {space.ranks} x {machine.name or space.gpu.name}",
+        f"predicted: {_figures(best, space, config, rows, price)}",
+    ]
     head += [machine.note] if machine.note else []
     others = chosen.ranked[1:3]
     for other in others:
@@ -510,7 +515,10 @@ def _reasons(chosen: Choice, space: Space) -> dict[str, str]:
             return ""
         if not fits(other, space):
             return f"needs {other.needed_bytes / 2**30:.1f} of the {gib(space.usable_bytes, 1)} to use"
-        return f"needs {other.step_seconds / best.step_seconds:.2f} times as long"
+        longer = other.step_seconds / best.step_seconds
+        if abs(longer - 1) < 0.01:
+            return f"is as fast within 1%, in {gib(other.needed_bytes, 1)}"
+        return f"needs {longer:.2f} times as long"
 
     result = {
         "zero.stage": "on one GPU nothing is partitioned" if space.ranks == 1 else "the least communication",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.predict import decide
-from ftmon.trainer.predict.choose import candidates
+from ftmon.trainer.predict.choose import Candidate, Choice, Estimate, Space, candidates
 from ftmon.trainer.recipe.config.load import load, of_model_and_data
 from ftmon.trainer.recipe.model import tokenizer as tokenizers
 from ftmon.trainer.recipe.preflight import resolve
@@ -57,6 +57,22 @@ def test_a_gpu_without_known_rates_is_ordered_by_those_of_another_with_its_own_m
     assert machine.gpu.name == "A100 80 GB"
     assert machine.capacity_bytes < 23 * 2**30
     assert machine.note == "no rates are known of A10G 24 GB: times are those of an A100 80 GB"
+    assert machine.name == "A10G 24 GB", "which the choice is for"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(10.0, "4 is as fast within 1%, in 60.0 GiB"), (9.95, "4 is as fast within 1%, in 60.0 GiB"),
+     (13.5, "4 needs 1.35 times as long"), (9.4, "4 needs 0.94 times as long")],
+)  # fmt: skip
+def test_a_larger_micro_batch_that_is_as_fast_is_not_called_faster(seconds: float, words: str) -> None:
+    machine = decide._machine("A100-80GB")
+    space = Space(machine.gpu, 1, machine.capacity_bytes, 32, 2048)
+    of = Candidate(1, "none", False, 0, 2, 16)
+    best = Estimate(of, 40 << 30, 10.0, 6_554.0)
+    other = Estimate(of._replace(micro_batch=4, accumulation=8), 60 << 30, seconds, 65_536 / seconds)
+    choice = Choice([best], [best, other], 1, [])
+    assert decide._reasons(choice, space)["training.micro_batch"] == words
 
 
 def test_the_share_of_padding_is_that_of_batches_in_any_order() -> None:
