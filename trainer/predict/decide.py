@@ -23,7 +23,7 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.memory import beside_pytorch
 from ...protocol.analysis.estimates.time import gpu_cost
 from ...protocol.errors import ConfigError, FtmonError
-from ...protocol.host.machine import GPUS, Gpu, available_memory, find_gpu
+from ...protocol.host.machine import Gpu, available_memory, find_gpu
 from ...protocol.text import counted, duration, gib, sanitize, wrapped
 from ..host.processes import end_with_parent
 from ..recipe.config.load import Loaded, load, of_model_and_data
@@ -215,17 +215,11 @@ def _machine(text: str | None) -> Machine:
     if not text:
         return _this_machine()
     count, name = re.fullmatch(r"(?:(\d{1,5})\s*[x*]\s*)?(.+)", text.strip(), re.IGNORECASE).groups()  # type: ignore[union-attr]
-    plain = _plain(name)
-    found = [gpu for gpu in GPUS if gpu.title and _plain(gpu.title).startswith(plain)]
-    gpu = found[0] if len(found) == 1 else jobs.find(name)
+    gpu = jobs.find(name)
     number = int(count or 1)
     if not 1 <= number <= jobs.MOST_RANKS:
         raise ConfigError(f"--gpus: {text}: must be 1 to {jobs.MOST_RANKS:,} GPUs, such as 8xH100-80GB")
     return _rated(Machine(gpu, number, gpu.memory_bytes, 0), gpu.name)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _this_machine() -> Machine:

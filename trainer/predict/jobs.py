@@ -1,6 +1,7 @@
 """Jobs to predict: a configuration of ftmon's own trainer, or a plain loop described by flags."""
 
 import argparse
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -100,13 +101,17 @@ def find(name: str) -> Gpu:
         ConfigError: the table has no such GPU, or several.
     """
     found = find_gpu(name)
-    titled = [gpu for gpu in FIT_TABLE if gpu.title.lower().startswith(name.lower())]
+    titled = [gpu for gpu in FIT_TABLE if _plain(gpu.title).startswith(_plain(name))]
     if found is not None or len(titled) == 1:
         return found or titled[0]
     if titled:
         raise ConfigError(f"--gpu: {name} can be {' or '.join(gpu.title for gpu in titled)}; say which")
     known = ", ".join(gpu.title for gpu in FIT_TABLE)
     raise ConfigError(f"--gpu: {name} is not in the table of GPUs; known are PyTorch's names and {known}")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _configured(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prepared:

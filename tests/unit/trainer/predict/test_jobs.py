@@ -58,5 +58,5 @@ def test_a_gpu_may_be_named_as_people_do() -> None:
         jobs.find("A100")
     with pytest.raises(ConfigError, match=r"^--gpu: Voodoo 2 is not in the table of GPUs; known are .*A100 80 GB"):
         jobs.find("Voodoo 2")
-    assert jobs.find("a100 80").title == "A100 80 GB"
+    assert jobs.find("a100 80").title == jobs.find("A100-80GB").title == "A100 80 GB"
     assert jobs.find("NVIDIA GeForce RTX 4090").capability == (8, 9)
