@@ -206,13 +206,18 @@ def test_a_forward_and_backward_without_an_optimizer_are_composed(home: Ftmon, t
     assert is_composed(home)
 
 
+def has_recording(home: Ftmon) -> bool:
+    """Return whether the newest run has a recording with a header: it is an empty file at first."""
+    return bool(home.runs()) and (path := home.newest().recording).exists() and path.stat().st_size > 0
+
+
 def test_cells_of_a_notebook_are_composed_before_it_ends(home: Ftmon, tmp_path: Path) -> None:
     pytest.importorskip("IPython")
     cells = ["%load_ext ftmon", *CELLS[:2], "\n".join(CELLS[2:]), "1 + 1"]
     command = [sys.executable, "-c", NOTEBOOK, str(tmp_path / "over"), *cells]
     notebook = subprocess.Popen(command, env=home.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        eventually(lambda: notebook.poll() is not None or (home.runs() and home.newest().recording.exists()), "a run")
+        eventually(lambda: notebook.poll() is not None or has_recording(home), "a run")
         eventually(lambda: is_composed(home), "the composition of the cell")
     finally:
         (tmp_path / "over").touch()

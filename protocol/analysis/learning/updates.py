@@ -27,6 +27,8 @@ LEFT_OUT = 100
 """Batches in a row without a backward."""
 CLIPPED = 3
 """Steps in which gradients were seen to be clipped by mistake."""
+_BLOCK = 8
+"""Steps, at most, of a block at whose end a rank reads the mode of its model, unless they are read in full."""
 EDITED = 8
 """Places in a script whose lost changes are told."""
 
@@ -527,7 +529,7 @@ class Updates(Detector):
         evaluating = whole or bool(rank.part)
         rank.evaluating.add(evaluating, step.step)
         if rank.evaluating.since == step.step and rank.before is not None:
-            rank.mode_unread = rank.before.losses_every - 1
+            rank.mode_unread = _BLOCK - 1 if any(phase.coarse for phase in rank.before.phases) else 0
         if not evaluating or rank.evaluating.lasts(step.step) >= EVALUATING:
             row, part = rank.evaluating, "" if whole else rank.part
             facts = ModeFacts(row.since, row.lasts(step.step), part, rank.mode_unread)

@@ -2,8 +2,9 @@
 
 In a *full* step memory is read at every boundary of phases and weights are sampled; in a *coarse* one memory is read at
 its two ends and around the optimizer's phase alone, whose spikes must never be missed. Steps whose number is a multiple
-of ``every`` are full: those of all ranks are the same ones. Where that is not enough, the losses and norms of coarse
-steps are read if their number is a multiple of ``losses``; the others are *light*. The cost of each kind is what the
+of ``every`` are full: those of all ranks are the same ones. Where that is not enough for a budget below the usual one,
+the losses and norms of coarse steps are read if their number is a multiple of ``losses``; the others are *light*: the
+step in which a value is lost is then known to so many steps. The cost of each kind is what the
 probe's own calls took (``Guard``), the step's time is that of its host.
 """
 
@@ -16,7 +17,9 @@ from ....protocol.messages.telemetry import Step
 CHOICES = (1, 2, 5, 10, 25, 50, 75, 100, 200)
 """Of ``every``: up to ``values.signs.EVERY`` its divisors, so that the steps that are examined are full ones."""
 LOSSES = (1, 2, 4, 8)
-"""Of ``losses``."""
+"""Of ``losses``, with a budget below ``USUAL``."""
+USUAL = 0.005
+"""Share of a step from which on every loss is read."""
 LONGEST_NS = 20_000_000
 """Time of a step from which on its share is the same: 0.5 % of it are 100 us."""
 GAP_NS = 5_000_000_000
@@ -101,7 +104,8 @@ class Budget:
         step, before = _median(self._steps), (self.losses, self.every)
         allowed = self._share * min(step, LONGEST_NS)
         chosen = 1, 1
-        for chosen in product(_within(LOSSES, LOSSES_GAP_NS, step), _within(CHOICES, GAP_NS, step)):
+        losses_of = _within(LOSSES, LOSSES_GAP_NS, step) if self._share < USUAL else [1]
+        for chosen in product(losses_of, _within(CHOICES, GAP_NS, step)):
             losses, every = chosen
             followed = light + (coarse - light) / losses
             mean = followed + (full - followed) / every

@@ -120,13 +120,13 @@ def test_a_model_left_in_evaluation_mode_is_told_and_resolved() -> None:
 
 
 def test_a_mode_that_is_read_at_the_end_of_a_block_may_have_changed_in_a_step_before() -> None:
-    every, detector = 4, Updates()
+    detector, coarse = Updates(), [PhaseRecord("backward", 0, 1, Span(0, 0, 0), Span(0, 0, 0), coarse=True)]
     for number in range(40, 42):
-        detector.step(step(number, losses_every=every))
+        detector.step(replace(step(number), phases=coarse))
     for number in range(42, 46):
         assert detector.step(step(number, signs=Signs(evaluating=True))) == []
     (one,) = detector.step(step(46, signs=Signs(evaluating=True)))
-    assert words_of(one).title == "the model trains in evaluation mode since step 42, or one of the 3 before"
+    assert words_of(one).title == "the model trains in evaluation mode since step 42, or one of the 7 before"
 
 
 def test_a_part_left_in_evaluation_mode_is_told_by_the_steps_in_which_modes_are_looked_at() -> None:

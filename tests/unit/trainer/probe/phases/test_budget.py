@@ -2,7 +2,8 @@
 
 import pytest
 from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
-from ftmon.trainer.probe.phases.budget import CHOICES, FIRST, LOSSES, SUSPICIOUS, Budget, Unusual
+from ftmon.trainer.probe.phases import budget as budgets
+from ftmon.trainer.probe.phases.budget import CHOICES, FIRST, LOSSES, SUSPICIOUS, USUAL, Budget, Unusual
 from ftmon.trainer.probe.values.signs import EVERY, is_examined
 
 US = 1000
@@ -73,7 +74,10 @@ def followed_steps(budget, blocks, step_us, *, full_us, read_us, light_us):
     ],
     ids=["each loss", "half", "a quarter", "14 ms", "50 ms", "100 ms", "slow", "never within it"],
 )
-def test_losses_are_read_in_fewer_steps_where_fewer_full_ones_are_not_enough(step_us, read_us, light_us, losses, every):
+def test_losses_are_read_in_fewer_steps_where_fewer_full_ones_are_not_enough(
+    step_us, read_us, light_us, losses, every, monkeypatch
+):
+    monkeypatch.setattr(budgets, "USUAL", 1.0)
     budget = Budget(0.005)
     costs = {"full_us": 800, "read_us": read_us, "light_us": light_us}
     followed_steps(budget, 3, step_us, **costs)
@@ -83,7 +87,15 @@ def test_losses_are_read_in_fewer_steps_where_fewer_full_ones_are_not_enough(ste
     assert mean_us <= min(100, 0.005 * step_us) or (losses, step_us) in ((8, 5_000), (4, 100_000), (1, 300_000))
 
 
-def test_losses_are_read_again_in_each_step_once_that_is_cheap():
+@pytest.mark.parametrize(("share", "losses"), [(USUAL, 1), (0.9 * USUAL, 8)])
+def test_every_loss_is_read_with_the_usual_budget(share, losses):
+    budget = Budget(share)
+    followed_steps(budget, 3, 5_000, full_us=800, read_us=130, light_us=55)
+    assert budget.losses == losses
+
+
+def test_losses_are_read_again_in_each_step_once_that_is_cheap(monkeypatch):
+    monkeypatch.setattr(budgets, "USUAL", 1.0)
     budget = Budget(0.005)
     followed_steps(budget, 3, 14_000, full_us=800, read_us=130, light_us=55)
     assert budget.losses == LOSSES[-1]
