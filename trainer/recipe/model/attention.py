@@ -1,8 +1,8 @@
 """Attention within the documents of a packed row, and the check that it does not cross them.
 
-Three implementations: variable-length attention on CUDA (registered with transformers as ``ftmon_varlen``: cuDNN's on
-Hopper and data-center Blackwell, else PyTorch's), FlashAttention if ``model.attention`` selects it, and otherwise the
-block mask that transformers makes of restarting position ids.
+Three implementations: variable-length attention on CUDA (registered with transformers as ``ftmon_varlen``; by cuDNN on
+Hopper and data-center Blackwell, else by PyTorch), FlashAttention if ``model.attention`` selects it, and otherwise a
+block mask, which transformers derives from position ids that restart at 0.
 """
 
 import inspect

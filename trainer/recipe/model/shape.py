@@ -87,7 +87,7 @@ def has_table(shape: Any) -> bool:
 
 
 def is_small(config: Config, most: int) -> bool:
-    """Return whether a model has at most so many parameters; one that cannot be made on the meta device has not."""
+    """Return whether a model has at most ``most`` parameters; False if it cannot be made on the meta device."""
     try:
         shape = named_config(config.model) if config.model.name else bare_config(config, config.tokenizer.vocab_size)
     except ConfigError:
