@@ -29,6 +29,8 @@ class OneRank:
     def log(self, text: str) -> None:
         self.said.append(text)
 
+    note = log
+
     def all_agree(self, mine: bool) -> bool:
         return mine
 

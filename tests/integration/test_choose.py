@@ -15,6 +15,7 @@ from small_shape import write_model_and_data
 
 GPUS = "2xH100-80GB"
 HOURLY = "2.5"
+BF16 = ("training.precision=bf16", "zero.stage=0")
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +59,13 @@ def test_the_written_choice_is_the_one_of_auto_and_needs_what_it_says(ftmon: Ftm
 
 
 def test_a_model_and_data_are_trained_and_answer_with_two_commands(ftmon: Ftmon, here: Path) -> None:
-    done = ftmon.run("train", "--plain", "model", "data.jsonl", "training.max_steps=3", cwd=here)
+    done = ftmon.run("train", "--plain", "model", "data.jsonl", "training.max_steps=3", *BF16, cwd=here)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "chosen for the CPU" in done.stderr
     assert re.search(
         r"^\d\d:\d\d:\d\d settings: training.grad_accumulation .* no evaluation", done.stdout, re.MULTILINE
     )
+    assert " note: zero.stage is 0, DeepSpeed runs its stage 1: its stage 0 is for fp32" in done.stdout
     # The model's configuration names another end than its tokenizer, as some bases do: that is learned all the same.
     assert "health" not in done.stdout
     (made,) = ftmon.runs()

@@ -87,6 +87,8 @@ class ThreadWorld:
     def log(self, text: str) -> None:
         pass
 
+    note = log
+
 
 def test_every_rank_has_the_template_that_rank_0_chose_and_texts_need_none(tmp_path: Path) -> None:
     folder = tmp_path / "tokenizer"

@@ -59,7 +59,7 @@ class DryWorld(World):
         self.logged: list[str] = []
         """Lines that the recipe would print."""
 
-    def log(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Keep a line, except those of timers, which are about slow machines."""
         if threading.current_thread() is threading.main_thread():
             self.logged.append(text)
@@ -347,8 +347,7 @@ class RecipeRun(DryRun):
         self.parameters = self._dry.parameters
         self.trainable = self._dry.trainable
         self.engine = self._dry.engine
-        logged = [line.removeprefix("note: ") for line in world.logged]
-        self.notes = [*self.notes, *([assumed] if assumed else []), *logged]
+        self.notes = [*self.notes, *([assumed] if assumed else []), *world.logged]
         if note := beyond(self._dry.model.config, config.training.sequence_length):
             self.notes.append(note)
         sharing = config.training.sequence_parallel_size

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ...protocol.errors import ConfigError
 from .hardware import free_port
+from .monitor import announce
 from .support import SEQUENCES, ranks_refusal
 
 
@@ -122,6 +123,10 @@ class World:
             # In one write: print writes the line end separately, and a checkpoint's thread prints too.
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """Print a note in rank 0, and report it to whoever watches."""
+        announce("note", text, self.log)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -275,7 +275,7 @@ def make_engine(
     model = load.make(config, settings, tokens, world, without_weights)
     # From here on each rank draws different dropout.
     torch.manual_seed(config.training.seed + 1 + world.rank)
-    made = optimizer.make(model, config, world, world.log)
+    made = optimizer.make(model, config, world)
     with _own_keys(config):
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=made, lr_scheduler=optimizer.scheduler(config, total_steps), config=settings

@@ -64,7 +64,7 @@ def setup(config: Config, world: World) -> Trainer:
     """Prepare data, model, engine and position; all ranks call this."""
     _, note = shape.check(config)
     if note:
-        world.log(f"note: {note}")
+        world.note(f"{note}")
     world.share_sequences(config.training.sequence_parallel_size)
     output = output_folder(config)
     found, skipped = find(config, output, world)
@@ -125,16 +125,16 @@ def _settle(config: Config, examples: Examples, world: World) -> Config:
             "(data.packing=false turns it off)"
         )
     compiler = hardware.compiler(world.device.type) is not None
-    return settle_compile(config, world.all_agree(compiler), world.log)
+    return settle_compile(config, world.all_agree(compiler), world.note)
 
 
 def _padded(config: Config, reason: str, world: World) -> Config:
     """Return a configuration without packing and compilation, which needs it; log the reason."""
     if config.model.compile == "layers":
         raise ConfigError(f"model.compile needs data.packing; {reason}; use model.compile=off")
-    world.log(f"note: {reason}: each record is padded instead")
+    world.note(f"{reason}: each record is padded instead")
     data = msgspec.structs.replace(config.data, packing=False)
-    return settle_compile(msgspec.structs.replace(config, data=data), True, world.log)
+    return settle_compile(msgspec.structs.replace(config, data=data), True, world.note)
 
 
 def _fresh_state(config: Config, examples: Examples, order: Order, world: World) -> TrainState:

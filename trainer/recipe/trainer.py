@@ -238,7 +238,7 @@ class Trainer(Stepper):
         # Wait for all: ranks must agree, and the losses read so far depend on each rank's GPU.
         lines.flush()
         if lines.not_a_number:
-            self.world.log(f"note: no checkpoint after step {self.state.step}: the loss is not a number")
+            self.world.note(f"no checkpoint after step {self.state.step}: the loss is not a number")
         return lines.not_a_number > 0
 
     def _evaluate(self, lines: ProgressLines) -> Evaluated | None:
@@ -272,8 +272,8 @@ class Trainer(Stepper):
                 equal = self._save_model(folder, best if loaded else None, progress)
             log(f"final model: {folder} ({equal} tensors compared with the training's); {what}")
             if self.world.is_first and not tokenizer.loads_back(self.tokenizer, folder):
-                log(
-                    f"note: for {self.model.config.model_type} AutoTokenizer makes a tokenizer of its own; load this "
+                self.world.note(
+                    f"for {self.model.config.model_type} AutoTokenizer makes a tokenizer of its own; load this "
                     "model's with transformers.PreTrainedTokenizerFast.from_pretrained"
                 )
             if self.config.output.push:
@@ -364,7 +364,7 @@ class Trainer(Stepper):
         world.log(f"resumed from {path} after step {state.step}")
         told = "".join(f"; skipped: {note}" for note in self._resuming.skipped)
         if state.step >= self.total_steps:
-            world.log(f"note: training ends at step {self.total_steps}: nothing is left to train")
+            world.note(f"training ends at step {self.total_steps}: nothing is left to train")
             told = f"; training ends at step {self.total_steps}: nothing is left to train{told}"
         with activity("resume", f"from {path.name}, after step {state.step}{told}"):
             pass
@@ -416,4 +416,4 @@ class Trainer(Stepper):
         announce("settings", "; ".join(self._settings()), world.log)
         if (stage := zero_stage(config, world.size)) != config.zero.stage:
             why = "on one rank nothing is partitioned" if config.zero.stage else "its stage 0 is for fp32"
-            world.log(f"note: zero.stage is {config.zero.stage}, DeepSpeed runs its stage {stage}: {why}")
+            world.note(f"zero.stage is {config.zero.stage}, DeepSpeed runs its stage {stage}: {why}")

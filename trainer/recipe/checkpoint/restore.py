@@ -212,7 +212,7 @@ def find(config: Config, output: Path, world: World) -> tuple[list[Path], list[s
     if answer["error"]:
         raise ConfigError(answer["error"])
     for note in answer["notes"]:
-        world.log(f"note: skipped a checkpoint: {note}")
+        world.note(f"skipped a checkpoint: {note}")
     intact: list[Path] = []
     for path in map(Path, answer["found"]):
         # One intact checkpoint and an earlier one as a fallback are enough.
@@ -254,12 +254,12 @@ def restore(engine: Any, paths: list[Path], now: TrainState, base: Base | None, 
         problem = _load(engine, path, content, config, world)
         if not problem:
             for note in notes:
-                world.log(f"note: {note}")
+                world.note(f"{note}")
             for name in resumed.__struct_fields__:
                 setattr(now, name, getattr(resumed, name))
             _restore_random_state(path, content, config, world)
             return path
-        world.log(f"note: {path.name} cannot be loaded: {problem}")
+        world.note(f"{path.name} cannot be loaded: {problem}")
     raise ConfigError(f"checkpoint.resume: {paths[-1]} does not fit this configuration: {problem or 'no manifest'}")
 
 

@@ -304,7 +304,7 @@ class Checkpoints:
             self._save(part, state)
             if self._config.checkpoint.background and writer.in_foreground and not self._said:
                 self._said = True
-                self._world.log(f"note: checkpoints are not written in the background: {writer.in_foreground}")
+                self._world.note(f"checkpoints are not written in the background: {writer.in_foreground}")
         content = Manifest(
             time=0.0,
             state=msgspec.structs.replace(state),
@@ -351,7 +351,7 @@ class Checkpoints:
                 gone, problem = space.make_room(self.folder, needed, kept)
             if gone:
                 names = ", ".join(gone)
-                self._world.log(f"note: {names} removed to make room for {what}: the disk of {self.folder} is short")
+                self._world.note(f"{names} removed to make room for {what}: the disk of {self.folder} is short")
         return self._world.share_text(problem)
 
     def measure(self, state: TrainState) -> int:
@@ -480,7 +480,7 @@ class Checkpoints:
     def _failed(self, part: Path, why: str, step: int) -> None:
         kept = self.report_failure(part.with_suffix(""), why, step)
         newest = f"the newest is {kept.path.name}" if kept is not None else "there is none"
-        self._world.log(f"note: checkpoint {part.stem} could not be written: {why}; training continues, and {newest}")
+        self._world.note(f"checkpoint {part.stem} could not be written: {why}; training continues, and {newest}")
 
 
 def describe(model: Any, tokenizer: Any, config: Config) -> dict[str, bytes]:
@@ -574,7 +574,7 @@ def rehearse_checkpoint(
     if missing:
         raise FtmonError(f"rehearsal: {missing}; {fix}")
     if note:
-        world.log(f"note: rehearsal: {note}")
+        world.note(f"rehearsal: {note}")
     problem, compared = (unplanned, 0) if unplanned else checkpoints.try_out(state)
     if not problem:
         return (
@@ -589,5 +589,5 @@ def rehearse_checkpoint(
         checkpoints.report_failure(folder, problem, state.step)
     best = " or a best evaluation" if config.evaluation.on and config.checkpoint.keep_best else ""
     timed = f", {config.checkpoint.minutes:g} minutes of training" if config.checkpoint.minutes else ""
-    world.log(f"note: rehearsal: {problem}; none is planned by steps, but a stop{timed}{best} would write one")
+    world.note(f"rehearsal: {problem}; none is planned by steps, but a stop{timed}{best} would write one")
     return ""

@@ -33,7 +33,7 @@ from ..config.write import dump
 from ..distributed import World
 from ..model import tokenizer as tokenizers
 from ..model.loss import IGNORED
-from ..monitor import activity, announce
+from ..monitor import activity
 from ..support import settle_batch
 from . import messages
 from .encode import Documents, Encoder, Report, join_parts, opened, publish, scratch, texts, write_part
@@ -469,7 +469,7 @@ def prepare(config: Config, world: World, output: Path, resumed: Path | None) ->
     made.chat_template = json.loads(world.share_text(json.dumps(made.chat_template)))
     result = read_examples(folder, config)
     for line in result.report.notes():
-        announce("note", line, world.log)
+        world.note(line)
     return made, folder, result
 
 

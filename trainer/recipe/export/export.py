@@ -474,7 +474,10 @@ def _figures(connection: sqlite3.Connection) -> list[tuple[str, str]]:
 def push(folder: Path, repository: str) -> str:
     """Upload a folder to a model repository, created (private) if it does not exist; return a line on the result.
 
-    The token is the one of ``hf auth login`` or ``HF_TOKEN``. A failure is no error: the model is on the disk.
+    The token is the one of ``hf auth login`` or ``HF_TOKEN``.
+
+    Raises:
+        FtmonError: it could not be uploaded; the model is on the disk.
     """
     from huggingface_hub import HfApi
 
@@ -484,10 +487,10 @@ def push(folder: Path, repository: str) -> str:
         api.upload_folder(repo_id=repository, folder_path=str(folder), commit_message="Upload model trained with ftmon")
     except Exception as error:  # network, hub, token and name errors have classes of their own
         why = (str(error).strip() or repr(error)).splitlines()[0]
-        return (
-            f"note: the model could not be pushed to {repository}: {why}; it is whole in {folder}: "
+        raise FtmonError(
+            f"the model could not be pushed to {repository}: {why}; it is whole in {folder}: "
             f"hf upload {repository} {folder}"
-        )
+        ) from None
     return f"pushed to {api.endpoint}/{repository}"
 
 
@@ -556,7 +559,10 @@ def push_last(folder: Path, repository: str, world: World) -> None:
     world.leave()
     if world.is_first:
         with probe().phase("checkpoint"), activity("export", f"pushing to {repository}"):
-            world.log(push(folder, repository))
+            try:
+                world.log(push(folder, repository))
+            except FtmonError as error:
+                world.note(str(error))
 
 
 def _write(model: Any, gathered: dict[str, Any], tokenizer: Any, config: Config, part: Path, final: Path) -> None:

@@ -348,7 +348,7 @@ def compile_ahead(model: Any, batch: dict[str, Any], world: World, *, required: 
     began = time.perf_counter()
     layers, kind = decoder_layers(model), model.config.model_type
     if not layers:
-        world.log(f"note: decoder layers are not compiled: {kind} has none that transformers marks")
+        world.note(f"decoder layers are not compiled: {kind} has none that transformers marks")
         return
     world.log("compiling decoder layers (model.compile=off turns it off)")
     problem = ""
@@ -377,7 +377,7 @@ def compile_ahead(model: Any, batch: dict[str, Any], world: World, *, required: 
         problem = problem or f"layers of {kind} cannot be compiled in another rank"
         if required:
             raise ConfigError(f"model.compile: {problem}; use off")
-        world.log(f"note: model.compile: {problem}; nothing is compiled")
+        world.note(f"model.compile: {problem}; nothing is compiled")
         run_uncompiled(model)
         torch.compiler.set_stance("force_eager")  # the loss too
         return

@@ -94,7 +94,7 @@ def set_up(model: Any, config: Config, world: World) -> bool:
         problem = _try_varlen(inner, world, config.training.sequence_length)
         if not problem:
             return True
-        world.log(f"note: variable-length attention is not used, a block mask is: {problem}")
+        world.note(f"variable-length attention is not used, a block mask is: {problem}")
     try:
         problem = crossing(inner, world, varlen=is_flash)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -155,7 +155,7 @@ def _choose(inner: Any, world: World) -> None:
         problem = _first_line(error)
     _by_cudnn = not problem
     if problem:
-        world.log(f"note: PyTorch's variable-length attention is used, cuDNN's is not: {problem}")
+        world.note(f"PyTorch's variable-length attention is used, cuDNN's is not: {problem}")
 
 
 def _difference_of_cudnn(inner: Any, device: torch.device) -> str:
@@ -488,7 +488,7 @@ def set_up_sequence_parallel(model: Any, config: Config, world: World) -> bool:
         if whole is not None:
             problem = whole.difference(varlen)
             if problem and varlen:
-                world.log(f"note: variable-length attention is not used, a mask is: {problem}")
+                world.note(f"variable-length attention is not used, a mask is: {problem}")
                 windows.clear()
                 varlen, problem = False, whole.difference(varlen=False)
             problem = problem or _window_problem(inner.config, windows, length)

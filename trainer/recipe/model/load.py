@@ -246,7 +246,7 @@ def without_adapters(model: Any) -> str:
         return ""
     share = sum(kinds[kind] for kind in large) / total
     listed = ", ".join(large[:4]) + (", ..." if len(large) > 4 else "")
-    return f"note: lora: {listed} ({100 * share:.0f} % of the weights) get no adapters and stay as they are"
+    return f"lora: {listed} ({100 * share:.0f} % of the weights) get no adapters and stay as they are"
 
 
 def _adapted(module: Any) -> Any:
@@ -298,9 +298,9 @@ def make(
     if config.lora.rank:
         model = add_lora(model, config)
         if config.model.overrides and not config.lora.merge:
-            world.log("note: model.overrides: adapters saved alone do not have them; set them where the base is loaded")
+            world.note("model.overrides: adapters saved alone do not have them; set them where the base is loaded")
         if not config.lora.targets and (note := without_adapters(model)):
-            world.log(note)
+            world.note(note)
     refuse_left_out(model, by_turn, config, world.size)
     activations.set_up(inner, config)
     return model

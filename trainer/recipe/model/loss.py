@@ -106,7 +106,7 @@ def set_up(model: Any, config: Config, world: World) -> bool:
             return True
         if config.model.fused_loss == "on":
             raise ConfigError(f"model.fused_loss is on, but {problem}; use model.fused_loss=auto")
-        world.log(f"note: logits are computed at full size (model.fused_loss): {problem}")
+        world.note(f"logits are computed at full size (model.fused_loss): {problem}")
     if inner.adds_to_loss:
         apart = _apart(inner, inner.forward, summed_loss)
         inner.forward = MethodType(lambda _, *inputs, **named: apart(*inputs, **named), inner)

@@ -88,7 +88,7 @@ def split(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
 _PATIENCE_S = 4.0  # seconds without output after which a note is printed
 
 
-def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -> torch.optim.Optimizer:
+def make(model: Any, config: Config, world: World) -> torch.optim.Optimizer:
     """Make the optimizer of a model's trainable parameters; ``ConfigError`` if DeepSpeed's own cannot be built."""
     settings = config.optimizer
     lr = learning_rate(config)
@@ -103,7 +103,7 @@ def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -
         # All or none: results with and without compilation differ in their last bits.
         compiled = world.on_gpu and world.all_agree(not world.has_values or compiles(world.device, states))
         if world.on_gpu and not compiled:
-            log(f"note: torch.compile does not work here: {kind} updates in many small kernels, which is slower")
+            world.note(f"torch.compile does not work here: {kind} updates in many small kernels, which is slower")
         return SmallStateAdamW(
             groups,
             states=states,
@@ -114,7 +114,7 @@ def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -
         )
     if kind == "deepspeed" or (kind == "auto" and offload):
         note = threading.Timer(
-            _PATIENCE_S, log, ["note: compiling DeepSpeed's Adam, once: a minute or more on few cores"]
+            _PATIENCE_S, world.note, ["compiling DeepSpeed's Adam, once: a minute or more on few cores"]
         )
         note.start()
         try:
@@ -131,7 +131,7 @@ def make(model: Any, config: Config, world: World, log: Callable[[str], None]) -
                 f"optimizer.kind is deepspeed, but its Adam cannot be built here ({problem or 'on another rank'}); "
                 "see 'ftmon doctor', or use optimizer.kind=torch_fused"
             )
-        log(f"note: DeepSpeed's CPU Adam cannot be built here ({problem}); stepping with PyTorch's fused Adam instead")
+        world.note(f"DeepSpeed's CPU Adam cannot be built here ({problem}); stepping with PyTorch's fused Adam instead")
         kind = "torch_fused"
     if kind == "auto":
         kind = "torch_fused" if world.on_gpu else "torch"

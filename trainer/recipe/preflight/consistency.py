@@ -97,8 +97,8 @@ def _rules(config: Config, on_cpu: bool) -> Iterator[_Rule]:
     yield warmup != "auto" and 0 < training.max_steps < warmup, "schedule.warmup_steps", text
 
 
-def settle_compile(config: Config, compiler: bool, log: Callable[[str], None]) -> Config:
-    """Return a resolved configuration whose ``model.compile`` is ``off`` if it is ``auto`` and excluded; log why.
+def settle_compile(config: Config, compiler: bool, note: Callable[[str], None]) -> Config:
+    """Return a resolved configuration whose ``model.compile`` is ``off`` if it is ``auto`` and excluded; note why.
 
     ``compiler``: whether the C compiler that it needs is there. On the CPU layers are not compiled unless asked for.
     """
@@ -109,7 +109,7 @@ def settle_compile(config: Config, compiler: bool, log: Callable[[str], None]) -
     if on_gpu and not reason:
         return config
     if on_gpu:
-        log(f"note: decoder layers are not compiled (model.compile): {reason}")
+        note(f"decoder layers are not compiled (model.compile): {reason}")
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, compile="off"))
 
 

@@ -95,7 +95,7 @@ def test_a_model_that_treats_its_logits_in_its_own_way_keeps_its_own_loss() -> N
     ranks = OneRank()
     assert not fused.set_up(model, config("auto"), ranks)
     assert ranks.said == [
-        "note: logits are computed at full size (model.fused_loss): llama changes its logits in a way of its own "
+        "logits are computed at full size (model.fused_loss): llama changes its logits in a way of its own "
         "before the loss"
     ]
     found = gradients(model)

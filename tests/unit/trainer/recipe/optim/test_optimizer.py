@@ -49,7 +49,7 @@ def test_adapters_have_ten_times_the_learning_rate_of_all_weights_unless_one_is_
     assert rates == [2e-4, 3e-5, 2e-5]
     weight = torch.nn.Parameter(torch.zeros(2, 2))
     model = SimpleNamespace(parameters=lambda: [weight])
-    made = make(model, load(None, [*words, "lora.rank=4"]).config, OneRank(), print)  # type: ignore[arg-type]
+    made = make(model, load(None, [*words, "lora.rank=4"]).config, OneRank())  # type: ignore[arg-type]
     assert made.param_groups[0]["lr"] == 2e-4
 
 
