@@ -73,8 +73,9 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 _PARALLEL_RECORDS = 20_000
-_RECORDS_OF_A_PROCESS = 2_500
-"""Records that take about as long as the imports of the process that encodes them."""
+_LETTERS_OF_A_PROCESS = 1_500_000
+"""Text that takes about as long to encode, 2 s, as the imports of the process that encodes it."""
+_SAMPLED = 32
 _POLL_SECONDS = 0.05
 
 
@@ -349,7 +350,15 @@ def _processes(records: Records, config: Config) -> int:
     if len(records) >= _PARALLEL_RECORDS:
         return cores
     # Each imports torch first: worth it beside the rank's own imports, on cores that the rank does not use.
-    return max(1, min(cores - 2, len(records) // _RECORDS_OF_A_PROCESS))
+    return max(1, min(cores - 2, _letters(records) // _LETTERS_OF_A_PROCESS))
+
+
+def _letters(records: Records) -> int:
+    """Return the approximate length of all records, from some of them."""
+    if len(records) < _SAMPLED:
+        return 0
+    apart = len(records) // _SAMPLED
+    return apart * sum(len(str(record)) for _, record in records.some(range(0, apart * _SAMPLED, apart)))
 
 
 def _encode_parts(

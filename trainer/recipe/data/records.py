@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,11 @@ class Records:
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         """Yield each readable record with its number."""
-        for index in range(len(self)):
+        return self.some(range(len(self)))
+
+    def some(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
+        """Yield each readable record of these numbers, with its number."""
+        for index in numbers:
             try:
                 yield index, self.record(index)
             except RefusedError:

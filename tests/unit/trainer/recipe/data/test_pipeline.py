@@ -310,13 +310,14 @@ def test_a_share_of_a_single_record_is_refused(tmp_path: Path, tokenizer: Any) -
 
 
 @pytest.mark.parametrize(
-    ("records", "cores", "processes"),
-    [(5_000, 2, 1), (19_999, 2, 1), (20_000, 2, 2), (4_000, 16, 1), (5_000, 16, 2), (19_999, 6, 4), (90_000, 16, 16)],
+    ("records", "letters", "cores", "processes"),
+    [(3_200, 1_500, 2, 1), (3_200, 1_500, 16, 3), (6_400, 1_500, 4, 2), (6_400, 100, 16, 1), (20_000, 9, 16, 16)],
 )
 def test_data_are_encoded_beside_the_rank_where_that_takes_longer_than_the_imports(
-    monkeypatch: pytest.MonkeyPatch, records: int, cores: int, processes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: int, letters: int, cores: int, processes: int
 ) -> None:
     monkeypatch.setattr(pipeline.hardware, "cores", lambda: cores)
-    found: Any = range(records)
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps({'text': 'a' * letters})}\n" * records)
+    found = read_records(Config(data=Data(path=str(tmp_path / "a.jsonl"))))
     assert pipeline._processes(found, Config()) == processes
     assert pipeline._processes(found, Config(data=Data(processes=3))) == 3
