@@ -238,7 +238,7 @@ def main() -> None:
         return (thread_time_ns() - begin) / 1000 / STEPS
 
     blocks: dict[bool, list[float]] = {True: [], False: []}
-    costs: dict[str, list[float]] = {"judged": [], "followed": [], "light": []}
+    costs: dict[str, list[float]] = {"judged": [], "followed": []}
     draw = random.Random(0)
     for number in range(args.blocks + 10):
         for on in draw.sample((True, False), 2):
@@ -246,11 +246,11 @@ def main() -> None:
             step()
             spent = block()
             for raw in training.outbox.unsent_steps():
-                kind = "judged" if not raw.followed else "light" if raw.notes.unread else "followed"
+                kind = "followed" if raw.followed else "judged"
                 costs[kind].append(raw.cost_ns / 1000)
                 if raw.followed:  # as the publisher does
                     step_ns = raw.marks[-1].ns - raw.marks[0].ns
-                    training.tracker.budget.note_followed(raw.notes.unread, raw.cost_ns, step_ns)
+                    training.tracker.budget.note_followed(raw.cost_ns, step_ns)
             training.outbox.items.clear()
             training.regular.spare.extend(Notes() for _ in range(STEPS))
             if number >= 10:

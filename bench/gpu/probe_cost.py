@@ -129,7 +129,7 @@ class Switch:
         self._active: Any = active
         self.events: Any = active.events
         self.publisher: Any = next(t for t in threading.enumerate() if t.name == "ftmon-publisher")
-        self.costs_us: dict[str, list[float]] = {"judged": [], "followed": [], "light": []}
+        self.costs_us: dict[str, list[float]] = {"judged": [], "followed": []}
         self.spent_ns: dict[int, list[int]] = {}
         """Time of the events of followed steps, by their codes; empty unless they are timed."""
         self._is_on, self._recorded = True, False
@@ -138,7 +138,7 @@ class Switch:
 
         def note(raw: Any) -> None:
             if self._is_on:
-                kind = "judged" if not raw.followed else "light" if raw.notes.unread else "followed"
+                kind = "followed" if raw.followed else "judged"
                 self.costs_us[kind].append(raw.cost_ns / 1000)
             send(raw)
 
@@ -326,7 +326,7 @@ def measured(loop: Loop, switch: Switch, args: argparse.Namespace) -> dict[str, 
         "rounds": len(blocks["off"]),
         **{state: compared(blocks[state], blocks["off"]) for state in args.states},
         "every": budget.every,
-        "losses": budget.losses,
+        "block": budget.block,
         "publisher_cpu_us": statistics.fmean(block.publisher_ms for block in blocks["on"]) * 1000,
     }
     for name, costs in switch.costs_us.items():
@@ -356,7 +356,7 @@ def steady(loop: Loop, switch: Switch, seconds: float) -> dict[str, Any]:
         if costs:
             found[f"{name}_us"], found[f"{name}_steps"] = statistics.median(costs), len(costs)
     budget = switch.events._training.tracker.budget
-    return {**found, "every": budget.every, "losses": budget.losses}
+    return {**found, "every": budget.every, "block": budget.block}
 
 
 def main() -> None:

@@ -540,17 +540,10 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """None: nothing to tell."""
     memory_every: Whole = 1
     """Every how many steps memory is read at each boundary of phases; in the others, phases are ``coarse``."""
-    losses_every: Whole = 1
-    """Every how many steps loss, learning rate and norm of the gradients are read; the others have none."""
 
     def phase(self, name: str) -> PhaseRecord | None:
         """Return the record of the phase ``name``; None if the step had no such phase."""
         return next((record for record in self.phases if record.name == name), None)
-
-    @property
-    def reads_losses(self) -> bool:
-        """Whether loss, learning rate and norm were read in this step, as far as it has them."""
-        return self.losses_every == 1 or not (self.loss is self.lr is self.grad_norm is None)
 
     @property
     def peak_phase(self) -> PhaseRecord | None:

@@ -78,8 +78,6 @@ class _Rare(msgspec.Struct, omit_defaults=True, gc=False):
     others: list[PhaseRecord] = []
     """Phases without columns: of another name, or of a name that the step has twice."""
     signs: Signs | None = None
-    losses: int = 1
-    """``Step.losses_every``."""
 
 
 class StepRest(msgspec.Struct, array_like=True, gc=False):
@@ -147,10 +145,7 @@ def step_rows(seq: int, t: float, step: Step) -> tuple[Row, list[Row]]:
         ended = phase.start_us + phase.host_us
     numbers, spans = (step.loss, step.lr, step.grad_norm), step.phases
     nan = [name for name, value in zip(_NUMBERS, numbers, strict=True) if value != value]
-    rare = _Rare(
-        *(step.retries, step.ooms, step.dropped, step.overflow, step.updates, nan, others, step.signs),
-        losses=step.losses_every,
-    )
+    rare = _Rare(step.retries, step.ooms, step.dropped, step.overflow, step.updates, nan, others, step.signs)
     rest = StepRest(
         *(step.micro_steps, step.samples, step.padded_tokens - step.tokens, step.probe_us, step.loss_scale),
         *(step.batch_shape, step.label_tokens, step.cpu_us, step.flops or None, step.fetch_us, phases, rare),
@@ -241,7 +236,7 @@ def step_from_row(row: Sequence[Any]) -> Step:
         *(rank, number, started, host_us, phases, device_us, rest.micro_steps, loss, lr, grad_norm, rest.loss_scale),
         *(rare.overflow, rest.batch_shape, rest.samples, tokens, tokens + rest.padding, rare.retries, rare.ooms),
         *(rest.probe_us, rare.dropped, rest.label_tokens, rare.updates, rest.cpu_us, rest.flops or 0.0, rest.fetch_us),
-        *(rest.batch_id, rare.signs, rest.memory_every, rare.losses),
+        *(rest.batch_id, rare.signs, rest.memory_every),
     )
 
 

@@ -76,8 +76,7 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Single steps of a rank are captured with the allocator's trace."""
     probe_budget: float = 0.5
     """Percent of a step, of 20 ms at most, that the probe may cost the training thread; where it costs more, memory is
-    read at each boundary of phases in every k-th step only, and with less than 0.5 losses in one of up to 8. 0: in
-    every step."""
+    read at each boundary of phases in every k-th step only. 0: in every step."""
     predict: bool = True
     """With ftmon's own trainer on GPUs: the memory of its configuration is predicted during the run."""
     on_oom: OnOom = "raise"

@@ -77,8 +77,9 @@ def test_loss_tokens_and_device_times_come_without_a_synchronisation(collector):
         assert step.phase("forward").active.peak >= step.phase("forward").requested.peak
 
 
-def test_losses_of_short_steps_are_those_of_the_script(collector):
-    found = watched(collector, "many")
+@pytest.mark.parametrize("mode", ["many", "overwritten"])
+def test_losses_of_short_steps_are_those_of_the_script(collector, mode):
+    found = watched(collector, mode)
     steps = collector.of(Step)
     assert [step.step for step in steps] == list(range(1, 301))
     assert sum(phase.coarse for step in steps for phase in step.phases if phase.name == "backward") > 200

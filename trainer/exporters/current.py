@@ -4,8 +4,6 @@ import threading
 from collections import Counter
 from typing import Any
 
-from msgspec import structs
-
 from ...protocol.figures import FIGURES, Figure, Point, labels_of, points
 from ...protocol.messages.control import Alert, RankState, RunState
 from ...protocol.messages.hosts import Job
@@ -27,8 +25,7 @@ DROPPED = Figure(
 class RunFigures:
     """The current figures of a run. Any thread may ask for ``points``; one other thread applies messages.
 
-    A figure of a message is the newest message's; losses, which are not read in each step, are those of the newest step
-    that has them. Figures of a rank end with its process, and those of a job with the
+    A figure of a message is the newest message's. Figures of a rank end with its process, and those of a job with the
     next job.
     """
 
@@ -54,12 +51,7 @@ class RunFigures:
             elif type(message) in FIGURES and self._counts(frame):
                 # A rank has one Hello, whatever its labels.
                 labels = {"rank": str(message.rank)} if isinstance(message, Hello) else labels_of(message)
-                key = type(message), frozenset(labels.items())
-                known = self._newest.get(key)
-                if isinstance(message, Step) and not message.reads_losses and known is not None:
-                    figures = {name: getattr(known.message, name) for name in ("loss", "lr", "grad_norm")}
-                    frame = Frame(frame.seq, frame.t, structs.replace(message, **figures))
-                _keep(self._newest, key, frame)
+                _keep(self._newest, (type(message), frozenset(labels.items())), frame)
                 if isinstance(message, RankState) and message.state in _ENDED:
                     self._ended[message.rank] = frame.seq
                     self._check_all()

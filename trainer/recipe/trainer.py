@@ -416,4 +416,5 @@ class Trainer(Stepper):
         announce("settings", "; ".join(self._settings()), world.log)
         if (stage := zero_stage(config, world.size)) != config.zero.stage:
             why = "on one rank nothing is partitioned" if config.zero.stage else "its stage 0 is for fp32"
-            world.note(f"zero.stage is {config.zero.stage}, DeepSpeed runs its stage {stage}: {why}")
+            tell = world.log if config.zero.stage else world.note
+            tell(f"zero.stage is {config.zero.stage}, DeepSpeed runs its stage {stage}: {why}")

@@ -306,7 +306,6 @@ class RankModel:
         self.beat: telemetry.Heartbeat | None = None
         self.last: telemetry.Step | None = None
         self.read: telemetry.Step | None = None  # the last one whose memory was read at each boundary of phases
-        self.learned: telemetry.Step | None = None  # the last one whose loss, learning rate and norm were read
         self.steps: deque[telemetry.Step] = deque(maxlen=keep_steps)
         self.peak: Peak | None = None
         self.reserved_peak = 0
@@ -373,7 +372,6 @@ class RankModel:
         self.state, self.state_text, self.state_since = "starting", "", now
         self.exit_code = self.signal = None
         self.hello = self.beat = self.last = self.read = self.goodbye = self.oom = self.failure = None
-        self.learned = None
         self.stacks = self.native_stacks = self.peak = None
         self.steps.clear()
         self.reserved_peak = 0
@@ -395,8 +393,6 @@ class RankModel:
         self.steps.append(step)
         self.dropped = step.dropped
         self.last = step
-        if step.reads_losses:
-            self.learned = step
         if not any(record.coarse for record in step.phases):
             self.read = step
         if self.state == "starting":

@@ -304,12 +304,10 @@ class RunModel:
 
     @property
     def loss(self) -> float | None:
-        """Mean loss over ranks of the last common step whose losses were read; None: not reported."""
-        number = self._common_number()
-        every = max([rank.last.losses_every for rank in self.ranks.values() if rank.last is not None], default=1)
-        found = [list(self._at_step(one)) for one in (number, number - number % every)]
-        losses = [[(step.loss, step.label_tokens) for step in each if step.loss is not None] for each in found]
-        return mean_loss(losses[0] or losses[1])
+        """Mean loss over ranks of the last common step; None: not reported."""
+        return mean_loss(
+            [(step.loss, step.label_tokens) for step in self._at_step(self._common_number()) if step.loss is not None]
+        )
 
     @property
     def losses_by_name(self) -> dict[str, float]:
@@ -340,13 +338,12 @@ class RunModel:
     @property
     def lr(self) -> float | None:
         """The latest learning rate."""
-        return next((r.learned.lr for r in self.ranks.values() if r.learned and r.learned.lr is not None), None)
+        return next((r.last.lr for r in self.ranks.values() if r.last and r.last.lr is not None), None)
 
     @property
     def grad_norm(self) -> float | None:
         """The latest gradient norm."""
-        known = (rank.learned.grad_norm for rank in self.ranks.values() if rank.learned)
-        return next((norm for norm in known if norm is not None), None)
+        return next((r.last.grad_norm for r in self.ranks.values() if r.last and r.last.grad_norm is not None), None)
 
     @property
     def peak(self) -> Peak | None:

@@ -93,8 +93,6 @@ class RankHead(Canvas):
         table = phase_table(rank.phases, width, self.theme)
         if rank.last is not None and rank.last.memory_every > 1 and rank.read is not None:
             words = f" read by phase in 1 of {rank.last.memory_every} steps, above in step {rank.read.step:,}"
-            losses = rank.last.losses_every
-            words += f"; losses in 1 of {losses}" if losses > 1 else ""
             table.append(Line(words, self.theme.style("dim")))
         if len(lines) + len(table) < height:
             lines.append(Line())

@@ -294,12 +294,11 @@ def _training(rank: RankModel) -> Pairs:
         found.append(("tokens", count(last.tokens) + (f", {pads * 100:.0f} % pads" if pads > 0.005 else "")))
     elif last.batch_shape:
         found.append(("elements", count(prod(last.batch_shape))))
-    learned = rank.learned or last
     several = [each for each in last.updates if each.loss is not None] if len(last.updates) > 1 else []
     found += [(f"loss {sanitize(each.name, 20)}", loss(each.loss)) for each in several if each.loss is not None]
-    found += [("loss", loss(learned.loss))] if learned.loss is not None and not several else []
-    found += [("lr", small(learned.lr))] if learned.lr is not None else []
-    found += [("grad norm", small(learned.grad_norm))] if learned.grad_norm is not None else []
+    found += [("loss", loss(last.loss))] if last.loss is not None and not several else []
+    found += [("lr", small(last.lr))] if last.lr is not None else []
+    found += [("grad norm", small(last.grad_norm))] if last.grad_norm is not None else []
     found += [("loss scale", count(last.loss_scale))] if last.loss_scale is not None else []
     found += [("", "overflow: update skipped")] if last.overflow else []
     return found
@@ -324,8 +323,6 @@ def _monitor(rank: RankModel) -> Pairs:
     found = [("ftmon cost", f"{milliseconds(last.probe_us)} ms of the last step")] if last is not None else []
     if last is not None and last.memory_every > 1:
         found.append(("memory, device time", f"by phase in 1 of {last.memory_every} steps"))
-    if last is not None and last.losses_every > 1:
-        found.append(("loss, lr, grad norm", f"in 1 of {last.losses_every} steps"))
     found.append(("dropped messages", f"{rank.dropped:,}"))
     events = rank.allocator.last
     if events is not None:

@@ -52,8 +52,6 @@ class NonFiniteFacts(msgspec.Struct, frozen=True):
     last_good_lr: float | None = None
     all_ranks: bool = False
     """Whether every rank had such a value in the first step: then the update before it is the suspect."""
-    unread: int = 0
-    """Steps just before the first one in which that rank's value was not read: it may have begun in one of them."""
 
 
 class _Good(NamedTuple):
@@ -67,8 +65,6 @@ class _Good(NamedTuple):
 class _Rank:
     step: int = -1
     """Its latest step."""
-    unread: int = 0
-    """Steps until then whose value was not read, in a row."""
     good: deque[_Good] = field(default_factory=lambda: deque[_Good](maxlen=KEPT_STEPS))
     """Its latest steps with a finite value."""
     clean: int = 0
@@ -97,7 +93,7 @@ class _Case:
     def begin(self, step: Step, rank: _Rank, value: float) -> None:
         """Set the first step."""
         self.first_rank, self.first_step, self.value = step.rank, step.step, repr(float(value))
-        self.good, self.unread = rank.last_good(), rank.unread
+        self.good = rank.last_good()
         self.first_ranks: set[int] = set()
         self.finite_elsewhere = False
         """Stored, because the ranks' good steps are kept for ``KEPT_STEPS`` only."""
@@ -123,7 +119,7 @@ class NonFinite:
         if signs is not None and self._what == "loss":
             if signs.weights == "nan" and value is not None and isfinite(value):
                 self._explained_by = min(self._explained_by, step.step)
-            if signs.weights_lost and rank.good and not rank.unread:
+            if signs.weights_lost and rank.good:
                 self._explained_by = min(self._explained_by, rank.good[-1].step or 0)
             if signs.unlabelled:
                 value = None  # a mean over no labels, which another finding tells
@@ -133,7 +129,6 @@ class NonFinite:
                 found = self._clean(rank)
         elif value is not None and not step.overflow and step.step <= self._explained_by:
             found = self._bad(step, rank, value, precision)
-        rank.unread = 0 if step.reads_losses else rank.unread + 1
         return found if self._case is None else found + self.raise_complete(ranks)
 
     def raise_complete(self, ranks: Collection[int]) -> list[Finding]:
@@ -200,7 +195,7 @@ class NonFinite:
         first = tuple(sorted(case.first_ranks))
         facts = NonFiniteFacts(
             *(case.value, case.first_rank, first, case.first_step, step, loss, grad_norm, case.lr, case.steps, total),
-            *(case.finite_elsewhere, case.precision, lr, total == len(first) > 1, case.unread),
+            *(case.finite_elsewhere, case.precision, lr, total == len(first) > 1),
         )
         kind = "nan_loss" if self._what == "loss" else "nan_gradient"
         return [Finding(kind, facts, state, "error", tuple(sorted(case.ranks)), step=case.first_step)]
@@ -218,7 +213,7 @@ def _nan(finding: Finding) -> Words:
         loss = number(facts.last_good_loss)
         good = f"The last good step of rank {facts.first_rank} was {facts.last_good_step}: loss {loss}{norm}"
     others = left = ""
-    if facts.last_good_step is not None and facts.last_good_step < facts.first_step - 1 - facts.unread:
+    if facts.last_good_step is not None and facts.last_good_step < facts.first_step - 1:
         left = "; after it the loss left its range"
     rate = f"learning rate {number(facts.lr)}"
     if facts.last_good_lr and facts.lr and facts.lr > 2 * facts.last_good_lr:
@@ -227,17 +222,15 @@ def _nan(finding: Finding) -> Words:
         others = f" Other ranks were finite in that step, so it came from the batch or device of {who}."
     elif facts.all_ranks:
         suspect = facts.first_step - 1 if facts.last_good_step is None else facts.last_good_step
-        after = f", or one of the {facts.unread} after," if facts.unread else ""
-        others = f" All ranks in the same step: the update of step {suspect}{after} is the suspect, not a batch."
+        others = f" All ranks in the same step: the update of step {suspect} is the suspect, not a batch."
     elif set(finding.ranks) > set(facts.first_ranks):
         others = f" Since then: {all_ranks(finding.ranks)}."
     # A checkpoint of a step has its update: of a suspect one, the checkpoint before it is the last good one.
     good_until = (facts.last_good_step or 0) - (facts.all_ranks or bool(left))
     until = f"of step {good_until:,} or earlier" if good_until > 0 else "before that step"
     at, lower = high_rate(facts.lr)
-    before = f", or one of the {facts.unread} before" if facts.unread else ""
     return Words(
-        f"{value} {what} on {who} since step {facts.first_step}{before}{at}",
+        f"{value} {what} on {who} since step {facts.first_step}{at}",
         f"{good}, {rate}{left}.{others}",
         lower
         + _REMEDIES[finding.kind].format(until)
@@ -265,6 +258,5 @@ _SHOWN = {
     "finite_elsewhere": Shown("finite on other ranks"),
     "last_good_lr": Shown("learning rate of the last good step"),
     "all_ranks": Shown("on all ranks"),
-    "unread": Shown("steps before it that were not read"),
 }
 KINDS = tuple(Kind(name, NonFiniteFacts, _nan, shown=_SHOWN, limits=_LIMITS) for name in _REMEDIES)

@@ -500,12 +500,10 @@ class Updates(Detector):
         sampled = step.memory_every == 1 or not any(phase.coarse for phase in step.phases)
         still = bool(step.lr) and not step.overflow and signs is not None and signs.weights == "same"
         bare = signs is not None and signs.no_gradients
-        zero = step.lr == 0 if step.reads_losses else rank.zero.count > 0
+        zero = step.lr == 0
         if sampled:
             rank.still.add(still, step.step)
-        if step.reads_losses:
-            rank.zero.add(zero, step.step)
-        many = rank.zero.lasts(step.step) >= ZERO or (
+        many = rank.zero.add(zero, step.step) >= ZERO or (
             still and rank.still.lasts(step.step) >= (BARE if bare else STILL)
         )
         if many or (sampled and not (still or zero)):
@@ -541,7 +539,7 @@ class Updates(Detector):
         elif sampled and (signs is None or signs.weights != "nan"):
             rank.finite = step.step
         before, rank.before = rank.before, step
-        if signs is not None and signs.weights_lost and before is not None and before.reads_losses:
+        if signs is not None and signs.weights_lost and before is not None:
             facts = WeightFacts(before.step, before.loss, before.grad_norm, before.lr, at_latest=True)
             found += self._once("weights_not_finite", facts, step.rank, before.step, "error")
         if signs is not None and signs.left_out:

@@ -3,7 +3,8 @@
 Modes: ``hand`` measures every phase's peak by itself, as one would without ftmon; ``plain`` reads its own peaks only
 at the end; ``reset`` resets them in the middle; ``oom`` asks for too much once and goes on; ``wait`` stays; ``shared``
 stays, and in each step frees a block that another stream still uses, as ZeRO-3 does with gathered parameters; ``many``
-takes short steps, stands still after some, changes a loss after its backward once, and ends with a loss that is NaN.
+takes short steps, stands still after some, and ends with a loss that is NaN; ``overwritten`` also changes each loss
+after its backward.
 """
 
 import contextlib
@@ -14,9 +15,10 @@ import time
 import torch
 
 MODE = sys.argv[1]
-STEPS = 300 if MODE == "many" else 6
-WIDTH = 64 if MODE == "many" else 2048
-STANDS_STILL, CHANGED = 150, 220
+SHORT = MODE in ("many", "overwritten")
+STEPS = 300 if SHORT else 6
+WIDTH = 64 if SHORT else 2048
+STANDS_STILL = 150
 
 
 class Rows(torch.utils.data.Dataset):
@@ -70,7 +72,7 @@ def main():
         if MODE == "oom" and step == 3:
             with contextlib.suppress(torch.OutOfMemoryError):
                 torch.empty(2**50, dtype=torch.uint8, device="cuda")
-        if MODE == "many" and step == STEPS - 1:
+        if SHORT and step == STEPS - 1:
             loss = loss * float("nan")
         boundary("forward")
         loss.backward()
@@ -79,9 +81,9 @@ def main():
         boundary("optimizer")
         optimizer.zero_grad()
         losses.append(loss.detach().clone())
-        if MODE == "many" and step == CHANGED:
+        if MODE == "overwritten":
             loss /= 2
-        if MODE == "many" and step == STANDS_STILL:
+        if SHORT and step == STANDS_STILL:
             time.sleep(3)
     stats = torch.cuda.memory_stats()
     found = {

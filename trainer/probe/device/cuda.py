@@ -453,23 +453,84 @@ def _find_driver() -> None:
     _driver, _stream_of, _current = copy, core._cuda_getCurrentRawStream, core._cuda_getDevice
 
 
+class Kept:
+    """A CUDA scalar that stays on the device until ``fetch_kept``: a copy costs the host less after another one."""
+
+    __slots__ = ("_version", "copy", "tensor")
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor: Any = tensor.detach()
+        """None once it has been copied."""
+        self._version: int = tensor._version
+        self.copy: Fetched | None = None
+
+    def arrived(self) -> bool:
+        """Return whether the scalar is here, or never will be."""
+        return self.tensor is None and (not isinstance(self.copy, Fetched) or self.copy.arrived())
+
+    def fetch(self, places: set[int]) -> bool:
+        """Begin to copy the scalar unless it was overwritten; ``places`` are those of later ones, and gets its own."""
+        tensor, place = self.tensor, self.place()
+        self.tensor = None
+        if place is None or place in places:
+            return False
+        places.add(place)
+        self.copy = fetch_scalar(tensor)
+        return True
+
+    def place(self) -> int | None:
+        """Return the scalar's address; None: it was overwritten."""
+        try:
+            place = self.tensor.data_ptr()
+        except RuntimeError:  # memory of a CUDA graph that was replayed
+            return None
+        return place if self.tensor._version == self._version else None
+
+
+def can_be_kept(tensor: Any) -> bool:
+    """Return whether a tensor holds no larger one's memory, and is seen to be overwritten."""
+    return not (under_way or tensor._is_view() or tensor.is_inference())
+
+
+def fetch_kept(kept: list[Kept], *, at_once: bool = False) -> bool:
+    """Begin to copy scalars, and empty the list; return False if some were overwritten, which are not read.
+
+    They were by an operation in place, or by the replay of a CUDA graph, which gives equal places. ``at_once``: if the
+    device has done all its work, as after a script has read a value, the copies are waited for.
+    """
+    is_done, places = at_once and not under_way and is_idle(), set[int]()
+    complete = [each.fetch(places) for each in reversed(kept)]
+    kept.clear()
+    if is_done:
+        torch.cuda.current_stream().synchronize()
+    return all(complete)
+
+
+def is_idle() -> bool:
+    """Return whether the device has done all the work of the current stream."""
+    return torch.cuda.current_stream().query()
+
+
+ON_ITS_WAY = (Fetched, Kept)
+
+
 def arrived(values: Iterable[Any]) -> bool:
     """Return whether scalars on their way from the device are here."""
-    return all(value.arrived() for value in values if isinstance(value, Fetched))
+    return all(value.arrived() for value in values if isinstance(value, ON_ITS_WAY))
 
 
-_NUMBERS = (int, float, Fetched)
+_NUMBERS = (int, float, *ON_ITS_WAY)
 
 
-def fetch_values(value: Any) -> Any:
+def fetch_values(value: Any, scalar: Callable[[Any], Any] | None = None) -> Any:
     """Begin to fetch a tensor of one element; return what ``read`` reads, or None if it is no scalar.
 
-    A number, or one that is on its way, is returned as it is.
+    A number, or one that is on its way, is returned as it is. ``scalar`` keeps a CUDA tensor in place of fetching it.
 
     A DTensor that is not the same on all ranks is no scalar: the probe enters no collective.
     """
     if type(value) is torch.Tensor and value.is_cuda and value.numel() == 1:
-        return fetch_scalar(value)
+        return fetch_scalar(value) if scalar is None else scalar(value)
     if value is None or isinstance(value, _NUMBERS):
         return value
     return _fetch_other(value)
@@ -501,6 +562,8 @@ def fetch_count(mask: Any, later: bool = False) -> Any:
 
 def read(value: Any) -> float | None:
     """Read a result of ``fetch``; the copy must have finished. None for None, or if it cannot be read."""
+    if isinstance(value, Kept):
+        value = value.copy
     if not isinstance(value, Fetched):
         return None if value is None else float(value)
     try:
@@ -509,16 +572,9 @@ def read(value: Any) -> float | None:
         return None
 
 
-def value_if_done(value: Any) -> Any:
-    """Return a scalar of the device as ``fetch_values`` does, at once where the device has done all its work."""
-    if type(value) is torch.Tensor and value.is_cuda and not under_way and torch.cuda.current_stream().query():
-        return float(value.item())
-    return fetch_values(value)
-
-
 def arrived_value(value: Any) -> float | None:
     """Return a result of ``fetch_values`` if it is here; for any thread, without a wait."""
-    return None if isinstance(value, Fetched) and not value.arrived() else read(value)
+    return None if isinstance(value, ON_ITS_WAY) and not value.arrived() else read(value)
 
 
 def read_count(value: Any) -> int:

@@ -173,8 +173,6 @@ def step_message(
     if own is not None and own.loss is None:  # one clipping and one backward were for several: the first has its norm
         norm = _first([norm, *(each.grad_norm for each in updates.values())])
     lr, overflow = cuda.read(notes.lr) if own is None else own.lr, bool(cuda.read(notes.overflow))
-    if notes.unread and loss is None and not overflow:
-        lr = norm = None  # of a light step that was not followed to its end
     share = WHOLE if notes.counts else share
     if notes.counts:
         tokens, labels = sum(count.tokens for count in notes.counts), sum(count.label_tokens for count in notes.counts)
@@ -212,7 +210,6 @@ def step_message(
         batch_id=batch_id,
         signs=found,
         memory_every=raw.every,
-        losses_every=raw.losses_every,
     )
 
 
@@ -310,7 +307,7 @@ def _moves(idle: PhaseRecord) -> bool:
 
 
 def _is_here(value: Any) -> bool:
-    return not isinstance(value, cuda.Fetched)
+    return not isinstance(value, cuda.ON_ITS_WAY)
 
 
 def _span(figures: list[int]) -> Span | None:
@@ -569,10 +566,10 @@ class Publisher(threading.Thread):
         while outbox:
             item = outbox.popleft()
             if isinstance(item, Followed):
-                for raw in item.steps():
-                    self._tracker.budget.note_followed(
-                        raw.notes.unread, raw.cost_ns, raw.marks[-1].ns - raw.marks[0].ns
-                    )
+                steps = item.steps()
+                cost_ns = sum(raw.cost_ns for raw in steps) // max(1, len(steps))
+                for raw in steps:
+                    self._tracker.budget.note_followed(cost_ns, raw.marks[-1].ns - raw.marks[0].ns)
                     self._note_step(raw)
             elif isinstance(item, StepRaw):
                 self._note_step(item)

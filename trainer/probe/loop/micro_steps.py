@@ -25,8 +25,10 @@ class MicroSteps:
         self._forwards, self._state = loop.forwards, loop.state
         self._loading, self._saw_forward = loading, saw_forward
         self._unscaled: tuple[int, Any] | None = None
-        self.scales = False
-        """Whether a loss was ever scaled."""
+        self.overwrites = False
+        """Whether the script overwrites losses after their backward."""
+        self._watched: list[cuda.Kept] = []
+        """Losses of the latest judged backward."""
         self._seen_forward = False
         self._before: tuple[Notes, int, int] | None = None
         """During a backward: the step's notes, and their counts of micro-steps and losses before it."""
@@ -130,22 +132,26 @@ class MicroSteps:
         notes.micro_steps += 1
         notes.apart += self._is_apart
         notes.sum_losses, notes.added_ranks = state.sum_losses or scaled, state.added_ranks
+        if not self.overwrites:
+            self.overwrites = any(each.place() is None for each in self._watched)
+            on_device = [loss for loss in losses if type(loss) is torch.Tensor and loss.is_cuda]
+            self._watched = [cuda.Kept(loss) for loss in on_device if cuda.can_be_kept(loss)]
         notes.losses += self.fetch_losses(losses)
 
-    def fetch_losses(self, losses: Sequence[Any]) -> list[Any]:
-        """Return the losses before their scaling, on their way from the device."""
+    def fetch_losses(self, losses: Sequence[Any], scalar: Callable[[Any], Any] | None = None) -> list[Any]:
+        """Return the losses before their scaling, on their way from the device; ``scalar`` keeps one there."""
         if len(losses) == 1 and self._unscaled is None:  # the usual case, with as few functions as can be
             loss = losses[0]
             if type(loss) is torch.Tensor and loss.is_cuda and loss.numel() == 1:
-                return [cuda.fetch_scalar(loss)]
+                return [cuda.fetch_scalar(loss) if scalar is None else scalar(loss)]
         if self._unscaled is not None:
             unscaled, self._unscaled = self._unscaled, None
             losses = [unscaled[1] if unscaled[0] == id(loss) else loss for loss in losses]
-        return list(map(self._fetch, losses))
+        return [self._fetch(loss, scalar) for loss in losses]
 
-    def _fetch(self, loss: Any) -> Any:
+    def _fetch(self, loss: Any, scalar: Callable[[Any], Any] | None) -> Any:
         """Begin to fetch a loss; where it is known at once, and the first that is not finite, look at the weights."""
-        value = cuda.fetch_values(loss)
+        value = cuda.fetch_values(loss, scalar)
         if type(value) is float and isfinite(value) is not self._is_finite:
             self._is_finite = not self._is_finite
             if not self._is_finite:
@@ -178,11 +184,7 @@ class MicroSteps:
     @guarded
     def note_scaling(self, scaled: Any, original: Any) -> None:
         """Record that a loss was multiplied by a loss scale: the backward of ``scaled`` is that of ``original``."""
-        self._unscaled, self.scales = (id(scaled), original), True
-
-    def forget_scaling(self) -> None:
-        """Forget the loss that was scaled last: its backward begins, and it is not read."""
-        self._unscaled = None
+        self._unscaled = id(scaled), original
 
     @guarded
     def trained_micro_step(self, loss: Any) -> None:

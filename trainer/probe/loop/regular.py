@@ -4,19 +4,18 @@ Most of the probe's time is spent on judging what a script does: which forward t
 the events of some steps have come in the same order and made the same phases, a coarse step (``phases.budget``) is
 followed by that order. Between two events the training fills all caches, so what an event costs is the number of
 functions and objects that it touches: it only takes its place in the order and appends its time, and what must be read
-at that moment, to the log of a block of steps. The publisher makes a ``StepRaw`` of each (``Followed``). Where that is
-too much, losses, learning rate and norm are read in some steps (``phases.budget``); the others are *light*. Any other
-event is *replayed*: the parts that judge get the events of the unfinished step, with their times and samples, and go
-on from there.
+at that moment, to the log of a block of steps; losses and norms stay on the device until the block's end. The publisher
+makes a ``StepRaw`` of each step (``Followed``). Any other event is *replayed*: the parts that judge get the events of
+the unfinished step, with their times and samples, and go on from there.
 """
 
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
-from itertools import count, islice, pairwise
+from itertools import islice, pairwise
 from threading import Lock, get_ident
 from time import perf_counter_ns, thread_time_ns
 from typing import Any, NamedTuple
@@ -124,11 +123,11 @@ class Order(NamedTuple):
     """Ranks count alike in the mean of the loss."""
     shifts_labels: bool
 
-    def width(self, light: bool) -> int:
+    def width(self) -> int:
         """Return the number of items of a step in a log, with the one of its end."""
-        return 1 + sum(1 + _figures(each, self.counts) + _kept(each, light) for each in self.places)
+        return 1 + sum(1 + _figures(each, self.counts) + _kept(each) for each in self.places)
 
-    def events(self, log: list[Any], first: Mark, light: bool) -> "list[_Noted]":
+    def events(self, log: list[Any], first: Mark) -> "list[_Noted]":
         """Return the events of one step's log, which may be unfinished; ``first`` is its first mark."""
         items, found = iter(log), list[_Noted]()
         for place in self.places:
@@ -140,7 +139,7 @@ class Order(NamedTuple):
                 counted = (next(items, 0), next(items, 0)) if self.counts else counted
                 sample = next(items, None) if place.read else None
                 event = next(items, None) if place.timed else None
-            found.append(_Noted(place, ns, (sample, event, *counted), tuple(islice(items, _kept(place, light)))))
+            found.append(_Noted(place, ns, (sample, event, *counted), tuple(islice(items, _kept(place)))))
         return found
 
 
@@ -176,9 +175,7 @@ class Followed:
 
     __slots__ = ("before", "cpu_ns", "evaluating", "every", "first", "log", "number", "order", "spent_ns")
 
-    def __init__(
-        self, order: Order, number: int, first: Mark, spent_ns: int, every: tuple[int, int], before: int
-    ) -> None:
+    def __init__(self, order: Order, number: int, first: Mark, spent_ns: int, every: int, before: int) -> None:
         self.order, self.number, self.first, self.log = order, number, first, list[Any]()
         """``number`` is that of the step before it."""
         self.spent_ns, self.evaluating, self.every = spent_ns, False, every
@@ -192,9 +189,10 @@ class Followed:
         """Return its finished steps as the parts that judge would have recorded them; any thread, and again."""
         log, first, spent, offset = list(self.log), self.first, self.spent_ns, wall_offset_ns()
         found: list[StepRaw] = []
-        for light, begin, end in self._places(len(log)):
-            last = self._end(log[end - 1], len(found))
-            events = self.order.events(log[begin : end - 1], first, light)
+        width = self.order.width()
+        for begin in range(0, len(log) - width + 1, width):
+            last = self._end(log[begin + width - 1], len(found))
+            events = self.order.events(log[begin : begin + width - 1], first)
             ending: Mark = _new(Mark, ("idle", events[-1].ns, *last[:4]))
             marks = [first, *(Mark(each.place.phase, each.ns, *each.figures) for each in events if each.place.phase)]
             notes = Notes() if last.notes is None else last.notes
@@ -202,51 +200,35 @@ class Followed:
                 if not notes.complete:
                     notes.complete = True
                     notes.evaluating = self.evaluating
-                    _complete(notes, self.order, events, last, light)
+                    _complete(notes, self.order, events, last)
             found.append(
                 StepRaw(
                     *(last.number, [*marks, ending], (ending.ns + offset) / 1e9, notes, last.spent_ns - spent, 0),
-                    *(self.every[0], True, True, self.every[1]),
+                    *(self.every, True, True),
                 )
             )
             first, spent = ending, last.spent_ns
         cpu_ns = (self.cpu_ns or 0) // max(1, len(found))
         return [each._replace(cpu_ns=cpu_ns) for each in found]
 
-    def present(self) -> tuple[Mark, list[_Noted], bool, int]:
-        """Return the unfinished step: its first mark, its events, whether it is light, and its place in the log."""
-        log, first, begin, order, light = list(self.log), self.first, 0, self.order, self.is_light(0)
-        for number, (_, _, end) in enumerate(self._places(len(log)), 1):
-            light = self.is_light(number)
-            first, begin = _new(Mark, ("idle", log[end - 2], *self._end(log[end - 1], 0)[:4])), end
-        return first, order.events(log[begin:], first, light), light, begin
+    def present(self) -> tuple[Mark, list[_Noted], int]:
+        """Return the unfinished step: its first mark, its events, and its place in the log."""
+        log, first, width = list(self.log), self.first, self.order.width()
+        begin = len(log) // width * width
+        if begin:
+            first = _new(Mark, ("idle", log[begin - 2], *self._end(log[begin - 1], 0)[:4]))
+        return first, self.order.events(log[begin:], first), begin
 
     def _end(self, end: Any, place: int) -> _End:
-        """Return the end of the step at a place in the block, of which a light one may have two figures alone."""
+        """Return the end of the step at a place in the block, of which there may be two figures alone."""
         if type(end) is _End:
             return end
         sample, spent_ns = end
         return _End(sample, None, self.first.collectives, self.first.collective_ns, self.number + place + 1, spent_ns)
 
-    def is_light(self, place: int) -> bool:
-        """Return whether the losses of the step at a place in the block are not read."""
-        return (self.number + place + 1) % self.every[1] != 0
 
-    def _places(self, size: int) -> Iterator[tuple[bool, int, int]]:
-        """Yield whether a finished step is light, and where it begins and ends in the log."""
-        begin, widths = 0, (self.order.width(False), self.order.width(True))
-        for number in count():
-            light = self.is_light(number)
-            end = begin + widths[light]
-            if end > size:
-                return
-            yield light, begin, end
-            begin = end
-
-
-def _complete(notes: Notes, order: Order, events: list[_Noted], last: _End, light: bool) -> None:
+def _complete(notes: Notes, order: Order, events: list[_Noted], last: _End) -> None:
     before = 0
-    notes.unread = light
     notes.micro_steps = sum(each.place.code == Code.BACKWARD and not each.place.inner for each in events)
     for place, ns, _, kept in events:
         if place.inner:
@@ -258,13 +240,13 @@ def _complete(notes: Notes, order: Order, events: list[_Noted], last: _End, ligh
                 batch.note(notes, kept[0], False, True, shifted=order.shifts_labels)
                 if order.without_labels:
                     notes.labels = []
-        elif place.code == Code.BACKWARD and not light:
+        elif place.code == Code.BACKWARD:
             fetched, scaled = kept
             notes.sum_losses, notes.added_ranks = order.sum_losses or scaled, order.added_ranks
             notes.losses += fetched
-        elif place.code in (Code.UPDATE, Code.STEPPING) and not light:
+        elif place.code in (Code.UPDATE, Code.STEPPING):
             notes.lr = kept[0]
-        elif place.code == Code.CLIPPED and not light:
+        elif place.code == Code.CLIPPED:
             notes.grad_norm = kept[0]
         before = ns
     for name, value in (last.found or {}).items():
@@ -275,13 +257,11 @@ _KEPT = [0] * _CODES
 """Number of items that are kept of an event."""
 for _code, _items in {Code.FETCHED: 1, Code.UPDATE: 1, Code.STEPPING: 1, Code.CLIPPED: 1, Code.BACKWARD: 2}.items():
     _KEPT[_code] = _items
-_READ = (Code.BACKWARD, Code.CLIPPED, Code.UPDATE, Code.STEPPING)
-"""Events of which a light step keeps nothing."""
 _filling = Lock()
 
 
-def _kept(place: _Place, light: bool) -> int:
-    return 0 if place.inner or (light and place.code in _READ) else _KEPT[place.code]
+def _kept(place: _Place) -> int:
+    return 0 if place.inner else _KEPT[place.code]
 
 
 def _figures(place: _Place, counts: bool) -> int:
@@ -315,20 +295,8 @@ class Regular:
     """Follows regular steps; for the training thread alone, but for what says that any thread may call it."""
 
     __slots__ = (
-        *("_guard", "_left", "_log", "_losses", "_sample", "_steps", "_unread", "place"),
-        *(
-            "_block",
-            "_budget",
-            "_chains",
-            "_counts",
-            "_held",
-            "_light",
-            "_model",
-            "_norm",
-            "_run",
-            "_timed",
-            "_tracker",
-        ),
+        *("_guard", "_kept", "_left", "_log", "_sample", "_scalar", "_steps", "place"),
+        *("_block", "_budget", "_chain", "_counts", "_held", "_keeps", "_model", "_run", "_timed", "_tracker"),
         *("_arrays", "_cpu_ns", "_done", "_evaluates", "_made_for", "_notes_later", "_outbox", "_spent_ns", "_trains"),
         *("_alike", "_events", "_is_odd", "_is_timed", "_loading", "_micro_steps", "_order", "_state", "_trained"),
         *("_device", "_is_plain", "_unlabelled", "_updates", "handlers", "spare"),
@@ -355,10 +323,10 @@ class Regular:
         self.spare: deque[Notes] = deque()
         """Empty notes for the next steps, which the publisher makes."""
         self._order: Order | None = None
-        self._chains: tuple[_Next, _Next]
-        """First event of a step whose losses are copied, and of a light one."""
+        self._chain: _Next
+        """First event of a step."""
         self._made_for: tuple[Any, ...] = ()
-        """What they depend on."""
+        """What it depends on."""
         self._alike = 0
         self._events: list[_Event] = []
         """The present step's events, while it is judged."""
@@ -369,16 +337,18 @@ class Regular:
         """That of the block."""
         self._timed = False
         """Whether each step's end is timed on the device."""
-        self._losses, self._unread = 1, 0
-        """Of how many steps the losses of one are read, and the number of light ones until that one."""
+        self._kept: list[cuda.Kept] = []
+        """Losses and norms of the block that are still on the device."""
+        self._keeps = True
+        """Whether they may stay there: no script has overwritten one."""
+        self._scalar: Callable[[Any], Any] | None = None
+        """Keeps one; None: each is copied at once."""
         self._steps = self._left = self._run = 0
         """Steps of the block, those of them that have not ended, and further ones until a full step."""
         self._done = 0
         """Events and items of the blocks since a step was judged."""
         self._held: list[Any] = []
         """Batches of the present step that were noted at once; for a replay."""
-        self._norm: Any = None
-        """The norm of a light step, for a replay."""
         self._spent_ns = self._cpu_ns = self._arrays = 0
         self._sample: Callable[[], Any] = nothing
         self._model: Callable[[], Any] = nothing
@@ -499,26 +469,26 @@ class Regular:
         model = own_model(self._trained.any_model())
         self._model = nothing if model is None else weakref.ref(model)
         self._see_mode(model)
-        made_for = order, self._notes_later, self._micro_steps.scales
+        made_for = order, self._notes_later
         if made_for != self._made_for:
-            self._made_for, self._chains = made_for, (self._chain(order, False), self._chain(order, True))
+            self._made_for, self._chain = made_for, self._chain_of(order)
         self._run = self._budget.ahead()
         self._begin_block(order, first)
 
     def _begin_block(self, order: Order, first: Mark) -> None:
         budget, step = self._budget, self._tracker.step
-        losses = self._losses = budget.losses
         steps = self._steps = self._left = min(budget.block - step % budget.block, self._run)
         self._run -= steps
-        self._unread = -(step + 1) % losses
-        block = self._block = Followed(order, step, first, self._spent_ns, (budget.every, losses), self._done)
+        self._is_plain = False  # the first batch of each block is looked at
+        self._scalar = self._keep if steps > 1 and self._keeps and not self._micro_steps.overwrites else None
+        block = self._block = Followed(order, step, first, self._spent_ns, budget.every, self._done)
         self._log = block.log
-        self.place = self._chains[self._unread > 0]
+        self.place = self._chain
 
-    def _chain(self, order: Order, light: bool) -> _Next:
+    def _chain_of(self, order: Order) -> _Next:
         """Return the first event of a step in that order; each has the one after it."""
         found = [
-            _Next(each, inside, self._act_of(each, order, light))
+            _Next(each, inside, self._act_of(each, order))
             for each, inside in zip(order.places, order.inside, strict=False)
         ]
         for one, after in pairwise(found):
@@ -557,24 +527,20 @@ class Regular:
         names = [mark.phase for mark in marks]
         return Order(places, keys, names, _insides(places), self._counts.host_ns > 0, timed, fetched, *facts)
 
-    def _act_of(self, place: _Place, order: Order, light: bool) -> Callable[[Any, Any], object] | None:
+    def _act_of(self, place: _Place, order: Order) -> Callable[[Any, Any], object] | None:
         """Return what is done at an event."""
         own: dict[int, Callable[[Any, Any], object] | None] = {
-            Code.FETCHED: self._fetched,
+            Code.FETCHED: self._keep_batch,
             Code.FORWARD: self._forward,
             Code.BACKWARD: self._backward,
             Code.UPDATE: self._update,
             Code.STEPPING: self._stepping,
             Code.CLIPPED: self._clipped,
         }
-        if light:
-            counts = self._micro_steps.scales or not self._notes_later
-            own |= {Code.BACKWARD: self._leave_losses if counts else None, Code.CLIPPED: self._hold_norm}
-            own |= {Code.FETCHED: self._keep_batch, Code.UPDATE: None, Code.STEPPING: None}
         act = None if place.inner else own.get(place.code)
         if place is order.places[-1]:
-            is_bare = light and self._notes_later and not order.timed and place.code == Code.STEPPED
-            return self._end_light if is_bare else self._updated
+            is_bare = self._notes_later and not order.timed and place.code == Code.STEPPED
+            return self._end_within if is_bare else self._updated
         if not place.phase or not (place.read or place.timed or order.counts):
             return act
         if not (order.counts or place.timed) and act in (None, self._stepping):
@@ -623,13 +589,22 @@ class Regular:
 
     def _backward(self, _owner: Any, what: tuple[Any, bool]) -> None:
         log = self._log
-        self._tracker.notes.micro_steps += 1
-        log.append(self._micro_steps.fetch_losses(what[0]))
+        if not self._notes_later:  # a forward takes the batch of its micro-step
+            self._tracker.notes.micro_steps += 1
+        log.append(self._micro_steps.fetch_losses(what[0], self._scalar))
         log.append(what[1])
 
-    def _leave_losses(self, _owner: Any, _what: tuple[Any, bool]) -> None:
-        self._tracker.notes.micro_steps += 1
-        self._micro_steps.forget_scaling()
+    def _keep(self, scalar: Any) -> Any:
+        """Leave a loss or norm on the device until the block's end, or a replay."""
+        if not cuda.can_be_kept(scalar):
+            return cuda.fetch_scalar(scalar)
+        kept = cuda.Kept(scalar)
+        self._kept.append(kept)
+        return kept
+
+    def _fetch_kept(self, *, at_once: bool = False) -> None:
+        if self._kept:
+            self._keeps &= cuda.fetch_kept(self._kept, at_once=at_once)
 
     def _update(self, _owner: Any, lr: Any) -> None:
         rate = lr() if callable(lr) else lr
@@ -640,24 +615,18 @@ class Regular:
         self._log.append(rate if type(rate) is float and rate else _rate_of(owner))
 
     def _clipped(self, _owner: Any, norm: Any) -> None:
-        self._log.append(cuda.fetch_values(norm))
-
-    def _hold_norm(self, _owner: Any, norm: Any) -> None:
-        self._norm = norm
+        self._log.append(cuda.fetch_values(norm, self._scalar))
 
     def _updated(self, _owner: Any, figures: Callable[[], dict[str, Any]] | None) -> None:
         """End the step; in few functions, as all code is cold here."""
         tracker, counts, log = self._tracker, self._counts, self._log
         left = self._left = self._left - 1
-        light = self._unread
-        self._unread = (light or self._losses) - 1
         number = found = own = event = None
         if figures is not None:
             found = figures()
             number = found.pop("number", None)
-            if light:
-                found.pop("grad_norm", None)
-            found = {name: cuda.fetch_values(value) for name, value in found.items() if value is not None}
+            scalar = self._scalar
+            found = {name: cuda.fetch_values(value, scalar) for name, value in found.items() if value is not None}
         if not left:
             model = self._model()
             if model is not None and model.training is not self._trains:
@@ -670,7 +639,7 @@ class Regular:
         held, notes = self._held, tracker.notes
         if ends or self._timed or (held and cuda.arrays != self._arrays):
             event = tracker.mark_event()
-        if not light or held or tracker.touched:
+        if held or tracker.touched:
             own, spare, tracker.touched = notes, self.spare, False
             tracker.notes = spare.popleft() if spare else Notes()
             if held:
@@ -678,21 +647,20 @@ class Regular:
         spent = self._guard.spent_ns
         log.append(_new(_End, (sample, event, counts.entered, counts.host_ns, step, spent, own, found)))
         if left:
-            self.place = self._chains[self._unread > 0]
+            self.place = self._chain
         else:
             self._end_block(ends)
 
-    def _end_light(self, owner: Any, figures: Any) -> None:
-        """End a light step, in the middle of a block, of a rank that trains alone."""
+    def _end_within(self, owner: Any, figures: Any) -> None:
+        """End a step in the middle of a block, of a rank that trains alone."""
         tracker = self._tracker
         if self._left == 1 or self._held or tracker.touched:
             self._updated(owner, figures)
             return
         self._left -= 1
-        unread = self._unread = self._unread - 1
         tracker.step += 1
         self._log.append((self._sample(), self._guard.spent_ns))
-        self.place = self._chains[unread > 0]
+        self.place = self._chain
 
     def _end_block(self, ends: bool) -> None:
         """Hand the block over, and begin the next one; ``ends``: decide whether to follow the next steps, too."""
@@ -715,10 +683,11 @@ class Regular:
 
     def _hand_over(self, block: Followed) -> None:
         """Give a block of finished steps to the publisher."""
+        self._fetch_kept()
         log, cpu = block.log, thread_time_ns()
         block.cpu_ns, self._cpu_ns = max(0, cpu - self._cpu_ns), cpu
         end = log[-1]
-        self._norm, self._spent_ns = None, end.spent_ns if type(end) is _End else end[1]
+        self._spent_ns = end.spent_ns if type(end) is _End else end[1]
         block.evaluating = self._evaluates
         self._done += len(log)
         self._outbox.hand_over_steps(block, self._steps - self._left)
@@ -741,23 +710,23 @@ class Regular:
 
     def _replay(self) -> None:
         """Give the events of the unfinished step to the parts that judge."""
-        tracker, block, norm = self._tracker, self._block, self._norm
+        tracker, block = self._tracker, self._block
         assert block is not None
         held = deque(self._held)
-        first, events, light, begin = block.present()
+        first, events, begin = block.present()
+        self._fetch_kept(at_once=True)
         if begin:
             del block.log[begin:]
             self._hand_over(block)
         self._rest(first)
         self._budget.passed(tracker.step)
-        self._alike, self._norm = 0, None
+        self._alike = 0
         self._held.clear()
         if not events:
             return
         notes = tracker.notes
         notes.micro_steps = 0
         notes.restore_batches(BatchesNoted())
-        notes.unread = light and any(each.place.code == Code.BACKWARD for each in events)
         memory, mark_event, clock = tracker.memory, tracker.mark_event, tracker.clock
         tracker.memory = _Given(memory, [each.figures[0] for each in events if each.figures[0] is not None])
         marked = deque(each.figures[1] for each in events if each.figures[1] is not None)
@@ -769,14 +738,14 @@ class Regular:
                     tracker.clock = lambda ns=ns: ns  # type: ignore[misc]
                     self._events.append(_Event(place.key, ns, place.code, place.owner, place.inner))
                     if not place.inner:
-                        self.handlers[place.code](*_arguments(place, kept, held, norm))
+                        self.handlers[place.code](*_arguments(place, kept, held))
         finally:
             tracker.memory, tracker.mark_event, tracker.clock = memory, mark_event, clock
         tracker.notes.fetch_ns = fetched_ns
 
 
-def _arguments(place: _Place, own: tuple[Any, ...], held: "deque[Any]", norm: Any) -> tuple[Any, ...]:
-    """Return the arguments of the method that judges an event; ``own`` was kept of it, ``norm`` is a light step's."""
+def _arguments(place: _Place, own: tuple[Any, ...], held: "deque[Any]") -> tuple[Any, ...]:
+    """Return the arguments of the method that judges an event; ``own`` was kept of it."""
     owner = place.owner()
     match place.code:
         case Code.FETCHED:
@@ -784,11 +753,11 @@ def _arguments(place: _Place, own: tuple[Any, ...], held: "deque[Any]", norm: An
         case Code.FORWARD:
             return owner, *held.popleft()
         case Code.BACKWARD:
-            return own or ([], False)
+            return own
         case Code.UPDATE:
             return owner, own[0]
         case Code.CLIPPED:
-            return own or (cuda.value_if_done(norm),)
+            return own
         case Code.FETCHING | Code.STEPPING | Code.ZEROING:
             return (owner,)
         case _:

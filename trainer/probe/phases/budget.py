@@ -2,32 +2,25 @@
 
 In a *full* step memory is read at every boundary of phases and weights are sampled; in a *coarse* one memory is read at
 its two ends and around the optimizer's phase alone, whose spikes must never be missed. Steps whose number is a multiple
-of ``every`` are full: those of all ranks are the same ones. Where that is not enough for a budget below the usual one,
-the losses and norms of coarse steps are read if their number is a multiple of ``losses``; the others are *light*: the
-step in which a value is lost is then known to so many steps. The cost of each kind is what the
-probe's own calls took (``Guard``), the step's time is that of its host.
+of ``every`` are full: those of all ranks are the same ones. Losses and norms of a block of short steps are copied
+together. The cost of each kind is what the probe's own calls took (``Guard``), the step's time is that of its host.
 """
 
 import math
 from collections import deque
-from itertools import product
 
 from ....protocol.messages.telemetry import Step
 
 CHOICES = (1, 2, 5, 10, 25, 50, 75, 100, 200)
 """Of ``every``: up to ``values.signs.EVERY`` its divisors, so that the steps that are examined are full ones."""
-LOSSES = (1, 2, 4, 8)
-"""Of ``losses``, with a budget below ``USUAL``."""
-USUAL = 0.005
-"""Share of a step from which on every loss is read."""
+BLOCKS = (1, 2, 4, 8)
+"""Of ``block``."""
 LONGEST_NS = 20_000_000
 """Time of a step from which on its share is the same: 0.5 % of it are 100 us."""
 GAP_NS = 5_000_000_000
 """Time between two full steps, at most: figures by phase would be too old on a screen."""
-LOSSES_GAP_NS = 500_000_000
-"""The same between two steps whose losses are read."""
-BLOCK_NS = 250_000_000
-"""Time of the steps that are given to the publisher together, unless they are those between two losses."""
+BLOCK_NS = 400_000_000
+"""Time of a block of steps, at most."""
 FIRST = 30
 """Steps at the beginning that are full: of compilation, the optimizer's first states, a leak's beginning."""
 SUSPICIOUS = 20
@@ -45,19 +38,18 @@ RECORDED_NS = 70
 
 
 class Budget:
-    """Chooses which steps are full, and which have their losses read.
+    """Chooses which steps are full, and how many followed ones make a block.
 
     ``share`` is that of a step's time, up to ``LONGEST_NS``; 0: all steps are full.
     """
 
     def __init__(self, share: float) -> None:
-        self.every = self.losses = self.block = 1
-        """Of how many steps one is full, of how many one has its losses read (those whose numbers are multiples), and
-        how many followed ones the publisher gets at once."""
+        self.every = self.block = 1
+        """Of how many steps one is full, and how many followed ones the publisher gets at once."""
         self.full = True
         """Whether the present step is full."""
         self._share = share
-        self._costs: dict[str, deque[int]] = {kind: deque(maxlen=WINDOW) for kind in ("full", "coarse", "light")}
+        self._costs: dict[str, deque[int]] = {kind: deque(maxlen=WINDOW) for kind in ("full", "coarse")}
         self._steps: deque[int] = deque(maxlen=WINDOW)
         self.left = FIRST
         """Full steps to come although not all are: the first ones, and those after a suspicion."""
@@ -77,9 +69,9 @@ class Budget:
             self._choose()
         self.passed(number)
 
-    def note_followed(self, light: bool, cost_ns: int, step_ns: int) -> None:
-        """Note the cost of a followed step, whose losses were not read if it is ``light``. For the publisher."""
-        self._costs["light" if light else "coarse"].append(cost_ns)
+    def note_followed(self, cost_ns: int, step_ns: int) -> None:
+        """Note the cost of a followed step, which is the mean of its block. For the publisher."""
+        self._costs["coarse"].append(cost_ns)
         self._steps.append(step_ns)
 
     def passed(self, number: int) -> None:
@@ -97,22 +89,14 @@ class Budget:
         return not self._share or not steps or entries * RECORDED_NS <= self._share * _median(steps)
 
     def _choose(self) -> None:
-        """Read fewer steps in full first, and only then fewer losses."""
-        full, coarse, light = (_median(each) if each else 0 for each in self._costs.values())
+        full, coarse = (_median(each) if each else 0 for each in self._costs.values())
         coarse = coarse or full // 4
-        light = min(coarse, light or coarse * 2 // 3)
-        step, before = _median(self._steps), (self.losses, self.every)
+        step, before, every = _median(self._steps), self.every, 1
         allowed = self._share * min(step, LONGEST_NS)
-        chosen = 1, 1
-        losses_of = _within(LOSSES, LOSSES_GAP_NS, step) if self._share < USUAL else [1]
-        for chosen in product(losses_of, _within(CHOICES, GAP_NS, step)):
-            losses, every = chosen
-            followed = light + (coarse - light) / losses
-            mean = followed + (full - followed) / every
-            if mean <= (allowed if chosen >= before else SPARE * allowed):
+        for every in _within(CHOICES, GAP_NS, step):
+            if coarse + (full - coarse) / every <= (allowed if every >= before else SPARE * allowed):
                 break
-        self.losses, self.every = chosen
-        self.block = max(self.losses, *_within(LOSSES, BLOCK_NS, step))
+        self.every, self.block = every, max(_within(BLOCKS, BLOCK_NS, step))
 
 
 def _within(choices: tuple[int, ...], gap_ns: int, step_ns: int) -> list[int]:
@@ -128,24 +112,17 @@ class Unusual:
         self._before: tuple[bool, bool, int, int] | None = None
         self._recent: tuple[deque[float], deque[float]] = deque(maxlen=WINDOW), deque(maxlen=WINDOW)
         """Sizes of the latest losses and norms."""
-        self._is_far = False
-        """Whether the latest of either was not finite, or far above those before it."""
 
     def is_so(self, step: Step) -> bool:
-        """Return whether a step has more memory than any before, or other trouble than the one before it.
-
-        Of a step whose losses were not read the loss is taken to be like the one before.
-        """
+        """Return whether a step has more memory than any before, or other trouble than the one before it."""
         peak = step.peak_phase
         top = peak.peak_span.peak if peak is not None else 0
         higher = top > HIGHER * self._highest
         if higher:
             self._highest = top
-        if step.reads_losses:
-            pairs = zip((step.loss, step.grad_norm), self._recent, strict=True)
-            far = [_is_far(abs(value), recent) for value, recent in pairs if value is not None]
-            self._is_far = any(far)
-        trouble = self._is_far, step.overflow, step.retries, step.ooms
+        pairs = zip((step.loss, step.grad_norm), self._recent, strict=True)
+        far = [_is_far(abs(value), recent) for value, recent in pairs if value is not None]
+        trouble = any(far), step.overflow, step.retries, step.ooms
         before, self._before = self._before, trouble
         return higher or (before is not None and trouble != before)
 

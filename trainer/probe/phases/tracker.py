@@ -167,8 +167,6 @@ class Notes:
     """Micro-batches of this update that are of an earlier pass over the data."""
     dropped: int = 0
     """Micro-batches at the end of an earlier pass whose gradients were set to zero before an update."""
-    unread: bool = False
-    """The losses and norms were not copied, at least of a part of the micro-steps."""
     complete: bool = False
     """What was kept of a followed step's events (``loop.regular``) was added."""
 
@@ -223,8 +221,6 @@ class StepRaw(NamedTuple):
     """Memory was read at the step's ends and around the optimizer's phase alone."""
     followed: bool = False
     """The step was followed by the order of earlier ones: it has no device times."""
-    losses_every: int = 1
-    """Every how many steps losses and norms are read."""
 
 
 class Moment(NamedTuple):
@@ -459,10 +455,10 @@ class Tracker:
         cpu, self.cpu_ns = self.cpu_ns, thread_time_ns()
         spent, self.spent_ns = self._guard.spent_ns - self.spent_ns, self._guard.spent_ns
         budget, coarse = self.budget, not self.budget.full
-        every, losses_every = budget.every, budget.losses
+        every = budget.every
         budget.end_step(self.step, spent, start - marks[0].ns)
         cpu_ns = max(0, self.cpu_ns - cpu)
-        self._finish(_new(StepRaw, (self.step, marks, ended, notes, spent, cpu_ns, every, coarse, False, losses_every)))
+        self._finish(_new(StepRaw, (self.step, marks, ended, notes, spent, cpu_ns, every, coarse, False)))
 
     def pause(self) -> None:
         """Let a capture end here, within a step: what has run so far may be all that runs."""

@@ -56,7 +56,7 @@ def _update(part: Part, notes: Notes) -> Update:
 
 def _combine(losses: Sequence[Any], accumulation: int, notes: Notes) -> float | None:
     found = _read_all(losses)
-    if not found or notes.unread:
+    if not found:
         return None
     divisor = 1 if notes.sum_losses or not accumulation else min(accumulation, len(found))
     return sum(found) * notes.added_ranks / divisor

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -72,9 +72,9 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-_PARALLEL_RECORDS = 20_000
-_LETTERS_OF_A_PROCESS = 1_500_000
-"""Text that takes about as long to encode, 2 s, as the imports of the process that encodes it."""
+_LETTERS_ALONE = 50_000_000
+"""Text that one process encodes, its tokenizer on all cores, in about the time of another process's imports: 10 s."""
+_LETTERS_OF_A_PROCESS = 5_000_000
 _SAMPLED = 32
 _POLL_SECONDS = 0.05
 
@@ -190,7 +190,8 @@ def encode(
                     log(f"tokenizing {len(records):,} records with {processes} processes")
                 _encode_parts(records, encoder, config, tokenizer, made, processes, progress)
             else:
-                write_part(encoder, records, 0, len(records), made, progress)
+                with _on_all_cores():
+                    write_part(encoder, records, 0, len(records), made, progress)
             publish(made, folder)
         finally:
             shutil.rmtree(made, ignore_errors=True)  # gigabytes, if it was not renamed to the folder
@@ -346,11 +347,19 @@ def _weighted(
 def _processes(records: Records, config: Config) -> int:
     if config.data.processes:
         return min(config.data.processes, len(records))
-    cores = hardware.cores()
-    if len(records) >= _PARALLEL_RECORDS:
-        return cores
-    # Each imports torch first: worth it beside the rank's own imports, on cores that the rank does not use.
-    return max(1, min(cores - 2, _letters(records) // _LETTERS_OF_A_PROCESS))
+    letters = _letters(records)
+    return min(hardware.cores(), letters // _LETTERS_OF_A_PROCESS) if letters >= _LETTERS_ALONE else 1
+
+
+@contextlib.contextmanager
+def _on_all_cores() -> Generator[None]:
+    """Let tokenizers use all cores in the body, which they may not where processes are forked later."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
 
 
 def _letters(records: Records) -> int:

@@ -68,13 +68,6 @@ def test_a_state_that_comes_late_fills_what_is_missing_and_replaces_nothing_newe
     assert ("skipped_steps_total", "1") not in found, "a step of the state may have been counted before"
 
 
-def test_a_step_whose_losses_were_not_read_leaves_those_of_the_step_before() -> None:
-    read = step(8, loss=2.5, lr=0.1, grad_norm=3.0, losses_every=4)
-    found = after(read, step(9, losses_every=4), step(10, losses_every=4))
-    assert (found["step", "0"], found["loss", "0"], found["grad_norm", "0"]) == (10, 2.5, 3.0)
-    assert ("loss", "0") not in after(read, step(12, lr=0.1, losses_every=4)), "it was read, and there was none"
-
-
 def test_figures_of_a_rank_end_with_its_process_and_its_state_stays() -> None:
     found = after(hello(0), step(3, 0), step(3, 1), RankState(0, "gone", 1.0), state=((20, hello(0)), (30, step(2, 0))))
     assert {label for name, label in found if name == "step"} == {"1"}

@@ -3,7 +3,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 from ftmon.protocol.messages import control, telemetry
 from ftmon.protocol.messages.hosts import HostState
@@ -31,13 +30,6 @@ def test_the_loss_is_the_mean_of_the_last_step_that_the_ranks_have_in_common() -
     assert model.loss == 6.0
     model.apply(Frame(4, 1010.0, step(1, 2, 2.0)))
     assert model.loss == 1.5
-
-
-def test_losses_that_are_read_in_some_steps_are_shown_until_the_next_ones() -> None:
-    light = msgspec.structs.replace(step(0, 5, 0.0, losses_every=4), loss=None)
-    model = model_of(step(0, 4, 8.0, losses_every=4, lr=0.5, grad_norm=2.0), light)
-    assert (model.loss, model.lr, model.grad_norm) == (8.0, 0.5, 2.0)
-    assert (model.ranks[0].last, model.ranks[0].learned.step) == (light, 4)
 
 
 def test_a_rank_far_behind_does_not_hold_the_loss_back() -> None:

@@ -137,16 +137,6 @@ def test_nan_names_the_first_rank_the_step_and_the_last_good_values():
     assert (first.value, first.first_ranks, first.last_good_grad_norm, first.ranks_total) == ("nan", (1,), 0.5, 2)
 
 
-def test_a_nan_loss_may_have_begun_in_one_of_the_steps_before_that_were_not_read():
-    steps = [step(at, loss=2.0 if at % 4 == 0 else None, losses_every=4) for at in range(1, 40)]
-    lost = Signs(weights_lost=True)  # by the update of a step whose loss may have been NaN
-    steps += [step(40, loss=math.nan, losses_every=4, signs=lost), step(41, loss=math.nan)]
-    first = next(one for one in fed(steps) if one.kind == "nan_loss").facts
-    assert (first.first_step, first.last_good_step, first.unread) == (40, 36, 3)
-    at_once = [step(at, loss=math.nan if at > 37 else 2.0) for at in range(1, 40)]
-    assert next(one for one in fed(at_once) if one.kind == "nan_loss").facts.unread == 0
-
-
 def test_the_first_rank_is_that_of_the_lowest_step_whichever_message_comes_first():
     steps = [step(at, rank, loss=1.0) for at in range(1, 5) for rank in (0, 1)]
     late = [step(6, 0, loss=math.nan), step(5, 1, loss=math.nan), step(6, 1, loss=math.nan)]

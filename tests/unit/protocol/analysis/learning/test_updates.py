@@ -107,13 +107,6 @@ def test_a_schedule_that_begins_and_ends_at_0_and_weights_that_rest_for_a_while_
     assert found(Updates(), [step(number, signs=each) for number, each in enumerate(signs, 1)]) == []
 
 
-def test_a_learning_rate_of_0_that_is_read_in_some_steps_is_told_by_the_steps_it_lasts() -> None:
-    steps = [step(number, lr=0.0 if number % 4 == 0 else None, losses_every=4, loss=None) for number in range(40, 70)]
-    steps += [step(number, lr=0.1 if number % 4 == 0 else None, losses_every=4, loss=None) for number in range(70, 80)]
-    told = [each[:3] for each in found(Updates(), steps)]
-    assert told == [(59, "weights_unchanged", "raised"), (72, "weights_unchanged", "resolved")]
-
-
 def test_a_model_left_in_evaluation_mode_is_told_and_resolved() -> None:
     steps = [step(number, signs=Signs(evaluating=True) if 42 <= number < 60 else None) for number in range(40, 70)]
     assert found(Updates(), steps) == [(46, "evaluation_mode", "raised", 42), (60, "evaluation_mode", "resolved", 42)]
@@ -151,7 +144,6 @@ def test_weights_that_were_lost_before_an_update_are_told_with_the_step_before()
     (one,) = (found for each in (step(21, loss=0.5), lost, lost) for found in detector.step(each))
     assert (one.kind, one.step, one.facts.loss, one.facts.at_latest) == ("weights_not_finite", 21, 0.5, True)
     assert Updates().step(lost) == [], "nothing is known of the step before: its loss is told"
-    assert found(Updates(), [step(20), step(21, loss=None, lr=None, losses_every=2), lost]) == [], "nor of a light one"
 
 
 def test_in_bf16_a_loss_scaler_looks_for_no_scale() -> None:

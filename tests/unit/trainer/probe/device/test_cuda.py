@@ -126,6 +126,21 @@ def test_a_value_that_is_never_read_returns_its_buffer(made: list[int]) -> None:
     assert cuda._total == sum(made)
 
 
+def test_kept_scalars_are_copied_together_but_for_those_that_were_overwritten(made: list[int]) -> None:
+    values = [torch.tensor(float(number)) for number in range(4)]
+    replayed = torch.tensor(0.0).set_(values[3])  # as a graph's output of the next replay
+    kept = [cuda.Kept(value) for value in [*values, replayed]]
+    assert all(cuda.can_be_kept(value) for value in values)
+    assert not cuda.arrived(kept[:1])
+    assert cuda.arrived_value(kept[0]) is None
+    values[1].add_(1)
+    assert not cuda.fetch_kept(list(kept))
+    assert cuda.arrived(kept)
+    assert [cuda.read(each) for each in kept] == [0.0, None, 2.0, None, 3.0]
+    assert not cuda.can_be_kept(torch.ones(2)[0]), "it would keep more than a number"
+    assert cuda.fetch_kept([cuda.Kept(torch.tensor(1.0))])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool])
 def test_a_number_has_arrived_once_its_bytes_are_other_ones(
     dtype: torch.dtype, made: list[int], monkeypatch: pytest.MonkeyPatch

@@ -2,8 +2,7 @@
 
 import pytest
 from ftmon.protocol.messages.telemetry import PhaseRecord, Span, Step
-from ftmon.trainer.probe.phases import budget as budgets
-from ftmon.trainer.probe.phases.budget import CHOICES, FIRST, LOSSES, SUSPICIOUS, USUAL, Budget, Unusual
+from ftmon.trainer.probe.phases.budget import CHOICES, FIRST, SUSPICIOUS, Budget, Unusual
 from ftmon.trainer.probe.values.signs import EVERY, is_examined
 
 US = 1000
@@ -43,65 +42,16 @@ def test_figures_by_phase_are_read_at_least_every_five_seconds(step_us, every):
     assert budget.every == every
 
 
-def followed_steps(budget, blocks, step_us, *, full_us, read_us, light_us):
-    """Take a full step and the followed ones after it so many times; return their mean cost in us."""
-    spent = steps = number = 0
-    for _ in range(blocks):
-        while budget.full:
-            number += 1
-            budget.end_step(number, full_us * US, step_us * US)
-        spent, steps = spent + full_us, steps + 1
-        for _ in range(budget.ahead()):
-            number += 1
-            cost_us = light_us if number % budget.losses else read_us
-            budget.note_followed(bool(number % budget.losses), cost_us * US, step_us * US)
-            spent, steps = spent + cost_us, steps + 1
-        budget.passed(number)
-    return spent / steps
-
-
-@pytest.mark.parametrize(
-    ("step_us", "read_us", "light_us", "losses", "every"),
-    [
-        (14_000, 60, 50, 1, 75),
-        (14_000, 75, 50, 2, 100),
-        (14_000, 110, 50, 4, 200),
-        (14_000, 130, 55, 8, 200),
-        (50_000, 130, 75, 4, 75),
-        (100_000, 130, 75, 4, 50),
-        (300_000, 130, 75, 1, 10),
-        (5_000, 40, 30, 8, 200),
-    ],
-    ids=["each loss", "half", "a quarter", "14 ms", "50 ms", "100 ms", "slow", "never within it"],
-)
-def test_losses_are_read_in_fewer_steps_where_fewer_full_ones_are_not_enough(
-    step_us, read_us, light_us, losses, every, monkeypatch
-):
-    monkeypatch.setattr(budgets, "USUAL", 1.0)
+def test_what_followed_steps_cost_is_the_mean_of_their_block_and_blocks_are_short():
     budget = Budget(0.005)
-    costs = {"full_us": 800, "read_us": read_us, "light_us": light_us}
-    followed_steps(budget, 3, step_us, **costs)
-    budget.losses = budget.every = 1  # what was chosen before these costs were known
-    mean_us = followed_steps(budget, 40, step_us, **costs)
-    assert (budget.losses, budget.every) == (losses, every)
-    assert mean_us <= min(100, 0.005 * step_us) or (losses, step_us) in ((8, 5_000), (4, 100_000), (1, 300_000))
-
-
-@pytest.mark.parametrize(("share", "losses"), [(USUAL, 1), (0.9 * USUAL, 8)])
-def test_every_loss_is_read_with_the_usual_budget(share, losses):
-    budget = Budget(share)
-    followed_steps(budget, 3, 5_000, full_us=800, read_us=130, light_us=55)
-    assert budget.losses == losses
-
-
-def test_losses_are_read_again_in_each_step_once_that_is_cheap(monkeypatch):
-    monkeypatch.setattr(budgets, "USUAL", 1.0)
-    budget = Budget(0.005)
-    followed_steps(budget, 3, 14_000, full_us=800, read_us=130, light_us=55)
-    assert budget.losses == LOSSES[-1]
-    followed_steps(budget, 20, 14_000, full_us=300, read_us=40, light_us=30)
-    assert budget.losses == 1
-    assert budget.block == 8, "the publisher gets 112 ms at once"
+    for step_us, every, block in ((14_000, 50, 8), (100_000, 25, 4), (300_000, 10, 1)):
+        for number in range(1, 300):
+            if budget.full:
+                budget.end_step(number, 800 * US, step_us * US)
+            else:
+                budget.note_followed(40 * US, step_us * US)
+                budget.passed(number)
+        assert (budget.every, budget.block) == (every, block)
 
 
 def test_another_share_has_another_limit():
@@ -164,12 +114,10 @@ def test_a_slow_growth_is_unusual_each_time_it_has_added_up():
     assert found == [True, False, False, True, False, False, True, False, False, True]
 
 
-def test_a_loss_or_a_norm_far_from_those_before_is_unusual_and_light_steps_change_nothing():
+def test_a_loss_or_a_norm_far_from_those_before_is_unusual():
     unusual = Unusual()
-    usual = [step(1000, loss=2.0, grad_norm=1.0, losses_every=2), step(1000, losses_every=2)]
-    assert [unusual.is_so(each) for each in usual * 20] == [True] + [False] * 39
-    assert not unusual.is_so(step(1000, loss=19.0, grad_norm=9.0, losses_every=2))
-    assert unusual.is_so(step(1000, loss=21.0, grad_norm=1.0, losses_every=2))
-    assert not unusual.is_so(step(1000, losses_every=2)), "it is not known to be over"
-    assert unusual.is_so(step(1000, loss=2.0, grad_norm=1.0, losses_every=2))
+    assert [unusual.is_so(step(1000, loss=2.0, grad_norm=1.0)) for _ in range(20)] == [True] + [False] * 19
+    assert not unusual.is_so(step(1000, loss=19.0, grad_norm=9.0))
+    assert unusual.is_so(step(1000, loss=21.0, grad_norm=1.0))
+    assert unusual.is_so(step(1000, loss=2.0, grad_norm=1.0))
     assert unusual.is_so(step(1000, loss=2.0, grad_norm=11.0))

@@ -311,12 +311,14 @@ def test_a_share_of_a_single_record_is_refused(tmp_path: Path, tokenizer: Any) -
 
 @pytest.mark.parametrize(
     ("records", "letters", "cores", "processes"),
-    [(3_200, 1_500, 2, 1), (3_200, 1_500, 16, 3), (6_400, 1_500, 4, 2), (6_400, 100, 16, 1), (20_000, 9, 16, 16)],
+    [(3_200, 130, 2, 1), (3_200, 130, 16, 1), (3_200, 180, 16, 12), (3_200, 180, 4, 4), (20, 9_000, 16, 1)],
 )
 def test_data_are_encoded_beside_the_rank_where_that_takes_longer_than_the_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: int, letters: int, cores: int, processes: int
 ) -> None:
     monkeypatch.setattr(pipeline.hardware, "cores", lambda: cores)
+    for name in ("_LETTERS_ALONE", "_LETTERS_OF_A_PROCESS"):
+        monkeypatch.setattr(pipeline, name, getattr(pipeline, name) // 100)
     (tmp_path / "a.jsonl").write_text(f"{json.dumps({'text': 'a' * letters})}\n" * records)
     found = read_records(Config(data=Data(path=str(tmp_path / "a.jsonl"))))
     assert pipeline._processes(found, Config()) == processes
