@@ -149,7 +149,7 @@ def test_in_bf16_every_update_from_the_first_is_that_of_fp32_masters(runs: Any, 
         moved, wanted = weight.float() - start[key].float(), should[key] - start[key].float()
         assert cosine(moved, wanted) > 0.97, key
         assert float(moved.norm()) == pytest.approx(float(wanted.norm()), rel=0.03), key
-    noted = f"note: zero.stage is {name[5]}, DeepSpeed runs its stage 1" in runs[1][name]
+    noted = f"zero.stage is {name[5]}, DeepSpeed runs its stage 1" in runs[1][name]
     assert noted is (name[5] == "0" or name.endswith("alone"))
     assert "Max_MA" not in runs[1][name]
     waits = result["waits"]
