@@ -111,7 +111,9 @@ def _with_further(
         capacity = capacity or answer.capacity_of(job)
     other = what_if.expandable(allocator) if arguments.what_if else None
     # Not with the data's rows, which are read below.
-    calls = what_if.shallow(arguments, allocator, job) if arguments.what_if and not arguments.data else {}
+    calls = {}
+    if arguments.what_if and not arguments.data:
+        calls = what_if.beside(arguments, allocator, job, capacity or 0)
     with ranks.Beside(calls) as beside:
         if arguments.data:
             job, both = _with_data(job, capacity or 0, arguments, other, tell)

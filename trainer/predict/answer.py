@@ -105,6 +105,11 @@ def predict_each(
     ]
 
 
+def of_one_rank(job: Prepared, run: ranks.RankRun, capacity_bytes: int, price_per_gpu_hour: float | None) -> Both:
+    """Return the prediction of a job whose ranks are all like the first, which was run."""
+    return Both(_answer(job, {0: run}, capacity_bytes, price_per_gpu_hour), None, {0: run})
+
+
 def _answer(
     job: Prepared, found: dict[int, ranks.RankRun], capacity_bytes: int | None, price_per_gpu_hour: float | None
 ) -> Prediction:

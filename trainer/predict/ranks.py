@@ -160,23 +160,46 @@ def run(
     Raises:
         ConfigError: a rank was refused, or its process ended.
     """
-    waiting = list(ranks)
     most = _together()
-    together = 1 if len(waiting) > 1 else most
+    together = 1 if len(ranks) > 1 else most
     measure = partial(_measure, make, lengths, capacity_bytes, in_turn, together, other)
     found: dict[int, RankRun] = {}
+    calls = {rank: partial(measure, rank) for rank in ranks}
+    with contextlib.closing(_each(calls, most, RankRun, "the dry run of rank {}", began)) as results:
+        for rank, result in results:
+            if isinstance(result, RankRun):
+                found[rank] = result
+            elif refused is None:
+                raise result
+            else:
+                refused[rank] = result
+    return found
+
+
+T = TypeVar("T")
+K = TypeVar("K")
+
+
+def _each(
+    calls: Mapping[K, Callable[[], Any]],
+    most: int,
+    kind: type[T],
+    what: str = "the dry run",
+    began: Callable[[K], None] = lambda key: None,
+) -> Generator[tuple[K, T | ConfigError]]:
+    """Yield each call's result or refusal as they end, of forked processes, so many of which run at a time."""
+    waiting = deque(calls)
     with selectors.DefaultSelector() as selector:
-        children: dict[int, tuple[int, int, bytearray]] = {}
+        children: dict[int, tuple[K, int, bytearray]] = {}
         try:
             while waiting or children:
                 while waiting and len(children) < most:
-                    rank = waiting.pop(0)
-                    began(rank)
-                    reading, child = _fork(partial(measure, rank))
-                    children[reading] = (rank, child, bytearray())
+                    began(waiting[0])
+                    reading, child = _fork(calls[waiting[0]])
+                    children[reading] = (waiting.popleft(), child, bytearray())
                     selector.register(reading, selectors.EVENT_READ)
                 for key, _ in selector.select():
-                    rank, child, text = children[key.fd]
+                    of, child, text = children[key.fd]
                     part = os.read(key.fd, 1 << 16)
                     text += part
                     if not part:
@@ -184,20 +207,14 @@ def run(
                         del children[key.fd]
                         os.close(key.fd)
                         try:
-                            found[rank] = _result(child, bytes(text), RankRun, f"the dry run of rank {rank}")
+                            yield of, _result(child, bytes(text), kind, what.format(of))
                         except ConfigError as error:
-                            if refused is None:
-                                raise
-                            refused[rank] = error
+                            yield of, error
         finally:
             for reading, (_, child, _) in children.items():
                 os.close(reading)
-                os.kill(child, 9)
+                os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-    return found
-
-
-T = TypeVar("T")
 
 
 def once(call: Callable[[], Any], kind: type[T]) -> T:
@@ -214,49 +231,48 @@ _MANY = 4
 
 
 class Beside:
-    """Calls in forked processes beside dry runs that are made meanwhile, one after the other on each free core.
+    """Calls in forked processes beside dry runs that are made meanwhile, as many at a time as there are free cores.
 
     Used as a context, at whose end they end.
     """
 
     def __init__(self, calls: Mapping[str, Callable[[], Sequence[RankRun]]]) -> None:
         """Begin."""
-        several = max(1, min(len(calls), _together() - (len(calls) < _MANY)))
-        names = [list(calls)[number::several] for number in range(several)]
-        self._waiting = [(some, *_fork(partial(_in_turn, [calls[name] for name in some]))) for some in names if some]
+        self._names = ", ".join(calls)
+        most = max(1, _together() - (len(calls) < _MANY))
+        self._child = _fork(partial(_completed, calls, most)) if calls else None
 
     def __enter__(self) -> Self:
         return self
 
     def results(self, tell: Callable[[str], None]) -> dict[str, list[RankRun]]:
-        """Return the results, without refused calls; ``tell`` is called with the calls that are waited for."""
-        found: dict[str, list[RankRun]] = {}
-        while self._waiting:
-            names, reading, child = self._waiting.pop(0)
-            tell(", ".join(names))
-            with contextlib.suppress(ConfigError):
-                found.update(zip(names, _received(reading, child, list[list[RankRun]]), strict=True))
-        return {name: runs for name, runs in found.items() if runs}
+        """Return the results, without refused calls; ``tell`` is called with the calls before they are waited for."""
+        if self._child is None:
+            return {}
+        tell(self._names)
+        child, self._child = self._child, None
+        return _received(*child, dict[str, list[RankRun]])
 
     def __exit__(self, *_: object) -> None:
-        for _names, reading, child in self._waiting:
+        if self._child is not None:
+            reading, child = self._child
             os.close(reading)
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
 
-def _in_turn(calls: Sequence[Callable[[], Sequence[RankRun]]]) -> list[Sequence[RankRun]]:
-    """Return the result of each call, from a process of its own; an empty one if it was refused."""
-    found: list[Sequence[RankRun]] = []
-    for call in calls:
-        found.append([])
-        with contextlib.suppress(ConfigError):
-            found[-1] = once(call, list[RankRun])
-    return found
+def _completed(calls: Mapping[str, Callable[[], Sequence[RankRun]]], most: int) -> dict[str, list[RankRun]]:
+    results = _each(calls, most, list[RankRun])
+    return {name: result for name, result in results if not isinstance(result, ConfigError)}
 
 
 DEPTHS = (1, 2)
 """Numbers of layers of shallow dry runs, whose difference is a layer's part."""
+
+
+def whole(make: Callable[[int], "DryRun"], length: int, capacity: int | None, rank: int) -> list[RankRun]:
+    """Return a rank's dry run in this process."""
+    return [_measure(make, [length], capacity, False, 1, None, rank)]
 
 
 def shallow(make: Callable[[int, int], "DryRun"], length: int, rank: int) -> list[RankRun]:

@@ -24,8 +24,9 @@ from ..recipe.data.encode import Encoder
 from ..recipe.data.pipeline import Examples
 from ..recipe.data.records import Records, read_records
 from ..recipe.preflight.consistency import uncompiled
-from ..recipe.support import settle_batch, state_bytes, zero_stage
+from ..recipe.support import SMALL_STATES, settle_batch, state_bytes, zero_stage
 from . import answer, deepspeed_file, jobs, ranks
+from .answer import Both
 from .choose import (
     Candidate,
     Fit,
@@ -46,8 +47,8 @@ from .result import DataRisk, Holds, Point, Prediction, RiskyStep, WhatIf
 
 Tell = Callable[[str], None]
 """Called with each activity before it begins."""
-Shallow = list[RankRun]
-"""Dry runs of a change with ``ranks.DEPTHS`` of its layers."""
+Runs = list[RankRun]
+"""Dry runs of a change with ``ranks.DEPTHS`` of its layers, or one with all of them."""
 
 
 class RunChange(NamedTuple):
@@ -71,16 +72,28 @@ def expandable(allocator: Settings) -> Settings | None:
     return None if allocator.expandable_segments else msgspec.structs.replace(allocator, expandable_segments=True)
 
 
-def shallow(arguments: argparse.Namespace, allocator: Settings, job: Prepared) -> dict[str, Callable[[], Shallow]]:
-    """Return shallow dry runs by name of the change: of those that the unchanged run's parts do not show."""
-    calls: dict[str, Callable[[], Shallow]] = {}
+def beside(
+    arguments: argparse.Namespace, allocator: Settings, job: Prepared, capacity: int
+) -> dict[str, Callable[[], Runs]]:
+    """Return dry runs by name of the change: of those that the unchanged run's parts do not show, the longest first.
+
+    Where layers are alike in both runs, of few of them; else whole ones, where all ranks are like the first: their
+    parts show other changes, too.
+    """
+    calls: dict[str, Callable[[], Runs]] = {}
+    shown = [job]
     length = max(job.lengths)
-    for change in remedies(_at(arguments, length), allocator) if job.make_shallow is not None else ():
+    for change in remedies(_at(arguments, length), allocator) if job.config is not None else ():
         with contextlib.suppress(FtmonError):
             other = change.prepare()
-            if other.make_shallow is not None and _by_parts(other, job) is None:
+            if any(_by_parts(other, one) is not None for one in shown):
+                continue
+            if job.make_shallow is not None and other.make_shallow is not None:
                 calls[change.name] = partial(ranks.shallow, other.make_shallow, length, 0)
-    return calls
+            elif other.different == [0]:
+                calls[change.name] = partial(ranks.whole, other.make, length, capacity, 0)
+                shown.append(other)
+    return dict(reversed(calls.items()))
 
 
 def _at(arguments: argparse.Namespace, length: int) -> argparse.Namespace:
@@ -90,16 +103,16 @@ def _at(arguments: argparse.Namespace, length: int) -> argparse.Namespace:
 def table(
     arguments: argparse.Namespace,
     allocator: Settings,
-    both: answer.Both,
+    both: Both,
     capacity_bytes: int,
     tell: Tell,
-    shallow: Callable[[Tell], Mapping[str, Shallow]] = lambda tell: {},
+    beside: Callable[[Tell], Mapping[str, Runs]] = lambda tell: {},
 ) -> list[WhatIf]:
     """Return the table of all changes, predicted at the longest length, the fastest that fits first.
 
-    ``both.other`` has expandable segments. What the parts of the unchanged run or ``shallow`` dry runs show has no dry
-    run of its own (``_Pieces``). Changes that leave the training as it is are combined if none of them fits alone.
-    ``tell`` is called with the name of each change before its dry run, and while shallow ones are waited for.
+    ``both.other`` has expandable segments. What the parts of the unchanged run or dry runs ``beside`` it show has no
+    further dry run (``_Pieces``). Changes that leave the training as it is are combined if none of them fits alone.
+    ``tell`` is called with the name of each change before its dry run, and of those whose runs are waited for.
     """
     base = both.found
     point = max(base.points, key=lambda one: one.sequence_length)
@@ -107,8 +120,7 @@ def table(
     found: dict[str, _Found] = {}
     known = list(remedies(given, allocator))
     job = jobs.prepare(given, allocator)
-    few = shallow(lambda names: tell(f"what if: {names}, from a few layers"))
-    pieces = _Pieces(job, both, point, capacity_bytes, few)
+    pieces = _Pieces(job, both, point, capacity_bytes, beside(lambda names: tell(f"what if: {names}")))
 
     def add(changes: Sequence[RunChange]) -> None:
         def began(name: str, number: int, count: int) -> None:
@@ -155,27 +167,27 @@ class _Pieces:
     def __init__(
         self,
         job: Prepared,
-        both: answer.Both,
+        both: Both,
         point: Point,
         capacity_bytes: int,
-        shallow: Mapping[str, Shallow],
+        beside: Mapping[str, Runs],
     ) -> None:
         self.rank = max(point.ranks, key=lambda one: one.needed_bytes).rank
         """The rank that needs most."""
         self._job, self._base, self._point = job, both.found, point
         self._capacity = capacity_bytes
-        self._shallow = shallow
+        self._beside = beside
         run = both.runs[ranks.nearest(both.runs, self.rank)]
         self._outcome = next(one for one in run.outcomes if one.sequence_length == point.sequence_length)
         self._run = run
 
     def fitted(self, name: str, job: Prepared, price: float | None) -> Prediction | None:
-        """Return the prediction of a changed run; None if it needs a dry run."""
+        """Return the prediction of a changed run, from its parts; None if it needs a dry run."""
         config, before = job.config, self._job.config
         if config is None or before is None or not self._point.step_seconds or self._run.made is None:
             return None
-        if name in self._shallow:
-            return self._with_layers(job, config, before, self._shallow[name], price)
+        if len(self._beside.get(name, [])) > 1:
+            return self._with_layers(job, config, before, self._beside[name], price)
         both = _by_parts(job, self._job)
         if both is None:
             return None
@@ -195,6 +207,15 @@ class _Pieces:
         times = [estimate(fit, each, space).step_seconds for each in (own, candidate)]
         return self._answer(job, self._point.needed_bytes + more, host, times[1] / times[0], price)
 
+    def run(self, name: str, job: Prepared, price: float | None) -> Both | None:
+        """Return the prediction from a changed run's whole dry run beside the unchanged one; None: there was none."""
+        runs = self._beside.get(name, [])
+        return answer.of_one_rank(job, runs[0], self._capacity, price) if len(runs) == 1 else None
+
+    def of(self, job: Prepared, both: Both) -> "_Pieces":
+        """Return the pieces of a changed run."""
+        return _Pieces(job, both, both.found.points[0], self._capacity, {})
+
     def _with_held(self, job: Prepared, config: Config, fit: Fit, price: float | None) -> Prediction | None:
         """Return the prediction of a run whose parameters are on the host, or not kept gathered."""
         changed = with_parameters(fit, job.ranks, *_held(config))
@@ -209,7 +230,7 @@ class _Pieces:
         return self._answer(job, after[0] + fragmented, on_host, times[1] / times[0], price)
 
     def _with_layers(
-        self, job: Prepared, config: Config, before: Config, runs: Shallow, price: float | None
+        self, job: Prepared, config: Config, before: Config, runs: Runs, price: float | None
     ) -> Prediction | None:
         """Return the prediction of a run from those with few of its layers; None if its layers are not alike."""
         made = self._run.made
@@ -278,7 +299,8 @@ def _by_parts(job: Prepared, unchanged: Prepared) -> tuple[Candidate, Candidate]
     partitioned = own.stage and candidate.stage and job.ranks > 1
     if _apart(config) != _apart(before) or not changes or not (partitioned or candidate.stage == own.stage):
         return None
-    if own.stage == candidate.stage == 1 and job.ranks > 1 and config.optimizer.kind != before.optimizer.kind:
+    small = [one.optimizer.kind in SMALL_STATES for one in (config, before)]
+    if own.stage == candidate.stage == 1 and job.ranks > 1 and small[0] != small[1]:
         return None  # gradients are reduced in another way (``recipe/engine.py``, ``LateStep``)
     if _held(config) != _held(before):
         alike = candidate == own and state_bytes(config) == state_bytes(before)
@@ -330,6 +352,7 @@ def _options(
     """Fit each change, or predict one rank of it, the one that needs most in the unchanged run."""
     found: dict[str, _Found] = {}
     prepared: dict[str, Prepared] = {}
+    shown = [pieces]
 
     def refuse(change: RunChange, error: FtmonError) -> None:
         found[change.name] = _Found(Option(change.name, 0, 0.0, change=change.change, refused=str(error)))
@@ -340,11 +363,15 @@ def _options(
         except FtmonError as error:
             refuse(change, error)
             continue
-        fitted = pieces.fitted(change.name, job, price)
-        if fitted is None:
+        known = next(filter(None, (one.fitted(change.name, job, price) for one in shown)), None)
+        fitted = known is not None
+        if known is None and (both := pieces.run(change.name, job, price)) is not None:
+            shown.append(pieces.of(job, both))
+            known = both.found
+        if known is None:
             prepared[change.name] = job
         else:
-            found[change.name] = _Found(_of(fitted, job, change.name, change.change), fitted, True)
+            found[change.name] = _Found(_of(known, job, change.name, change.change), known, fitted)
     waiting = [change for change in changes if change.name in prepared]
 
     def began(number: int) -> None:

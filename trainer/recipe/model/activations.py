@@ -487,8 +487,9 @@ def set_up(inner: Any, config: Config) -> None:
         layer.forward = LayerForward(layer, recompute, own)
     if model.compile != "off":
         compile_layers(layers, config.zero.stage == 3, model.activation_memory_budget)
-        if config.zero.stage == 3 and config.lora.rank:
-            # DeepSpeed reduces a layer's gradients once its input's gradient is known, so its input must have one.
+        if config.lora.rank:
+            # The first layer, whose input has no gradient as embeddings are frozen, would be compiled for itself; and
+            # with ZeRO-3 DeepSpeed reduces a layer's gradients once its input's gradient is known.
             inner.enable_input_require_grads()
     if model.gradient_checkpointing != "none" and hasattr(inner.base_model, "gradient_checkpointing"):
         # transformers and the memory report read this flag.
