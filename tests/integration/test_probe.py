@@ -135,7 +135,7 @@ def test_a_trainer_with_a_deepspeed_config_tells_its_plan_and_its_other_phases(c
 def test_peaks_workers_a_launcher_inside_a_rank_skipped_updates_and_a_failed_allocation(collector):
     """A temporary is in its phase's peak, the script's own view is true, and a rank's children are no ranks."""
     trainings = ("peak,workers,nested", "scaler", "own_scaler", "oom")
-    collector.start(BIN / "python", SCRIPTS / "single_loop.py", *trainings, TORCHRUN=str(BIN / "torchrun")).finish()
+    collector.fork("single_loop.py", *trainings, TORCHRUN=str(BIN / "torchrun")).finish()
     assert collector.job.returncode == 1, collector.output()
     steps = collector.of(Step)
     assert [step.step for step in steps] == list(range(1, 19))

@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from itertools import groupby
 
 import pytest
-import start_ranks
 from ftmon.protocol.messages.telemetry import Closing, Failure, Goodbye, Hello, Step
 from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.model import RunModel
@@ -206,7 +205,7 @@ def trained(tmp_path_factory):
     """The steps of each rank by what it trained, and the collector of both ranks."""
     names = [name.split()[0] for name in RANKS]
     with Collector(tmp_path_factory.mktemp("home")) as collector:
-        collector.start(*start_ranks.command(2, SCRIPTS / "one_after_another.py", *names)).finish()
+        collector.fork("one_after_another.py", *names, ranks=2).finish()
     return [collector.parts(RANKS, rank) for rank in (0, 1)], collector
 
 

@@ -2,7 +2,6 @@
 
 import json
 
-import start_ranks
 from ftmon.protocol.analysis.findings.finding import Finding
 from ftmon.protocol.analysis.health.nonfinite import NonFinite
 from ftmon.protocol.analysis.kinds import words_of
@@ -10,7 +9,7 @@ from ftmon.protocol.analysis.learning.inputs import Copies, Inputs
 from ftmon.protocol.analysis.learning.updates import Updates
 from ftmon.protocol.messages.telemetry import Goodbye, Hello, LostEdit, Signs, Step
 from msgspec.structs import replace
-from probe_collector import SCRIPTS, alone
+from probe_collector import alone
 
 
 def test_each_fault_of_a_plain_loop_has_its_signs_and_a_sound_training_has_none(collector):
@@ -76,7 +75,7 @@ def test_each_fault_of_a_plain_loop_has_its_signs_and_a_sound_training_has_none(
 
 
 def test_lost_gradients_are_told_at_the_step_they_ruined_and_the_same_batches_on_all_ranks(collector):
-    collector.start(*start_ranks.command(2, SCRIPTS / "lost_gradients.py")).finish()
+    collector.fork("lost_gradients.py", ranks=2).finish()
     assert collector.job.returncode == 0, collector.output()
     updates, losses, copies, told = Updates(), NonFinite("loss"), Copies(), list[Finding]()
     for hello in collector.of(Hello):

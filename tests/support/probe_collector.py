@@ -70,12 +70,12 @@ class Collector:
             )
         return self
 
-    def fork(self, script, *words, **extra):
-        """Start a script of ``SCRIPTS`` as ``start`` does, in a fork of a process that has torch loaded."""
+    def fork(self, script, *words, ranks=1, **extra):
+        """Start a script of ``SCRIPTS`` as ``start`` does, on ranks that are forks of a process with torch loaded."""
         self.log = self.run.logs / "launcher.log"
         self.log.touch()
         words = [str(word) for word in (SCRIPTS / script, *words)]
-        self.job = rank_jobs.ForkedScript(words, self.environment(**extra), self.log, self.run.path)
+        self.job = rank_jobs.ForkedScript(words, ranks, self.environment(**extra), self.log, self.run.path)
         return self
 
     def collect(self, until, seconds=400):

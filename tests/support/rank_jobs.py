@@ -44,8 +44,8 @@ def predictions(commands: list[list[str]], folder: Path) -> list[dict[str, Any]]
 class ForkedScript:
     """A script in a fork of the session's server (``forked_scripts``), as ``subprocess.Popen`` has it."""
 
-    def __init__(self, words: list[str], environment: dict[str, str], log: Path, folder: Path) -> None:
-        plan = {"words": words, "log": str(log), "folder": str(folder)}
+    def __init__(self, words: list[str], ranks: int, environment: dict[str, str], log: Path, folder: Path) -> None:
+        plan = {"words": words, "ranks": ranks, "log": str(log), "folder": str(folder)}
         self._connection = _asked("forked_scripts", plan, environment, START_SECONDS)
         self._told = b""
         while self._told.count(b"\n") < 1 and (part := self._connection.recv(4096)):

@@ -29,10 +29,15 @@ def command(ranks: int, *words: object) -> list[str]:
 
 def main() -> None:
     ranks, words = int(sys.argv[1]), sys.argv[2:]
-    port = free_port()
     if ranks > 1:
         start_up([STARTUP])
         import torch  # noqa: F401
+    launch(ranks, words)
+
+
+def launch(ranks: int, words: list[str]) -> None:
+    """Run a script on so many ranks to their end; several are forks of this process, and return from here too."""
+    port = free_port()
     children: set[int] = set()
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
