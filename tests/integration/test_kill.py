@@ -107,6 +107,7 @@ def test_a_signal_of_ones_choice_reports_who_withstood_it_and_a_run_whose_ranks_
         result = app.command("kill", ranks=[1], signal="INT")
         assert not result.ok
         assert "still alive" in result.text
+        assert app.hellos()[1].pid in result.data["left"]
         assert run.read_exit() is None
         for hello in app.hellos().values():
             os.kill(hello.pid, signal.SIGSTOP)

@@ -121,18 +121,6 @@ def test_a_stopped_rank_is_killed(run, spawn):
     assert left_of(run) == []
 
 
-def test_only_the_rank_that_was_named_is_ended(run, spawn):
-    first = spawn(rank_code(), FTMON_RUN=str(run.path))
-    second = spawn(rank_code(), FTMON_RUN=str(run.path))
-    outcome = kill(run, [target(first, 0)])
-    assert outcome.ok, outcome.text
-    assert outcome.data["ranks"] == [0]
-    assert second.poll() is None
-    assert len(left_of(run)) == 2
-    assert kill(run, [target(second, 1)], whole_run=True).ok
-    assert left_of(run) == []
-
-
 def test_a_worker_whose_rank_is_long_gone_is_found_by_its_mark(run, spawn):
     rank = spawn(rank_code(), FTMON_RUN=str(run.path))
     gone = target(rank)
@@ -141,17 +129,6 @@ def test_a_worker_whose_rank_is_long_gone_is_found_by_its_mark(run, spawn):
     assert len(left_of(run)) == 1
     outcome = kill(run, [gone])
     assert outcome.ok, outcome.text
-    assert left_of(run) == []
-
-
-def test_a_signal_of_the_persons_choice_is_not_escalated(run, spawn):
-    rank = spawn(rank_code(before=DEAF), FTMON_RUN=str(run.path))
-    outcome = kill(run, [target(rank)], number=signal.SIGINT)
-    assert not outcome.ok
-    assert rank.pid in outcome.data["left"]
-    assert "still alive" in outcome.text
-    assert rank.poll() is None
-    assert kill(run, [target(rank)], number=signal.SIGKILL).ok
     assert left_of(run) == []
 
 

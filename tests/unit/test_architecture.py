@@ -75,15 +75,3 @@ def test_every_room_that_is_drawn_exists() -> None:
     rooms = drawn((ROOT / "docs/architecture.md").read_text())
     assert len(rooms) > 15
     assert [room for room in rooms if not (ROOT / room).exists()] == []
-
-
-def test_a_name_that_is_gone_is_found() -> None:
-    assert exists("trainer.hub.hub.Hub.run")
-    assert exists("protocol/messages/wire.py")
-    assert not exists("trainer.hub.hub.Hub._no_such_method")
-    assert not exists("trainer.hub.no_such_module")
-    assert not exists("protocol/no_such_file.py")
-    assert quoted("`trainer.hub.gone.Gone` and `engine.step`, `protocol/gone.py`") == [
-        "protocol/gone.py",
-        "trainer.hub.gone.Gone",
-    ]

@@ -210,15 +210,15 @@ def test_samples_and_a_clock_that_cannot_be_end_no_command(
     assert "step" in capsys.readouterr().out
 
 
-@pytest.fixture
-def costly(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def costly(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recording with 1,500 messages, believable, of some 200 bytes in the file and ten megabytes in memory."""
     message = {"type": "command", "id": "x", "verb": "v", "args": {"a": [[]] * 190_000}}
     body = zlib.compress(msgspec.msgpack.encode(message))
     frames = list(Stream(ranks=2, steps=20, finished=False).frames())
     last = frames[-1]
     failures = [Frame(last.seq + number, last.t, FAILURE) for number in range(1, 1_501)]
-    path = write(tmp_path / "r.sqlite", [*frames, *failures])
+    path = write(tmp_path_factory.mktemp("costly") / "r.sqlite", [*frames, *failures])
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE events SET body = ? WHERE seq > ?", (body, last.seq))
     return path

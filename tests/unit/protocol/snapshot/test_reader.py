@@ -108,9 +108,6 @@ def test_any_pickle_protocol_is_read_packed_or_not(tmp_path: Path, protocol: int
         assert Replay(read_snapshot(tmp_path / name), 0).allocated[-1] == 20 * MIB - 17 * MIB
 
 
-SYSTEM = os.system  # as it is before a test is kept from starting processes
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -72,8 +72,12 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_exported_model_gives_the_logits_of_the_trained_one(family: str, merge: bool, tmp_path: Path) -> None:
+def test_the_exported_model_gives_the_logits_of_the_trained_one_and_a_note_names_experts_without_adapters(
+    family: str, merge: bool, tmp_path: Path
+) -> None:
     model, config = adapted(family, tmp_path, merge=merge)
+    note = without_adapters(model)
+    assert ("experts.gate_up_proj" in note and "experts.down_proj" in note) == (family in FROZEN), note
     base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     trained, before = logits(model), logits(base)
     export.rehearse_export(model, config, WORLD)
@@ -167,12 +171,6 @@ def test_the_rehearsal_finds_weights_that_are_not_written(tmp_path: Path) -> Non
     model.get_base_model().extra = torch.nn.Parameter(torch.zeros(2))
     with pytest.raises(export.ExportError, match="written after the training: extra is missing"):
         export.rehearse_export(model, config, WORLD)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_note_names_the_experts_without_adapters(family: str, tmp_path: Path) -> None:
-    note = without_adapters(adapted(family, tmp_path)[0])
-    assert ("experts.gate_up_proj" in note and "experts.down_proj" in note) == (family in FROZEN), note
 
 
 @pytest.mark.parametrize(
