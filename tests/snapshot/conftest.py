@@ -5,6 +5,7 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,12 @@ def plays(snap_compare: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., b
 
         async def play(pilot: Any) -> None:
             await settled(pilot)
-            for key in keys:
-                await pilot.press(key)
-                await settled(pilot)
+            for key, equal in groupby(keys):
+                presses = list(equal)
+                # Equal keys are waited for together, but that a second seek begins where the first has led to.
+                for together in [[one] for one in presses] if key == "N" else [presses]:
+                    await pilot.press(*together)
+                    await settled(pilot)
 
         try:
             return snap_compare(app, terminal_size=size, run_before=play)

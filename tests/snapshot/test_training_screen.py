@@ -16,20 +16,26 @@ PICTURES = {
     "without colour the curves differ in shape": picture("v", *["left"] * 20, color=False),
     "in ASCII": picture("v", *["left"] * 20, ascii=True),
     "a replay held earlier shows the course up to there": picture("N", "N"),
-    "of a script that shows little what is missing is named": picture("v", "v", "v", little=True),
+    "of a script that shows little what is missing is named": picture("v", "v", "v", shows_little=True),
     "the help explains curves, marks and keys": picture("question_mark", sizes=(LARGE,)),
 }
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("whole") / "recording.sqlite", ranks=2)
+
+
+@pytest.fixture(scope="module")
+def little(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    frames = Stream(ranks=1, steps=40, cuda=False, devices=False, logs=False, finished=False).frames()
+    return write(tmp_path_factory.mktemp("little") / "recording.sqlite", frames)
+
+
 @pytest.fixture
-def shows(plays: Callable[..., bool], tmp_path: Path) -> Callable[..., bool]:
-    def compare(size: tuple[int, int], *keys: str, little: bool = False, **options: Any) -> bool:
-        path = tmp_path / "recording.sqlite"
-        if little:
-            write(path, Stream(ranks=1, steps=40, cuda=False, devices=False, logs=False, finished=False).frames())
-        else:
-            trained(path, ranks=2)
-        return plays(path, size, "t", *keys, **options)
+def shows(plays: Callable[..., bool], whole: Path, little: Path) -> Callable[..., bool]:
+    def compare(size: tuple[int, int], *keys: str, shows_little: bool = False, **options: Any) -> bool:
+        return plays(little if shows_little else whole, size, "t", *keys, **options)
 
     return compare
 
