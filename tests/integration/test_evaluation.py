@@ -39,6 +39,7 @@ class Outcome:
         data = [f"evaluation.path={folder}/eval.jsonl", "optimizer.lr=1e-2"]
         often = ["evaluation.every=2", "evaluation.micro_batch=2"]
         samples = ["evaluation.samples=1", "evaluation.sample_tokens=4"]
+        plain = ["zero.stage=1", *samples]
         small_runs.write_records(folder / "many.jsonl", [1 + row % 7 for row in range(1_000)])
         write_repository(folder / "poems", folder)
         best = [TWO, *data, "evaluation={every: 1, patience: 1}", "optimizer.lr=10", "output.save_model=true"]
@@ -49,7 +50,7 @@ class Outcome:
             "evaluation_ranks",
             {
                 "none": (1, [TRAIN, "optimizer.lr=1e-2"]),
-                "one": (1, [TRAIN, *data, *often, "zero.stage=1", *samples]),
+                "one": (1, [TRAIN, *data, *often, *plain]),
                 "patience": (
                     1,
                     [TRAIN, *data, "evaluation={every: 1, patience: 1}", "optimizer.lr=10", "output.save_model=true"],
@@ -62,8 +63,7 @@ class Outcome:
                 "best-at-end": (1, [TRAIN, *data, "evaluation.every=2", "output.save_model=true"]),
                 "share": (1, [TRAIN, "evaluation={share: 0.25, every: 0}", "data.packing=false"]),
                 # A data set of the hub by its name: a folder, read as a repository is, with the same records.
-                "split": (1, [TRAIN, *named, "evaluation.split=validation", "optimizer.lr=1e-2", *often]),
-                "path": (1, [TRAIN, *data, *often]),
+                "split": (1, [TRAIN, *named, "evaluation.split=validation", "optimizer.lr=1e-2", *often, *plain]),
                 "two": (2, [TWO, *data, *often, "zero.stage=2"]),
                 "shared": (2, [TRAIN, *data, *often, *samples, "zero.stage=2", "training.sequence_parallel_size=2"]),
                 "by-default": (
@@ -121,9 +121,9 @@ def test_the_loss_is_that_of_each_label_token_once(outcome: Outcome, name: str) 
 
 
 def test_a_split_of_a_named_data_set_is_evaluated_as_a_file_of_the_same_records(outcome: Outcome) -> None:
-    assert outcome.saved["split"]["rows"] == outcome.saved["path"]["rows"]
+    assert outcome.saved["split"]["rows"] == outcome.saved["one"]["rows"]
     assert len(outcome.saved["split"]["rows"]) == len(HELD_OUT)
-    assert outcome.results("split") == outcome.results("path")
+    assert outcome.results("split") == outcome.results("one")
 
 
 def test_evaluating_changes_no_weight(outcome: Outcome) -> None:

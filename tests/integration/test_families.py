@@ -92,6 +92,7 @@ def documents(row: dict[str, list[int]]) -> Iterator[tuple[list[int], list[int]]
         start += length
 
 
+@small_runs.once
 def reference(path: Path, rows: list[dict[str, list[int]]], dtype: torch.dtype, each: int) -> dict[str, torch.Tensor]:
     """Train with each document alone, in PyTorch's AdamW on fp32 copies of the weights; return these.
 

@@ -208,6 +208,7 @@ def reference(folder: Path, rows: list[dict[str, list[int]]]) -> dict[str, torch
     return {name: tensor.detach().float() for name, tensor in model.state_dict().items()}
 
 
+@small_runs.once
 def masters(folder: Path, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     """Train with all rows in each step: gradients of bf16 weights, clipped, into AdamW on fp32 copies of them."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
@@ -240,6 +241,7 @@ def masters(folder: Path, rows: list[dict[str, list[int]]]) -> dict[str, torch.T
     return weights
 
 
+@small_runs.once
 def resumed(folder: Path, rows: list[dict[str, list[int]]], half: bool) -> dict[str, torch.Tensor]:
     """Train with all rows in each step with PyTorch's AdamW, which has the other settings in its third step.
 

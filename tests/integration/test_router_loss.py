@@ -62,6 +62,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder, small_runs.launch(folder, "gradient_ranks", jobs)
 
 
+@small_runs.once
 class Reference:
     """The mean over all label tokens, and the mean over micro-batches of what transformers computes for the router."""
 

@@ -1,8 +1,10 @@
 """Small runs of the recipe on forked ranks: a model and data on disk, configurations, one launch."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import rank_jobs
 import torch
@@ -11,6 +13,8 @@ from ftmon.trainer.recipe.config.load import load
 from ftmon.trainer.recipe.preflight import resolve
 from transformers import LlamaConfig, LlamaForCausalLM
 
+P = ParamSpec("P")
+R = TypeVar("R")
 WORDS = ["red", "green", "blue", "seven", "lines", "of", "a", "poem"]
 
 
@@ -57,3 +61,17 @@ def launch(folder: Path, module: str, jobs: dict[str, tuple[int, list[str]]]) ->
     environment = rank_jobs.environment_of(resolved, folder / "cache")
     environment.pop("TORCHDYNAMO_DISABLE", None)
     return rank_jobs.sections(rank_jobs.forked(entries, environment, 1400))
+
+
+def once(reference: Callable[P, R]) -> Callable[P, R]:
+    """Compute a slow reference once for equal arguments (the rows of a run as lists); nobody changes its result."""
+    known: dict[str, R] = {}
+
+    @functools.wraps(reference)
+    def found(*arguments: P.args, **named: P.kwargs) -> R:
+        key = repr((arguments, named))
+        if key not in known:
+            known[key] = reference(*arguments, **named)
+        return known[key]
+
+    return found
