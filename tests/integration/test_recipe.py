@@ -42,7 +42,6 @@ JOBS: dict[str, list[str]] = {
     "offload": ["zero.stage=2", "zero.offload_optimizer=true", "optimizer.kind=torch_fused"],
     "foreach": ["optimizer.kind=torch_foreach"],
     "lora": ["zero.stage=3", "lora.rank=4", "optimizer.lr=2e-2"],
-    "dora": ["zero.stage=2", "lora={rank: 4, kind: dora}", "optimizer.lr=2e-2"],
     "nf4": [
         "model.quantization=nf4",
         "model.config=",
@@ -50,7 +49,6 @@ JOBS: dict[str, list[str]] = {
         "model.gradient_checkpointing=selective",
         "training.rehearsal=true",
     ],
-    "packed": ["data.packing=true", "data.train_on=all"],
     # Its attention does not isolate documents: rows are packed, found to leak, and padded.
     "leaking": ["model.config=", OPT, "schedule.warmup_steps=2", "training.max_steps=4"],
     "leaking-padded": ["model.config=", OPT, "schedule.warmup_steps=2", "training.max_steps=4", "data.packing=false"],
