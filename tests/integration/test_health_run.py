@@ -1,6 +1,7 @@
 """Findings of real ranks, from the probe over the hub to the recording and ``ftmon status``."""
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -109,7 +110,7 @@ def test_a_script_that_keeps_memory_in_every_step_is_told_so_with_the_rate(home:
 def memory_group(limit: int) -> Iterator[Path]:
     """Make a control group below this process's that allows ``limit`` bytes."""
     for own, _ in hierarchies("memory", "self"):
-        group = own / "ftmon-test"
+        group = own / f"ftmon-test-{os.getpid()}"
         try:
             group.mkdir(exist_ok=True)
             name = next(name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists())

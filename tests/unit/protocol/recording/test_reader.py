@@ -298,3 +298,15 @@ def test_times_that_no_clock_has_are_shown_as_none(
     for command in ("ls", "status", "memory"):
         assert main([command, str(tmp_path / "r.sqlite")]) in (0, 1, 2)
     assert capsys.readouterr().err.count("\n") <= 3
+
+
+def test_the_end_is_found_by_its_time_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    frames = list(Stream(ranks=3, steps=150).frames())
+    half = len(frames) // 2
+    frames[half:] = [Frame(frame.seq, frame.t - 3600, frame.message) for frame in frames[half:]]
+    with Reader(write(tmp_path / "r.sqlite", frames)) as reader:
+        info = reader.info()
+        assert (info.last_seq, info.steps) == (frames[-1].seq, 450)
+        assert reader.seq_at(info.last_t) == info.last_seq
+        assert frames[-1] in reader.state_at(info.last_t)
+        assert reader.frames(limit=10**6, until_t=info.last_t) == frames
