@@ -1,4 +1,4 @@
-"""The stacks of dataloader workers, read by the rank that waits for them."""
+"""Dataloader workers: their stacks, read by the rank that waits for them, and the settings that the probe reads off."""
 
 import multiprocessing
 import os
@@ -10,6 +10,7 @@ import torch
 from eventually import eventually
 from ftmon.protocol.analysis.stalls import evidence
 from ftmon.protocol.analysis.stalls.evidence import Place
+from ftmon.trainer.probe.link.publisher import loader_info
 from ftmon.trainer.probe.link.stacks import SIGNAL, answer_signals, stacks_of_workers
 from torch.utils.data import DataLoader, Dataset
 
@@ -63,3 +64,23 @@ def test_a_worker_that_does_not_catch_the_signal_or_uses_it_itself_is_left_alone
     assert stacks_of_workers(os.getpid()) == ""
     lock.release()
     assert len(list(rows)) == 4
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([torch.ones(4)] * 8)
+
+
+def test_the_settings_of_a_loader_with_workers_are_read_off_its_iterator():
+    data = torch.utils.data.TensorDataset(torch.ones(4))
+    loader = torch.utils.data.DataLoader(data, num_workers=2, prefetch_factor=3, persistent_workers=True)
+    iterator = iter(loader)
+    found = loader_info(iterator)
+    assert found is not None
+    assert (found.workers, found.prefetch_factor, found.persistent_workers) == (2, 3, True)
+    assert found.cpus >= 1
+    assert not found.iterable
+    streamed = loader_info(iter(torch.utils.data.DataLoader(Stream(), num_workers=2)))
+    assert streamed is not None
+    assert streamed.iterable
+    del iterator

@@ -1,4 +1,4 @@
-"""``ftmon snapshot`` as a command: what it prints, and how it refuses."""
+"""``ftmon snapshot`` and ``ftmon oom`` of snapshot files: what they print, and how they refuse."""
 
 import json
 import pickle
@@ -90,3 +90,33 @@ def test_a_files_own_name_does_not_write_to_the_terminal(tmp_path: Path, capsys:
         out = capsys.readouterr().out
         assert "\x1b" not in out
         assert "\x07" not in out
+
+
+def test_the_command_prints_the_report_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["oom", OOM]) == 0
+    text = capsys.readouterr().out
+    assert "verdict: logits and loss" in text
+    assert "1. Compute the loss in chunks" in text
+    assert main(["oom", OOM, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["run"], found["file"]) == ("", OOM)
+    assert found["reports"][0]["verdict"]["kind"] == "logits"
+    assert found["reports"][0]["oom"]["requested_bytes"] == 4_978_638_848
+
+
+def test_a_file_without_an_oom_is_one_line_and_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["oom", STEP]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"ftmon: {STEP}: no out-of-memory error is recorded\n"
+
+
+def test_a_file_that_is_no_snapshot_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("nothing")
+    assert main(["oom", str(path)]) in (1, 2)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ftmon: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err

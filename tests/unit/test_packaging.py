@@ -1,7 +1,9 @@
-"""What ships is what is meant to, and importing ftmon stays light."""
+"""What ships is what is meant to, importing ftmon stays light, and no module imports itself through others."""
 
 import tomllib
+from graphlib import TopologicalSorter
 
+import grimp
 from places import ROOT
 
 
@@ -24,3 +26,10 @@ def test_every_module_lies_in_a_listed_package() -> None:
 
 def test_no_other_module_lies_at_the_root() -> None:
     assert [path.name for path in ROOT.glob("[!.]*.py")] == ["__init__.py"]
+
+
+def test_no_imports_go_round_in_a_circle() -> None:
+    graph = grimp.build_graph("ftmon", exclude_type_checking_imports=False, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert len(imports) > 250
+    TopologicalSorter(imports).prepare()  # raises CycleError, which names the modules

@@ -94,7 +94,7 @@ def test_stacks_of_a_recording_are_those_recorded_last(path, capsys):
 
 @pytest.mark.parametrize(
     ("kind", "command"),
-    # ``oom`` has a process read notes: tests/integration/test_oom_of_a_snapshot.py
+    # ``oom`` has a process read notes: tests/integration/test_snapshot_cli.py
     [pair for pair in product(NO_RECORDINGS, COMMANDS) if pair != ("notes", "oom")],
 )
 def test_what_is_no_recording_is_refused_at_once_in_one_line(tmp_path, capsys, command, kind):
