@@ -102,6 +102,10 @@ REFUSED = {
 """Arguments of what is refused, and the line that says so."""
 
 
+SEGMENT = 20 << 20
+"""Bytes that PyTorch reserves at a time for a block of 1 to 10 MiB."""
+
+
 @pytest.fixture(scope="module")
 def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("predict")
@@ -135,6 +139,9 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for stage in STAGES_ALIKE:
         for options, change in ((["--what-if"], []), ([], ["lora.rank=16"])):
             words.append([*options, "--json", "--", *many, f"zero.stage={stage}", "training.precision=bf16", *change])
+    recomputed = [*many, "zero.stage=1", "training.precision=bf16", "model.gradient_checkpointing=layers"]
+    for options, change in ((["--what-if"], []), ([], ["lora.rank=16"]), ([], ["optimizer.kind=adamw_8bit"])):
+        words.append([*options, "--json", "--", *recomputed, *change])
     (folder / "quantized").mkdir()
     (folder / "quantized" / "config.json").write_text(json.dumps(QUANTIZED))
     (folder / "quantized.yaml").write_text(
@@ -154,6 +161,7 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         answer["output"] = answer["output"].replace(str(folder / "ds.json"), "DS").replace(str(folder), "FOLDER")
     names: list[Any] = [*CASES, "data", "documents", "answers", *LENGTHS, *MICRO_STEPS, "largest"]
     names += [f"{name} {stage}" for stage in STAGES_ALIKE for name in ("many", "adapted")]
+    names += ["recomputed", "recomputed, adapted", "recomputed, in 8 bit"]
     return dict(zip([*names, "quantized", "live", "hub", *REFUSED], answers, strict=True))
 
 
@@ -200,6 +208,17 @@ def test_what_a_layer_and_two_show_of_a_change_is_what_its_own_dry_run_finds(
     assert adapted["fitted"]
     assert adapted["step_seconds"] == pytest.approx(own["step_seconds"], rel=0.05)
     assert adapted["needed_bytes"] == pytest.approx(own["needed_bytes"], rel=0.1)
+
+
+def test_changes_of_recomputed_layers_are_their_own_dry_runs_or_like_one_of_these(predictions: dict[str, Any]) -> None:
+    changes = {one["name"]: one for one in json.loads(predictions["recomputed"]["output"])["what_if"]}
+    own = [json.loads(predictions[f"recomputed, {name}"]["output"])["points"][0] for name in ("adapted", "in 8 bit")]
+    adapted, in_8_bit = changes["LoRA of rank 16"], changes["optimizer in 8 bit"]
+    assert not adapted["fitted"]
+    assert all(adapted[figure] == own[0][figure] for figure in ("needed_bytes", "step_seconds"))
+    assert in_8_bit["fitted"]
+    assert in_8_bit["step_seconds"] == pytest.approx(own[1]["step_seconds"], rel=0.03)
+    assert in_8_bit["needed_bytes"] == pytest.approx(own[1]["needed_bytes"], abs=2 * SEGMENT)
 
 
 def test_more_micro_steps_take_more_time_and_no_more_memory(predictions: dict[Any, Any]) -> None:
