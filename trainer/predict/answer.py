@@ -277,16 +277,16 @@ def render(prediction: Prediction) -> str:
     """
     head = (
         f"{prediction.model}: {prediction.parameters:,} parameters, {prediction.trainable:,} trained; "
-        f"{prediction.ranks} x {prediction.gpu}; GiB a rank\n"
+        f"{prediction.ranks} x {prediction.gpu}, micro-batch {prediction.points[0].micro_batch:,}; GiB a rank\n"
     )
-    names = ["tokens", "batch", "rank", *_PHASES, "reserved", "NVML", "host"]
+    names = ["tokens", "rank", *_PHASES, "reserved", "NVML", "host"]
     if prediction.capacity_bytes is not None:
         names.append("fits")
     rows: list[list[str]] = []
     for point in prediction.points:
         for alike in _alike(point.ranks):
             rank = alike[0]
-            row = [f"{point.sequence_length:,}", f"{point.micro_batch:,}", _numbers(alike)]
+            row = [f"{point.sequence_length:,}", _numbers(alike)]
             for name in _PHASES:
                 highest = "*" if name == rank.peak_phase else " "
                 row.append(f"{_gib(rank.phases[name].allocated_peak_bytes)}{highest}")
