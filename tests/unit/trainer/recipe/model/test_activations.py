@@ -209,6 +209,21 @@ def test_all_layers_share_one_compiled_graph_and_keep_gradients_and_names(graphs
     assert graphs() == 1, "evaluation runs the plain layers"
 
 
+@pytest.mark.parametrize("mode", ["none", "layers"])
+def test_layers_above_frozen_embeddings_share_one_graph_too(graphs: Any, mode: str) -> None:
+    model = made(mode, more=["model.compile=layers", "lora.rank=2"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    _, grads = step(model)
+    assert graphs() == 1
+    plain = made(mode)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    for name, grad in step(plain)[1].items():
+        if grad is not None:
+            torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=1e-6)
+
+
 class OneRank:
     """A world of one rank that keeps its log."""
 
