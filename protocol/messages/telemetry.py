@@ -646,6 +646,10 @@ class EarlyStop(msgspec.Struct, tag="early_stop", frozen=True, omit_defaults=Tru
     """The step of that evaluation; 0: unknown."""
 
 
+SAID = ("settings", "note")
+"""Names of activities that take no time: their text is said, beside what else goes on."""
+
+
 class Activity(msgspec.Struct, tag="activity", frozen=True, omit_defaults=True):
     """An activity of a run other than its steps; sent at its start, at most twice a second, and at its end."""
 

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Literal, TypeVar
 
 from ...protocol.host.machine import mfu
-from ...protocol.messages.telemetry import Activity, Checkpoint, EarlyStop, Evaluation, Plan, Step
+from ...protocol.messages.telemetry import SAID, Activity, Checkpoint, EarlyStop, Evaluation, Plan, Step
 from ...protocol.recording.results import TrainingPoint
 
 CAPACITY = RESULTS = 4096
@@ -260,6 +260,9 @@ class Training:
         self.version += 1
 
     def on_activity(self, activity: Activity) -> None:
+        if activity.name in SAID:
+            self.begun += [] if activity.over else [activity]
+            return
         before, self.activity = self.activity, None if activity.over else activity
         if not activity.over and (before is None or (before.name, before.text) != (activity.name, activity.text)):
             self.begun.append(activity)

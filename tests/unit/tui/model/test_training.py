@@ -277,7 +277,11 @@ def test_an_activity_is_named_until_it_is_over() -> None:
     model = RunModel()
     model.apply(Frame(1, STARTED, Activity(0, STARTED, "rehearsal", done=1, total=4)))
     assert activity_words(model) == "rehearsal 1/4"
-    model.apply(Frame(2, STARTED, Activity(0, STARTED, "rehearsal", over=True)))
+    for seq, over in ((2, False), (3, True)):
+        model.apply(Frame(seq, STARTED, Activity(0, STARTED, "note", text="not compiled", over=over)))
+    assert [each.name for each in model.training.begun] == ["rehearsal", "note"]
+    assert model.training.activity is not None, "a note is said beside it"
+    model.apply(Frame(4, STARTED, Activity(0, STARTED, "rehearsal", over=True)))
     assert activity_words(model) == ""
 
 
