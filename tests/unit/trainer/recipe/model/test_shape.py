@@ -9,6 +9,7 @@ import pytest
 import torch
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.recipe.config.load import load
+from ftmon.trainer.recipe.config.schema import Config, Model
 from ftmon.trainer.recipe.evaluation import evaluate
 from ftmon.trainer.recipe.model import shape
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -114,3 +115,22 @@ def test_a_sample_ends_where_the_model_has_no_more_positions() -> None:
     tokens = SimpleNamespace(pad_token_id=0, eos_token_id=None, decode=lambda ids: f"{len(ids)} tokens")
     row = {"input_ids": list(range(32)), "labels": [evaluate.IGNORED] * 24 + list(range(24, 32))}
     assert evaluate.generate(engine, tokens, [row], 64, 32, world, together=False) == [("24 tokens", "8 tokens")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("llama", {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_key_value_heads": 2}),
+        ("mixtral", {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_local_experts": 4}),
+        ("gpt2", {"n_embd": 256, "n_layer": 4, "n_head": 4}),
+    ],
+)
+def test_a_model_is_small_by_the_sizes_of_its_configuration(kind: str, sizes: dict[str, Any]) -> None:
+    fields = {"model_type": kind, "vocab_size": 1000, **sizes}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    parameters = sum(one.numel() for one in model.parameters())
+    config = Config(model=Model(config=fields))
+    assert shape.is_small(config, parameters + parameters // 2)
+    assert not shape.is_small(config, parameters - parameters // 4)
+    assert not shape.is_small(Config(model=Model(name="/nowhere/at/all")), 10**12)

@@ -54,22 +54,24 @@ def test_what_was_left_to_choose_is_settled(data: Path, monkeypatch: pytest.Monk
     assert resolve.resolve(Loaded(config, "train.yaml")).config == config
 
 
+FEW = "model.config.num_hidden_layers=2"
 WIDE = "model.config={model_type: llama, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32}"
 
 
 @pytest.mark.parametrize(
     ("ranks", "overrides", "stage"),
     [
-        (2, [], 1),
-        (2, ["zero.stage=2"], 2),
+        (2, [FEW], 1),
+        (2, [], 2),
+        (2, [FEW, "zero.stage=2"], 2),
         (2, [WIDE], 2),
-        (1, [], 2),
-        (2, ["run.device=cpu"], 2),
-        (2, ["training.precision=fp16"], 2),
-        (2, ["optimizer.kind=muon", "optimizer.max_grad_norm=0"], 2),
-        (2, ["zero.offload_optimizer=true"], 2),
-        (2, ["training.sequence_parallel_size=2"], 2),
-        (2, ["lora.rank=8"], 1),
+        (1, [FEW], 2),
+        (2, [FEW, "run.device=cpu"], 2),
+        (2, [FEW, "training.precision=fp16"], 2),
+        (2, [FEW, "optimizer.kind=muon", "optimizer.max_grad_norm=0"], 2),
+        (2, [FEW, "zero.offload_optimizer=true"], 2),
+        (2, [FEW, "training.sequence_parallel_size=2"], 2),
+        (2, [FEW, "lora.rank=8"], 1),
     ],
 )
 def test_small_models_keep_whole_gradients_on_several_gpus_unless_a_stage_is_given(
