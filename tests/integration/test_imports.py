@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +30,19 @@ def test_the_terminal_side_of_the_protocol_imports_where_there_is_no_fcntl() -> 
         "import ftmon.protocol.run.rundir, ftmon.protocol.link.sockets, ftmon.protocol.recording.reader\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
+
+
+def test_a_configuration_for_several_gpus_is_resolved_without_torch(tmp_path: Path) -> None:
+    """Its import takes seconds, in which no rank begins."""
+    (tmp_path / "data.jsonl").write_text('{"text": "some text"}\n')
+    sizes = "hidden_size: 64, num_hidden_layers: 2, vocab_size: 100"
+    words = [f"model.config={{model_type: llama, {sizes}}}", f"data.path={tmp_path / 'data.jsonl'}"]
+    code = (
+        "import sys\n"
+        "from ftmon.trainer.recipe.config.load import load\n"
+        "from ftmon.trainer.recipe.preflight import resolve\n"
+        f"found = resolve.resolve(load(None, {words!r}), elsewhere=2).config\n"
+        "print(found.zero.stage, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
+    assert done.stdout.split() == ["1", "False"]
