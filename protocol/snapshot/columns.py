@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain
-from operator import eq, itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -93,23 +92,10 @@ class Annotation(msgspec.Struct, frozen=True):
     end_us: int
 
 
-class StackColumns(msgspec.Struct, frozen=True):
-    """The stacks of a snapshot, the slowest part to read."""
-
-    frames: list[Frame]
-    stacks: list[list[int]]
-    """Indices of the frames of each stack, innermost first; stack 0 is empty."""
-    traces: list[bytes]
-    """``I``, for each trace."""
-    blocks: bytes
-    """``I``"""
-    segments: list[int]
-
-
 class Snapshot(msgspec.Struct, frozen=True):
     """One snapshot: the allocator's final state, and the recorded actions before it.
 
-    While it is being read it may lack its stacks: ``stacks`` and the columns of indices into it are empty then.
+    If it was made without stacks, ``stacks`` and the columns of indices into it are empty.
     """
 
     path: str
@@ -135,18 +121,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     max_split_size: int = -1
     """Blocks of at least this size were not split, bytes; -1: no limit."""
 
-    def with_stacks(self, found: StackColumns) -> "Snapshot":
-        """Return the snapshot with its stacks."""
-        replace = msgspec.structs.replace
-        return replace(
-            self,
-            segments=[replace(one, stack=stack) for one, stack in zip(self.segments, found.segments, strict=True)],
-            traces=[replace(one, stacks=stacks) for one, stacks in zip(self.traces, found.traces, strict=True)],
-            block_stacks=found.blocks,
-            frames=found.frames,
-            stacks=found.stacks,
-        )
-
     def devices(self) -> list[int]:
         """Return the devices with segments or trace entries; device 0 if there are none."""
         found = {segment.device for segment in self.segments} | {trace.device for trace in self.traces if len(trace)}
@@ -161,15 +135,14 @@ class Snapshot(msgspec.Struct, frozen=True):
         return [self.frames[index] for index in self.stacks[stack]]
 
 
-_PIECE = 8192
-"""Entries processed at once: the identities of a million stacks would need hundreds of megabytes."""
-_HEAD = 6
-"""Innermost frames that distinguish most stacks; longer stacks are looked up by these, and then compared."""
 _LARGEST_LINE = 2**47
 
 
 class Stacks:
-    """All frames and stacks of a snapshot, each distinct one once; ``stacks[0]`` is the empty one."""
+    """All frames and stacks of a snapshot, each distinct one once; ``stacks[0]`` is the empty one.
+
+    Entries share their frames' dictionaries, so a stack is identified by the frames' identities.
+    """
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -178,63 +151,23 @@ class Stacks:
         self._frame_by_id: dict[int, int] = {}
         self._number_of: dict[tuple[int, ...], int] = {(): 0}
         self._by_ids: dict[tuple[int, ...], int] = {(): 0}
-        self._by_head: dict[tuple[int, ...], int] = {}
-        self._raw: list[Any] = [[]]
         # Identities are keys here, so their objects must stay alive.
         self._kept: list[Any] = []
-        self._head = itemgetter(*range(_HEAD))
 
     def column(self, stacks: Sequence[Any]) -> "array[int]":
-        """Return the numbers of a column of stacks, each a list of dictionaries, innermost first.
-
-        Entries share their frames' dictionaries, so a stack is identified by the frames' identities. A long stack is
-        looked up by its innermost frames, and the candidate compared with it: list comparison checks identities first.
-        """
-        pieces = (self._piece(stacks[begin : begin + _PIECE]) for begin in range(0, len(stacks), _PIECE))
-        return array("I", chain.from_iterable(pieces))
+        """Return the numbers of a column of stacks, each a list of dictionaries, innermost first."""
+        return array("I", map(self.number, stacks))
 
     def number(self, frames: Any) -> int:
         """Return the number of one stack."""
         key = tuple(map(id, frames))
         found = self._by_ids.get(key)
-        return self._new(key, frames) if found is None else found
-
-    def _piece(self, stacks: Sequence[Any]) -> list[int]:
-        long = [len(frames) > 2 * _HEAD for frames in stacks]
-        if len(set(long)) == 1:
-            return self._by_heads(stacks) if long[0] else self._by_frames(stacks)
-        short = iter(self._by_frames([frames for frames, is_long in zip(stacks, long, strict=True) if not is_long]))
-        rest = iter(self._by_heads([frames for frames, is_long in zip(stacks, long, strict=True) if is_long]))
-        return [next(rest) if is_long else next(short) for is_long in long]
-
-    def _by_frames(self, stacks: Sequence[Any]) -> list[int]:
-        found = list(map(self._by_ids.get, [tuple(map(id, frames)) for frames in stacks]))
-        if None in found:
-            return list(map(self.number, stacks))
-        return found  # type: ignore[return-value]  # no None is left
-
-    def _by_heads(self, stacks: Sequence[Any]) -> list[int]:
-        identities = map(id, chain.from_iterable(map(self._head, stacks)))
-        keys = list(zip(*[identities] * _HEAD, strict=True))
-        found = [self._by_head.get(key, 0) for key in keys]
-        same = list(map(eq, map(self._raw.__getitem__, found), stacks))
-        if all(same):
-            return found
-        for place, is_same in enumerate(same):
-            if not is_same:
-                found[place] = self.number(stacks[place])
-                self._by_head.setdefault(keys[place], found[place])
-        return found
-
-    def _new(self, key: tuple[int, ...], frames: Any) -> int:
-        self._kept.append(frames)
-        numbers = tuple([self._frame(frame) for frame in frames])
-        found = self._number_of.get(numbers)
         if found is None:
-            found = self._number_of[numbers] = len(self.stacks)
-            self.stacks.append(list(numbers))
-            self._raw.append(frames)
-        self._by_ids[key] = found
+            self._kept.append(frames)
+            numbers = tuple([self._frame(frame) for frame in frames])
+            found = self._by_ids[key] = self._number_of.setdefault(numbers, len(self.stacks))
+            if found == len(self.stacks):
+                self.stacks.append(list(numbers))
         return found
 
     def _frame(self, raw: dict[str, Any]) -> int:
@@ -274,45 +207,36 @@ def _checked(path: str) -> Generator[None, None, None]:
         raise SnapshotError(f"{path}: not a memory snapshot: {sanitize(str(error), 80)}") from None
 
 
-class Compactor:
-    """Makes the columns in two parts, so that a reader can begin before the stacks are ready."""
+def compact(raw: Any, path: str, *, with_stacks: bool = True) -> Snapshot:
+    """Return the columns of a pickle's plain data; raise ``SnapshotError`` for data without a snapshot's structure."""
+    with _checked(path):
+        return _Compactor(path, Stacks() if with_stacks else None).snapshot(raw)
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._trace_frames: list[list[Any]] = []
-        self._block_frames: list[Any] = []
-        self._segment_frames: list[Any] = []
+
+class _Compactor:
+    def __init__(self, path: str, stacks: Stacks | None) -> None:
+        self._path, self._stacks = path, stacks
         self._note_of: dict[str, int] = {"": 0}
 
+    def _stack_column(self, stacks: list[Any]) -> bytes:
+        return b"" if self._stacks is None else self._stacks.column(stacks).tobytes()
+
     def snapshot(self, raw: Any) -> Snapshot:
-        """Return the snapshot without the stacks; raise ``SnapshotError`` for data without the structure of one."""
-        with _checked(self.path):
-            return self._snapshot(raw)
-
-    def stack_columns(self) -> StackColumns:
-        """Return the stacks of the snapshot that ``snapshot`` returned; raise ``SnapshotError`` for an invalid one."""
-        with _checked(self.path):
-            stacks = Stacks()
-            traces = [stacks.column(frames).tobytes() for frames in self._trace_frames]
-            blocks = stacks.column(self._block_frames).tobytes()
-            segments = [stacks.number(frames) for frames in self._segment_frames]
-            return StackColumns(stacks.frames, stacks.stacks, traces, blocks, segments)
-
-    def _snapshot(self, raw: Any) -> Snapshot:
         if isinstance(raw, list):
             raw = {"segments": raw}
         if not isinstance(raw, dict) or not isinstance(raw.get("segments"), list):
             raise SnapshotError(
-                f"{self.path}: not a memory snapshot (a pickle without 'segments'): "
+                f"{self._path}: not a memory snapshot (a pickle without 'segments'): "
                 "write one with torch.cuda.memory._dump_snapshot(path)"
             )
         traces = [self._trace(device, trace) for device, trace in enumerate(raw.get("device_traces") or [])]
         segments, blocks = self._segments(raw["segments"])
         settings = raw.get("allocator_settings") or {}
         divisions = settings.get("roundup_power2_divisions") or {}
+        found = ([], []) if self._stacks is None else (self._stacks.frames, self._stacks.stacks)
         return Snapshot(
-            self.path, segments, blocks.addresses.tobytes(), blocks.sizes.tobytes(), blocks.requested.tobytes(),
-            blocks.states, b"", traces, [], [], list(self._note_of),
+            self._path, segments, blocks.addresses.tobytes(), blocks.sizes.tobytes(), blocks.requested.tobytes(),
+            blocks.states, blocks.stacks, traces, *found, list(self._note_of),
             _annotations(raw.get("external_annotations") or []),
             [_size(divisions.get(str(2**power), 0)) for power in range(_DIVISIONS)],
             int(settings.get("max_split_size", -1)),
@@ -324,7 +248,6 @@ class Compactor:
         names = [entry.get("action") for entry in entries]
         number = {name: _ACTIONS.get(str(name), 0) for name in set(names)}
         actions = bytes(map(number.__getitem__, names))
-        self._trace_frames.append([entry.get("frames") or () for entry in entries])
         oom = [index for index, action in enumerate(actions) if action == OOM]
         return Trace(
             device,
@@ -333,7 +256,7 @@ class Compactor:
             _sizes([entry.get("size") or 0 for entry in entries], oom).tobytes(),
             array("q", [entry.get("stream") or 0 for entry in entries]).tobytes(),
             array("q", [entry.get("time_us") or 0 for entry in entries]).tobytes(),
-            b"",
+            self._stack_column([entry.get("frames") or () for entry in entries]),
             self._note_column([entry.get("user_metadata") for entry in entries]).tobytes(),
             # Some versions store the free bytes in the entry's address.
             {i: _size(entries[i].get("device_free", entries[i].get("addr")) or 0) for i in oom},
@@ -350,9 +273,8 @@ class Compactor:
                 int(segment.get("stream") or 0), segment.get("segment_type") == "small",
                 bool(segment.get("is_expandable")),
                 "" if tuple(pool) == (0, 0) else ".".join(str(int(part)) for part in pool[:2]),
-                0, first, len(blocks),
+                self._stacks.number(segment.get("frames") or ()) if self._stacks is not None else 0, first, len(blocks),
             ))  # fmt: skip
-            self._segment_frames.append(segment.get("frames") or ())
         return segments, self._blocks(segments, list(chain.from_iterable(of_segment)))
 
     def _blocks(self, segments: list[Segment], raw: list[dict[str, Any]]) -> "_Blocks":
@@ -374,8 +296,8 @@ class Compactor:
             ]
             frames = [old.get("frames") if found is None else found for found, old in zip(frames, history, strict=True)]
         wanted = [0 if state == FREE else size for state, size in zip(states, asked, strict=True)]
-        self._block_frames = [found or () for found in frames]
-        return _Blocks(array("Q", addresses), sizes, _sizes(wanted), states)
+        stacks = self._stack_column([found or () for found in frames])
+        return _Blocks(array("Q", addresses), sizes, _sizes(wanted), states, stacks)
 
     def _note_column(self, notes: list[Any]) -> "array[int]":
         text_of = {note: sanitize(note, 200) if isinstance(note, str) else "" for note in set(notes)}
@@ -390,6 +312,7 @@ class _Blocks(NamedTuple):
     sizes: "array[int]"
     requested: "array[int]"
     states: bytes
+    stacks: bytes
 
 
 def _size(value: Any) -> int:

@@ -15,17 +15,16 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
-import threading
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import msgspec
 
 from ..host.machine import available_memory
 from ..text import sanitize
-from .columns import Compactor, Snapshot, SnapshotError, StackColumns
+from .columns import Snapshot, SnapshotError, compact
 
 MOST_BYTES = 4 * 2**30
 """Limit of a decompressed pickle: forty times the size of a million trace entries."""
@@ -187,10 +186,9 @@ def main() -> int:
     gc.disable()
     try:
         _limit_memory(path)
-        made = Compactor(str(path))
-        _write(made.snapshot(read_pickle(path)))
-        # The reader processes the first part meanwhile.
-        _write(made.stack_columns())
+        columns = msgspec.msgpack.encode(compact(read_pickle(path), str(path)))
+        with open(sys.stdout.fileno(), "wb", closefd=False) as out:
+            out.write(columns)
     except (SnapshotError, OSError) as error:
         print(error, file=sys.stderr)
         return REFUSED
@@ -199,14 +197,6 @@ def main() -> int:
         return REFUSED
     # A normal exit would first free a million dictionaries.
     os._exit(0)
-
-
-def _write(part: msgspec.Struct) -> None:
-    """Write one part: its length in eight bytes, then msgpack."""
-    data = msgspec.msgpack.encode(part)
-    with open(sys.stdout.fileno(), "wb", closefd=False) as out:
-        out.write(len(data).to_bytes(8, "little"))
-        out.write(data)
 
 
 def _limit_memory(path: Path) -> None:
@@ -225,78 +215,39 @@ def _limit_memory(path: Path) -> None:
 
 
 _PATIENCE_SECONDS = 600
-_LARGEST_PART = 2**36
-T = TypeVar("T")
 
 
-def open_snapshot(path: str | Path) -> Snapshot:
-    """Return a PyTorch memory snapshot, packed by gzip or not, of PyTorch 2.1 and later, or raise ``SnapshotError``."""
-    with SnapshotReading(Path(path)) as reading:
-        return reading.snapshot().with_stacks(reading.stacks())
+def open_snapshot(path: str | Path, meanwhile: Callable[[], object] | None = None) -> Snapshot:
+    """Return a PyTorch memory snapshot, packed by gzip or not, of PyTorch 2.1 and later, or raise ``SnapshotError``.
 
-
-class SnapshotReading:
-    """A snapshot file that a separate process reads: columns first, then stacks; may raise ``SnapshotError``."""
-
-    def __init__(self, path: Path) -> None:
-        _check(path)
-        self._path = path
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the rest, in __exit__)
-        command = [sys.executable, "-P", "-m", f"{__package__}.reader", str(path.absolute())]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._errors)
-        self._late = False
-        self._timer = threading.Timer(_PATIENCE_SECONDS, self._give_up)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def __enter__(self) -> "SnapshotReading":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        self._process.kill()
-        self._process.wait()
-        self._out.close()
-        self._errors.close()
-
-    def snapshot(self) -> Snapshot:
-        """Wait for the snapshot without its stacks, and return it."""
-        return msgspec.structs.replace(self._part(Snapshot), path=str(self._path))
-
-    def stacks(self) -> StackColumns:
-        """Wait for the stacks, and return them."""
-        return self._part(StackColumns)
-
-    @property
-    def _out(self) -> IO[bytes]:
-        assert self._process.stdout is not None
-        return self._process.stdout
-
-    def _give_up(self) -> None:
-        self._late = True
-        self._process.kill()
-
-    def _part(self, kind: type[T]) -> T:
-        length = int.from_bytes(self._out.read(8), "little")
-        data = self._out.read(length) if 0 < length < _LARGEST_PART else b""
-        if not data or len(data) < length:
-            raise self._refusal()
+    ``meanwhile`` is called while a separate process reads the file.
+    """
+    path = Path(path)
+    _check(path)
+    command = [sys.executable, "-P", "-m", f"{__package__}.reader", str(path.absolute())]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as process:
         try:
-            return msgspec.msgpack.decode(data, type=kind)
-        except msgspec.MsgspecError as error:
-            raise SnapshotError(f"{self._path}: refused: {error}; the file is damaged or malicious") from None
-
-    def _refusal(self) -> SnapshotError:
-        path, status = self._path, self._process.wait()
-        if self._late:
-            return SnapshotError(f"{path}: not read within {_PATIENCE_SECONDS // 60} minutes: record fewer entries")
-        if status == REFUSED:
-            self._errors.seek(0)
-            text = sanitize(self._errors.read(1 << 16).decode(errors="replace").strip().splitlines()[-1])
-            return SnapshotError(text.replace(str(path.absolute()), str(path), 1))
-        return SnapshotError(
-            f"{path}: refused: reading it broke the reading process (status {status}); the file is damaged or malicious"
+            if meanwhile is not None:
+                meanwhile()
+            data, errors = process.communicate(timeout=_PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            minutes = _PATIENCE_SECONDS // 60
+            raise SnapshotError(f"{path}: not read within {minutes} minutes: record fewer entries") from None
+        finally:
+            process.kill()
+    if process.returncode == REFUSED:
+        text = sanitize(errors.decode(errors="replace").strip().splitlines()[-1])
+        raise SnapshotError(text.replace(str(path.absolute()), str(path), 1))
+    if process.returncode:
+        raise SnapshotError(
+            f"{path}: refused: reading it broke the reading process (status {process.returncode}); the file is damaged "
+            "or malicious"
         )
+    try:
+        return msgspec.structs.replace(msgspec.msgpack.decode(data, type=Snapshot), path=str(path))
+    except msgspec.MsgspecError as error:
+        raise SnapshotError(f"{path}: refused: {error}; the file is damaged or malicious") from None
 
 
 def _check(path: Path) -> None:

@@ -26,7 +26,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 _MODULES = (telemetry, machine, memory, hosts, control, columns)
 _MODULES += (rundir, start, notices, end, process, sockets, results)
-_ELSEWHERE = ("Frame", "LauncherMessage", "Notice", "OnRanks", "PeakMark", "Span", "StackColumns")
+_ELSEWHERE = ("Frame", "LauncherMessage", "Notice", "OnRanks", "PeakMark", "Span")
 """Structs without a table: bases, those that the text describes, and those that stay in a process."""
 PARTS: tuple[type[msgspec.Struct], ...] = tuple(
     struct

@@ -3,21 +3,14 @@
 import gzip
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from ftmon.protocol.snapshot.columns import Compactor, Snapshot, SnapshotError
+from ftmon.protocol.snapshot.columns import Snapshot, SnapshotError, compact
 from ftmon.protocol.snapshot.reader import read_pickle
 
 DATA = Path(__file__).parents[1] / "data"
 ELEMENTS = {"dict": b"}", "list": b"]", "mark": b"(", "empty": b")", "tuple": b"N\x85"}
 """Opcodes of a pickle that make an object each."""
-
-
-def compact(raw: Any, path: str) -> Snapshot:
-    """Return ``torch.cuda.memory._snapshot()`` as columns; the data is consumed. May raise ``SnapshotError``."""
-    made = Compactor(path)
-    return made.snapshot(raw).with_stacks(made.stack_columns())
 
 
 def read_snapshot(path: Path) -> Snapshot:

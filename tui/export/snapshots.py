@@ -24,7 +24,7 @@ from ...protocol.errors import UsageError
 from ...protocol.messages.telemetry import SnapshotTaken
 from ...protocol.recording.reader import Reader
 from ...protocol.snapshot.columns import ACTIONS, ALLOCATED, FREE, OOM, STATES, Segment, Snapshot, Trace
-from ...protocol.snapshot.reader import SnapshotReading
+from ...protocol.snapshot.reader import open_snapshot
 from ...protocol.text import counted, gib
 from .tables import replacing
 
@@ -65,10 +65,7 @@ def captured(reader: Reader, rank: int, step: int | None) -> tuple[str, Snapshot
     source = reader.path.parent / "snapshots" / Path(chosen.path).name
     if not source.is_file():
         raise UsageError(f"{source}: the snapshot of step {chosen.step} is gone, or was not copied with the recording")
-    with SnapshotReading(source) as reading:
-        first = reading.snapshot()
-        snapshot = first.with_stacks(reading.stacks())
-    return f"rank {rank}, step {chosen.step}, {chosen.reason}", snapshot
+    return f"rank {rank}, step {chosen.step}, {chosen.reason}", open_snapshot(source)
 
 
 def as_pytorch(snapshot: Snapshot) -> Dict:

@@ -17,7 +17,7 @@ from ...protocol.messages.wire import RESTART_LEAP, Frame
 from ...protocol.recording.reader import Reader, without_collections
 from ...protocol.recording.results import MemoryColumn, PeakMark, RecordingInfo, TrainingPoint
 from ...protocol.run.rundir import RunDir
-from ...protocol.snapshot.reader import SnapshotReading
+from ...protocol.snapshot.reader import open_snapshot
 from ..model.rank import KEPT
 from ..model.run import SPARK, RunInfo, RunModel
 from ..model.timeline import EMPTY, RATIO, Level
@@ -307,22 +307,15 @@ def open_replays(
     choose: Callable[[list[int]], list[int]] = list,
     meanwhile: Callable[[], object] | None = None,
 ) -> list[Replay]:
-    """Read a snapshot and replay its devices concurrently, which is faster, since a replay needs the stacks last.
+    """Read a snapshot and replay its devices.
 
     ``choose`` gets the snapshot's devices and returns those to replay; ``meanwhile`` is called while the file is read.
 
     Raises:
         SnapshotError: one line about the error in the file.
     """
-    with SnapshotReading(Path(path)) as reading:
-        if meanwhile is not None:
-            meanwhile()
-        first = reading.snapshot()
-        replays = [Replay(first, device) for device in choose(first.devices())]
-        whole = first.with_stacks(reading.stacks())
-    for replay in replays:
-        replay.complete(whole)
-    return replays
+    snapshot = open_snapshot(path, meanwhile)
+    return [Replay(snapshot, device) for device in choose(snapshot.devices())]
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class Allocations:
         self.requested = array("q", compress(columns(self.trace.sizes, "q"), is_alloc))
         self.sizes = array("q")
         self.stacks = array("I")
-        """Empty until ``add_stacks``; a snapshot may be replayed before its stacks are loaded."""
+        """Empty in a snapshot without stacks."""
         self.different_stacks = 0
         self._block_of: dict[int, int] = {}
         self.numbers = array("i", [-1]) * self.entries
@@ -104,11 +104,9 @@ class Allocations:
         self.odd.sort()
         self._size(snapshot)
         if snapshot.stacks:
-            self.add_stacks(snapshot)
+            self._add_stacks(snapshot)
 
-    def add_stacks(self, snapshot: Snapshot) -> None:
-        """Add the stacks of the whole snapshot."""
-        self.trace = snapshot.trace(self.device) or self.trace
+    def _add_stacks(self, snapshot: Snapshot) -> None:
         self.different_stacks = len(snapshot.stacks)
         is_alloc = self.trace.actions.translate(_IS_ALLOC)
         stacks = array("I", compress(columns(self.trace.stacks, "I"), is_alloc))

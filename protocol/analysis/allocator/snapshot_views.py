@@ -63,7 +63,7 @@ def between(replay: Replay, one: int, other: int) -> Between:
     # Far fewer allocations are live at a moment than are made in between, and even fewer are live at both moments.
     kept = sums(of, [number for number in replay.live_at(first) if of.freed[number] > last])
     stayed, gone = _less(replay.totals_at(last), kept), _less(replay.totals_at(first), kept)
-    return Between(first, last, stayed, gone, _less(replay.begun.sums(low, high), stayed))
+    return Between(first, last, stayed, gone, _less(sums(of, range(low, high)), stayed))
 
 
 def _less(whole: Totals, part: Totals) -> Totals:

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ....protocol.analysis.allocator.composition import UNCOMPOSED, occurrences
 from ....protocol.messages.memory import PARTS, Composition, PhaseComposition, Reason, Sightings, StepMark, StepTrace
-from ....protocol.snapshot.columns import Compactor, Snapshot
+from ....protocol.snapshot.columns import Snapshot, compact
 from .. import guard
 from ..device.memory import Reading
 from ..phases.tracker import Mark, Tracker, first_of_step, readings, wall_offset_ns
@@ -578,7 +578,7 @@ def _columns(raw: dict[str, Any], device: int) -> Snapshot:
         entries if index == device else [] for index, entries in enumerate(raw.pop("device_traces"))
     ]
     raw.pop("external_annotations", None)
-    found = Compactor("").snapshot(raw)
+    found = compact(raw, "", with_stacks=False)
     own = found.trace(device)
     return replace(found, traces=[] if own is None else [replace(own, streams=b"", notes=b"")], notes=[])
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from caching_allocator import MIB, CachingAllocator, Figures
-from ftmon.protocol.analysis.allocator import snapshot_replay
 from ftmon.protocol.analysis.allocator.allocations import Rooms
 from ftmon.protocol.analysis.allocator.settings import SMALL_MOST_BYTES, round_size
 from ftmon.protocol.analysis.allocator.snapshot_layout import fragmentation, layout_at, stack_tree
@@ -307,19 +306,6 @@ def test_layouts_follow_segments_that_were_freed_and_expandable_ranges_that_were
         assert [piece.address for piece in layout_at(replay, before)] == [address, kept]
         assert [piece.address for piece in layout_at(replay, replay.last)] == [kept]
         assert all(piece.expandable == expandable for piece in layout_at(replay, before) if piece.address == kept)
-
-
-@given(STEPS)
-@settings(deadline=None, max_examples=60)
-def test_live_sets_are_the_same_from_checkpoints_close_together(steps: list[tuple[str, int, int]]) -> None:
-    replay = replay_of(history(steps))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot_replay, "_LEAST_STRIDE", 5)
-        patch.setattr(snapshot_replay, "_MOST_KEPT", 40)
-        kept = snapshot_replay.LiveSets(replay.allocations)
-    for index in range(-1, replay.entries):
-        assert kept.active_blocks_at(index) == replay.active_blocks_at(index)
-        assert kept.totals_at(index) == snapshot_replay.sums(replay.allocations, replay.live_at(index))
 
 
 ENTRIES = st.lists(
