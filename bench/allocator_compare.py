@@ -436,7 +436,7 @@ def _segments_before(replay: Replay) -> list[SegmentView]:
     )
     found: list[SegmentView] = []
     at = 0
-    for one in replay.segments.at(-1):
+    for one in replay.ranges_at(-1):
         held: list[tuple[int, int, int, bool]] = []
         while at < len(taken) and taken[at][0] < one.end:
             held.append(taken[at])

@@ -95,7 +95,9 @@ class Layout(list[Piece]):
 
     def __init__(self, replay: Replay, index: int) -> None:
         self.replay, self.moment = replay, index
-        self.numbers, self.addresses = replay.active_blocks_at(index)
+        of = replay.allocations.addresses
+        self.numbers = sorted(replay.active_at(index), key=of.__getitem__)
+        self.addresses = list(map(of.__getitem__, self.numbers))
         """Active allocations and their addresses, ordered by address."""
         self.sizes = list(map(replay.allocations.sizes.__getitem__, self.numbers))
         ends = map(add, self.addresses, self.sizes)
@@ -108,7 +110,7 @@ class Layout(list[Piece]):
             self.exact = False
             for place in [place for place, gap in enumerate(self.gaps) if gap < 0]:
                 self.sizes[place], self.gaps[place] = max(0, self.sizes[place] + self.gaps[place]), 0
-        spans = self._lay_out(replay.segments.at(index))
+        spans = self._lay_out(replay.ranges_at(index))
         if sum(last - first for _, first, last in spans) != len(self.numbers):
             spans = self._only(spans)
         super().__init__(Piece(self, *span) for span in spans)

@@ -9,10 +9,9 @@ from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
-from ...snapshot.columns import OOM, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, Frame, Snapshot, Trace
+from ...snapshot.columns import OOM, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, Frame, Snapshot
 from .allocations import (
     BEFORE,
     BEGINS,
@@ -59,39 +58,6 @@ class Range(NamedTuple):
         return self.address + self.size
 
 
-class SegmentHistory:
-    """Undoes changes of segments from the end backwards."""
-
-    def __init__(self, snapshot: Snapshot, device: int, trace: Trace, entries: list[int]) -> None:
-        self._trace, self._entries = trace, entries
-        self._addresses, self._sizes = columns(trace.addresses, "Q"), columns(trace.sizes, "q")
-        self._streams = columns(trace.streams, "q")
-        self._last = [
-            Range(one.address, one.size, one.stream, one.small, one.expandable, one.pool)
-            for one in snapshot.segments
-            if one.device == device
-        ]
-
-    def at(self, index: int) -> list[Range]:
-        """Return the ranges right after entry ``index``, by address."""
-        state = _State(self._last)
-        for entry in reversed(self._entries[bisect_right(self._entries, index) :]):
-            self._undo(state, entry)
-        return state.ranges()
-
-    def _undo(self, state: "_State", entry: int) -> None:
-        action, address, size = self._trace.actions[entry], self._addresses[entry], self._sizes[entry]
-        stream = self._streams[entry]
-        if action == SEGMENT_ALLOC:
-            state.remove(address)
-        elif action == SEGMENT_FREE:
-            state.put(Range(address, size, stream, size <= 2 * SMALL_MOST_BYTES, False, ""))
-        elif action == SEGMENT_MAP:
-            state.cut(address, address + size)
-        else:
-            state.join(address, size, stream)
-
-
 class _State:
     """Ranges by address; a later one at the same address replaces the one before."""
 
@@ -101,6 +67,16 @@ class _State:
 
     def ranges(self) -> list[Range]:
         return [self._at[start] for start in self._starts]
+
+    def undo(self, action: int, address: int, size: int, stream: int) -> None:
+        if action == SEGMENT_ALLOC:
+            self.remove(address)
+        elif action == SEGMENT_FREE:
+            self.put(Range(address, size, stream, size <= 2 * SMALL_MOST_BYTES, False, ""))
+        elif action == SEGMENT_MAP:
+            self.cut(address, address + size)
+        else:
+            self.join(address, size, stream)
 
     def put(self, one: Range) -> None:
         if one.address not in self._at:
@@ -142,13 +118,6 @@ class _State:
         self.put(Range(address, size, stream, like is not None and like.small, True, like.pool if like else ""))
 
 
-class ActiveBlocks(NamedTuple):
-    """Numbers and addresses of active allocations, ordered by address."""
-
-    numbers: list[int]
-    addresses: list[int]
-
-
 def sums(of: Allocations, numbers: Iterable[int]) -> Totals:
     """Return the sums of allocations by stack."""
     size, blocks = [0] * of.different_stacks, [0] * of.different_stacks
@@ -177,12 +146,26 @@ class Replay:
         self.peak_index = self.allocated.index(self.peak_bytes) - 1
         """The first entry at which allocated memory is highest; -1: before the first."""
         self.ooms = [index for index, action in enumerate(self.trace.actions) if action == OOM]
-        self._taken: dict[int, ActiveBlocks] = {}
+        self._taken: dict[int, list[int]] = {}
 
-    @cached_property
-    def segments(self) -> SegmentHistory:
-        """The segments at any moment."""
-        return SegmentHistory(self.snapshot, self.device, self.trace, self.segment_entries)
+    def ranges_at(self, index: int) -> list[Range]:
+        """Return the segments, or mapped ranges, right after entry ``index``, by address."""
+        trace = self.trace
+        state = _State(
+            [
+                Range(one.address, one.size, one.stream, one.small, one.expandable, one.pool)
+                for one in self.snapshot.segments
+                if one.device == self.device
+            ]
+        )
+        addresses, sizes, streams = (
+            columns(trace.addresses, "Q"),
+            columns(trace.sizes, "q"),
+            columns(trace.streams, "q"),
+        )
+        for entry in reversed(self.segment_entries[bisect_right(self.segment_entries, index) :]):
+            state.undo(trace.actions[entry], addresses[entry], sizes[entry], streams[entry])
+        return state.ranges()
 
     @property
     def last(self) -> int:
@@ -233,25 +216,18 @@ class Replay:
         end = sum(segment.size for segment in self.snapshot.segments if segment.device == self.device)
         self.reserved = reserved_curve(self.trace, end)
 
-    def active_blocks_at(self, index: int) -> ActiveBlocks:
-        """Return the allocations active (allocated or pending) right after entry ``index``, by address."""
-        index = max(BEFORE, min(index, self.last))
-        # Two results are kept, for the mark and the cursor: one of them stays while the other moves.
-        found = self._taken.pop(index, None) or self._active_blocks_at(index)
-        self._taken = {**dict(list(self._taken.items())[-1:]), index: found}
-        return found
-
-    def _active_blocks_at(self, index: int) -> ActiveBlocks:
-        of = self.allocations
-        begun = bisect_right(of.begins, index, 0, of.in_window)
-        numbers = [number for number, end in enumerate(of.ends[:begun]) if end > index]
-        numbers += (number for number in range(of.in_window, len(of.ends)) if of.ends[number] > index)
-        numbers.sort(key=of.addresses.__getitem__)
-        return ActiveBlocks(numbers, [of.addresses[number] for number in numbers])
-
     def active_at(self, index: int) -> list[int]:
         """Return the allocations whose blocks are in use (allocated or pending) right after entry ``index``."""
-        return self.active_blocks_at(index).numbers
+        index = max(BEFORE, min(index, self.last))
+        # Two results are kept, for the mark and the cursor: one of them stays while the other moves.
+        found = self._taken.pop(index, None)
+        if found is None:
+            of = self.allocations
+            begun = bisect_right(of.begins, index, 0, of.in_window)
+            found = [number for number, end in enumerate(of.ends[:begun]) if end > index]
+            found += (number for number in range(of.in_window, len(of.ends)) if of.ends[number] > index)
+        self._taken = {**dict(list(self._taken.items())[-1:]), index: found}
+        return found
 
     def totals_at(self, index: int) -> Totals:
         """Return the bytes and blocks held by the program right after entry ``index``, by stack."""
