@@ -5,10 +5,8 @@ steps. ``docs/recording.md`` describes the columns.
 """
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import compress
-from operator import add, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -120,7 +118,8 @@ def read_part(read: Read, decode: Decode, schema: int, series: str, place: tuple
         frames = [decode("events", row) for row in read(_CLOSINGS, (after, last if full else _END))]
         closings = [phase for frame in frames if frame is not None for phase in _closing(frame)]
         last = max([last, *(frame.seq for frame in frames if frame is not None)])
-        columns = _phase_columns(rows, closings)
+        phases = [*(phase for row in rows for phase in _phases(row)), *closings]
+        columns = _transposed(sorted(phases, key=itemgetter(0)))
     elif series == "evaluations":
         columns = _transposed([one for row in rows if (one := _evaluation(decode("events", row))) is not None])
     else:
@@ -186,33 +185,11 @@ def _finite(value: Any) -> int | None:
     return finite(value) if value.__class__ is float else None
 
 
-class _RareHead(msgspec.Struct, gc=False):
-    overflow: bool = False
-    not_numbers: tuple[str, ...] = ()  # not a list, of which each row would make one
-
-
-_Rest = tuple[
-    int, int, int, int, float | None, msgspec.Raw, int, int, float | None, int | None, msgspec.Raw, _RareHead, int, int
-]
-"""The fields of ``StepRest``, without those that the series ``steps`` leaves out."""
-_decode_rests = msgspec.msgpack.Decoder(list[_Rest]).decode
-_UNKNOWN = (None,) * 14
-
-
-def _array_of(packed: Sequence[Any]) -> bytes:
-    """Return an array of values that are packed already."""
-    return b"".join((b"\xdd", len(packed).to_bytes(4, "big"), *packed))
-
-
-def _rests(packed: Sequence[Any]) -> Sequence[Row]:
-    """Return the fields of many steps' ``StepRest``, decoded at once; a damaged one is unknown."""
-    try:
-        return _decode_rests(_array_of(packed))
-    except (msgspec.MsgspecError, TypeError):  # or of a version that had fewer fields
-        rests = map(_rest, packed)
-        return [
-            _UNKNOWN if one is None else tuple(getattr(one, name) for name in one.__struct_fields__) for one in rests
-        ]
+_FIELDS = (
+    "micro_steps", "samples", "padding", "probe_us", "loss_scale", "label_tokens", "cpu_us", "flops", "fetch_us",
+    "rare",
+)  # fmt: skip
+_fields = attrgetter(*_FIELDS)
 
 
 def _steps(rows: Sequence[Row]) -> list[list[Any]]:
@@ -221,10 +198,10 @@ def _steps(rows: Sequence[Row]) -> list[list[Any]]:
         return []
     seq, t, rank, step, started, host_us, device_us, loss, lr, grad_norm, tokens, *more = _transposed(rows)
     peaks, (packed, *flags, training_us, labels, flops, mfu) = more[:-7], more[-7:]
-    rests = _transposed(_rests(packed))
-    micro_steps, samples, padding, probe_us, loss_scale, _, own_labels, cpu_us, own_flops, fetch_us, _, rare = rests[
-        :12
-    ]
+    rests = [(None,) * len(_FIELDS) if one is None else _fields(one) for one in map(_rest, packed)]
+    micro_steps, samples, padding, probe_us, loss_scale, own_labels, cpu_us, own_flops, fetch_us, rare = _transposed(
+        rests
+    )
     numbers = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
     finites = {"loss": flags[0], "grad_norm": flags[1]}
     lost = [(place, one.not_numbers) for place, one in enumerate(rare) if one is not None and one.not_numbers]
@@ -246,86 +223,6 @@ def _steps(rows: Sequence[Row]) -> list[list[Any]]:
         [known or own for known, own in zip(flops, own_flops, strict=True)],
         *(mfu, fetch_us, [us or None for us in cpu_us], probe_us, *peaks),
     ]
-
-
-_PhaseFields = tuple[int, int, int, int, int, int, int, int, msgspec.Raw, msgspec.Raw, Span | None, int | None, bool]
-"""The fields of a phase's rest."""
-_PhaseRests = tuple[
-    int,
-    int,
-    int,
-    int,
-    float | None,
-    msgspec.Raw,
-    int,
-    int,
-    float | None,
-    int | None,
-    list[_PhaseFields | None],
-    msgspec.Raw,
-    int,
-    int,
-]
-_PHASES_FIELD = 10
-_decode_phase_rests = msgspec.msgpack.Decoder(list[_PhaseRests]).decode
-
-
-def _phase_columns(rows: Sequence[Row], more: list[Row]) -> list[list[Any]]:
-    """Return the columns of ``phases``; ``more``: rows of closing phases.
-
-    The phases of most steps run in one order: theirs are made column by column, the others row by row.
-    """
-    try:
-        packed = [row[REST_COLUMN] for row in rows]
-        phases = [rest[_PHASES_FIELD] for rest in _decode_phase_rests(_array_of(packed))]
-    except (msgspec.MsgspecError, TypeError):  # damaged, or of a version that had fewer fields
-        phases = []
-    orders = [tuple([-1 if one is None else one[0] for one in some]) for some in phases]
-    usual = Counter(orders).most_common(1)[0][0] if orders else ()
-    if not usual or min(usual) < 0 or max(usual) >= len(STEP_PHASES) or len({*usual}) < len(usual):
-        return _transposed(sorted([*(one for row in rows for one in _phases(row)), *more], key=itemgetter(0)))
-    regular = [order == usual and _has_times(row, usual) for order, row in zip(orders, rows, strict=True)]
-    columns = _usual_phases([*compress(rows, regular)], [*compress(phases, regular)], usual)
-    more = [phase for row, known in zip(rows, regular, strict=True) if not known for phase in _phases(row)] + more
-    if more:
-        for column, values in zip(columns, _transposed(more), strict=True):
-            column += values
-        order = sorted(range(len(columns[0])), key=columns[0].__getitem__)
-        columns = [[*map(column.__getitem__, order)] for column in columns]
-    return columns
-
-
-def _has_times(row: Row, order: Row) -> bool:
-    times = (row[_AT["started"]].__class__ is float, *(row[_host_at(place)].__class__ is int for place in order))
-    return all(times)
-
-
-def _host_at(position: int) -> int:
-    return FIRST_PHASE_COLUMN + position * PHASE_WIDTH
-
-
-def _usual_phases(rows: Sequence[Row], phases: Sequence[Sequence[Any]], order: Sequence[int]) -> list[list[Any]]:
-    """Return the columns of the phases of steps that all have them in one order."""
-    count = len(order)
-    of_step = _transposed(rows)
-    found: list[list[Any]] = [[None] * (count * len(rows)) for _ in _OWN["phases"]]
-    ended: Sequence[int] = [0] * len(rows)
-    for place, position in enumerate(order):
-        _, gaps, counts, allocations, _, _, collective_us, collectives, _, _, resident, waited, coarse = _transposed(
-            [some[place] for some in phases]
-        )
-        host_us, device_us, *memory = of_step[_host_at(position) : _host_at(position + 1)]
-        begin = [*map(add, ended, gaps)]
-        ended = [*map(add, begin, host_us)]
-        started = [at + us / 1e6 for at, us in zip(of_step[_AT["started"]], begin, strict=True)]
-        spans = _transposed([*map(_span, resident)])
-        columns = (
-            *(*of_step[:4], [STEP_PHASES[position]] * len(rows), started, host_us, device_us, waited),
-            *(collective_us, collectives, counts, allocations, coarse, *memory, *spans),
-        )
-        for column, values in zip(found, columns, strict=True):
-            column[place::count] = values
-    return found
 
 
 def _phases(row: Row) -> Iterator[Row]:
