@@ -9,8 +9,7 @@ from eventually import SECONDS, eventually
 from ftmon.protocol.messages.control import Alert, RankState
 from ftmon.protocol.messages.telemetry import Stacks
 from ftmon.protocol.messages.wire import Frame, Message
-from ftmon.tui.model import RunModel
-from ftmon.tui.source.load import QUICK_TAIL
+from ftmon.tui.source.load import TAIL_FRAMES
 from ftmon.tui.source.replay import ReplaySource
 from ftmon.tui.widgets.base import Canvas
 from streams import Stream, write
@@ -67,8 +66,6 @@ def hanging(path: Path) -> Path:
 class ReadyReplay(ReplaySource):
     """A replay whose first state and marks are in before anything is painted, however slow the machine."""
 
-    _incomplete: RunModel | None = None
-
     def start(self) -> None:
         """Begin to read, and take what comes first."""
         super().start()
@@ -78,12 +75,10 @@ class ReadyReplay(ReplaySource):
         playback = self._playback
         if not self.model.last_seq or (len(self.model.alerts) and not self.transport.marks):
             return False
-        if self.model.last_seq <= QUICK_TAIL:
+        if self.model.last_seq <= TAIL_FRAMES:
             return True
-        # Of a longer recording the older part comes later, in another model, and changes rates and charts.
-        if playback._overview is None or playback._quick:
-            self._incomplete = self.model
-        return self.model is not self._incomplete
+        # Of a longer recording the older part comes later, and changes rates and charts.
+        return playback._overview is not None and not playback._updates and playback._showing is None
 
 
 async def until(pilot: Any, condition: Callable[[], Any], what: str = "it", seconds: float = SECONDS) -> Any:

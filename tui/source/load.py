@@ -12,7 +12,7 @@ from ...protocol.errors import FtmonError, RecordingError
 from ...protocol.host.process import ProcessId, is_alive
 from ...protocol.messages.control import Alert
 from ...protocol.messages.hosts import Job
-from ...protocol.messages.telemetry import AllocatorEvents, Checkpoint, Evaluation, Step
+from ...protocol.messages.telemetry import AllocatorEvents, Checkpoint, Evaluation
 from ...protocol.messages.wire import RESTART_LEAP, Frame
 from ...protocol.recording.reader import Reader, without_collections
 from ...protocol.recording.results import MemoryColumn, PeakMark, RecordingInfo, TrainingPoint
@@ -152,8 +152,6 @@ def read_memory(history: History, first: int, columns: int, span: int, until: fl
 
 
 TAIL_FRAMES = 1200  # maximum number of frames before the requested time that are folded one by one
-QUICK_TAIL = 400
-QUICK_TAIL_A_RANK = 40  # the same for a quick seek, per rank (at least)
 LOG_LINES = 300
 FINE_SECONDS = 112  # seconds before the requested time for which memory is read second by second
 
@@ -163,50 +161,25 @@ def describe(info: RecordingInfo) -> RunInfo:
     return RunInfo(info.run_id, info.name, info.kind, list(info.command), info.started, info.host)
 
 
-class Superseded(Exception):  # noqa: N818 - no error: the state is not needed any more
-    """Loading was cancelled by another request."""
-
-
 @without_collections()
-def load(
-    history: History,
-    t: float,
-    info: RunInfo,
-    overview: Overview | None = None,
-    *,
-    quick: bool = False,
-    superseded: Callable[[], bool] = lambda: False,
-) -> RunModel:
+def load(history: History, t: float, info: RunInfo, overview: Overview | None = None) -> RunModel:
     """Return the state at hub time ``t``, equal to that after folding all frames, except for steps and logs.
 
-    Recent steps reach back ``TAIL_FRAMES`` (fewer if ``quick``) and logs ``LOG_LINES``; older memory and losses are
-    pooled, from ``overview`` if available. ``superseded`` is polled; True cancels the loading.
+    Recent steps reach back ``TAIL_FRAMES`` and logs ``LOG_LINES``; older memory and losses are pooled, from
+    ``overview`` if available.
 
     Raises:
-        Superseded: the loading was cancelled.
         RecordingError: the recording cannot be read.
         HubError: the hub does not answer.
     """
-
-    def go_on() -> None:
-        if superseded():
-            raise Superseded
-
     model = RunModel(copy.deepcopy(info))
     seq = history.seq_at(t)
     frames = {frame.seq: frame for frame in history.state_at(t)}
-    length = TAIL_FRAMES
-    if quick:
-        ranks = len({frame.message.rank for frame in frames.values() if isinstance(frame.message, Step)})
-        length = min(max(QUICK_TAIL, QUICK_TAIL_A_RANK * ranks), TAIL_FRAMES)
     frames.update((frame.seq, frame) for frame in history.logs(before_seq=seq + 1, limit=LOG_LINES))
-    go_on()
-    begin, tail = _tail(history, seq, length, t)
-    go_on()
+    begin, tail = _tail(history, seq, TAIL_FRAMES, t)
     frames.update((frame.seq, frame) for frame in tail)
     if begin:
         _load_memory(history, tail[0].t if tail else t, t, model, overview)
-        go_on()
     _fold(model, [frames[number] for number in sorted(frames)], begin)
     if overview is not None:
         adopt_steps(model, overview)

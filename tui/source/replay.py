@@ -21,7 +21,7 @@ from ...protocol.recording.results import RecordingInfo
 from ..model.oom import CommandRecord
 from ..model.run import RunInfo, RunModel
 from .base import AlertMark, Connection, Request, Transport, next_speed
-from .load import History, Overview, Superseded, adopt, describe, load, read_overview
+from .load import History, Overview, adopt, describe, load, read_overview
 
 _LATEST_S = 60.0  # maximum seconds between an alert's own time and its first message
 _FIRST_BATCH = 128  # frames searched at first; most alerts are raised within a second
@@ -109,7 +109,6 @@ def _time_of_day(clock: re.Match[str], text: str, position: float, first: float,
 TICK_S = 0.1
 MAX_FRAMES = 3000  # playing over more frames at once becomes a seek, because the screen could not fold them in time
 SEEK_FRAMES = 1000  # a move over more frames becomes a seek, which is faster than reading and folding them
-_SETTLE_S = 0.4  # seconds without a request after a seek before the recent steps that it omitted are loaded
 _MAX_WAITING = 4  # maximum number of batches not yet folded by the screen; then playing waits
 
 
@@ -166,7 +165,6 @@ class Playback:
         self._last_seq = 0
         self._step = model.leading_step if model else 0
         self._loaded = False
-        self._quick = False  # whether the shown state is from a quick seek, with few recent steps
         self._first = self._last = 0.0
         self._overview: Overview | None = None
         self._new_overview: Overview | None = None
@@ -271,9 +269,7 @@ class Playback:
     def _loop(self, history: History) -> None:
         moved_at = time.monotonic()
         while not self._closing.is_set():
-            wait = _SETTLE_S if self._quick else None
-            if self._playing:
-                wait = max(0.0, moved_at + TICK_S - time.monotonic())
+            wait = max(0.0, moved_at + TICK_S - time.monotonic()) if self._playing else None
             requests = self._wait_for_requests(wait)
             now = time.monotonic()
             try:
@@ -281,8 +277,6 @@ class Playback:
                     self._carry_out(history, requests)
                 elif self._playing and len(self._updates) < _MAX_WAITING:
                     self._play_on(history, (now - moved_at) * self._speed)
-                elif self._quick and not self._playing:
-                    self._complete(history)
             except FtmonError as error:
                 self._playing = False
                 self._put(_Update(message=str(error)))
@@ -323,9 +317,9 @@ class Playback:
 
     def _target(self, history: History, request: Request, position: float) -> float | None:
         if request.kind == "overview":
-            self._overview = self._new_overview
             if self._loaded:
-                self._put(_Update(overview=self._overview))  # applied frames are kept, as they are finer than a load
+                self._put(_Update(overview=self._new_overview))  # applied frames stay: they are finer than a load
+            self._overview = self._new_overview
             return None
         if request.kind == "faster":  # from the speed requested last, which the screen may not have received yet
             self._speed = next_speed(self._speed, up=request.number > 0)
@@ -384,23 +378,8 @@ class Playback:
         self._put(_Update(frames=frames))
 
     def _load(self, history: History) -> None:
-        model = load(history, self._position, self._info, self._overview, quick=True)
+        model = load(history, self._position, self._info, self._overview)
         self._step = model.leading_step
-        self._quick = True
-        self._show_model(model)
-
-    def _complete(self, history: History) -> None:
-        """Load the steps omitted by a quick seek; the next request cancels it."""
-        self._quick = False  # also if it cannot be read: one attempt is enough
-        waiting = self._requests
-        try:
-            model = load(history, self._position, self._info, self._overview, superseded=lambda: not waiting.empty())
-        except Superseded:
-            self._quick = True
-        else:
-            self._show_model(model)
-
-    def _show_model(self, model: RunModel) -> None:
         self._last_seq = model.last_seq
         self._loaded = True
         # Pending updates are from before the seek, but not what they report; marks and span are sent again.

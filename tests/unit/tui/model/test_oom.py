@@ -130,7 +130,7 @@ def test_a_late_join_shows_what_one_who_was_there_sees(tmp_path: Path) -> None:
     whole = folded(ranks=2, steps=420)
     with Reader(explained(tmp_path / "r.sqlite", 2, steps=420)) as reader:
         info = reader.info()
-        late = load(reader, info.last_t, describe(info), quick=True)
+        late = load(reader, info.last_t, describe(info))
         adopt(late, read_overview(reader, info))
     assert len(late.ranks[1].steps) < 420
     for number, rank in whole.ranks.items():
@@ -147,7 +147,7 @@ def test_marks_after_the_moment_shown_are_left_out(tmp_path: Path) -> None:
     with Reader(explained(tmp_path / "r.sqlite", 1, steps=300)) as reader:
         info = reader.info()
         overview = read_overview(reader, info)
-        early = load(reader, reader.step_time(40) or 0.0, describe(info), overview, quick=True)
+        early = load(reader, reader.step_time(40) or 0.0, describe(info), overview)
     assert {mark.step <= 40 for mark in early.ranks[0].memory.marks} == {True}
 
 

@@ -14,7 +14,7 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.tui.model import RunModel
 from ftmon.tui.model.run import status
 from ftmon.tui.model.training import HistoryPoint
-from ftmon.tui.source.load import TAIL_FRAMES, Overview, Superseded, adopt, describe, load, read_overview
+from ftmon.tui.source.load import TAIL_FRAMES, Overview, adopt, describe, load, read_overview
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import folded
@@ -130,18 +130,6 @@ def test_steps_of_no_rank_in_a_damaged_recording_are_left_out(recording, tmp_pat
     with Reader(damaged) as reader:
         model = load(reader, FRAMES[-1].t, describe(reader.info()), read_overview(reader, reader.info()))
     assert sorted(model.ranks) == [0, 1, 2, 3]
-
-
-def test_loading_is_given_up_when_something_else_is_wanted(reader):
-    asked: list[int] = []
-
-    def superseded() -> bool:
-        asked.append(1)
-        return len(asked) == 2
-
-    with pytest.raises(Superseded):
-        load(reader, FRAMES[-1].t, describe(reader.info()), superseded=superseded)
-    assert len(asked) == 2
 
 
 TRAINED = Later(lambda: frames(ranks=2, steps=3000, planned=3000, devices=False))

@@ -153,26 +153,6 @@ def test_a_seek_before_the_marks_were_taken_does_not_lose_them(recording, opened
     assert (source.transport.first, source.transport.last) == (FRAMES[0].t, FRAMES[-1].t)
 
 
-def test_a_refusal_is_shown_though_the_complete_state_follows_before_the_screen_looks(recording, opened, monkeypatch):
-    monkeypatch.setattr(playback, "_SETTLE_S", 0.0)
-    source = opened(recording, start=False)
-    played, load, complete = source._playback, playback.load, list[RunModel]()
-
-    def noted(*args: Any, quick: bool = False, **options: Any) -> RunModel:
-        model = load(*args, quick=quick, **options)
-        if not quick and played._handled == 2:
-            complete.append(model)
-        return model
-
-    monkeypatch.setattr(playback, "load", noted)
-    source.transport.goto("50%")
-    source.transport.goto("step 999999")
-    source.start()  # both requests are there: they are carried out together, before the complete state
-    wait(lambda: bool(complete) and any(one.model is complete[-1] for one in list(played._updates)))
-    settle(source)
-    assert "no step 999999" in source.transport.message
-
-
 def test_every_press_of_a_speed_key_counts_however_quick_and_does_not_end_the_wait_for_a_place(source):
     source.transport.goto("50%")
     speed(source, 4)
