@@ -309,7 +309,7 @@ async def attached(addresses: dict[str, str]) -> None:
                 joins += state == "live"
             if turn % 40 == 0:
                 await pilot.press(next(keys), "escape")
-        applied = source.live_model.version
+        applied = source.live_model.last_seq
     print(json.dumps({"slowest_s": round(slowest, 2), "applied": applied, "joins": joins}), flush=True)
     source.close()
 

@@ -58,7 +58,6 @@ class OomCases:
 
     def __init__(self) -> None:
         self._cases: dict[CaseKey, OomCase] = {}
-        self.version = 0
 
     def __len__(self) -> int:
         return len(self._cases)
@@ -79,7 +78,6 @@ class OomCases:
         self._cases[case.key] = case
         while len(self._cases) > MOST_CASES:
             del self._cases[next(iter(self._cases))]
-        self.version += 1
 
     def get(self, key: CaseKey | None) -> OomCase | None:
         return self._cases.get(key) if key is not None else None
@@ -149,7 +147,6 @@ class ConsoleSession:
         self.lines: list[ConsoleLine] = []
         self.place = ""  # the frame the console is in, by the rank's last answer
         self.history: list[str] = []
-        self.version = 0
         self._waiting: dict[str, float] = {}  # commands without a result, and when they were sent
         self._from_history: int | None = None
         self._draft = ""
@@ -197,12 +194,10 @@ class ConsoleSession:
         place = result.data.get("place")
         if isinstance(place, str):
             self.place = sanitize(place, 300)
-        self.version += 1
 
     def _add(self, kind: Kind, text: str) -> None:
         self.lines.append(ConsoleLine(kind, sanitize(text)))
         del self.lines[:-MOST_LINES]
-        self.version += 1
 
     def recall(self, direction: int, now: str) -> str:
         """Return the previous (-1) or next (1) entry of the input history; the current input follows the newest."""

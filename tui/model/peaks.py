@@ -272,7 +272,6 @@ class WhatIf:
     """Names of the changes predicted so far; the last one is in progress."""
     text: str = ""
     answer: Answer | None = None
-    version: int = 0
 
 
 def capacity_of(oom: Oom) -> int:

@@ -18,42 +18,36 @@ from .timeline import EMPTY, Timeline
 
 
 class RankMemory:
-    """The explanations of one rank's memory. ``version`` is incremented with every visible change."""
+    """The explanations of one rank's memory."""
 
-    __slots__ = ("_lead", "_past", "_peaks", "_step", "causes", "highest", "latest", "version")
+    __slots__ = ("_past", "_peaks", "_step", "causes", "highest", "latest")
 
     def __init__(self) -> None:
         self.latest: Composition | None = None
         self.highest: Composition | None = None
         self.causes: dict[str, Cause] = {}
-        self.version = 0
         self._peaks = PhasePeaks()
         self._past: Sequence[PeakMark] = ()  # marks of the whole run, also those after this state; filtered when used
         self._step = 0
-        self._lead: tuple[int, PeakRanking | None] = (-1, None)
 
     def on_step(self, step: telemetry.Step) -> None:
         self._step = max(self._step, step.step)
-        if self._peaks.see(step):
-            self.version += 1
+        self._peaks.see(step)
 
     def on_composition(self, composition: Composition) -> None:
         if self.latest is None or composition.step >= self.latest.step:
             self.latest = composition
         if self.highest is None or highest_bytes(composition) > highest_bytes(self.highest):
             self.highest = composition
-        self.version += 1
 
     def on_cause(self, cause: Cause) -> None:
         known = self.causes.get(cause.phase)
         if known is None or cause.step >= known.step:
             self.causes[cause.phase] = cause
-        self.version += 1
 
     def adopt(self, marks: Sequence[PeakMark]) -> None:
         """Add the marks of the whole run, in order, from before the steps that were applied here."""
         self._past = marks
-        self.version += 1
 
     @property
     def marks(self) -> list[PeakMark]:
@@ -63,9 +57,7 @@ class RankMemory:
     @property
     def ranking(self) -> PeakRanking | None:
         """Ranking of the phases by their peaks so far; None before the first step."""
-        if self._lead[0] != self.version:
-            self._lead = (self.version, rank_phases(self.marks))
-        return self._lead[1]
+        return rank_phases(self.marks)
 
     @property
     def cause(self) -> Cause | None:
@@ -202,7 +194,7 @@ class PhaseRates(NamedTuple):
 class AllocatorHistory:
     """The sampled steps of one rank, oldest first, and its retries."""
 
-    __slots__ = ("_past", "_recent", "_step", "last", "retries", "retry_steps", "version")
+    __slots__ = ("_past", "_recent", "_step", "last", "retries", "retry_steps")
 
     def __init__(self) -> None:
         self._recent: deque[telemetry.AllocatorEvents] = deque(maxlen=KEPT)
@@ -212,7 +204,6 @@ class AllocatorHistory:
         """cudaMalloc retries, each a flush of the allocator's cache, since the process began; None before a step."""
         self.retry_steps: deque[tuple[int, int]] = deque(maxlen=64)
         """Steps with retries and their number, since every step was folded."""
-        self.version = 0
         self._step = 0
 
     def on_step(self, step: telemetry.Step) -> None:
@@ -221,19 +212,16 @@ class AllocatorHistory:
         # If steps are missing in between (after a seek), it is unknown in which step the retries occurred.
         if before is not None and step.retries > before and follows:
             self.retry_steps.append((step.step, step.retries - before))
-            self.version += 1
 
     def on_events(self, events: telemetry.AllocatorEvents) -> None:
         if self.last is None or events.step >= self.last.step:
             self.last = events
         if not self._recent or events.step > self._recent[-1].step:
             self._recent.append(events)
-        self.version += 1
 
     def adopt(self, samples: Sequence[telemetry.AllocatorEvents]) -> None:
         """Add samples of the whole run, by step, before those that were applied here."""
         self._past = samples
-        self.version += 1
 
     @property
     def samples(self) -> list[telemetry.AllocatorEvents]:
@@ -293,7 +281,7 @@ class Peak:
 
 
 class RankModel:
-    """State of one rank; ``version`` is incremented with every change."""
+    """State of one rank."""
 
     def __init__(self, rank: int, keep_steps: int = RECENT_STEPS) -> None:
         self.rank = rank
@@ -322,7 +310,6 @@ class RankModel:
         self.resident_bytes = 0  # latest known resident set size; 0 on CUDA
         self.dropped = 0
         self.clock_offset = 0.0  # seconds to add to its host's times for the hub's time
-        self.version = 0
         self.peak_flops: float | None = None  # Data-sheet peak of its device for its data type, FLOP/s; None: not known
         self._shares: tuple[tuple[int, int], Shares] | None = None
 
@@ -377,7 +364,6 @@ class RankModel:
         self.reserved_peak = 0
         self.memory = RankMemory()
         self.allocator = AllocatorHistory()
-        self.version += 1
 
     def on_step(self, step: telemetry.Step) -> bool:
         """Fold a finished step; False: it is already known and changes nothing."""
@@ -397,13 +383,11 @@ class RankModel:
             self.read = step
         if self.state == "starting":
             self.state, self.state_since = "training", step.started + self.clock_offset
-        self.version += 1
         return True
 
     def on_closing(self, closing: telemetry.Closing) -> None:
         """Fold the rank's record after its last step; it counts for memory but not as a step."""
         self._fold_phases(closing)
-        self.version += 1
 
     def _fold_phases(self, of: telemetry.Step | telemetry.Closing) -> None:
         started, after = of.started + self.clock_offset, isinstance(of, telemetry.Closing)
@@ -429,7 +413,6 @@ class RankModel:
         self.peak_flops = peak_flops(hello.device.name, hello.matmul_precision)
         if not self.state_since:
             self.state_since = hello.time
-        self.version += 1
 
     def on_beat(self, beat: telemetry.Heartbeat) -> None:
         self.beat = beat
@@ -437,14 +420,12 @@ class RankModel:
         if beat.reserved or beat.allocated:
             self._now(beat.allocated, beat.reserved, beat.resident)
             self.timeline.add(beat.time + self.clock_offset, beat.allocated, beat.reserved, beat.resident or EMPTY)
-        self.version += 1
 
     def on_state(self, state: RankState) -> None:
         self.state, self.state_text, self.state_since = state.state, state.text, state.since or state.time
         self.exit_code, self.signal = state.exit_code, state.signal
         if not self.alive:
             self.timeline.current = (EMPTY, EMPTY, EMPTY)
-        self.version += 1
 
     def _now(self, allocated: int, reserved: int, resident: int) -> None:
         self.allocated_bytes, self.reserved_bytes, self.resident_bytes = allocated, reserved, resident

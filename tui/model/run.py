@@ -173,7 +173,6 @@ class RunModel:
         self.now = 0.0  # time of this state, seconds since the epoch: the latest frame's, or later (see `tick`)
         self.last_t = 0.0
         self.last_seq = 0
-        self.version = 0
         self.damaged = 0  # number of ignored messages with impossible figures (an infinite time, a rank out of range)
         self._update_names: list[str] = []
         """Engines or optimizers that share the steps, in the order of their first messages."""
@@ -387,7 +386,6 @@ class RunModel:
                 handler(self, frame.message, frame)
             except (ArithmeticError, ValueError):
                 self.damaged += 1
-        self.version += 1
         return True
 
     def tick(self, now: float) -> None:
@@ -476,11 +474,11 @@ class RunModel:
             self._by_uuid[sample.uuid] = key
 
     def _oom(self, oom: telemetry.Oom, frame: Frame) -> None:
-        self._touch(oom.rank).oom = oom
+        self.rank(oom.rank).oom = oom
         self.ooms.put(oom)
 
     def _stacks(self, stacks: telemetry.Stacks, frame: Frame) -> None:
-        rank = self._touch(stacks.rank)
+        rank = self.rank(stacks.rank)
         if stacks.taken_by == "py-spy":
             rank.native_stacks = stacks
         else:
@@ -496,19 +494,14 @@ class RunModel:
             return
         mark = Mark(alert.time, alert.kind, alert.severity, alert.id)
         for rank in {*alert.ranks, *(() if alert.rank is None else (alert.rank,))}:
-            self._touch(rank).timeline.mark(mark)
+            self.rank(rank).timeline.mark(mark)
 
     def _host(self, host: hosts.HostState, frame: Frame) -> None:
         if host.host in self.hosts or len(self.hosts) < MAX_RANKS:
             self.hosts[host.host] = host
         for rank in host.ranks:
             if rank in self.ranks:
-                self._touch(rank).clock_offset = host.clock_offset or 0.0
-
-    def _touch(self, rank: int) -> RankModel:
-        found = self.rank(rank)
-        found.version += 1
-        return found
+                self.rank(rank).clock_offset = host.clock_offset or 0.0
 
     # Functions, not bound methods: a model that refers to itself would survive a seek until garbage collection.
     _HANDLERS: ClassVar[dict[type, Callable[["RunModel", Any, Frame], None]]] = {
@@ -518,16 +511,16 @@ class RunModel:
         telemetry.Plan: lambda run, plan, _: setattr(run, "plan", plan),
         telemetry.DeviceSample: _device,
         telemetry.LogLine: lambda run, line, frame: run.logs.put(frame.seq, line),
-        telemetry.AllocatorEvents: lambda run, events, _: run._touch(events.rank).allocator.on_events(events),
-        telemetry.SnapshotTaken: lambda run, snapshot, _: run._touch(snapshot.rank).snapshots.append(snapshot),
-        memory.Composition: lambda run, made, _: run._touch(made.rank).memory.on_composition(made),
-        memory.Cause: lambda run, cause, _: run._touch(cause.rank).memory.on_cause(cause),
+        telemetry.AllocatorEvents: lambda run, events, _: run.rank(events.rank).allocator.on_events(events),
+        telemetry.SnapshotTaken: lambda run, snapshot, _: run.rank(snapshot.rank).snapshots.append(snapshot),
+        memory.Composition: lambda run, made, _: run.rank(made.rank).memory.on_composition(made),
+        memory.Cause: lambda run, cause, _: run.rank(cause.rank).memory.on_cause(cause),
         telemetry.Oom: _oom,
         OomReport: lambda run, report, _: run.ooms.report(report),
-        telemetry.Failure: lambda run, failure, _: setattr(run._touch(failure.rank), "failure", failure),
+        telemetry.Failure: lambda run, failure, _: setattr(run.rank(failure.rank), "failure", failure),
         telemetry.Stacks: _stacks,
         telemetry.Closing: lambda run, closing, _: run.rank(closing.rank).on_closing(closing),
-        telemetry.Goodbye: lambda run, goodbye, _: setattr(run._touch(goodbye.rank), "goodbye", goodbye),
+        telemetry.Goodbye: lambda run, goodbye, _: setattr(run.rank(goodbye.rank), "goodbye", goodbye),
         control.RankState: lambda run, state, _: run.rank(state.rank).on_state(state),
         control.RunState: _run_state,
         control.Alert: _alert,

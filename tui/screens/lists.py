@@ -32,9 +32,6 @@ class StackList(Listing[Row]):
     unfolded: frozenset[int] = frozenset()  # ranks whose group is shown with all threads
     _made: tuple[object, list[Row]] = (None, [])
 
-    def key(self) -> object:
-        return self._stack_ids(), self.selected, self.waiting, self.unfolded
-
     def _stack_ids(self) -> object:
         ranks = self.app_state.model.ranks
         return tuple((rank, id(one.stacks), id(one.native_stacks)) for rank, one in ranks.items() if one.stacks)
@@ -168,10 +165,6 @@ class LogList(Listing[LogEntry]):
     _entries: list[LogEntry]
     _made_of: object = None
 
-    def key(self) -> object:
-        logs = self.app_state.model.logs
-        return id(logs), logs.version, self.rank, self.text, self.follow, self.selected
-
     def items(self) -> list[LogEntry]:
         """Return the lines that pass the filter, cached until log or filter changes."""
         logs = self.app_state.model.logs
@@ -271,9 +264,6 @@ class AlertList(Listing[Alert]):
         found = pressing(list(self.app_state.model.alerts))
         return [alert for alert in found if wanted in f"{alert.kind} {alert.title} {alert.text}".casefold()]
 
-    def key(self) -> object:
-        return id(self.app_state.model.alerts), self.app_state.model.alerts.version, self.text, self.selected
-
     def item(self, item: Alert, width: int, selected: bool) -> Line:
         return alert_line(item, width, self.theme, selected)
 
@@ -284,9 +274,6 @@ class AlertDetail(Canvas):
     alert: Alert | None = None
     top = 0
     unfolded = False  # whether to show all stacks of a spike's cause, with all frames
-
-    def key(self) -> object:
-        return self.alert, self.top, self.unfolded, id(self._cause())
 
     def _cause(self) -> Cause | None:
         ranks = self.app_state.model.ranks

@@ -30,16 +30,6 @@ class MemoryCanvas(Canvas):
     bars = False
     top = 0
 
-    def key(self) -> object:
-        model, rank = self.app_state.model, self.app_state.rank
-        chosen = self.choice, self.bars, self.top, self.app_state.selected
-        if rank is None:
-            return chosen
-        sample = model.device_of(rank)
-        of_all = sum(each.memory.version for each in model.ranks.values()) if self.bars else 0
-        state = id(rank), rank.memory.version, id(rank.last), self.app_state.can_act
-        return chosen, state, of_all, id(sample), model.alerts.version, id(model.prediction)
-
     def draw(self, width: int, height: int) -> list[Line]:
         rank, theme = self.app_state.rank, self.theme
         if rank is None:
@@ -222,13 +212,6 @@ _HIGH = 46  # minimum rows for graphs of five rows
 
 class EventsCanvas(Canvas):
     """The screen between summary and keys."""
-
-    def key(self) -> object:
-        model, rank = self.app_state.model, self.app_state.rank
-        if rank is None:
-            return ()
-        others = sum(each.allocator.version for each in model.ranks.values())
-        return id(rank), rank.allocator.version, id(rank.last), others
 
     def draw(self, width: int, height: int) -> list[Line]:
         model, rank, theme = self.app_state.model, self.app_state.rank, self.theme

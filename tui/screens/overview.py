@@ -77,12 +77,6 @@ class OverviewScreen(MonitorScreen):
 class RankHead(Canvas):
     """Title, figures and the phase table."""
 
-    def key(self) -> object:
-        rank = self.app_state.rank
-        if rank is None:
-            return ()
-        return (rank.rank, id(rank.last), rank_view(self.app_state.model, rank), rank.allocator.last is None)
-
     def draw(self, width: int, height: int) -> list[Line]:
         rank = self.app_state.rank
         if rank is None:
@@ -101,9 +95,6 @@ class RankHead(Canvas):
 
 class StepChart(Canvas):
     """Step time over the recent steps."""
-
-    def key(self) -> object:
-        return self.app_state.rank and (self.app_state.rank.rank, id(self.app_state.rank.last))
 
     def draw(self, width: int, height: int) -> list[Line]:
         steps = list(self.app_state.rank.steps) if self.app_state.rank else []
@@ -131,9 +122,6 @@ class MemoryChart(StepChart):
 
 class RankLog(Canvas):
     """The last lines of the rank's output."""
-
-    def key(self) -> object:
-        return self.app_state.selected, id(self.app_state.model.logs), self.app_state.model.logs.version
 
     def draw(self, width: int, height: int) -> list[Line]:
         theme = self.theme

@@ -66,14 +66,6 @@ class RunRows(Listing[RunEntry]):
             e for e in self._entries if wanted in f"{e.id} {e.kind} {e.condition} {e.subject} {e.reason}".casefold()
         ]
 
-    def key(self) -> object:
-        return (
-            self.items(),
-            self.text,
-            self.selected,
-            int(self._read_at) if any(e.live for e in self._entries) else 0,
-        )
-
     def head(self, width: int) -> list[Line]:
         theme = self.theme
         words = f"   {'run':<{self._name_width(width)}}{'state':<12}{'ranks':>6}{'step':>9}{'took':>11}{'started':>16}"
@@ -168,11 +160,6 @@ class JobList(Listing[JobRow]):
     empty = "no job yet: none of its ranks has reported"
     follow = True
 
-    def key(self) -> object:
-        """Return a value that changes with the jobs, the selection, and while a job runs with each second."""
-        model = self.app_state.model
-        return model.job, tuple(model.jobs.values()), self.selected, int(model.now)
-
     def items(self) -> list[JobRow]:
         return job_rows(self.app_state.model.jobs, self.app_state.model.now)
 
@@ -188,10 +175,6 @@ class JobDetail(Canvas):
 
     number = 0
     top = 0
-
-    def key(self) -> object:
-        model = self.app_state.model
-        return self.number, self.top, model.jobs.get(self.number), model.losses_of(self.number)
 
     def draw(self, width: int, height: int) -> list[Line]:
         model = self.app_state.model

@@ -95,7 +95,6 @@ class DryRuns:
                 progress = None
             if progress is not None:
                 self.found.done.append(sanitize(progress.predicting, 80))
-                self.found.version += 1
             elif line.strip():
                 # The file is a temporary copy: show the original name instead.
                 self._last = sanitize(line.removeprefix("ftmon: ").replace(f"{self._folder.name}/", ""), 400)
@@ -114,4 +113,3 @@ class DryRuns:
 
     def _change(self, state: str, text: str = "") -> None:
         self.found.state, self.found.text = state, text
-        self.found.version += 1

@@ -23,9 +23,8 @@ from .state import AppState, summary_of
 class Canvas(Widget, can_focus=False):
     """A widget that draws ``Line``s.
 
-    A subclass defines ``draw`` (the lines, at most as many as the widget is high) and optionally ``key`` (a small value
-    that changes whenever the drawing would). While the key is equal, ``tick`` costs one comparison. Textual sends all
-    of a dirty region without comparing cells, so this class compares lines to limit the output to the terminal.
+    A subclass defines ``draw`` (the lines, at most as many as the widget is high). Where drawing is expensive, it also
+    defines ``key`` (a small value that changes whenever the drawing would). Only lines that differ are refreshed.
     """
 
     ALLOW_SELECT = False
@@ -77,7 +76,7 @@ class Canvas(Widget, can_focus=False):
         for y, (old, new) in enumerate(zip(before, lines, strict=True)):
             if old.parts != new.parts:
                 self._strips[y] = new.strip()
-                changed.append(Region(*_changed_span(old, new, y, width)))
+                changed.append(Region(0, y, width, 1))
         self._lines = lines
         if changed:
             self.refresh(*changed)
@@ -97,22 +96,6 @@ class Canvas(Widget, can_focus=False):
     @property
     def plain(self) -> str:
         return "\n".join(line.plain.rstrip() for line in self._lines)
-
-
-def _changed_span(old: Line, new: Line, y: int, width: int) -> tuple[int, int, int, int]:
-    """Return the region of a changed line to send: x, y, width, height.
-
-    Textual sends a partial line from its left end, so only an unchanged right end can be omitted. A line with wide
-    characters, where cells and characters differ, is sent whole.
-    """
-    if sum(len(text) for text, _ in new.parts) != width:
-        return 0, y, width, 1
-    last = width
-    for old_part, new_part in zip(reversed(old.parts), reversed(new.parts), strict=False):
-        if old_part != new_part:
-            break
-        last -= len(new_part[0])
-    return 0, y, max(1, last), 1
 
 
 _Item = TypeVar("_Item")
@@ -185,21 +168,14 @@ def scroll_marked(lines: list[Line], top: int, total: int, room: int, theme: The
 class SummaryBar(Canvas):
     """The top of a screen: two lines, or one if its height is one."""
 
-    def key(self) -> Summary:
-        source = self.app_state.source
-        return summary_of(source.model, source.connection, self.app_state.read_only) if source else Summary("no run")
-
     def draw(self, width: int, height: int) -> list[Line]:
-        summary = self.key()
+        source = self.app_state.source
+        summary = summary_of(source.model, source.connection, self.app_state.read_only) if source else Summary("no run")
         return [first_line(summary, width, self.theme)] if height == 1 else summary_lines(summary, width, self.theme)
 
 
 class AlertStrip(Canvas):
     """A rule with the scale of graphs, and the latest alerts."""
-
-    def key(self) -> tuple[object, ...]:
-        alerts = self.app_state.model.alerts
-        return id(alerts), alerts.version, self.app_state.scale_words
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the rule and the alerts: unresolved ones first, then the newest."""
@@ -232,13 +208,6 @@ def pressing(alerts: list[Alert]) -> list[Alert]:
 class ReplayBar(Canvas):
     """The scrubber of a replay or of a rewound live run."""
 
-    def key(self) -> object:
-        source = self.app_state.source
-        if source is None:
-            return ()
-        at, step = source.transport, source.model.leading_step
-        return int(at.position), int(at.last), at.playing, at.speed, step, tuple(at.marks)
-
     def draw(self, width: int, height: int) -> list[Line]:
         source = self.app_state.source
         return [scrubber(source.transport, source.model.leading_step, width, self.theme)] if source else []
@@ -246,11 +215,6 @@ class ReplayBar(Canvas):
 
 class KeyBar(Canvas):
     """The keys of the visible screen on one line, the most needed first; messages replace it for a few seconds."""
-
-    def key(self) -> object:
-        transport = self.app_state.source.transport if self.app_state.source else None
-        keys = tuple(binding.key for binding in self.shown_bindings())
-        return self.app_state.message, keys, transport is not None and transport.playing
 
     def shown_bindings(self) -> list[Binding]:
         """Return the bindings on the bar: the screen's own first, in a replay those of the replay first."""
@@ -331,9 +295,6 @@ class Prompt(Canvas, can_focus=True):
         super().__init__(app_state, name=name)
         self.label, self.hint = label, hint
         self.text = ""
-
-    def key(self) -> object:
-        return self.text, self.has_focus
 
     def draw(self, width: int, height: int) -> list[Line]:
         theme = self.theme

@@ -51,9 +51,6 @@ class ConsoleInput(Canvas, can_focus=True):
         self.text = ""
         self.cursor = 0
 
-    def key(self) -> object:
-        return self.before, self.text, self.cursor, self.has_focus
-
     def draw(self, width: int, height: int) -> list[Line]:
         theme = self.theme
         line = Line(" ... " if self.before else " >>> ", theme.style("accent", bold=True))
@@ -385,11 +382,6 @@ class OomHead(OomCanvas):
 
     view = "report"
 
-    def key(self) -> object:
-        model, case = self.app_state.model, self.case
-        held = int(model.now - held_since(model, case)) if case is not None and held_since(model, case) else -1
-        return model.ooms.version, id(model.ooms), self.case_key, self.view, held
-
     def draw(self, width: int, height: int) -> list[Line]:
         theme, case, model = self.theme, self.case, self.app_state.model
         if case is None:
@@ -436,14 +428,6 @@ class OomReportView(OomCanvas):
     place = ""
     acts = False
 
-    def key(self) -> object:
-        model, case = self.app_state.model, self.case
-        held = int(model.now) if case is not None and held_since(model, case) else 0
-        asked = self._what_if
-        since = int(time.monotonic() - asked.since) if asked is not None and asked.state == "running" else 0
-        dry = (id(asked), asked.version, since) if asked is not None else None
-        return model.ooms.version, id(model.ooms), self.case_key, self.top, self.place, self.acts, held, dry
-
     @property
     def _what_if(self) -> WhatIf | None:
         runs = self.app_state.dry_runs.get(self.case_key) if self.case_key is not None else None
@@ -469,11 +453,6 @@ class ConsoleOutput(OomCanvas):
     session: ConsoleSession | None = None
     refusal = ""  # reason why there is no console; empty if there is one
     back = 0
-
-    def key(self) -> object:
-        session = self.session
-        waiting = int(self.app_state.model.now) if session is not None and session.waiting_since else 0
-        return id(session), session.version if session else 0, self.refusal, self.back, waiting
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the newest lines; long ones are broken."""

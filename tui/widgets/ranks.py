@@ -483,10 +483,6 @@ def grid_plan(ranks: int, width: int, height: int, view: str = "auto") -> Plan:
 class Waiting(Canvas):
     """Shown before the first rank: a note, and the run's output meanwhile."""
 
-    def key(self) -> object:
-        model = self.app_state.model
-        return id(model.logs), model.logs.version, model.state, model.ended
-
     def draw(self, width: int, height: int) -> list[Line]:
         theme, model = self.theme, self.app_state.model
         words = "the run ended before any rank reported" if model.ended else "waiting for the first rank"
@@ -509,13 +505,6 @@ class Card(Canvas):
         self._view = view
         self.rank = view.rank if view else None
         self.tick()
-
-    def key(self) -> object:
-        view, app_state = self._view, self.app_state
-        if view is None or view.rank not in app_state.model.ranks:
-            return ()
-        columns = self._columns(view, max(1, self.size.width - 2))
-        return view, columns, scale_of(view, app_state.zoom, app_state.run_peak), app_state.selected == view.rank
 
     def _columns(self, view: RankView, width: int) -> list[Column | None]:
         model = self.app_state.model
@@ -547,20 +536,6 @@ class RowPart(Canvas):
     def show(self, views: list[RankView], row_height: int) -> None:
         self.views, self.row_height = views, row_height
         self.tick()
-
-    def key(self) -> object:
-        """Return a value that changes with the views; None for the graphs, which are always redrawn and compared."""
-        if self.part == 1:
-            return None
-        selected = self.app_state.selected if self.part == 0 else None
-        return [self._relevant(view) for view in self.views], selected
-
-    def _relevant(self, view: RankView) -> object:
-        if self.part == 0:
-            return view.rank, view.state, view.state_seconds, view.spikes, view.device
-        if self.part == 2:
-            return view.allocated, view.peak, view.behind
-        return view.shares, view.text, view.state, view.utilization, view.temperature, view.power, view.host_memory
 
     def draw(self, width: int, height: int) -> list[Line]:
         heads = heading(Parts(width, width, width, width), self.views[0] if self.views else None, self.theme)
@@ -594,10 +569,6 @@ class HeatMap(Canvas):
     def show(self, views: list[RankView]) -> None:
         self.views = views
         self.tick()
-
-    def key(self) -> object:
-        chosen = next((view for view in self.views if view.rank == self.app_state.selected), None)
-        return [(view.state, round(view.share, 2)) for view in self.views], chosen
 
     def draw(self, width: int, height: int) -> list[Line]:
         """Draw the map, scrolled so that the selection is in view, the selected rank's figures, and the legend."""
