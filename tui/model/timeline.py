@@ -110,7 +110,7 @@ class Columns:
 class Timeline:
     """Allocated, reserved and resident peaks of one rank, with marks."""
 
-    __slots__ = ("_dirty", "_fine", "_levels", "_marked", "current", "marks", "version")
+    __slots__ = ("_dirty", "_fine", "_levels", "_marked", "current", "marks")
 
     def __init__(self) -> None:
         self._fine = Level(1, 0)
@@ -120,7 +120,6 @@ class Timeline:
         self._marked: set[int] = set()
         self.current: tuple[int, int, int] = (EMPTY, EMPTY, EMPTY)
         """The latest allocated, reserved and resident bytes, shown in columns after the newest data."""
-        self.version = 0
 
     @property
     def start(self) -> float | None:
@@ -145,7 +144,6 @@ class Timeline:
         level = self._fine
         index = first - level.first
         end = last - level.first
-        self.version += 1
         if index < 0 or end >= len(level):
             self._add_slowly(first, last, allocated, reserved, resident)
             return
@@ -164,7 +162,6 @@ class Timeline:
 
     def mark(self, mark: Mark) -> None:
         """Add a mark, or replace the one of the same alert."""
-        self.version += 1
         if mark.alert_id in self._marked:
             if mark in self.marks[-8:]:
                 return
@@ -200,7 +197,6 @@ class Timeline:
             self._dirty = merged.first
         else:
             self._raise_above(position, merged.first)
-        self.version += 1
 
     def window(self, width: int, now: float, span: int = 1) -> Columns:
         """Return the last ``width`` columns of ``span`` seconds, the last of which contains ``now``.

@@ -14,7 +14,7 @@ from .alerts import log_line
 from .base import Canvas
 from .drawing import Line, Theme, count, fitting, gib, loss, milliseconds, small, spread, step_time, width_of, wrap
 from .plots import SHORT, Column, Scale, memory_graph, phase_bar
-from .state import AppState, History, RankView, rank_views, scale_of
+from .state import AppState, RankView, columns_of, rank_views, scale_of
 
 FIXED_LINES = 4  # lines of a card besides its graph: title, figures, phases, health
 
@@ -498,7 +498,6 @@ class Card(Canvas):
     def __init__(self, app_state: AppState) -> None:
         super().__init__(app_state)
         self.rank: int | None = None
-        self._history = History()
         self._view: RankView | None = None
 
     def show(self, view: RankView | None) -> None:
@@ -508,7 +507,7 @@ class Card(Canvas):
 
     def _columns(self, view: RankView, width: int) -> list[Column | None]:
         model = self.app_state.model
-        return self._history.columns(model.ranks[view.rank], width, model.now, self.app_state.span)
+        return columns_of(model.ranks[view.rank], width, model.now, self.app_state.span)
 
     def draw(self, width: int, height: int) -> list[Line]:
         view, app_state = self._view, self.app_state
@@ -531,7 +530,6 @@ class RowPart(Canvas):
         self.part = part
         self.views: list[RankView] = []
         self.row_height = 1
-        self._histories: dict[int, History] = {}
 
     def show(self, views: list[RankView], row_height: int) -> None:
         self.views, self.row_height = views, row_height
@@ -553,8 +551,7 @@ class RowPart(Canvas):
         if self.part == 3:
             return last(view, width, height, theme)
         rank = app_state.model.ranks.get(view.rank)
-        history = self._histories.setdefault(view.rank, History())
-        columns = history.columns(rank, width - 2, app_state.model.now, app_state.span) if rank else []
+        columns = columns_of(rank, width - 2, app_state.model.now, app_state.span) if rank else []
         return graph(columns, width, height, scale_of(view, app_state.zoom, app_state.run_peak), theme)
 
 

@@ -12,7 +12,6 @@ from ...protocol.text import sanitize
 from ..model.oom import CaseKey, ConsoleSession
 from ..model.rank import RankModel
 from ..model.run import HeldWatch, RunModel, activity_words, epoch_words
-from ..model.timeline import Columns
 from ..model.training import ChartView
 from ..model.waterfall import highest_prediction
 from ..source.base import Connection, Source
@@ -120,39 +119,15 @@ def throttle_of(sample: DeviceSample | None) -> str:
     return next((reason for reason in sample.throttle_reasons if reason in HINDERING), "") if sample else ""
 
 
-def columns_of(columns: Columns, cpu: bool) -> list[Column | None]:
-    """Convert a timeline's columns to the graph's: behind allocated is reserved, on the CPU the resident set."""
-    behind = columns.resident if cpu else columns.reserved
+def columns_of(rank: RankModel, width: int, now: float, span: int) -> list[Column | None]:
+    """Return a rank's last ``width`` columns: behind allocated is reserved, on the CPU the resident set."""
+    columns = rank.timeline.window(width, now, span)
+    behind = columns.resident if rank.on_cpu else columns.reserved
     found: list[Column | None] = []
     for solid, back, mark in zip(columns.allocated, behind, columns.marks, strict=True):
         severity, spike = (mark.severity, mark.kind == "spike") if mark else ("", False)
         found.append(None if solid < 0 and back < 0 else Column(max(0, solid), max(0, back), severity, spike))
     return found
-
-
-class History:
-    """Caches the newest columns of one rank's timeline; within a span of time only the last columns are read again."""
-
-    def __init__(self) -> None:
-        self._key: tuple[object, ...] = ()
-        self._version = -1
-        self._columns: list[Column | None] = []
-
-    def columns(self, rank: RankModel, width: int, now: float, span: int) -> list[Column | None]:
-        """Return the last ``width`` columns of ``span`` seconds up to ``now``; the same list without a change."""
-        timeline = rank.timeline
-        key = (id(timeline), id(rank.last), width, span, floor(now / span), len(timeline.marks))
-        if key == self._key:
-            if self._version == timeline.version or len(self._columns) < 2:
-                return self._columns
-            fresh = columns_of(timeline.window(2, now, span), rank.on_cpu)
-            if fresh != self._columns[-2:]:
-                self._columns = self._columns[:-2] + fresh
-        else:
-            self._columns = columns_of(timeline.window(width, now, span), rank.on_cpu)
-            self._key = key
-        self._version = timeline.version
-        return self._columns
 
 
 def nice_top(peak: int) -> int:
