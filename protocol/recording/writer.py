@@ -13,7 +13,6 @@ import sqlite3
 import threading
 import time
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,6 @@ PENDING_LIMIT = 20_000
 """Messages kept while the disk cannot be written (some 40 MB); beyond, steps, samples and log lines are dropped."""
 _EVENTS_KEPT = 5_000
 """Limit on the states and other events that are kept beyond ``PENDING_LIMIT``."""
-_ROWS_A_STATEMENT = 200
 _BULKY = ("steps", "device_samples", "logs")
 _NAMES = ("device_names", "process_names")
 INSERTS = {
@@ -138,7 +136,7 @@ def _insert(connection: sqlite3.Connection, table: str, rows: list[Row]) -> int:
     lost = 0
     connection.execute("SAVEPOINT rows")
     try:
-        _insert_many(connection, INSERTS[table], rows)
+        connection.executemany(INSERTS[table], rows)
     except _BATCH_UNFIT:
         connection.execute("ROLLBACK TO rows")
         for row in rows:
@@ -148,17 +146,6 @@ def _insert(connection: sqlite3.Connection, table: str, rows: list[Row]) -> int:
                 lost += table in STREAM_TABLES
     connection.execute("RELEASE rows")
     return lost
-
-
-def _insert_many(connection: sqlite3.Connection, statement: str, rows: list[Row]) -> None:
-    """Insert rows, many per statement: sqlite3 releases and reacquires the GIL for each statement."""
-    whole = len(rows) - len(rows) % _ROWS_A_STATEMENT
-    if whole:
-        values = statement[statement.index("(") :]
-        many = statement + f", {values}" * (_ROWS_A_STATEMENT - 1)
-        for first in range(0, whole, _ROWS_A_STATEMENT):
-            connection.execute(many, list(chain.from_iterable(rows[first : first + _ROWS_A_STATEMENT])))
-    connection.executemany(statement, rows[whole:])
 
 
 PERIOD_S = 1.0
