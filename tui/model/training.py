@@ -122,7 +122,6 @@ class TrainingHistory:
         self._buckets: dict[int, _Bucket] = {}
         self._span = (0, 0)
         self._made: tuple[object, list[HistoryPoint]] = (None, [])
-        self._mean = (-1, (0.0, 0.0, 0.0))  # the version for which `mean_step` was computed, and its value
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -164,14 +163,12 @@ class TrainingHistory:
     @property
     def mean_step(self) -> tuple[float, float, float]:
         """Seconds, tokens and FLOPs of a rank's step, means over all steps except the first; zeros if unknown."""
-        if self._mean[0] != self.version:
-            found = sorted(self._buckets.items())
-            kept = [bucket for _, bucket in (found[1:] if len(found) > 1 and self.per == 1 else found)]
-            count = max(1, sum(bucket.count for bucket in kept))
-            flops = sum(bucket.flops for bucket in kept) if all(bucket.flops for bucket in kept) else 0.0
-            seconds, tokens = (sum(getattr(each, name) for each in kept) for name in ("training_us", "tokens"))
-            self._mean = (self.version, (seconds / 1e6 / count, tokens / count, flops / count))
-        return self._mean[1]
+        found = sorted(self._buckets.items())
+        kept = [bucket for _, bucket in (found[1:] if len(found) > 1 and self.per == 1 else found)]
+        count = max(1, sum(bucket.count for bucket in kept))
+        flops = sum(bucket.flops for bucket in kept) if all(bucket.flops for bucket in kept) else 0.0
+        seconds, tokens = (sum(getattr(each, name) for each in kept) for name in ("training_us", "tokens"))
+        return seconds / 1e6 / count, tokens / count, flops / count
 
     def loss_means(self, width: int) -> list[float]:
         """Return the job's losses as at most ``width`` means of neighbouring buckets, oldest first: a sparkline."""
