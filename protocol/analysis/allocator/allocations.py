@@ -3,7 +3,6 @@
 from array import array
 from bisect import bisect_right, insort
 from itertools import accumulate, compress
-from typing import NamedTuple
 
 from ...snapshot.columns import (
     ALLOC,
@@ -27,10 +26,6 @@ BEFORE = -1
 """Start index of allocations from before the first entry."""
 
 _IS_ALLOC = bytes(action == ALLOC for action in range(256))
-NOTHING, BEGINS, FREED, ENDS, FREED_AND_ENDS = range(5)
-"""Effect of an entry on its allocation."""
-
-_EVENT_OF = bytes({ALLOC: BEGINS, FREE_REQUESTED: FREED, FREE_COMPLETED: ENDS}.get(action, 0) for action in range(256))
 
 
 def columns(data: bytes, code: str) -> "memoryview[int]":
@@ -48,15 +43,6 @@ def reserved_curve(trace: Trace, end_bytes: int) -> "array[int]":
             at = actions.find(action, at + 1)
     changes[0] = max(0, end_bytes - sum(changes))
     return array("q", accumulate(changes))
-
-
-class Odd(NamedTuple):
-    """A change without a trace entry of its own, in effect right after entry ``at``."""
-
-    at: int
-    number: int
-    frees: bool
-    ends: bool
 
 
 class Allocations:
@@ -85,12 +71,6 @@ class Allocations:
         """Empty in a snapshot without stacks."""
         self.different_stacks = 0
         self._block_of: dict[int, int] = {}
-        self.numbers = array("i", [-1]) * self.entries
-        """By entry: the allocation that it begins, frees or ends; -1 for other entries."""
-        self.events = bytearray(self.trace.actions.translate(_EVENT_OF))
-        """By entry: its effect on that allocation: ``BEGINS``, ``FREED`` ..."""
-        self.odd: list[Odd] = []
-        """Changes without an entry of their own, by index."""
         self.known: dict[int, int] = {}
         """Sizes of the blocks that are allocated at the end, by allocation."""
         self.lost = 0
@@ -101,10 +81,17 @@ class Allocations:
         """Total by which their sizes may be too low, bytes."""
         self._walk()
         self._meet_the_end(snapshot)
-        self.odd.sort()
         self._size(snapshot)
         if snapshot.stacks:
             self._add_stacks(snapshot)
+
+    def curve(self, stops: "array[int]", sizes: "array[int]") -> "array[int]":
+        """Return the sum before the first and after every entry, of allocations from their begin to ``stops``."""
+        changes = [0] * (self.entries + 2)
+        for begin, stop, size in zip(self.begins, stops, sizes, strict=True):
+            changes[begin + 1] += size
+            changes[stop + 1] -= size
+        return array("q", accumulate(changes[:-1]))
 
     def _add_stacks(self, snapshot: Snapshot) -> None:
         self.different_stacks = len(snapshot.stacks)
@@ -118,7 +105,7 @@ class Allocations:
 
     def _walk(self) -> None:
         """Pair allocations with frees by address, oldest first."""
-        trace, numbers, freed, ends, events = self.trace, self.numbers, self.freed, self.ends, self.events
+        trace, freed, ends = self.trace, self.freed, self.ends
         live = self._open = dict[int, int]()
         get, pop, asked = live.get, live.pop, columns(trace.sizes, "q")
         never, following = self.entries, 0
@@ -126,7 +113,7 @@ class Allocations:
             if action == ALLOC:
                 if address in live:
                     self._lose(live[address], index)
-                live[address] = numbers[index] = following
+                live[address] = following
                 following += 1
             elif action == FREE_REQUESTED:
                 number = get(address)
@@ -135,7 +122,6 @@ class Allocations:
                         self._lose(number, index)
                     number = live[address] = self._add(address, asked[index])
                 freed[number] = index
-                numbers[index] = number
             elif action == FREE_COMPLETED:
                 number = pop(address, None)
                 if number is None:
@@ -144,9 +130,7 @@ class Allocations:
                     freed[number] = BEFORE
                 elif freed[number] == never:
                     freed[number] = index
-                    events[index] = FREED_AND_ENDS
                 ends[number] = index
-                numbers[index] = number
 
     def _add(self, address: int, requested: int) -> int:
         """Add an allocation that no entry of the window allocated."""
@@ -158,7 +142,6 @@ class Allocations:
         return len(self.begins) - 1
 
     def _lose(self, number: int, index: int) -> None:
-        self.odd.append(Odd(index, number, self.freed[number] > index, True))
         self.freed[number] = min(self.freed[number], index)
         self.ends[number] = index
         self.lost += 1
@@ -182,11 +165,9 @@ class Allocations:
                 if state == PENDING:
                     self.freed[number] = BEFORE
             elif state == ALLOCATED and self.freed[number] < self.entries:
-                self.events[self.freed[number]] = NOTHING
                 self.freed[number] = self.entries
             elif state == PENDING and self.freed[number] == self.entries:
                 self.freed[number] = self.entries - 1
-                self.odd.append(Odd(self.entries - 1, number, True, False))
             self.requested[number] = requested[block]
             self._block_of[number] = block
             self.known[number] = block_sizes[block]
@@ -231,27 +212,22 @@ class Rooms:
         self.starts = sorted(self.segments)
         self.live = sorted(of.addresses[number] for number in large if of.begins[number] < 0)
         self.gone: dict[int, list[int]] = {}
-        for odd in of.odd:
-            if odd.ends and odd.number in large:
-                self.gone.setdefault(odd.at, []).append(odd.number)
+        """Numbers by the entry at which they end."""
+        for number in large:
+            self.gone.setdefault(of.ends[number], []).append(number)
 
     def replay(self) -> None:
         """Walk the window and set the size of each large allocation."""
-        of, numbers = self.of, self.of.numbers
+        of, following = self.of, 0
         if not self.segments and SEGMENT_ALLOC not in of.trace.actions:
             return  # all segments are expandable: blocks are always split to size
-        is_large = bytearray(len(of.begins) + 1)  # and one for the -1 of entries without an allocation
-        for number in self.large:
-            is_large[number] = 1
         for index, action in enumerate(of.trace.actions):
+            for number in self.gone.get(index, ()):
+                self._remove(number)
             if action == ALLOC:
-                for lost in self.gone.get(index, ()) if self.gone else ():
-                    self._remove(lost)
-                if is_large[numbers[index]]:
-                    self._place(numbers[index])
-            elif action == FREE_COMPLETED:
-                if is_large[numbers[index]]:
-                    self._remove(numbers[index])
+                if following in self.large:
+                    self._place(following)
+                following += 1
             elif action == SEGMENT_ALLOC:
                 if self.addresses[index] not in self.segments:
                     insort(self.starts, self.addresses[index])

@@ -12,7 +12,6 @@ temporary. The remainder of the peak is ``unattributed``.
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from itertools import accumulate
 from typing import NamedTuple
 
 from ...messages.memory import PARTS, Composition, PhaseComposition, StepMark, StepTrace
@@ -109,14 +108,7 @@ class Timeline:
         self.allocations = allocations
         self.snapshot = snapshot
         self.times = columns(allocations.trace.times, "q")
-        count = allocations.entries
-        deltas = [0] * (count + 2)
-        lives = zip(allocations.begins, allocations.freed, allocations.sizes, strict=True)
-        for begin, freed, size in lives:
-            if freed != BEFORE:
-                deltas[begin + 1] += size
-                deltas[freed + 1] -= size
-        self.allocated = array("q", list(accumulate(deltas))[:-1])
+        self.allocated = allocations.curve(allocations.freed, allocations.sizes)
         """One value more than entries."""
         self.reserved = reserved_curve(allocations.trace, sum(segment.size for segment in snapshot.segments))
 

@@ -12,17 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...snapshot.columns import OOM, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, Frame, Snapshot
-from .allocations import (
-    BEFORE,
-    BEGINS,
-    FREED,
-    FREED_AND_ENDS,
-    NOTHING,
-    RESERVES,
-    Allocations,
-    columns,
-    reserved_curve,
-)
+from .allocations import BEFORE, RESERVES, Allocations, columns, reserved_curve
 from .settings import SMALL_MOST_BYTES
 
 Totals = dict[int, tuple[int, int]]
@@ -141,7 +131,9 @@ class Replay:
         self.trace = self.allocations.trace
         self.entries = len(self.trace)
         self.segment_entries = [index for index, action in enumerate(self.trace.actions) if action in RESERVES]
-        self._curves()
+        of, held = self.allocations, sum(one.size for one in snapshot.segments if one.device == device)
+        self.allocated, self.active = of.curve(of.freed, of.sizes), of.curve(of.ends, of.sizes)
+        self.requested, self.reserved = of.curve(of.ends, of.requested), reserved_curve(self.trace, held)
         self.peak_bytes = max(self.allocated)
         self.peak_index = self.allocated.index(self.peak_bytes) - 1
         """The first entry at which allocated memory is highest; -1: before the first."""
@@ -175,46 +167,6 @@ class Replay:
     def at(self, curve: "array[int]", index: int) -> int:
         """Return a curve's value right after entry ``index``."""
         return curve[max(BEFORE, min(index, self.last)) + 1]
-
-    def _curves(self) -> None:
-        of = self.allocations
-        sizes, asked = of.sizes, of.requested
-        before = [number for number, begin in enumerate(of.begins) if begin == BEFORE]
-        # freed == BEFORE: it was pending at the start of the window and never counts as allocated.
-        held = sum(sizes[number] for number in before if of.freed[number] != BEFORE)
-        taken, wanted = (sum(column[number] for number in before) for column in (sizes, asked))
-        self.allocated, self.active, self.requested = (array("q", [start]) for start in (held, taken, wanted))
-        add_held, add_taken, add_wanted = self.allocated.append, self.active.append, self.requested.append
-        odd = [*of.odd, None]
-        begin, at = 0, 0
-        while begin < of.entries:
-            following = odd[at]
-            end = of.entries if following is None else following.at + 1
-            for event, number in zip(of.events[begin:end], of.numbers[begin:end], strict=True):
-                if event == BEGINS:
-                    size = sizes[number]
-                    held += size
-                    taken += size
-                    wanted += asked[number]
-                elif event == FREED:
-                    held -= sizes[number]
-                elif event != NOTHING:
-                    size = sizes[number]
-                    taken -= size
-                    wanted -= asked[number]
-                    held -= size if event == FREED_AND_ENDS else 0
-                add_held(held)
-                add_taken(taken)
-                add_wanted(wanted)
-            while (one := odd[at]) is not None and one.at < end:
-                held -= sizes[one.number] if one.frees else 0
-                taken -= sizes[one.number] if one.ends else 0
-                wanted -= asked[one.number] if one.ends else 0
-                at += 1
-            self.allocated[-1], self.active[-1], self.requested[-1] = held, taken, wanted
-            begin = end
-        end = sum(segment.size for segment in self.snapshot.segments if segment.device == self.device)
-        self.reserved = reserved_curve(self.trace, end)
 
     def active_at(self, index: int) -> list[int]:
         """Return the allocations whose blocks are in use (allocated or pending) right after entry ``index``."""
