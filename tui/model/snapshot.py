@@ -3,10 +3,10 @@
 import gc
 import textwrap
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple
 
 from ...protocol.analysis.allocator import snapshot_layout, snapshot_views
 from ...protocol.analysis.allocator.allocations import columns
@@ -271,78 +271,41 @@ class Row(NamedTuple):
     head: bool = False
 
 
-class Rows(Sequence[Row]):
-    """Rows that are built when they are shown: a screen shows only a few dozen of thousands."""
-
-    def __init__(self, parts: Sequence[Any], make: Callable[[Any], Row]) -> None:
-        self._parts, self._make = parts, make
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self._make(part) for part in self._parts[index]]
-        return self._make(self._parts[index])
-
-
-def rows_of(explorer: Explorer, width: int) -> Sequence[Row]:
+def rows_of(explorer: Explorer, width: int) -> list[Row]:
     """List the rows of the selected view; ``width``: cells at which sentences are wrapped."""
-    if explorer.view == "stacks":
-        return _stacks(explorer)
-    if explorer.view == "segments":
-        pieces = snapshot_layout.layout_at(explorer.replay, explorer.cursor)
-        return Rows(sorted(pieces, key=lambda piece: (-piece.size, piece.address)), _segment_row)
-    if explorer.view == "between":
-        return _between(explorer)
-    make = {"blocks": _blocks, "difference": _difference}.get(explorer.view)
-    return list(make(explorer) if make is not None else _report(explorer, width))
+    if explorer.view == "report":
+        return list(_report(explorer, width))
+    make = {"stacks": _stacks, "blocks": _blocks, "between": _between, "segments": _segments}
+    return list(make.get(explorer.view, _difference)(explorer))
 
 
-class _Branch(NamedTuple):
-    node: snapshot_layout.Node
-    depth: int
-    path: tuple[snapshot_layout.Key, ...]
-    shown: bool
-
-
-def _stacks(explorer: Explorer) -> Sequence[Row]:
+def _stacks(explorer: Explorer) -> Iterator[Row]:
     root = explorer.tree()
-    without = root.of.without
+    without, total = root.of.without, max(1, root.bytes)
     if root.bytes and root.bytes == without.bytes:
-        return [Row("no stacks were recorded for these", root.bytes, root.blocks, 1.0, tone="dim")]
-    total = max(1, root.bytes)
-    branches: list[_Branch | Row] = list(_branches(explorer, root, (), 0, total))
+        yield Row("no stacks were recorded for these", root.bytes, root.blocks, 1.0, tone="dim")
+        return
+    yield from _branches(explorer, root, (), 0, total)
     if without.bytes:
-        branches.append(Row(snapshot_views.NO_STACK, without.bytes, without.blocks, without.bytes / total, tone="dim"))
-    return Rows(branches, lambda part: part if isinstance(part, Row) else _branch_row(part, total))
+        yield Row(snapshot_views.NO_STACK, without.bytes, without.blocks, without.bytes / total, tone="dim")
 
 
 def _branches(
     explorer: Explorer, node: snapshot_layout.Node, path: tuple[snapshot_layout.Key, ...], depth: int, total: int
-) -> Iterator[_Branch]:
+) -> Iterator[Row]:
     # During a search, all matches are open, except for branches with very little memory.
     open_from = total * (_OPEN_FOUND_FROM if explorer.find else _OPEN_FROM)
     for child in node.ordered():
         below = (*path, child.frames)
-        shown = explorer.opened.get(below, child.bytes >= open_from)
-        yield _Branch(child, depth, below, shown)
+        branch = bool(child.children)
+        shown = branch and explorer.opened.get(below, child.bytes >= open_from)
+        library = library_of(explorer.replay.snapshot.frames[child.frames[-1]].filename)
+        yield Row(
+            snapshot_layout.node_words(child), child.bytes, child.blocks, child.bytes / total, depth, below,
+            branch, shown, "dim" if library else "text",
+        )  # fmt: skip
         if shown:
             yield from _branches(explorer, child, below, depth + 1, total)
-
-
-def _branch_row(branch: _Branch, total: int) -> Row:
-    node = branch.node
-    library = bool(library_of(node.of.tree.snapshot.frames[node.frames[-1]].filename))
-    has_more = bool(node.children)
-    return Row(
-        snapshot_layout.node_words(node), node.bytes, node.blocks, node.bytes / total, branch.depth, branch.path,
-        has_more, branch.shown and has_more, "dim" if library else "text",
-    )  # fmt: skip
 
 
 def _blocks(explorer: Explorer) -> Iterator[Row]:
@@ -359,46 +322,35 @@ def _blocks(explorer: Explorer) -> Iterator[Row]:
         yield Row(words + (f"  rounding {gib(waste)}" if waste >= 2**16 else ""), size, 1, size / total)
 
 
-class _Part(NamedTuple):
-    stack: int
-    tally: snapshot_layout.Tally
-    sign: int
-    whole: int
-
-
-def _between(explorer: Explorer) -> Sequence[Row]:
+def _between(explorer: Explorer) -> Iterator[Row]:
     found = explorer.between()
     if found is None:
-        return [Row("no mark is set: m marks the cursor's moment, then move the cursor", tone="dim")]
+        yield Row("no mark is set: m marks the cursor's moment, then move the cursor", tone="dim")
+        return
     replay = explorer.replay
     change = replay.at(replay.allocated, found.last) - replay.at(replay.allocated, found.first)
-    rows: list[Row | _Part] = [
-        Row(f"from entry {found.first:,} to {found.last:,}: allocated", change, signed=True, head=True)
-    ]
+    yield Row(f"from entry {found.first:,} to {found.last:,}: allocated", change, signed=True, head=True)
     for words, part, sign in (
         ("allocated and still held", found.stayed, 1),
         ("held before, freed in between", found.gone, -1),
         ("allocated and freed again in between", found.came_and_went, 1),
     ):
         whole = snapshot_views.total(part)
-        rows.append(Row(words, sign * whole.bytes, whole.blocks, head=True, signed=True))
+        yield Row(words, sign * whole.bytes, whole.blocks, head=True, signed=True)
         for stack, one in list(snapshot_views.by_size(part).items())[:MOST_BLOCKS]:
             if not explorer.find or snapshot_layout.matches(replay.snapshot, stack, explorer.find):
-                rows.append(_Part(stack, one, sign, max(1, whole.bytes)))
-    return Rows(rows, lambda row: row if isinstance(row, Row) else _part_row(replay, row))
+                words, share = snapshot_views.place(replay.snapshot, stack), one.bytes / max(1, whole.bytes)
+                yield Row(words, sign * one.bytes, one.blocks, share, 1, signed=True)
 
 
-def _part_row(replay: Replay, part: _Part) -> Row:
-    words, one = snapshot_views.place(replay.snapshot, part.stack), part.tally
-    return Row(words, part.sign * one.bytes, one.blocks, one.bytes / part.whole, 1, signed=True)
-
-
-def _segment_row(piece: snapshot_layout.Piece) -> Row:
-    kind = "small" if piece.small else "large"
-    words = [kind, "expandable" if piece.expandable else "", f"pool {piece.pool}" if piece.pool else ""]
-    stream = f"stream {piece.stream:#x}" if piece.stream else ""
-    blocks = piece.active_blocks + len(piece.free_sizes)
-    return Row(" ".join(filter(None, [*words, stream])), piece.size, blocks, piece=piece)
+def _segments(explorer: Explorer) -> Iterator[Row]:
+    pieces = snapshot_layout.layout_at(explorer.replay, explorer.cursor)
+    for piece in sorted(pieces, key=lambda piece: (-piece.size, piece.address)):
+        kind = "small" if piece.small else "large"
+        words = [kind, "expandable" if piece.expandable else "", f"pool {piece.pool}" if piece.pool else ""]
+        stream = f"stream {piece.stream:#x}" if piece.stream else ""
+        blocks = piece.active_blocks + len(piece.free_sizes)
+        yield Row(" ".join(filter(None, [*words, stream])), piece.size, blocks, piece=piece)
 
 
 def _difference(explorer: Explorer) -> Iterator[Row]:
