@@ -34,7 +34,6 @@ class Parsed:
         names: dict[int, str] = {}
         annotations: dict[int, str] = {}
         assert trace.packet[0].sequence_flags & 1, "the first packet clears the sequence's state"
-        self.clock = trace.packet[0].trace_packet_defaults.timestamp_clock_id
         for packet in trace.packet:  # interned names and tracks come before their first use
             assert packet.trusted_packet_sequence_id == 1
             if packet.HasField("track_descriptor"):
@@ -67,9 +66,8 @@ class Parsed:
 
     def time_of(self, packet: Any) -> int:
         """Return the time of a packet, ns since the epoch."""
-        clock = self.clocks[packet.timestamp_clock_id or self.clock]
-        elapsed = (packet.timestamp - clock.timestamp) * (clock.unit_multiplier_ns or 1)
-        return self.clocks[6].timestamp + elapsed
+        assert self.clocks[6].timestamp == self.clocks[1].timestamp, "the time of day"
+        return packet.timestamp
 
     def place(self, uuid: int) -> tuple[str, str]:
         """Return the process and the name of a track."""
