@@ -56,12 +56,12 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     trained: list[str]
     """Names of the trained parameters. With a ``base`` no others are saved."""
     files: Mapping[str, File]
+    settings: dict[str, Any]
+    """What ``identity`` gave when it was written."""
     base: Base | None = None
     optimizer: str = "adamw"
     """Kind of the optimizer's states (``support.states``)."""
     evaluation_loss: float | None = None
-    settings: dict[str, Any] = {}
-    """What ``identity`` gave when it was written; empty in checkpoints of earlier versions."""
 
 
 _IDENTITY = {
@@ -93,7 +93,7 @@ def changes(saved: Manifest, config: Config) -> list[str]:
     return [
         f"{name} was {_shown(saved.settings[name])} and is {_shown(now[name])}"
         for name in now
-        if name in saved.settings and saved.settings[name] != now[name]
+        if saved.settings[name] != now[name]
     ]
 
 

@@ -293,7 +293,7 @@ def _check_model(engine: Any, content: Manifest, base: Base | None, config: Conf
     refusal = stage_refusal(content, stage)
     was = f"model.name={content.base.name}" if content.base is not None and content.base.name else "random weights"
     own = support.states(config)
-    alpha = content.settings.get("lora.alpha", config.lora.alpha)  # not in checkpoints of earlier versions
+    alpha = content.settings["lora.alpha"]
     order, fix = support.ROUND_ROBIN, "optimizer.kind and optimizer.master_weights"
     if held.replace(order, "") == own.replace(order, ""):
         fix = "deepspeed.zero_optimization.round_robin_gradients"
@@ -331,11 +331,6 @@ def stage_refusal(content: Manifest, stage: int) -> str:
     written = content.zero_stage
     if written == stage or {written, stage} == {1, 2}:
         return ""
-    if written == 0 and content.precision != "fp32" and not content.optimizer.endswith(support.NO_MASTERS):
-        return (
-            f"was written with DeepSpeed's ZeRO-0 in {content.precision}, which is no longer used: its optimizer "
-            "states cannot be read; begin anew with checkpoint.resume=never"
-        )
     return f"was written with ZeRO-{written}; set zero.stage={written}"
 
 

@@ -41,7 +41,7 @@ def write(
     (path / "model.pt").write_bytes(content)
     files = {"model.pt": File(len(content), manifest.checksum(path / "model.pt"))}
     state = TrainState(step=step, evaluation_key=key)
-    manifest.write(path, Manifest(time, state, 2, "fp32", {"w": [2, 3]}, ["w"], files, evaluation_loss=loss))
+    manifest.write(path, Manifest(time, state, 2, "fp32", {"w": [2, 3]}, ["w"], files, {}, evaluation_loss=loss))
     return path
 
 
@@ -105,7 +105,6 @@ def test_a_configuration_is_the_same_where_it_makes_the_same_training(
     path = write(tmp_path, 10, 1.0)
     before = manifest.read(path)
     assert before is not None
-    assert manifest.changes(before, load(None, [*BASE, *words]).config) == [], "written by an earlier version"
     manifest.write(path, msgspec.structs.replace(before, settings=manifest.identity(load(None, BASE).config)))
     found = manifest.read(path)
     assert found is not None

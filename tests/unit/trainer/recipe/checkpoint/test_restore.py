@@ -15,15 +15,15 @@ from ftmon.trainer.recipe.state import TrainState
         (0, "bf16", "adamw_bf16 without master weights", 0, ""),
         (3, "bf16", "adamw", 1, "was written with ZeRO-3; set zero.stage=3"),
         (0, "fp32", "adamw", 2, "was written with ZeRO-0; set zero.stage=0"),
-        (0, "bf16", "adamw", 1, "was written with DeepSpeed's ZeRO-0 in bf16, which is no longer used"),
-        (0, "fp16", "adamw", 3, "was written with DeepSpeed's ZeRO-0 in fp16, which is no longer used"),
     ],
 )
 def test_stages_1_and_2_resume_from_each_other(
     written: int, precision: str, states: str, stage: int, refusal: str
 ) -> None:
     state = TrainState()
-    content = Manifest(0.0, state, written, precision, parameters={}, trained=[], files={}, optimizer=states)
+    content = Manifest(
+        0.0, state, written, precision, parameters={}, trained=[], files={}, settings={}, optimizer=states
+    )
     found = stage_refusal(content, stage)
     assert found.startswith(refusal)
     assert bool(found) is bool(refusal)

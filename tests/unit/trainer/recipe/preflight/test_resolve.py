@@ -183,7 +183,7 @@ def checkpoint(folder: Path, step: int, config: Config) -> None:
     path = folder / "checkpoints" / f"step-{step}"
     path.mkdir(parents=True)
     settings = manifest.identity(config)
-    manifest.write(path, Manifest(float(step), TrainState(step=step), 2, "fp32", {}, [], {}, settings=settings))
+    manifest.write(path, Manifest(float(step), TrainState(step=step), 2, "fp32", {}, [], {}, settings))
 
 
 def test_an_output_folder_is_continued_by_the_same_configuration_and_not_written_over(data: Path) -> None:
