@@ -4,18 +4,23 @@ A snapshot has the request, the free memory, and every block with its stack. It 
 users of the device. The phase is derived from the failing stack, if possible.
 """
 
+from typing import Any
+
 import msgspec
 
 from ..messages.control import RankState
 from ..messages.memory import OomReport, RankMoment
 from ..messages.telemetry import DeviceSample, Heartbeat, Hello, Oom, SegmentUse, StackGroup, Step
-from ..snapshot.columns import FREE, Frame, Snapshot
+from ..snapshot.columns import Frame, Snapshot
+from ..text import gib
+from .allocator.allocations import columns
+from .allocator.settings import SMALL_MOST_BYTES
 from .allocator.snapshot_layout import Piece, layout_at
 from .allocator.snapshot_replay import Replay, pending_states
-from .allocator.snapshot_views import find_oom, live_stacks
+from .allocator.snapshot_views import NO_STACK, frames_json, live_stacks
 from .deaths.detector import HostPressure
 from .oom.detector import OomContext
-from .oom.words import explain
+from .oom.words import explain, remedy_words
 from .remedies import remedies
 
 SEGMENTS = 256
@@ -33,12 +38,53 @@ _PHASES = (
 
 def report_of(snapshot: Snapshot, replays: list[Replay]) -> OomReport | None:
     """Return a report of the last out-of-memory error of a snapshot; None if there was none."""
-    found = [(replay, index) for replay in replays if (index := replay.oom_index()) is not None]
-    if not found:
+    found = _last(replays)
+    if found is None:
         return None
-    replay, index = max(found, key=lambda one: one[0].time_of(one[1]))
-    oom = oom_of(snapshot, replay)
-    return _report(oom, OomContext(to_come=pending_states(replay, index))) if oom is not None else None
+    return _report(_oom_of(snapshot, *found), OomContext(to_come=pending_states(*found)))
+
+
+def description(snapshot: Snapshot, replays: list[Replay]) -> dict[str, Any] | None:
+    """Return the last out-of-memory error for ``ftmon snapshot --json``; None if there was none."""
+    found, report = _last(replays), report_of(snapshot, replays)
+    if found is None or report is None:
+        return None
+    (replay, index), oom = found, report.oom
+    names = ("requested_bytes", "device_free_bytes", "allocated_bytes", "reserved_bytes", "usable_free_bytes")
+    return {
+        "device": replay.device,
+        "index": index,
+        **{name: getattr(oom, name) for name in names},
+        "free_bytes": oom.reserved_free_bytes,
+        "largest_free_block_bytes": max((piece.largest_free_bytes for piece in layout_at(replay, index)), default=0),
+        "kind": report.verdict.kind,
+        "verdict": " ".join(verdict_lines(report)),
+        "stack": frames_json(failing_frames(replay)),
+    }
+
+
+def verdict_lines(report: OomReport) -> list[str]:
+    """Return why a snapshot's allocation failed, the figures, the first remedy, and who held most, a line each."""
+    oom, verdict = report.oom, report.verdict
+    lines = [f"{verdict.title}. {verdict.text}", f"{'; '.join(verdict.evidence)}."]
+    lines += [f"To try first: {remedy_words(remedy)}" for remedy in report.remedies[:1]]
+    for group in oom.holders[:1] if oom.allocated_bytes else ():
+        where = group.frames[-1].rpartition("/")[2] if group.frames else NO_STACK
+        times = f" in {group.count:,} blocks" if group.count > 1 else ""
+        share = group.bytes / oom.allocated_bytes * 100
+        lines.append(f"Largest holder: {where}: {gib(group.bytes)}{times}, {share:.0f} % of allocated memory.")
+    return lines
+
+
+def failing_frames(replay: Replay) -> list[Frame]:
+    """Return the stack of a device's last out-of-memory error, innermost first; empty if there was none."""
+    index = replay.oom_index()
+    return [] if index is None else replay.snapshot.frames_of(columns(replay.trace.stacks, "I")[index])
+
+
+def _last(replays: list[Replay]) -> tuple[Replay, int] | None:
+    found = [(replay, index) for replay in replays if (index := replay.oom_index()) is not None]
+    return max(found, key=lambda one: one[0].time_of(one[1]), default=None)
 
 
 def _report(oom: Oom, around: OomContext) -> OomReport:
@@ -46,36 +92,37 @@ def _report(oom: Oom, around: OomContext) -> OomReport:
     return OomReport(oom.rank, oom.step, oom.phase, oom.time, oom, verdict, remedies(oom, verdict, around))
 
 
-def oom_of(snapshot: Snapshot, replay: Replay) -> Oom | None:
-    """Return the last out-of-memory error of one device as the message of a rank; rank and step are 0: unknown."""
-    found = find_oom(replay)
-    if found is None:
-        return None
-    pieces = layout_at(replay, found.entry)
+def _oom_of(snapshot: Snapshot, replay: Replay, index: int) -> Oom:
+    """Return an out-of-memory error as the message of a rank; rank and step are 0: unknown."""
+    pieces, frames = layout_at(replay, index), failing_frames(replay)
+    asked, stream = columns(replay.trace.sizes, "q")[index], columns(replay.trace.streams, "q")[index]
+    device_free, reserved = replay.trace.device_free.get(index, 0), replay.at(replay.reserved, index)
+    of_request = (stream, asked <= SMALL_MOST_BYTES, "")
+    usable = [piece for piece in pieces if (piece.stream, piece.small, piece.pool) == of_request]
     return Oom(
         rank=0,
         step=0,
-        phase=_phase_of(snapshot.frames_of(found.stack)),
-        time=replay.time_of(found.entry) / 1e6,
-        requested_bytes=found.requested_bytes,
-        device_free_bytes=found.device_free_bytes,
+        phase=_phase_of(frames),
+        time=replay.time_of(index) / 1e6,
+        requested_bytes=asked,
+        device_free_bytes=device_free,
         # Other users of the device are unknown: its capacity is at least this large.
-        device_total_bytes=found.device_free_bytes + found.reserved_bytes,
-        allocated_bytes=found.allocated_bytes,
-        reserved_bytes=found.reserved_bytes,
+        device_total_bytes=device_free + reserved,
+        allocated_bytes=replay.at(replay.allocated, index),
+        reserved_bytes=reserved,
         message=f"CUDA out of memory on device {replay.device}",
-        stack=_stack(snapshot, found.stack),
-        room_bytes=found.device_free_bytes if found.device_free_bytes < found.requested_bytes else 0,
-        reserved_free_bytes=found.free_bytes,
-        free_blocks=sum(1 for piece in pieces for block in piece.blocks if block.state == FREE),
-        largest_free_bytes=found.largest_usable_bytes,
-        usable_free_bytes=found.usable_free_bytes,
+        stack=_stack(frames),
+        room_bytes=device_free if device_free < asked else 0,
+        reserved_free_bytes=sum(piece.free_bytes for piece in pieces),
+        free_blocks=sum(len(piece.free_sizes) for piece in pieces),
+        largest_free_bytes=max((piece.largest_free_bytes for piece in usable), default=0),
+        usable_free_bytes=sum(piece.free_bytes for piece in usable),
         expandable=any(piece.expandable for piece in pieces),
         # Whether the first step was over is not in the snapshot.
         steps_done=1,
         holders=[
-            StackGroup(tally.bytes, tally.blocks, _stack(snapshot, stack))
-            for stack, tally in list(live_stacks(replay, found.entry).items())[:_HOLDERS]
+            StackGroup(tally.bytes, tally.blocks, _stack(snapshot.frames_of(stack)))
+            for stack, tally in list(live_stacks(replay, index).items())[:_HOLDERS]
         ],
         segments=[_use(piece) for piece in sorted(pieces, key=lambda piece: -piece.size)[:SEGMENTS]],
         snapshot=snapshot.path,
@@ -88,13 +135,13 @@ def _phase_of(frames: list[Frame]) -> str:
     return next((phase for phase, marks in _PHASES if any(mark in words for mark in marks)), "")
 
 
-def _stack(snapshot: Snapshot, stack: int) -> list[str]:
+def _stack(frames: list[Frame]) -> list[str]:
     """Return a stack as text, outermost first."""
-    return [f"{frame.filename}:{frame.line} {frame.name}" for frame in reversed(snapshot.frames_of(stack))]
+    return [f"{frame.filename}:{frame.line} {frame.name}" for frame in reversed(frames)]
 
 
 def _use(piece: Piece) -> SegmentUse:
-    free = [block.size for block in piece.blocks if block.state == FREE]
+    free = piece.free_sizes
     flags = ("s" if piece.small else "") + ("e" if piece.expandable else "") + ("p" if piece.pool else "")
     return SegmentUse(piece.size, piece.size - sum(free), max(free, default=0), len(free), flags)
 

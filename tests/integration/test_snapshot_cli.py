@@ -38,8 +38,9 @@ def test_text_names_the_peak_the_error_and_what_holds_the_memory(capsys: pytest.
     assert main(["snapshot", OOM, "--text"]) == 0
     out = capsys.readouterr().out
     assert "highest allocated 18.28 GiB at entry 3,338" in out
-    assert "a limit on this process, not a full device: 4.64 GiB was requested" in out
-    assert "ForCausalLMLoss  loss_utils.py:59" in out
+    assert "logits and loss. It failed at the logits and the loss" in out
+    assert "requested 4.64 GiB; 120.12 GiB of 138.58 GiB was free" in out
+    assert "Largest holder: loss_utils.py:59 ForCausalLMLoss: 4.64 GiB" in out
     assert main(["snapshot", STEP, OOM]) == 0
     assert capsys.readouterr().out.startswith(f"from {STEP} to {OOM}"), "text, without a terminal"
 

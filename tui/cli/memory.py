@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from ...protocol.analysis import oom_report
 from ...protocol.analysis.allocator import snapshot_layout, snapshot_views
 from ...protocol.analysis.allocator.snapshot_replay import Replay
 from ...protocol.errors import HubError, RunDirError, UsageError
@@ -292,10 +293,11 @@ def explore(arguments: Namespace) -> int:
 
         before = opened[0] if len(opened) > 1 else []
         return run_explorer(opened[-1], before, ascii_only=output.draws_ascii(arguments))
-    reports = [snapshot_views.report(replays[0].snapshot, replays, arguments.top) for replays in opened]
     if arguments.json:
         # Of two files, the second is described as the present state, with its differences from the first.
-        result = reports[-1]
+        snapshot, replays = opened[-1][0].snapshot, opened[-1]
+        result = snapshot_views.report(snapshot, replays, arguments.top)
+        result["oom"] = oom_report.description(snapshot, replays)
         if len(opened) == 2:
             compared = snapshot_views.difference_report(opened[0], opened[1], arguments.top)
             result = result | {"difference": {"before": opened[0][0].snapshot.path, **compared}}
@@ -353,10 +355,12 @@ def _device(replay: Replay, top: int) -> Iterator[str]:
         yield f"{of.unsure} blocks older than the trace have no exact size; figures may be {gib(of.unsure_bytes)} low"
     if of.lost:
         yield f"{of.lost:,} frees are missing from the trace, which has gaps"
-    if (oom := snapshot_views.find_oom(replay)) is not None:
+    if (report := oom_report.report_of(snapshot, [replay])) is not None:
         yield ""
-        yield f"out of memory at entry {oom.entry:,}: {oom.verdict}"
-        yield from (f"    {snapshot_layout.frame_words(frame)}" for frame in snapshot.frames_of(oom.stack)[:_DEPTH])
+        yield f"out of memory at entry {replay.oom_index():,}"
+        yield from (f"  {line}" for line in oom_report.verdict_lines(report))
+        frames = oom_report.failing_frames(replay)[:_DEPTH]
+        yield from (f"    {snapshot_layout.frame_words(frame)}" for frame in frames)
     yield ""
     yield "fragmentation at the end"
     holes = snapshot_layout.fragmentation(snapshot_layout.layout_at(replay, replay.last))

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from ...protocol.analysis import oom_report
 from ...protocol.analysis.allocator import snapshot_layout, snapshot_views
 from ...protocol.analysis.allocator.allocations import columns
 from ...protocol.analysis.allocator.snapshot_replay import Replay
@@ -116,7 +117,7 @@ class Explorer:
         self._trees: dict[bool, snapshot_layout.StackTree] = {}
         self._bands: dict[int, list[list[Band]]] = {}
         self._spans: dict[int, list[Annotation]] = {}
-        self._oom: dict[int, snapshot_views.Oom | None] = {}
+        self._ooms: dict[int, list[str]] = {}
         self._difference: dict[tuple[int, int], list[snapshot_views.Change]] = {}
         self.mark: int | None = None
         self._begin()
@@ -132,11 +133,12 @@ class Explorer:
         return VIEWS if self.before else VIEWS[:-1]
 
     @property
-    def oom(self) -> snapshot_views.Oom | None:
-        """The out-of-memory error of the device in view, if its trace has one."""
-        if self._number not in self._oom:
-            self._oom[self._number] = snapshot_views.find_oom(self.replay)
-        return self._oom[self._number]
+    def oom(self) -> list[str]:
+        """Why the last allocation of the device in view failed, in words; empty if none failed."""
+        if self._number not in self._ooms:
+            report = oom_report.report_of(self.replay.snapshot, [self.replay])
+            self._ooms[self._number] = oom_report.verdict_lines(report) if report is not None else []
+        return self._ooms[self._number]
 
     def _begin(self) -> None:
         self.first, self.last = -1, self.replay.last
@@ -374,14 +376,11 @@ def _difference(explorer: Explorer) -> Iterator[Row]:
 
 def _report(explorer: Explorer, width: int) -> Iterator[Row]:
     replay = explorer.replay
-    oom = explorer.oom
-    if oom is not None:
-        yield Row(f"out of memory at entry {oom.entry:,}", head=True, tone="error")
-        yield from _wrapped([oom.verdict], width)
-        yield from (
-            Row(snapshot_layout.frame_words(frame), depth=2, tone="dim")
-            for frame in replay.snapshot.frames_of(oom.stack)
-        )
+    if explorer.oom:
+        yield Row(f"out of memory at entry {replay.oom_index():,}", head=True, tone="error")
+        yield from _wrapped(explorer.oom, width)
+        for frame in oom_report.failing_frames(replay):
+            yield Row(snapshot_layout.frame_words(frame), depth=2, tone="dim")
     yield Row("fragmentation at the cursor", head=True)
     fragmentation = snapshot_layout.fragmentation(snapshot_layout.layout_at(replay, explorer.cursor))
     yield from _wrapped(snapshot_layout.fragmentation_words(fragmentation), width)

@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 from ...code_owner import library_of
 from ...snapshot.columns import Frame, Snapshot
-from ...text import gib
-from .allocations import BEFORE, columns
-from .settings import SMALL_MOST_BYTES
-from .snapshot_layout import Piece, Tally, fragmentation, fragmentation_words, frame_words, layout_at, matters
-from .snapshot_replay import Replay, Totals, pending_states, sums
+from .allocations import BEFORE
+from .snapshot_layout import Tally, fragmentation, fragmentation_words, frame_words, layout_at
+from .snapshot_replay import Replay, Totals, sums
 
 NO_STACK = "no Python stack recorded"
 """For memory allocated before the window, by C++ threads (as in the backward pass), or without stacks."""
@@ -104,104 +102,6 @@ def difference(before: Replay, first: int, after: Replay, second: int) -> list[C
     return sorted(changes, key=lambda change: (-abs(change.bytes), change.frames))
 
 
-class Oom(NamedTuple):
-    """A failed allocation, and the state of memory at that moment."""
-
-    device: int
-    entry: int
-    requested_bytes: int
-    """The block or segment that was requested, rounded as in the error message."""
-    device_free_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    free_bytes: int
-    usable_free_bytes: int
-    """Free bytes in blocks of the request's pool and stream."""
-    largest_usable_bytes: int
-    """The largest of those blocks."""
-    largest_free_block_bytes: int
-    kind: str
-    """``fragmentation``, ``limit`` or ``too_large``."""
-    verdict: str
-    stack: int
-
-
-def find_oom(replay: Replay) -> Oom | None:
-    """Return the last out-of-memory error of the trace; None if there is none."""
-    index = replay.oom_index()
-    if index is None:
-        return None
-    asked = columns(replay.trace.sizes, "q")[index]
-    stream = columns(replay.trace.streams, "q")[index]
-    device_free = replay.trace.device_free.get(index, 0)
-    pieces = layout_at(replay, index)
-    small = asked <= SMALL_MOST_BYTES
-    usable = [piece for piece in pieces if (piece.stream, piece.small, piece.pool) == (stream, small, "")]
-    reserved, allocated = replay.at(replay.reserved, index), replay.at(replay.allocated, index)
-    kind, verdict = _verdict(asked, device_free, usable, reserved, pending_states(replay, index))
-    verdict += f". {_holder(replay, index, allocated)}" if allocated else ""
-    (free, largest), (usable_free, largest_usable) = (
-        (sum(piece.free_bytes for piece in some), max((piece.largest_free_bytes for piece in some), default=0))
-        for some in (pieces, usable)
-    )
-    return Oom(
-        replay.device, index, asked, device_free, allocated, reserved, free, usable_free, largest_usable, largest,
-        kind, verdict, columns(replay.trace.stacks, "I")[index],
-    )  # fmt: skip
-
-
-def _verdict(asked: int, device_free: int, usable: list[Piece], reserved: int, to_come: int) -> tuple[str, str]:
-    free = sum(piece.free_bytes for piece in usable)
-    largest_free = max((piece.largest_free_bytes for piece in usable), default=0)
-    pieces = sum(len(piece.free_sizes) for piece in usable)
-    in_one_piece_enough = matters(free, reserved) and free + device_free >= to_come
-    if free >= asked > largest_free and in_one_piece_enough:
-        expandable = any(piece.expandable for piece in usable)
-        remedy = "" if expandable else "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True would join them"
-        return "fragmentation", (
-            f"fragmentation: {gib(asked)} was requested and {gib(free)} of reserved memory was free, but in {pieces:,} "
-            f"pieces of at most {gib(largest_free)}{remedy}"
-        )
-    if device_free >= asked:
-        return "limit", (
-            f"a limit on this process, not a full device: {gib(asked)} was requested while the device had "
-            f"{gib(device_free)} free; with {gib(reserved)} reserved it would have exceeded a limit such as "
-            f"torch.cuda.set_per_process_memory_fraction sets (less likely, the driver could not map that much)"
-        )
-    short = asked - device_free - free
-    also = f" and {gib(free)} of reserved memory, at most {gib(largest_free)} of it in one piece" if free else ""
-    if short <= 0 and to_come > free + device_free:
-        return "too_large", (
-            f"too large: {gib(asked)} was requested, {gib(device_free)} of the device was free{also}: even in one "
-            f"piece it would not have sufficed for the missing optimizer states, about {gib(to_come)} judging by "
-            "those created so far"
-        )
-    if short <= 0 and not matters(free, reserved):
-        return "too_large", (
-            f"too large: {gib(asked)} was requested, {gib(device_free)} of the device was free{also}: even in one "
-            f"piece it would have served little more than this request, with {gib(reserved - free)} of "
-            f"{gib(reserved)} reserved in use"
-        )
-    if short <= 0:
-        return "fragmentation", (
-            f"fragmentation: {gib(asked)} was requested; {gib(device_free)} of the device was free{also}: enough "
-            "in total, but not in one piece; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True would join them"
-        )
-    return "too_large", (
-        f"too large: {gib(asked)} was requested, but only {gib(device_free)} of the device was free{also}: "
-        f"{gib(short)} short"
-    )
-
-
-def _holder(replay: Replay, index: int, allocated: int) -> str:
-    stacks = live_stacks(replay, index)
-    stack, most = next(iter(stacks.items()))
-    share = most.bytes / allocated * 100
-    times = f" in {most.blocks:,} blocks" if most.blocks > 1 else ""
-    where = place(replay.snapshot, stack)
-    return f"Largest holder: {where}: {gib(most.bytes)}{times}, {share:.0f} % of allocated memory"
-
-
 def place(snapshot: Snapshot, stack: int) -> str:
     """Return a stack as one phrase: its innermost call, and the innermost call in user code."""
     frames = snapshot.frames_of(stack)
@@ -213,22 +113,13 @@ def place(snapshot: Snapshot, stack: int) -> str:
 
 
 def report(snapshot: Snapshot, replays: list[Replay], top: int = 20) -> dict[str, Any]:
-    """Return the description of a snapshot."""
-    ooms = [found for replay in replays if (found := find_oom(replay)) is not None]
-    oom = max(ooms, key=lambda found: _moment(replays, found), default=None)
+    """Return the description of a snapshot, without a failed allocation (``oom_report``)."""
     return {
         "file": snapshot.path,
         "devices": [_device(replay) for replay in replays],
         "top_stacks": _top_stacks(replays, top),
         "largest_blocks": _largest_blocks(replays, top),
-        "oom": None if oom is None else _oom(snapshot, oom),
     }
-
-
-def _moment(replays: list[Replay], oom: Oom) -> tuple[int, int]:
-    """Return a sort key for the out-of-memory errors of several devices: time, then device."""
-    replay = next(replay for replay in replays if replay.device == oom.device)
-    return replay.time_of(oom.entry), -oom.device
 
 
 def frames_json(frames: list[Frame]) -> list[dict[str, Any]]:
@@ -295,12 +186,6 @@ def _largest_blocks(replays: list[Replay], top: int) -> list[dict[str, Any]]:
         for number in largest(replay, replay.peak_index, top)
     ]
     return sorted(found, key=lambda one: -one["bytes"])[:top]
-
-
-def _oom(snapshot: Snapshot, oom: Oom) -> dict[str, Any]:
-    found = oom._asdict() | {"stack": frames_json(snapshot.frames_of(oom.stack))}
-    del found["largest_usable_bytes"]
-    return {"index" if name == "entry" else name: value for name, value in found.items()}
 
 
 def difference_report(before: list[Replay], after: list[Replay], top: int = 20) -> dict[str, Any]:

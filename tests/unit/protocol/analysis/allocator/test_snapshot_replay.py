@@ -17,12 +17,11 @@ from ftmon.protocol.analysis.allocator.snapshot_views import (
     between,
     difference,
     difference_report,
-    find_oom,
     live_stacks,
     report,
     total,
 )
-from ftmon.protocol.analysis.oom_report import report_of
+from ftmon.protocol.analysis.oom_report import description, report_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import DOCS
@@ -88,11 +87,10 @@ def test_sizes_worked_out_from_the_rules_are_those_of_the_blocks_that_stand_at_t
 
 def test_the_out_of_memory_error_is_as_the_allocators_message_told_it(replays: dict[str, Replay]) -> None:
     """Tried to allocate 4.64 GiB; 18.28 GiB allocated by PyTorch; 183.27 MiB reserved but unallocated."""
-    oom = find_oom(replays["oom_backward"])
+    oom = report_of(replays["oom_backward"].snapshot, [replays["oom_backward"]]).oom
     figures = oom.requested_bytes / 2**30, oom.allocated_bytes / 2**30, (oom.reserved_bytes - oom.allocated_bytes) / MIB
     assert [f"{figure:.2f}" for figure in figures] == ["4.64", "18.28", "183.27"]
-    assert oom.kind == "limit"
-    assert find_oom(replays["step_zero3"]) is None
+    assert report_of(replays["step_zero3"].snapshot, [replays["step_zero3"]]) is None
 
 
 def test_a_steady_step_ends_where_it_began_and_peaks_in_between(replays: dict[str, Replay]) -> None:
@@ -104,7 +102,7 @@ def test_a_steady_step_ends_where_it_began_and_peaks_in_between(replays: dict[st
 
 def test_json_has_the_documented_fields(replays: dict[str, Replay]) -> None:
     replay = replays["oom_backward"]
-    told = report(replay.snapshot, [replay], 5)
+    told = report(replay.snapshot, [replay], 5) | {"oom": description(replay.snapshot, [replay])}
     text = (DOCS / "snapshot.md").read_text()
     documented = set(re.findall(r"`(\w+)`", text))
     fields = {*told, *told["devices"][0], *told["top_stacks"][0], *told["largest_blocks"][0], *told["oom"]}
@@ -288,10 +286,11 @@ def test_an_out_of_memory_error_gets_its_verdict_from_the_numbers(asked: int, de
         for address in blocks[::2]:
             allocator.free(address)
     allocator.fail(asked, device_free)
-    oom = find_oom(replay_of(allocator))
-    assert (oom.kind, oom.requested_bytes, oom.device_free_bytes) == (kind, asked, device_free)
-    assert oom.allocated_bytes == allocator.now().allocated
-    assert oom.largest_free_block_bytes == (20 * MIB if kind == "fragmentation" else 0)
+    replay = replay_of(allocator)
+    oom = description(replay.snapshot, [replay])
+    assert (oom["kind"], oom["requested_bytes"], oom["device_free_bytes"]) == (kind, asked, device_free)
+    assert oom["allocated_bytes"] == allocator.now().allocated
+    assert oom["largest_free_block_bytes"] == (20 * MIB if kind == "fragmentation" else 0)
 
 
 def test_layouts_follow_segments_that_were_freed_and_expandable_ranges_that_were_unmapped() -> None:
@@ -385,21 +384,18 @@ def failed(made: int) -> CachingAllocator:
     return allocator
 
 
-@pytest.mark.parametrize(
-    ("made", "kind", "verdict"), [(73, "too_large", "optimizer_states"), (195, "fragmentation", "fragmentation")]
-)
+@pytest.mark.parametrize(("made", "verdict"), [(73, "optimizer_states"), (195, "fragmentation")])
 def test_free_memory_in_pieces_is_to_blame_only_where_it_would_have_sufficed_for_the_states_to_come(
-    made: int, kind: str, verdict: str
+    made: int, verdict: str
 ) -> None:
     snapshot = compact(failed(made).snapshot(), "made")
     replay = Replay(snapshot, 0)
-    oom = find_oom(replay)
-    assert oom.usable_free_bytes > ASKED > oom.largest_free_block_bytes
-    assert oom.usable_free_bytes > 0.05 * oom.reserved_bytes
-    assert pending_states(replay, oom.entry) == sum(SNAPSHOT_TO_COME_SIZES[made:])
     report = report_of(snapshot, [replay])
-    assert (oom.kind, report.verdict.kind) == (kind, verdict)
-    assert ("missing optimizer states" in oom.verdict) == (made == 73)
+    oom = report.oom
+    assert oom.usable_free_bytes > ASKED > oom.largest_free_bytes
+    assert oom.usable_free_bytes > 0.05 * oom.reserved_bytes
+    assert pending_states(replay, replay.oom_index()) == sum(SNAPSHOT_TO_COME_SIZES[made:])
+    assert report.verdict.kind == verdict
     assert (report.remedies[0].kind == "expandable_segments") == (made == 195)
 
 
