@@ -17,72 +17,11 @@ EMPTY = -1  # a column, or a figure of it, without data
 KEEP = 512  # minimum number of columns that a level keeps; at twice that number the oldest half is dropped
 RATIO = 4
 
-
-class Level:
-    """Columns of ``span`` seconds; column ``first`` (spans since the epoch) is index 0 of the three lists."""
-
-    __slots__ = ("figures", "first", "span")
-
-    def __init__(self, span: int, first: int) -> None:
-        self.span = span
-        self.first = first
-        self.figures: tuple[list[int], list[int], list[int]] = ([], [], [])  # Allocated, reserved and resident bytes
-
-    def __len__(self) -> int:
-        return len(self.figures[0])
-
-    def reach(self, column: int) -> None:
-        """Extend to hold ``column``, which is not before ``first``."""
-        missing = column - self.first + 1 - len(self)
-        for figures in self.figures if missing > 0 else ():
-            figures += [EMPTY] * missing
-
-    def reach_back(self, column: int) -> None:
-        """Extend to the past to hold ``column``."""
-        missing = self.first - column
-        if missing > 0:
-            for figures in self.figures:
-                figures[:0] = [EMPTY] * missing
-            self.first = column
-
-    def trim(self, first: int) -> None:
-        """Drop every column before ``first``."""
-        drop = first - self.first
-        if drop > 0:
-            for figures in self.figures:
-                del figures[:drop]
-            self.first = first
-
-    def lift(self, first: int, last: int, *highs: int) -> None:
-        """Raise columns ``first`` to ``last`` that this level holds to at least these three figures."""
-        begin, end = max(first - self.first, 0), min(last - self.first + 1, len(self))
-        for figures, high in zip(self.figures, highs, strict=True):
-            for index in range(begin, end):
-                if high > figures[index]:
-                    figures[index] = high
-
-    def copy(self, end: int | None = None) -> "Level":
-        """Copy this level, or what it has before column ``end``."""
-        stop = None if end is None else max(end - self.first, 0)
-        other = Level(self.span, self.first)
-        allocated, reserved, resident = self.figures
-        other.figures = allocated[:stop], reserved[:stop], resident[:stop]
-        return other
-
-    def highest(self, first: int, last: int) -> tuple[int, int, int]:
-        """Return the highest figures of columns ``first`` to ``last``, ``EMPTY`` where there are none."""
-        begin, end = max(first - self.first, 0), max(last - self.first + 1, 0)
-        allocated, reserved, resident = (max(figures[begin:end], default=EMPTY) for figures in self.figures)
-        return allocated, reserved, resident
-
-    def slices(self, first: int, width: int) -> tuple[list[int], list[int], list[int]]:
-        """Copy ``width`` columns from ``first`` on, ``EMPTY`` where this level has none."""
-        begin = first - self.first
-        before = [EMPTY] * min(max(-begin, 0), width)
-        low, high = max(begin, 0), max(begin + width, 0)
-        found = (before + figures[low:high] for figures in self.figures)
-        allocated, reserved, resident = (each + [EMPTY] * (width - len(each)) for each in found)
-        return allocated, reserved, resident
+Figures = tuple[int, int, int]
+"""Allocated, reserved and resident bytes."""
+Level = dict[int, Figures]
+"""Columns with data, by their start in spans since the epoch."""
+_NONE = (EMPTY, EMPTY, EMPTY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,29 +49,29 @@ class Columns:
 class Timeline:
     """Allocated, reserved and resident peaks of one rank, with marks."""
 
-    __slots__ = ("_dirty", "_fine", "_levels", "_marked", "current", "marks")
+    __slots__ = ("_kept", "_levels", "_marked", "current", "marks")
 
     def __init__(self) -> None:
-        self._fine = Level(1, 0)
-        self._levels = [self._fine]
-        self._dirty: int | None = None  # oldest column of the finest level that is not merged into coarser levels yet
+        self._levels: list[Level] = [{}]
+        """By ``RATIO`` to the power of its index, seconds; what a column has, the coarser ones around it have too."""
+        self._kept = [0]
+        """By level: the first column that has not been dropped."""
         self.marks: list[Mark] = []
         self._marked: set[int] = set()
-        self.current: tuple[int, int, int] = (EMPTY, EMPTY, EMPTY)
+        self.current: Figures = _NONE
         """The latest allocated, reserved and resident bytes, shown in columns after the newest data."""
 
     @property
     def start(self) -> float | None:
         """Begin of the oldest column, seconds since the epoch; None while empty."""
         top = self._levels[-1]
-        return float(top.first * top.span) if len(top) else None
+        return float(min(top) * RATIO ** (len(self._levels) - 1)) if top else None
 
     @property
     def end(self) -> float | None:
         """End of the newest column; None while empty."""
-        ends = [(level.first + len(level)) * level.span for level in self._levels if len(level)]
         # A coarse column ends later than its data; the finest level with data is the most precise.
-        return float(ends[0]) if ends else None
+        return next((float((max(one) + 1) * RATIO**index) for index, one in enumerate(self._levels) if one), None)
 
     def add(self, time: float, allocated: int, reserved: int, resident: int = EMPTY) -> None:
         """Raise the column at ``time`` to these figures (bytes)."""
@@ -141,24 +80,8 @@ class Timeline:
 
     def add_range(self, first: int, last: int, allocated: int, reserved: int, resident: int = EMPTY) -> None:
         """Raise the one-second columns ``first`` to ``last`` (both included) to these figures (bytes)."""
-        level = self._fine
-        index = first - level.first
-        end = last - level.first
-        if index < 0 or end >= len(level):
-            self._add_slowly(first, last, allocated, reserved, resident)
-            return
-        if self._dirty is None or first < self._dirty:
-            self._dirty = first
-        # Inlined for speed: this runs several times for every step of every rank.
-        of_allocated, of_reserved, of_resident = level.figures
-        while index <= end:
-            if allocated > of_allocated[index]:
-                of_allocated[index] = allocated
-            if reserved > of_reserved[index]:
-                of_reserved[index] = reserved
-            if resident > of_resident[index]:
-                of_resident[index] = resident
-            index += 1
+        for column in range(max(first, last - KEEP), last + 1):
+            self._raise(column, (allocated, reserved, resident))
 
     def mark(self, mark: Mark) -> None:
         """Add a mark, or replace the one of the same alert."""
@@ -172,31 +95,17 @@ class Timeline:
             return
         self.marks.insert(bisect_left(self.marks, mark.time, key=lambda known: known.time), mark)
 
-    def adopt(self, past: Level) -> None:
-        """Add older history at a level's resolution (a power of ``RATIO`` seconds), after a seek or a late join.
+    def adopt(self, past: Level, span: int, end: int | None = None) -> None:
+        """Add older history in columns of ``span`` seconds (a power of ``RATIO``), after a seek or a late join.
 
-        ``past`` is copied; known columns are kept, and if both have a column the higher figure counts.
+        Columns from ``end`` on are left out. Where a column is known already, the higher figures count.
         """
-        if not len(past):
-            return
-        self._flush()
-        if not len(self._levels[-1]):
-            self._fine.first = past.first * past.span
-        while self._levels[-1].span < past.span:
+        while RATIO ** (len(self._levels) - 1) < span:
             self._add_level()
-        position = next(index for index, level in enumerate(self._levels) if level.span >= past.span)
-        known, merged = self._levels[position], past.copy()
-        if len(known):
-            merged.reach_back(known.first)
-        for column in range(known.first, known.first + len(known)):
-            merged.reach(column)
-            merged.lift(column, column, *known.highest(column, column))
-        self._levels[position] = merged
-        if position == 0:
-            self._fine = merged
-            self._dirty = merged.first
-        else:
-            self._raise_above(position, merged.first)
+        position = next(index for index in range(len(self._levels)) if RATIO**index == span)
+        for column, figures in past.items():
+            if end is None or column < end:
+                self._raise(column, figures, position)
 
     def window(self, width: int, now: float, span: int = 1) -> Columns:
         """Return the last ``width`` columns of ``span`` seconds, the last of which contains ``now``.
@@ -219,16 +128,14 @@ class Timeline:
         return self._columns(first, floor(last / span) - first + 1, span)
 
     def _columns(self, first: int, width: int, span: int) -> Columns:
-        self._flush()
-        exact = next((level for level in self._levels if level.span == span), None)
-        figures = exact.slices(first, width) if exact else ([EMPTY] * width, [EMPTY] * width, [EMPTY] * width)
-        out = Columns(float(first * span), span, *figures, [None] * width)
-        begin, end = self.start, self.end
-        if begin is not None and end is not None:
-            for index in range(max(0, int(begin // span) - first), min(width, int(end // span) + 1 - first)):
-                if out.allocated[index] == EMPTY:
-                    found = self._highest((first + index) * span, span)
-                    out.allocated[index], out.reserved[index], out.resident[index] = found
+        exact: Level = next((one for index, one in enumerate(self._levels) if RATIO**index == span), {})
+        begin, end = self.start or 0.0, self.end or 0.0
+        found = [exact.get(column, _NONE) for column in range(first, first + width)]
+        for column in range(max(first, floor(begin / span)), min(first + width, floor(end / span) + 1)):
+            if found[column - first][0] == EMPTY:
+                found[column - first] = self._highest(column * span, span)
+        allocated, reserved, resident = ([figures[index] for figures in found] for index in range(3))
+        out = Columns(float(first * span), span, allocated, reserved, resident, [None] * width)
         _fill_gaps(out, self.current)
         for mark in self.marks[bisect_left(self.marks, first * span, key=lambda known: known.time) :]:
             index = floor(mark.time / span) - first
@@ -239,73 +146,53 @@ class Timeline:
                 out.marks[index] = mark
         return out
 
-    def _highest(self, second: int, span: int) -> tuple[int, int, int]:
+    def _highest(self, second: int, span: int) -> Figures:
         """Return the highest figures of a column, from the coarsest level that resolves it, else from a coarser one."""
-        position = max(index for index, level in enumerate(self._levels) if level.span <= span)
-        for level in self._levels[position:]:
-            first = second // level.span
-            if first < level.first and level is not self._levels[-1]:
-                continue
-            found = level.highest(first, (second + span - 1) // level.span)
-            if found[0] != EMPTY:
-                return found
-        return EMPTY, EMPTY, EMPTY
+        finest = max(index for index in range(len(self._levels)) if RATIO**index <= span)
+        for index in range(finest, len(self._levels)):
+            size, level = RATIO**index, self._levels[index]
+            if second // size >= self._kept[index] or index + 1 == len(self._levels):
+                columns = range(second // size, (second + span - 1) // size + 1)
+                if found := [level[column] for column in columns if column in level]:
+                    return _highest(*found)
+        return _NONE
 
-    def _add_slowly(self, first: int, last: int, allocated: int, reserved: int, resident: int) -> None:
-        first = max(first, last - KEEP)
-        level = self._fine
-        if not len(level) and len(self._levels) == 1:
-            level.first = first
-        if first < level.first and (len(self._levels) > 1 or level.first - first > KEEP):
-            self._flush()
-            while self._levels[-1].first - first // self._levels[-1].span > KEEP or len(self._levels) == 1:
-                self._add_level()
-            for position, each in enumerate(self._levels):
-                self._write(position, first // each.span, last // each.span, allocated, reserved, resident)
-            return
-        self._write(0, first, last, allocated, reserved, resident)
-        self._dirty = first if self._dirty is None else min(self._dirty, first)
+    def _raise(self, column: int, figures: Figures, position: int = 0) -> None:
+        """Raise a column of a level, and those around it of the coarser levels, to at least these figures."""
+        for index in range(position, len(self._levels)):
+            if column >= self._kept[index]:
+                level = self._levels[index]
+                known = level.get(column)
+                if known is None:
+                    level[column] = figures
+                    if len(level) > 2 * KEEP:
+                        self._trim(index)
+                else:
+                    (a, b, c), (x, y, z) = known, figures
+                    if a >= x and b >= y and c >= z:
+                        return
+                    level[column] = (a if a > x else x), (b if b > y else y), (c if c > z else z)
+            column //= RATIO
 
-    def _write(self, position: int, first: int, last: int, allocated: int, reserved: int, resident: int) -> None:
-        """Raise columns of one level, which grows to hold them; only the coarsest grows into the past."""
-        level = self._levels[position]
-        if not len(level):
-            level.first = first
-        if last - level.first >= 2 * KEEP:
-            if position == 0:
-                self._flush()
-            if position + 1 == len(self._levels):
-                self._add_level()
-            level.trim(last - KEEP + 1)
-        if first < level.first and position + 1 == len(self._levels):
-            level.reach_back(max(first, level.first - KEEP))
-        if last >= level.first:
-            level.reach(last)
-        level.lift(first, last, allocated, reserved, resident)
+    def _trim(self, index: int) -> None:
+        """Drop the oldest columns of a level, which are in the coarser ones."""
+        if index + 1 == len(self._levels):
+            self._add_level()
+        level = self._levels[index]
+        kept = sorted(level)[-KEEP:]
+        self._levels[index], self._kept[index] = {column: level[column] for column in kept}, kept[0]
 
     def _add_level(self) -> None:
-        below = self._levels[-1]
-        level = Level(below.span * RATIO, below.first // RATIO)
-        self._levels.append(level)
-        self._raise_above(len(self._levels) - 2, below.first)
-        if below is self._fine:
-            self._dirty = None
+        below, position = self._levels[-1], len(self._levels)
+        self._levels.append({})
+        self._kept.append(0)
+        for column, figures in below.items():
+            self._raise(column // RATIO, figures, position)
 
-    def _flush(self) -> None:
-        if self._dirty is not None and len(self._levels) > 1:
-            dirty, self._dirty = self._dirty, None
-            self._raise_above(0, dirty)
 
-    def _raise_above(self, position: int, first: int) -> None:
-        above = position
-        while (above := above + 1) < len(self._levels):  # a write may add a level
-            below = self._levels[above - 1]
-            end = below.first + len(below)
-            first = max(first, below.first) // RATIO
-            for column in range(first, -(-end // RATIO)):
-                figures = below.highest(column * RATIO, column * RATIO + RATIO - 1)
-                if figures[0] != EMPTY:
-                    self._write(above, column, column, *figures)
+def _highest(*figures: Figures) -> Figures:
+    allocated, reserved, resident = map(max, zip(*figures, strict=True))
+    return allocated, reserved, resident
 
 
 def _fill_gaps(columns: Columns, current: tuple[int, int, int]) -> None:

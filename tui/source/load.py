@@ -134,20 +134,14 @@ def _read_explanations(overview: Overview, history: History, ranks: list[int], c
 def read_memory(history: History, first: int, columns: int, span: int, until: float = inf) -> dict[int, Level]:
     """Read aligned columns of ``span`` seconds from column ``first`` (spans since the epoch) on, by rank.
 
-    A rank's begin with its first data. A single column may end early, at ``until``.
+    A single column may end early, at ``until``.
     """
     levels: dict[int, Level] = {}
-    if columns <= 0:
-        return levels
-    found = history.memory(float(first * span), min(float((first + columns) * span), until), columns)
-    begins: dict[int, int] = {}
-    for column in found:
-        begins[column.rank] = min(begins.get(column.rank, column.index), column.index)
-    for column in found:
-        place, resident = first + column.index, EMPTY if column.resident_peak is None else column.resident_peak
-        level = levels.setdefault(column.rank, Level(span, first + begins[column.rank]))
-        level.reach(place)
-        level.lift(place, place, column.allocated_peak, column.reserved_peak, resident)
+    end = min(float((first + columns) * span), until)
+    for column in history.memory(float(first * span), end, columns) if columns > 0 else ():
+        resident = EMPTY if column.resident_peak is None else column.resident_peak
+        figures = column.allocated_peak, column.reserved_peak, resident
+        levels.setdefault(column.rank, {})[first + column.index] = figures
     return levels
 
 
@@ -229,7 +223,7 @@ def adopt(model: RunModel, overview: Overview, until: float | None = None, now: 
         end = until
         if end is None:
             end = now if timeline.start is None else timeline.start
-        timeline.adopt(past.copy(None if end is None else ceil(end / overview.span)))
+        timeline.adopt(past, overview.span, None if end is None else ceil(end / overview.span))
     adopt_steps(model, overview)
 
 
@@ -262,17 +256,18 @@ def _load_memory(history: History, begin: float, t: float, model: RunModel, over
     # By the second up to `begin`: from a multiple of 16 s on, not within the first pooled column.
     step = min(span, RATIO * RATIO)
     fine = ceil((floor(begin) - FINE_SECONDS) / step) * step
-    parts: list[dict[int, Level]] = []
+    parts: list[tuple[int, dict[int, Level]]] = []
     if overview is not None:
         fine = max(fine, overview.first * span)
         rest = floor(fine / span)
         adopt(model, overview, float(rest * span))
         middle = min(span, 16)
-        parts.append(read_memory(history, rest * span // middle, (fine - rest * span) // middle, middle))
+        parts.append((middle, read_memory(history, rest * span // middle, (fine - rest * span) // middle, middle)))
     last = floor(begin)
-    parts += read_memory(history, fine, last - fine, 1), read_memory(history, last, 1, 1, until=t)
-    for rank, level in (pair for levels in parts for pair in levels.items()):
-        model.rank(rank).timeline.adopt(level)
+    parts += (1, read_memory(history, fine, last - fine, 1)), (1, read_memory(history, last, 1, 1, until=t))
+    for width, levels in parts:
+        for rank, level in levels.items():
+            model.rank(rank).timeline.adopt(level, width)
 
 
 def open_replays(

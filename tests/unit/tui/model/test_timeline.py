@@ -1,4 +1,4 @@
-from ftmon.tui.model.timeline import EMPTY, KEEP, Level, Mark, Timeline
+from ftmon.tui.model.timeline import EMPTY, KEEP, Mark, Timeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,14 +86,11 @@ def test_a_gap_takes_its_smaller_neighbour_and_the_end_the_latest_figure() -> No
 
 
 def test_adopted_history_stands_in_front_of_what_is_known_and_loses_nothing() -> None:
-    past = Level(16, 100)
-    past.reach(109)
-    past.lift(100, 109, 50, 60, EMPTY)
-    past.lift(104, 104, 900, 901, EMPTY)
+    past = dict.fromkeys(range(100, 110), (50, 60, EMPTY)) | {104: (900, 901, EMPTY)}
     timeline = Timeline()
     for second in range(1744, 1800):
         timeline.add(second, 70, 80)
-    timeline.adopt(past)
+    timeline.adopt(past, 16)
     whole = timeline.whole(40)
     assert whole.start <= 1600
     assert max(whole.allocated) == 900
@@ -105,10 +102,7 @@ def test_adopting_a_newer_stretch_keeps_the_older_columns_known_already() -> Non
     timeline = Timeline()
     for second in range(1000, 1040):
         timeline.add(second, second, 5000)
-    late = Level(1, 1022)
-    late.reach(1033)
-    late.lift(1022, 1033, 1025, 6000, EMPTY)
-    timeline.adopt(late)
+    timeline.adopt(dict.fromkeys(range(1022, 1034), (1025, 6000, EMPTY)), 1)
     columns = timeline.window(40, 1039.0)
     assert columns.allocated == [
         max(second, 1025) if 1022 <= second <= 1033 else second for second in range(1000, 1040)
