@@ -6,7 +6,6 @@ from typing import Any, Generic, TypeVar
 
 from textual.binding import Binding
 from textual.events import Key
-from textual.geometry import Region
 from textual.keys import format_key
 from textual.message import Message
 from textual.strip import Strip
@@ -24,7 +23,7 @@ class Canvas(Widget, can_focus=False):
     """A widget that draws ``Line``s.
 
     A subclass defines ``draw`` (the lines, at most as many as the widget is high). Where drawing is expensive, it also
-    defines ``key`` (a small value that changes whenever the drawing would). Only lines that differ are refreshed.
+    defines ``key`` (a small value that changes whenever the drawing would). A drawing as before is not refreshed.
     """
 
     ALLOW_SELECT = False
@@ -51,7 +50,7 @@ class Canvas(Widget, can_focus=False):
         raise NotImplementedError
 
     def tick(self, force: bool = False) -> None:
-        """Draw again if the key changed, and refresh the lines that differ."""
+        """Draw again if the key changed, and refresh the widget if the drawing did."""
         width, height = self.size
         if not width or not height or not self.is_mounted:
             return
@@ -59,7 +58,6 @@ class Canvas(Widget, can_focus=False):
         if not force and key[0] is not None and key == self._last_key:
             return
         self._last_key = key
-        before = self._lines if len(self._lines) == height else []
         base = self.theme.base
         try:
             lines = [line.fit(width, base) for line in self.draw(width, height)[:height]]
@@ -67,19 +65,9 @@ class Canvas(Widget, can_focus=False):
             # A recording may contain figures outside any calendar or graph; the other widgets are still drawn.
             lines = [Line(f" cannot be drawn: {type(error).__name__}: {error}", base).fit(width, base)]
         lines.extend(Line(" " * width, base) for _ in range(height - len(lines)))
-        if not before or self._strips[0].cell_length != width:
-            self._strips = [line.strip() for line in lines]
-            self._lines = lines
+        if [line.parts for line in lines] != [line.parts for line in self._lines]:
+            self._lines, self._strips = lines, [line.strip() for line in lines]
             self.refresh()
-            return
-        changed: list[Region] = []
-        for y, (old, new) in enumerate(zip(before, lines, strict=True)):
-            if old.parts != new.parts:
-                self._strips[y] = new.strip()
-                changed.append(Region(0, y, width, 1))
-        self._lines = lines
-        if changed:
-            self.refresh(*changed)
 
     def render_line(self, y: int) -> Strip:
         if y < len(self._strips) and self._strips[y].cell_length == self.size.width:
