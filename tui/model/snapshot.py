@@ -112,7 +112,6 @@ class Explorer:
         self.find = ""
         self.opened: dict[tuple[tuple[int, ...], ...], bool] = {}
         """Branches that were opened or closed by hand, by their path."""
-        self.version = 0
         self._number = next((number for number, replay in enumerate(replays) if replay.ooms), 0)
         self._trees: dict[bool, snapshot_layout.StackTree] = {}
         self._bands: dict[int, list[list[Band]]] = {}
@@ -126,6 +125,12 @@ class Explorer:
     def replay(self) -> Replay:
         """The device in view."""
         return self.replays[self._number]
+
+    @property
+    def choices(self) -> object:
+        """A value that changes with all that the views depend on."""
+        moments = self.first, self.last, self.cursor, self.mark
+        return self._number, moments, self.view, self.fold, self.find, tuple(self.opened.items())
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -145,7 +150,6 @@ class Explorer:
         oom = self.replay.oom_index()
         self.cursor = oom if oom is not None else self.replay.peak_index
         self.mark = None
-        self.version += 1
 
     def next_device(self) -> None:
         self._number = (self._number + 1) % len(self.replays)
@@ -159,7 +163,6 @@ class Explorer:
             width = self.last - self.first
             self.first = max(-1, min(self.cursor - width // 2, self.replay.last - width))
             self.last = self.first + width
-        self.version += 1
 
     def zoom(self, closer: bool) -> None:
         """Show half as much of the window, or twice as much, around the cursor."""
@@ -168,31 +171,25 @@ class Explorer:
         wanted = min(wanted, self.replay.last + 1)
         self.first = max(-1, min(self.cursor - wanted // 2, self.replay.last - wanted))
         self.last = self.first + wanted
-        self.version += 1
 
     def set_mark(self) -> None:
         """Mark the cursor's moment; on the mark itself, remove it."""
         self.mark = None if self.mark == self.cursor else self.cursor
-        self.version += 1
 
     def show(self, view: str) -> None:
         if view in self.views:
             self.view = view
-            self.version += 1
 
     def search(self, text: str) -> None:
         self.find = text
-        self.version += 1
 
     def toggle_fold(self) -> None:
         """Fold runs of library frames, or show every frame."""
         self.fold = not self.fold
-        self.version += 1
 
     def toggle(self, path: tuple[tuple[int, ...], ...], shown: bool) -> None:
         """Open or close a branch."""
         self.opened[path] = not shown
-        self.version += 1
 
     def between(self) -> snapshot_views.Between | None:
         """Compare the mark with the cursor; None without a mark."""

@@ -389,7 +389,6 @@ class ChartView:
         self.span: int | None = None  # steps in view; None: all
         self.end: int | None = None  # the last step in view; None: the newest, as the run continues
         self.cursor: int | None = None  # the step whose figures are shown; None: the newest
-        self.version = 0
 
     def visible(self, moments: Sequence[HistoryPoint]) -> Sequence[HistoryPoint]:
         """Return the moments in view."""
@@ -409,15 +408,12 @@ class ChartView:
 
     def next_axis(self) -> None:
         self.axis = AXES[(AXES.index(self.axis) + 1) % len(AXES)]
-        self.version += 1
 
     def next_figure(self, direction: int = 1) -> None:
         self.figure = (self.figure + direction) % len(FIGURES)
-        self.version += 1
 
     def next_smoothing(self) -> None:
         self.smoothing = SMOOTHINGS[(SMOOTHINGS.index(self.smoothing) + 1) % len(SMOOTHINGS)]
-        self.version += 1
 
     def smoothed_steps(self, steps: int) -> int:
         """Return the number of steps to smooth over in a run of that length; 1: no smoothing."""
@@ -426,7 +422,6 @@ class ChartView:
     def whole(self) -> None:
         """Show the whole run and follow its end."""
         self.span = self.end = self.cursor = None
-        self.version += 1
 
     def zoom(self, direction: int, moments: Sequence[HistoryPoint]) -> None:
         """Show half as many steps, or twice as many; the cursor stays where it is on the screen."""
@@ -436,7 +431,6 @@ class ChartView:
         everything = last - first + 1
         before = self.span or everything
         span = max(min(FEWEST_STEPS, everything), before // 2) if direction > 0 else before * 2
-        self.version += 1
         if span >= everything:
             self.span = self.end = None
             return
@@ -457,14 +451,12 @@ class ChartView:
         end = (last if self.end is None else self.end) + round(share * self.span)
         end = max(first + self.span - 1, end)
         self.end = None if end >= last else end
-        self.version += 1
 
     def move(self, direction: int, moments: Sequence[HistoryPoint], columns: int, begun: float) -> None:
         """Move the cursor to the next column of the chart that has a moment; the window follows."""
         at = self.at_cursor(moments)
         if at is None:
             return
-        self.version += 1
         seen = self.visible(moments)
         low, high = span_of(seen, self.axis, begun)
         column = column_of(x_of(moments[at], self.axis, begun), low, high, columns)
@@ -482,7 +474,6 @@ class ChartView:
             self.follow()
             return
         self.cursor = step
-        self.version += 1
         if self.span is not None:
             end = last if self.end is None else self.end
             if step > end:
@@ -494,7 +485,6 @@ class ChartView:
     def follow(self) -> None:
         """Show the newest step, and follow the run."""
         self.cursor = self.end = None
-        self.version += 1
 
 
 def span_of(moments: Sequence[HistoryPoint], axis: Axis, begun: float) -> tuple[float, float]:

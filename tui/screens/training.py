@@ -39,7 +39,7 @@ class TrainingCanvas(Canvas):
         rested = time.monotonic() - self._drawn >= RESTS * self._cost
         if held or rested or found[0] != self._shown[0]:
             self._shown = found
-        return self._shown, training.version, id(alerts), alerts.version, self.view.version
+        return self._shown, training.version, id(alerts), alerts.version, *vars(self.view).values()
 
     def draw(self, width: int, height: int) -> list[Line]:
         begun = time.monotonic()

@@ -36,10 +36,10 @@ class SnapshotList(Listing[Row]):
         self._made_of: object = None
 
     def key(self) -> object:
-        return self.explorer.version, self.selected, self.top
+        return self.explorer.choices, self.selected, self.top
 
     def items(self) -> Sequence[Row]:
-        made_of = (self.explorer.version, self.size.width)
+        made_of = (self.explorer.choices, self.size.width)
         if made_of != self._made_of:
             self._made_of = made_of
             self._rows = rows_of(self.explorer, self.size.width)
@@ -134,7 +134,7 @@ class SnapshotTimeline(Canvas):
         self._pooled: _Pooled | None = None
 
     def key(self) -> object:
-        return self.explorer.version
+        return self.explorer.choices
 
     def pooled(self, width: int) -> _Pooled:
         """Pool the curves by maximum into ``width`` columns; kept until the window changes."""
