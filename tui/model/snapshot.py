@@ -115,9 +115,7 @@ class Explorer:
         self._number = next((number for number, replay in enumerate(replays) if replay.ooms), 0)
         self._trees: dict[bool, snapshot_layout.StackTree] = {}
         self._bands: dict[int, list[list[Band]]] = {}
-        self._spans: dict[int, list[Annotation]] = {}
         self._ooms: dict[int, list[str]] = {}
-        self._difference: dict[tuple[int, int], list[snapshot_views.Change]] = {}
         self.mark: int | None = None
         self._begin()
 
@@ -191,20 +189,6 @@ class Explorer:
         """Open or close a branch."""
         self.opened[path] = not shown
 
-    def between(self) -> snapshot_views.Between | None:
-        """Compare the mark with the cursor; None without a mark."""
-        return None if self.mark is None else snapshot_views.between(self.replay, self.mark, self.cursor)
-
-    def difference(self) -> list[snapshot_views.Change]:
-        """Compare the end of the first file with the cursor of the second, on the device in view."""
-        old = next((replay for replay in self.before if replay.device == self.replay.device), None)
-        if old is None:
-            return []
-        key = (self._number, self.cursor)
-        if key not in self._difference:
-            self._difference = {key: snapshot_views.difference(old, old.last, self.replay, self.cursor)}
-        return self._difference[key]
-
     def tree(self) -> snapshot_layout.Node:
         """Return the tree of stacks at the cursor, with bytes."""
         tree = self._trees.get(self.fold)
@@ -232,11 +216,8 @@ class Explorer:
         """Return the names of the spans at the cursor, outermost first, and the entry's own note."""
         replay = self.replay
         time = replay.time_of(self.cursor)
-        if self._number not in self._spans:
-            self._spans[self._number] = [one for one in replay.snapshot.annotations if one.device == replay.device]
-        spans = self._spans[self._number]
-        until = bisect_right(spans, time, key=lambda span: span.begin_us)
-        names = [span.name.removeprefix(OWN_SPAN) for span in spans[:until] if time and span.end_us >= time]
+        spans = [one for one in replay.snapshot.annotations if one.device == replay.device]
+        names = [span.name.removeprefix(OWN_SPAN) for span in spans if time and span.begin_us <= time <= span.end_us]
         if self.cursor >= 0 and (note := memoryview(replay.trace.notes).cast("I")[self.cursor]):
             names.append(replay.snapshot.notes[note])
         return " > ".join(names[-4:])
@@ -322,11 +303,11 @@ def _blocks(explorer: Explorer) -> Iterator[Row]:
 
 
 def _between(explorer: Explorer) -> Iterator[Row]:
-    found = explorer.between()
-    if found is None:
+    if explorer.mark is None:
         yield Row("no mark is set: m marks the cursor's moment, then move the cursor", tone="dim")
         return
     replay = explorer.replay
+    found = snapshot_views.between(replay, explorer.mark, explorer.cursor)
     change = replay.at(replay.allocated, found.last) - replay.at(replay.allocated, found.first)
     yield Row(f"from entry {found.first:,} to {found.last:,}: allocated", change, signed=True, head=True)
     for words, part, sign in (
@@ -361,7 +342,7 @@ def _difference(explorer: Explorer) -> Iterator[Row]:
     change = explorer.replay.at(explorer.replay.allocated, explorer.cursor) - old.allocated[-1]
     yield Row(f"more or less than at the end of {name}", change, signed=True, head=True)
     find = explorer.find.lower()
-    for one in explorer.difference():
+    for one in snapshot_views.difference(old, old.last, explorer.replay, explorer.cursor):
         if find and not any(find in frame.name.lower() or find in frame.filename.lower() for frame in one.frames):
             continue
         inner = snapshot_layout.frame_words(one.frames[0]) if one.frames else snapshot_views.NO_STACK
