@@ -186,8 +186,6 @@ class Peaks(msgspec.Struct, frozen=True):
     """Highest values since the last reset, in bytes."""
 
     allocated_bytes: int
-    active_bytes: int
-    requested_bytes: int
     reserved_bytes: int
 
 
@@ -212,7 +210,7 @@ class DeviceMemory:
         self.reserved = 0
         self.retries = 0
         """Requests for which all cached memory was released (``num_alloc_retries``)."""
-        self._peak_allocated = self._peak_active = self._peak_requested = self._peak_reserved = 0
+        self._peak_allocated = self._peak_reserved = 0
         self._small, self._large = Pool(True), Pool(False)
         self._live: dict[int, Block] = {}
         self._waiting: dict[int, deque[Block]] = {}
@@ -237,12 +235,11 @@ class DeviceMemory:
 
     def peaks(self) -> Peaks:
         """Return the highest values since the last reset."""
-        return Peaks(self._peak_allocated, self._peak_active, self._peak_requested, self._peak_reserved)
+        return Peaks(self._peak_allocated, self._peak_reserved)
 
     def reset_peaks(self) -> None:
         """Reset the peaks to the current values (``reset_peak_memory_stats``)."""
-        self._peak_allocated, self._peak_active = self.allocated, self.active
-        self._peak_requested, self._peak_reserved = self.requested, self.reserved
+        self._peak_allocated, self._peak_reserved = self.allocated, self.reserved
 
     def _free_bytes(self) -> int | None:
         """Return the bytes that could still be reserved; None: unlimited."""
@@ -500,10 +497,6 @@ class CachingAllocator(CachedMemory):
         self.requested += size_bytes
         if self.allocated > self._peak_allocated:
             self._peak_allocated = self.allocated
-        if self.active > self._peak_active:
-            self._peak_active = self.active
-        if self.requested > self._peak_requested:
-            self._peak_requested = self.requested
         return handle
 
     def free(self, handle: int) -> None:
