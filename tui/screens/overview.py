@@ -46,10 +46,8 @@ class OverviewScreen(MonitorScreen):
         yield AlertStrip(self.app_state, name="alerts")
 
     def tick(self) -> None:
-        grid = self.query_one(RankGrid)
-        self.set_class(self._has_room(grid), "roomy")
+        self.set_class(self._has_room(self.query_one(RankGrid)), "roomy")
         super().tick()
-        grid.tick()
 
     def _has_room(self, grid: RankGrid) -> bool:
         width, height = grid.size

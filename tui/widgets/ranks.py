@@ -1,11 +1,12 @@
 """Shows all ranks: as cards if they fit, else one line each, else a heat map; with a selection moved by arrows."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 from typing import Literal, NamedTuple
 
-from textual.containers import Container
-from textual.widget import Widget
+from textual.events import Click
 
 from ...protocol.text import duration, sanitize
 from ..model.rank import RankModel, allocations
@@ -480,10 +481,88 @@ def grid_plan(ranks: int, width: int, height: int, view: str = "auto") -> Plan:
     return row_plan if ranks <= row_plan.rows * row_columns else Plan("heat")
 
 
-class Waiting(Canvas):
-    """Shown before the first rank: a note, and the run's output meanwhile."""
+class RankGrid(Canvas):
+    """The area of all ranks."""
+
+    def __init__(self, app_state: AppState) -> None:
+        super().__init__(app_state, name="fleet")
+        self.plan = Plan("empty")
+        self.first = 0  # the first row of cards, or first rank of rows, in view
+        self._views: list[RankView] = []
+        self._across = 1  # cells of a row of the heat map
 
     def draw(self, width: int, height: int) -> list[Line]:
+        app_state = self.app_state
+        app_state.select_valid()
+        self._views = rank_views(app_state.model)
+        self.plan = grid_plan(len(self._views), width, height, app_state.view)
+        self._scroll()
+        draw = {
+            "cards": self._draw_cards,
+            "rows": self._draw_rows,
+            "heat": self._draw_heat,
+            "empty": self._draw_waiting,
+        }
+        return draw[self.plan.mode](width, height)
+
+    def _columns(self, view: RankView, width: int) -> list[Column | None]:
+        model = self.app_state.model
+        return columns_of(model.ranks[view.rank], width, model.now, self.app_state.span)
+
+    def _scale(self, view: RankView) -> Scale:
+        return scale_of(view, self.app_state.zoom, self.app_state.run_peak)
+
+    def _edges(self, width: int) -> list[int]:
+        columns = self.plan.columns
+        return [width * column // columns for column in range(columns + 1)]
+
+    def _draw_cards(self, width: int, height: int) -> list[Line]:
+        columns, tall = self.plan.columns, self.plan.card_height
+        widths = [end - begin for begin, end in pairwise(self._edges(width))]
+        lines: list[Line] = []
+        # All cards have equal heights, so that their graphs are comparable; spare lines stay empty.
+        for row in range(self.first, self.first + self.plan.rows):
+            views = self._views[row * columns : (row + 1) * columns]
+            lines += _beside([self._card(view, each, tall) for view, each in zip(views, widths, strict=False)])
+        return lines
+
+    def _card(self, view: RankView, width: int, height: int) -> list[Line]:
+        chosen = self.app_state.selected == view.rank
+        return card(view, self._columns(view, width - 2), width, height, self._scale(view), self.theme, chosen)
+
+    def _draw_rows(self, width: int, height: int) -> list[Line]:
+        blocks: list[list[Line]] = []
+        for column, (begin, end) in enumerate(pairwise(self._edges(width))):
+            first, widths = self.first + column * self.plan.rows, row_parts(end - begin)
+            views = self._views[first : first + self.plan.rows]
+            lines = _beside([[head] for head in heading(widths, views[0] if views else None, self.theme)])
+            for view in views:
+                lines += _beside(self._row(view, widths))
+            lines += [Line(" " * (end - begin), self.theme.base)] * (height - len(lines))
+            blocks.append(lines)
+        return _beside(blocks)
+
+    def _row(self, view: RankView, widths: Parts) -> list[list[Line]]:
+        theme, height = self.theme, self.plan.card_height
+        return [
+            label(view, widths.label, height, theme, view.rank == self.app_state.selected),
+            graph(self._columns(view, widths.graph - 2), widths.graph, height, self._scale(view), theme),
+            row_figures(view, widths.figures, height, theme),
+            last(view, widths.phases, height, theme),
+        ]
+
+    def _draw_heat(self, width: int, height: int) -> list[Line]:
+        """Draw the map, scrolled so that the selection is in view, the selected rank's figures, and the legend."""
+        grid = plan(len(self._views), width, height - 1)
+        self._across, index = grid.columns, self._index()
+        shown = max(1, (height - 1) // grid.height)
+        first = max(0, min(index // grid.columns - shown // 2, grid.rows(len(self._views)) - shown))
+        lines = heat_map(self._views, grid, first, height - 1, index, self.theme)
+        lines += [Line()] * (height - 1 - len(lines))
+        return [*lines, chosen_line(self._views[index], width, self.theme)]
+
+    def _draw_waiting(self, width: int, height: int) -> list[Line]:
+        """Draw a note before the first rank, and the run's output meanwhile."""
         theme, model = self.theme, self.app_state.model
         words = "the run ended before any rank reported" if model.ended else "waiting for the first rank"
         entries = model.logs.select(limit=max(0, height - 4))
@@ -491,186 +570,13 @@ class Waiting(Canvas):
         head = Line(f" {theme.glyphs.states['starting']} {words}", tone)
         return [Line(), head, Line(), *(log_line(entry, width, theme) for entry in entries)]
 
-
-class Card(Canvas):
-    """One rank's card."""
-
-    def __init__(self, app_state: AppState) -> None:
-        super().__init__(app_state)
-        self.rank: int | None = None
-        self._view: RankView | None = None
-
-    def show(self, view: RankView | None) -> None:
-        self._view = view
-        self.rank = view.rank if view else None
-        self.tick()
-
-    def _columns(self, view: RankView, width: int) -> list[Column | None]:
-        model = self.app_state.model
-        return columns_of(model.ranks[view.rank], width, model.now, self.app_state.span)
-
-    def draw(self, width: int, height: int) -> list[Line]:
-        view, app_state = self._view, self.app_state
-        if view is None or view.rank not in app_state.model.ranks:
-            return []
-        columns = self._columns(view, max(1, width - 2))
-        scale = scale_of(view, app_state.zoom, app_state.run_peak)
-        return card(view, columns, width, height, scale, self.theme, app_state.selected == view.rank)
-
-    def on_click(self) -> None:
-        if self.rank is not None:
-            self.app_state.select(self.rank)
-
-
-class RowPart(Canvas):
-    """One column of the rows of ranks, such as all graphs; a separate widget, as Textual sends lines from its edge."""
-
-    def __init__(self, app_state: AppState, part: int) -> None:
-        super().__init__(app_state)
-        self.part = part
-        self.views: list[RankView] = []
-        self.row_height = 1
-
-    def show(self, views: list[RankView], row_height: int) -> None:
-        self.views, self.row_height = views, row_height
-        self.tick()
-
-    def draw(self, width: int, height: int) -> list[Line]:
-        heads = heading(Parts(width, width, width, width), self.views[0] if self.views else None, self.theme)
-        lines = [heads[self.part]]
-        for view in self.views:
-            lines += self._row(view, width)
-        return lines
-
-    def _row(self, view: RankView, width: int) -> list[Line]:
-        app_state, theme, height = self.app_state, self.theme, self.row_height
-        if self.part == 0:
-            return label(view, width, height, theme, view.rank == app_state.selected)
-        if self.part == 2:
-            return row_figures(view, width, height, theme)
-        if self.part == 3:
-            return last(view, width, height, theme)
-        rank = app_state.model.ranks.get(view.rank)
-        columns = columns_of(rank, width - 2, app_state.model.now, app_state.span) if rank else []
-        return graph(columns, width, height, scale_of(view, app_state.zoom, app_state.run_peak), theme)
-
-
-class HeatMap(Canvas):
-    """The heat map, and a line on the selected rank below it."""
-
-    def __init__(self, app_state: AppState) -> None:
-        super().__init__(app_state)
-        self.views: list[RankView] = []
-        self.columns = 1
-
-    def show(self, views: list[RankView]) -> None:
-        self.views = views
-        self.tick()
-
-    def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the map, scrolled so that the selection is in view, the selected rank's figures, and the legend."""
-        grid = plan(len(self.views), width, height - 1)
-        self.columns = grid.columns
-        index = next((i for i, view in enumerate(self.views) if view.rank == self.app_state.selected), 0)
-        shown = max(1, (height - 1) // grid.height)
-        first = max(0, min(index // grid.columns - shown // 2, grid.rows(len(self.views)) - shown))
-        lines = heat_map(self.views, grid, first, height - 1, index, self.theme)
-        lines += [Line()] * (height - 1 - len(lines))
-        return [*lines, chosen_line(self.views[index], width, self.theme)] if self.views else []
-
-
-class RankGrid(Container):
-    """The area of all ranks."""
-
-    def __init__(self, app_state: AppState) -> None:
-        super().__init__(id="fleet")
-        self.app_state = app_state
-        self.plan = Plan("empty")
-        self.first = 0  # the first row of cards, or first rank of rows, in view
-        self._views: list[RankView] = []
-        self._shape: tuple[object, ...] = ()
-        self._cards: list[Card] = []
-        self._parts: list[list[RowPart]] = []
-        self._heat: HeatMap | None = None
-        self._waiting: Waiting | None = None
-
-    def tick(self) -> None:
-        app_state = self.app_state
-        app_state.select_valid()
-        width, height = self.size
-        if not width or not height:
-            return
-        self._views = rank_views(app_state.model)
-        self.plan = grid_plan(len(self._views), width, height, app_state.view)
-        shape = (self.plan, width, height)
-        if shape != self._shape:
-            self._shape = shape
-            self._rebuild(width, height)
-        self._scroll()
-        self._show()
-
-    def _show(self) -> None:
+    def on_click(self, event: Click) -> None:
+        """Select the rank of a card."""
         if self.plan.mode == "cards":
-            begin = self.first * self.plan.columns
-            for index, widget in enumerate(self._cards):
-                widget.show(self._views[begin + index] if begin + index < len(self._views) else None)
-        elif self.plan.mode == "rows":
-            begin = self.first
-            for parts in self._parts:
-                for part in parts:
-                    part.show(self._views[begin : begin + self.plan.rows], self.plan.card_height)
-                begin += self.plan.rows
-        elif self._heat is not None:
-            self._heat.show(self._views)
-        elif self._waiting is not None:
-            self._waiting.tick()
-
-    def _rebuild(self, width: int, height: int) -> None:
-        self.remove_children()
-        self._cards, self._parts, self._heat, self._waiting = [], [], None, None
-        if self.plan.mode == "cards":
-            self._build_cards(width)
-        elif self.plan.mode == "rows":
-            self._build_rows(width, height)
-        elif self.plan.mode == "heat":
-            self._heat = HeatMap(self.app_state)
-            self._place(self._heat, 0, 0, width, height)
-        else:
-            self._waiting = Waiting(self.app_state)
-            self._place(self._waiting, 0, 0, width, height)
-        made: list[Canvas | None] = [*self._cards, self._heat, self._waiting]
-        made += [part for parts in self._parts for part in parts]
-        self.mount_all([widget for widget in made if widget is not None])
-
-    def _build_cards(self, width: int) -> None:
-        columns, lines = self.plan.columns, self.plan.rows
-        # All cards have equal heights, so that their graphs are comparable; spare lines stay empty.
-        tall, y = self.plan.card_height, 0
-        for line in range(lines):
-            for column in range(columns):
-                if line * columns + column >= len(self._views):
-                    break
-                x, end = width * column // columns, width * (column + 1) // columns
-                self._cards.append(Card(self.app_state))
-                self._place(self._cards[-1], x, y, end - x, tall)
-            y += tall
-
-    def _build_rows(self, width: int, height: int) -> None:
-        for column in range(self.plan.columns):
-            x, end = width * column // self.plan.columns, width * (column + 1) // self.plan.columns
-            parts: list[RowPart] = []
-            for index, part_width in enumerate(row_parts(end - x)):
-                parts.append(RowPart(self.app_state, index))
-                self._place(parts[-1], x, 0, part_width, height)
-                x += part_width
-            self._parts.append(parts)
-
-    @staticmethod
-    def _place(widget: Widget, x: int, y: int, width: int, height: int) -> None:
-        styles = widget.styles
-        styles.position = "absolute"
-        styles.offset = (x, y)
-        styles.width, styles.height = width, height
+            column = bisect_right(self._edges(self.size.width), event.x) - 1
+            index = (self.first + event.y // self.plan.card_height) * self.plan.columns + column
+            if index < len(self._views):
+                self.app_state.select(self._views[index].rank)
 
     def _index(self) -> int:
         return next((i for i, view in enumerate(self._views) if view.rank == self.app_state.selected), 0)
@@ -691,8 +597,18 @@ class RankGrid(Container):
         if not self._views:
             return
         across, down = (self.plan.rows, 1) if self.plan.mode == "rows" else (1, self.plan.columns)
-        down = self._heat.columns if self._heat is not None else down
+        down = self._across if self.plan.mode == "heat" else down
         index = self._index() + dx * across + dy * down
         if 0 <= index < len(self._views):
             self.app_state.select(self._views[index].rank)
             self.tick()
+
+
+def _beside(blocks: Sequence[Sequence[Line]]) -> list[Line]:
+    """Return blocks of lines side by side."""
+    rows: list[Line] = []
+    for parts in zip(*blocks, strict=True):
+        rows.append(Line())
+        for part in parts:
+            rows[-1].join(part)
+    return rows
