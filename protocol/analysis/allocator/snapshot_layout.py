@@ -5,9 +5,8 @@ computed on request, and sums are computed over whole columns. The tree of stack
 computed again.
 """
 
-from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate, compress
 from operator import add, sub
 from typing import NamedTuple
@@ -239,8 +238,8 @@ class StackTree:
     def __init__(self, snapshot: Snapshot, fold: bool = True) -> None:
         self.snapshot, self.fold = snapshot, fold
         self.keys: list[Key] = [()]
-        # Arrays of integers, because the garbage collector would repeatedly walk a hundred thousand lists.
-        self._first_child, self._next_sibling, self._parents = (array("I", [0]) for _ in range(3))
+        self.children: dict[int, list[int]] = {}
+        self._parents = [0]
         self._node_of: dict[tuple[int, Key], int] = {}
         self._leaf_of: dict[int, int] = {0: 0}
         self._library = [bool(library_of(frame.filename)) for frame in snapshot.frames] if fold else []
@@ -265,13 +264,6 @@ class StackTree:
                 blocks[parents[node]] += count
         return Node(Weighed(self, sizes, blocks, tallies.get(0, Tally(0, 0))), 0)
 
-    def children(self, node: int) -> Iterator[int]:
-        """Iterate over the children of a node."""
-        child = self._first_child[node]
-        while child:
-            yield child
-            child = self._next_sibling[child]
-
     def _matching(self, find: str) -> frozenset[int]:
         text = find.lower()
         if self._found[0] != text:
@@ -294,9 +286,7 @@ class StackTree:
         if found is None:
             found = self._node_of[parent, key] = len(self.keys)
             self.keys.append(key)
-            self._first_child.append(0)
-            self._next_sibling.append(self._first_child[parent])
-            self._first_child[parent] = found
+            self.children.setdefault(parent, []).append(found)
             self._parents.append(parent)
         return found
 
@@ -351,7 +341,8 @@ class Node(NamedTuple):
     def children(self) -> list["Node"]:
         """The children with blocks, unordered."""
         weighed = self.of
-        return [Node(weighed, child) for child in weighed.tree.children(self.number) if weighed.blocks[child]]
+        found = weighed.tree.children.get(self.number, ())
+        return [Node(weighed, child) for child in found if weighed.blocks[child]]
 
     def ordered(self) -> list["Node"]:
         """Return the children with blocks, most bytes first (for a difference: by absolute value)."""
