@@ -14,8 +14,6 @@ from ..widgets.state import AppState
 from ..widgets.training import GUTTER, training_lines
 from .base import ALERTS, BACK, LOGS, MonitorScreen, hidden, key
 
-RESTS = 8.0  # new steps are drawn only after this multiple of the last drawing's duration
-
 
 class TrainingCanvas(Canvas):
     """The screen between summary and keys."""
@@ -23,30 +21,17 @@ class TrainingCanvas(Canvas):
     def __init__(self, app_state: AppState, view: ChartView, name: str) -> None:
         super().__init__(app_state, name=name)
         self.view = view
-        self._shown: tuple[int, int] = (0, 0)  # the drawn model and version of its training figures
-        self._drawn = 0.0
-        self._cost = 0.0
 
     def key(self) -> object:
-        """Return a value that changes with the figures, results, alerts and the user's selections.
-
-        New steps alone are drawn only so often that drawing uses a small share of the time.
-        """
+        """Return a value that changes with results, alerts and the user's selections, and with steps once a second."""
         model, source = self.app_state.model, self.app_state.source
         training, alerts = model.training, model.alerts
-        found = id(model), training.course.version
-        held = self.app_state.replaying and source is not None and not source.transport.playing
-        rested = time.monotonic() - self._drawn >= RESTS * self._cost
-        if held or rested or found[0] != self._shown[0]:
-            self._shown = found
-        return self._shown, training.version, id(alerts), alerts.version, *vars(self.view).values()
+        paused = self.app_state.replaying and source is not None and not source.transport.playing
+        steps = training.course.version if paused or model.ended else int(time.monotonic())
+        return id(model), steps, training.version, id(alerts), alerts.version, *vars(self.view).values()
 
     def draw(self, width: int, height: int) -> list[Line]:
-        begun = time.monotonic()
-        lines = training_lines(self.app_state.model, self.view, width, height, self.theme)
-        self._drawn = time.monotonic()
-        self._cost = self._drawn - begun
-        return lines
+        return training_lines(self.app_state.model, self.view, width, height, self.theme)
 
 
 class TrainingScreen(MonitorScreen):
