@@ -1,10 +1,10 @@
 """The overview of all ranks with the latest alerts, and one rank in detail."""
 
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import ClassVar
 
 from textual.binding import BindingType
-from textual.containers import Container
 from textual.widget import Widget
 
 from ..widgets.alerts import log_line
@@ -13,7 +13,7 @@ from ..widgets.drawing import Line, ruled
 from ..widgets.memory import phase_table
 from ..widgets.plots import Chart, Series, chart_lines
 from ..widgets.ranks import RankGrid, figure_lines, grid_plan, title
-from ..widgets.state import AppState, rank_view
+from ..widgets.state import rank_view
 from ..widgets.training import FEWEST_COLUMNS, STRIP_LINES, TrainingStrip
 from .base import ALERTS, BACK, EVENTS, LOGS, MEMORY, STACKS, TRAINING, MonitorScreen, SelectedRankScreen, hidden, key
 
@@ -91,31 +91,27 @@ class RankHead(Canvas):
         return [*lines, *table][:height]
 
 
-class StepChart(Canvas):
-    """Step time over the recent steps."""
+class RankCharts(Canvas):
+    """Step time, and each step's peak with reserved or resident memory behind it, over the recent steps."""
 
     def draw(self, width: int, height: int) -> list[Line]:
-        steps = list(self.app_state.rank.steps) if self.app_state.rank else []
-        times = [step.host_us / 1000 for step in steps]
-        chart = Chart("step time", "ms", [step.step for step in steps], [Series("step", "accent", times)], floor=True)
-        return chart_lines(chart, width, height, self.theme)
-
-
-class MemoryChart(StepChart):
-    """Each step's peak, with reserved or resident memory behind it."""
-
-    def draw(self, width: int, height: int) -> list[Line]:
-        rank = self.app_state.rank
-        steps = [step for step in (rank.steps if rank else ()) if step.phases]
+        rank, half = self.app_state.rank, width // 2
+        steps = list(rank.steps) if rank else []
+        times = Series("step", "accent", [step.host_us / 1000 for step in steps])
+        left = Chart("step time", "ms", [step.step for step in steps], [times], floor=True)
+        steps = [step for step in steps if step.phases]
         cpu = rank is not None and rank.on_cpu
         peaks = [max(each.peak_span.peak for each in step.phases) / 2**30 for step in steps]
         behind = [[each.allocated.end if cpu else each.reserved.peak for each in step.phases] for step in steps]
-        held = [max(sizes) / 2**30 for sizes in behind]
         series = [
             Series("resident peak" if cpu else "peak", "peak", peaks),
-            Series("in use" if cpu else "reserved", "allocated", held),
+            Series("in use" if cpu else "reserved", "allocated", [max(sizes) / 2**30 for sizes in behind]),
         ]
-        return chart_lines(Chart("memory", "GiB", [step.step for step in steps], series), width, height, self.theme)
+        right = Chart("memory", "GiB", [step.step for step in steps], series)
+        pairs = zip_longest(
+            chart_lines(left, half, height, self.theme), chart_lines(right, width - half, height, self.theme)
+        )
+        return [(one or Line()).fit(half, self.theme.base).join(other or Line()) for one, other in pairs]
 
 
 class RankLog(Canvas):
@@ -148,17 +144,7 @@ class RankScreen(SelectedRankScreen):
         *(hidden(TRAINING), ALERTS, MEMORY, LOGS, STACKS, hidden(EVENTS)),
     ]
 
-    def __init__(self, app_state: AppState) -> None:
-        super().__init__(app_state)
-        self._parts: list[Canvas] = []
-
     def body(self) -> Iterable[Widget]:
-        self._parts = [StepChart(self.app_state, classes="chart"), MemoryChart(self.app_state, classes="chart")]
         yield RankHead(self.app_state, name="rank-head")
-        yield Container(*self._parts, id="charts")
+        yield RankCharts(self.app_state, name="charts")
         yield RankLog(self.app_state, name="rank-log")
-
-    def tick(self) -> None:
-        super().tick()
-        for part in self._parts:
-            part.tick()
