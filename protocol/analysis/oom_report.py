@@ -17,7 +17,7 @@ from .allocator.allocations import columns
 from .allocator.settings import SMALL_MOST_BYTES
 from .allocator.snapshot_layout import Piece, layout_at
 from .allocator.snapshot_replay import Replay, pending_states
-from .allocator.snapshot_views import NO_STACK, frames_json, live_stacks
+from .allocator.snapshot_views import frames_json, live_stacks, place
 from .deaths.detector import HostPressure
 from .oom.detector import OomContext
 from .oom.words import explain, remedy_words
@@ -58,21 +58,22 @@ def description(snapshot: Snapshot, replays: list[Replay]) -> dict[str, Any] | N
         "free_bytes": oom.reserved_free_bytes,
         "largest_free_block_bytes": max((piece.largest_free_bytes for piece in layout_at(replay, index)), default=0),
         "kind": report.verdict.kind,
-        "verdict": " ".join(verdict_lines(report)),
+        "verdict": " ".join(verdict_lines(report, replay)),
         "stack": frames_json(failing_frames(replay)),
     }
 
 
-def verdict_lines(report: OomReport) -> list[str]:
-    """Return why a snapshot's allocation failed, the figures, the first remedy, and who held most, a line each."""
-    oom, verdict = report.oom, report.verdict
+def verdict_lines(report: OomReport, replay: Replay) -> list[str]:
+    """Return why a device's last allocation failed, the figures, the first remedy, and who held most, a line each."""
+    oom, verdict, index = report.oom, report.verdict, replay.oom_index()
     lines = [f"{verdict.title}. {verdict.text}", f"{'; '.join(verdict.evidence)}."]
     lines += [f"To try first: {remedy_words(remedy)}" for remedy in report.remedies[:1]]
-    for group in oom.holders[:1] if oom.allocated_bytes else ():
-        where = group.frames[-1].rpartition("/")[2] if group.frames else NO_STACK
-        times = f" in {group.count:,} blocks" if group.count > 1 else ""
-        share = group.bytes / oom.allocated_bytes * 100
-        lines.append(f"Largest holder: {where}: {gib(group.bytes)}{times}, {share:.0f} % of allocated memory.")
+    if index is not None and oom.allocated_bytes:
+        stack, most = next(iter(live_stacks(replay, index).items()))
+        times = f" in {most.blocks:,} blocks" if most.blocks > 1 else ""
+        share = most.bytes / oom.allocated_bytes * 100
+        where = place(replay.snapshot, stack)
+        lines.append(f"Largest holder: {where}: {gib(most.bytes)}{times}, {share:.0f} % of allocated memory.")
     return lines
 
 

@@ -40,7 +40,7 @@ def test_text_names_the_peak_the_error_and_what_holds_the_memory(capsys: pytest.
     assert "highest allocated 18.28 GiB at entry 3,338" in out
     assert "logits and loss. It failed at the logits and the loss" in out
     assert "requested 4.64 GiB; 120.12 GiB of 138.58 GiB was free" in out
-    assert "Largest holder: loss_utils.py:59 ForCausalLMLoss: 4.64 GiB" in out
+    assert "Largest holder: ForCausalLMLoss loss_utils.py:59 (from <module> snaps.py:29): 4.64 GiB" in out
     assert main(["snapshot", STEP, OOM]) == 0
     assert capsys.readouterr().out.startswith(f"from {STEP} to {OOM}"), "text, without a terminal"
 

@@ -358,7 +358,7 @@ def _device(replay: Replay, top: int) -> Iterator[str]:
     if (report := oom_report.report_of(snapshot, [replay])) is not None:
         yield ""
         yield f"out of memory at entry {replay.oom_index():,}"
-        yield from (f"  {line}" for line in oom_report.verdict_lines(report))
+        yield from (f"  {line}" for line in oom_report.verdict_lines(report, replay))
         frames = oom_report.failing_frames(replay)[:_DEPTH]
         yield from (f"    {snapshot_layout.frame_words(frame)}" for frame in frames)
     yield ""

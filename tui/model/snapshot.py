@@ -140,7 +140,7 @@ class Explorer:
         """Why the last allocation of the device in view failed, in words; empty if none failed."""
         if self._number not in self._ooms:
             report = oom_report.report_of(self.replay.snapshot, [self.replay])
-            self._ooms[self._number] = oom_report.verdict_lines(report) if report is not None else []
+            self._ooms[self._number] = oom_report.verdict_lines(report, self.replay) if report is not None else []
         return self._ooms[self._number]
 
     def _begin(self) -> None:
