@@ -57,7 +57,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Names of the trained parameters. With a ``base`` no others are saved."""
     files: Mapping[str, File]
     settings: dict[str, Any]
-    """What ``identity`` gave when it was written."""
+    """What ``identity`` gave when it was written; without the settings that it did not have then."""
     base: Base | None = None
     optimizer: str = "adamw"
     """Kind of the optimizer's states (``support.states``)."""
@@ -93,7 +93,7 @@ def changes(saved: Manifest, config: Config) -> list[str]:
     return [
         f"{name} was {_shown(saved.settings[name])} and is {_shown(now[name])}"
         for name in now
-        if saved.settings[name] != now[name]
+        if name in saved.settings and saved.settings[name] != now[name]
     ]
 
 
@@ -220,7 +220,7 @@ def examine(path: Path) -> tuple[Found | None, str]:
     """Return a checkpoint if it is complete, else None and the problem."""
     content = read(path)
     if content is None:
-        return None, f"no {NAME}"
+        return None, f"{NAME} is damaged, or of another version" if (path / NAME).exists() else f"no {NAME}"
     problem = missing(path, content)
     return (None, problem) if problem else (Found(path, content), "")
 

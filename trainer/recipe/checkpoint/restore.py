@@ -293,7 +293,7 @@ def _check_model(engine: Any, content: Manifest, base: Base | None, config: Conf
     refusal = stage_refusal(content, stage)
     was = f"model.name={content.base.name}" if content.base is not None and content.base.name else "random weights"
     own = support.states(config)
-    alpha = content.settings["lora.alpha"]
+    alpha = content.settings.get("lora.alpha", config.lora.alpha)
     order, fix = support.ROUND_ROBIN, "optimizer.kind and optimizer.master_weights"
     if held.replace(order, "") == own.replace(order, ""):
         fix = "deepspeed.zero_optimization.round_robin_gradients"

@@ -108,6 +108,7 @@ def test_a_configuration_is_the_same_where_it_makes_the_same_training(
     manifest.write(path, msgspec.structs.replace(before, settings=manifest.identity(load(None, BASE).config)))
     found = manifest.read(path)
     assert found is not None
+    assert manifest.changes(before, load(None, [*BASE, *words]).config) == [], "written before these settings existed"
     changes = manifest.changes(found, load(None, [*BASE, *words]).config)
     assert len(changes) == len(expected)
     assert all(text in change for text, change in zip(expected, changes, strict=True))
@@ -121,6 +122,8 @@ def test_a_path_without_a_complete_one_is_refused_and_auto_begins_anew(tmp_path:
     (write(tmp_path, 20, 2.0) / "model.pt").unlink()
     with pytest.raises(ConfigError, match=r"step-20 is not a complete checkpoint: .* is missing; complete: step-10"):
         manifest.candidates(str(tmp_path / "step-20"), tmp_path)
+    (tmp_path / "step-20" / manifest.NAME).write_text("{}")
+    assert manifest.examine(tmp_path / "step-20") == (None, "manifest.json is damaged, or of another version")
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
