@@ -139,6 +139,10 @@ class TrainingHistory:
         bucket.add(point)
         self.version += 1
 
+    def step_after(self, t: float) -> int:
+        """Return the first step that the hub received after a time; beyond all steps if there is none."""
+        return min((bucket.first_step for bucket in self._buckets.values() if bucket.t > t), default=1 << 62)
+
     def adopt(self, past: "TrainingHistory", before: int) -> None:
         """Prepend the steps of ``past`` before ``before`` and before those known here; ``past`` is not changed."""
         before = min([before, *(bucket.first_step for bucket in self._buckets.values())])

@@ -239,7 +239,8 @@ def adopt_steps(model: RunModel, overview: Overview) -> None:
         firsts = [rank.steps[0].step for rank in model.ranks.values() if rank.steps]
         first = model.training.course.first_step
         firsts += [first] if first is not None else []
-        model.training.course.adopt(curves.course, min(firsts, default=1 << 62))
+        # Before the first step of all, the steps of the overview are still to come.
+        model.training.course.adopt(curves.course, min(firsts) if firsts else curves.course.step_after(model.now))
         for frame in curves.results:
             if frame.t <= model.now and isinstance(frame.message, Evaluation):
                 model.training.on_evaluation(frame.message)

@@ -161,6 +161,13 @@ def test_a_seek_has_the_course_and_the_results_up_to_its_time(trained, share):
     assert sought.training.checkpoints == all_folded.training.checkpoints
 
 
+def test_a_seek_before_the_first_step_has_no_course(trained):
+    sought = load(trained, TRAINED[0].t, describe(trained.info()), read_overview(trained, trained.info()))
+    assert not any(rank.steps for rank in sought.ranks.values())
+    assert sought.training.course.moments(2) == []
+    assert sought.losses_of(sought.job) == []
+
+
 def test_a_late_join_gets_the_course_from_before_it(trained):
     live = folded([TRAINED[0], *TRAINED[len(TRAINED) - 500 :]])
     assert live.training.course.moments(2)[0].first_step > 2500
