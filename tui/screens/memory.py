@@ -30,6 +30,16 @@ class MemoryCanvas(Canvas):
     bars = False
     top = 0
 
+    def key(self) -> object:
+        model, rank = self.app_state.model, self.app_state.rank
+        if rank is None or self.bars:  # cheap to draw
+            return None
+        memory, alerts = rank.memory, model.alerts
+        steps = id(rank), rank.last, len(rank.steps)
+        found = memory.latest, memory.highest, tuple(memory.causes.values()), memory.ranking
+        around = model.device_of(rank), id(alerts), alerts.version, model.prediction, self._why()
+        return self.choice, self.top, steps, found, around
+
     def draw(self, width: int, height: int) -> list[Line]:
         rank, theme = self.app_state.rank, self.theme
         if rank is None:

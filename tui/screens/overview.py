@@ -94,6 +94,10 @@ class RankHead(Canvas):
 class RankCharts(Canvas):
     """Step time, and each step's peak with reserved or resident memory behind it, over the recent steps."""
 
+    def key(self) -> object:
+        rank = self.app_state.rank
+        return rank and (id(rank), rank.last, len(rank.steps))
+
     def draw(self, width: int, height: int) -> list[Line]:
         rank, half = self.app_state.rank, width // 2
         steps = list(rank.steps) if rank else []
