@@ -489,14 +489,23 @@ class RankGrid(Canvas):
         self.plan = Plan("empty")
         self.first = 0  # the first row of cards, or first rank of rows, in view
         self._views: list[RankView] = []
+        self._graphs: dict[int, list[Column | None]] = {}  # columns of the graphs in view, by rank
         self._across = 1  # cells of a row of the heat map
 
-    def draw(self, width: int, height: int) -> list[Line]:
-        app_state = self.app_state
+    def key(self) -> object:
+        """Return all that is drawn: graphs are expensive, and of a run at rest they stay the same."""
+        app_state, (width, height) = self.app_state, self.size
         app_state.select_valid()
         self._views = rank_views(app_state.model)
         self.plan = grid_plan(len(self._views), width, height, app_state.view)
         self._scroll()
+        self._graphs = {view.rank: self._columns(view, graph_width) for view, graph_width in self._in_view(width)}
+        if self.plan.mode == "empty":
+            return None
+        scale = app_state.zoom, app_state.run_peak
+        return self._views, self._graphs, self.plan, self.first, app_state.selected, scale
+
+    def draw(self, width: int, height: int) -> list[Line]:
         draw = {
             "cards": self._draw_cards,
             "rows": self._draw_rows,
@@ -504,6 +513,18 @@ class RankGrid(Canvas):
             "empty": self._draw_waiting,
         }
         return draw[self.plan.mode](width, height)
+
+    def _in_view(self, width: int) -> list[tuple[RankView, int]]:
+        """Return the ranks in view that have a graph, each with the graph's width."""
+        mode, columns, rows, _ = self.plan
+        widths = [end - begin for begin, end in pairwise(self._edges(width))]
+        if mode == "cards":
+            views = self._views[self.first * columns : (self.first + rows) * columns]
+            return [(view, widths[place % columns] - 2) for place, view in enumerate(views)]
+        if mode == "rows":
+            views = self._views[self.first : self.first + rows * columns]
+            return [(view, row_parts(widths[place // rows]).graph - 2) for place, view in enumerate(views)]
+        return []
 
     def _columns(self, view: RankView, width: int) -> list[Column | None]:
         model = self.app_state.model
@@ -528,7 +549,7 @@ class RankGrid(Canvas):
 
     def _card(self, view: RankView, width: int, height: int) -> list[Line]:
         chosen = self.app_state.selected == view.rank
-        return card(view, self._columns(view, width - 2), width, height, self._scale(view), self.theme, chosen)
+        return card(view, self._graphs[view.rank], width, height, self._scale(view), self.theme, chosen)
 
     def _draw_rows(self, width: int, height: int) -> list[Line]:
         blocks: list[list[Line]] = []
@@ -546,7 +567,7 @@ class RankGrid(Canvas):
         theme, height = self.theme, self.plan.card_height
         return [
             label(view, widths.label, height, theme, view.rank == self.app_state.selected),
-            graph(self._columns(view, widths.graph - 2), widths.graph, height, self._scale(view), theme),
+            graph(self._graphs[view.rank], widths.graph, height, self._scale(view), theme),
             row_figures(view, widths.figures, height, theme),
             last(view, widths.phases, height, theme),
         ]
