@@ -10,7 +10,7 @@ from textual.widget import Widget
 from ...protocol.messages import control
 from ..model.oom import spike_alert, verdict_of
 from ..model.rank import RankModel
-from ..model.waterfall import Waterfall, next_phase, rank_bars
+from ..model.waterfall import RankBar, Waterfall, next_phase, rank_bars
 from ..widgets import memory
 from ..widgets.base import Canvas
 from ..widgets.drawing import Line, wrap
@@ -32,13 +32,15 @@ class MemoryCanvas(Canvas):
 
     def key(self) -> object:
         model, rank = self.app_state.model, self.app_state.rank
-        if rank is None or self.bars:  # cheap to draw
+        if rank is None:
             return None
-        memory, alerts = rank.memory, model.alerts
-        steps = id(rank), rank.last, len(rank.steps)
-        found = memory.latest, memory.highest, tuple(memory.causes.values()), memory.ranking
+        title = id(rank), rank.hello, self.choice
+        if self.bars:
+            return title, self.app_state.selected, self._bars_of(), self._capacity
+        found = rank.memory.latest, rank.memory.highest, tuple(rank.memory.causes.values()), rank.memory.ranking
+        steps, alerts = (rank.last, len(rank.steps)), model.alerts
         around = model.device_of(rank), id(alerts), alerts.version, model.prediction, self._why()
-        return self.choice, self.top, steps, found, around
+        return title, self.top, steps, found, around
 
     def draw(self, width: int, height: int) -> list[Line]:
         rank, theme = self.app_state.rank, self.theme
@@ -70,12 +72,19 @@ class MemoryCanvas(Canvas):
         return [*lines, *body]
 
     def _bars(self, width: int, height: int) -> list[Line]:
-        ranks = self.app_state.model.ranks.values()
-        bars = rank_bars(ranks, self.choice.phase)
+        bars, phase, selected = self._bars_of(), self.choice.phase, self.app_state.selected
         if not bars:
             return [Line(" no step is finished yet", self.theme.style("dim"))]
-        capacity = min((rank.capacity_bytes for rank in ranks if rank.capacity_bytes), default=0)
-        return memory.peak_bars(bars, self.choice.phase, self.app_state.selected, capacity, width, height, self.theme)
+        return memory.peak_bars(bars, phase, selected, self._capacity, width, height, self.theme)
+
+    def _bars_of(self) -> list[RankBar]:
+        return rank_bars(self.app_state.model.ranks.values(), self.choice.phase)
+
+    @property
+    def _capacity(self) -> int:
+        """Of the smallest device, bytes; 0: not known."""
+        ranks = self.app_state.model.ranks.values()
+        return min((rank.capacity_bytes for rank in ranks if rank.capacity_bytes), default=0)
 
     def _why(self) -> str:
         source = self.app_state.source
