@@ -84,20 +84,26 @@ class Words:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._shown = 0
+        self._begin = 0
 
     def add(self, token: int) -> str:
         """Return the text that this token completes; empty in the middle of a character."""
         self._tokens.append(token)
-        text: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(self._tokens[self._begin :], skip_special_tokens=True)
         if text.endswith("\ufffd"):
             return ""
         new = text[self._shown :]
         self._shown = len(text)
+        if len(self._tokens) - self._begin > 64 and new.startswith(" "):
+            # Decode from a new word on: the cost does not grow with the answer. The word's token is kept for its space.
+            self._begin = len(self._tokens) - 1
+            self._shown = len(self._tokenizer.decode(self._tokens[self._begin :], skip_special_tokens=True))
         return new
 
     def rest(self) -> str:
         """Return the rest of the text, an unfinished character."""
-        return self._tokenizer.decode(self._tokens, skip_special_tokens=True)[self._shown :]
+        text: str = self._tokenizer.decode(self._tokens[self._begin :], skip_special_tokens=True)
+        return text[self._shown :]
 
 
 def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str, bool]:
