@@ -561,11 +561,13 @@ def fetch_count(mask: Any, later: bool = False) -> Any:
 
 
 def read(value: Any) -> float | None:
-    """Read a result of ``fetch``; the copy must have finished. None for None, or if it cannot be read."""
+    """Read a result of ``fetch``. None for None, or if it cannot be read, as a number that is not here yet."""
     if isinstance(value, Kept):
         value = value.copy
     if not isinstance(value, Fetched):
         return None if value is None else float(value)
+    if not value.arrived():
+        return None
     try:
         return float(value.tensor())
     except (TypeError, ValueError, RuntimeError):

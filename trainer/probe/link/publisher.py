@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from ..memory.snapshots import CaptureContext, PhaseMarks, Recording, Snapshots
 from ..memory.stacks import StackCapture
 from ..oom.console import Hold
 from ..oom.report import OomHistory
-from ..phases.budget import Unusual
+from ..phases.budget import BLOCKS, Unusual
 from ..phases.tracker import (
     ClosingRaw,
     Mark,
@@ -281,6 +281,25 @@ def _phase_records(raw: StepRaw, read: Callable[[Any], Reading]) -> _Times:
     shown = [each for each in records if each.name != "idle" or each.host_us >= least_us or _moves(each)]
     last = figures[-1] if reads is None else reads.last
     return _Times(host_us, elapsed_us(origin.event, marks[-1].event), shown, last)
+
+
+def first_has_passed(steps: Sequence[StepRaw]) -> bool:
+    """Return whether the device has passed the first of some steps, and what is copied from it is here.
+
+    What was kept until the end of a block is copied after the events of the block's steps. Whether a number is here is
+    seen by its bytes; after an event that follows all copies it counts as here.
+    """
+    raw, notes = steps[0], steps[0].notes
+    event = raw.marks[-1].event
+    if event is not None and not has_passed(event):
+        return False
+    values = (*notes.losses, notes.grad_norm, notes.loss_scale, notes.overflow, notes.lr)
+    if not raw.followed or cuda.arrived(values):
+        return True
+    after = raw.number + (BLOCKS[-1] if any(isinstance(each, cuda.Kept) for each in values) else 0)
+    events = (each.marks[-1].event for each in steps if each.number >= after)
+    later = next((each for each in events if each is not None), None)
+    return later is not None and has_passed(later)
 
 
 def without_device(raw: StepRaw) -> StepRaw:
@@ -609,7 +628,7 @@ class Publisher(threading.Thread):
         self._last_steps, sent = time.time(), 0
         while self._steps:
             try:
-                if not self._has_passed():
+                if not first_has_passed(self._steps):
                     return
                 raw = self._steps.popleft()
             except RuntimeError:
@@ -620,17 +639,6 @@ class Publisher(threading.Thread):
             if self._steps and not (raw.coarse and sent % YIELD_EVERY):
                 # Yields the interpreter's lock: the training thread waits for one step's work at most.
                 time.sleep(YIELD_SECONDS)
-
-    def _has_passed(self) -> bool:
-        """Return whether the device has passed the first step that is not sent."""
-        raw = self._steps[0]
-        if not raw.followed or raw.marks[-1].event is not None:
-            return has_passed(raw.marks[-1].event)
-        notes = raw.notes
-        if cuda.arrived((*notes.losses, notes.grad_norm, notes.loss_scale, notes.overflow, notes.lr)):
-            return True
-        later = next((each.marks[-1].event for each in self._steps if each.marks[-1].event is not None), None)
-        return later is not None and has_passed(later)
 
     def _send_last_steps(self) -> None:
         """Wait briefly for the device to pass the last events; send unfinished steps without device figures."""

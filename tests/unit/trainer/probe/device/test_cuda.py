@@ -9,11 +9,13 @@ import torch
 from ftmon.protocol.messages.telemetry import Oom
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.probe.device import cuda
+from ftmon.trainer.probe.link.publisher import first_has_passed
 from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.memory.snapshots import PhaseMarks
 from ftmon.trainer.probe.oom.console import Hold
 from ftmon.trainer.probe.oom.report import AllocationFailures, OomHistory, OomReporter
-from ftmon.trainer.probe.phases.tracker import Counts, StepRaw
+from ftmon.trainer.probe.phases.budget import BLOCKS
+from ftmon.trainer.probe.phases.tracker import Counts, Mark, Notes, StepRaw
 from ftmon.trainer.probe.rank.context import RankContext
 
 GIB = 2**30
@@ -139,6 +141,29 @@ def test_kept_scalars_are_copied_together_but_for_those_that_were_overwritten(ma
     assert [cuda.read(each) for each in kept] == [0.0, None, 2.0, None, 3.0]
     assert not cuda.can_be_kept(torch.ones(2)[0]), "it would keep more than a number"
     assert cuda.fetch_kept([cuda.Kept(torch.tensor(1.0))])
+
+
+def test_a_step_is_sent_once_its_kept_loss_is_here_though_events_of_its_block_have_passed(
+    made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(number: int, loss: Any) -> StepRaw:
+        mark = Mark("idle", 0, None, SimpleNamespace(query=lambda: True), 0, 0)
+        return StepRaw(number, [mark, mark], 0.0, Notes(losses=[loss]), 0, 0, 200, True, True)
+
+    kept = [cuda.Kept(torch.tensor(float(number))) for number in range(2)]
+    with monkeypatch.context() as device:
+        device.setattr(cuda, "_begin_copy", lambda buffer, _, *others: cuda.Fetched(buffer, *others))
+        assert cuda.fetch_kept(list(kept))
+    steps = [step(number, loss) for number, loss in enumerate(kept, 1)]
+    assert not first_has_passed(steps)
+    assert cuda.read(kept[0]) is None, "not the bytes that wait for it"
+    assert first_has_passed([*steps, step(1 + BLOCKS[-1], 0.5)]), "a step of a later block has passed"
+    copy: Any = kept[0].copy
+    copy.tensor().fill_(0.25)
+    assert first_has_passed(steps)
+    assert cuda.read(kept[0]) == 0.25
+    at_once: Any = cuda.fetch_scalar(torch.tensor(0.5))
+    assert first_has_passed([step(1, at_once)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool])
