@@ -525,7 +525,8 @@ _NUMBERS = (int, float, *ON_ITS_WAY)
 def fetch_values(value: Any, scalar: Callable[[Any], Any] | None = None) -> Any:
     """Begin to fetch a tensor of one element; return what ``read`` reads, or None if it is no scalar.
 
-    A number, or one that is on its way, is returned as it is. ``scalar`` keeps a CUDA tensor in place of fetching it.
+    A number, or one that is on its way, is returned as it is. ``scalar``, if given, is called with a CUDA tensor
+    instead of ``fetch_scalar``.
 
     A DTensor that is not the same on all ranks is no scalar: the probe enters no collective.
     """
@@ -561,7 +562,7 @@ def fetch_count(mask: Any, later: bool = False) -> Any:
 
 
 def read(value: Any) -> float | None:
-    """Read a result of ``fetch``. None for None, or if it cannot be read, as a number that is not here yet."""
+    """Read a result of ``fetch``; None for None, and for what cannot be read or has not arrived."""
     if isinstance(value, Kept):
         value = value.copy
     if not isinstance(value, Fetched):

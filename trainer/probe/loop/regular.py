@@ -604,7 +604,11 @@ class Regular:
 
     def _fetch_kept(self, *, at_once: bool = False) -> None:
         if self._kept:
-            self._keeps &= cuda.fetch_kept(self._kept, at_once=at_once)
+            try:
+                self._keeps &= cuda.fetch_kept(self._kept, at_once=at_once)
+            except RuntimeError:  # the device is in an error state, which the script will see
+                self._kept.clear()
+                self._keeps = False
 
     def _update(self, _owner: Any, lr: Any) -> None:
         rate = lr() if callable(lr) else lr

@@ -296,6 +296,20 @@ def test_losses_stay_on_the_device_until_the_end_of_a_block_unless_a_script_over
     assert [step.loss for step in steps] == losses
 
 
+def test_a_device_in_an_error_state_raises_nothing_in_the_script_and_leaves_the_probe_on(monkeypatch):
+    training = probed(monkeypatch)
+    in_blocks(training, 8)
+    on_a_device(training, monkeypatch)
+
+    def failing(_):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(cuda, "fetch_scalar", failing)
+    saving(Loop())
+    assert training.guard.enabled
+    assert sum(raw.followed for raw in training.outbox.unsent_steps()) >= 2
+
+
 def test_what_a_script_reports_belongs_to_its_step_and_a_block_under_way_is_counted(monkeypatch):
     training = probed(monkeypatch)
     in_blocks(training, 8)
