@@ -57,7 +57,10 @@ class DryWorld(World):
         self.device = torch.device("cuda", 0)
         self.host_group = None
         self.logged: list[str] = []
-        """Lines that the recipe would print."""
+        """Notes that the recipe would print."""
+
+    def log(self, text: str) -> None:
+        """Print nothing: the output is the prediction's."""
 
     def note(self, text: str) -> None:
         """Keep a line, except those of timers, which are about slow machines."""
