@@ -93,7 +93,8 @@ def is_small(config: Config, most: int) -> bool:
     By its sizes alone: making it on the meta device would import torch, 3 to 15 s, before the ranks do.
     """
     fields = config.model.config or _fields_of(config.model.name)
-    fields = fields.get("text_config") or fields
+    text = fields.get("text_config")
+    fields = text if isinstance(text, dict) else fields
 
     def size(*names: str) -> int:
         found = next((fields[name] for name in names if fields.get(name)), 0)
