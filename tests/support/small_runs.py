@@ -64,7 +64,7 @@ def launch(folder: Path, module: str, jobs: dict[str, tuple[int, list[str]]]) ->
 
 
 def once(reference: Callable[P, R]) -> Callable[P, R]:
-    """Compute a slow reference once for equal arguments (the rows of a run as lists); nobody changes its result."""
+    """Compute a slow reference once for equal arguments, rows as lists. Callers must not change the result."""
     known: dict[str, R] = {}
 
     @functools.wraps(reference)

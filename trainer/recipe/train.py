@@ -64,7 +64,7 @@ def setup(config: Config, world: World) -> Trainer:
     """Prepare data, model, engine and position; all ranks call this."""
     _, note = shape.check(config)
     if note:
-        world.note(f"{note}")
+        world.note(note)
     world.share_sequences(config.training.sequence_parallel_size)
     output = output_folder(config)
     found, skipped = find(config, output, world)

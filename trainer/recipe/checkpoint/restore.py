@@ -254,7 +254,7 @@ def restore(engine: Any, paths: list[Path], now: TrainState, base: Base | None, 
         problem = _load(engine, path, content, config, world)
         if not problem:
             for note in notes:
-                world.note(f"{note}")
+                world.note(note)
             for name in resumed.__struct_fields__:
                 setattr(now, name, getattr(resumed, name))
             _restore_random_state(path, content, config, world)
