@@ -17,7 +17,11 @@ TRAINED_CHUNK_BYTES = 1 << 30
 """The same for a trained weight: each chunk adds to the whole weight's gradient, which costs about as much as its
 logits if a chunk has as many tokens as the layer has features."""
 _MULTIPLE = 128
-"""Tokens of a chunk are a multiple of this: matrix products are fastest at such sizes."""
+"""Tokens of a chunk are a multiple of this: matrix products are fastest at such sizes. On a GPU the last chunk gets
+rows of zeros up to it: cuBLAS takes 2 to 3 ms to choose and load its kernels for a number it has not seen.
+"""
+_NOT_COUNTED = -1
+"""Target of an added row."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +84,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with_grad: bool,
     ) -> torch.Tensor:
         wanted = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
-        grad_hidden = torch.empty_like(hidden) if wanted[0] else None
+        tokens = hidden.shape[0]
+        added = -(tokens % chunk) % _MULTIPLE if hidden.is_cuda else 0
+        grad_hidden = hidden.new_empty(tokens + added, hidden.shape[1]) if wanted[0] else None
         # Summed over chunks in fp32, independent of the weights' type. The first chunk's is written.
-        make = torch.empty_like if hidden.shape[0] else torch.zeros_like
+        make = torch.empty_like if tokens else torch.zeros_like
         grad_weight = make(weight, dtype=torch.float32) if wanted[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] and bias is not None else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for start in range(0, hidden.shape[0], chunk):
-            part = hidden[start : start + chunk]
+        for start in range(0, tokens, chunk):
+            part, labels = hidden[start : start + chunk], targets[start : start + chunk]
+            if added and start + chunk > tokens:
+                part = torch.nn.functional.pad(part, (0, 0, 0, added))
+                labels = torch.nn.functional.pad(labels, (0, added), value=_NOT_COUNTED)
             logits = torch.nn.functional.linear(part, weight, bias)
-            losses, grad = after_linear(logits, targets[start : start + chunk], transform, any(wanted))
+            losses, grad = after_linear(logits, labels, transform, any(wanted))
             del logits  # the next chunk's take its place
             loss += losses
             if grad is None:
@@ -97,12 +106,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
             if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[start : start + chunk])
+                torch.mm(grad, weight, out=grad_hidden[start : start + part.shape[0]])
             if grad_weight is not None:
                 _add_product(grad_weight, grad.t(), part, add=start > 0)
             del grad
         ctx.grads = (
-            grad_hidden,
+            None if grad_hidden is None else grad_hidden[:tokens],
             None if grad_weight is None else grad_weight.to(weight.dtype),
             grad_bias,  # rounded once, in ``backward``; the weight's would take its size in fp32 until then
         )
