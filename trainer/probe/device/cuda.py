@@ -170,6 +170,10 @@ under_way = 0
 A query of the stream costs 3 us at each phase boundary, where every cache is cold. Every capture from Python goes
 through ``torch.cuda.CUDAGraph``, so its two methods are wrapped once, and the query is a read of a number.
 """
+has_captured = False
+"""Whether a capture has begun since the probe did: a replay overwrites its graph's outputs, which no version shows."""
+_captures = threading.Lock()
+"""Held while a capture begins, and while another thread than the one that trains copies on its stream."""
 
 
 def install() -> None:
@@ -193,8 +197,10 @@ def allow_queries() -> None:
 
 def _beginning(real: Callable[..., Any]) -> Callable[..., Any]:
     def capture_begin(*args: Any, **kwargs: Any) -> Any:
-        global under_way
-        under_way += 1
+        global under_way, has_captured
+        with _captures:
+            under_way += 1
+            has_captured = True
         try:
             return real(*args, **kwargs)
         except BaseException:
@@ -240,13 +246,17 @@ class CudaEvents:
             event = self._free.pop()
         except IndexError:
             event = self._new(enable_timing=True)
+        self._record(event, self.stream())
+        return event
+
+    def stream(self) -> Any:
+        """Return the current stream."""
         # Making a Stream object costs more than recording, so the few Stream objects are kept.
         raw = self._raw_stream(self._device)
         stream = self._streams.get(raw)
         if stream is None:
             stream = self._streams[raw] = self._current_stream(self._device)
-        self._record(event, stream)
-        return event
+        return stream
 
     def recycle(self, event: Any) -> None:
         """Return an event to the pool once no reader is left."""
@@ -454,56 +464,77 @@ def _find_driver() -> None:
 
 
 class Kept:
-    """A CUDA scalar that stays on the device until ``fetch_kept``: a copy costs the host less after another one."""
+    """A CUDA scalar that stays on the device until ``fetch_kept``, which the thread that trains does not pay for."""
 
-    __slots__ = ("_version", "copy", "tensor")
+    __slots__ = ("_version", "copied", "copy", "tensor")
 
     def __init__(self, tensor: Any) -> None:
         self.tensor: Any = tensor.detach()
         """None once it has been copied."""
         self._version: int = tensor._version
         self.copy: Fetched | None = None
+        self.copied: Any = None
+        """An event after the copy."""
 
     def arrived(self) -> bool:
         """Return whether the scalar is here, or never will be."""
-        return self.tensor is None and (not isinstance(self.copy, Fetched) or self.copy.arrived())
-
-    def fetch(self, places: set[int]) -> bool:
-        """Begin to copy the scalar unless it was overwritten; ``places`` are those of later ones, and gets its own."""
-        tensor, place = self.tensor, self.place()
-        self.tensor = None
-        if place is None or place in places:
+        if self.tensor is not None:
             return False
-        places.add(place)
+        if not isinstance(self.copy, Fetched) or self.copy.arrived():
+            return True
+        try:
+            return self.copied is not None and has_passed(self.copied)
+        except RuntimeError:  # the device is in an error state
+            return True
+
+    def fetch(self) -> bool:
+        """Begin to copy the scalar unless it was overwritten, or is none."""
+        tensor, self.tensor = self.tensor, None
+        if tensor._version != self._version or tensor.numel() != 1:
+            return False
         self.copy = fetch_scalar(tensor)
         return True
 
-    def place(self) -> int | None:
-        """Return the scalar's address; None: it was overwritten."""
-        try:
-            place = self.tensor.data_ptr()
-        except RuntimeError:  # memory of a CUDA graph that was replayed
-            return None
-        return place if self.tensor._version == self._version else None
+    def is_overwritten(self) -> bool:
+        """Return whether the scalar was overwritten since it was kept."""
+        return self.tensor is not None and self.tensor._version != self._version
 
 
 def can_be_kept(tensor: Any) -> bool:
     """Return whether a tensor holds no larger one's memory, and is seen to be overwritten."""
-    return not (under_way or tensor._is_view() or tensor.is_inference())
+    return not (has_captured or tensor._is_view() or tensor.is_inference())
 
 
 def fetch_kept(kept: list[Kept], *, at_once: bool = False) -> bool:
     """Begin to copy scalars, and empty the list; return False if some were overwritten, which are not read.
 
-    They were by an operation in place, or by the replay of a CUDA graph, which gives equal places. ``at_once``: if the
-    device has done all its work, as after a script has read a value, the copies are waited for.
+    ``at_once``: if the device has done all its work, as after a script has read a value, the copies are waited for.
     """
-    is_done, places = at_once and not under_way and is_idle(), set[int]()
-    complete = [each.fetch(places) for each in reversed(kept)]
-    kept.clear()
-    if is_done:
-        torch.cuda.current_stream().synchronize()
+    found, kept[:] = list(kept), []
+    try:
+        is_done, copied = at_once and not under_way and is_idle(), None
+        complete = [each.fetch() for each in found]
+        if is_done:
+            torch.cuda.current_stream().synchronize()
+        elif not under_way:
+            copied = torch.cuda.Event()
+            copied.record()
+    except RuntimeError:  # the device is in an error state, which the script will see
+        for each in found:
+            each.tensor = each.copy = None
+        return False
+    for each in found:
+        each.copied = copied
     return all(complete)
+
+
+def fetch_kept_on(stream: Any, kept: list[Kept]) -> bool | None:
+    """Do what ``fetch_kept`` does on the stream of another thread; None, and nothing is done, during a capture."""
+    with _captures:
+        if under_way:
+            return None
+        torch.cuda.set_stream(stream)  # for this thread, with its device
+        return fetch_kept(kept)
 
 
 def is_idle() -> bool:

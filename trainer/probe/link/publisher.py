@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ from ..memory.snapshots import CaptureContext, PhaseMarks, Recording, Snapshots
 from ..memory.stacks import StackCapture
 from ..oom.console import Hold
 from ..oom.report import OomHistory
-from ..phases.budget import BLOCKS, Unusual
+from ..phases.budget import Unusual
 from ..phases.tracker import (
     ClosingRaw,
     Mark,
@@ -286,8 +287,8 @@ def _phase_records(raw: StepRaw, read: Callable[[Any], Reading]) -> _Times:
 def first_has_passed(steps: Sequence[StepRaw]) -> bool:
     """Return whether the device has passed the first of some steps, and what is copied from it is here.
 
-    What was kept until the end of a block is copied after the events of the block's steps. Whether a number is here is
-    seen by its bytes; after an event that follows all copies it counts as here.
+    What a block's steps left on the device is copied after their events. Whether a number is here is seen by its bytes;
+    after an event that follows its copy it counts as here.
     """
     raw, notes = steps[0], steps[0].notes
     event = raw.marks[-1].event
@@ -296,8 +297,9 @@ def first_has_passed(steps: Sequence[StepRaw]) -> bool:
     values = (*notes.losses, notes.grad_norm, notes.loss_scale, notes.overflow, notes.lr)
     if not raw.followed or cuda.arrived(values):
         return True
-    after = raw.number + (BLOCKS[-1] if any(isinstance(each, cuda.Kept) for each in values) else 0)
-    events = (each.marks[-1].event for each in steps if each.number >= after)
+    if not all(each.arrived() for each in values if isinstance(each, cuda.Kept)):
+        return False
+    events = (each.marks[-1].event for each in steps)
     later = next((each for each in events if each is not None), None)
     return later is not None and has_passed(later)
 
@@ -464,7 +466,9 @@ class Publisher(threading.Thread):
         self._signs, self._loading = training.signs, training.loading
         self._tracker = tracker = training.tracker
         self._outbox = outbox = training.outbox
-        self._steps, self._spare_notes = outbox.pending, training.regular.spare
+        self._steps, self._regular = outbox.pending, training.regular
+        self._unfetched: deque[Followed] = deque()
+        """Blocks whose losses are still on the device."""
         self._pace, self._hold = pace, hold
         self._unusual = Unusual()
         self._oom_history, self._phase_marks = oom_history, phase_marks
@@ -579,12 +583,15 @@ class Publisher(threading.Thread):
             self.send(compiles)
 
     def _drain(self) -> None:
-        outbox, spare = self._outbox.items, self._spare_notes
+        outbox, spare = self._outbox.items, self._regular.spare
+        self._fetch()
         while len(spare) < SPARE_NOTES and self._steps and self._steps[-1].followed:
             spare.append(Notes())
         while outbox:
             item = outbox.popleft()
             if isinstance(item, Followed):
+                self._unfetched.append(item)
+                self._fetch()
                 steps = item.steps()
                 cost_ns = sum(raw.cost_ns for raw in steps) // max(1, len(steps))
                 for raw in steps:
@@ -604,6 +611,11 @@ class Publisher(threading.Thread):
                     self._send_closing(item.raw)
                 else:
                     self.send(item)
+
+    def _fetch(self) -> None:
+        """Begin to copy the losses of blocks; later, if a CUDA graph is captured."""
+        while self._unfetched and self._regular.fetch(self._unfetched[0]):
+            self._unfetched.popleft()
 
     def _note_step(self, raw: StepRaw) -> None:
         self._steps.append(raw)

@@ -24,7 +24,8 @@ class MicroSteps:
         self._tracker, self._phases = loop.tracker, loop.phases
         self._forwards, self._state = loop.forwards, loop.state
         self._loading, self._saw_forward = loading, saw_forward
-        self._unscaled: tuple[int, Any] | None = None
+        self.unscaled: tuple[int, Any] | None = None
+        """The scaled loss's id and the loss before its scaling, until the backward."""
         self.overwrites = False
         """Whether the script overwrites losses after their backward."""
         self._watched: list[cuda.Kept] = []
@@ -133,19 +134,19 @@ class MicroSteps:
         notes.apart += self._is_apart
         notes.sum_losses, notes.added_ranks = state.sum_losses or scaled, state.added_ranks
         if not self.overwrites:
-            self.overwrites = any(each.place() is None for each in self._watched)
+            self.overwrites = any(each.is_overwritten() for each in self._watched)
             on_device = [loss for loss in losses if type(loss) is torch.Tensor and loss.is_cuda]
             self._watched = [cuda.Kept(loss) for loss in on_device if cuda.can_be_kept(loss)]
         notes.losses += self.fetch_losses(losses)
 
     def fetch_losses(self, losses: Sequence[Any], scalar: Callable[[Any], Any] | None = None) -> list[Any]:
         """Return the losses before their scaling, on their way from the device; ``scalar`` keeps one there."""
-        if len(losses) == 1 and self._unscaled is None:  # the usual case, with as few functions as can be
+        if len(losses) == 1 and self.unscaled is None:  # the usual case, with as few functions as can be
             loss = losses[0]
             if type(loss) is torch.Tensor and loss.is_cuda and loss.numel() == 1:
                 return [cuda.fetch_scalar(loss) if scalar is None else scalar(loss)]
-        if self._unscaled is not None:
-            unscaled, self._unscaled = self._unscaled, None
+        if self.unscaled is not None:
+            unscaled, self.unscaled = self.unscaled, None
             losses = [unscaled[1] if unscaled[0] == id(loss) else loss for loss in losses]
         return [self._fetch(loss, scalar) for loss in losses]
 
@@ -184,7 +185,7 @@ class MicroSteps:
     @guarded
     def note_scaling(self, scaled: Any, original: Any) -> None:
         """Record that a loss was multiplied by a loss scale: the backward of ``scaled`` is that of ``original``."""
-        self._unscaled = id(scaled), original
+        self.unscaled = id(scaled), original
 
     @guarded
     def trained_micro_step(self, loss: Any) -> None:

@@ -20,6 +20,8 @@ from threading import Lock, get_ident
 from time import perf_counter_ns, thread_time_ns
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from ..device import cuda
 from ..device.memory import MemoryBackend
 from ..guard import nothing
@@ -173,7 +175,9 @@ class _End(NamedTuple):
 class Followed:
     """A block of steps in a row as the training thread records them; ``steps`` is for another thread."""
 
-    __slots__ = ("before", "cpu_ns", "evaluating", "every", "first", "log", "number", "order", "spent_ns")
+    __slots__ = (
+        *("before", "cpu_ns", "evaluating", "every", "first", "kept", "log", "number", "order", "spent_ns", "stream"),
+    )
 
     def __init__(self, order: Order, number: int, first: Mark, spent_ns: int, every: int, before: int) -> None:
         self.order, self.number, self.first, self.log = order, number, first, list[Any]()
@@ -184,6 +188,10 @@ class Followed:
         """CPU time of the training thread; None until the block is given to the publisher."""
         self.before = before
         """Items of the blocks before it, since a step was judged."""
+        self.kept: list[cuda.Kept] = []
+        """Losses and norms that are still on the device, for ``Regular.fetch``."""
+        self.stream: Any = None
+        """The one that they were computed before."""
 
     def steps(self) -> list[StepRaw]:
         """Return its finished steps as the parts that judge would have recorded them; any thread, and again."""
@@ -299,7 +307,7 @@ class Regular:
         *("_block", "_budget", "_chain", "_counts", "_held", "_keeps", "_model", "_run", "_timed", "_tracker"),
         *("_arrays", "_cpu_ns", "_done", "_evaluates", "_made_for", "_notes_later", "_outbox", "_spent_ns", "_trains"),
         *("_alike", "_events", "_is_odd", "_is_timed", "_loading", "_micro_steps", "_order", "_state", "_trained"),
-        *("_device", "_is_plain", "_unlabelled", "_updates", "handlers", "spare"),
+        *("_device", "_has_kept", "_is_plain", "_unlabelled", "_updates", "handlers", "spare"),
     )
 
     def __init__(
@@ -340,7 +348,9 @@ class Regular:
         self._kept: list[cuda.Kept] = []
         """Losses and norms of the block that are still on the device."""
         self._keeps = True
-        """Whether they may stay there: no script has overwritten one."""
+        """Whether they may stay there: no script has overwritten one. The publisher finds that."""
+        self._has_kept = False
+        """Whether a loss of the block was kept, and the next ones need not be looked at."""
         self._scalar: Callable[[Any], Any] | None = None
         """Keeps one; None: each is copied at once."""
         self._steps = self._left = self._run = 0
@@ -479,7 +489,7 @@ class Regular:
         budget, step = self._budget, self._tracker.step
         steps = self._steps = self._left = min(budget.block - step % budget.block, self._run)
         self._run -= steps
-        self._is_plain = False  # the first batch of each block is looked at
+        self._is_plain = self._has_kept = False  # the first batch and loss of each block are looked at
         self._scalar = self._keep if steps > 1 and self._keeps and not self._micro_steps.overwrites else None
         block = self._block = Followed(order, step, first, self._spent_ns, budget.every, self._done)
         self._log = block.log
@@ -591,7 +601,16 @@ class Regular:
         log = self._log
         if not self._notes_later:  # a forward takes the batch of its micro-step
             self._tracker.notes.micro_steps += 1
-        log.append(self._micro_steps.fetch_losses(what[0], self._scalar))
+        losses, micro_steps = what[0], self._micro_steps
+        is_plain = len(losses) == 1 and type(losses[0]) is Tensor and micro_steps.unscaled is None
+        if self._has_kept and is_plain and not cuda.has_captured:
+            kept = cuda.Kept(losses[0])
+            self._kept.append(kept)
+            log.append([kept])
+        else:
+            found = micro_steps.fetch_losses(losses, self._scalar)
+            self._has_kept = len(found) == 1 and type(found[0]) is cuda.Kept
+            log.append(found)
         log.append(what[1])
 
     def _keep(self, scalar: Any) -> Any:
@@ -602,13 +621,12 @@ class Regular:
         self._kept.append(kept)
         return kept
 
-    def _fetch_kept(self, *, at_once: bool = False) -> None:
-        if self._kept:
-            try:
-                self._keeps &= cuda.fetch_kept(self._kept, at_once=at_once)
-            except RuntimeError:  # the device is in an error state, which the script will see
-                self._kept.clear()
-                self._keeps = False
+    def fetch(self, block: Followed) -> bool:
+        """Begin to copy what a block's steps left on the device; False: a graph is captured. For the publisher."""
+        found = cuda.fetch_kept_on(block.stream, block.kept) if block.kept else True
+        if found is False:
+            self._keeps = False
+        return found is not None
 
     def _update(self, _owner: Any, lr: Any) -> None:
         rate = lr() if callable(lr) else lr
@@ -687,7 +705,8 @@ class Regular:
 
     def _hand_over(self, block: Followed) -> None:
         """Give a block of finished steps to the publisher."""
-        self._fetch_kept()
+        if self._kept:
+            block.kept, self._kept, block.stream = self._kept, [], self._device.events.stream()
         log, cpu = block.log, thread_time_ns()
         block.cpu_ns, self._cpu_ns = max(0, cpu - self._cpu_ns), cpu
         end = log[-1]
@@ -718,7 +737,8 @@ class Regular:
         assert block is not None
         held = deque(self._held)
         first, events, begin = block.present()
-        self._fetch_kept(at_once=True)
+        if self._kept and not cuda.fetch_kept(self._kept, at_once=True):
+            self._keeps = False
         if begin:
             del block.log[begin:]
             self._hand_over(block)

@@ -2,8 +2,9 @@
 
 In a *full* step memory is read at every boundary of phases and weights are sampled; in a *coarse* one memory is read at
 its two ends and around the optimizer's phase alone, whose spikes must never be missed. Steps whose number is a multiple
-of ``every`` are full: those of all ranks are the same ones. Losses and norms of a block of short steps are copied
-together. The cost of each kind is what the probe's own calls took (``Guard``), the step's time is that of its host.
+of ``every`` are full: those of all ranks are the same ones. The publisher copies the
+losses and norms of a block of short steps. The cost of each kind is what the probe's own calls took (``Guard``), the
+step's time is that of its host.
 """
 
 import math
@@ -19,7 +20,7 @@ LONGEST_NS = 20_000_000
 """Time of a step from which on its share is the same: 0.5 % of it are 100 us."""
 GAP_NS = 5_000_000_000
 """Time between two full steps, at most: figures by phase would be too old on a screen."""
-BLOCK_NS = 400_000_000
+BLOCK_NS = 500_000_000
 """Time of a block of steps, at most."""
 FIRST = 30
 """Steps at the beginning that are full: of compilation, the optimizer's first states, a leak's beginning."""

@@ -14,7 +14,6 @@ from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.memory.snapshots import PhaseMarks
 from ftmon.trainer.probe.oom.console import Hold
 from ftmon.trainer.probe.oom.report import AllocationFailures, OomHistory, OomReporter
-from ftmon.trainer.probe.phases.budget import BLOCKS
 from ftmon.trainer.probe.phases.tracker import Counts, Mark, Notes, StepRaw
 from ftmon.trainer.probe.rank.context import RankContext
 
@@ -128,36 +127,58 @@ def test_a_value_that_is_never_read_returns_its_buffer(made: list[int]) -> None:
     assert cuda._total == sum(made)
 
 
-def test_kept_scalars_are_copied_together_but_for_those_that_were_overwritten(made: list[int]) -> None:
+@pytest.fixture
+def passed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the device has passed the copies of what was kept."""
+    answer = [True]
+    event = SimpleNamespace(record=lambda: None, query=lambda: answer[0])
+    monkeypatch.setattr(cuda.torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(cuda.torch.cuda, "set_stream", lambda _: None)
+    return answer
+
+
+def test_kept_scalars_are_copied_together_but_for_those_that_were_overwritten(
+    made: list[int], passed: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = [torch.tensor(float(number)) for number in range(4)]
-    replayed = torch.tensor(0.0).set_(values[3])  # as a graph's output of the next replay
-    kept = [cuda.Kept(value) for value in [*values, replayed]]
+    kept = [cuda.Kept(value) for value in values]
     assert all(cuda.can_be_kept(value) for value in values)
     assert not cuda.arrived(kept[:1])
     assert cuda.arrived_value(kept[0]) is None
     values[1].add_(1)
-    assert not cuda.fetch_kept(list(kept))
+    assert [each.is_overwritten() for each in kept] == [False, True, False, False]
+    with monkeypatch.context() as captured:
+        captured.setattr(cuda, "under_way", 1)
+        assert cuda.fetch_kept_on(None, list(kept)) is None
+    assert not cuda.arrived(kept[:1]), "it waits for the end of the capture"
+    assert cuda.fetch_kept_on(None, list(kept)) is False
     assert cuda.arrived(kept)
-    assert [cuda.read(each) for each in kept] == [0.0, None, 2.0, None, 3.0]
+    assert [cuda.read(each) for each in kept] == [0.0, None, 2.0, 3.0]
     assert not cuda.can_be_kept(torch.ones(2)[0]), "it would keep more than a number"
     assert cuda.fetch_kept([cuda.Kept(torch.tensor(1.0))])
+    monkeypatch.setattr(cuda, "has_captured", True)
+    assert not cuda.can_be_kept(values[0]), "a replay overwrites it unseen"
 
 
 def test_a_step_is_sent_once_its_kept_loss_is_here_though_events_of_its_block_have_passed(
-    made: list[int], monkeypatch: pytest.MonkeyPatch
+    made: list[int], passed: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step(number: int, loss: Any) -> StepRaw:
         mark = Mark("idle", 0, None, SimpleNamespace(query=lambda: True), 0, 0)
         return StepRaw(number, [mark, mark], 0.0, Notes(losses=[loss]), 0, 0, 200, True, True)
 
     kept = [cuda.Kept(torch.tensor(float(number))) for number in range(2)]
+    steps = [step(number, loss) for number, loss in enumerate(kept, 1)]
+    assert not first_has_passed([*steps, step(9, 0.5)]), "nothing is copied yet"
+    passed[0] = False
     with monkeypatch.context() as device:
         device.setattr(cuda, "_begin_copy", lambda buffer, _, *others: cuda.Fetched(buffer, *others))
         assert cuda.fetch_kept(list(kept))
-    steps = [step(number, loss) for number, loss in enumerate(kept, 1)]
-    assert not first_has_passed(steps)
+    assert not first_has_passed([*steps, step(9, 0.5)])
     assert cuda.read(kept[0]) is None, "not the bytes that wait for it"
-    assert first_has_passed([*steps, step(1 + BLOCKS[-1], 0.5)]), "a step of a later block has passed"
+    passed[0] = True
+    assert first_has_passed(steps), "the device has passed the copy"
+    passed[0] = False
     copy: Any = kept[0].copy
     copy.tensor().fill_(0.25)
     assert first_has_passed(steps)

@@ -3,6 +3,7 @@
 import json
 from collections import OrderedDict
 from itertools import chain, pairwise
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -195,7 +196,9 @@ def probed(monkeypatch, *, coarse=True):
 
 def on_a_device(training, monkeypatch):
     """Handle batches and times as on a GPU, where a followed step keeps its batch for the publisher."""
-    training.device.events = object()
+    training.device.events = SimpleNamespace(stream=lambda: None)
+    monkeypatch.setattr(cuda.torch.cuda, "set_stream", lambda _: None)
+    monkeypatch.setattr(cuda.torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: True))
     monkeypatch.setattr(training.device, "mark_event", lambda: None)
     monkeypatch.setattr(training.tracker, "mark_event", lambda: None)
 
@@ -213,6 +216,14 @@ def in_blocks(training, steps):
     training.tracker.budget.block, training.tracker.budget.every = steps, 200
 
 
+def published(training):
+    """Return the messages of the steps that were not sent, and the steps, after the publisher's part of the work."""
+    for item in training.outbox.items:
+        assert not isinstance(item, regular.Followed) or training.regular.fetch(item)
+    raws = training.outbox.unsent_steps()
+    return [step_message(raw, 0, training.device.memory.read, 0) for raw in raws], raws
+
+
 def told(script, monkeypatch, like, block=1, *, device=False):
     """Run a script; return its published steps without times and sizes, and the number of followed steps."""
     training = probed(monkeypatch)
@@ -226,8 +237,7 @@ def told(script, monkeypatch, like, block=1, *, device=False):
     finally:
         monkeypatch.setattr(active, "events", None)
     assert training.guard.enabled, "the probe has switched itself off"
-    raws = training.outbox.unsent_steps()
-    steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
+    steps, raws = published(training)
     kept = ("step", "micro_steps", "loss", "lr", "grad_norm", "loss_scale", "overflow", "batch_shape", "samples")
     kept += ("tokens", "padded_tokens", "label_tokens")
     figures = [{name: getattr(step, name) for name in kept} for step in steps]
@@ -260,8 +270,7 @@ def test_steps_of_blocks_go_on_from_each_other(device, monkeypatch):
     if device:
         on_a_device(training, monkeypatch)
     plain(Loop())
-    raws = training.outbox.unsent_steps()
-    steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
+    steps, raws = published(training)
     assert [step.step for step in steps] == list(range(1, 2 * BATCHES + 1))
     followed = [step for step, raw in zip(steps, raws, strict=True) if raw.followed]
     assert len(followed) > BATCHES
@@ -285,13 +294,13 @@ def test_losses_stay_on_the_device_until_the_end_of_a_block_unless_a_script_over
         if number == 12:
             loss.detach().zero_()
         loop.update()
-        raw = training.outbox.unsent_steps()[-1]
+        raw = published(training)[1][-1]
         if raw.followed:
             # That of step 12 is overwritten, in a block that ends with the first pass: later ones are copied at once.
             assert (type(raw.notes.losses[0]) is cuda.Kept) == (number <= BATCHES)
             followed.add(number)
     assert {9, 12, BATCHES, BATCHES + 10} <= followed
-    steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in training.outbox.unsent_steps()]
+    steps, _ = published(training)
     losses[11] = None
     assert [step.loss for step in steps] == losses
 
@@ -321,9 +330,8 @@ def test_what_a_script_reports_belongs_to_its_step_and_a_block_under_way_is_coun
             training.tracker.own_notes().reported_loss = float(number)
         loop.update()
         assert training.outbox.steps_done == training.tracker.step == number
-    raws = training.outbox.unsent_steps()
+    steps, raws = published(training)
     assert [raw.number for raw in raws] == list(range(1, BATCHES + 1))
-    steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
     assert [step.loss for step in steps if step.step in (11, 13)] == [11.0, 13.0]
     assert len({id(raw.notes) for raw in raws}) == BATCHES
 
