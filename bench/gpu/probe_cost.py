@@ -240,6 +240,25 @@ def compared(blocks: list[Times], off: list[Times]) -> dict[str, Any]:
     return found
 
 
+def cost_shares(mine: list[Times], other: list[Times], off: list[Times]) -> dict[str, list[float]]:
+    """Return what one state adds, as a share of what another adds: by means without a fifth, and its interval.
+
+    All over resampled rounds: the two costs of a round are drawn together.
+    """
+    found: dict[str, list[float]] = {}
+    for name in ("wall_ms", "thread_ms"):
+        own, others, bare = ([getattr(one, name) for one in blocks] for blocks in (mine, other, off))
+        costs = [(a - c, b - c) for a, b, c in zip(own, others, bare, strict=True)]
+
+        def share(drawn: list[tuple[float, float]]) -> float:
+            return trimmed([a for a, _ in drawn]) / trimmed([b for _, b in drawn])
+
+        draw = random.Random(0)
+        resampled = sorted(share(draw.choices(costs, k=len(costs))) for _ in range(1000))
+        found[name] = [share(costs), resampled[25], resampled[-26]]
+    return found
+
+
 class Loop:
     """One size of the model, and its steps."""
 
@@ -329,6 +348,8 @@ def measured(loop: Loop, switch: Switch, args: argparse.Namespace) -> dict[str, 
         "block": budget.block,
         "publisher_cpu_us": statistics.fmean(block.publisher_ms for block in blocks["on"]) * 1000,
     }
+    if "traceml" in blocks:
+        found["share_of_traceml"] = cost_shares(blocks["on"], blocks["traceml"], blocks["off"])
     for name, costs in switch.costs_us.items():
         if costs:
             found[f"{name}_us"] = [round(each, 1) for each in statistics.quantiles(costs, n=20)[9::9]]
