@@ -7,6 +7,7 @@ wrapped: the script still gets the peaks since *its own* last reset.
 
 import ctypes
 import os
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -358,6 +359,10 @@ _UNREAD = b"\xa5\xff" * 4
 computation makes, as a boolean it is neither."""
 
 
+_FORMATS = {torch.float32: "<f", torch.bfloat16: "<f", torch.float16: "<e", torch.float64: "<d", torch.bool: "<?"}
+"""Of scalars in bytes, for ``struct``; a bfloat16 is the upper half of a float32."""
+
+
 class Fetched(NamedTuple):
     """A tensor on its way to the host. Whoever drops it, read or not, returns its buffer."""
 
@@ -378,6 +383,14 @@ class Fetched(NamedTuple):
         """Return whether a scalar is here; of other tensors an event after the copy shows that."""
         size = self.dtype.itemsize
         return self.buffer.head is None or self.buffer.head.raw[:size] != _UNREAD[:size]
+
+    def number(self) -> float:
+        """Return the scalar as ``float(tensor())``, but without operations of PyTorch, which give up the lock."""
+        head, form = self.buffer.head, _FORMATS.get(self.dtype)
+        if head is None or form is None:
+            return float(self.tensor())
+        raw = head.raw[: self.dtype.itemsize]
+        return float(struct.unpack(form, raw if self.dtype is not torch.bfloat16 else b"\0\0" + raw)[0])
 
     def tensor(self) -> Any:
         """Return the tensor on the host, valid while this object lives; the stream must have passed the copy."""
@@ -601,7 +614,7 @@ def read(value: Any) -> float | None:
     if not value.arrived():
         return None
     try:
-        return float(value.tensor())
+        return value.number()
     except (TypeError, ValueError, RuntimeError):
         return None
 

@@ -198,6 +198,7 @@ class Followed:
         log, first, spent, offset = list(self.log), self.first, self.spent_ns, wall_offset_ns()
         found: list[StepRaw] = []
         width = self.order.width()
+        cpu_ns = (self.cpu_ns or 0) // max(1, len(log) // width)
         for begin in range(0, len(log) - width + 1, width):
             last = self._end(log[begin + width - 1], len(found))
             events = self.order.events(log[begin : begin + width - 1], first)
@@ -211,13 +212,12 @@ class Followed:
                     _complete(notes, self.order, events, last)
             found.append(
                 StepRaw(
-                    *(last.number, [*marks, ending], (ending.ns + offset) / 1e9, notes, last.spent_ns - spent, 0),
+                    *(last.number, [*marks, ending], (ending.ns + offset) / 1e9, notes, last.spent_ns - spent, cpu_ns),
                     *(self.every, True, True),
                 )
             )
             first, spent = ending, last.spent_ns
-        cpu_ns = (self.cpu_ns or 0) // max(1, len(found))
-        return [each._replace(cpu_ns=cpu_ns) for each in found]
+        return found
 
     def present(self) -> tuple[Mark, list[_Noted], int]:
         """Return the unfinished step: its first mark, its events, and its place in the log."""

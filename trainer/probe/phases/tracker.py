@@ -564,8 +564,9 @@ def lend_events(marks: list[Mark]) -> list[Mark]:
     """Give marks without an event, and figures, the device event of the next mark: no kernel is launched in between."""
     found = list(marks)
     for place in range(len(found) - 2, -1, -1):
-        if found[place].memory is None and found[place].event is None:
-            found[place] = found[place]._replace(event=found[place + 1].event)
+        event = found[place + 1].event
+        if event is not None and found[place].memory is None and found[place].event is None:
+            found[place] = found[place]._replace(event=event)
     return found
 
 

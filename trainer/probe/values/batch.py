@@ -61,7 +61,8 @@ def _seen(ids: Any, mask: Any, labels: Any, fetched: OnHost | None) -> Seen:
     def on_host(own: Any, before: Any) -> Any:
         if not is_dense(own):
             return None
-        return (before if own.is_cuda and before is not None and before.shape == own.shape else own).detach()
+        found = before if own.is_cuda and before is not None and before.shape == own.shape else own
+        return found.detach() if found.requires_grad else found
 
     before = fetched or OnHost(None, None, None)
     return Seen(on_host(ids, before.ids), on_host(mask, before.mask), on_host(labels, before.labels))
@@ -95,7 +96,7 @@ def note(
         before = fetched.labels if fetched is not None else None
         labels = before if before is not None and before.shape == labels.shape else None
     if labels is not None:
-        labels = labels.detach()
+        labels = labels.detach() if labels.requires_grad else labels
         labels = labels[..., 1:] if shifted and labels.dim() > 1 else labels
         notes.labels.append(labels if later else count_labels(labels))
     if not is_tokens:

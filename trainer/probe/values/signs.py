@@ -401,7 +401,7 @@ class SignReader:
             shifted = _shifted_of(*pair)
             figures["shifted"] = shifted if shifted != "once" or self._shifted else ""
             self._shifted = shifted if shifted != "once" else ""
-        if self._examined < FIRST or is_examined(number, every):
+        if seen and (self._examined < FIRST or is_examined(number, every)):
             self._examined += len(seen)
             figures |= self._tokens(seen)
         if reasons := list(filter(None, map(_mixed, notes.attended))):
@@ -409,8 +409,8 @@ class SignReader:
             figures |= {"mixed": len(reasons), "mixed_by": reasons[0], "mixed_after": before}
         if notes.attended:
             self._attended_in = number
-        found = Signs(**figures)
-        return found if found != _NONE else None
+        told = {name: value for name, value in figures.items() if value}
+        return Signs(**told) if told else None
 
     def _of_weights(self, sample: tuple[Any, ...] | None) -> Any:
         if sample is None:
@@ -455,9 +455,6 @@ class SignReader:
         return figures
 
 
-_NONE = Signs()
-
-
 def _arrived(seen: Seen) -> Seen:
     return Seen(*map(_on_host, seen))
 
@@ -467,6 +464,9 @@ def _on_host(value: Any) -> Any:
 
 
 def _bytes(tensor: Any) -> Any:
+    """Return a tensor's bytes as a NumPy array; PyTorch's operations give up the interpreter's lock, NumPy's do not."""
+    if not tensor.is_floating_point():
+        return numpy.ascontiguousarray(tensor.numpy()).reshape(-1).view(numpy.uint8)
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
 
 
