@@ -341,7 +341,6 @@ _driver: Any = None
 """The driver's copy; None: not sought yet, or not to be had. With it come two functions of PyTorch."""
 _stream_of: Any = None
 _current: Any = None
-_new: Any = tuple.__new__
 
 
 class _Buffer(NamedTuple):
@@ -420,15 +419,7 @@ def fetch_scalar(tensor: Any) -> Fetched | None:
     if under_way:
         return None
     buffer = _scalars.popleft() if _scalars else _make(0)
-    if buffer is None:
-        return None
-    # Not by ``_begin_copy``: runs once a step where every cache is cold, and each function takes microseconds there.
-    device = tensor.get_device()
-    if _driver is not None and device == _current():
-        dtype = tensor.dtype
-        if _driver(buffer.address, tensor.data_ptr(), dtype.itemsize, _stream_of(device)) == 0:
-            return _new(Fetched, (buffer, dtype, _SCALAR))
-    return _begin_copy(buffer, tensor, tensor.dtype, _SCALAR)
+    return None if buffer is None else _begin_copy(buffer, tensor, tensor.dtype, _SCALAR)
 
 
 def _make(size: int) -> _Buffer | None:
