@@ -261,13 +261,18 @@ class Training:
         self.version += 1
 
     def on_activity(self, activity: Activity) -> None:
+        self.version += 1
         if activity.name in SAID:
             self.begun += [] if activity.over else [activity]
             return
         before, self.activity = self.activity, None if activity.over else activity
         if not activity.over and (before is None or (before.name, before.text) != (activity.name, activity.text)):
             self.begun.append(activity)
-        self.version += 1
+
+    @property
+    def said(self) -> list[str]:
+        """The settings that were chosen, and notes of the trainer, each once."""
+        return list(dict.fromkeys(f"{each.name}: {each.text}" for each in self.begun if each.name in SAID))
 
     @property
     def evaluation(self) -> Evaluation | None:

@@ -217,7 +217,10 @@ def training_lines(model: RunModel, view: ChartView, width: int, height: int, th
     lines = [_head(scene)]
     if not scene.all:
         text = "No step is finished yet: the curves begin with the first one."
-        return [*lines, *(Line(f" {row}", theme.style("dim")) for row in wrap(text, width - 2))]
+        shown = [row for each in (text, *map(sanitize, model.training.said)) for row in wrap(each, width - 2)]
+        return [*lines, *(Line(f" {row}", theme.style("dim")) for row in shown[: height - 1])]
+    said = [row for each in model.training.said for row in wrap(sanitize(each), width - 2)][: max(0, height // 8 - 2)]
+    height -= len(said)
     panes = 1 if height < 30 else 2 if height < 44 else 3
     rooms = _rooms(height - _FIXED - (panes - 1) * _EACH, panes)
     lines += _loss_pane(scene, rooms[0])
@@ -226,7 +229,7 @@ def training_lines(model: RunModel, view: ChartView, width: int, height: int, th
         lines += _figure_pane(scene, (view.figure + number) % len(FIGURES), room)
     lines.append(axis_line(scene))
     lines.append(foot(scene))
-    return lines
+    return [*lines, *(Line(f" {row}", theme.style("dim")) for row in said)]
 
 
 def _rooms(rows: int, panes: int) -> list[int]:

@@ -22,7 +22,8 @@ from ftmon.tui.model.training import (
     times_left,
     value_range,
 )
-from ftmon.tui.widgets.training import _written
+from ftmon.tui.widgets.drawing import Theme
+from ftmon.tui.widgets.training import _written, training_lines
 from models import folded
 from streams import STARTED, Stream
 
@@ -283,6 +284,21 @@ def test_an_activity_is_named_until_it_is_over() -> None:
     assert model.training.activity is not None, "a note is said beside it"
     model.apply(Frame(4, STARTED, Activity(0, STARTED, "rehearsal", over=True)))
     assert activity_words(model) == ""
+
+
+def test_settings_and_notes_are_shown_before_the_first_step_and_below_the_curves_where_there_is_room() -> None:
+    before, after = RunModel(), folded(Stream(ranks=1, steps=5, finished=False).frames())
+    for model in (before, after):
+        for seq in (10_001, 10_002):
+            model.apply(Frame(seq, STARTED, Activity(0, STARTED, "note", text="layers are not compiled")))
+    said = " note: layers are not compiled"
+    for height, curves in ((20, 0), (55, 1)):
+        drawn = [line.plain for line in training_lines(before, ChartView(), 80, height, Theme())]
+        assert drawn.count(said) == 1
+        assert drawn[-1] == said
+        drawn = [line.plain for line in training_lines(after, ChartView(), 80, height, Theme())]
+        assert len(drawn) == height
+        assert drawn.count(said) == curves
 
 
 def test_the_course_is_of_every_rank_and_step_of_a_stream() -> None:
