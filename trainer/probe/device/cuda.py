@@ -418,7 +418,10 @@ def fetch_scalar(tensor: Any) -> Fetched | None:
     """Begin to copy a CUDA tensor of one element, as ``fetch`` does; ``Fetched.arrived`` shows its end."""
     if under_way:
         return None
-    buffer = _scalars.popleft() if _scalars else _make(0)
+    try:
+        buffer = _scalars.popleft()
+    except IndexError:  # not asked before: another thread may take the last one
+        buffer = _make(0)
     return None if buffer is None else _begin_copy(buffer, tensor, tensor.dtype, _SCALAR)
 
 
