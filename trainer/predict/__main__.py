@@ -111,14 +111,15 @@ def _with_further(
         capacity = capacity or answer.capacity_of(job)
     other = what_if.expandable(allocator) if arguments.what_if else None
     # Not with the data's rows, which are read below.
-    calls = {}
+    calls: what_if.Calls = {}
+    after: what_if.Calls = {}
     if arguments.what_if and not arguments.data:
-        calls = what_if.beside(arguments, allocator, job, capacity or 0)
+        calls, after = what_if.further(arguments, allocator, job, capacity or 0)
     with ranks.Beside(calls) as beside:
         if arguments.data:
             job, both = _with_data(job, capacity or 0, arguments, other, tell)
         else:
-            both = answer.predict_both(job, other, capacity, arguments.price)
+            both = answer.predict_both(job, other, capacity, arguments.price, after)
         found = _explained(both.found, job, arguments)
         if arguments.largest:
             found = what_if.add(found, job, arguments, allocator, tell)

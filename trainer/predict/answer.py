@@ -59,16 +59,27 @@ class Both(NamedTuple):
     runs: dict[int, ranks.RankRun]
     """The dry runs by rank."""
 
+    @property
+    def after(self) -> dict[str, list[ranks.RankRun]]:
+        """Results of the calls after the first rank's dry run, without refused ones."""
+        return self.runs[min(self.runs)].after
+
 
 def predict_both(
-    job: Prepared, other: Settings | None, capacity_bytes: int | None, price_per_gpu_hour: float | None
+    job: Prepared,
+    other: Settings | None,
+    capacity_bytes: int | None,
+    price_per_gpu_hour: float | None,
+    after: ranks.Calls | None = None,
 ) -> Both:
     """Return the prediction, and that of the same dry runs with ``other`` settings of the allocator, if given.
+
+    ``after``: calls to make in the first rank's process after its dry run, such as those of changes.
 
     Raises:
         ConfigError: a dry run was refused.
     """
-    found = ranks.run(job.make, job.different, job.lengths, capacity_bytes, other=other)
+    found = ranks.run(job.make, job.different, job.lengths, capacity_bytes, other=other, after=after)
     first = _answer(job, found, capacity_bytes, price_per_gpu_hour)
     if other is None:
         return Both(first, None, found)

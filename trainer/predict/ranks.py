@@ -67,6 +67,12 @@ class RankRun(msgspec.Struct):
     """The model's maximum sequence length in tokens; 0: not known."""
     notes: list[str] = []
     outcomes: list[Outcome] = []
+    after: dict[str, list["RankRun"]] = {}
+    """Results of the calls made after it in its process, if they were given; without refused calls."""
+
+
+Calls = Mapping[str, Callable[[], Sequence[RankRun]]]
+"""Dry runs by any names."""
 
 
 def differing(stage: int, ranks: int) -> list[int]:
@@ -150,12 +156,14 @@ def run(
     refused: dict[int, ConfigError] | None = None,
     began: Callable[[int], None] = lambda rank: None,
     other: Settings | None = None,
+    after: Calls | None = None,
 ) -> dict[int, RankRun]:
     """Run some ranks at some lengths, in this order, in forked processes: several ranks, or lengths of one, at a time.
 
     ``in_turn``: as in a process that measures one length after the other (``DryRun.measure``). ``refused`` receives the
     errors of ranks; without it the first one is raised. ``began`` is called with a rank before it runs. With ``other``
-    settings of the allocator, each outcome also has the rank with these: what a step allocates is the same.
+    settings of the allocator, each outcome also has the rank with these: what a step allocates is the same. The first
+    rank's process makes the calls ``after`` its run.
 
     Raises:
         ConfigError: a rank was refused, or its process ended.
@@ -165,6 +173,8 @@ def run(
     measure = partial(_measure, make, lengths, capacity_bytes, in_turn, together, other)
     found: dict[int, RankRun] = {}
     calls = {rank: partial(measure, rank) for rank in ranks}
+    if after:
+        calls[ranks[0]] = partial(_followed, calls[ranks[0]], after)
     with contextlib.closing(_each(calls, most, RankRun, "the dry run of rank {}", began)) as results:
         for rank, result in results:
             if isinstance(result, RankRun):
@@ -174,6 +184,16 @@ def run(
             else:
                 refused[rank] = result
     return found
+
+
+def _followed(call: Callable[[], RankRun], after: Calls) -> RankRun:
+    result = call()
+    for name, further in after.items():
+        try:
+            result.after[name] = list(further())
+        except Exception:  # as the process of the call alone would end
+            continue
+    return result
 
 
 T = TypeVar("T")
@@ -226,21 +246,16 @@ def once(call: Callable[[], Any], kind: type[T]) -> T:
     return _received(*_fork(call), kind)
 
 
-_MANY = 4
-"""Calls beside dry runs from which on these are given no core of their own."""
-
-
 class Beside:
-    """Calls in forked processes beside dry runs that are made meanwhile, as many at a time as there are free cores.
+    """Calls in forked processes beside dry runs that are made meanwhile, as many at a time as other dry runs.
 
     Used as a context, at whose end they end.
     """
 
-    def __init__(self, calls: Mapping[str, Callable[[], Sequence[RankRun]]]) -> None:
+    def __init__(self, calls: Calls) -> None:
         """Begin."""
         self._names = ", ".join(calls)
-        most = max(1, _together() - (len(calls) < _MANY))
-        self._child = _fork(partial(_completed, calls, most)) if calls else None
+        self._child = _fork(partial(_completed, calls, _together())) if calls else None
 
     def __enter__(self) -> Self:
         return self
@@ -261,7 +276,7 @@ class Beside:
             os.waitpid(child, 0)
 
 
-def _completed(calls: Mapping[str, Callable[[], Sequence[RankRun]]], most: int) -> dict[str, list[RankRun]]:
+def _completed(calls: Calls, most: int) -> dict[str, list[RankRun]]:
     results = _each(calls, most, list[RankRun])
     return {name: result for name, result in results if not isinstance(result, ConfigError)}
 

@@ -23,7 +23,7 @@ from ..recipe.data.batches import Order, padded_length
 from ..recipe.data.encode import Encoder
 from ..recipe.data.pipeline import Examples
 from ..recipe.data.records import Records, read_records
-from ..recipe.preflight.consistency import uncompiled
+from ..recipe.preflight.consistency import settle_compile, uncompiled
 from ..recipe.support import SMALL_STATES, settle_batch, state_bytes, zero_stage
 from . import answer, deepspeed_file, jobs, ranks
 from .answer import Both
@@ -72,15 +72,19 @@ def expandable(allocator: Settings) -> Settings | None:
     return None if allocator.expandable_segments else msgspec.structs.replace(allocator, expandable_segments=True)
 
 
-def beside(
-    arguments: argparse.Namespace, allocator: Settings, job: Prepared, capacity: int
-) -> dict[str, Callable[[], Runs]]:
-    """Return dry runs by name of the change: of those that the unchanged run's parts do not show, the longest first.
+Calls = dict[str, Callable[[], Runs]]
+"""Dry runs of changes by their names."""
 
-    Where layers are alike in both runs, of few of them; else whole ones, where all ranks are like the first: their
-    parts show other changes, too.
+
+def further(arguments: argparse.Namespace, allocator: Settings, job: Prepared, capacity: int) -> tuple[Calls, Calls]:
+    """Return dry runs of the changes that the unchanged run's parts do not show.
+
+    Those to make beside it, the longest first; and those to make after it in its process, with layers that it has
+    compiled. Where layers are alike in both runs, of few of them; else whole ones, where all ranks are like the first:
+    their parts show other changes, too.
     """
-    calls: dict[str, Callable[[], Runs]] = {}
+    calls: Calls = {}
+    after: Calls = {}
     shown = [job]
     length = max(job.lengths)
     for change in remedies(_at(arguments, length), allocator) if job.config is not None else ():
@@ -88,12 +92,27 @@ def beside(
             other = change.prepare()
             if any(_by_parts(other, one) is not None for one in shown):
                 continue
+            chosen = after if _compiles_alike(other, job) else calls
             if job.make_shallow is not None and other.make_shallow is not None:
-                calls[change.name] = partial(ranks.shallow, other.make_shallow, length, 0)
+                chosen[change.name] = partial(ranks.shallow, other.make_shallow, length, 0)
             elif other.different == [0]:
-                calls[change.name] = partial(ranks.whole, other.make, length, capacity, 0)
+                chosen[change.name] = partial(ranks.whole, other.make, length, capacity, 0)
                 shown.append(other)
-    return dict(reversed(calls.items()))
+    return dict(reversed(calls.items())), after
+
+
+def _compiles_alike(job: Prepared, unchanged: Prepared) -> bool:
+    """Return whether a changed run compiles the same layers for the same batch as the unchanged one.
+
+    Only in ``BF16_Optimizer``: under ZeRO-3 a run after another one in its process gathers in another order.
+    """
+    of: list[Any] = []
+    for one in (job, unchanged):
+        if one.config is None or not one.alike:
+            return False
+        model = settle_compile(one.config, True, lambda text: None).model
+        of.append((one.config.lora, model.quantization, model.compile, one.micro_batch, one.lengths[-1]))
+    return of[0] == of[1] and model.compile != "off"
 
 
 def _at(arguments: argparse.Namespace, length: int) -> argparse.Namespace:
@@ -106,13 +125,14 @@ def table(
     both: Both,
     capacity_bytes: int,
     tell: Tell,
-    beside: Callable[[Tell], Mapping[str, Runs]] = lambda tell: {},
+    beside: Callable[[Tell], dict[str, Runs]] = lambda tell: {},
 ) -> list[WhatIf]:
     """Return the table of all changes, predicted at the longest length, the fastest that fits first.
 
-    ``both.other`` has expandable segments. What the parts of the unchanged run or dry runs ``beside`` it show has no
-    further dry run (``_Pieces``). Changes that leave the training as it is are combined if none of them fits alone.
-    ``tell`` is called with the name of each change before its dry run, and of those whose runs are waited for.
+    ``both.other`` has expandable segments. What the parts of the unchanged run or the dry runs ``beside`` and after it
+    (``further``) show has no other dry run (``_Pieces``). Changes that leave the training as it is are combined if none
+    of them fits alone. ``tell`` is called with the name of each change before its dry run, and of those whose runs are
+    waited for.
     """
     base = both.found
     point = max(base.points, key=lambda one: one.sequence_length)
@@ -120,7 +140,8 @@ def table(
     found: dict[str, _Found] = {}
     known = list(remedies(given, allocator))
     job = jobs.prepare(given, allocator)
-    pieces = _Pieces(job, both, point, capacity_bytes, beside(lambda names: tell(f"what if: {names}")))
+    made = beside(lambda names: tell(f"what if: {names}")) | both.after
+    pieces = _Pieces(job, both, point, capacity_bytes, made)
 
     def add(changes: Sequence[RunChange]) -> None:
         def began(name: str, number: int, count: int) -> None:
