@@ -175,18 +175,23 @@ class DryRun:
         from .composition import compose
 
         with self._fake, self._recorder, _refusals():
+            first = len(self.trace.events)
             if in_turn:
                 if not self._made:
                     self._step(_WARM_UP_LENGTH)
                     self._made = True
                 self.trace.empty_cache()
             else:
+                if self._updates_alone:
+                    self._sightings.begin(self.engine)
+                self._counting.clear()
                 self._step(length)
             # Not the first step's: a steady step begins with the segments that the previous one reserved.
             start = len(self.trace.events)
-            self._counting.clear()
-            self._sightings.begin(self.engine)
-            self._step(length)
+            if in_turn or not self._updates_alone or not self._update_again(first):
+                self._counting.clear()
+                self._sightings.begin(self.engine)
+                self._step(length)
             self._sightings.watching = False
             work, micro_step = self._counting.work(), self._counting.micro_step()
             end = len(self.trace.events)
@@ -204,6 +209,13 @@ class DryRun:
             self._phases[phase] = msgspec.structs.replace(self._phases[phase], parts=parts, logits=logits)
         rank = Rank(self._rank, dict(self._phases), self.trace.host_peak)
         return Measured(rank, list(self.trace.events), work, micro_step, start)
+
+    _updates_alone = False
+    """Whether the passes of a second step allocate what those of the first did."""
+
+    def _update_again(self, first: int) -> bool:
+        """Record a second step with the passes of the first one, since an event; return whether they repeat."""
+        raise NotImplementedError
 
     def _step(self, length: int) -> None:
         for name in ("forward", "backward", "optimizer"):

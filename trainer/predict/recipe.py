@@ -21,7 +21,7 @@ from ..recipe.config.load import Loaded, load
 from ..recipe.config.schema import Config
 from ..recipe.data.batches import Collate
 from ..recipe.distributed import World
-from ..recipe.engine import make_engine
+from ..recipe.engine import LateStep, make_engine
 from ..recipe.model import loss as fused
 from ..recipe.model import tokenizer
 from ..recipe.model.cross_entropy import linear_cross_entropy
@@ -37,6 +37,7 @@ from ..recipe.support import in_bf16_optimizer
 from . import fake
 from .deepspeed_file import KEEPS_GATHERED, LIVE_PARAMETERS
 from .dry import DryRun, Job
+from .record import END
 
 Mark = Callable[[str], None]
 """Called with the name of a phase."""
@@ -151,6 +152,11 @@ class DryStep:
         if not self._packed:
             del row["lengths"]
         return self._collate([row] * self._micro_batch)
+
+    def update(self) -> None:
+        """Run the update of another step after one, without its passes."""
+        self.engine.micro_steps += min(3, self._micro_steps) - 1
+        self._stepper.engine.step()
 
     def train_step(self, batch: Batch, times: Callable[[int], None]) -> None:
         """Run an optimizer step on copies of one micro-batch; of each micro-step ``times`` is called with its weight.
@@ -313,6 +319,8 @@ class RecipeRun(DryRun):
         self._compiles = config.model.compile != "off"
         self._documents = documents
         self._label_share = label_share
+        self._before_update: tuple[int, Any] = 0, None
+        """Number of events before the last update, and what was counted before it."""
         training = config.training
         job = Job(
             shape=None,
@@ -350,6 +358,10 @@ class RecipeRun(DryRun):
         self.parameters = self._dry.parameters
         self.trainable = self._dry.trainable
         self.engine = self._dry.engine
+        # Passes leave nothing in BF16_Optimizer, whose sums of gradients are made with it, and ``LateStep`` does not
+        # ask which of them were written. Only the first step compiles.
+        late = in_bf16_optimizer(config, self.job.ranks) and LateStep.fits(self.engine.optimizer)
+        self._updates_alone = late and not self._compiles
         self.notes = [*self.notes, *([assumed] if assumed else []), *world.logged]
         if note := beyond(self._dry.model.config, config.training.sequence_length):
             self.notes.append(note)
@@ -377,6 +389,21 @@ class RecipeRun(DryRun):
             batch = self._dry.batch([length] if self._documents is None else self._documents.row(length))
         self._counting.pairs_a_token = self._documents and self._documents.pairs(length)
         self._dry.train_step(batch, self._counting.begin_micro_step)
+
+    def _begin(self, phase: str) -> None:
+        if phase == "optimizer":
+            self._before_update = len(self.trace.events), self._counting.counted()
+        super()._begin(phase)
+
+    def _update_again(self, first: int) -> bool:
+        begin, counted = self._before_update
+        end = next(place for place, event in enumerate(self.trace.events[begin:], begin + 1) if event[0] == END)
+
+        def update() -> None:
+            self._counting.return_to(counted)
+            self._dry.update()
+
+        return self.trace.repeat_around(first, range(begin, end), update, self._recorder.stored())
 
 
 _LEAST_LAYERS = 8

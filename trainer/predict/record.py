@@ -4,7 +4,7 @@ import contextlib
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -163,20 +163,51 @@ class Trace:
         kept: dict[tuple[int, int], deque[int]] = {}
         for handle, what in born.items():
             kept.setdefault(what, deque()).append(handle)
-        renamed: dict[int, int] = {}
-        once: set[int] = set()
-        for handle, what in lost:
-            if kept.get(what):
-                renamed[handle] = kept[what].popleft()
-            else:  # garbage of earlier steps, in circles
-                once.add(handle)
+        # What is lost and has no such replacement was garbage of earlier steps, in circles.
+        renamed = {handle: kept[what].popleft() for handle, what in lost if kept.get(what)}
         if any(kept.values()):
             return None
+        found = self._copy(range(start, start + len(step)), renamed)
+        owners = {name: handle for handle, name in self._names.items()}
+        for handle in born:
+            self._names[owners.get(handle, handle)] = renamed[handle]
+        return found
+
+    def repeat_around(self, start: int, own: range, run: Callable[[], None], stored: set[int]) -> bool:
+        """Repeat everything since an event as a next step, but for its ``own`` events: ``run`` makes other ones.
+
+        ``stored`` are the allocations of tensors that exist. An allocation without one, as a workspace, is not repeated
+        if it was not freed.
+
+        Returns:
+            Whether it was repeated: not if the step left an allocation of a tensor, or its own events freed one of the
+            others, so that the next one may differ.
+        """
+        whole = range(start, len(self.events))
+        others = {self.events[index][1] for index in whole if index not in own and self.events[index][0] == ALLOCATE}
+        freed = {self.events[index][1]: index for index in whole if self.events[index][0] == FREE}
+        left = others - freed.keys()
+        if left & stored or any(freed.get(handle) in own for handle in others):
+            return False
+        renamed: dict[int, int] = {}
+        self._copy(range(start, own.start), renamed, left)
+        run()
+        self._copy(range(own.stop, whole.stop), renamed, left)
+        return True
+
+    def _copy(self, places: range, renamed: dict[int, int], left_out: Collection[int] = ()) -> list[tuple[str, Peaks]]:
+        """Record events again, without allocations that are ``left_out``.
+
+        Handles are ``renamed``, which receives those of new allocations. Frees of others are left out, too.
+
+        Returns:
+            Each phase that ended, with its peaks.
+        """
         found: list[tuple[str, Peaks]] = []
-        places: list[int] = []
-        for kind, handle, size, stream, name in step:
-            places.append(len(self.events))
-            if kind == FREE and handle in once:
+        new: list[int] = []
+        for kind, handle, size, stream, name in self.events[places.start : places.stop]:
+            new.append(len(self.events))
+            if (kind == ALLOCATE and handle in left_out) or (kind == FREE and handle not in renamed):
                 continue
             if kind == ALLOCATE:
                 renamed[handle] = self._next
@@ -184,16 +215,13 @@ class Trace:
             self._record((kind, renamed.get(handle, handle), size, stream, name))
             if kind == END:
                 found.append((name, self.peaks()))
-        for old, new in renamed.items():
+        for old, of in renamed.items():
             if old in self.parts:
-                self.parts[new] = self.parts[old]
-        self.logits.update(new for old, new in renamed.items() if old in self.logits)
-        places.append(len(self.events))
-        again = [(begin - start, end - start) for begin, end in self.recomputed if begin >= start]
-        self.recomputed += [(places[begin], places[end]) for begin, end in again]
-        owners = {name: handle for handle, name in self._names.items()}
-        for handle in born:
-            self._names[owners.get(handle, handle)] = renamed[handle]
+                self.parts[of] = self.parts[old]
+        self.logits.update(of for old, of in renamed.items() if old in self.logits)
+        new.append(len(self.events))
+        again = [(begin - places.start, end - places.start) for begin, end in self.recomputed if begin in places]
+        self.recomputed += [(new[begin], new[end]) for begin, end in again]
         return found
 
     def peaks(self) -> Peaks:
@@ -592,6 +620,14 @@ class Counting:
         self._starts: list[tuple[int, Work]] = []
         """Weight of each micro-step, and the work before it."""
 
+    def counted(self) -> Counter[Counted]:
+        """Return a copy of the counts."""
+        return Counter(self._counts)
+
+    def return_to(self, counted: Counter[Counted]) -> None:
+        """Forget what was counted since ``counted``."""
+        self._counts = counted
+
     def begin_micro_step(self, times: int) -> None:
         """Begin a micro-step that stands for ``times`` like it."""
         self.times = times
@@ -883,6 +919,10 @@ class Recorder(TorchDispatchMode):
         """Return the trace's handle of a tensor's storage; None if it is not followed."""
         entry = self._known.get(tensor.untyped_storage()._cdata)
         return None if entry is None else entry[1]
+
+    def stored(self) -> set[int]:
+        """Return the trace's handles of all storages that exist."""
+        return {handle for _, handle in self._known.values()}
 
     def rename(self, tensor: Any, device: str) -> None:
         """Count a tensor's storage on another device (``pinned``: page-locked host memory)."""

@@ -249,6 +249,53 @@ def test_a_step_that_leaves_more_behind_is_not_repeated(trace: Trace) -> None:
     assert trace.events == events
 
 
+def _passes(trace: Trace, workspace: bool) -> int:
+    """Run the passes of a step; return the allocation that it holds until its end."""
+    trace.begin("forward")
+    held = trace.allocate(50 * MIB, "cuda")
+    if workspace:
+        trace.allocate(32 * MIB, "cuda")
+    trace.moment(70 * MIB)
+    trace.end("forward")
+    return held
+
+
+def _update(trace: Trace, states: bool) -> None:
+    trace.begin("optimizer")
+    trace.moment(20 * MIB)
+    if states:
+        trace.allocate(60 * MIB, "cuda")
+    trace.end("optimizer")
+
+
+def test_a_step_is_repeated_around_another_update() -> None:
+    taken, repeated = Trace(Settings()), Trace(Settings())
+    for trace in (taken, repeated):
+        held, begin = _passes(trace, workspace=True), len(trace.events)
+        trace.see(held, "activations")
+        _update(trace, states=True)
+        own, states = range(begin, len(trace.events)), len(trace.block_bytes) - 1
+        trace.free(held)
+    assert repeated.repeat_around(0, own, lambda: _update(repeated, states=False), {states})
+    held = _passes(taken, workspace=False)
+    _update(taken, states=False)
+    taken.free(held)
+    assert [event[2:] for event in repeated.events] == [event[2:] for event in taken.events]
+    assert repeated.peaks() == taken.peaks()
+    assert list(repeated.parts.values()) == ["activations"] * 2
+
+
+@pytest.mark.parametrize("freed_in_update", [True, False])
+def test_passes_that_leave_a_tensor_are_not_repeated(trace: Trace, freed_in_update: bool) -> None:
+    held, begin = _passes(trace, workspace=False), len(trace.events)
+    if freed_in_update:
+        trace.free(held)
+    own = range(begin, len(trace.events))
+    events = list(trace.events)
+    assert not trace.repeat_around(0, own, trace.empty_cache, set() if freed_in_update else {held})
+    assert trace.events == events
+
+
 def test_less_than_was_reserved_suffices_where_the_cache_can_be_given_back(trace: Trace) -> None:
     trace.begin("forward")
     trace.allocate(100 * MIB, "cuda")
@@ -340,6 +387,7 @@ def test_what_an_allocation_holds_goes_with_it_into_the_repeated_step(trace: Tra
 
 
 pytest.importorskip("torch.nn.attention.varlen")  # registers the operation
+pytest.importorskip("ftmon.trainer.recipe.model.attention")  # registers ftmon's
 
 HEADS, WIDTH = 4, 32
 
