@@ -354,6 +354,8 @@ _SLICE: Any = _aten.slice.Tensor
 _ABSOLUTE_OFFSETS = frozenset((_aten.as_strided.default, _aten.as_strided_.default))
 _VIEWS = frozenset((_aten._unsafe_view.default,))
 """Operations that return their argument's storage without declaring it."""
+_OF_SHAPES = ("bitsandbytes", "ftmon", "torch_attn")
+"""Namespaces of operations besides PyTorch's own whose results follow from what the cache's keys have."""
 _VARYING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
 
@@ -396,7 +398,8 @@ class ResultCache:
         cacheable = self._cacheable.get(func)
         if cacheable is None:
             varies = any(tag in func.tags for tag in _VARYING)
-            cacheable = self._cacheable[func] = is_builtin(func) and not varies
+            known = is_builtin(func) or func.namespace in _OF_SHAPES
+            cacheable = self._cacheable[func] = known and not varies
         if not cacheable:
             return None
         parts: list[Any] = [func, torch.get_default_dtype()]
@@ -415,8 +418,8 @@ class ResultCache:
             return MISSING
         if kwargs:
             args = (*args, *kwargs.values())
-        if type(found) is list:
-            return [self.make(one, args) for one in found]
+        if type(found) in (list, tuple):
+            return type(found)([self.make(one, args) for one in found])
         if key[0] is _SLICE and type(found) is Made:
             found = found._replace(offset=found.offset + _slice_of(args)[1])
         return self.make(found, args)
@@ -430,9 +433,9 @@ class ResultCache:
             return
         given = (*args, *kwargs.values())
         storages = {one.untyped_storage()._cdata for one in _tensors(given)}
-        if type(result) is list:
+        if type(result) in (list, tuple):
             parts = [self._part(func, given, one, storages) for one in result]
-            self._kept[key] = _NEVER if _NEVER in parts else parts
+            self._kept[key] = _NEVER if _NEVER in parts else type(result)(parts)
         else:
             self._kept[key] = self._part(func, given, result, storages)
 
