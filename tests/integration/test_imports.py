@@ -46,3 +46,21 @@ def test_a_configuration_for_several_gpus_is_resolved_without_torch(tmp_path: Pa
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
     assert done.stdout.split() == ["1", "False"]
+
+
+def test_transformers_lists_its_models_as_by_itself() -> None:
+    code = (
+        "from pathlib import Path\n"
+        "from ftmon.trainer.predict.ranks import import_transformers\n"
+        "import_transformers()\n"
+        "import transformers.models\n"
+        "from transformers.utils import import_utils\n"
+        "own, (plain,) = import_utils.define_import_structure, [\n"
+        "    cell.cell_contents for cell in import_utils.define_import_structure.__closure__\n"
+        "    if hasattr(cell.cell_contents, 'cache_info')\n"
+        "]\n"
+        "file = str(Path(transformers.__file__).parent / 'models' / '__init__.py')\n"
+        "print(own(file) == plain(file), len(own(file)) > 3)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
+    assert done.stdout.split() == ["True", "True"]

@@ -12,7 +12,7 @@ from ...protocol.host.machine import FIT_TABLE, Gpu, find_gpu
 from ..recipe.model.shape import beyond, named_config
 from ..recipe.support import in_bf16_optimizer, settle_batch, zero_stage
 from . import deepspeed_file
-from .ranks import differing
+from .ranks import differing, import_transformers
 
 if TYPE_CHECKING:
     from ..recipe.config.schema import Config
@@ -115,6 +115,7 @@ def _plain(name: str) -> str:
 
 
 def _configured(arguments: argparse.Namespace, allocator: Settings, gpu: Gpu) -> Prepared:
+    import_transformers()
     from . import recipe
 
     documents: Documents | None = getattr(arguments, "documents", None)
