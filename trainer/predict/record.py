@@ -613,6 +613,7 @@ class Counting:
         self.label_share = 1.0
         """Share of the tokens that carry loss, in the mean; a dry run's micro-batch is one in which all do."""
         self._share = 1.0
+        self._alike: dict[Any, tuple[Counted, int] | None] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -686,23 +687,40 @@ class Counting:
         for one, count in counted.items():
             self._counts[one] += count * self.times
 
-    def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: int) -> None:
-        """Count an operation of the dispatcher; collectives on streams other than 0 overlap with computation."""
+    def count(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, stream: int, key: Any = None
+    ) -> None:
+        """Count an operation of the dispatcher; collectives on streams other than 0 overlap with computation.
+
+        Those with the same ``key`` of the cache of results are counted alike.
+        """
         self._counts["calls"] += self.times
+        if func.namespace == "c10d":
+            self._communicate(func._overloadpacket.__name__, args, stream)
+            return
+        key = key and (key, self._share, self.pairs_a_token)
+        found = self._alike.get(key, MISSING) if key else MISSING
+        if found is MISSING:
+            found = self._counted(func, args, kwargs, result)
+            if key:
+                self._alike[key] = found
+        if found is not None:
+            self._counts[found[0]] += found[1] * self.times
+
+    def _counted(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> tuple[Counted, int] | None:
+        """Return what an operation counts as, and how much of it; None: it has no kernel on the device."""
         packet = func._overloadpacket
         name = packet.__name__
-        if func.namespace == "c10d":
-            self._communicate(name, args, stream)
-            return
         if func.is_view or name in _WITHOUT_KERNEL:
-            return
+            return None
         inputs, outputs = list(_tensors((args, tuple(kwargs.values())))), list(_tensors(result))
         on_device = [one for one in (*outputs, *inputs) if one.device.type == "cuda"]
         if not on_device:
-            return
+            return None
         if len(on_device) < len(inputs) + len(outputs) and name in ("copy_", "_to_copy"):
-            self._counts["transfer_bytes"] += min(map(bytes_read, (*outputs, *inputs))) * self.times
-            return
+            return "transfer_bytes", min(map(bytes_read, (*outputs, *inputs)))
         moved = _moved(name, args, inputs, outputs)
         # Of a product's factors: the sum that it is added to can have a wider type.
         precision = _PRECISIONS.get(
@@ -719,7 +737,7 @@ class Counting:
         width = args[attention[0]].shape[-1] if attention is not None else 0
         kind: Any = "update" if name.startswith("_fused_adam") else "eager"
         share = self._share
-        self._counts[Operation(flops * share, moved * share, precision, 1, width, kind)] += self.times
+        return Operation(flops * share, moved * share, precision, 1, width, kind), 1
 
     @contextlib.contextmanager
     def in_graph(self, kernels: int) -> Generator[None]:
@@ -873,7 +891,7 @@ class Recorder(TorchDispatchMode):
         for tensor in _tensors(result):
             if isinstance(tensor, FakeTensor):
                 self.follow(tensor)
-        self.counting.count(func, args, kwargs, result, self.stream)
+        self.counting.count(func, args, kwargs, result, self.stream, key)
         if hidden is not None:
             hidden(self, func, args, kwargs, result)
         return result
