@@ -26,7 +26,8 @@ from ftmon.trainer.predict.__main__ import main
 nvml: Any = ModuleType("pynvml")
 nvml.nvmlInit, nvml.NVMLError = lambda: None, Exception
 sys.modules["pynvml"] = nvml
-ranks.warm(("torch.nn.attention.varlen", "transformers.masking_utils", "transformers.models.llama.modeling_llama"))
+models = ("transformers.masking_utils", "transformers.models.llama.modeling_llama")
+ranks.warm(("torch.nn.attention.varlen", *models, ranks.COMPILER))
 del sys.modules["pynvml"]
 
 

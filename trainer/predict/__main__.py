@@ -85,6 +85,7 @@ def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Predi
     ranks.warm([*jobs.modules(job.config), *([f"{__package__}.what_if"] if further else [])])
     if further:
         return _with_further(job, allocator, arguments, tell)
+    ranks.warm(jobs.compiler(job.config))
     tell("the run as it is")
     found = answer.predict_both(job, None, arguments.capacity, arguments.price).found
     return _explained(found, job, arguments)
@@ -111,21 +112,23 @@ def _with_further(
         capacity = capacity or answer.capacity_of(job)
     other = what_if.expandable(allocator) if arguments.what_if else None
     # Not with the data's rows, which are read below.
-    calls: what_if.Calls = {}
-    after: what_if.Calls = {}
+    further = what_if.Further({}, {}, {})
     if arguments.what_if and not arguments.data:
-        calls, after = what_if.further(arguments, allocator, job, capacity or 0)
-    with ranks.Beside(calls) as beside:
+        further = what_if.further(arguments, allocator, job, capacity or 0)
+    with contextlib.ExitStack() as context:
+        beside = [context.enter_context(ranks.Beside(further.uncompiled)).results]
+        ranks.warm(jobs.compiler(job.config))
+        beside.append(context.enter_context(ranks.Beside(further.beside)).results)
         if arguments.data:
             job, both = _with_data(job, capacity or 0, arguments, other, tell)
         else:
-            both = answer.predict_both(job, other, capacity, arguments.price, after)
+            both = answer.predict_both(job, other, capacity, arguments.price, further.after)
         found = _explained(both.found, job, arguments)
         if arguments.largest:
             found = what_if.add(found, job, arguments, allocator, tell)
         if not arguments.what_if:
             return found
-        rows = what_if.table(arguments, allocator, both, capacity or 0, tell, beside.results)
+        rows = what_if.table(arguments, allocator, both, capacity or 0, tell, beside)
     notes = [*found.notes, NOT_CHANGED] if arguments.command else found.notes
     return msgspec.structs.replace(found, what_if=rows, notes=notes)
 

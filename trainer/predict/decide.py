@@ -178,7 +178,7 @@ def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Load
     tell("importing torch, transformers and DeepSpeed")
     environ = dict(os.environ)
     with ranks.without_gpus():
-        ranks.warm(jobs.modules(config))
+        ranks.warm([*jobs.modules(config), *jobs.compiler(config)])
         space = _space(config, loaded, machine, count, rows)
         runs = _Runs(given, loaded, space, data, tell)
         chosen = choose(space, runs.fit, runs.run)

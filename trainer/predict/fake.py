@@ -112,6 +112,14 @@ def patch(update: Callable[[Any], None], fetched: Callable[[Any], None]) -> None
         for name in ("load", "jit_load"):
             if name in vars(subclass):
                 setattr(subclass, name, load)
+    engine: Any = ds_engine.DeepSpeedEngine
+    register = engine.register_compile_pass
+
+    def register_compile_pass(self: Any, *described: Any) -> None:
+        if self.is_deepcompile_enabled():  # it imports Inductor
+            register(self, *described)
+
+    engine.register_compile_pass = register_compile_pass
     coordinating: Any = coordinator.PartitionedParameterCoordinator
     fetch = coordinating.fetch_sub_module
 

@@ -10,9 +10,10 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.errors import ConfigError
 from ...protocol.host.machine import FIT_TABLE, Gpu, find_gpu
 from ..recipe.model.shape import beyond, named_config
+from ..recipe.preflight.consistency import settle_compile
 from ..recipe.support import in_bf16_optimizer, settle_batch, zero_stage
 from . import deepspeed_file
-from .ranks import differing, import_transformers
+from .ranks import COMPILER, differing, import_transformers
 
 if TYPE_CHECKING:
     from ..recipe.config.schema import Config
@@ -84,9 +85,14 @@ def modules(config: "Config | None") -> list[str]:
     names = ["torch.nn.attention.varlen", f"{__package__}.recipe", f"transformers.models.{kind}.modeling_{kind}"]
     if config.lora.rank:
         names.append("peft")
-    if config.model.compile != "off":
-        names += [f"{__package__}.compiled", "torch._inductor.compile_fx", "torch._inductor.decomposition"]
     return names
+
+
+def compiler(config: "Config | None") -> list[str]:
+    """Return what dry runs of a configuration import besides if they compile layers."""
+    if config is None or settle_compile(config, True, lambda text: None).model.compile == "off":
+        return []
+    return [f"{__package__}.compiled", COMPILER, "torch._inductor.decomposition"]
 
 
 def _check_ranks(count: int, where: str) -> None:

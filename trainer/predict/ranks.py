@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -104,13 +104,15 @@ def nearest(run: Iterable[int], rank: int) -> int:
 _IMPORTED = (
     "torch",
     "torch._dynamo",
-    "torch._inductor.lowering",
     "transformers",
     "transformers.generation",
     "transformers.modeling_layers",
     "transformers.modeling_utils",
     "deepspeed",
 )
+
+
+COMPILER = "torch._inductor.compile_fx"
 
 
 def import_transformers() -> None:
@@ -137,7 +139,7 @@ def import_transformers() -> None:
         utils.define_import_structure = define
 
 
-def warm(modules: Iterable[str] = ()) -> None:
+def warm(modules: Collection[str] = ()) -> None:
     """Import what every rank needs, and those of ``modules`` that exist, once: forked processes need not.
 
     DeepSpeed queries the GPU at import: none is visible meanwhile, so that this process makes no CUDA context.
@@ -146,9 +148,10 @@ def warm(modules: Iterable[str] = ()) -> None:
     with without_gpus():
         gc.disable()  # imported objects are kept
         import_transformers()
-        # As without jinja2: Inductor parses the templates of its kernels at import, and no dry run makes kernels.
-        templates: Any = importlib.import_module("torch._inductor.codegen.common")
-        templates.jinja2_env = lambda: None
+        if COMPILER in modules:
+            # As without jinja2: Inductor parses the templates of its kernels at import, and no dry run makes kernels.
+            templates: Any = importlib.import_module("torch._inductor.codegen.common")
+            templates.jinja2_env = lambda: None
         for name in (f"{__package__}.dry", *_IMPORTED):
             importlib.import_module(name)
         for name in modules:

@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from ..recipe.data.batches import Order, padded_length
 from ..recipe.data.encode import Encoder
 from ..recipe.data.pipeline import Examples
 from ..recipe.data.records import Records, read_records
-from ..recipe.preflight.consistency import settle_compile, uncompiled
+from ..recipe.preflight.consistency import uncompiled
 from ..recipe.support import SMALL_STATES, settle_batch, state_bytes, zero_stage
 from . import answer, deepspeed_file, jobs, ranks
 from .answer import Both
@@ -76,15 +76,23 @@ Calls = dict[str, Callable[[], Runs]]
 """Dry runs of changes by their names."""
 
 
-def further(arguments: argparse.Namespace, allocator: Settings, job: Prepared, capacity: int) -> tuple[Calls, Calls]:
-    """Return dry runs of the changes that the unchanged run's parts do not show.
+class Further(NamedTuple):
+    """Dry runs of the changes that the unchanged run's parts do not show."""
 
-    Those to make beside it, the longest first; and those to make after it in its process, with layers that it has
-    compiled. Where layers are alike in both runs, of few of them; else whole ones, where all ranks are like the first:
-    their parts show other changes, too.
+    uncompiled: Calls
+    """To make beside it; they need not wait until the compiler is imported."""
+    beside: Calls
+    after: Calls
+    """To make after it in its process, with layers that it has compiled."""
+
+
+def further(arguments: argparse.Namespace, allocator: Settings, job: Prepared, capacity: int) -> Further:
+    """Return the further dry runs of a table; those beside the unchanged one begin with the longest.
+
+    Where layers are alike in both runs, of few of them; else whole ones, where all ranks are like the first: their
+    parts show other changes, too.
     """
-    calls: Calls = {}
-    after: Calls = {}
+    found = Further({}, {}, {})
     shown = [job]
     length = max(job.lengths)
     for change in remedies(_at(arguments, length), allocator) if job.config is not None else ():
@@ -92,13 +100,14 @@ def further(arguments: argparse.Namespace, allocator: Settings, job: Prepared, c
             other = change.prepare()
             if any(_by_parts(other, one) is not None for one in shown):
                 continue
-            chosen = after if _compiles_alike(other, job) else calls
+            calls = found.uncompiled if not jobs.compiler(other.config) else found.beside
+            calls = found.after if _compiles_alike(other, job) else calls
             if job.make_shallow is not None and other.make_shallow is not None:
-                chosen[change.name] = partial(ranks.shallow, other.make_shallow, length, 0)
+                calls[change.name] = partial(ranks.shallow, other.make_shallow, length, 0)
             elif other.different == [0]:
-                chosen[change.name] = partial(ranks.whole, other.make, length, capacity, 0)
+                calls[change.name] = partial(ranks.whole, other.make, length, capacity, 0)
                 shown.append(other)
-    return dict(reversed(calls.items())), after
+    return Further(dict(reversed(found.uncompiled.items())), dict(reversed(found.beside.items())), found.after)
 
 
 def _compiles_alike(job: Prepared, unchanged: Prepared) -> bool:
@@ -108,11 +117,10 @@ def _compiles_alike(job: Prepared, unchanged: Prepared) -> bool:
     """
     of: list[Any] = []
     for one in (job, unchanged):
-        if one.config is None or not one.alike:
+        if one.config is None or not one.alike or not jobs.compiler(one.config):
             return False
-        model = settle_compile(one.config, True, lambda text: None).model
-        of.append((one.config.lora, model.quantization, model.compile, one.micro_batch, one.lengths[-1]))
-    return of[0] == of[1] and model.compile != "off"
+        of.append((one.config.lora, one.config.model.quantization, one.micro_batch, one.lengths[-1]))
+    return of[0] == of[1]
 
 
 def _at(arguments: argparse.Namespace, length: int) -> argparse.Namespace:
@@ -125,7 +133,7 @@ def table(
     both: Both,
     capacity_bytes: int,
     tell: Tell,
-    beside: Callable[[Tell], dict[str, Runs]] = lambda tell: {},
+    beside: Iterable[Callable[[Tell], dict[str, Runs]]] = (),
 ) -> list[WhatIf]:
     """Return the table of all changes, predicted at the longest length, the fastest that fits first.
 
@@ -140,7 +148,9 @@ def table(
     found: dict[str, _Found] = {}
     known = list(remedies(given, allocator))
     job = jobs.prepare(given, allocator)
-    made = beside(lambda names: tell(f"what if: {names}")) | both.after
+    made = dict(both.after)
+    for results in beside:
+        made |= results(lambda names: tell(f"what if: {names}"))
     pieces = _Pieces(job, both, point, capacity_bytes, made)
 
     def add(changes: Sequence[RunChange]) -> None:

@@ -298,7 +298,7 @@ def partitioned(
     point = Point(64, 4, [rank] * 3, 1_500, size, True, needed_bytes=size, step_seconds=1.0)
     both = answer.Both(Prediction("m", PARAMETERS, 3, [point]), None, {0: run})
     arguments = given(config=config, price=None, overrides=["zero.stage=3"])
-    rows = what_if.table(arguments, Settings(), both, 1 << 30, lambda _: None, lambda _: shallow or {})
+    rows = what_if.table(arguments, Settings(), both, 1 << 30, lambda _: None, [lambda _: shallow or {}])
     return {row.name: row for row in rows}
 
 
