@@ -131,6 +131,35 @@ def test_a_base_that_is_loaded_may_be_held_in_4_bits(config: str, monkeypatch: p
     assert "QLoRA of rank 16" not in changes(given(config=config)), "random weights are not quantized"
 
 
+@pytest.mark.parametrize(
+    ("more", "uncompiled", "beside", "after"),
+    [
+        ([], {"selective checkpointing"}, {"LoRA of rank 16"}, {"optimizer in bf16"}),
+        (["training.precision=fp32"], set(), set(), set()),  # ranks differ
+        (["data.packing=false"], {"selective checkpointing", "LoRA of rank 16", "optimizer in bf16"}, set(), set()),
+        (
+            ["model.gradient_checkpointing=layers"],
+            set(),
+            {"LoRA of rank 16"},
+            {"optimizer in bf16", "no checkpointing"},
+        ),
+    ],
+)
+def test_changes_run_after_the_unchanged_run_where_they_compile_the_same_layers(
+    config: str, more: list[str], uncompiled: set[str], beside: set[str], after: set[str]
+) -> None:
+    own = ["training.precision=bf16", "model.config.num_hidden_layers=8", "zero.stage=1"]
+    arguments = given(config=config, overrides=[*own, *more])
+    found = what_if.further(arguments, Settings(), jobs.prepare(arguments, Settings()), 0)
+    assert uncompiled <= found.uncompiled.keys()
+    assert beside <= found.beside.keys()
+    assert after <= found.after.keys()
+    if not after:
+        assert not found.after
+    if not beside:
+        assert not found.beside
+
+
 def test_what_a_run_has_already_is_no_change(config: str) -> None:
     has = ["model.gradient_checkpointing=layers", "lora.rank=8", "zero.stage=3", "training.micro_batch=1"]
     found = changes(given(config=config, overrides=has))
