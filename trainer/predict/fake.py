@@ -113,7 +113,7 @@ def patch(update: Callable[[Any], None], fetched: Callable[[Any], None]) -> None
             if name in vars(subclass):
                 setattr(subclass, name, load)
     engine: Any = ds_engine.DeepSpeedEngine
-    register = getattr(engine, "register_compile_pass", None)
+    register: Any = getattr(engine, "register_compile_pass", None)
 
     def register_compile_pass(self: Any, *described: Any) -> None:
         if self.is_deepcompile_enabled():  # it imports Inductor
