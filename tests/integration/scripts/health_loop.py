@@ -50,6 +50,7 @@ def main():
         optimizer.zero_grad()
         time.sleep(0.01)
     dist.barrier()
+    del model, optimizer, loss  # as in short_loop.py
     dist.destroy_process_group()
 
 
