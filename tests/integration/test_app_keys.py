@@ -274,7 +274,7 @@ async def test_a_replay_kills_and_stops_nothing_and_says_so(
         assert isinstance(app.screen, OverviewScreen)
 
 
-@pytest.mark.parametrize("size", [(60, 16), (80, 24), (200, 60)])
+@pytest.mark.parametrize("size", [(60, 16), (200, 60)])
 async def test_kill_and_stop_are_on_every_key_bar(eight: Path, size: tuple[int, int]) -> None:
     source = Commanded(eight, at_end=True)
     async with opened(source, size) as (app, pilot):

@@ -41,7 +41,7 @@ JOBS: dict[str, list[str]] = {
     "bf16": ["zero.stage=1", "training.precision=bf16", "data.workers=1"],
     "offload": ["zero.stage=2", "zero.offload_optimizer=true", "optimizer.kind=torch_fused"],
     "foreach": ["optimizer.kind=torch_foreach"],
-    "lora": ["zero.stage=3", "lora.rank=4", "optimizer.lr=2e-2"],
+    "lora": ["zero.stage=2", "lora.rank=4", "optimizer.lr=2e-2"],
     "nf4": [
         "model.quantization=nf4",
         "model.config=",

@@ -46,7 +46,7 @@ KINDS: dict[str, list[str]] = {
     "z2-lora": ["zero.stage=2", *LORA],
     "z3": ["zero.stage=3"],
     "z3-lora": ["zero.stage=3", *LORA],
-    "z3-shared": ["zero.stage=3", "training={sequence_parallel_size: 2, grad_accumulation: 4}"],
+    "z1-shared": ["zero.stage=1", "training={sequence_parallel_size: 2, grad_accumulation: 4}"],
     "z0-no-masters": ["zero.stage=0", *NO_MASTERS, "optimizer.kind=adamw_bf16"],
     "z3-no-masters": ["zero.stage=3", *NO_MASTERS, "optimizer.kind=adamw_8bit"],
     "z2-muon": ["zero.stage=2", "training.precision=bf16", "optimizer={kind: muon, max_grad_norm: 0}"],
@@ -109,7 +109,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         else:
             there = f"checkpoint.resume={runs.path}/whole-{kind}/checkpoints/step-4"
             jobs.append(runs.job(f"resumed-{kind}", *words, there))
-    jobs.append(runs.job("term-3-z3", "zero.stage=3", "checkpoint.every=0"))
+    jobs.append(runs.job("term-3-z1", "zero.stage=1", "checkpoint.every=0"))
     jobs.append(runs.job("full-4-z2", "zero.stage=2", "checkpoint={every: 3, at_end: false, background: false}"))
     again = "checkpoint={every: 3, at_end: false}"
     jobs.append(runs.job("after-full", "zero.stage=2", again, out="full-4-z2"))
@@ -296,10 +296,10 @@ def test_the_final_model_has_a_card_and_its_own_settings(runs: Runs) -> None:
 
 
 def test_sigterm_in_one_rank_saves_a_checkpoint_and_ends_all(runs: Runs) -> None:
-    (step,) = re.findall(r"stopped on request after step (\d) of 7", runs.text["term-3-z3"])
+    (step,) = re.findall(r"stopped on request after step (\d) of 7", runs.text["term-3-z1"])
     assert int(step) in (4, 5)
-    assert f"checkpoints/step-{step}" in runs.text["term-3-z3"]
-    assert [path.name for path in (runs.path / "term-3-z3" / "checkpoints").glob("step-*")] == [f"step-{step}"]
+    assert f"checkpoints/step-{step}" in runs.text["term-3-z1"]
+    assert [path.name for path in (runs.path / "term-3-z1" / "checkpoints").glob("step-*")] == [f"step-{step}"]
 
 
 def test_a_full_disk_stops_no_training_and_leaves_the_checkpoint_before_it(runs: Runs) -> None:
