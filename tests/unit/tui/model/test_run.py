@@ -154,15 +154,6 @@ def test_a_frame_already_folded_changes_nothing(streamed: tuple[list[Frame], Run
     assert status(model) == before
 
 
-def test_every_rank_of_a_finished_stream_is_known_and_finished(streamed: tuple[list[Frame], RunModel]) -> None:
-    _, model = streamed
-    assert list(model.ranks) == [0, 1, 2, 3]
-    assert (model.rank_states(), model.state, model.exit_code) == ({"finished": 4}, "finished", 0)
-    assert model.step == model.leading_step == model.total_steps == 120
-    assert model.seconds_left is None
-    assert model.info.zero_stage == 2
-
-
 def test_the_runs_peak_is_the_highest_true_peak_of_any_phase(streamed: tuple[list[Frame], RunModel]) -> None:
     frames, model = streamed
     steps = [frame.message for frame in frames if isinstance(frame.message, Step)]

@@ -301,15 +301,6 @@ def test_settings_and_notes_are_shown_before_the_first_step_and_below_the_curves
         assert drawn.count(said) == curves
 
 
-def test_the_course_is_of_every_rank_and_step_of_a_stream() -> None:
-    model = folded(Stream(ranks=2, steps=30, finished=False).frames())
-    moments = model.training.course.moments(2)
-    assert [moment.step for moment in moments] == list(range(1, 31))
-    assert moments[-1].loss == pytest.approx(model.loss)
-    steps = [step for rank in model.ranks.values() for step in rank.steps]
-    assert moments[-1].tokens == pytest.approx(sum(step.tokens for step in steps))
-
-
 def with_rank_1_until(step: int) -> RunModel:
     late = ((frame, frame.message) for frame in Stream(ranks=2, steps=12, finished=False).frames())
     return folded(frame for frame, one in late if not (isinstance(one, Step) and one.rank == 1 and one.step > step))

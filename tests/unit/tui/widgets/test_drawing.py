@@ -7,7 +7,6 @@ import pytest
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import DeviceSample
 from ftmon.tui.model.alerts import LogEntry
-from ftmon.tui.source.base import AlertMark, Transport
 from ftmon.tui.widgets import ranks as heat
 from ftmon.tui.widgets.alerts import alert_detail, alert_line, evidence_lines, log_line
 from ftmon.tui.widgets.drawing import (
@@ -30,9 +29,9 @@ from ftmon.tui.widgets.drawing import (
     width_of,
     wrap,
 )
-from ftmon.tui.widgets.header import Summary, scrubber, summary_lines, time_of_day
+from ftmon.tui.widgets.header import Summary, summary_lines, time_of_day
 from ftmon.tui.widgets.plots import Scale, cells_of, phase_bar, spark
-from ftmon.tui.widgets.ranks import card, grid_plan, health_words, label, title
+from ftmon.tui.widgets.ranks import card, health_words, label, title
 from ftmon.tui.widgets.state import RankView, nice_top, throttle_of
 from ftmon.tui.widgets.training import Course, course_lines, grouped
 from hypothesis import given
@@ -202,26 +201,6 @@ def test_a_run_that_stands_says_so_in_place_of_the_time_left() -> None:
     first = summary_lines(Summary("llama3", step=18, total_steps=120, connection=trouble), 80, THEME)[0].plain
     assert "no connection: its SSH server does" in first
     assert first.rstrip().endswith("… step 18 / 120")
-
-
-def test_the_scrubber_marks_the_alerts_and_the_place() -> None:
-    transport = Transport("rewound", lambda request: None)
-    transport.playing, transport.speed, transport.position, transport.last = True, 4.0, 50.0, 100.0
-    transport.marks = [AlertMark(90.0, "error", "hang", 1, "hung")]
-    text = scrubber(transport, 812, 80, THEME).plain
-    assert UNICODE.error in text
-    assert text.index(UNICODE.knob) < text.index(UNICODE.error)
-    for part in ("4x", "step 812", "live: L"):
-        assert part in text
-
-
-@pytest.mark.parametrize(("ranks", "size", "mode"), [
-    (1, (80, 17), "cards"), (2, (80, 17), "cards"), (4, (80, 17), "cards"), (8, (80, 17), "rows"),
-    (16, (80, 17), "rows"), (64, (80, 17), "heat"), (512, (80, 17), "heat"), (8, (200, 52), "cards"),
-    (64, (200, 52), "rows"), (512, (200, 52), "heat"),
-])  # fmt: skip
-def test_ranks_go_from_cards_to_rows_to_a_heat_map(ranks: int, size: tuple[int, int], mode: str) -> None:
-    assert grid_plan(ranks, *size).mode == mode
 
 
 @pytest.mark.parametrize("ranks", [64, 100, 512])

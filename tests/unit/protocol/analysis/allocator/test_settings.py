@@ -112,17 +112,6 @@ def test_expandable_segments_grow_by_pages_in_one_range() -> None:
     assert sizes(model) == [2 * MIB, 60 * MIB]
 
 
-def test_expandable_segments_grow_where_plain_ones_fragment() -> None:
-    def run(settings: Settings) -> int:
-        model = CachingAllocator(settings, capacity_bytes=2**30)
-        for size in range(40, 140, 10):
-            model.free(model.allocate(size * MIB))
-        return model.reserved
-
-    assert run(EXPANDABLE) == 140 * MIB
-    assert run(Settings()) == sum(range(40, 140, 10)) * MIB
-
-
 def test_free_pages_inside_an_expandable_segment_are_unmapped_and_filled_again() -> None:
     model = CachingAllocator(EXPANDABLE, capacity_bytes=160 * MIB)
     first, middle, last = (model.allocate(50 * MIB) for _ in range(3))

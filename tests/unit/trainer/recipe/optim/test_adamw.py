@@ -31,15 +31,6 @@ def test_the_random_bits_are_those_of_the_published_hash() -> None:
     assert [value & 0xFFFFFFFF for value in bits(1000, 1, 2, 3).tolist()] == wanted
 
 
-def test_random_bits_are_even_and_do_not_depend_on_each_other() -> None:
-    drawn = bits(1 << 20, 7)
-    columns = torch.stack([(drawn >> place & 1).float() for place in range(32)])
-    assert (columns.mean(dim=1) - 0.5).abs().max() < 0.003  # 6 standard deviations
-    correlation = torch.corrcoef(columns) - torch.eye(32)
-    assert correlation.abs().max() < 0.006
-    assert torch.corrcoef(torch.stack([columns[0], bits(1 << 20, 8).float()]))[0, 1].abs() < 0.006
-
-
 def test_rounding_gives_a_neighbour_and_the_mean_is_the_value() -> None:
     values = torch.randn(500, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(-20, 30, 0.1)
     down = (values.view(torch.int32) & -65536).view(torch.float32)
