@@ -7,10 +7,7 @@ import torch
 from ftmon.trainer.recipe.hardware import usable_gpus
 from ftmon.trainer.recipe.model.cross_entropy import LogitTransform, linear_cross_entropy
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use")]
 
 
 @pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.3), LogitTransform(2.0, 5.0)])

@@ -12,10 +12,7 @@ torch = pytest.importorskip("torch")
 BENCH = Path(__file__).parents[2] / "bench/gpu/oom.py"
 SCENES = ("backward", "recompute", "optimizer", "fragmentation", "logits", "large", "hold")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
 @pytest.mark.parametrize("scene", SCENES)

@@ -66,11 +66,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_by_bit_on_gpus(tmp_path
     words = KINDS[kind]
     text = train(
         tmp_path,
-        [
-            ("whole", words, "whole"),
-            ("cut-5-it", words, "cut"),
-            ("resumed", [*words, "checkpoint.resume=auto"], "cut"),
-        ],
+        [("whole", words, "whole"), ("cut-5-it", words, "cut"), ("resumed", [*words, "checkpoint.resume=auto"], "cut")],
         ranks=len(usable_gpus()),
     )
     whole, resumed = losses(text["whole"]), losses(text["resumed"])

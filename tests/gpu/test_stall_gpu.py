@@ -18,11 +18,7 @@ def gpus() -> int:
     return sum(line.startswith("GPU") for line in listed.splitlines())
 
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.gpu_alone,
-    pytest.mark.skipif(gpus() < 2, reason="needs two NVIDIA GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_alone, pytest.mark.skipif(gpus() < 2, reason="needs two NVIDIA GPUs")]
 
 
 @pytest.mark.parametrize("kind", ["missing", "ddp", "native", "stop", "exit"])

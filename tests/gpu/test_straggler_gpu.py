@@ -13,10 +13,7 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir
 from ftmon_process import Ftmon, wait_until_nothing_is_left
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 SCRIPT = Path(__file__).parents[1] / "integration" / "scripts" / "straggler.py"
 
 

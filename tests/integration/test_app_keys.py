@@ -94,9 +94,7 @@ async def test_the_first_screen_answers_the_first_questions_and_arrows_and_enter
         assert app.app_state.selected == 3
 
 
-async def test_a_hung_rank_is_in_the_overview_and_in_an_alert_with_evidence_that_opens_it(
-    stuck: ReplaySource,
-) -> None:
+async def test_a_hung_rank_is_in_the_overview_and_in_an_alert_with_evidence_that_opens_it(stuck: ReplaySource) -> None:
     async with opened(stuck) as (app, pilot):
         text = shown(app)
         assert "1 hung, 3 waiting" in text

@@ -259,10 +259,7 @@ def test_promtool_accepts_every_metric_and_a_nan_fires_both_rules(tmp_path: Path
     rules = [
         {"eval_time": at, "alertname": name, "exp_alerts": alerts}
         for name, words in (("LossIsNaN", "NaN"), ("LossNotFinite", "not finite"))
-        for at, alerts in (
-            ("1m", []),
-            ("2m", [_alert(labels, f"r: the loss or gradient norm of rank 1 is {words}")]),
-        )
+        for at, alerts in (("1m", []), ("2m", [_alert(labels, f"r: the loss or gradient norm of rank 1 is {words}")]))
     ]
     test = tmp_path / "test.yml"
     test.write_text(

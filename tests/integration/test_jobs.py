@@ -98,11 +98,7 @@ def test_trainings_one_after_the_other_in_one_plain_process_are_jobs(home: Ftmon
     assert done.returncode == 0, done.stdout + done.stderr
     told = home.status(home.newest().id)
     # A new optimizer for the same model does not begin a job, nor does a training of less than 5 s.
-    assert [(job["state"], job["steps"]) for job in told["jobs"]] == [
-        ("finished", 4),
-        ("finished", 8),
-        ("finished", 3),
-    ]
+    assert [(job["state"], job["steps"]) for job in told["jobs"]] == [("finished", 4), ("finished", 8), ("finished", 3)]
     assert told["step"] == 3
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "last loss" in line]
     assert [job["ranks"][0]["loss"] for job in told["jobs"]] == pytest.approx([*losses[:2], losses[3]], rel=1e-5)

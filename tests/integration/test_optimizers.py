@@ -47,10 +47,7 @@ HALVES: dict[str, tuple[int, list[str]]] = {
     "half-0": (2, ["zero.stage=0", *HALF]),
     "half-0-fused": (2, ["zero.stage=0", *HALF, "optimizer.kind=torch_fused"]),
     "half-2-fused": (2, ["zero.stage=2", *HALF, "optimizer.kind=torch_fused"]),
-    "half-1-summed": (
-        2,
-        ["zero={stage: 1, grad_accum_dtype: bf16}", *HALF, "optimizer.kind=torch_fused"],
-    ),
+    "half-1-summed": (2, ["zero={stage: 1, grad_accum_dtype: bf16}", *HALF, "optimizer.kind=torch_fused"]),
     "half-2-alone": (1, [ALONE, "zero.stage=2", *HALF, "optimizer.kind=torch_fused"]),
     "half-0-muon": (2, ["zero.stage=0", *HALF, "optimizer.kind=muon"]),
 }

@@ -45,10 +45,7 @@ def recorded(run: RunDir) -> list[Message]:
 
 @pytest.mark.parametrize(("endpoint", "reason"), [(dead, "ConnectionError"), (silent, "ReadTimeout")])
 def test_an_endpoint_that_takes_nothing_is_reported_once_and_delays_nothing(
-    endpoint: Callable[[], AbstractContextManager[int]],
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    endpoint: Callable[[], AbstractContextManager[int]], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
     job = fake_ranks({"rate": 50, "steps": 100, "awaits": str(go)})

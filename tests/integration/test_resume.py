@@ -152,11 +152,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return runs
 
 
-CHANGES = {
-    "seed": "training.seed=7",
-    "data": "data.limit=59",
-    "model": "model.config.intermediate_size=96",
-}
+CHANGES = {"seed": "training.seed=7", "data": "data.limit=59", "model": "model.config.intermediate_size=96"}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "z2"])

@@ -13,10 +13,7 @@ from ftmon.protocol.run.rundir import RunDir
 from ftmon_process import LONG_SECONDS, PROGRAM, Ftmon, command_line, follow_to_end, processes_of
 
 PRINTS_SIGNALS = str(Path(__file__).parent / "scripts" / "prints_signals.py")
-ENDS = {
-    "abrupt": ("import os; os._exit(2)", 2),
-    "killed": ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL),
-}
+ENDS = {"abrupt": ("import os; os._exit(2)", 2), "killed": ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL)}
 
 
 def launch(home: Ftmon, *words: str, **options: object) -> "subprocess.Popen[str]":
@@ -146,12 +143,7 @@ def test_a_hangup_under_nohup_is_nobodys(home: Ftmon, tmp_path: Path) -> None:
     go = tmp_path / "go"
     script = f"import os, time; print('up', flush=True)\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)\n"
     process = launch(
-        home,
-        "--",
-        sys.executable,
-        "-c",
-        script,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+        home, "--", sys.executable, "-c", script, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
     )
     printed(process, "up")
     process.send_signal(signal.SIGHUP)

@@ -52,9 +52,7 @@ def test_a_hung_run_that_ftmon_ended_has_no_other_cause(tmp_path: Path) -> None:
     assert facts(found, "error").error == "", "a signal that a launcher received is no error of the job"
 
 
-def test_the_error_of_a_rank_or_else_the_process_that_was_not_watched_or_the_last_line_is_named(
-    tmp_path: Path,
-) -> None:
+def test_the_error_of_a_rank_or_else_the_process_that_was_not_watched_or_the_last_line_is_named(tmp_path: Path) -> None:
     ended = detector(tmp_path, 1)
     unhooked = UnhookedFacts(42, ".")
     assert facts(ended.no_step(FAILED, unhooked), "error") == NoStepFacts("exit code 1", 1, 0, unhooked=unhooked)

@@ -42,8 +42,7 @@ def test_what_training_refuses_is_refused_at_its_line(config: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "setting",
-    ["run.device=cpu", "model.activation_offload=all", "model.attention=flash_attention_2"],
+    "setting", ["run.device=cpu", "model.activation_offload=all", "model.attention=flash_attention_2"]
 )
 def test_what_a_dry_run_cannot_follow_is_refused_by_its_key(config: str, setting: str) -> None:
     with pytest.raises(ConfigError, match=rf"^command line: {setting.partition('=')[0]} "):

@@ -294,9 +294,7 @@ def test_changes_follow_from_the_parts_of_the_unchanged_run_where_they_show_them
     assert rows["checkpointing"].step_seconds > 1.0
 
 
-def test_a_change_whose_fitted_need_is_near_the_capacity_is_run_dry(
-    fitted: Callable[[int], dict[str, WhatIf]],
-) -> None:
+def test_a_change_whose_fitted_need_is_near_the_capacity_is_run_dry(fitted: Callable[[int], dict[str, WhatIf]]) -> None:
     need = fitted(1 << 30)["micro-batch 2"].needed_bytes
     for share, is_fitted in ((0.95, False), (1.05, False), (0.9, True), (1.1, True)):
         row = fitted(round(share * need))["micro-batch 2"]

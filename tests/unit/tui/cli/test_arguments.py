@@ -98,10 +98,7 @@ def test_a_recording_that_is_not_there_is_wrong_usage(command, capsys):
 
 @pytest.mark.parametrize(
     ("words", "complaint", "status"),
-    [
-        (["run"], "run needs a command after '--'", 195),
-        (["train"], "train needs MODEL DATA or CONFIG.yaml", 2),
-    ],
+    [(["run"], "run needs a command after '--'", 195), (["train"], "train needs MODEL DATA or CONFIG.yaml", 2)],
 )
 def test_what_names_nothing_to_start_is_wrong_usage(words, complaint, status, capsys):
     assert main(words) == status

@@ -13,11 +13,7 @@ import torch
 from ftmon.protocol.analysis.findings.finding import Finding
 from ftmon.protocol.analysis.health.monitor import HealthMonitor
 from ftmon.protocol.analysis.health.series import Join
-from ftmon.protocol.analysis.health.speed import (
-    CompileFacts,
-    Recompilation,
-    workers_needed,
-)
+from ftmon.protocol.analysis.health.speed import CompileFacts, Recompilation, workers_needed
 from ftmon.protocol.analysis.kinds import words_of
 from ftmon.protocol.messages.telemetry import (
     Compilation,

@@ -289,7 +289,7 @@ def test_labels_that_are_not_the_next_tokens_are_told_until_they_are() -> None:
     steps = [step(number, shifted=looked_at.get(number, "")) for number in range(1, 310)]
     found = [(each.step, one) for each in steps for one in detector.step(each)]
     assert [(at, one.state, one.step) for at, one in found] == [
-        *((50, "raised", 5), (150, "resolved", 5), (250, "raised", 200)),
+        *((50, "raised", 5), (150, "resolved", 5), (250, "raised", 200))
     ]
     titles = [words_of(one).title for _, one in found]
     assert titles[0] == "labels are shifted twice since step 5: the model learns the token after the next one"

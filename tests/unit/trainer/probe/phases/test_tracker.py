@@ -14,12 +14,7 @@ MIB = 2**20
 
 @pytest.mark.parametrize(
     ("seconds", "usual"),
-    [
-        ([], 0.0),
-        ([40.0, 0.5, 0.5, 0.5, 0.5, 0.001], 0.5),
-        ([0.1] * 20 + [3.0] * 4, 0.1),
-        ([0.1] * 20 + [3.0] * 5, 3.0),
-    ],
+    [([], 0.0), ([40.0, 0.5, 0.5, 0.5, 0.5, 0.001], 0.5), ([0.1] * 20 + [3.0] * 4, 0.1), ([0.1] * 20 + [3.0] * 5, 3.0)],
     ids=["no step", "a step unlike the others", "four longer ones", "longer from now on"],
 )
 def test_the_usual_time_of_a_step_is_that_of_most(seconds, usual):

@@ -176,11 +176,7 @@ def test_the_rehearsal_finds_weights_that_are_not_written(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("family", "lora", "words"),
     [
-        (
-            "mixtral",
-            {"dropout": 0.1},
-            "lora.dropout: peft cannot use it with the experts of mixtral; use",
-        ),
+        ("mixtral", {"dropout": 0.1}, "lora.dropout: peft cannot use it with the experts of mixtral; use"),
         ("mixtral", {"kind": "dora"}, "lora.kind: peft cannot use it with the experts of mixtral; use lora.kind=lora"),
         ("llama4_text", {"targets": ["router"]}, "router cannot be adapted: Llama4Router is no plain linear layer"),
         ("mamba", {"targets": ["x_proj"]}, "x_proj cannot be adapted: MambaMixer reads its weight without the adapter"),
