@@ -176,7 +176,7 @@ def test_a_damaged_recording_is_moved_aside_and_a_hub_whose_run_directory_was_re
 def test_with_a_full_disk_the_stream_goes_on_the_app_is_told_and_recording_resumes():
     run = rundir.create("full", ["true"], "watch")
     # A limit on the size of files the hub writes: what it meets is the same as a full disk, an error from write(2).
-    hub = _hub(run, limit=1_500_000)
+    hub = _hub(run, limit=600_000)
     words = [sys.executable, str(SCRIPTS / "fake_rank.py"), '{"rate": 800}']
     rank = subprocess.Popen(words, env={**os.environ, "FTMON_RUN": str(run.path)})
     try:
