@@ -25,8 +25,8 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 # DeepSpeed has torch.compile prepare a function of Muon's in every rank: 1.4 s of processor time for what no test runs.
 # Tests that compile take it away (``compiling``).
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-# Those that compile need not compile and load a probe for each vector instruction set of the CPU: 7 s.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Those that compile need no vector instructions: their headers, and a probe for each set of them, take 15 s to compile.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 STARTUP = Path(__file__).with_name("support") / "startup"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(STARTUP), os.environ.get("PYTHONPATH"))))
