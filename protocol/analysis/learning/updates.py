@@ -235,7 +235,8 @@ def _still(finding: Finding) -> Words:
 
 def _pending(finding: Finding) -> Words:
     facts: PendingFacts = finding.facts
-    several, were = counted(facts.micro_batches, "micro-batch"), "was" if facts.micro_batches == 1 else "were"
+    several = counted(facts.micro_batches, "micro-batch")
+    were, are = ("was", "is") if facts.micro_batches == 1 else ("were", "are")
     if facts.zeroed:
         return Words(
             f"{several} at the end of a pass over the data {were} never applied",
@@ -252,7 +253,7 @@ def _pending(finding: Finding) -> Words:
             "Another training has begun.",
         )
     return Words(
-        f"{several} of one pass over the data are part of the next one's update",
+        f"{several} of one pass over the data {are} part of the next one's update",
         f"The data ended in the middle of an accumulation; the update of step {finding.step} mixes two epochs."
         + (f" So did {facts.times} passes so far." if facts.times > 1 else ""),
         "Make the batches of an epoch a multiple of the accumulation, or step at the end of each epoch.",

@@ -330,6 +330,9 @@ class Loading:
             self._untrained -= 1
         elif self._trained_data:
             self._tracker.notes.unfetched += 1
+        was_eval_mode = self._eval_mode.going_backward()
+        if was_eval_mode:
+            self._data_iterator = self._last_iterator
         trained_on = self._data_iterator()
         if trained_on is not None:
             if self._pass_ended and not getattr(trained_on, "_ftmon_trained", False):
@@ -337,7 +340,6 @@ class Loading:
                 notes.pending, notes.dropped = notes.micro_steps - notes.applied, self._dropped
             trained_on._ftmon_trained, self._dropped = True, 0
             self._trained_data = id(getattr(trained_on, "_dataset", None))
-        was_eval_mode = self._eval_mode.going_backward()
         if self._forwards.going_backward() or was_eval_mode:
             self.note_evaluated(False)
         # The evaluation that began last may be over: its loader is exhausted.

@@ -391,6 +391,19 @@ def test_micro_batches_at_the_end_of_a_pass_join_the_next_one_or_are_dropped_wha
     assert ends == ([(0, 0), (0, 2), (0, 2)] if zeroes else [(0, 0), (2, 0), (0, 0), (0, 0)])
 
 
+def test_no_micro_batch_is_pending_after_whole_accumulations_if_the_model_stays_in_evaluation_mode(monkeypatch):
+    training = probed(monkeypatch, coarse=False)
+    loop = Loop()
+    for _ in range(3):
+        for number, batch in enumerate(torch.utils.data.DataLoader(list(loop.loader.dataset[:8]), batch_size=2)):
+            loop.loss(batch).backward()
+            if number % 2:
+                loop.update()
+        loop.model.eval()
+    raws = training.outbox.unsent_steps()
+    assert [(raw.notes.pending, raw.notes.micro_steps) for raw in raws] == [(0, 2)] * 6
+
+
 def test_micro_batches_that_another_optimizer_has_applied_are_not_pending_at_the_end_of_a_pass(monkeypatch):
     training = probed(monkeypatch, coarse=False)
     loop = Loop()
