@@ -34,6 +34,8 @@ from .values.signs import ALIGNED, ALIGNED_EVERY, FIRST, attended, ids_of, is_ex
 
 __all__ = ["Code", "Events", "OnHost", "TorchEvents", "dtype_name", "learning_rate"]
 
+BACKWARDS = 4
+"""First backwards whose parameters are noted: those of a GAN have others."""
 _UNSEEN = Seen(None, None, None)
 MOST_WAITS = 32
 """Waits timed on the device in one step; a step with more micro-steps is timed on the host alone."""
@@ -312,8 +314,8 @@ class TorchEvents(Events):
         self.leaving_group = training.introduction.note_backend
         """The process groups are about to be destroyed; the hello, which names their backend, may be sent later."""
         self._edits = Edits()
-        self._sought = False
-        """Whether there was a backward."""
+        self._sought = 0
+        """Backwards whose parameters were noted."""
         self._limits = True
         """Whether the last clipping had a limit, rather than only to read the norm."""
         self._attended = self._labelled = self._aligned = 0
@@ -552,8 +554,8 @@ class TorchEvents(Events):
         """As ``Events.backward``; a batch without labels gets those of the loss."""
         if len(losses) == 1 and not (self.in_backward or self.is_followed):
             self._label(losses[0])
-        if not (self._sought or self.in_backward):
-            self._sought = True
+        if self._sought < BACKWARDS and not self.in_backward:
+            self._sought += 1
             self._seek_model(losses)
         return super().backward(losses, scaled=scaled)
 
@@ -569,11 +571,12 @@ class TorchEvents(Events):
 
     @guarded
     def _seek_model(self, losses: Sequence[Any]) -> None:
-        """Note what the first backward trains; find the model, if no optimizer or framework has named it."""
+        """Note what a first backward trains; find the model, if no optimizer or framework has named it."""
         training = self._training
         trained, parameters = training.trained, parameters_under(losses)
-        self._updates.learned = [weakref.ref(each) for each in parameters]
-        if trained.model() is not None or trained.engine() is not None or training.forwards.knows_optimizer:
+        self._updates.learned |= {id(each): weakref.ref(each) for each in parameters}
+        is_named = trained.model() is not None or trained.engine() is not None
+        if self._sought > 1 or is_named or training.forwards.knows_optimizer:
             return
         training.introduction.facts.update(training.optimized.add_parameters(parameters, sys._getframe(1)))
         called = {id(each) for each in getattr(trained.found(), "parameters", list)()}

@@ -299,7 +299,9 @@ def _left_out(finding: Finding) -> Words:
             "An optimizer has them, which are most of what it has, and in no update that was looked at, at the "
             "beginning and after 100 steps, had they a gradient.",
             "Look between them and the loss for detach(), torch.no_grad(), inference_mode(), .data, .item() or NumPy, "
-            "and for inputs_embeds that were computed before; call requires_grad_(False) on what is not to be trained.",
+            "and for inputs_embeds that were computed before; with gradient checkpointing above frozen embeddings "
+            "call enable_input_require_grads(), or set use_reentrant=False; call requires_grad_(False) on what is not "
+            "to be trained.",
             "Another training has begun.",
         )
     return Words(
@@ -499,7 +501,9 @@ class Updates(Detector):
             found += self._judge("updates_skipped", skipped, step, facts, rank.skipped.since, "error")
         # The weights are sampled in full steps alone.
         sampled = step.memory_every == 1 or not any(phase.coarse for phase in step.phases)
-        still = bool(step.lr) and not step.overflow and signs is not None and signs.weights == "same"
+        unlabelled = signs is not None and signs.unlabelled > 0
+        may_change = bool(step.lr) and not (step.overflow or unlabelled)
+        still = may_change and signs is not None and signs.weights == "same"
         bare = signs is not None and signs.no_gradients
         zero = step.lr == 0
         if sampled:
@@ -511,10 +515,9 @@ class Updates(Detector):
             row = rank.zero if zero else rank.still
             facts = StillFacts(row.lasts(step.step), row.since, step.lr, step.grad_norm, *self._sizes, bare)
             found += self._judge("weights_unchanged", many, step, facts, row.since)
-        unlabelled = signs is not None and signs.unlabelled > 0
         for name, figure, holds in (
             ("zero_loss", step.loss, step.loss == 0 and not unlabelled),
-            ("zero_norm", step.grad_norm, step.grad_norm == 0 and bool(step.loss) and not bare and not zero),
+            ("zero_norm", step.grad_norm, step.grad_norm == 0 and bool(step.loss) and not (bare or zero or unlabelled)),
         ):
             if (row := rank.zeros.get(name)) is None or figure is None:
                 continue

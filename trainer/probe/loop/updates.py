@@ -33,8 +33,12 @@ IDLE = 100
 optimizer without a step until then is not counted."""
 LOOKS = 4
 """Updates at the beginning in which parameters without a gradient are looked for; one after ``IDLE`` steps follows."""
+LAST_LOOK = 10 * IDLE
+"""Steps after which none is looked for in a further optimizer."""
 DETACHED = 0.5
 """Share of the optimizer's elements that are no accident: models have small parts that a loss leaves out."""
+DETACHED_ONES = 0.9
+"""The same of the number of its parameters: adapters are small beside a head."""
 MEASURED_UPDATERS = 8
 """Limit above which a step (as of one optimizer for each parameter) has no memory sample at every update."""
 
@@ -151,12 +155,12 @@ class Updates:
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._zeroed_at = -1
         """Further backwards of the step before which its gradients were set to zero last."""
-        self._looks, self._detached = 0, set[int]()
-        """Updates in which gradients were looked for, and ids of the parameters that had none in any of them."""
-        self._looked_again = False
-        """Whether parameters that no optimizer updates were looked for once more."""
-        self.learned: list[Callable[[], Any]] = []
-        """Weak references to the parameters that the first backward had gradients of."""
+        self._looks: weakref.WeakKeyDictionary[Any, tuple[int, set[int]]] = weakref.WeakKeyDictionary()
+        """By optimizer: updates in which gradients were looked for, and ids of the parameters that had none in any."""
+        self._is_left_out = self._looked_again = False
+        """Whether parameters that no optimizer updates were found, and were looked for once more."""
+        self.learned: dict[int, Callable[[], Any]] = {}
+        """By id: weak references to the parameters that the first backwards had gradients of."""
 
     @guarded
     def found_optimizer(self, optimizer: Any) -> None:
@@ -312,41 +316,46 @@ class Updates:
             tracker.notes.lr = cuda.fetch_values(lr)
         if tracker.notes.discarded and tracker.notes.repeats == self._zeroed_at and has_gradients(by):
             tracker.notes.clipped = "discarded"
-        if self._looks < LOOKS or not self._looked_again:
+        if tracker.step < LAST_LOOK:
             self._see_gradients(by)
         if self._sampled < PUT_BACK:
             self._sampled += 1
             tracker.notes.weights_before = self._weights.take(by)
-        if self._sampled == 1:
-            if not state.engine_steps:  # after a resume
-                tracker.step = max(tracker.step, steps_done(by))
+        if self._sampled == 1 and not state.engine_steps:  # after a resume
+            tracker.step = max(tracker.step, steps_done(by))
+        if self._sampled < PUT_BACK and not self._is_left_out:  # a closure's gradients are not there at the first one
             self._note_left_out(by, self._forwards.updated())
         elif not self._looked_again and tracker.step >= IDLE:
             self._looked_again = True
             self._note_left_out(by, self._forwards.updated() - self._idle())
 
     def _see_gradients(self, by: Any) -> None:
-        """Note the parameters that got no gradient in the first updates and one later; of the optimizer that is first.
+        """Note an optimizer's parameters that got no gradient in its first updates and one later.
 
-        Those of an engine, and of a rank's part of a parameter, may be elsewhere.
+        Those of an engine, and of a rank's part of a parameter, may be elsewhere. Those with a state had one between.
         """
         tracker, state = self._tracker, self._state
-        if by is None or by is not self._trained.primary() or state.engine_steps or state.in_backward:
+        if by is None or state.engine_steps or state.in_backward:
             return
-        again = tracker.step >= IDLE
-        if self._looks >= LOOKS and not again:
+        again, (looks, before) = tracker.step >= IDLE, self._looks.get(by, (0, set[int]()))
+        if looks > LOOKS or (looks == LOOKS and not again):
             return
         trained = [each for each in parameters_of(by) if each.requires_grad and each.numel()]
         bare = {id(each) for each in trained if each.grad is None}
-        self._detached = self._detached & bare if self._looks else bare
-        self._looks += 1
-        if not again or self._looks <= LOOKS:
+        bare = before & bare if looks else bare
+        self._looks[by] = looks + 1, bare
+        if looks < LOOKS:
             return
-        model, detached = self._trained.any_model(), [each for each in trained if id(each) in self._detached]
+        states = getattr(by, "state", None)
+        had = {id(each) for each, own in states.items() if own} if isinstance(states, dict) else set[int]()
+        bare -= had
+        detached = [each for each in trained if id(each) in bare]
         share = sum(each.numel() for each in detached) / max(1, sum(each.numel() for each in trained))
-        if model is not None and DETACHED <= share < 1:
-            names = [name for name, each in model.named_parameters() if id(each) in self._detached]
-            tracker.notes.detached = len(detached), next(iter(names), "a parameter")
+        are_most = share >= DETACHED or len(detached) >= DETACHED_ONES * len(trained) > 0
+        if are_most and not (share == 1 and by is self._trained.primary()):  # that none has one is another finding
+            model, first = self._trained.any_model(), detached[0]
+            names = {id(each): name for name, each in model.named_parameters()} if model is not None else {}
+            tracker.notes.detached = len(detached), names.get(id(first), f"a parameter {list(first.shape)}")
 
     def _idle(self) -> set[int]:
         """Return the ids of the parameters of optimizers that never stepped, nor does another one with some of them."""
@@ -360,8 +369,9 @@ class Updates:
         """Note the parameters that no optimizer updates; where this one was made before the probe, others may be."""
         model = self._trained.any_model()
         if model is not None and by is not None and by in self._made and not self._state.engine_steps:
-            others = [found for each in self.learned if (found := each()) is not None]
-            self._tracker.notes.left_out = left_out(model, updated, others)
+            others = [one for each in self.learned.values() if (one := each()) is not None]
+            self._tracker.notes.left_out = found = left_out(model, updated, others)
+            self._is_left_out = found[0] > 0
 
     def _end_step(self, number: int | None) -> None:
         updater = self.updater

@@ -211,6 +211,8 @@ def test_a_loss_or_a_norm_that_is_0_from_the_first_step_on_is_told_until_it_is_n
     assert found(Updates(), solved) == []
     ignored = Signs(labelled=1, unlabelled=1)
     assert found(Updates(), [replace(each, signs=ignored, loss=0.0) for each in steps]) == []
+    still = Signs(labelled=1, unlabelled=1, weights="same")
+    assert found(Updates(), [step(number, signs=still, loss=2.0, grad_norm=0.0) for number in range(1, 60)]) == []
 
 
 def test_a_body_without_gradients_is_told_once_by_its_first_parameter() -> None:

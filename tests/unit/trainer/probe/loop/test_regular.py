@@ -617,6 +617,38 @@ def test_gradients_that_are_set_to_zero_before_an_update_are_noted(script, how, 
     assert [raw.notes.clipped for raw in raws] == [how] * BATCHES
 
 
+def test_parameters_that_no_optimizer_has_are_noted_at_the_second_update_if_a_closure_goes_backward(training):
+    hooks_torch.install(torch)
+    model = Two()
+    optimizer = torch.optim.SGD(model.body.parameters(), lr=0.1)
+    training.trained.find(lambda: model)
+
+    def closure():
+        model.zero_grad()
+        loss = model()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    noted = [raw.notes.left_out for raw in training.outbox.unsent_steps()]
+    assert noted == [(0, ""), (2, "head.weight"), (0, "")]
+
+
+class Adapters(torch.nn.Module):
+    """Its many small parameters get no gradient, its large head does."""
+
+    def __init__(self):
+        super().__init__()
+        self.small = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(20))
+        self.head = torch.nn.Linear(4, 400)
+
+    def forward(self):
+        with torch.no_grad():
+            found = sum(each(torch.ones(2, 4)) for each in self.small)
+        return self.head(found).mean()
+
+
 class Detached(Two):
     """The head's input is detached until a forward, or the body is frozen."""
 
@@ -639,8 +671,9 @@ class Detached(Two):
         (Detached(until=50), (0, "")),
         (Detached(frozen=True), (0, "")),
         (Two(), (0, "")),
+        (Adapters(), (20, "small.0.weight")),
     ],
-    ids=["always", "twice", "a stage of 50 steps", "frozen on purpose", "not"],
+    ids=["always", "twice", "a stage of 50 steps", "frozen on purpose", "not", "small ones"],
 )
 def test_a_body_that_gets_no_gradient_is_noted_after_100_steps(model, expected, training):
     hooks_torch.install(torch)
@@ -652,6 +685,66 @@ def test_a_body_that_gets_no_gradient_is_noted_after_100_steps(model, expected, 
         optimizer.step()
     found = [raw.notes.detached for raw in training.outbox.unsent_steps()]
     assert [each for each in found if each[0]] == [expected] * bool(expected[0])
+
+
+class Rare(torch.nn.Module):
+    """Each forward uses one of its experts; the first five use the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts, self.calls = torch.nn.ModuleList(torch.nn.Linear(4, 2) for _ in range(6)), 0
+
+    def forward(self):
+        self.calls += 1
+        used = 0 if self.calls < 6 or self.calls > 95 else self.calls % 6
+        return self.experts[used](torch.ones(2, 4)).mean()
+
+
+def test_experts_that_are_used_now_and_then_are_not_noted_as_without_gradient(training):
+    hooks_torch.install(torch)
+    model = Rare()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    training.trained.find(lambda: model)
+    for _ in range(110):
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+    assert {raw.notes.detached for raw in training.outbox.unsent_steps()} == {(0, "")}
+
+
+def of_the_other_model(generator, critic):
+    return critic.parameters(), lambda fake: fake
+
+
+def of_a_detached_loss(generator, critic):
+    return generator.parameters(), torch.Tensor.detach
+
+
+def as_it_should_be(generator, critic):
+    return generator.parameters(), lambda fake: fake
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [(of_the_other_model, [(2, 0)]), (of_a_detached_loss, [(0, 2)]), (as_it_should_be, [])],
+)
+def test_the_parameters_of_a_second_optimizer_that_does_not_train_its_model_are_noted(second, expected, training):
+    hooks_torch.install(torch)
+    generator, critic = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+    training.trained.find(lambda: critic)
+    parameters, passed = second(generator, critic)
+    first, other = (torch.optim.Adam(each, lr=0.01) for each in (critic.parameters(), parameters))
+    for _ in range(110):
+        first.zero_grad()
+        critic(generator(torch.ones(2, 3)).detach()).mean().backward()
+        first.step()
+        other.zero_grad()
+        critic(passed(generator(torch.ones(2, 3)))).mean().backward()
+        other.step()
+    raws = training.outbox.unsent_steps()
+    found = [(raw.notes.left_out, raw.notes.detached) for raw in raws]
+    assert {(left_out[0], detached[0]) for left_out, detached in found} == {(0, 0), *expected}
+    assert all(name.startswith("a parameter [4") for notes in found for count, name in notes if count)
 
 
 @pytest.mark.parametrize(
