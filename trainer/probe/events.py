@@ -602,10 +602,15 @@ class TorchEvents(Events):
         is_received = self._received_in[0] is notes and self._received_in[1] == notes.micro_steps
         every = self._training.tracker.budget.every
         sampled = self._labelled < FIRST or is_examined(step, every) or self._training.signs.unlabelled
-        if not sampled or is_received or noted.labels is not None or len(notes.received) >= FIRST:
+        if not sampled or is_received or len(notes.received) >= FIRST:
             return
         self._labelled += 1
-        if (labels := labels_of(loss, noted.ids)) is not None:
+        has_labels = noted.labels is not None  # the loop may have made others of them
+        if (labels := labels_of(loss, None if has_labels else noted.ids)) is None:
+            return
+        if has_labels:
+            notes.seen[-1] = noted._replace(labels=labels)
+        else:
             notes.received.append(noted._replace(labels=labels))
 
     @guarded

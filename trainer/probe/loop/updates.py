@@ -161,6 +161,8 @@ class Updates:
         """Whether parameters that no optimizer updates were found, and were looked for once more."""
         self.learned: dict[int, Callable[[], Any]] = {}
         """By id: weak references to the parameters that the first backwards had gradients of."""
+        self._updated = set[int]()
+        """Ids of the parameters of the first optimizers, which may be gone in another stage of the training."""
 
     @guarded
     def found_optimizer(self, optimizer: Any) -> None:
@@ -324,10 +326,11 @@ class Updates:
         if self._sampled == 1 and not state.engine_steps:  # after a resume
             tracker.step = max(tracker.step, steps_done(by))
         if self._sampled < PUT_BACK and not self._is_left_out:  # a closure's gradients are not there at the first one
-            self._note_left_out(by, self._forwards.updated())
+            self._updated |= self._forwards.updated()
+            self._note_left_out(by, self._updated)
         elif not self._looked_again and tracker.step >= IDLE:
             self._looked_again = True
-            self._note_left_out(by, self._forwards.updated() - self._idle())
+            self._note_left_out(by, (self._updated | self._forwards.updated()) - self._idle())
 
     def _see_gradients(self, by: Any) -> None:
         """Note an optimizer's parameters that got no gradient in its first updates and one later.

@@ -19,6 +19,7 @@ from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.phases.tracker import Counts
 from ftmon.trainer.probe.rank.context import RankContext
 from ftmon.trainer.probe.values import batch as batches
+from ftmon.trainer.probe.values.signs import SignReader
 
 BATCHES = 14
 
@@ -633,6 +634,35 @@ def test_parameters_that_no_optimizer_has_are_noted_at_the_second_update_if_a_cl
         optimizer.step(closure)
     noted = [raw.notes.left_out for raw in training.outbox.unsent_steps()]
     assert noted == [(0, ""), (2, "head.weight"), (0, "")]
+
+
+def test_what_an_earlier_stage_has_trained_is_not_missed_in_the_next_one_s_optimizer(training):
+    hooks_torch.install(torch)
+    encoder, decoder, head = torch.nn.Linear(4, 3), torch.nn.Linear(3, 4), torch.nn.Linear(3, 1)
+    training.trained.find(lambda: head)
+    optimizer = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters()], lr=0.01)
+    for _ in range(20):
+        optimizer.zero_grad()
+        decoder(encoder(torch.ones(2, 4))).mean().backward()
+        optimizer.step()
+    optimizer = torch.optim.AdamW(head.parameters(), lr=0.01)
+    for _ in range(110):
+        optimizer.zero_grad()
+        head(encoder(torch.ones(2, 4)).detach()).mean().backward()
+        optimizer.step()
+    assert {raw.notes.left_out for raw in training.outbox.unsent_steps()} == {(0, "")}
+
+
+def test_labels_that_the_loop_changes_are_those_of_its_loss(monkeypatch):
+    training = probed(monkeypatch, coarse=False)
+    loop = Loop()
+    for batch in loop.loader:
+        batch["labels"] = torch.full_like(batch["labels"], -100)
+        loop.loss(batch).backward()
+        loop.update()
+    raws = training.outbox.unsent_steps()
+    reader = SignReader(training.trained)
+    assert [reader.of_step(1, raw.notes)[1].unlabelled for raw in raws] == [1] * BATCHES
 
 
 class Adapters(torch.nn.Module):
