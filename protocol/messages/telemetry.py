@@ -471,9 +471,9 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """No parameter of the optimizer had a gradient at this update."""
     apart: bool = False
     """None of the step's gradients was reduced over the ranks: DDP was inside ``no_sync`` in each micro-batch."""
-    clipped: Literal["", "zero", "scaled", "discarded"] = ""
+    clipped: Literal["", "zero", "scaled", "discarded", "replaced"] = ""
     """Gradients were clipped to a norm of zero, or before a loss scaler had divided them by its scale, or set to zero
-    between the backward and the update."""
+    between the backward and the update, or so those of all micro-batches but the last of each update so far."""
     repeated: Whole = 0
     """Micro-batches with the data of the one before."""
     shifted: Literal["", "never", "once", "twice"] = ""

@@ -605,11 +605,11 @@ class TorchEvents(Events):
         if not sampled or is_received or len(notes.received) >= FIRST:
             return
         self._labelled += 1
-        has_labels = noted.labels is not None  # the loop may have made others of them
+        has_labels = noted.labels is not None
         if (labels := labels_of(loss, None if has_labels else noted.ids)) is None:
             return
         if has_labels:
-            notes.seen[-1] = noted._replace(labels=labels)
+            notes.seen[-1] = noted._replace(of_loss=labels)
         else:
             notes.received.append(noted._replace(labels=labels))
 

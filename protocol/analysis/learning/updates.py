@@ -377,6 +377,12 @@ _CLIPPED = {
         "Every update is without its gradients: only weight decay and momentum change the weights.",
         "Call zero_grad() after the update, or before the backward.",
     ),
+    "replaced": (
+        "each update has the gradients of its last micro-batch alone",
+        "Those of the micro-batches before it were set to zero: the data are read, and nothing is learned from them.",
+        "Call zero_grad() once after each update, not in each micro-batch of an accumulation; if the script adds the "
+        "gradients up elsewhere, nothing is wrong.",
+    ),
 }
 
 

@@ -153,6 +153,8 @@ class Updates:
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose creation was seen."""
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._replaces = True
+        """Whether in each update so far only the last micro-batch had its gradients left."""
         self._zeroed_at = -1
         """Further backwards of the step before which its gradients were set to zero last."""
         self._looks: weakref.WeakKeyDictionary[Any, tuple[int, set[int]]] = weakref.WeakKeyDictionary()
@@ -182,6 +184,8 @@ class Updates:
         is_module = isinstance(owner, torch.nn.Module)
         notes.discarded = bool(self._forwards.has_sole(owner) if is_module else self._forwards.is_sole(owner))
         self._zeroed_at = notes.repeats
+        is_next = len(notes.fetches) == 1 and sum(notes.fetches.values()) > notes.micro_steps
+        notes.zeroed |= bool(notes.discarded) and is_next
         updater = self._trained.primary()
         norm = cuda.arrived_value(notes.grad_norm)
         if notes.discarded and updater is not None and norm is not None and not isfinite(norm):
@@ -318,6 +322,9 @@ class Updates:
             tracker.notes.lr = cuda.fetch_values(lr)
         if tracker.notes.discarded and tracker.notes.repeats == self._zeroed_at and has_gradients(by):
             tracker.notes.clipped = "discarded"
+        elif self._replaces and tracker.notes.zeroed and not state.engine_steps:
+            tracker.notes.clipped = "replaced"
+        self._replaces &= tracker.notes.zeroed
         if tracker.step < LAST_LOOK:
             self._see_gradients(by)
         if self._sampled < PUT_BACK:

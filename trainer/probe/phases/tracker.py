@@ -146,7 +146,10 @@ class Notes:
     """The same of most of an optimizer's parameters, which have had no gradient."""
     clipped: str = ""
     """How gradients were lost by mistake: clipped to a norm of ``zero``, or while they were ``scaled``, or
-    ``discarded``: set to zero before the update; in judged steps."""
+    ``discarded``: set to zero before the update; ``replaced``: so those of all but the last micro-batch; in judged
+    steps."""
+    zeroed: bool = False
+    """Gradients of a micro-batch of this update were set to zero, and the same dataloader gave another one."""
     evaluating: bool = False
     """The trained model was in evaluation mode at the update, which changes its layers."""
     no_gradients: bool = False
@@ -193,6 +196,7 @@ class Notes:
 
     def drop_batch(self) -> None:
         """Remove a batch whose gradients were set to zero after its backward: the script left it out."""
+        self.zeroed |= len(self.fetches) == 1
         self.discarded, self.micro_steps, self.losses = False, 0, []
         self.restore_batches(BatchesNoted())
 

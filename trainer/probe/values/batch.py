@@ -35,6 +35,8 @@ class Seen(NamedTuple):
     ids: Any
     mask: Any
     labels: Any
+    of_loss: Any = None
+    """The labels in the loss, where both are known: the loop may have changed those of the batch."""
 
 
 class _Found(NamedTuple):

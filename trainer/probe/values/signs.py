@@ -327,7 +327,8 @@ class SignReader:
         self.unlabelled = False
         """Whether the labels examined last were all ignored: every micro-batch is examined until there are others."""
         self._trained = trained
-        self._examined = self._attended_in = self._labelled_in = 0
+        self._examined = self._attended_in = self._labelled_in = self._of_loss_in = 0
+        """Micro-batches whose tokens were read, and the last steps whose masks, labels and labels of the loss were."""
         self._broken = False
         self._weights: dict[int, bytes] = {}
         self._before: list[bytes] = []
@@ -389,13 +390,18 @@ class SignReader:
             "weights": weights,
             "put_back": notes.weights_before is not None and self._put_back == PUT_BACK - 1,
         }
-        received = map(_arrived, notes.received)
-        if seen := [each for each in (*notes.seen, *received) if each.labels is not None]:
+        arrived = [each for each in map(_arrived, (*notes.seen, *notes.received)) if each.labels is not None]
+        if seen := [each if each.of_loss is None else each._replace(labels=each.of_loss) for each in arrived]:
             figures |= _labels(seen)
             self.unlabelled = "unlabelled" in figures
-            if self.unlabelled and self._labelled_in < number - 1:
-                figures["labelled_after"] = self._labelled_in
+            # The steps between, of which the batches alone were looked at, may have lost their labels in the loop.
+            lost = _labels(arrived) != _labels(seen)
+            before = self._of_loss_in if lost else self._labelled_in
+            if self.unlabelled and before < number - 1:
+                figures["labelled_after"] = before
             self._labelled_in = number
+            if any(each.of_loss is not None for each in arrived):
+                self._of_loss_in = number
         pair = next(iter(notes.targets), None)
         if pair is not None and _continues(own_model(self._trained.any_model())):
             shifted = _shifted_of(*pair)

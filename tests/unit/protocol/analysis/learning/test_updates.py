@@ -241,7 +241,7 @@ def test_weights_that_are_put_back_are_told_once() -> None:
     assert found(detector, steps) == [(4, "weights_put_back", "raised", 1)]
 
 
-@pytest.mark.parametrize("how", ["zero", "scaled", "discarded"])
+@pytest.mark.parametrize("how", ["zero", "scaled", "discarded", "replaced"])
 def test_gradients_that_are_clipped_by_mistake_are_told_once_with_the_first_step(how: Any) -> None:
     detector = Updates()
     steps = [step(number, signs=Signs(clipped=how) if number in (2, 3, 9, 20) else None) for number in range(1, 30)]

@@ -679,6 +679,62 @@ class Adapters(torch.nn.Module):
         return self.head(found).mean()
 
 
+def zeroed_in_each_micro_batch(loop, number, batch):
+    loop.optimizer.zero_grad()
+    loop.loss(batch).backward()
+    if number % 2:
+        loop.optimizer.step()
+
+
+def zeroed_after_each_micro_batch(loop, number, batch):
+    loop.loss(batch).backward()
+    if number % 2:
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def zeroed_before_each_accumulation(loop, number, batch):
+    if not number % 2:
+        loop.optimizer.zero_grad()
+    loop.loss(batch).backward()
+    if number % 2:
+        loop.optimizer.step()
+
+
+def sharpness(loop, _, batch):
+    loop.loss(batch).backward()
+    loss = loop.loss(batch)
+    loop.optimizer.zero_grad()
+    loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def a_batch_left_out(loop, number, batch):
+    loop.optimizer.zero_grad()
+    loop.loss(batch).backward()
+    if not number or number % 3:
+        loop.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("script", "how"),
+    [
+        (zeroed_in_each_micro_batch, {"replaced"}),
+        (zeroed_after_each_micro_batch, {"replaced"}),
+        (zeroed_before_each_accumulation, {""}),
+        (sharpness, {""}),
+        (a_batch_left_out, {""}),
+    ],
+)
+def test_micro_batches_whose_gradients_are_set_to_zero_before_each_update_are_noted(script, how, monkeypatch):
+    training = probed(monkeypatch, coarse=False)
+    loop = Loop()
+    for number, batch in enumerate(loop.loader):
+        script(loop, number, batch)
+    assert {raw.notes.clipped for raw in training.outbox.unsent_steps()} == how
+
+
 class Detached(Two):
     """The head's input is detached until a forward, or the body is frozen."""
 

@@ -238,6 +238,21 @@ def test_a_step_with_packed_documents_names_the_last_one_that_was_examined_befor
         assert signs is None or signs.mixed_after == after
 
 
+def test_labels_that_are_lost_in_the_loop_may_be_lost_since_the_loss_was_looked_at_last() -> None:
+    ids, ignored = torch.ones(2, 4, dtype=torch.long), torch.full((1, 8), -100)
+    looked_at, changed = Seen(ids, None, ids, ids.reshape(1, -1)), Seen(ids, None, ids, ignored)
+    reader = SignReader(Trained())
+    for number, seen in enumerate([looked_at, *[Seen(ids, None, ids)] * 18], 1):
+        _, signs = reader.of_step(number, Notes(seen=[seen]))
+        assert signs is None or not signs.unlabelled
+    _, signs = reader.of_step(20, Notes(seen=[changed]))
+    assert signs is not None
+    assert (signs.unlabelled, signs.labelled_after) == (1, 1)
+    _, signs = reader.of_step(21, Notes(seen=[changed]))
+    assert signs is not None
+    assert (signs.unlabelled, signs.labelled_after) == (1, 0)
+
+
 def test_labels_of_a_forward_count_where_the_noted_batch_has_none() -> None:
     reader = SignReader(Trained())
     ids = torch.arange(16).reshape(2, 8)
