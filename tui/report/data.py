@@ -4,6 +4,7 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from math import isfinite
 from pathlib import Path
 
@@ -134,14 +135,19 @@ def load_both(before: str, after: str, warm_up: int) -> tuple[Loaded, Loaded]:
 
 
 def _compare_data(before: RecordedRun, after: RecordedRun) -> tuple[int, int | None]:
-    """Return how many steps have known data in both runs, and the first step whose data differ, warm-up included."""
+    """Return how many steps have known data in both runs, and the first step whose data differ, warm-up included.
+
+    Not a resumed run's first step alone: the batches that a loop fetches and skips before it are seen as a part of it.
+    """
     pairs = [
         (step, batch, before.batches[rank][step])
         for rank, batches in after.batches.items()
         for step, batch in batches.items()
         if step in before.batches.get(rank, ())
     ]
-    return len(pairs), min((step for step, one, other in pairs if one != other), default=None)
+    differing = {step for step, one, other in pairs if one != other}
+    first = max(min(chain.from_iterable(run.batches.values()), default=1) for run in (before, after))
+    return len(pairs), min(differing - ({first} if differing == {first} and first > 1 else set()), default=None)
 
 
 def _last_step(target: str) -> int:

@@ -449,6 +449,26 @@ def test_a_resumed_run_is_compared_from_its_first_step_on(tmp_path, ftmon, shown
     refused(ftmon("compare", part("earlier", range(31)), resumed), "have no measured steps in common")
 
 
+@pytest.mark.parametrize(
+    ("moved", "told"), [(range(31, 32), "; the same data"), (range(31, 99), "; their data differ from step 31 on")]
+)
+def test_batches_that_a_resumed_loop_has_skipped_before_its_first_step_are_no_other_data(tmp_path, ftmon, moved, told):
+    paths = [tmp_path / "whole.sqlite", tmp_path / "resumed.sqlite"]
+    for path, first in zip(paths, (1, 31), strict=True):
+        frames = []
+        for frame in Stream(ranks=1, steps=50).frames():
+            if isinstance(frame.message, Step):
+                number = frame.message.step
+                if number < first:
+                    continue
+                data = number + 1000 * (first > 1 and number in moved)
+                frame = msgspec.structs.replace(frame, message=msgspec.structs.replace(frame.message, batch_id=data))
+            frames.append(frame)
+        write(path, frames)
+    _, out, _ = ftmon("compare", *map(str, paths))
+    assert out.splitlines()[1] == f"  steps 36 to 50 of both{told}"
+
+
 def test_of_many_configurations_only_those_that_differ_are_shown(tmp_path, ftmon, monkeypatch):
     before, after = sweep(tmp_path, "before"), sweep(tmp_path, "after", 1.03)
     _, every, _ = ftmon("compare", before, after, "--gate", "3%")
