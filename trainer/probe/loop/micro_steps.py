@@ -11,7 +11,7 @@ from ..guard import guarded
 from ..phases.tracker import BatchesNoted, Notes
 from ..rank.model import dtype_name
 from ..values import batch
-from ..values.signs import has_lost_weights
+from ..values.signs import gradient_of, has_lost_weights
 from .loading import Loading
 from .state import Loop, OneEach
 
@@ -165,6 +165,8 @@ class MicroSteps:
         state, notes = self._state, self._tracker.notes
         state.in_backward, self._before = False, None
         self._trained_on = notes, notes.batches()
+        if notes.zeroed:
+            notes.gradient = gradient_of(self._trained.primary())
         if self._tracker.phase == "backward":
             self._phases.enter("optimizer" if state.in_update and not state.closures else "idle")
 

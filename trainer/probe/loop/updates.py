@@ -19,7 +19,7 @@ from ..guard import guarded, nothing
 from ..phases.tracker import Notes, Tracker
 from ..rank.context import of_optimizer
 from ..rank.model import learning_rate, own_class, own_model, parameters_of, steps_done
-from ..values.signs import PUT_BACK, WeightSampler, has_gradients, left_out
+from ..values.signs import PUT_BACK, WeightSampler, gradient_of, has_gradients, left_out
 from .state import Loop
 
 OTHERS = 100
@@ -187,6 +187,7 @@ class Updates:
         is_next = len(notes.fetches) == 1 and sum(notes.fetches.values()) > notes.micro_steps
         notes.zeroed |= bool(notes.discarded) and is_next
         updater = self._trained.primary()
+        notes.gradient = gradient_of(updater if is_module else owner)
         norm = cuda.arrived_value(notes.grad_norm)
         if notes.discarded and updater is not None and norm is not None and not isfinite(norm):
             notes.discarded = False
@@ -320,10 +321,12 @@ class Updates:
         self._since = tracker.progress
         if lr is not None:
             tracker.notes.lr = cuda.fetch_values(lr)
-        if tracker.notes.discarded and tracker.notes.repeats == self._zeroed_at and has_gradients(by):
-            tracker.notes.clipped = "discarded"
-        elif self._replaces and tracker.notes.zeroed and not state.engine_steps:
-            tracker.notes.clipped = "replaced"
+        notes = tracker.notes
+        if (notes.discarded or notes.zeroed) and gradient_of(by)() is notes.gradient():  # else the script has set it
+            if notes.discarded and notes.repeats == self._zeroed_at and has_gradients(by):
+                notes.clipped = "discarded"
+            elif self._replaces and notes.zeroed and not state.engine_steps:
+                notes.clipped = "replaced"
         self._replaces &= tracker.notes.zeroed
         if tracker.step < LAST_LOOK:
             self._see_gradients(by)

@@ -150,6 +150,8 @@ class Notes:
     steps."""
     zeroed: bool = False
     """Gradients of a micro-batch of this update were set to zero, and the same dataloader gave another one."""
+    gradient: Callable[[], Any] = nothing
+    """Weak reference to a gradient of the last backward, if some were ``zeroed`` before; of the last zeroing."""
     evaluating: bool = False
     """The trained model was in evaluation mode at the update, which changes its layers."""
     no_gradients: bool = False

@@ -270,6 +270,14 @@ def has_gradients(updater: Any) -> bool:
     return groups is None or any(each.grad is not None for group in groups for each in group["params"])
 
 
+def gradient_of(updater: Any) -> Callable[[], Any]:
+    """Return a weak reference to an optimizer's first gradient: one that a script has set is another object."""
+    groups = getattr(updater, "param_groups", ())
+    gradients = (each.grad for group in groups for each in group["params"] if each.grad is not None)
+    first = next(gradients, None)
+    return nothing if first is None else weakref.ref(first)
+
+
 def has_lost_weights(trained: Trained) -> bool:
     """Return whether a weight on the host is not finite: all are looked at, as a loss is lost but once."""
     owner = trained.any_model() or trained.primary()
