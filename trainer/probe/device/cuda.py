@@ -174,7 +174,7 @@ through ``torch.cuda.CUDAGraph``, so its two methods are wrapped once, and the q
 has_captured = False
 """Whether a capture has begun since the probe did: a replay overwrites its graph's outputs, which no version shows."""
 _captures = threading.Lock()
-"""Held while a capture begins, and while another thread than the one that trains copies on its stream."""
+"""Held while a capture begins, and while the publisher copies on the training thread's stream."""
 
 
 def install() -> None:
@@ -471,7 +471,7 @@ def _find_driver() -> None:
 
 
 class Kept:
-    """A CUDA scalar that stays on the device until ``fetch_kept``, which the thread that trains does not pay for."""
+    """A CUDA scalar that stays on the device until ``fetch_kept`` copies it, usually in the publisher's thread."""
 
     __slots__ = ("_version", "copied", "copy", "tensor")
 
@@ -563,8 +563,7 @@ _NUMBERS = (int, float, *ON_ITS_WAY)
 def fetch_values(value: Any, scalar: Callable[[Any], Any] | None = None) -> Any:
     """Begin to fetch a tensor of one element; return what ``read`` reads, or None if it is no scalar.
 
-    A number, or one that is on its way, is returned as it is. ``scalar``, if given, is called with a CUDA tensor
-    instead of ``fetch_scalar``.
+    Numbers and results of ``fetch_scalar`` are returned unchanged. ``scalar`` is called in place of ``fetch_scalar``.
 
     A DTensor that is not the same on all ranks is no scalar: the probe enters no collective.
     """

@@ -191,7 +191,7 @@ class Followed:
         self.kept: list[cuda.Kept] = []
         """Losses and norms that are still on the device, for ``Regular.fetch``."""
         self.stream: Any = None
-        """The one that they were computed before."""
+        """The CUDA stream on which they were computed."""
 
     def steps(self) -> list[StepRaw]:
         """Return its finished steps as the parts that judge would have recorded them; any thread, and again."""

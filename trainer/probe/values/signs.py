@@ -271,7 +271,7 @@ def has_gradients(updater: Any) -> bool:
 
 
 def gradient_of(updater: Any) -> Callable[[], Any]:
-    """Return a weak reference to an optimizer's first gradient: one that a script has set is another object."""
+    """Return a weak reference to an optimizer's first gradient, which shows whether a script has replaced it."""
     groups = getattr(updater, "param_groups", ())
     gradients = (each.grad for group in groups for each in group["params"] if each.grad is not None)
     first = next(gradients, None)

@@ -18,8 +18,9 @@ from ftmon.trainer.probe.loop.training import Training
 from ftmon.trainer.probe.memory.snapshots import PhaseMarks
 from ftmon.trainer.probe.oom.console import Hold
 from ftmon.trainer.probe.oom.report import OomHistory
-from ftmon.trainer.probe.phases.tracker import Counts, Pace, StopRequest
+from ftmon.trainer.probe.phases.tracker import Counts, Mark, Notes, Pace, StepRaw, StopRequest
 from ftmon.trainer.probe.rank.context import RankContext
+from ftmon.trainer.probe.values.batch import Seen
 
 
 class Sent:
@@ -43,6 +44,12 @@ def sent(tmp_path: Path) -> Iterator[Sent]:
     context: zmq.Context[Any] = zmq.Context()
     yield Sent(context, tmp_path)
     context.destroy(linger=0)
+
+
+def test_labels_of_a_loss_that_have_not_arrived_are_not_read() -> None:
+    seen, mark = Seen(None, None, "of the batch", "on their way"), Mark("idle", 0, None, None, 0, 0)
+    raw = publisher.without_device(StepRaw(1, [mark, mark], 0.0, Notes(seen=[seen]), 0))
+    assert raw.notes.seen == [Seen(None, None, "of the batch")]
 
 
 def test_a_message_that_cannot_be_encoded_is_dropped_and_counted(sent: Sent) -> None:
