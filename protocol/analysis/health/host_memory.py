@@ -5,6 +5,7 @@ fills it in seconds, a data set or a list that grows in minutes. Loading, start-
 once, and stop by themselves: they are not judged. Nor is an evaluation until it has taken more than the ones before.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -86,6 +87,12 @@ def _growth(samples: Sequence[tuple[float, int]], window: float) -> float:
         return 0.0
     times = [median(t for t, _ in part) for part in parts]
     return (levels[-1] - levels[0]) / (times[-1] - times[0])
+
+
+def _rise(samples: Sequence[tuple[float, int]], since: float) -> int:
+    """Return by how much a size rose since a time."""
+    sizes = [size for time, size in samples if time >= since]
+    return max(0, sizes[-1] - sizes[0]) if sizes else 0
 
 
 def _words(finding: Finding) -> Words:
@@ -208,10 +215,17 @@ class HostMemory(Detector):
     def _rate(self, host: _Host, ranks: list[int], window: float, free: int) -> tuple[float, int | None]:
         """Return the growth in bytes per second, and the rank that grows most if it is the ranks' own.
 
-        Their own is seen even where other programs free memory meanwhile, or take still more.
+        Their own is seen even where other programs free memory meanwhile, or take still more. Where it rises less
+        evenly than the host's, or was sampled for less time, its share is that of what both took in this time.
         """
         rates = {rank: _growth(self._resident[rank], window) for rank in ranks}
-        own = sum(rates.values())
-        rate = max(own, _growth(host.samples, window))
+        own, rate = sum(rates.values()), _growth(host.samples, window)
+        if not own and rate:
+            firsts = [self._resident[rank][0][0] for rank in ranks if self._resident[rank]]
+            since = max(*firsts, host.samples[-1][0] - window) if firsts else math.inf
+            scale = rate / max(1, _rise(host.samples, since))
+            rates = {rank: _rise(self._resident[rank], since) * scale for rank in ranks}
+            own = sum(rates.values())
+        rate = max(own, rate)
         is_own = own > 0 and (own >= OWN_SHARE * rate or own * SOON_S > free)
         return rate, max(rates, key=lambda one: rates[one]) if is_own else None

@@ -92,6 +92,21 @@ def test_growth_of_a_rank_is_seen_whether_other_programs_free_memory_or_take_mor
     assert [one.facts.growing_rank for one in found] == [0]
 
 
+@pytest.mark.parametrize(("first", "at_once"), [(0, 6), (4, 1)], ids=["uneven", "sampled-late"])
+def test_growth_of_a_rank_is_its_own_though_it_is_less_even_or_sampled_later_than_the_hosts(
+    first: int, at_once: int
+) -> None:
+    detector = HostMemory()
+    detector.hello(Sim(1).hello(0))
+    found = list[Finding]()
+    for second in range(14):
+        detector.beat(Heartbeat(0, 5, "eval", 0.0, 1, second))
+        ranks = [ProcessMemory(7, (1 + second // at_once * at_once) * GIB, 0)] if second >= first else []
+        sample = DeviceSample("host", "host", 0, "host", second, (40 + second) * GIB, TOTAL, processes=ranks)
+        found += detector.sample(sample)
+    assert [(one.facts.growing_rank, one.severity) for one in found] == [(0, "error")]
+
+
 def test_memory_that_rises_at_once_is_no_growth() -> None:
     assert watched([40 + 8.0 * (second > 30) + 0.001 * second for second in range(90)], "forward") == []
 
