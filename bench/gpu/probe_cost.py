@@ -35,7 +35,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WARM_STEPS = 8
+WARM_STEPS = 28
+"""Steps after a switch that are not timed: those that are read in full, and those until one is followed again."""
 STEADY_STEPS = 100
 TRIED_LAYERS = (4, 12)
 STATES = ("off", "recorder", "on")

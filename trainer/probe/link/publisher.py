@@ -1,7 +1,8 @@
 """The publisher: one daemon thread that makes messages of the training thread's records.
 
 It polls the command socket 10 times a second and does little work, as it shares the interpreter's lock with the
-training. It never queries the allocator: a training thread that is stuck in the driver may hold the allocator's lock.
+training: that of short steps while a backward runs, which needs the lock least. It never queries the allocator: a
+training thread that is stuck in the driver may hold the allocator's lock.
 """
 
 import os
@@ -433,6 +434,8 @@ LAST_STEPS_SECONDS = 0.25
 YIELD_SECONDS = 0.0002
 YIELD_EVERY = 4
 """Coarse steps between two yields of the interpreter's lock; after every other step there is one."""
+BACKWARD_SECONDS = 0.05
+"""Time that coarse steps wait for a backward."""
 TOGETHER_SECONDS = 0.25
 MOST_TOGETHER = 16
 """Coarse steps, which are short, are made into messages so long after each other, or so many at once: the interpreter
@@ -552,6 +555,8 @@ class Publisher(threading.Thread):
                 is_relaxed = True
             if poller.poll(POLL_MS):
                 self._commands.receive(ranks)
+            if self._outbox.items and isinstance(self._outbox.items[0], Followed):
+                self._regular.await_backward(BACKWARD_SECONDS)
             self._drain()
             now = time.time()
             if self._is_due(now):
@@ -639,7 +644,10 @@ class Publisher(threading.Thread):
 
     def _send_steps(self) -> None:
         self._last_steps, sent = time.time(), 0
+        waits = not self._ending.is_set()
         while self._steps:
+            if waits and self._steps[0].coarse:
+                waits = self._regular.await_backward(BACKWARD_SECONDS)
             try:
                 if not first_has_passed(self._steps):
                     return
@@ -649,7 +657,7 @@ class Publisher(threading.Thread):
                 raw = without_device(self._steps.popleft())
             self._send_step(raw)
             sent += 1
-            if self._steps and not (raw.coarse and sent % YIELD_EVERY):
+            if self._steps and not (raw.coarse and (waits or sent % YIELD_EVERY)):
                 # Yields the interpreter's lock: the training thread waits for one step's work at most.
                 time.sleep(YIELD_SECONDS)
 

@@ -307,7 +307,7 @@ class Regular:
         *("_block", "_budget", "_chain", "_counts", "_held", "_keeps", "_model", "_run", "_timed", "_tracker"),
         *("_arrays", "_cpu_ns", "_done", "_evaluates", "_made_for", "_notes_later", "_outbox", "_spent_ns", "_trains"),
         *("_alike", "_events", "_is_odd", "_is_timed", "_loading", "_micro_steps", "_order", "_state", "_trained"),
-        *("_device", "_has_kept", "_is_plain", "_unlabelled", "_updates", "handlers", "spare"),
+        *("_awaited", "_device", "_has_kept", "_is_plain", "_unlabelled", "_updates", "handlers", "spare"),
     )
 
     def __init__(
@@ -353,6 +353,8 @@ class Regular:
         """Whether a loss of the block was kept, and the next ones need not be looked at."""
         self._scalar: Callable[[Any], Any] | None = None
         """Keeps one; None: each is copied at once."""
+        self._awaited: Any = None
+        """A lock on which the publisher waits for the next backward."""
         self._steps = self._left = self._run = 0
         """Steps of the block, those of them that have not ended, and further ones until a full step."""
         self._done = 0
@@ -612,6 +614,24 @@ class Regular:
             self._has_kept = len(found) == 1 and type(found[0]) is cuda.Kept
             log.append(found)
         log.append(what[1])
+        awaited = self._awaited
+        if awaited is not None:
+            self._awaited = None
+            awaited.release()
+
+    def await_backward(self, seconds: float) -> bool:
+        """Wait so long for a backward: autograd runs it without the interpreter's lock. For the publisher.
+
+        Returns whether one is under way; False at once where steps are judged.
+        """
+        if self.place is None or self.is_inside("backward"):
+            return self.place is not None
+        awaited = Lock()
+        awaited.acquire()
+        self._awaited = awaited
+        has_begun = awaited.acquire(timeout=seconds)
+        self._awaited = None
+        return has_begun
 
     def _keep(self, scalar: Any) -> Any:
         """Leave a loss or norm on the device until the block's end, or a replay."""

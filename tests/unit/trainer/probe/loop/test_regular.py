@@ -3,6 +3,8 @@
 import json
 from collections import OrderedDict
 from itertools import chain, pairwise
+from threading import Thread
+from time import sleep
 from types import SimpleNamespace
 
 import msgspec
@@ -280,6 +282,25 @@ def test_steps_of_blocks_go_on_from_each_other(device, monkeypatch):
         assert step.phase("optimizer").coarse is False
     assert all(raw.cost_ns > 0 for raw in raws)
     assert all(one.marks[-1].ns == after.marks[0].ns for one, after in pairwise(raws))
+
+
+def test_a_thread_that_waits_for_the_backward_of_a_followed_step_goes_on_in_it(monkeypatch):
+    training = probed(monkeypatch)
+    follows, loop, found = training.regular, Loop(), []
+    assert not follows.await_backward(60), "the first step is judged"
+    for batch in loop.loader:
+        loss = loop.loss(batch)
+        if follows.place is not None:
+            found.append(follows.await_backward(0))
+            waiting = Thread(target=lambda: found.append(follows.await_backward(60)))
+            waiting.start()
+            while follows._awaited is None:
+                sleep(0.001)
+            loss.register_hook(lambda _, waiting=waiting: waiting.join(60) or found.append(follows.await_backward(0)))
+        loss.backward()
+        loop.update()
+    assert len(found) > BATCHES
+    assert found == [False, True, True] * (len(found) // 3)
 
 
 def test_losses_stay_on_the_device_until_the_end_of_a_block_unless_a_script_overwrites_one(monkeypatch):
