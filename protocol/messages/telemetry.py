@@ -449,6 +449,9 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """``same``: no sampled weight has changed since the sample before; ``nan``: one is not finite."""
     put_back: bool = False
     """Before each of the first updates the sampled weights were the same, though the update before had changed them."""
+    overwritten: bool = False
+    """An engine's update by Adam moved half of the sampled weights by more than 10 times the learning rate: it made
+    them of fp32 copies of other weights."""
     evaluating: bool = False
     """The trained model was in evaluation mode, and has layers that behave differently there."""
     evaluating_part: str = ""

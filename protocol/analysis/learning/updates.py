@@ -361,6 +361,19 @@ def _put_back(finding: Finding) -> Words:
     )
 
 
+def _overwritten(finding: Finding) -> Words:
+    facts: RowFacts = finding.facts
+    return Words(
+        f"weights that were set after the engine was made are lost in step {facts.since_step}",
+        "Its update moved half of the sampled weights by more than 10 times the learning rate, further than Adam does: "
+        "DeepSpeed made them of its fp32 copies, which were still those of the weights before.",
+        "Load weights before deepspeed.initialize, or call engine.optimizer.refresh_fp32_params() after it. "
+        "engine.load_checkpoint with load_optimizer_states=False does not refresh them at ZeRO stage 0; "
+        "load_module_only=True does.",
+        "Another training has begun.",
+    )
+
+
 _CLIPPED = {
     "zero": (
         "gradients are clipped to a norm of 0",
@@ -434,6 +447,7 @@ class Updates(Detector):
         ),
         Kind("gradients_apart", RowFacts, _apart, limits={"steps from the first one on": f"{APART}"}),
         Kind("weights_put_back", RowFacts, _put_back),
+        Kind("weights_overwritten", RowFacts, _overwritten),
         Kind(
             "clipping",
             ClippedFacts,
@@ -565,6 +579,9 @@ class Updates(Detector):
                 found += self._once("gradients_apart", facts, step.rank, rank.apart.since, "error")
         if signs is not None and signs.put_back:
             found += self._once("weights_put_back", RowFacts(step.step, 1), step.rank, 1, "warning")
+        if signs is not None and signs.overwritten and not self._edited:
+            facts = RowFacts(1, step.step)
+            found += self._once("weights_overwritten", facts, step.rank, step.step, "error")
         if signs is not None and signs.clipped:
             rank.clipped, rank.clipped_since = rank.clipped + 1, rank.clipped_since or step.step
             if rank.clipped >= CLIPPED:

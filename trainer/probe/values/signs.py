@@ -37,6 +37,10 @@ SAMPLED = 256
 SPREAD = 3
 """Sampled parameters: the first matrix, one in the middle, the last."""
 PUT_BACK = 4
+FARTHEST = 10
+"""Times the learning rate that Adam does not move a weight: one or, without its bias correction, three at first."""
+ROUNDED = 64
+"""An update rounds a 16-bit weight by less than such a part of it."""
 """Updates at the beginning before which weights are sampled, too."""
 _BIDIRECTIONAL = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
 _MOST_NODES = 12
@@ -382,6 +386,7 @@ class SignReader:
         weights = self._of_weights(notes.weights)
         self._put_back *= weights != "same"
         figures: dict[str, Any] = {
+            "overwritten": notes.weights_before is not None and self._are_overwritten(notes),
             "pending": notes.pending,
             "dropped": notes.dropped,
             "left_out": notes.left_out[0],
@@ -425,6 +430,19 @@ class SignReader:
             self._attended_in = number
         told = {name: value for name, value in figures.items() if value}
         return Signs(**told) if told else None
+
+    def _are_overwritten(self, notes: Notes) -> bool:
+        """Return whether an engine's update moved half of the weights further than Adam can."""
+        own: Any = getattr(getattr(self._trained.engine(), "optimizer", None), "optimizer", None)
+        if notes.weights is None or "adam" not in type(own).__name__.lower():
+            return False
+        rate = max(float(group.get("lr") or 0) for group in own.param_groups)
+        far = total = 0
+        for one, other in zip(notes.weights_before, notes.weights, strict=False):
+            before, after = _on_host(one).float(), _on_host(other).float()
+            far += int(((after - before).abs() > FARTHEST * rate + before.abs() / ROUNDED).sum())
+            total += before.numel()
+        return far >= total / 2 > 0
 
     def _of_weights(self, sample: tuple[Any, ...] | None) -> Any:
         if sample is None:

@@ -241,6 +241,14 @@ def test_weights_that_are_put_back_are_told_once() -> None:
     assert found(detector, steps) == [(4, "weights_put_back", "raised", 1)]
 
 
+def test_weights_that_an_engine_overwrites_are_told_once_unless_the_edit_was() -> None:
+    steps = [step(1, rank, signs=Signs(overwritten=True)) for rank in range(2)]
+    assert found(Updates(), steps) == [(1, "weights_overwritten", "raised", 1)]
+    detector = Updates()
+    detector.edit(LostEdit(0, 0, 1.0, ["0.weight"], 1, "train.py:52 main", True))
+    assert found(detector, steps) == []
+
+
 @pytest.mark.parametrize("how", ["zero", "scaled", "discarded", "replaced"])
 def test_gradients_that_are_clipped_by_mistake_are_told_once_with_the_first_step(how: Any) -> None:
     detector = Updates()

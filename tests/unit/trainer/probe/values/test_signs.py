@@ -156,6 +156,31 @@ def test_weights_that_are_the_same_before_updates_that_change_them_are_put_back(
     assert found == [False] * (PUT_BACK - 1) + [put_back, False, False]
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "moved", "overwritten"),
+    [
+        (torch.optim.AdamW, torch.bfloat16, 0.5, True),
+        (torch.optim.AdamW, torch.float32, 0.003, False),  # without its bias correction
+        (torch.optim.AdamW, torch.bfloat16, 0.01, False),  # rounded
+        (torch.optim.SGD, torch.float32, 0.5, False),
+    ],
+)
+def test_an_engine_s_update_that_moves_weights_further_than_adam_has_overwritten_others(
+    kind: Any, dtype: Any, moved: float, overwritten: bool
+) -> None:
+    model = torch.nn.Linear(4, 4).to(dtype)
+    torch.nn.init.ones_(model.weight)
+    trained, engine = Trained(), SimpleNamespace(optimizer=SimpleNamespace(optimizer=kind(model.parameters(), lr=1e-3)))
+    trained.model, trained.engine = weakref.ref(model), lambda: engine
+    sampler, reader = WeightSampler(trained), SignReader(trained)
+    before = sampler.take(None)
+    with torch.no_grad():
+        model.weight += moved
+    after = sampler.take(None)
+    assert read(reader, weights_before=before, weights=after)[1].overwritten == overwritten
+    assert not read(reader, weights=after)[1].overwritten
+
+
 @pytest.mark.parametrize("owner", [torch.nn.Linear(1, 1), None, SimpleNamespace()])
 def test_only_a_module_s_forward_has_received_labels(owner: Any) -> None:
     def forward(self: Any, labels: Any) -> Any:
