@@ -452,6 +452,8 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     overwritten: bool = False
     """An engine's update by Adam moved half of the sampled weights by more than 10 times the learning rate: it made
     them of fp32 copies of other weights."""
+    unloaded: bool = False
+    """Before it a ZeRO-3 engine loaded the weights of a checkpoint alone, and still has those that it had."""
     evaluating: bool = False
     """The trained model was in evaluation mode, and has layers that behave differently there."""
     evaluating_part: str = ""

@@ -99,6 +99,7 @@ def test_edits_of_gathered_parameters_and_micro_batches_left_over_are_reported(c
     assert pending == [0, 2, 0, 0]
     put_back = [step.step for step in collector.of(Step) if step.signs is not None and step.signs.overwritten]
     assert put_back == [overwritten.step + 1]
+    assert [step.signs is not None and step.signs.unloaded for step in collector.of(Step)] == [True] + [False] * 3
     (goodbye,) = collector.of(Goodbye)
     assert goodbye.pending == 3
     (told,) = Updates().goodbye(goodbye)

@@ -28,7 +28,7 @@ from .rank.model import (
     shifts_labels,
 )
 from .values.batch import OnHost, Seen
-from .values.edits import Edits
+from .values.edits import Edits, are_as_before, partitions_of
 from .values.model_flops import model_flops
 from .values.signs import ALIGNED, ALIGNED_EVERY, FIRST, attended, ids_of, is_examined, labels_of, received, to_host
 
@@ -522,6 +522,17 @@ class TorchEvents(Events):
         edit = self._edits.leaving(owner, kept, training.trained, training.rank.rank, training.tracker.step)
         if edit is not None:
             training.outbox.hand_over(edit)
+
+    @guarded
+    def loading_module(self, engine: Any) -> list[Any]:
+        """A ZeRO-3 engine loads the weights of a checkpoint alone; return what ``loaded_module`` compares."""
+        return partitions_of(engine)
+
+    @guarded
+    def loaded_module(self, engine: Any, before: list[Any]) -> None:
+        """It has loaded them."""
+        if are_as_before(engine, before):
+            self._training.tracker.own_notes().unloaded = True
 
     @guarded
     def attending(self, config: Any, mask: Any, positions: Any, frame: FrameType, *, cached: bool) -> None:

@@ -374,6 +374,17 @@ def _overwritten(finding: Finding) -> Words:
     )
 
 
+def _unloaded(finding: Finding) -> Words:
+    facts: RowFacts = finding.facts
+    return Words(
+        f"the weights of a checkpoint were not loaded before step {facts.since_step}",
+        "load_checkpoint(load_module_only=True) returned, and the engine has the weights that it had: DeepSpeed reads "
+        "those of a ZeRO-3 checkpoint with the optimizer's states.",
+        "Pass load_optimizer_states=False as well; the tag must be the one that the file latest names.",
+        "Another training has begun.",
+    )
+
+
 _CLIPPED = {
     "zero": (
         "gradients are clipped to a norm of 0",
@@ -448,6 +459,7 @@ class Updates(Detector):
         Kind("gradients_apart", RowFacts, _apart, limits={"steps from the first one on": f"{APART}"}),
         Kind("weights_put_back", RowFacts, _put_back),
         Kind("weights_overwritten", RowFacts, _overwritten),
+        Kind("weights_not_loaded", RowFacts, _unloaded),
         Kind(
             "clipping",
             ClippedFacts,
@@ -582,6 +594,8 @@ class Updates(Detector):
         if signs is not None and signs.overwritten and not self._edited:
             facts = RowFacts(1, step.step)
             found += self._once("weights_overwritten", facts, step.rank, step.step, "error")
+        if signs is not None and signs.unloaded:
+            found += self._once("weights_not_loaded", RowFacts(1, step.step), step.rank, step.step, "error")
         if signs is not None and signs.clipped:
             rank.clipped, rank.clipped_since = rank.clipped + 1, rank.clipped_since or step.step
             if rank.clipped >= CLIPPED:

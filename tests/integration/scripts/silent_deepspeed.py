@@ -1,4 +1,6 @@
-"""Under ZeRO-3: edits inside ``GatheredParameters``, and micro-batches that an accumulation leaves over."""
+"""Under ZeRO-3: loads and edits that are lost, and micro-batches that an accumulation leaves over."""
+
+import tempfile
 
 import deepspeed
 import torch
@@ -18,6 +20,9 @@ engine, *_ = deepspeed.initialize(
         "zero_optimization": {"stage": 3},
     },
 )
+with tempfile.TemporaryDirectory() as folder:
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder, load_module_only=True)
 data = torch.ones(6, 4)
 for epoch in range(3):  # 4 of 6 micro-batches, then 2 + 2 and 4, then none is left; the last one has too many
     for row in DataLoader(data if epoch < 2 else torch.ones(7, 4), batch_size=1):

@@ -33,8 +33,9 @@ def install(_module: ModuleType) -> None:
     replace(engine, "step", _step)
     replace(GatheredParameters, "__enter__", _gathering)
     replace(GatheredParameters, "__exit__", before(_releasing))
-    for name in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
+    for name in ("save_checkpoint", "save_16bit_model"):
         replace(engine, name, scoped("checkpoint"))
+    replace(engine, "load_checkpoint", _loading)
 
 
 def attach(engine: Any) -> None:
@@ -116,6 +117,24 @@ def _step(original: Any, *, itself: bool = False) -> Callable[..., Any]:
         return found
 
     return step
+
+
+def _loading(original: Any) -> Callable[..., Any]:
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        events = mine()
+        if events is None:
+            return original(self, *args, **kwargs)
+        # At stage 3 DeepSpeed 0.19.8 reads the weights with the optimizer's states, or if those are not asked for.
+        states = kwargs.get("load_optimizer_states", True)
+        module_only = kwargs.get("load_module_only") and states and self.zero_optimization_stage() == 3
+        before = events.loading_module(self) if module_only else None
+        with events.phase("checkpoint"):
+            found = original(self, *args, **kwargs)
+        if before and found[0] is not None:
+            events.loaded_module(self, before)
+        return found
+
+    return load_checkpoint
 
 
 def _gathering(original: Any) -> Callable[..., Any]:

@@ -162,6 +162,8 @@ class Notes:
     """None of its gradients was reduced over the ranks; looked at in full steps."""
     evaluating_part: str = ""
     """Name of a part that was, though the model was not; in full steps."""
+    unloaded: bool = False
+    """An engine loaded the weights of a checkpoint before it, and has those that it had."""
     weights_lost: bool = False
     """Weights were not finite at the backward of a loss that was not."""
     unfetched: int = 0

@@ -1,4 +1,4 @@
-"""Finds changes of parameters inside DeepSpeed's ``GatheredParameters`` that do not last.
+"""Finds changes of parameters inside DeepSpeed's ``GatheredParameters`` that do not last, and loads that change none.
 
 Without ``modifier_rank`` they are dropped when the context ends. With it they are written to the ranks' partitions, and
 the next update overwrites those from the optimizer's fp32 copy, once there is an engine.
@@ -6,6 +6,7 @@ the next update overwrites those from the optimizer's fp32 copy, once there is a
 
 import os
 import time
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -47,6 +48,18 @@ class Edits:
         names = {id(parameter): name for name, parameter in model.named_parameters()} if model is not None else {}
         told = [names.get(id(each), str(tuple(each.shape))) for each in changed[:_NAMED]]
         return LostEdit(rank, step, time.time(), told, len(changed), where, kept)
+
+
+def partitions_of(engine: Any) -> list[Any]:
+    """Return copies of the first elements of this rank's partitions of a ZeRO-3 engine's parameters."""
+    parts = [getattr(each, "ds_tensor", None) for each in islice(engine.module.parameters(), _MOST)]
+    return [each.detach().flatten()[:_MOST].clone() for each in parts if each is not None and each.numel()]
+
+
+def are_as_before(engine: Any, before: list[Any]) -> bool:
+    """Return whether these are still the engine's (``partitions_of``)."""
+    after = partitions_of(engine)
+    return bool(before) and len(after) == len(before) and all(map(torch.equal, before, after))
 
 
 def _sum(parameter: Any) -> Any:

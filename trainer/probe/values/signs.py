@@ -387,6 +387,7 @@ class SignReader:
         self._put_back *= weights != "same"
         figures: dict[str, Any] = {
             "overwritten": notes.weights_before is not None and self._are_overwritten(notes),
+            "unloaded": notes.unloaded,
             "pending": notes.pending,
             "dropped": notes.dropped,
             "left_out": notes.left_out[0],

@@ -241,7 +241,9 @@ def test_weights_that_are_put_back_are_told_once() -> None:
     assert found(detector, steps) == [(4, "weights_put_back", "raised", 1)]
 
 
-def test_weights_that_an_engine_overwrites_are_told_once_unless_the_edit_was() -> None:
+def test_weights_that_an_engine_overwrites_or_does_not_load_are_told_once_unless_the_edit_was() -> None:
+    steps = [step(3, rank, signs=Signs(unloaded=True)) for rank in range(2)]
+    assert found(Updates(), steps) == [(3, "weights_not_loaded", "raised", 3)]
     steps = [step(1, rank, signs=Signs(overwritten=True)) for rank in range(2)]
     assert found(Updates(), steps) == [(1, "weights_overwritten", "raised", 1)]
     detector = Updates()
