@@ -2,10 +2,10 @@
 # DeepSpeed 0.19.8, torch 2.13.0, ZeRO-3 on the CPU, in bf16: load_checkpoint(load_module_only=True), which its docstring
 # offers for a warm start, returns the checkpoint's path and loads no weight: those that the engine began with are trained.
 # The weights of a ZeRO-3 checkpoint are in its optimizer's files, which are not read. With load_optimizer_states=False,
-# alone or beside it, the weights are loaded.
+# alone or beside it, weights are loaded: those of the tag that the file `latest` names, whatever tag was asked for.
 #
 # Seen: 0.0000 between the weights before and after load_module_only=True, 0.0000 between saved and loaded ones with
-# load_optimizer_states=False; no error and no warning.
+# load_optimizer_states=False, which loads the later of two tags where the earlier one is asked for; no error, no warning.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -57,8 +57,16 @@ other.load_checkpoint(sys.argv[1], tag="saved", load_module_only=True, load_opti
 left = apart(weight(other), saved)
 print(f"with load_optimizer_states=False: {left:.4f} from the saved ones")
 
+later = engine(4)
+later.save_checkpoint(sys.argv[1], tag="later")
+path, _ = other.load_checkpoint(sys.argv[1], tag="saved", load_optimizer_states=False)
+from_saved, from_later = apart(weight(other), saved), apart(weight(other), weight(later))
+print(f"beside a later tag: {from_saved:.4f} from the saved ones, {from_later:.4f} from the later ones")
+
 assert apart(before, saved) > 0.1
 assert path is not None
 assert changed == 0.0, "load_module_only loads weights now"
 assert left == 0.0, "load_optimizer_states=False loads other weights now"
+assert "/saved/" in path
+assert from_saved > 0.1 and from_later == 0.0, "the tag counts now"
 PY
