@@ -18,7 +18,7 @@ from ..device import cuda
 from ..guard import guarded, nothing
 from ..phases.tracker import Notes, Tracker
 from ..rank.context import of_optimizer
-from ..rank.model import learning_rate, own_class, own_model, parameters_of, steps_done
+from ..rank.model import learning_rate, own_class, own_model, parameters_of, parameters_of_engine, steps_done
 from ..values.signs import PUT_BACK, WeightSampler, gradient_of, has_gradients, left_out
 from .state import Loop
 
@@ -380,9 +380,14 @@ class Updates:
 
     def _note_left_out(self, by: Any, updated: set[int]) -> None:
         """Note the parameters that no optimizer updates; where this one was made before the probe, others may be."""
-        model = self._trained.any_model()
-        if model is not None and by is not None and by in self._made and not self._state.engine_steps:
+        model, others = self._trained.any_model(), list[Any]()
+        if self._state.engine_steps:
+            model, updated = getattr(by, "module", None), set(map(id, parameters_of_engine(by)))
+        elif by is None or by not in self._made:
+            return
+        else:
             others = [one for each in self.learned.values() if (one := each()) is not None]
+        if model is not None and updated:
             self._tracker.notes.left_out = found = left_out(model, updated, others)
             self._is_left_out = found[0] > 0
 

@@ -99,6 +99,15 @@ def parameters_of(optimizer: Any) -> list[Any]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
+def parameters_of_engine(engine: Any) -> list[Any]:
+    """List the model's parameters that a DeepSpeed engine's optimizer updates, of which it may have flat copies."""
+    optimizer = getattr(engine, "optimizer", None)
+    for name in ("bit16_groups", "bf16_groups", "fp16_groups"):  # ZeRO 1 and 2; BF16_Optimizer; ZeRO-3 and fp16
+        if groups := getattr(optimizer, name, None):
+            return [each for group in groups for each in group]
+    return parameters_of(optimizer)
+
+
 def parameters_under(losses: Sequence[Any]) -> list[Any]:
     """List the parameters whose gradients a backward from these tensors computes."""
     variables = [getattr(node, "variable", None) for node in nodes_under(losses)]

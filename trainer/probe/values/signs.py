@@ -437,7 +437,10 @@ class SignReader:
         own: Any = getattr(getattr(self._trained.engine(), "optimizer", None), "optimizer", None)
         if notes.weights is None or "adam" not in type(own).__name__.lower():
             return False
-        rate = max(float(group.get("lr") or 0) for group in own.param_groups)
+        # The groups may have the next step's rates by now.
+        rate = max(cuda.read(notes.lr) or 0, *(float(group.get("lr") or 0) for group in own.param_groups))
+        if not rate:
+            return False
         far = total = 0
         for one, other in zip(notes.weights_before, notes.weights, strict=False):
             before, after = _on_host(one).float(), _on_host(other).float()

@@ -581,6 +581,30 @@ def test_parameters_with_gradients_that_no_optimizer_has_are_noted_at_the_first_
     assert second.notes.left_out == (0, "")
 
 
+class Engine:
+    """What the probe reads of DeepSpeed's engine: its optimizer has a flat copy of the parameters of its groups."""
+
+    def __init__(self, model, groups):
+        self.module = model
+        flat = torch.nn.Parameter(torch.zeros(1))
+        self.optimizer = SimpleNamespace(bit16_groups=groups, param_groups=[{"params": [flat]}])
+
+
+@pytest.mark.parametrize(("parts", "expected"), [(["body"], (2, "head.weight")), (["body", "head"], (0, ""))])
+def test_parameters_with_gradients_that_an_engine_s_optimizer_does_not_have_are_noted(parts, expected, training):
+    model = Two(torch.float32)
+    engine = Engine(model, [list(getattr(model, part).parameters()) for part in parts])
+    training.trained.find(lambda: model)
+    training.state.engine_steps = True
+    for number in range(1, 3):
+        model().backward()
+        with active.events.update(engine) as update:
+            update.done(lambda number=number: {"number": number})
+    first, second = training.outbox.unsent_steps()
+    assert first.notes.left_out == expected
+    assert second.notes.left_out == (0, "")
+
+
 def test_the_first_batch_of_a_training_in_evaluation_mode_is_the_step_s_too(training):
     hooks_torch.install(torch)
     loop = Loop()

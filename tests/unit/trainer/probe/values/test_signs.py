@@ -178,6 +178,7 @@ def test_an_engine_s_update_that_moves_weights_further_than_adam_has_overwritten
         model.weight += moved
     after = sampler.take(None)
     assert read(reader, weights_before=before, weights=after)[1].overwritten == overwritten
+    assert not read(reader, weights_before=before, weights=after, lr=0.1)[1].overwritten, "the rate has fallen since"
     assert not read(reader, weights=after)[1].overwritten
 
 
