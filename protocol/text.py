@@ -43,17 +43,22 @@ def cells_of(text: str) -> int:
     return sum(2 if east_asian_width(each) in "WF" else not combining(each) for each in text)
 
 
+def terminal_width(descriptor: int) -> int | None:
+    """Return the width of a descriptor's terminal in cells; None if it has none."""
+    try:
+        return os.get_terminal_size(descriptor).columns
+    except OSError:
+        return None
+
+
 def wrapped(line: str, descriptor: int) -> str:
     """Return a line in lines as wide as the terminal of a descriptor, which continue below the last of its columns.
 
     Columns are separated by two spaces. Unchanged where the descriptor has no terminal, or that column no room.
     """
-    try:
-        width = os.get_terminal_size(descriptor).columns
-    except OSError:
-        return line
+    width = terminal_width(descriptor)
     indent = max((found.end() for found in re.finditer("  +", line)), default=2)
-    if cells_of(line) <= width or width - indent < _LEAST_WIDTH:
+    if width is None or cells_of(line) <= width or width - indent < _LEAST_WIDTH:
         return line
     return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 

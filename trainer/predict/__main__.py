@@ -25,7 +25,7 @@ from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.analysis.estimates.ranking import Need
 from ...protocol.analysis.estimates.time import epoch_cost
 from ...protocol.errors import ConfigError, FtmonError, UsageError
-from ...protocol.text import duration, escape_json, sanitize, wrapped
+from ...protocol.text import duration, escape_json, sanitize, terminal_width, wrapped
 from ..host.processes import end_with_parent, lower_priority
 from ..recipe.config.load import load
 from . import answer, deepspeed_file, explain, jobs, ranks
@@ -50,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.json:
         print(escape_json(msgspec.json.encode(prediction).decode()))
     else:
-        print("\n".join(wrapped(line, 1) for line in answer.render(prediction).split("\n")), end="")
+        text = answer.render(prediction, terminal_width(1))
+        print("\n".join(wrapped(line, 1) for line in text.split("\n")), end="")
     return 0
 
 

@@ -1,5 +1,6 @@
 """Makes the answer of a prediction from the results of the ranks' dry runs."""
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +13,7 @@ from ...protocol.analysis.estimates.ranking import Largest
 from ...protocol.analysis.estimates.time import StepTime, epoch_cost, step_time
 from ...protocol.analysis.words import describe_curve
 from ...protocol.errors import ConfigError
-from ...protocol.host.machine import FIT_TABLE, Gpu, causal_pairs, mfu
+from ...protocol.host.machine import FIT_TABLE, Gpu, causal_pairs, find_gpu, mfu
 from ...protocol.text import duration, gib, sanitize
 from ..recipe import support
 from . import explain, ranks
@@ -272,6 +273,8 @@ _GIB = 1 << 30
 _PARTS = {"optimizer_states": "optimizer states", "master_copies": "master weights"}
 _MOST_ROWS = 4
 _MOST_LENGTHS = 5
+_LEAST_NAME = 16
+"""Minimum width of a table's first column."""
 _LEAST_SHARE = 0.005
 """Minimum share of a peak for a part of its own; smaller parts are shown together."""
 _BASIS = """\
@@ -281,8 +284,10 @@ Method and errors: docs/predict.md.
 """
 
 
-def render(prediction: Prediction) -> str:
+def render(prediction: Prediction, width: int | None = None) -> str:
     """Return tables of the points: peaks of each phase, what the highest consists of, time, and whether it fits.
+
+    ``width``: of the terminal in cells; None: there is none.
 
     Names and keys of somebody else's configuration are in it, so each line is made safe for a terminal.
     """
@@ -311,24 +316,32 @@ def render(prediction: Prediction) -> str:
     parts += map(_composition, prediction.points)
     parts += (part(prediction) for part in (_estimator, _explained))
     parts += (_show_time(point, prediction) for point in prediction.points)
-    parts += (_fits(point, prediction.capacity_bytes) for point in prediction.points)
+    parts += (_fits(point, prediction) for point in prediction.points)
     parts.append(f"one checkpoint takes {gib(prediction.checkpoint_bytes)} on disk\n")
-    parts += (part(prediction) for part in (_data, _largest, _what_if, _errors))
+    parts += (_data(prediction), _largest(prediction), _what_if(prediction, width), _errors(prediction))
     parts += (f"note: {note}\n" for note in prediction.notes)
     return "\n".join(sanitize(line, 4 * len(line)) for line in "".join([*parts, _BASIS]).split("\n"))
 
 
-def _table(names: list[str], rows: list[list[str]], left: tuple[int, ...] = ()) -> str:
-    """Return aligned columns; those in ``left`` are left-aligned, the others right-aligned."""
-    widths = [max(len(row[column]) for row in [names, *rows]) for column in range(len(names))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in [names, *rows]
-    ]
-    return "".join(f"{line.rstrip()}\n" for line in lines)
+def _table(names: list[str], rows: list[list[str]], left: tuple[int, ...] = (), width: int | None = None) -> str:
+    """Return aligned columns; those in ``left`` are left-aligned, the others right-aligned.
+
+    Where they do not fit the ``width``, the first column is wrapped, and the last is in lines of its own below each row.
+    """
+    table = [names, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(names))]
+    narrow = width is not None and sum(widths) + 2 * len(names) - 2 > width
+    if narrow and width is not None:
+        widths[0] = min(widths[0], max(_LEAST_NAME, width - sum(widths[1:-1]) - 2 * len(names) + 4))
+    text = ""
+    for row in table:
+        first, *more = textwrap.wrap(row[0], widths[0], break_on_hyphens=False)
+        cells = [first, *row[1 : -1 if narrow else None]]
+        pairs = enumerate(zip(cells, widths, strict=not narrow))
+        line = "  ".join(cell.ljust(size) if column in left else cell.rjust(size) for column, (cell, size) in pairs)
+        last = textwrap.wrap(row[-1], (width or 0) - 4, break_long_words=False) if narrow else []
+        text += "".join(f"{each.rstrip()}\n" for each in [line, *more, *(f"    {each}" for each in last)])
+    return text
 
 
 def _composition(point: Point) -> str:
@@ -410,7 +423,8 @@ def _show_time(point: Point, prediction: Prediction) -> str:
     )
 
 
-def _fits(point: Point, capacity: int | None) -> str:
+def _fits(point: Point, prediction: Prediction) -> str:
+    capacity, gpu = prediction.capacity_bytes, find_gpu(prediction.gpu)
     tokens, needed = f"{point.sequence_length:,} tokens", _gib(point.needed_bytes)
     needs = f"{tokens} need {needed} GiB for PyTorch: "
     if point.tight and capacity is not None:
@@ -422,7 +436,13 @@ def _fits(point: Point, capacity: int | None) -> str:
         return f"{needs}more than any GPU of the table has\n"
     larger = len(point.fits_on) - 3
     more = f" and {larger} larger GPU{'s' if larger > 1 else ''}" if larger > 0 else ""
-    return f"{needs}fits {', '.join(point.fits_on[:3])}{more}\n"
+    freed = ""
+    if point.fits is not False and gpu and gpu.title in point.fits_on and point.nvml_bytes > gpu.memory_bytes:
+        freed = (
+            f"reserved and NVML are those of a GPU with room: {gpu.title} has {gpu.memory_gib:.2f} GiB, on which PyTorch "
+            f"frees cached blocks instead\n"
+        )
+    return f"{needs}fits {', '.join(point.fits_on[:3])}{more}\n{freed}"
 
 
 def _data(prediction: Prediction) -> str:
@@ -472,14 +492,14 @@ def _value(found: Largest, highest: str = "") -> str:
     return f"{found.value:,}" if found.above is not None else f"{found.value:,}{highest or ' or more'}"
 
 
-def _what_if(prediction: Prediction) -> str:
+def _what_if(prediction: Prediction, width: int | None) -> str:
     """Return the table of changes, or a note on how to request it; fitted figures have a tilde."""
     if not prediction.what_if:
         if any(point.fits is False for point in prediction.points):
             return "it does not fit: --what-if predicts which changes would, and what they cost\n"
         return ""
     costs = ["1M tokens"] if prediction.price_per_gpu_hour is not None else []
-    names = ["what if", "fits", "needs", "host", "ms a step", "GPU time a sample", *costs, "set"]
+    names = ["what if", "fits", "needs", "host", "ms a step", "GPU time", *costs, "set"]
     rows: list[list[str]] = []
     for one in prediction.what_if:
         if one.refused:
@@ -492,13 +512,16 @@ def _what_if(prediction: Prediction) -> str:
         memory = [f"{about}{_gib(one.needed_bytes)}", f"{about}{_gib(one.host_bytes)}"]
         rows.append([one.name, "yes" if one.fits else "no", *memory, *times, *cost, one.change])
     length = max(point.sequence_length for point in prediction.points)
-    head = f"changes at {length:,} tokens, the fastest that fits first; memory in GiB, each from a dry run of its own\n"
+    head = (
+        f"changes at {length:,} tokens, the fastest that fits first; memory in GiB, GPU time that of a sample, each from "
+        "a dry run of its own\n"
+    )
     if any(one.fitted for one in prediction.what_if):
         head += (
-            "~ fitted to the parts of the run as it is, or to a few layers; with the change set, its prediction is "
-            "from dry runs again\n"
+            "~ instead fitted to the parts of the run as it is, or to a few layers; with the change set, its prediction "
+            "is from dry runs again\n"
         )
-    return head + _table(names, rows, left=(0, len(names) - 1))
+    return head + _table(names, rows, (0, len(names) - 1), width)
 
 
 def _errors(prediction: Prediction) -> str:

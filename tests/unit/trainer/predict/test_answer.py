@@ -35,9 +35,33 @@ def test_a_change_has_its_cost_where_a_price_is_known(price: float | None) -> No
     text = render(msgspec.structs.replace(FOUND, what_if=changes, price_per_gpu_hour=price))
     names, known, refused = table(text, "what if")
     paid = [] if price is None else ["0.125"]
-    assert names[-2 - len(paid) :] == ["GPU time a sample", *(["1M tokens"] if paid else []), "set"]
+    assert names[-2 - len(paid) :] == ["GPU time", *(["1M tokens"] if paid else []), "set"]
     assert known == ["checkpointing", "yes", "1.00", "0.00", "500", "x 1.25", *paid, "--checkpointing"]
     assert refused == ["ZeRO 3", *["-"] * (5 + len(paid)), "it cannot be"]
+
+
+def test_changes_fit_a_narrow_terminal_whole_with_what_to_set_below() -> None:
+    change = "model.gradient_checkpointing=layers zero.offload_optimizer=true training.micro_batch=2"
+    changes = [WhatIf("checkpointing + optimizer offload", change, True, GIB, GIB, 0, 123.4, 1.25, 0.125, fitted=True)]
+    found = msgspec.structs.replace(FOUND, what_if=changes, price_per_gpu_hour=2.0)
+    wide, narrow = render(found, 200), render(found, 80)
+    assert any(line.endswith(f"0.125  {change}") for line in wide.splitlines())
+    lines = narrow.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("what if"))
+    table = lines[begin : begin + 6]
+    assert max(map(len, table)) <= 80
+    assert table[1] == "    set"
+    assert table[2].split()[:2] == ["checkpointing", "+"] and table[2].endswith("0.125")
+    assert table[3] == "offload"
+    assert " ".join(map(str.strip, table[4:])) == change
+
+
+def test_a_reserved_peak_above_the_gpu_that_suffices_is_explained() -> None:
+    (point,) = FOUND.points
+    point = msgspec.structs.replace(point, needed_bytes=60 * GIB, nvml_bytes=81 * GIB, fits_on=["H100 80 GB"])
+    for gpu, said in (("H100 80 GB", True), ("H200 141 GB", False)):
+        text = render(msgspec.structs.replace(FOUND, points=[point], gpu=gpu))
+        assert ("on which PyTorch frees cached blocks instead" in text) is said
 
 
 def test_the_largest_that_fits_says_where_the_search_ended() -> None:
