@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import rank_jobs
+from ftmon.protocol.text import gib
 from ftmon.trainer.predict.measure import run
 from ftmon.trainer.recipe.config.load import load, of_model_and_data
 from ftmon_process import Ftmon
@@ -49,7 +50,7 @@ def test_the_written_choice_is_the_one_of_auto_and_needs_what_it_says(ftmon: Ftm
     answers = rank_jobs.predictions([["--json", "--gpu", "H100 80 GB", *each] for each in asked], here)
     assert [answer["status"] for answer in answers] == [0, 0], answers
     point, auto = (json.loads(answer["output"])["points"][0] for answer in answers)
-    assert figures.startswith(f"predicted: {point['needed_bytes'] / 2**30:.2f} of 77.")
+    assert figures.startswith(f"predicted: {gib(point['needed_bytes'])} of 77.")
     assert {name: auto[name] for name in ("needed_bytes", "micro_batch", "nvml_bytes")} == {
         name: point[name] for name in ("needed_bytes", "micro_batch", "nvml_bytes")
     }

@@ -326,7 +326,7 @@ def render(prediction: Prediction, width: int | None = None) -> str:
 def _table(names: list[str], rows: list[list[str]], left: tuple[int, ...] = (), width: int | None = None) -> str:
     """Return aligned columns; those in ``left`` are left-aligned, the others right-aligned.
 
-    Where they do not fit the ``width``, the first column is wrapped, and the last is in lines of its own below each row.
+    Where they do not fit the ``width``, the first column is wrapped; the last has lines of its own below each row.
     """
     table = [names, *rows]
     widths = [max(len(row[column]) for row in table) for column in range(len(names))]
@@ -439,8 +439,8 @@ def _fits(point: Point, prediction: Prediction) -> str:
     freed = ""
     if point.fits is not False and gpu and gpu.title in point.fits_on and point.nvml_bytes > gpu.memory_bytes:
         freed = (
-            f"reserved and NVML are those of a GPU with room: {gpu.title} has {gpu.memory_gib:.2f} GiB, on which PyTorch "
-            f"frees cached blocks instead\n"
+            f"reserved and NVML are those of a GPU with room: {gpu.title} has {gpu.memory_gib:.2f} GiB, on which "
+            "PyTorch frees cached blocks instead\n"
         )
     return f"{needs}fits {', '.join(point.fits_on[:3])}{more}\n{freed}"
 
@@ -513,13 +513,13 @@ def _what_if(prediction: Prediction, width: int | None) -> str:
         rows.append([one.name, "yes" if one.fits else "no", *memory, *times, *cost, one.change])
     length = max(point.sequence_length for point in prediction.points)
     head = (
-        f"changes at {length:,} tokens, the fastest that fits first; memory in GiB, GPU time that of a sample, each from "
-        "a dry run of its own\n"
+        f"changes at {length:,} tokens, the fastest that fits first; memory in GiB, GPU time that of a sample, each "
+        "from a dry run of its own\n"
     )
     if any(one.fitted for one in prediction.what_if):
         head += (
-            "~ instead fitted to the parts of the run as it is, or to a few layers; with the change set, its prediction "
-            "is from dry runs again\n"
+            "~ instead fitted to the parts of the run as it is, or to a few layers; with the change set, its "
+            "prediction is from dry runs again\n"
         )
     return head + _table(names, rows, (0, len(names) - 1), width)
 

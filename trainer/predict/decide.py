@@ -214,12 +214,12 @@ def _machine(text: str | None) -> Machine:
     """
     if not text:
         return _this_machine()
-    count, name = re.fullmatch(r"(?:(\d{1,5})\s*[x*]\s*)?(.+)", text.strip(), re.IGNORECASE).groups()  # type: ignore[union-attr]
-    gpu = jobs.find(name)
-    number = int(count or 1)
-    if not 1 <= number <= jobs.MOST_RANKS:
-        raise ConfigError(f"--gpus: {text}: must be 1 to {jobs.MOST_RANKS:,} GPUs, such as 8xH100-80GB")
-    return _rated(Machine(gpu, number, gpu.memory_bytes, 0), gpu.name)
+    count, name = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(.*)", text.strip(), re.IGNORECASE).groups()  # type: ignore[union-attr]
+    number = float(count or 1)
+    if not name or not 1 <= number <= jobs.MOST_RANKS:
+        raise ConfigError(f"--gpus: {text}: must be 1 to {jobs.MOST_RANKS:,} GPUs of a kind, such as 8xH100-80GB")
+    gpu = jobs.find(name, "--gpus")
+    return _rated(Machine(gpu, int(number), gpu.memory_bytes, 0), gpu.name)
 
 
 def _this_machine() -> Machine:
@@ -492,9 +492,8 @@ def _figures(one: Estimate, space: Space, config: Config, rows: int, price: floa
     steps = config.training.max_steps or max(1, round(config.training.epochs * rows / sequences))
     seconds = steps * one.step_seconds
     cost = "" if price is None else f", costs {gpu_cost(seconds, space.ranks, price):,.2f}"
-    needed, capacity = one.needed_bytes / 2**30, space.capacity_bytes / 2**30
     return (
-        f"{needed:.2f} of {capacity:.1f} GiB{'' if one.exact else ' (fitted)'}, "
+        f"{gib(one.needed_bytes)} of {gib(space.capacity_bytes, 1)}{'' if one.exact else ' (fitted)'}, "
         f"{one.tokens_per_second:,.0f} tokens/s, {counted(steps, 'step')} in {duration(seconds)}{cost}"
     )
 
@@ -508,7 +507,7 @@ def _reasons(chosen: Choice, space: Space) -> dict[str, str]:
         if other is None:
             return ""
         if not fits(other, space):
-            return f"needs {other.needed_bytes / 2**30:.1f} of the {gib(space.usable_bytes, 1)} to use"
+            return f"needs {gib(other.needed_bytes, 1)}; {gib(space.usable_bytes, 1)} may be used"
         longer = other.step_seconds / best.step_seconds
         if abs(longer - 1) < 0.01:
             return f"is as fast within 1%, in {gib(other.needed_bytes, 1)}"

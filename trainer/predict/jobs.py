@@ -3,12 +3,13 @@
 import argparse
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...protocol.analysis.allocator.settings import Settings
 from ...protocol.errors import ConfigError
-from ...protocol.host.machine import FIT_TABLE, Gpu, find_gpu
+from ...protocol.host.machine import FIT_TABLE, GPUS, Gpu, find_gpu
 from ..recipe.model.shape import beyond, named_config
 from ..recipe.preflight.consistency import settle_compile
 from ..recipe.support import in_bf16_optimizer, settle_batch, zero_stage
@@ -100,20 +101,26 @@ def _check_ranks(count: int, where: str) -> None:
         raise ConfigError(f"{where}: predictions support up to {MOST_RANKS:,} ranks, not {count:,}")
 
 
-def find(name: str) -> Gpu:
+def find(name: str, where: str = "--gpu") -> Gpu:
     """Return the kind of GPU of this name, as a user or PyTorch gives it.
+
+    ``where``: the option that has it, for the error.
 
     Raises:
         ConfigError: the table has no such GPU, or several.
     """
-    found = find_gpu(name)
-    titled = [gpu for gpu in FIT_TABLE if _plain(gpu.title).startswith(_plain(name))]
+    found, plain = find_gpu(name), _plain(name)
+    titled = [gpu for gpu in FIT_TABLE if _plain(gpu.title).startswith(plain)]
+    titled = titled or [gpu for gpu in GPUS if len(plain) > 2 and plain in _plain(gpu.name)]
     if found is not None or len(titled) == 1:
         return found or titled[0]
     if titled:
-        raise ConfigError(f"--gpu: {name} can be {' or '.join(gpu.title for gpu in titled)}; say which")
-    known = ", ".join(gpu.title for gpu in FIT_TABLE)
-    raise ConfigError(f"--gpu: {name} is not in the table of GPUs; known are PyTorch's names and {known}")
+        raise ConfigError(f"{where}: {name} can be {' or '.join(gpu.name for gpu in titled)}; say which")
+    titles = {_plain(gpu.title): gpu.title for gpu in FIT_TABLE}
+    if near := get_close_matches(plain, titles, 1):
+        raise ConfigError(f"{where}: {name} is not in the table of GPUs; did you mean {titles[near[0]]}?")
+    known = ", ".join(titles.values())
+    raise ConfigError(f"{where}: {name} is not in the table of GPUs; known are PyTorch's names and {known}")
 
 
 def _plain(name: str) -> str:

@@ -207,7 +207,7 @@ _FILES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
 
 def of_model_and_data(model: str, data: str) -> list[str]:
     """Return the assignments with which a model is trained on data, a file or a data set, and all else is chosen."""
-    where = "path" if Path(data).suffix in _FILES else "name"
+    where = "path" if Path(data).suffix in _FILES or Path(data).expanduser().is_file() else "name"
     sections = [section for section in msgspec.structs.fields(Config) if section.name != "deepspeed"]
     auto = [
         f"{section.name}.{found.name}=auto"

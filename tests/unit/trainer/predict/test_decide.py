@@ -39,6 +39,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
         ("2xA100-40GB", "A100 40 GB", 2),
         ("4 x RTX 4090", "RTX 4090 24 GB", 4),
         ("NVIDIA H200", "H200 141 GB", 1),
+        ("2x4090", "RTX 4090 24 GB", 2),
     ],
 )
 def test_gpus_are_named_as_people_name_them(text: str, name: str, count: int) -> None:
@@ -46,10 +47,25 @@ def test_gpus_are_named_as_people_name_them(text: str, name: str, count: int) ->
     assert (machine.gpu.name, machine.number, machine.host_bytes) == (name, count, 0)
 
 
-@pytest.mark.parametrize(("text", "words"), [("8xA100", "say which"), ("3xfoo", "is not in the table")])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("8xA100", "say which"),
+        ("3xfoo", "^--gpus: foo is not in the table"),
+        ("8xH10O-80GB", "did you mean H100 80 GB[?]$"),
+        ("8x", "^--gpus: 8x: must be"),
+        ("1000000xH200", "must be 1 to 4,096 GPUs"),
+    ],
+)
 def test_gpus_that_are_not_one_kind_of_the_table_are_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         decide._machine(text)
+
+
+def test_any_file_given_as_data_is_a_path_whatever_its_name(tmp_path: Path) -> None:
+    (tmp_path / "data.bin").write_bytes(b"\0")
+    assert f'data.path="{tmp_path / "data.bin"}"' in of_model_and_data("m", str(tmp_path / "data.bin"))
+    assert 'data.name="owner/data"' in of_model_and_data("m", "owner/data")
 
 
 def test_a_gpu_without_known_rates_is_ordered_by_those_of_another_with_its_own_memory() -> None:
