@@ -15,7 +15,8 @@ import msgspec
 
 TRAINING_PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft")
 """The packages that ftmon's own trainer and its predictions need: ``ftmon[train]`` installs and a rank imports them."""
-State = Literal["ok", "warning", "error"]
+State = Literal["ok", "note", "warning", "error"]
+"""``note``: to know of, with nothing to fix."""
 
 
 class Check(msgspec.Struct, frozen=True):

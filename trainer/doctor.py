@@ -56,7 +56,7 @@ def known() -> Iterator[Check]:
             f"{name.replace('_', ' ')} {' or '.join(map(str, values))}" for name, values in fault.when.items()
         )
         told = f"{version}: {fault.what}" + (f" ({condition})" if condition else "")
-        yield Check(f"known fault of {fault.library}", "ok", f"{told}; {fault.remedy}: {fault.thread}")
+        yield Check(f"known fault of {fault.library}", "note", f"{told}; {fault.remedy}: {fault.thread}")
 
 
 def gpus() -> Iterator[Check]:

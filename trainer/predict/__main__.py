@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         with quietly(), Progress(as_json=arguments.background is not None) as tell:
             prediction = predict(arguments, tell)
     except FtmonError as error:
-        print(sanitize(f"ftmon: {_placed(str(error), arguments.deepspeed)}"), file=sys.stderr)
+        print(wrapped(sanitize(f"ftmon: {_placed(str(error), arguments.deepspeed)}"), 2), file=sys.stderr)
         return error.exit_status
     if arguments.json:
         print(escape_json(msgspec.json.encode(prediction).decode()))

@@ -135,7 +135,8 @@ def _recipe(request: StartRequest, config: Config) -> Recipe:
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     return Recipe(
         config=before.config,
-        overrides=[*before.overrides, *_overrides(request), *given],
+        # Without what MODEL and DATA stand for: those are its model and data.
+        overrides=[*before.overrides, *(request.overrides if request.given else _overrides(request)), *given],
         model=config.model.name or f"{config.model.config.get('model_type', 'model')} (random weights)",
         data=[path for path in (data.path, data.name, *(file.path for file in data.files)) if path],
     )

@@ -21,7 +21,7 @@ from ...protocol.run.notices import terminal_sequence
 from ...protocol.run.rundir import ExitFile, RunDir, RunFile
 from ...protocol.run.start import CommandEnd
 from ...protocol.run.targets import EXPORTERS_END_SECONDS
-from ...protocol.text import sanitize
+from ...protocol.text import sanitize, wrapped
 from ..model.run import RunModel, TerminalNotices
 from ..source.base import Connection, ConnectionState, Source
 from .narrate import Narrator, attach_line, closing_lines
@@ -203,7 +203,7 @@ class Lines:
         """Print one line."""
         try:
             if not self._gone:
-                print(text, end=end, flush=True)
+                print(wrapped(text, 1), end=end, flush=True)
         except OSError:
             if not self._forgiving:
                 raise

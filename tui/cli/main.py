@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from ...protocol.errors import FtmonError
 from ...protocol.run import exits
+from ...protocol.text import wrapped
 from .arguments import build_parser, command_name, split_command
 from .output import OutputError, guard_output
 
@@ -58,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except OutputError as error:
         _close_stdout()
-        print(f"ftmon: {error}", file=sys.stderr)
+        print(wrapped(f"ftmon: {error}", 2), file=sys.stderr)
         return error.exit_status
     except FtmonError as error:
-        print(f"ftmon: {error}", file=sys.stderr)
+        print(wrapped(f"ftmon: {error}", 2), file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         return exits.INTERRUPTED

@@ -22,7 +22,7 @@ from ...protocol.messages.telemetry import AllocatorEvents
 from ...protocol.recording.results import PeakMark
 from ...protocol.run import exits, rundir
 from ...protocol.run.rundir import RunDir
-from ...protocol.text import gib, sanitize
+from ...protocol.text import gib, sanitize, wrapped
 from ..model.oom import evidence_words, group_parts, shown_bytes, spike_alert, verdict_of, verdict_words
 from ..model.peaks import phase_words, ranking_sentences
 from ..model.rank import RankModel, phase_rates, segment_bytes
@@ -52,7 +52,7 @@ def show_memory(arguments: Namespace) -> int:
         if index:
             print()
         for line in rank_lines(model, rank):
-            print(line)
+            print(wrapped(line, 1))
     return 0
 
 

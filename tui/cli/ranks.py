@@ -17,7 +17,7 @@ from ...protocol.messages.memory import OomReport, RankMoment
 from ...protocol.messages.telemetry import Oom, Stacks
 from ...protocol.run import rundir
 from ...protocol.run.rundir import HubFile, RunDir
-from ...protocol.text import duration, gib, ranks_counted, sanitize
+from ...protocol.text import duration, gib, ranks_counted, sanitize, wrapped
 from ..model.oom import OomCase
 from .access import ask, check_rank, living_hub, opened, wait_for_end, words_of
 from .output import print_json
@@ -107,7 +107,7 @@ def show_oom(arguments: Namespace) -> int:
         print_json({"run": run, "file": None if run else name, "reports": reports})
         return 0
     for line in report_lines(reports, of_snapshot=not run):
-        print(line)
+        print(wrapped(line, 1))
     return 0
 
 

@@ -22,7 +22,7 @@ from ... import __version__
 from ...protocol.checks import TRAINING_PACKAGES, Check, State, tested_versions, version_check, version_parts
 from ...protocol.errors import RunDirError
 from ...protocol.run.rundir import checked_home
-from ...protocol.text import counted, gib
+from ...protocol.text import counted, gib, wrapped
 from . import output
 from .arguments import build_parser
 from .output import print_json
@@ -190,7 +190,7 @@ def _is_new_enough(name: str, versions: str) -> bool:
     return bool(version) and (least is None or version_parts(version) >= version_parts(least.group(1)))
 
 
-_MARKS = {"ok": ("✓", "ok"), "warning": ("▲", "!!"), "error": ("✖", "XX")}
+_MARKS = {"ok": ("✓", "ok"), "note": ("·", "--"), "warning": ("▲", "!!"), "error": ("✖", "XX")}
 _TRAINER_SECONDS = 120.0  # time limit: importing torch and DeepSpeed from a cold, shared disk is slow
 INSTALL = 'pip install "ftmon[train]"'
 
@@ -211,9 +211,9 @@ def doctor(arguments: Namespace) -> int:
         for title, checks in groups.items():
             print(title)
             for check in checks:
-                print(f"  {_MARKS[check.state][plain]} {check.name:<19} {check.text}")
+                print(wrapped(f"  {_MARKS[check.state][plain]} {check.name:<19} {check.text}", 1))
                 if check.remedy and check.state != "ok":
-                    print(f"    {'':<19} {'->' if plain else '→'} {check.remedy}")
+                    print(wrapped(f"    {'':<19} {'->' if plain else '→'} {check.remedy}", 1))
     return 1 if broken else 0
 
 

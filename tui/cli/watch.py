@@ -19,7 +19,7 @@ from ...protocol.run import exits, rundir
 from ...protocol.run.end import ending_in_words
 from ...protocol.run.rundir import RunDir
 from ...protocol.run.start import CommandEnd, module_command
-from ...protocol.text import cells_of, counted, duration, gib, sanitize
+from ...protocol.text import cells_of, counted, duration, gib, sanitize, wrapped
 from ..model.run import RunModel, TerminalNotices, activity_words, early_stop_words, epoch_words, status
 from ..model.runs import RunEntry, RunList, recorded_entry
 from ..source.load import describe, load, read_overview
@@ -242,8 +242,8 @@ def table(entries: Sequence[RunEntry], width: int | None) -> Iterator[str]:
             details = ["" if fits else subject, found.problem, found.reason]
             for detail in details:
                 text = sanitize(detail, 1000)
-                wrapped = [text] if width is None else wrap(text, width - len(_INDENT), break_on_hyphens=False)
-                yield from (f"{_INDENT}{part}" for part in wrapped if part)
+                parts = [text] if width is None else wrap(text, width - len(_INDENT), break_on_hyphens=False)
+                yield from (f"{_INDENT}{part}" for part in parts if part)
 
 
 def _cells(found: RunEntry, wide: bool) -> tuple[str, ...]:
@@ -285,7 +285,7 @@ def show_status(arguments: Namespace) -> int:
         print_json({**status(model), **known})
     else:
         for line in _lines(entry, model):
-            print(line)
+            print(wrapped(line, 1))
     return 0
 
 

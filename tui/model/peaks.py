@@ -199,7 +199,8 @@ def ranking_sentences(ranking: PeakRanking) -> list[str]:
 def _standing_sentence(ranking: PeakRanking) -> str:
     first, following = ranking.first, ranking.next
     text = f"highest peak: {gib(first.bytes)} in {phase_words(first.phase)}, step {first.step:,}"
-    return text if following is None else f"{text}; next {phase_words(following.phase)}, {gib(ranking.by)} below"
+    by = f"{gib(ranking.by)} below" if ranking.by else "as high"
+    return text if following is None else f"{text}; next {phase_words(following.phase)}, {by}"
 
 
 def _course(ranking: PeakRanking, phase: str) -> str:

@@ -284,8 +284,9 @@ def _csv(data: CsvData) -> Section:
         title = "rate" if figure in RATES else "memory peak" if figure.startswith("allocated") else f"{figure} memory"
         charts.append(Chart(title, x_name, unit, [curve], marks, notes))
     ranks = counted(len({one.rank for one in measured}), "rank")
+    spread = " to ".join(f"{length:,}" for length in sorted({min(lengths), max(lengths)}))
     facts = [
-        ("measurements", f"{len(measured):,} of {ranks}, {x_name} {min(lengths):,} to {max(lengths):,}"),
+        ("measurements", f"{len(measured):,} of {ranks}, {x_name} {spread}"),
         ("columns", ", ".join(f"{name} = {column}" for name, column in data.mapping.figures.items())),
         ("unit", data.mapping.unit),
     ]

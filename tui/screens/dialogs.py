@@ -258,8 +258,11 @@ class GotoDialog(Dialog):
         if source is None:
             return []
         transport, dim = source.transport, self.theme.style("dim")
-        last = self.app_state.model.total_steps or self.app_state.model.leading_step
-        span = f"step 1 to {last:,}, {time_of_day(transport.first)} to {time_of_day(transport.last)}"
+        # Only where the last step is in view is its number known.
+        steps = (
+            f"step 1 to {self.app_state.model.leading_step:,}, " if transport.mode == "live" or transport.at_end else ""
+        )
+        span = f"{steps}{time_of_day(transport.first)} to {time_of_day(transport.last)}"
         return [
             Line(span, self.theme.base),
             Line("812 a step   12:03:10 a time   +90s a jump   50% a share", dim),

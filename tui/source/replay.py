@@ -54,7 +54,7 @@ _JUMP = re.compile(r"([+-])((?:\d+(?:\.\d+)?[dhms]?\s*)+)")
 _PART = re.compile(r"(\d+(?:\.\d+)?)([dhms]?)")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
-FIX = "type a step (812), a time (12:03:10), a jump (-2m) or a share (50%)"
+FIX = "type 812, 12:03:10, -2m or 50%"
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,8 +133,7 @@ def second_line(summary: Summary, width: int, theme: Theme) -> Line:
         (summary.mfu, lambda share: f"{share * 100:.0f} % ", "MFU"),
         (summary.step_seconds, step_time, "/step"),
     )
-    known = (Line(form(value), base).add(unit, dim) for value, form, unit in rates if value is not None)
-    middle = beside(known, "  ", base)
+    known = [Line(form(value), base).add(unit, dim) for value, form, unit in rates if value is not None]
     left = Line(" loss ", dim)
     if len(summary.losses_by_name) > 1:
         for name, value in summary.losses_by_name[: 2 if width < 120 else 4]:
@@ -143,12 +142,16 @@ def second_line(summary: Summary, width: int, theme: Theme) -> Line:
         left.add(loss(summary.loss) if summary.loss is not None else "not yet", theme.style(bold=True)).add(" ", base)
         if summary.evaluation_loss is not None and width >= WITH_EVALUATION:
             left.add("eval ", dim).add(loss(summary.evaluation_loss), theme.style(bold=True)).add(" ", base)
+    shortest = _peak(summary, "peak ", theme)
+    while len(known) > 1 and left.width + 3 + beside(known, "  ", base).width + shortest.width > width:
+        known.pop()
+    middle = beside(known, "  ", base)
     around = left.width + 3 + middle.width + 2
     whole = _peak(summary, "highest peak ", theme, predicted=True)
     if summary.predicted and around + whole.width + 8 <= width:
         peak = whole
     elif around + peak.width > width:
-        peak = _peak(summary, "peak ", theme)
+        peak = shortest
     room = width - left.width - middle.width - peak.width - 6
     if summary.losses and room >= 4:
         left.join(spark(summary.losses, min(room, max(12, width // 4)), theme))

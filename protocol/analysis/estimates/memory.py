@@ -346,7 +346,7 @@ def guess_mapping(text: str, length: str = "") -> CsvMapping:
             figures.setdefault(RATES[0], name)
     if not length or not figures:
         what = "length" if not length else f"figure (allocated, reserved, active, nvml, {', '.join(RATES)})"
-        raise ValueError(f"no column looks like a {what} among {', '.join(header) or 'none'}: give a mapping")
+        raise ValueError(f"no column looks like a {what} among {', '.join(header) or 'none'}")
     words = re.sub(r"(?<![A-Za-z])bytes?(?![A-Za-z])", "B", " ".join(header), flags=re.IGNORECASE)
     unit = next((one for one in UNITS if re.search(rf"(?<![A-Za-z]){one}(?![A-Za-z])", words, re.IGNORECASE)), "MiB")
     return CsvMapping(length, figures, rank, iteration, unit)

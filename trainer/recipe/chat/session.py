@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from ....protocol.errors import FtmonError, RunNotFoundError, SeveralRunsError, UsageError
 from ....protocol.run import rundir
 from ....protocol.run.rundir import RunDir
+from ....protocol.text import wrapped
 from ..checkpoint import manifest
 from ..checkpoint.manifest import Base, Manifest
 from ..checkpoint.save import DESCRIPTION
@@ -534,6 +535,7 @@ class Session:
 
     def _note(self, text: str) -> None:
         dim = sys.stderr.isatty()
+        text = "\n".join(wrapped(line, 2) for line in text.split("\n"))
         print(f"\x1b[2m{_UNSAFE.sub('', text)}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
 
 

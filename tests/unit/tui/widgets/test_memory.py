@@ -16,7 +16,7 @@ from ftmon.tui.source.base import Connection
 from ftmon.tui.widgets import memory
 from ftmon.tui.widgets.alerts import alert_detail
 from ftmon.tui.widgets.drawing import ASCII, DARK, LIGHT, UNICODE, Line, Theme
-from ftmon.tui.widgets.header import second_line
+from ftmon.tui.widgets.header import Summary, second_line
 from ftmon.tui.widgets.memory import (
     MemoryChoice,
     body_lines,
@@ -164,6 +164,15 @@ def test_a_prediction_that_holds_says_so_and_warns_of_nothing() -> None:
     assert not summary.parted
     assert "predicted" in second_line(summary, 160, Theme()).plain
     assert "predicted" not in second_line(summary, 80, Theme()).plain
+
+
+def test_a_narrow_header_leaves_figures_out_whole() -> None:
+    summary = Summary("run", loss=7.547, tokens_per_second=15_700.0, step_seconds=0.27, peak=1 << 30, capacity=24 << 30)
+    text = second_line(summary, 60, Theme()).plain
+    assert "tok/s" in text
+    assert " peak 1.00 / 24.00 GiB" in text
+    assert len(text) == 60
+    assert "ms" not in text
 
 
 def test_on_a_cpu_and_of_the_first_step_the_screen_says_why_there_is_nothing_to_compare() -> None:
