@@ -22,7 +22,7 @@ from ... import __version__
 from ...protocol.checks import TRAINING_PACKAGES, Check, State, tested_versions, version_check, version_parts
 from ...protocol.errors import RunDirError
 from ...protocol.run.rundir import checked_home
-from ...protocol.text import counted, gib, wrapped
+from ...protocol.text import counted, gib, names_c_locale, wrapped
 from . import output
 from .arguments import build_parser
 from .output import print_json
@@ -90,7 +90,8 @@ def terminal_checks() -> Iterator[Check]:
         yield Check("terminal", "ok", f"{os.environ.get('TERM', '')} {columns}x{lines}{inside}")
     yield _colour_check()
     if output.wants_ascii():
-        text = f"{sys.stdout.encoding} has no block characters: graphs are drawn in plain ASCII"
+        lacking = "the C locale" if names_c_locale() else sys.stdout.encoding
+        text = f"{lacking} has no block characters: graphs are drawn in plain ASCII"
         yield Check("characters", "warning", text, "set LANG to a UTF-8 locale, such as C.UTF-8")
     else:
         yield Check("characters", "ok", "UTF-8")

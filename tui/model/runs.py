@@ -128,20 +128,23 @@ def recorded_entry(path: Path, info: RecordingInfo | None = None) -> RunEntry:
     if info is None:
         with Reader(path, once=True) as reader:
             info = reader.info()
+    folder = _folder_of(path, info)
+    end = folder.read_exit() if folder else None
     return RunEntry(
         id=info.run_id or path.parent.name,
         name=info.name,
         kind=info.kind,
         live=info.live,
         created=info.started,
-        ended=None if info.live else max(info.last_t, info.started),
+        # The hub records some seconds longer than the run lasts.
+        ended=None if info.live else end.time if end else max(info.last_t, info.started),
         host=info.host,
         command=list(info.command),
         recording=str(path),
         recording_bytes=sum(size for _, size in _files(path)),
         problem="",
         **_recorded(info, None, live=info.live),
-        **_trained(_recipe_beside(path, info), list(info.command), info.kind, info),
+        **_trained(folder.read_run().recipe if folder else None, list(info.command), info.kind, info),
     )
 
 
@@ -158,10 +161,11 @@ def _recorded(info: RecordingInfo | None, end: ExitFile | None, *, live: bool) -
     }
 
 
-def _recipe_beside(recording: Path, info: RecordingInfo) -> Recipe | None:
+def _folder_of(recording: Path, info: RecordingInfo) -> RunDir | None:
+    """Return the run's directory if the recording is in it."""
     with suppress(FtmonError):
-        content = RunDir(recording.absolute().parent).read_run()
-        return content.recipe if content.id == info.run_id else None
+        run = RunDir(recording.absolute().parent)
+        return run if run.read_run().id == info.run_id else None
     return None
 
 

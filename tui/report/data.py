@@ -396,7 +396,7 @@ def _run(target: str, warm_up: int) -> RunData:
     if info.missing:
         facts.append(("missing", info.missing))
     shown = [(key, value) for key, value in facts if value]
-    seconds = max(0.0, info.last_t - info.started)  # an empty recording has no last time
+    seconds = entry.duration_s(max(info.last_t, info.started))  # an empty recording has no last time
     name = info.run_id or recording.parent.name
     not_finite = sorted(found.not_finite)
     return RunData(

@@ -9,7 +9,7 @@ from ftmon.protocol.messages.telemetry import Evaluation, Hello, Step
 from ftmon.protocol.messages.wire import Frame
 from ftmon.protocol.run import rundir
 from ftmon.protocol.run.rundir import ExitFile, Recipe, RunDir
-from ftmon.tui.model.runs import RunList, script_words
+from ftmon.tui.model.runs import RunList, recorded_entry, script_words
 from streams import Stream, write
 
 pytestmark = pytest.mark.usefixtures("private_home")
@@ -106,6 +106,17 @@ def test_another_script_has_the_model_that_its_ranks_reported() -> None:
     (entry,) = RunList().entries()
     assert model
     assert entry.subject == f"{model}  train.py --lr 1"
+
+
+def test_a_recording_in_its_run_directory_ends_when_the_run_did() -> None:
+    run = made("over")
+    frames = list(Stream(ranks=1, steps=2).frames())
+    write(run.recording, frames)
+    of_stream = recorded_entry(run.recording)
+    run.write_run(msgspec.structs.replace(run.read_run(), id=of_stream.id))
+    run.write_exit(ExitFile(0, frames[-1].t - 3, "finished"))
+    assert of_stream.ended is not None
+    assert recorded_entry(run.recording).ended == pytest.approx(of_stream.ended - 3)
 
 
 def test_a_failed_run_has_the_reason_from_its_alert_and_its_end() -> None:
