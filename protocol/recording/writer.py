@@ -624,7 +624,7 @@ class Writer:
             getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL or getattr(error, "errno", 0) == errno.ENOSPC
         )
         reason = "the disk is full; free space there and" if full else f"{error};"
-        self.error = f"{self.path}: not recording: {reason} recording resumes by itself"
+        self.error = f"{self.path}: {reason} recording resumes by itself"
         self._retry_at = time.monotonic() + RETRY_S
         if self._connection is not None:
             try:

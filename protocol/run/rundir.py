@@ -302,9 +302,9 @@ class RunDir:
         try:
             write_private(path, data)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
             room = self.room(name)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not (room.exists() or path.exists()):
+                raise
             if room.exists():
                 _overwrite(room, data, error)
                 room.replace(path)

@@ -1,5 +1,6 @@
 """The run directory: private, found by name, refused where it could be somebody else's."""
 
+import errno
 import os
 import re
 import stat
@@ -206,3 +207,12 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         process.write_private(target, "no bytes")  # type: ignore[arg-type]
     assert target.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["file"]
+
+
+def test_a_run_on_a_full_disk_is_refused_with_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(rundir, "write_private", full)
+    with pytest.raises(RunDirError, match="No space left on device; set FTMON_HOME"):
+        rundir.create("run", ["train.py"], "run")
