@@ -197,7 +197,9 @@ def read_header(path: Path) -> Header:
     if not head:
         raise RecordingError(f"{path}: is empty: nothing was recorded, or the copy of it failed")
     if not _MAGIC.startswith(head[:16]):
-        raise RecordingError(f"{path}: is not an ftmon recording (not a SQLite file)")
+        raise RecordingError(
+            f"{path}: is not an ftmon recording (not a SQLite file); 'ftmon snapshot' opens a memory snapshot"
+        )
     if len(head) < _HEADER_BYTES:
         raise RecordingError(f"{path}: is cut short after {len(head)} bytes: nothing of it can be read")
     page, pages, schema, application = (

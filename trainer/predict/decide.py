@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.init:
             Path(given.init).write_text(_file(given, loaded, decided))
     except FtmonError as error:
-        print(sanitize(f"ftmon: {error}"), file=sys.stderr)
+        print(wrapped(sanitize(f"ftmon: {error}"), 2), file=sys.stderr)
         return error.exit_status
     except OSError as error:
         print(sanitize(f"ftmon: {error.filename}: cannot be written: {error.strerror}"), file=sys.stderr)

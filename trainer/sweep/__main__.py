@@ -37,6 +37,7 @@ from ...protocol.sweep.rows import (
     default_output,
     read,
 )
+from ...protocol.text import wrapped
 from ..recipe.hardware import torch_is_cpu_only, usable_gpus
 from . import plan as spec
 from .engines import ENGINES, Jobs, engine, recover
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(f"--on {arguments.on}: one_process is for this host; remove it from {arguments.sweep}")
         return _sweep(wanted, arguments, interrupts)
     except FtmonError as error:
-        print(f"ftmon: {error}", file=sys.stderr)
+        print(wrapped(f"ftmon: {error}", 2), file=sys.stderr)
         return error.exit_status
 
 

@@ -9,6 +9,7 @@ import warnings
 
 from ....protocol.errors import FtmonError, UsageError
 from ....protocol.run import exits
+from ....protocol.text import wrapped
 from ..config.schema import MOST_SEED
 
 
@@ -34,7 +35,7 @@ def main() -> int:
         session = Session(loaded, arguments)
         return session.converse() if sys.stdin.isatty() else session.answer_lines()
     except FtmonError as error:
-        print(f"ftmon: {error}", file=sys.stderr)
+        print(wrapped(f"ftmon: {error}", 2), file=sys.stderr)
         return error.exit_status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

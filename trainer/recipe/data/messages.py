@@ -362,9 +362,10 @@ def detect(record: Record, data: Data) -> str:
                 text = record[data.text_column]
                 return "markers" if isinstance(text, str) and recognise(text) else "text"
             return name
+    two = f", as in: data.prompt_column={columns[0]} data.response_column={columns[1]}" if len(columns) == 2 else ""
     raise UsageError(
         f"data.format cannot be determined from the columns ({listed}): name them in data.text_column, or "
-        "data.prompt_column and data.response_column, or data.messages_column"
+        f"data.prompt_column and data.response_column, or data.messages_column{two}"
     )
 
 

@@ -11,6 +11,7 @@ import sys
 import msgspec
 
 from ....protocol.errors import FtmonError, UsageError
+from ....protocol.text import wrapped
 from .. import hardware
 from ..config.load import load
 from ..preflight import resolve
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
         collected = collect(settled, arguments.samples)
     except FtmonError as error:
-        print(error, file=sys.stderr)
+        print(wrapped(f"ftmon: {error}", 2), file=sys.stderr)
         return 2
     findings = judge(collected.facts)
     if arguments.json:

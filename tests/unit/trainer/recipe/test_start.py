@@ -35,7 +35,7 @@ def test_a_long_setting_that_comes_first_is_not_taken_for_a_file(capsys: pytest.
     first = f"model.config={{model_type: llama, no_such: {'x' * 300}}}"
     assert start._file(StartRequest(kind="train", config=first)) == ""
     assert data_check.main([first]) == 2
-    assert capsys.readouterr().err.startswith("command line: data needs a path")
+    assert capsys.readouterr().err.startswith("ftmon: command line: data needs a path")
 
 
 def resolved(monkeypatch: pytest.MonkeyPatch, gpus: list[str], *overrides: str) -> resolve.Resolved:

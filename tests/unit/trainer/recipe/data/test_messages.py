@@ -89,7 +89,10 @@ def test_a_system_beside_lists_of_messages_belongs_to_the_prompt() -> None:
 
 
 def test_columns_that_fit_no_format_are_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"cannot be determined from the columns \(question, answer\): name them"):
+    with pytest.raises(
+        UsageError, match=r"cannot be determined from the columns \(question, answer\): name them"
+    ) as told:
         messages.detect({"question": "", "answer": ""}, Data())
+    assert str(told.value).endswith("as in: data.prompt_column=question data.response_column=answer")
     renamed = convert({"question": "Hi", "answer": "Hello."}, prompt_column="question", response_column="answer")
     assert renamed[1] == [("user", "Hi"), ("assistant", "Hello.")]
