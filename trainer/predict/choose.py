@@ -343,18 +343,20 @@ def _phase_bytes(fit: Fit, candidate: Candidate, ranks: int, phase: str, tokens:
         inputs = float(fit.weight_bytes * fit.layers * fit.hidden * tokens)
         sizes["activations"] = min(kept, inputs + kept / max(1, fit.layers))
     weights = parts.get("parameters", 0) if candidate.quantized else fit.weight_bytes * fit.parameters
-    return sum(sizes.values()) + _states_bytes(fit, candidate, ranks, phase, weights)
+    return sum(sizes.values()) + _states_bytes(fit, candidate, ranks, phase, weights, sizes.get("activations", 0.0))
 
 
-def _states_bytes(fit: Fit, candidate: Candidate, ranks: int, phase: str, weights: float) -> float:
-    """Return weights, gradients and optimizer states of a rank in a phase, by ZeRO's stage."""
+def _states_bytes(fit: Fit, candidate: Candidate, ranks: int, phase: str, weights: float, activations: float) -> float:
+    """Return weights, gradients and optimizer states of the rank with the most in a phase, by ZeRO's stage."""
     stage = candidate.stage
     size = weights if stage < 3 else weights / ranks + fit.weight_bytes * min(LIVE_PARAMETERS, fit.parameters)
     size += 0 if candidate.offload else fit.state_bytes * fit.trainable / ranks
     gradients = _GRADIENT_BYTES * fit.trainable / (1 if stage < 2 else ranks)
-    # Under ZeRO-2 the only micro-step's gradients are in their partition once all activations are freed.
-    at_once = stage == 2 and candidate.accumulation == 1 and phase != "optimizer"
-    if not (candidate.offload and stage == 3) and not at_once:
+    if stage == 2 and candidate.accumulation == 1 and phase != "optimizer":
+        # The only micro-step. The last rank's partition fills first, while a rank's share of the activations is freed.
+        beside = max(0.0, gradients - activations / ranks)
+        size += beside if phase == "backward" and ranks > 1 and not candidate.offload else 0
+    elif not (candidate.offload and stage == 3):
         size += gradients * (2 if stage == 3 and phase == "optimizer" else 1)
     whole = min(fit.largest_layer, fit.trainable) * fit.weight_bytes  # before it is reduced or added
     return size + (whole if phase == "backward" else 0)

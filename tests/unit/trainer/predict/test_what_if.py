@@ -287,9 +287,13 @@ def test_changes_follow_from_the_parts_of_the_unchanged_run_where_they_show_them
     run_dry = {name for name, row in rows.items() if row.refused}
     assert run_dry == {"selective checkpointing", "LoRA of rank 16"}
     assert all(row.fitted for name, row in rows.items() if name not in run_dry)
-    accumulated = 4 * PARAMETERS // RANKS_OF_CONFIG  # by two micro-steps in place of one
-    assert rows["micro-batch 2"].saved_bytes == ACTIVATIONS // 2 - accumulated
-    assert rows["optimizer offload"].saved_bytes == 12 * PARAMETERS // RANKS_OF_CONFIG
+    # Of the last rank, whose partition fills in one micro-step while a rank's share of the activations is freed.
+    freed = ACTIVATIONS / RANKS_OF_CONFIG
+    assert rows["micro-batch 2"].saved_bytes == pytest.approx(ACTIVATIONS // 2 - freed, abs=1)
+    partition = 4 * PARAMETERS // RANKS_OF_CONFIG  # which DeepSpeed copies to the host, too
+    assert rows["optimizer offload"].saved_bytes == pytest.approx(
+        12 * PARAMETERS // RANKS_OF_CONFIG + partition - freed, abs=1
+    )
     assert rows["optimizer in bf16"].saved_bytes == 4 * PARAMETERS // RANKS_OF_CONFIG
     assert rows["checkpointing"].step_seconds > 1.0
 
