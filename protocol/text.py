@@ -44,9 +44,9 @@ def cells_of(text: str) -> int:
 
 
 def terminal_width(descriptor: int) -> int | None:
-    """Return the width of a descriptor's terminal in cells; None if it has none."""
+    """Return the width of a descriptor's terminal in cells; None if it has none, or one without a size."""
     try:
-        return os.get_terminal_size(descriptor).columns
+        return os.get_terminal_size(descriptor).columns or None
     except OSError:
         return None
 

@@ -5,7 +5,17 @@ import termios
 from pathlib import Path
 
 import pytest
-from ftmon.protocol.text import all_ranks, counted, duration, gib, names_c_locale, ranks_counted, sanitize, wrapped
+from ftmon.protocol.text import (
+    all_ranks,
+    counted,
+    duration,
+    gib,
+    names_c_locale,
+    ranks_counted,
+    sanitize,
+    terminal_width,
+    wrapped,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,8 +104,11 @@ def test_a_line_continues_below_its_last_column_as_wide_as_the_terminal(tmp_path
         assert wrapped("predicted: 64.80 of 76.7 GiB, 70,201 tokens/s", terminal) == (
             "predicted: 64.80 of 76.7 GiB, 70,201\n  tokens/s"
         )
+        assert terminal_width(terminal) == 40
         for whole in ("it has room", "a row of figures  1,024  2,048  fits here"):
             assert wrapped(whole, terminal) == whole
+        termios.tcsetwinsize(terminal, (0, 0))  # as docker exec -t leaves it
+        assert terminal_width(terminal) is None
     finally:
         os.close(ours)
         os.close(terminal)
