@@ -511,6 +511,8 @@ def _reasons(chosen: Choice, space: Space) -> dict[str, str]:
         longer = other.step_seconds / best.step_seconds
         if abs(longer - 1) < 0.01:
             return f"is as fast within 1%, in {gib(other.needed_bytes, 1)}"
+        if longer < 1 and not other.exact:
+            return f"may need {longer:.2f} times as long, which no dry run checked"
         return f"needs {longer:.2f} times as long"
 
     result = {

@@ -79,7 +79,7 @@ def test_a_gpu_without_known_rates_is_ordered_by_those_of_another_with_its_own_m
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [(10.0, "4 is as fast within 1%, in 60.0 GiB"), (9.95, "4 is as fast within 1%, in 60.0 GiB"),
-     (13.5, "4 needs 1.35 times as long"), (9.4, "4 needs 0.94 times as long")],
+     (13.5, "4 needs 1.35 times as long"), (9.4, "4 may need 0.94 times as long, which no dry run checked")],
 )  # fmt: skip
 def test_a_larger_micro_batch_that_is_as_fast_is_not_called_faster(seconds: float, words: str) -> None:
     machine = decide._machine("A100-80GB")
