@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -520,30 +520,45 @@ def delimited(path: Path, most: int | None = None) -> Source:
     content = path.read_bytes()
     # Invalid bytes become lone surrogates, so that the other rows can be used.
     text = content.removeprefix(BOM).decode(errors="surrogateescape")
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if path.suffix == ".tsv" else ",")
+    rows = _rows(text, "\t" if path.suffix == ".tsv" else ",")
+    _, header = next(rows, (1, []))
+    if not header:
+        raise ValueError("has no header line")
+    if problem := _problem(header):
+        raise ValueError(f"line 1 {problem}")
+    if len(set(header)) < len(header):
+        twice = next(name for name in header if header.count(name) > 1)
+        raise ValueError(f"its header names {json.dumps(twice)} twice")
+    for line, row in rows:
+        if row:
+            lines.append(line)
+            problem = _problem(row)
+            if len(row) != len(header):
+                problem = problem or f"has {len(row)} fields, and the header {len(header)}"
+            records.append(RefusedError(problem) if problem else dict(zip(header, row, strict=True)))
+        if len(records) == most:
+            break
+    return Source(records, path.name, hashlib.blake2b(content).hexdigest(), lines)
+
+
+def _rows(text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the first line and the fields of each row; raise ``ValueError`` if a field's quote is not closed."""
+    ended = False
+
+    def lines() -> Iterator[str]:
+        nonlocal ended
+        yield from io.StringIO(text, newline="")
+        ended = True
+
+    reader, first = csv.reader(lines(), delimiter=delimiter), 1
     try:
-        header = next(reader, None)
-        if not header:
-            raise ValueError("has no header line")
-        if problem := _problem(header):
-            raise ValueError(f"line 1 {problem}")
-        if len(set(header)) < len(header):
-            twice = next(name for name in header if header.count(name) > 1)
-            raise ValueError(f"its header names {json.dumps(twice)} twice")
-        start = reader.line_num + 1
         for row in reader:
-            if row:
-                lines.append(start)
-                problem = _problem(row)
-                if len(row) != len(header):
-                    problem = problem or f"has {len(row)} fields, and the header {len(header)}"
-                records.append(RefusedError(problem) if problem else dict(zip(header, row, strict=True)))
-            start = reader.line_num + 1
-            if len(records) == most:
-                break
+            if ended:  # the row was not complete with the last line; all from its first line on is one field
+                raise ValueError(f"line {first} has a quote that is not closed")
+            yield first, row
+            first = reader.line_num + 1
     except csv.Error as error:
         raise ValueError(f"line {reader.line_num}: {error}") from None
-    return Source(records, path.name, hashlib.blake2b(content).hexdigest(), lines)
 
 
 def _problem(row: list[str]) -> str:

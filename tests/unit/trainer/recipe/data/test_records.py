@@ -117,6 +117,17 @@ def test_a_broken_parquet_file_is_refused_without_the_words_of_a_library(
     assert (capfd.readouterr().err, caplog.messages) == ("", [])
 
 
+def test_groups_without_rows_of_a_parquet_file_are_passed_over(tmp_path: Path) -> None:
+    rows = pyarrow.table({"text": ["one", "two"]})
+    for name, parts in {"a.parquet": [rows[:0], rows], "none.parquet": [rows[:0]]}.items():
+        with parquet.ParquetWriter(tmp_path / name, rows.schema) as file:
+            for part in parts:
+                file.write_table(part)
+    assert [record for _, record in read(tmp_path / "a.parquet")] == [{"text": "one"}, {"text": "two"}]
+    with pytest.raises(ConfigError, match=r"none\.parquet: no records"):
+        read(tmp_path / "none.parquet")
+
+
 def test_a_hash_names_the_content_and_not_the_file(tmp_path: Path) -> None:
     for name, content in (("a", "1\n2\n"), ("b", "1\n2\n"), ("c", "1\n3\n")):
         (tmp_path / f"{name}.jsonl").write_text(content)
@@ -142,9 +153,11 @@ def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
         ("c.json", b'[{"text": "a"}, %s]' % DEEP, "is nested too deeply"),
         ("a.csv", b"", "has no header line"),
         ("b.csv", b"text,text\na,b\n", "names .text. twice"),
+        ("c.csv", b'text,more\na,"b\nc"\nd,"e\nf,g\n', "line 4 has a quote that is not closed"),
+        ("d.tsv", b'"text\na\n', "line 1 has a quote that is not closed"),
         ("a.jsonl", b" \n", "no records"),
     ],
-    ids=["json", "empty json", "deep json", "empty csv", "names", "blank lines"],
+    ids=["json", "empty json", "deep json", "empty csv", "names", "open quote", "open header", "blank lines"],
 )
 def test_a_file_that_holds_no_records_is_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
     (tmp_path / name).write_bytes(content)
