@@ -16,6 +16,7 @@ from ..config.schema import Config, File
 from .messages import BOM, RefusedError, Source, delimited, is_json_list, json_list, parse, utf8
 
 _CHUNK = 16 << 20
+_ROWS = 10_000  # of Parquet read at a time
 
 
 class Lines(Source):
@@ -181,12 +182,15 @@ def _open(file: File, config: Config) -> Source:
 
 def _parquet(path: Path) -> Source:
     import datasets
+    from pyarrow import parquet
 
     datasets.disable_progress_bars()
     # It also logs its errors, which the refusal repeats.
     logging.getLogger("datasets.packaged_modules.parquet.parquet").setLevel(logging.CRITICAL)
     try:
-        rows: Any = datasets.load_dataset("parquet", data_files=str(path), split="train")
+        # datasets 5.2 fails for a file without rows, and reads as many at a time as its first group has, if not none.
+        given: Any = {"data_files": str(path), "split": "train", "batch_size": _ROWS}
+        rows: Any = datasets.load_dataset("parquet", **given) if parquet.read_metadata(path).num_rows else []
     except Exception as error:  # datasets raises its own errors, pyarrow's and the file system's
         raise ValueError(_cause(error)) from None
     with path.open("rb") as file:
