@@ -190,11 +190,12 @@ class ChatTemplate:
         if turns is None:
             self._by_prefix = True
             text, turns, _ = self._turns(template, _PROBE, None)
-        if turns is not None and not any(turn.ended for turn in turns):
+        if turns is not None and not all(turn.ended for turn in turns):
             self._ends_by_next = True
-            longer = self._turns(template, _PROBE, None)
-            if longer[1] is not None and all(turn.ended for turn in longer[1]):
-                text, turns, _ = longer
+            longer, found, _ = self._turns(template, _PROBE, None)
+            ended = found is not None and all(turn.ended for turn in found)
+            if found is not None and ended and len(self._tokens_at_ends(longer, found)) == 1:
+                text, turns = longer, found
             else:
                 self._ends_by_next = False
         others = [[message["content"] for message in _PROBE if message is not own] for own in _PROBE]
@@ -204,9 +205,7 @@ class ChatTemplate:
             for turn in turns
         ):
             raise ConfigError(f"{where} does not let the assistant's turns be told from the others; {fix}")
-        self._ends = {
-            next(token for token in self._special if text.endswith(token, 0, turn.end)) for turn in turns if turn.ended
-        }
+        self._ends = self._tokens_at_ends(text, turns)
         for turn in turns:
             content = _PROBE[turn.message]["content"]
             after = text[turn.start : turn.end].partition(content)[2].strip()
@@ -217,6 +216,12 @@ class ChatTemplate:
                     + ", so the model would never learn to stop; give another template, such as plain, or one with "
                     "{{ eos_token }} behind the assistant's content"
                 )
+
+    def _tokens_at_ends(self, text: str, turns: list[Span]) -> set[str]:
+        """Return the tokens that end turns."""
+        return {
+            next(token for token in self._special if text.endswith(token, 0, turn.end)) for turn in turns if turn.ended
+        }
 
     def _reasoning_fields(self, template: Template) -> list[str]:
         """Return the fields in which the template reads an assistant's reasoning."""

@@ -630,6 +630,25 @@ def test_an_answer_ends_with_the_token_of_the_next_role_where_the_template_write
     assert tokenizer.convert_tokens_to_ids("<|user|>") in end_tokens(None, tokenizer)
 
 
+CLOSED_LATER = (
+    "<s>{% set ns = namespace(open=false) %}{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>"
+    "{% else %}{% if ns.open %}<|end|>{% endif %}<|user|>{% endif %}{% set ns.open = m.role == 'assistant' %}"
+    "{{ m.content }}{% if not ns.open %}<|eot_id|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% elif ns.open %}<|end|>{% endif %}"
+)
+
+
+def test_an_answer_s_end_is_learned_where_the_next_message_or_the_end_of_the_chat_writes_it() -> None:
+    tokenizer = family_tokenizer(CLOSED_LATER)  # as Apertus writes them
+    made = encoder(tokenizer)
+    for chat in (CHAT[1:], CHAT[1:3], [*CHAT[1:], CHAT[1]]):
+        document = one(made, {"messages": chat})
+        answers = [message["content"] + "<|end|>" for message in chat if message["role"] == "assistant"]
+        assert segments(tokenizer, document) == answers
+        assert document.turns == document.ends_learned == len(answers)
+    assert tokenizer.convert_tokens_to_ids("<|end|>") in end_tokens(None, tokenizer)
+
+
 @pytest.mark.parametrize(
     "unended",
     [
