@@ -238,6 +238,11 @@ def _from_hub(config: Config) -> Source:
 
     datasets.disable_progress_bars()
     data = config.data
+    if (Path(data.name) / "state.json").is_file():
+        raise ConfigError(
+            f"data.name: {data.name} was written by save_to_disk, for load_from_disk alone; write the data set with "
+            "to_parquet or to_json, and give that file as data.path"
+        )
     try:
         rows: Any = datasets.load_dataset(data.name, data.subset or None, split=data.split)
     except Exception as error:  # as above, and the hub's

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pytest
 from ftmon.protocol.errors import ConfigError
@@ -244,6 +245,12 @@ def test_a_folder_is_read_as_its_files_are_whatever_datasets_would_make_of_the_v
     assert hub_read(folder, split="train[:50%]").digest != hub_read(folder, split="train[50%:]").digest
     with pytest.raises(ConfigError, match=r"data\.split: valid: Unknown split .valid.*train"):
         hub_read(folder, split="valid")
+
+
+def test_a_data_set_of_save_to_disk_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ConfigError, match=r"was written by save_to_disk.* as data.path"):
+        read_records(Config(data=Data(name=str(tmp_path / "saved"))))
 
 
 def test_a_folder_with_settings_for_datasets_is_read_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
