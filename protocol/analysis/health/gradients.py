@@ -133,7 +133,7 @@ class Gradients:
         if row.loss is not None and self._first_loss is None:
             self._first_loss = row.loss
         norm = row.grad_norm
-        if norm is None or norm < 0 or row.overflow:
+        if norm is None or norm < 0 or row.overflow or row.unlabelled:
             return []
         self._seen += 1
         if self._seen <= WARM_UP:

@@ -52,6 +52,8 @@ class JoinedStep:
     overflow: bool = False
     rollout: bool = False
     """Whether the step generated its own training data (reinforcement learning)."""
+    unlabelled: bool = False
+    """Whether a micro-batch had no label: its part of the gradient is 0."""
     ranks: int = 0
     _losses: int = 0
 
@@ -67,6 +69,7 @@ class JoinedStep:
         self.lr = step.lr if step.lr is not None else self.lr
         self.loss_scale = step.loss_scale if step.loss_scale is not None else self.loss_scale
         self.overflow |= step.overflow
+        self.unlabelled |= step.signs is not None and step.signs.unlabelled > 0
         self.rollout = self.rollout or "generate" in [record.name for record in step.phases]
 
 

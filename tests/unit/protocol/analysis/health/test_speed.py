@@ -366,6 +366,15 @@ def test_norms_that_explode_or_collapse_are_found_and_resolve(after: Callable[[f
     assert found[0].facts.usual == pytest.approx(1.0, rel=0.3)
 
 
+def test_norms_of_micro_batches_without_labels_are_no_collapse():
+    signs = Signs(labelled=1, unlabelled=1)
+    steps = [
+        msgspec.structs.replace(each, grad_norm=0.0, signs=signs) if each.step > 200 else each
+        for each in series(400, grad_norm=norm)
+    ]
+    assert "gradient_collapse" not in kinds(fed(steps))
+
+
 def test_a_scaler_at_its_floor_is_told_from_one_that_skips_too_often():
     def steps(scale: float, share: float) -> list[Step]:
         r = random.Random(1)
