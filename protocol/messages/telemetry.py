@@ -474,11 +474,14 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """Name of the first of them."""
     no_gradients: bool = False
     """No parameter of the optimizer had a gradient at this update."""
+    zero_gradients: bool = False
+    """The sampled gradients of the update before, at the beginning, were all exactly 0."""
     apart: bool = False
     """None of the step's gradients was reduced over the ranks: DDP was inside ``no_sync`` in each micro-batch."""
-    clipped: Literal["", "zero", "scaled", "discarded", "replaced"] = ""
+    clipped: Literal["", "zero", "scaled", "discarded", "replaced", "late", "kept"] = ""
     """Gradients were clipped to a norm of zero, or before a loss scaler had divided them by its scale, or set to zero
-    between the backward and the update, or so those of all micro-batches but the last of each update so far."""
+    between the backward and the update, or so those of all micro-batches but the last of each update so far; or they
+    were clipped after their update, or not set to zero before the backward of this one."""
     repeated: Whole = 0
     """Micro-batches with the data of the one before."""
     shifted: Literal["", "never", "once", "twice"] = ""

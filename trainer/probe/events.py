@@ -420,8 +420,10 @@ class TorchEvents(Events):
         if norm is not None and not self._regular.goes_on(Code.CLIPPED, None, norm):
             self._updates.note_grad_norm(norm)
             self._limits = limit != inf if isinstance(limit, int | float) else True
+            notes = self._training.tracker.notes
+            notes.clipped_before = self._limits and not notes.micro_steps
             if isinstance(limit, int | float) and limit == 0:
-                self._training.tracker.notes.clipped = "zero"
+                notes.clipped = "zero"
 
     def adopt(self, *, updates: bool = True) -> bool:
         """Make this thread the training thread before the first update, or once the former one has ended.
@@ -568,6 +570,8 @@ class TorchEvents(Events):
         if self._sought < BACKWARDS and not self.in_backward:
             self._sought += 1
             self._seek_model(losses)
+        if self._updates.gradients is not None and not self.in_backward:
+            self._updates.see_kept()
         return super().backward(losses, scaled=scaled)
 
     @guarded

@@ -614,7 +614,8 @@ def _misaligned(finding: Finding) -> Words:
     return Words(
         f"labels are not shifted since step {facts.since_step}: the model learns to copy its input",
         "The label of a position in the loss is the token at that position, which a causal model sees.",
-        "Compare logits[:, :-1] with labels[:, 1:], or give the labels to the model, which shifts them itself.",
+        "Compare logits[:, :-1] with labels[:, 1:], or give the labels to the model, which shifts them itself; a "
+        "decoder's input is the labels moved right by one.",
         "Labels are the next tokens.",
     )
 

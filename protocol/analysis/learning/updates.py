@@ -123,6 +123,14 @@ class RowFacts(msgspec.Struct, frozen=True):
     since_step: int
 
 
+class ConstantFacts(msgspec.Struct, frozen=True):
+    """Steps in a row, from the first one on, with one loss."""
+
+    steps: int
+    since_step: int
+    loss: float = 0.0
+
+
 class ClippedFacts(msgspec.Struct, frozen=True):
     """Gradients that are clipped by mistake."""
 
@@ -151,8 +159,14 @@ class _Row:
 class _Rank:
     def __init__(self) -> None:
         self.skipped, self.still, self.zero, self.evaluating = _Row(), _Row(), _Row(), _Row()
-        self.zeros = {"zero_loss": _Row(), "zero_norm": _Row()}
-        """Steps from the first one on whose loss or norm is 0; those of a figure that was another one end."""
+        self.constant: _Row | None = _Row()
+        """Steps from the first one on with one loss, and no gradient; None: another loss was seen."""
+        self.zero_norm: _Row | None = _Row()
+        """Those whose norm is 0; None: another one was seen."""
+        self.loss: float | None = None
+        """The first loss."""
+        self.zero_gradients = 0
+        """Updates whose sampled gradients were seen to be 0."""
         self.last_skipped = SkippedFacts(0, 0, None, None, None, "")
         self.apart: _Row | None = _Row()
         """Steps from the first one on without reduced gradients; None: there were some with."""
@@ -160,6 +174,8 @@ class _Rank:
         """Steps that were seen to clip by mistake, and the first of them."""
         self.finite = 0
         """The last step whose sampled weights were finite."""
+        self.bare = False
+        """Whether the optimizer had no gradient in the last step in which that was looked at."""
         self.part, self.mode_unread = "", 0
         """The part of the model that was in evaluation mode when the modes of parts were last looked at; steps before
         the first in evaluation mode whose mode was not read."""
@@ -328,12 +344,13 @@ def _apart(finding: Finding) -> Words:
 
 
 def _zero_loss(finding: Finding) -> Words:
-    facts: RowFacts = finding.facts
+    facts: ConstantFacts = finding.facts
     return Words(
-        f"the loss has been exactly 0 for {facts.steps} steps: nothing is learned",
-        f"Since step {facts.since_step}. Its gradients are 0, too: only weight decay changes the weights.",
-        "Look for a mask or a weight that is 0 everywhere, labels that are all ignored, rewards that are all equal.",
-        "The loss is above 0.",
+        f"the loss has been exactly {number(facts.loss)} for {facts.steps} steps: nothing is learned",
+        f"Since step {facts.since_step}. Its gradients are 0: only weight decay changes the weights.",
+        "Look for a mask or a weight that is 0 everywhere, labels that are all ignored, rewards that are all equal, "
+        "or pairs whose two sides are the same.",
+        "The loss changes.",
     )
 
 
@@ -407,6 +424,16 @@ _CLIPPED = {
         "Call zero_grad() once after each update, not in each micro-batch of an accumulation; if the script adds the "
         "gradients up elsewhere, nothing is wrong.",
     ),
+    "late": (
+        "gradients are clipped after their update",
+        "The clipping has no effect: the update was made before it, and the next backward is without these gradients.",
+        "Clip between the backward and the update; with a loss scaler, after scaler.unscale_(optimizer).",
+    ),
+    "kept": (
+        "gradients are not set to zero between updates",
+        "Each backward adds to the gradients of the updates before it, so an update goes along all batches so far.",
+        "Call optimizer.zero_grad() after each update, of the optimizer or the model that is trained.",
+    ),
 }
 
 
@@ -453,8 +480,11 @@ class Updates(Detector):
             shown={"first": Shown("first"), "detached": HIDDEN},
         ),
         *(
-            Kind(name, RowFacts, words, limits={"steps in a row, from the first one": f"{ZERO}"})
-            for name, words in (("zero_loss", _zero_loss), ("zero_norm", _zero_norm))
+            Kind(name, facts, words, limits={"steps in a row, from the first one": f"{ZERO}"})
+            for name, facts, words in (
+                ("zero_loss", ConstantFacts, _zero_loss),
+                ("zero_norm", RowFacts, _zero_norm),
+            )
         ),
         Kind("gradients_apart", RowFacts, _apart, limits={"steps from the first one on": f"{APART}"}),
         Kind("weights_put_back", RowFacts, _put_back),
@@ -540,6 +570,7 @@ class Updates(Detector):
         zero = step.lr == 0
         if sampled:
             rank.still.add(still, step.step)
+            rank.bare = bare
         many = rank.zero.add(zero, step.step) >= ZERO or (
             still and rank.still.lasts(step.step) >= (BARE if bare else STILL)
         )
@@ -547,16 +578,7 @@ class Updates(Detector):
             row = rank.zero if zero else rank.still
             facts = StillFacts(row.lasts(step.step), row.since, step.lr, step.grad_norm, *self._sizes, bare)
             found += self._judge("weights_unchanged", many, step, facts, row.since)
-        for name, figure, holds in (
-            ("zero_loss", step.loss, step.loss == 0 and not unlabelled),
-            ("zero_norm", step.grad_norm, step.grad_norm == 0 and bool(step.loss) and not (bare or zero or unlabelled)),
-        ):
-            if (row := rank.zeros.get(name)) is None or figure is None:
-                continue
-            if row.add(holds, step.step) >= ZERO or not holds:
-                found += self._judge(name, holds, step, RowFacts(row.count, row.since), row.since)
-            if figure:
-                del rank.zeros[name]
+        found += self._of_constants(rank, step, unlabelled, rank.bare or zero or unlabelled)
         if sampled:
             rank.part = signs.evaluating_part if signs is not None else ""
         whole = signs is not None and signs.evaluating
@@ -596,7 +618,7 @@ class Updates(Detector):
             found += self._once("weights_overwritten", facts, step.rank, step.step, "error")
         if signs is not None and signs.unloaded:
             found += self._once("weights_not_loaded", RowFacts(1, step.step), step.rank, step.step, "error")
-        if signs is not None and signs.clipped:
+        if signs is not None and signs.clipped and not (signs.clipped == "late" and not step.grad_norm):
             rank.clipped, rank.clipped_since = rank.clipped + 1, rank.clipped_since or step.step
             if rank.clipped >= CLIPPED:
                 clipped = ClippedFacts(signs.clipped, rank.clipped_since)
@@ -605,6 +627,26 @@ class Updates(Detector):
             found += self._end_of_pass(step, signs.pending, "joined")
         if signs is not None and signs.dropped:
             found += self._end_of_pass(step, signs.dropped, "dropped")
+        return found
+
+    def _of_constants(self, rank: _Rank, step: Step, unlabelled: bool, explained: bool) -> list[Finding]:
+        """Judge a norm, and a loss, that are the same from the first step on; ``explained``: others say why."""
+        found, loss, norm = list[Finding](), step.loss, step.grad_norm
+        if (row := rank.zero_norm) is not None and norm is not None:
+            holds = norm == 0 and bool(loss) and not explained
+            if row.add(holds, step.step) >= ZERO or not holds:
+                found += self._judge("zero_norm", holds, step, RowFacts(row.count, row.since), row.since)
+            rank.zero_norm = None if norm else row
+        rank.zero_gradients += step.signs is not None and step.signs.zero_gradients
+        if (row := rank.constant) is not None and loss is not None:
+            rank.loss = loss if rank.loss is None else rank.loss
+            same = loss == rank.loss and not norm
+            holds = same and not unlabelled and (norm is None or not loss)
+            known = norm == 0 or rank.zero_gradients >= CLIPPED
+            if (row.add(holds, step.step) >= ZERO and known) or not holds:
+                facts = ConstantFacts(row.count, row.since, rank.loss)
+                found += self._judge("zero_loss", holds, step, facts, row.since)
+            rank.constant = row if same else None
         return found
 
     def _end_of_pass(self, step: Step, micro_batches: int, how: str) -> list[Finding]:

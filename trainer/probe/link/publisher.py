@@ -311,7 +311,7 @@ def without_device(raw: StepRaw) -> StepRaw:
     for name in ("losses", "reported", "trainer_losses"):
         setattr(notes, name, list(filter(_is_here, getattr(notes, name))))
     notes.labels, notes.weights, notes.received, notes.attended = [], None, [], []
-    notes.weights_before, notes.targets = None, []
+    notes.weights_before, notes.gradients, notes.targets = None, None, []
     notes.seen = [each._replace(of_loss=None) for each in notes.seen]
     notes.tokens = [count for count in notes.tokens if not isinstance(count, cuda.Fetched)]
     for part in (notes, *notes.parts.values()):

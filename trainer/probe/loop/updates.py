@@ -163,6 +163,8 @@ class Updates:
         """Whether parameters that no optimizer updates were found, and were looked for once more."""
         self.learned: dict[int, Callable[[], Any]] = {}
         """By id: weak references to the parameters that the first backwards had gradients of."""
+        self.gradients: Any = None
+        """Sampled ones of the latest update, at the beginning, until the next backward."""
         self._updated = set[int]()
         """Ids of the parameters of the first optimizers, which may be gone in another stage of the training."""
 
@@ -222,6 +224,12 @@ class Updates:
         else:
             self._tracker.notes.overflow = False
             self._end_step(None)
+
+    @guarded
+    def see_kept(self) -> None:
+        """Note, as a backward begins, what is left of the gradients of the update before."""
+        before, self.gradients = self.gradients, None
+        self._tracker.own_notes().gradients = before, self._weights.gradients()
 
     @guarded
     def open_closure(self) -> None:
@@ -327,12 +335,16 @@ class Updates:
                 notes.clipped = "discarded"
             elif self._replaces and notes.zeroed and not state.engine_steps:
                 notes.clipped = "replaced"
+        if notes.clipped_before and notes.micro_steps and not state.engine_steps:
+            notes.clipped = "late"
         self._replaces &= tracker.notes.zeroed
         if tracker.step < LAST_LOOK:
             self._see_gradients(by)
         if self._sampled < PUT_BACK:
             self._sampled += 1
             tracker.notes.weights_before = self._weights.take(by)
+            is_alone = by is not None and not state.engine_steps and self._forwards.is_sole(by)
+            self.gradients = self._weights.gradients(by) if is_alone else None
         if self._sampled == 1 and not state.engine_steps:  # after a resume
             tracker.step = max(tracker.step, steps_done(by))
         if self._sampled < PUT_BACK and not self._is_left_out:  # a closure's gradients are not there at the first one

@@ -138,6 +138,10 @@ class Notes:
     """What models made their attention masks from (``values.signs.Attended``)."""
     weights: Any = None
     """Sampled weights after the update (``values.signs.WeightSampler``)."""
+    clipped_before: bool = False
+    """Gradients were clipped before the first backward of the step, and not since."""
+    gradients: Any = None
+    """Sampled gradients at the update before, and the same before the first backward since, at the beginning."""
     weights_before: Any = None
     """The same before the training's first update."""
     left_out: tuple[int, str] = 0, ""

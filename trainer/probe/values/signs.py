@@ -45,7 +45,7 @@ ROUNDED = 64
 _BIDIRECTIONAL = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
 _MOST_NODES = 12
 """Operations between a cross entropy and the loss that goes backward."""
-_MOST_ROWS = 4
+_MOST_ROWS = 8
 """Tensors of token ids in the graph of a loss."""
 _MOST_FRAMES = 32
 """Frames between the function that makes a mask and the forward with the labels."""
@@ -196,6 +196,7 @@ class WeightSampler:
         self._of: Callable[[], Any] = nothing
         self._parameters: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         """Sampled ones of the present owner, by what updates them."""
+        self._gradients_of: list[Any] = []
         self._looked_at: Callable[[], Any] = nothing
         self._differing: list[weakref.ref[Any]] = []
         """Modules of that model that behave differently in evaluation mode."""
@@ -249,6 +250,18 @@ class WeightSampler:
         values = tuple(map(_copy, parameters))
         return values if values and all(value is not None for value in values) else None
 
+    def gradients(self, updater: Any = None) -> tuple[Any, ...]:
+        """Return the gradients of the weights that were sampled last, like ``take``; of ``updater``, or of the last."""
+        if updater is not None:
+            own = set(map(id, parameters_of(updater)))
+            self._gradients_of = [each for each in self._parameters.get(updater, ()) if id(each()) in own]
+        return tuple(_gradient(each) for reference in self._gradients_of if (each := reference()) is not None)
+
+
+def _gradient(parameter: Any) -> Any:
+    gradient = parameter.grad
+    return None if gradient is None or gradient.layout is not torch.strided else _copy(gradient)
+
 
 def left_out(model: Any, updated: Set[int], others: Sequence[Any] = ()) -> tuple[int, str]:
     """Return how many parameters of a model have gradients and are not ``updated``, by ids, and the first one's name.
@@ -280,6 +293,19 @@ def gradient_of(updater: Any) -> Callable[[], Any]:
     gradients = (each.grad for group in groups for each in group["params"] if each.grad is not None)
     first = next(gradients, None)
     return nothing if first is None else weakref.ref(first)
+
+
+def _are_zero(gradients: Sequence[Any]) -> bool:
+    return bool(gradients) and not any(each is None or bool(_on_host(each).any()) for each in gradients)
+
+
+def _were_kept(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    """Return whether sampled gradients of an update, some not 0, were the same before the next backward."""
+    if not before or len(before) != len(now) or any(each is None for each in (*before, *now)):
+        return False
+    pairs = [(_on_host(own), _on_host(other)) for own, other in zip(before, now, strict=True)]
+    is_same = all(_bytes(own).tobytes() == _bytes(other).tobytes() for own, other in pairs)
+    return is_same and any(bool(own.any()) for own, _ in pairs)
 
 
 def has_lost_weights(trained: Trained) -> bool:
@@ -394,11 +420,12 @@ class SignReader:
             "left_out_first": notes.left_out[1],
             "detached": notes.detached[0],
             "detached_first": notes.detached[1],
-            "clipped": notes.clipped,
+            "clipped": "kept" if notes.gradients and _were_kept(*notes.gradients) else notes.clipped,
             "evaluating": notes.evaluating,
             "evaluating_part": notes.evaluating_part,
             "weights_lost": notes.weights_lost,
             "no_gradients": notes.no_gradients,
+            "zero_gradients": notes.gradients is not None and _are_zero(notes.gradients[0]),
             "apart": notes.never_reduced,
             "repeated": self._repeated,
             "weights": weights,
@@ -417,7 +444,7 @@ class SignReader:
             if any(each.of_loss is not None for each in arrived):
                 self._of_loss_in = number
         pair = next(iter(notes.targets), None)
-        if pair is not None and _continues(own_model(self._trained.any_model())):
+        if pair is not None and _continues(own_model(self._trained.any_model()), pair[0]):
             shifted = _shifted_of(*pair)
             figures["shifted"] = shifted if shifted != "once" or self._shifted else ""
             self._shifted = shifted if shifted != "once" else ""
@@ -550,9 +577,16 @@ def _generates(model: Any) -> bool:
     return not callable(can_generate) or bool(can_generate())
 
 
-def _continues(model: Any) -> bool:
-    """Return whether a model may predict what follows its input: an encoder's labels may be the input itself."""
-    return _generates(model) and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+def _continues(model: Any, rows: Sequence[Any]) -> bool:
+    """Return whether a model may predict what follows its input: an encoder's labels may be the input itself.
+
+    Beside an encoder's input, what its decoder is given must be among ``rows``: square ones are relative positions.
+    """
+    if not _generates(model) or not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return _generates(model)
+    shapes = [list(each.shape) for each in map(_on_host, rows) if each is not None]
+    lengths = [shape[0] for shape in shapes if len(shape) == 2 and shape[0] != shape[1]]
+    return len(set(lengths)) < len(lengths)
 
 
 def _begins_twice(seen: Seen, begin: int) -> bool:

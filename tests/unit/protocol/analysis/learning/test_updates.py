@@ -201,6 +201,41 @@ def test_a_change_inside_gathered_parameters_is_told_with_its_line(overwritten: 
     assert other.condition != told.condition
 
 
+@pytest.mark.parametrize(
+    ("loss", "norm", "zero", "raised"),
+    [
+        (0.0, None, True, True),
+        (0.0, None, False, False),  # of normalised rewards, whose gradients are not 0
+        (0.0, 0.5, True, False),
+        (0.6931, None, True, True),
+        (0.6931, None, False, False),
+    ],
+)
+def test_a_loss_that_stays_the_same_is_told_where_its_gradients_are_0(
+    loss: float, norm: float | None, zero: bool, raised: bool
+) -> None:
+    signs = Signs(zero_gradients=zero)
+    steps = [
+        step(number, loss=loss if number < 40 else 1.0, grad_norm=norm, signs=signs if 1 < number < 6 else None)
+        for number in range(1, 60)
+    ]
+    expected = [(ZERO, "zero_loss", "raised", 1), (40, "zero_loss", "resolved", 1)]
+    assert found(Updates(), steps) == (expected if raised else [])
+    assert found(Updates(), [replace(each, loss=loss + each.step / 1000) for each in steps]) == []
+
+
+def test_a_norm_of_0_is_told_once_where_gradients_are_looked_for_in_some_steps() -> None:
+    coarse = [PhaseRecord("backward", 0, 1, Span(0, 0, 0), Span(0, 0, 0), coarse=True)]
+    steps = [step(number, loss=2.0, grad_norm=0.0) for number in range(1, 60)]
+    bare = [
+        replace(each, signs=Signs(weights="same", no_gradients=True))
+        if each.step % 8 == 1
+        else replace(each, phases=coarse, memory_every=8)
+        for each in steps
+    ]
+    assert [kind for _, kind, _, _ in found(Updates(), bare)] == ["weights_unchanged"]
+
+
 def test_a_loss_or_a_norm_that_is_0_from_the_first_step_on_is_told_until_it_is_not() -> None:
     steps = [step(number, loss=float(number > 30), grad_norm=float(number > 30)) for number in range(1, 60)]
     loss = [(ZERO, "zero_loss", "raised", 1), (31, "zero_loss", "resolved", 1)]
@@ -251,11 +286,17 @@ def test_weights_that_an_engine_overwrites_or_does_not_load_are_told_once_unless
     assert found(detector, steps) == []
 
 
-@pytest.mark.parametrize("how", ["zero", "scaled", "discarded", "replaced"])
+@pytest.mark.parametrize("how", ["zero", "scaled", "discarded", "replaced", "kept"])
 def test_gradients_that_are_clipped_by_mistake_are_told_once_with_the_first_step(how: Any) -> None:
     detector = Updates()
     steps = [step(number, signs=Signs(clipped=how) if number in (2, 3, 9, 20) else None) for number in range(1, 30)]
     assert found(detector, steps) == [(9, "clipping", "raised", 2)]
+
+
+def test_clipping_after_the_update_is_told_if_there_are_gradients() -> None:
+    steps = [step(number, grad_norm=0.5, signs=Signs(clipped="late")) for number in range(2, 6)]
+    assert found(Updates(), steps) == [(4, "clipping", "raised", 2)]
+    assert found(Updates(), [replace(each, grad_norm=0.0, lr=None) for each in steps]) == []
 
 
 def test_weights_that_were_not_looked_at_in_each_step_are_lost_since_a_step_after_the_last_look() -> None:

@@ -1,6 +1,7 @@
 """Loops that are followed by the order of earlier steps: each step is told as if every event had been judged."""
 
 import json
+import math
 from collections import OrderedDict
 from itertools import chain, pairwise
 from threading import Thread
@@ -803,6 +804,117 @@ def test_micro_batches_whose_gradients_are_set_to_zero_before_each_update_are_no
     first, *others = training.outbox.unsent_steps()  # in the first the optimizer is not known before its update
     assert first.notes.clipped == ""
     assert {raw.notes.clipped for raw in others} == how
+
+
+def never_zeroed(loop, _):
+    loop.optimizer.step()
+
+
+def zeroed_after_two(loop, number):
+    loop.optimizer.step()
+    if number % 2:
+        loop.optimizer.zero_grad()
+
+
+def zeroed_in_place(loop, _):
+    loop.optimizer.step()
+    loop.optimizer.zero_grad(set_to_none=False)
+
+
+def zeroed_by_hand(loop, _):
+    loop.optimizer.step()
+    for each in loop.model.parameters():
+        each.grad.data.zero_()
+
+
+def decayed_by_hand(loop, _):
+    loop.optimizer.step()
+    for each in loop.model.parameters():
+        each.grad *= 0.9
+
+
+def in_a_closure(loop, _):
+    loop.optimizer.zero_grad()
+
+    def closure():
+        loop.optimizer.zero_grad(set_to_none=False)
+        loss = loop.model(torch.ones(2, 5, dtype=torch.long)).mean()
+        loss.backward()
+        return loss
+
+    loop.optimizer.step(closure)
+
+
+@pytest.mark.parametrize(
+    ("end", "noted"),
+    [
+        (never_zeroed, ["", "kept", "kept", "kept", "kept"]),
+        (zeroed_after_two, ["", "kept", "", "kept", ""]),
+        (zeroed_in_place, [""] * 5),
+        (zeroed_by_hand, [""] * 5),
+        (decayed_by_hand, [""] * 5),
+        (in_a_closure, [""] * 5),
+    ],
+)
+def test_gradients_that_are_not_set_to_zero_between_the_first_updates_are_noted(end, noted, monkeypatch):
+    training = probed(monkeypatch, coarse=False)
+    loop = Loop()
+    for number, batch in enumerate(loop.loader):
+        loop.loss(batch).backward()
+        end(loop, number)
+    reader = SignReader(training.trained)
+    found = [reader.of_step(1, raw.notes)[1] for raw in training.outbox.unsent_steps()[:5]]
+    assert [each.clipped if each else "" for each in found] == noted
+
+
+def test_gradients_of_parameters_that_no_optimizer_has_are_not_kept(monkeypatch):
+    training = probed(monkeypatch, coarse=False)
+    loop, other = Loop(), torch.nn.Linear(4, 4).requires_grad_(False)  # as the base of adapters made later
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    training.trained.find(lambda: loop.model)
+    for batch in loop.loader:
+        loop.loss(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    reader = SignReader(training.trained)
+    found = [reader.of_step(1, raw.notes)[1] for raw in training.outbox.unsent_steps()]
+    assert {each.clipped if each else "" for each in found} == {""}
+
+
+def test_a_generator_s_backward_through_a_discriminator_that_is_zeroed_before_its_own_keeps_nothing(monkeypatch):
+    training = probed(monkeypatch, coarse=False)
+    one, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    first, second = torch.optim.SGD(other.parameters(), lr=0.1), torch.optim.SGD(one.parameters(), lr=0.1)
+    for _ in range(6):
+        first.zero_grad()
+        other(one(torch.ones(2, 4)).detach()).mean().backward()
+        first.step()
+        second.zero_grad()
+        other(one(torch.ones(2, 4))).mean().backward()
+        second.step()
+    reader = SignReader(training.trained)
+    found = [reader.of_step(1, raw.notes)[1] for raw in training.outbox.unsent_steps()]
+    assert {each.clipped if each else "" for each in found} == {""}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "how"),
+    [(None, 1.0, "late"), (None, math.inf, ""), (1.0, 1.0, ""), (1.0, None, ""), (None, None, "")],
+)
+def test_gradients_that_are_clipped_after_the_update_are_noted(before, after, how, monkeypatch):
+    training = probed(monkeypatch, coarse=False)
+    loop = Loop()
+    for batch in loop.loader:
+        loop.loss(batch).backward()
+        if before is not None:
+            torch.nn.utils.clip_grad_norm_(loop.model.parameters(), before)
+        loop.optimizer.step()
+        if after is not None:
+            torch.nn.utils.clip_grad_norm_(loop.model.parameters(), after)
+        loop.optimizer.zero_grad()
+    first, *others = [raw.notes.clipped for raw in training.outbox.unsent_steps()[:5]]
+    assert first == ""
+    assert set(others) == {how}
 
 
 class Detached(Two):

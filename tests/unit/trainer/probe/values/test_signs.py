@@ -182,6 +182,13 @@ def test_an_engine_s_update_that_moves_weights_further_than_adam_has_overwritten
     assert not read(reader, weights=after)[1].overwritten
 
 
+@pytest.mark.parametrize(
+    ("gradients", "zero"), [((torch.zeros(3),), True), ((torch.ones(3),), False), ((), False), ((None,), False)]
+)
+def test_sampled_gradients_that_are_all_0_are_told(gradients: tuple[Any, ...], zero: bool) -> None:
+    assert read(SignReader(Trained()), gradients=(gradients, gradients))[1].zero_gradients == zero
+
+
 @pytest.mark.parametrize("owner", [torch.nn.Linear(1, 1), None, SimpleNamespace()])
 def test_only_a_module_s_forward_has_received_labels(owner: Any) -> None:
     def forward(self: Any, labels: Any) -> Any:

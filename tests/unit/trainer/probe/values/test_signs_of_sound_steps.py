@@ -236,6 +236,22 @@ def test_labels_of_an_encoder_may_be_its_input(facts):
 
 
 @pytest.mark.parametrize(
+    ("decoder", "shifted"),
+    [
+        (ROWS, "never"),
+        (nn.functional.pad(ROWS[:, :-1], (1, 0)), ""),
+        (torch.zeros(8, 8, dtype=torch.long), ""),  # relative positions of the encoder: the decoder has no ids
+    ],
+)
+@pytest.mark.parametrize("encoder", [ROWS, ROWS.flip(1)])
+def test_labels_are_compared_with_what_a_decoder_is_given(encoder, decoder, shifted):
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(is_encoder_decoder=True)
+    found = signs_of(trained_on(model), targets=[([encoder, decoder], ROWS.reshape(1, -1))])
+    assert (found.shifted if found is not None else "") == shifted
+
+
+@pytest.mark.parametrize(
     ("first", "second", "masked", "begin", "twice"),
     [(1, 1, 1, 1, 1), (1, 5, 1, 1, 0), (1, 1, 0, 1, 0), (1, 1, 1, None, 0), (5, 1, 1, 1, 0)],
 )
