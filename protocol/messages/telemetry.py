@@ -438,6 +438,10 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """End-of-sequence tokens among the labels."""
     begun_twice: Whole = 0
     """Micro-batches of which each row begins with two beginning-of-sequence tokens of the model."""
+    padding: Whole = 0
+    """Labels in the loss that are padding after padding, by the attention mask."""
+    padding_of: Whole = 0
+    """Labels in the loss of the micro-batches that were looked at for it, if there are such ones."""
     mixed: Whole = 0
     """Micro-batches with rows of several documents that attend to each other."""
     mixed_by: Literal["", "mask", "cache", "batch", "encoder", "4-D mask", "numbers"] = ""

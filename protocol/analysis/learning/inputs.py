@@ -26,6 +26,10 @@ ENDS = 16
 """End-of-sequence tokens seen before their absence among the labels is no accident."""
 BEGUN_TWICE = 3
 """Micro-batches whose rows begin twice that are no accident."""
+PADDING = 64
+"""Labels that are padding after padding, in ..."""
+PADDED = 3
+"""... this many steps, which are no accident."""
 ALIKE = 4
 """Steps in a row with the batches of other steps, one for one, that are no accident."""
 COPIES = 5
@@ -66,6 +70,14 @@ class BeginFacts(msgspec.Struct, frozen=True):
     """Rows with two beginning-of-sequence tokens."""
 
     micro_batches: int
+    since_step: int
+
+
+class PaddingFacts(msgspec.Struct, frozen=True):
+    """Labels in the loss that are padding."""
+
+    padding: int
+    labels: int
     since_step: int
 
 
@@ -192,6 +204,17 @@ def _begun_twice(finding: Finding) -> Words:
     )
 
 
+def _padding(finding: Finding) -> Words:
+    facts: PaddingFacts = finding.facts
+    return Words(
+        f"padding is learned: {facts.padding / max(1, facts.labels):.0%} of the labels in the loss",
+        f"Since step {facts.since_step} labels are not ignored where the attention mask is 0: {facts.padding} of "
+        f"{facts.labels} that were looked at. They are soon easy, so the loss is lower than that of the text.",
+        "Set labels to -100 where the attention mask is 0, or let a collator pad the labels (DataCollatorForSeq2Seq).",
+        "Padding is ignored.",
+    )
+
+
 def _mixed(finding: Finding) -> Words:
     facts: MixedFacts = finding.facts
     why, remedy = _MIXED.get(facts.by, _MIXED["mask"])
@@ -245,6 +268,13 @@ class Inputs(Detector):
             limits={"micro-batches of such rows": f"{BEGUN_TWICE}"},
         ),
         Kind(
+            "padding_learned",
+            PaddingFacts,
+            _padding,
+            shown={"padding": Shown("padding"), "labels": Shown("of", "labels")},
+            limits={"labels that are padding after padding": f"{PADDING}, in {PADDED} steps"},
+        ),
+        Kind(
             "mixed_documents",
             MixedFacts,
             _mixed,
@@ -263,6 +293,7 @@ class Inputs(Detector):
         self._ends = self._learned = self._ends_steps = self._ends_since = 0
         self._mixed: dict[int, int] = {}
         self._begun_twice = self._begun_since = 0
+        self._padding = self._padding_of = self._padded = self._padding_since = 0
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return the method for each type of message."""
@@ -282,6 +313,7 @@ class Inputs(Detector):
             *self._of_ends(step, signs),
             *self._of_documents(step, signs),
             *self._of_begins(step, signs),
+            *self._of_padding(step, signs),
         ]
 
     def _of_labels(self, step: Step, signs: Signs) -> list[Finding]:
@@ -328,6 +360,19 @@ class Inputs(Detector):
             return []
         facts = BeginFacts(self._begun_twice, self._begun_since)
         return [Finding("begun_twice", facts, step=self._begun_since)]
+
+    def _of_padding(self, step: Step, signs: Signs) -> list[Finding]:
+        def is_told() -> bool:
+            return self._padding >= PADDING and self._padded >= PADDED
+
+        if not signs.padding or is_told():
+            return []
+        self._padding_since = self._padding_since or step.step
+        self._padding += signs.padding
+        self._padding_of += signs.padding_of
+        self._padded += 1
+        facts = PaddingFacts(self._padding, self._padding_of, self._padding_since)
+        return [Finding("padding_learned", facts, step=facts.since_step)] if is_told() else []
 
     def _of_documents(self, step: Step, signs: Signs) -> list[Finding]:
         if not signs.mixed or step.rank in self._mixed:

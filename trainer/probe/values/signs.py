@@ -495,6 +495,9 @@ class SignReader:
         begin = _of_generation("bos_token_id", config, model)
         if _generates(model) and isinstance(begin, int):
             figures["begun_twice"] = sum(_begins_twice(each, begin) for each in seen)
+        if _generates(model) and not getattr(config, "is_encoder_decoder", False):
+            padding, of = map(sum, zip(*map(_padding_in, seen), strict=True))
+            figures |= {"padding": padding, "padding_of": of if padding else 0}
         if (
             _generates(model)
             and (ends := _ends_of(config, model))
@@ -598,6 +601,29 @@ def _begins_twice(seen: Seen, begin: int) -> bool:
         first = numpy.minimum((seen.mask.numpy() != 0).argmax(1), ids.shape[1] - 2)
     rows = numpy.arange(len(ids))
     return bool((ids[rows, first] == begin).all() and (ids[rows, first + 1] == begin).all())
+
+
+def _padding_in(seen: Seen) -> tuple[int, int]:
+    """Return how many labels of a loss are padding after padding, and how many it has; 0: not known.
+
+    The labels of a batch are not those of the loss where the script masks its loss itself.
+    """
+    ids, mask, labels = seen.ids, seen.mask, seen.labels
+    if not (_here(ids) and _here(mask) and _here(labels)) or mask.shape != ids.shape:
+        return 0, 0
+    if seen.of_loss is None and labels.shape == ids.shape:
+        return 0, 0
+    if labels.numel() not in (ids.numel(), ids[:, 1:].numel()):
+        return 0, 0
+    real, ids, labels = mask.numpy() != 0, ids.numpy(), labels.numpy().reshape(len(ids), -1)
+    labels = labels[:, : ids.shape[1] - 1]
+    counted = labels != IGNORED
+    within = (real[:, 1:] & ~real[:, :-1]).sum(1) + (real[:, :-1] & ~real[:, 1:]).sum(1) > 1  # hidden on purpose
+    hidden = ~real[:, 1:] & ~real[:, :-1] & ~within[:, None]
+    padding = hidden & counted & (labels == ids[:, 1:])
+    if len(numpy.unique(ids[:, 1:][padding])) > 1:
+        return 0, 0  # tokens that the attention leaves out
+    return int(padding.sum()), int(counted.sum())
 
 
 def _ends_of(config: Any, model: Any) -> list[int]:

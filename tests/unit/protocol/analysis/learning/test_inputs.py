@@ -98,6 +98,15 @@ def test_an_end_that_is_among_the_inputs_and_never_a_label_is_raised_until_it_is
     assert states(Inputs(), [step(number, ends=4, learned_ends=4) for number in range(1, 50)]) == []
 
 
+def test_padding_among_the_labels_of_several_steps_is_told_once_with_its_share() -> None:
+    detector = Inputs()
+    steps = [step(number, padding=30 * (number >= 3), padding_of=100) for number in range(1, 20)]
+    ((at, one),) = [(each.step, one) for each in steps for one in detector.step(each)]
+    assert (at, one.kind, one.step) == (5, "padding_learned", 3)
+    assert words_of(one).title == "padding is learned: 30% of the labels in the loss"
+    assert states(Inputs(), [step(1, padding=100, padding_of=200), step(2, padding=1, padding_of=200)]) == []
+
+
 def test_rows_that_begin_twice_are_told_once() -> None:
     detector = Inputs()
     steps = [step(number, begun_twice=number >= 3) for number in range(1, 20)]

@@ -265,6 +265,46 @@ def test_micro_batches_whose_rows_begin_twice_are_counted(first, second, masked,
     assert (found.begun_twice if found is not None else 0) == twice
 
 
+PADDED = torch.tensor([[1, 5, 6, 7, 2, 0, 0, 0], [1, 5, 6, 2, 0, 0, 0, 0]])
+LEFT = PADDED.roll(3, 1).masked_fill(torch.arange(8) < 3, 0)
+
+
+def next_ones(ids):
+    return nn.functional.pad(ids[:, 1:], (0, 1), value=-100).reshape(1, -1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "labels", "padding", "of"),
+    [
+        (PADDED, next_ones(PADDED), 5, 14),
+        (PADDED, PADDED[:, 1:].reshape(1, -1), 5, 14),
+        (LEFT, next_ones(LEFT), 2, 14),  # the second row has padding on both sides, which is unusual
+        (PADDED, next_ones(PADDED.masked_fill(PADDED == 0, -100)), 0, 0),
+        (PADDED, PADDED, 0, 0),  # labels of the batch, whose loss the script may mask
+        (PADDED, next_ones(PADDED + 1), 0, 0),
+        (PADDED, torch.arange(14)[None] * 0, 5, 14),  # a constant that is the padding
+        (PADDED, torch.zeros(1, 5, dtype=torch.long), 0, 0),
+    ],
+)
+@pytest.mark.parametrize("facts", [{}, {"is_encoder_decoder": True}])
+def test_labels_that_are_padding_after_padding_are_counted_in_the_loss(ids, labels, padding, of, facts):
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(**facts)
+    found = signs_of(trained_on(model), seen=[Seen(ids, (ids != 0).long(), labels)])
+    counted = (found.padding, found.padding_of) if found is not None else (0, 0)
+    assert counted == ((0, 0) if facts else (padding, of))
+
+
+def test_hidden_tokens_are_no_padding():
+    model, ids = nn.Linear(2, 2), torch.full((2, 8), 7)
+    model.config = SimpleNamespace()
+    for mask in (torch.tensor([[1, 0, 0, 1, 1, 0, 0, 0]] * 2), torch.ones_like(ids)):
+        assert signs_of(trained_on(model), seen=[Seen(ids, mask, next_ones(ids))]) is None
+    varied = torch.arange(16).reshape(2, 8)  # as of a prefix that attention leaves out
+    mask = (torch.arange(8) > 4).long().repeat(2, 1)
+    assert signs_of(trained_on(model), seen=[Seen(varied, mask, next_ones(varied))]) is None
+
+
 def test_rows_begin_after_their_padding():
     model = nn.Linear(2, 2)
     model.config = SimpleNamespace(bos_token_id=1)
