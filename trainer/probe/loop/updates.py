@@ -337,6 +337,7 @@ class Updates:
                 notes.clipped = "replaced"
         if notes.clipped_before and notes.micro_steps and not state.engine_steps:
             notes.clipped = "late"
+        notes.clipped_before = False  # an update without a backward: that of the next optimizer after one backward
         self._replaces &= tracker.notes.zeroed
         if tracker.step < LAST_LOOK:
             self._see_gradients(by)

@@ -917,6 +917,20 @@ def test_gradients_that_are_clipped_after_the_update_are_noted(before, after, ho
     assert set(others) == {how}
 
 
+def test_gradients_that_are_clipped_for_the_second_of_two_updates_are_not_late(monkeypatch):
+    training = probed(monkeypatch, coarse=False)
+    one, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (one, other))
+    for _ in range(6):
+        other(one(torch.ones(2, 4))).mean().backward()
+        first.step()
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+    assert {raw.notes.clipped for raw in training.outbox.unsent_steps()} == {""}
+
+
 class Detached(Two):
     """The head's input is detached until a forward, or the body is frozen."""
 
