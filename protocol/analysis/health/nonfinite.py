@@ -26,6 +26,8 @@ KEPT_STEPS = 64
 """Number of finite steps kept per rank, to compare with another rank's non-finite step and find the last good one."""
 OUT_OF_RANGE = 10.0
 """A finite loss this many times above the median of the steps kept has left its range."""
+UNEXAMINED = 16
+"""Steps after one without labels whose labels may not have been examined: the probe first learns of that one."""
 
 
 class NonFiniteFacts(msgspec.Struct, frozen=True):
@@ -69,6 +71,8 @@ class _Rank:
     """Its latest steps with a finite value."""
     clean: int = 0
     bad: bool = False
+    unlabelled: int = -UNEXAMINED - 1
+    """The latest step with a micro-batch without labels."""
 
     def last_good(self) -> _Good:
         """Return the last step before its loss left its range."""
@@ -122,7 +126,9 @@ class NonFinite:
             if signs.weights_lost and rank.good:
                 self._explained_by = min(self._explained_by, rank.good[-1].step or 0)
             if signs.unlabelled:
-                value = None  # a mean over no labels, which another finding tells
+                rank.unlabelled = step.step
+        if value is not None and not isfinite(value) and step.step - rank.unlabelled <= UNEXAMINED:
+            value = None  # a mean over no labels, which another finding tells
         if value is not None and isfinite(value):
             rank.good.append(_Good(step.step, step.loss, step.grad_norm, step.lr))
             if rank.bad:

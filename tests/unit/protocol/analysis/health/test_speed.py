@@ -12,6 +12,7 @@ import pytest
 import torch
 from ftmon.protocol.analysis.findings.finding import Finding
 from ftmon.protocol.analysis.health.monitor import HealthMonitor
+from ftmon.protocol.analysis.health.nonfinite import UNEXAMINED
 from ftmon.protocol.analysis.health.series import Join
 from ftmon.protocol.analysis.health.speed import CompileFacts, Recompilation, workers_needed
 from ftmon.protocol.analysis.kinds import words_of
@@ -163,6 +164,17 @@ def test_a_norm_that_is_nan_on_all_ranks_at_once_is_named_after_all_of_them():
         False,
     )
     assert (facts.value, facts.first_step, facts.last_good_step) == ("nan", 5, 4)
+
+
+def test_a_loss_over_no_labels_is_no_nan_loss_though_the_labels_of_the_next_steps_are_not_examined():
+    empty = Signs(labelled=1, unlabelled=1)
+    steps = [step(at, loss=1.0) for at in range(1, 5)] + [step(5, loss=math.nan, signs=empty)]
+    steps += [step(at, loss=math.nan) for at in range(6, 15)] + [step(15, loss=1.0)]
+    assert "nan_loss" not in kinds(fed(steps))
+    lost = [
+        one for one in fed(steps[:-1] + [step(at, loss=math.nan) for at in range(15, 40)]) if one.kind == "nan_loss"
+    ]
+    assert lost[0].facts.first_step == 5 + UNEXAMINED + 1
 
 
 @pytest.mark.parametrize("how", ["time", "end"])
