@@ -26,7 +26,7 @@ ENDS = 16
 """End-of-sequence tokens seen before their absence among the labels is no accident."""
 BEGUN_TWICE = 3
 """Micro-batches whose rows begin twice that are no accident."""
-PADDING = 64
+PADDING = 16
 """Labels that are padding after padding, in ..."""
 PADDED = 3
 """... this many steps, which are no accident."""

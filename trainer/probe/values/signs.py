@@ -431,7 +431,8 @@ class SignReader:
             "weights": weights,
             "put_back": notes.weights_before is not None and self._put_back == PUT_BACK - 1,
         }
-        arrived = [each for each in map(_arrived, (*notes.seen, *notes.received)) if each.labels is not None]
+        batches = list(map(_arrived, (*notes.seen, *notes.received)))
+        arrived = [each for each in batches if each.labels is not None]
         if seen := [each if each.of_loss is None else each._replace(labels=each.of_loss) for each in arrived]:
             figures |= _labels(seen)
             self.unlabelled = "unlabelled" in figures
@@ -444,10 +445,13 @@ class SignReader:
             if any(each.of_loss is not None for each in arrived):
                 self._of_loss_in = number
         pair = next(iter(notes.targets), None)
-        if pair is not None and _continues(own_model(self._trained.any_model()), pair[0]):
+        model = own_model(self._trained.any_model())
+        if pair is not None and _continues(model, pair[0]):
             shifted = _shifted_of(*pair)
             figures["shifted"] = shifted if shifted != "once" or self._shifted else ""
             self._shifted = shifted if shifted != "once" else ""
+            if not _has_encoder(model):
+                figures |= _padding_in(batches, *pair)
         if seen and (self._examined < FIRST or is_examined(number, every)):
             self._examined += len(seen)
             figures |= self._tokens(seen)
@@ -495,9 +499,6 @@ class SignReader:
         begin = _of_generation("bos_token_id", config, model)
         if _generates(model) and isinstance(begin, int):
             figures["begun_twice"] = sum(_begins_twice(each, begin) for each in seen)
-        if _generates(model) and not getattr(config, "is_encoder_decoder", False):
-            padding, of = map(sum, zip(*map(_padding_in, seen), strict=True))
-            figures |= {"padding": padding, "padding_of": of if padding else 0}
         if (
             _generates(model)
             and (ends := _ends_of(config, model))
@@ -585,11 +586,15 @@ def _continues(model: Any, rows: Sequence[Any]) -> bool:
 
     Beside an encoder's input, what its decoder is given must be among ``rows``: square ones are relative positions.
     """
-    if not _generates(model) or not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if not _generates(model) or not _has_encoder(model):
         return _generates(model)
     shapes = [list(each.shape) for each in map(_on_host, rows) if each is not None]
     lengths = [shape[0] for shape in shapes if len(shape) == 2 and shape[0] != shape[1]]
     return len(set(lengths)) < len(lengths)
+
+
+def _has_encoder(model: Any) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _begins_twice(seen: Seen, begin: int) -> bool:
@@ -603,27 +608,26 @@ def _begins_twice(seen: Seen, begin: int) -> bool:
     return bool((ids[rows, first] == begin).all() and (ids[rows, first + 1] == begin).all())
 
 
-def _padding_in(seen: Seen) -> tuple[int, int]:
-    """Return how many labels of a loss are padding after padding, and how many it has; 0: not known.
+def _padding_in(batches: Sequence[Seen], rows: Sequence[Any], targets: Any) -> dict[str, int]:
+    """Count the labels of a loss that are padding after padding, and all of them; empty: there are none such.
 
-    The labels of a batch are not those of the loss where the script masks its loss itself.
+    The mask is that of the batch whose ids the loss's graph has embedded.
     """
-    ids, mask, labels = seen.ids, seen.mask, seen.labels
-    if not (_here(ids) and _here(mask) and _here(labels)) or mask.shape != ids.shape:
-        return 0, 0
-    if seen.of_loss is None and labels.shape == ids.shape:
-        return 0, 0
-    if labels.numel() not in (ids.numel(), ids[:, 1:].numel()):
-        return 0, 0
-    real, ids, labels = mask.numpy() != 0, ids.numpy(), labels.numpy().reshape(len(ids), -1)
-    labels = labels[:, : ids.shape[1] - 1]
+    labels, embedded = _on_host(targets), [each for each in map(_on_host, rows) if _here(each)]
+    if labels is None or labels.is_cuda:
+        return {}
+    masked = [each for each in batches if _here(each.ids) and _here(each.mask) and each.mask.shape == each.ids.shape]
+    seen = next((each for each in masked if any(torch.equal(each.ids, ids) for ids in embedded)), None)
+    if seen is None or labels.numel() not in (seen.ids.numel(), seen.ids[:, 1:].numel()):
+        return {}
+    real, ids = seen.mask.numpy() != 0, seen.ids.numpy()
+    labels = labels.numpy().reshape(len(ids), -1)[:, : ids.shape[1] - 1]
     counted = labels != IGNORED
-    within = (real[:, 1:] & ~real[:, :-1]).sum(1) + (real[:, :-1] & ~real[:, 1:]).sum(1) > 1  # hidden on purpose
-    hidden = ~real[:, 1:] & ~real[:, :-1] & ~within[:, None]
-    padding = hidden & counted & (labels == ids[:, 1:])
-    if len(numpy.unique(ids[:, 1:][padding])) > 1:
-        return 0, 0  # tokens that the attention leaves out
-    return int(padding.sum()), int(counted.sum())
+    edges = (real[:, 1:] != real[:, :-1]).sum(1, keepdims=True)
+    padding = ~real[:, 1:] & ~real[:, :-1] & (edges == 1) & counted & (labels == ids[:, 1:])
+    if len(numpy.unique(ids[:, 1:][padding])) != 1:
+        return {}  # tokens that the attention leaves out on purpose
+    return {"padding": int(padding.sum()), "padding_of": int(counted.sum())}
 
 
 def _ends_of(config: Any, model: Any) -> list[int]:

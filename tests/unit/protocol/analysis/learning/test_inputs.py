@@ -100,7 +100,7 @@ def test_an_end_that_is_among_the_inputs_and_never_a_label_is_raised_until_it_is
 
 def test_padding_among_the_labels_of_several_steps_is_told_once_with_its_share() -> None:
     detector = Inputs()
-    steps = [step(number, padding=30 * (number >= 3), padding_of=100) for number in range(1, 20)]
+    steps = [step(number, padding=6 * (number >= 3), padding_of=20) for number in range(1, 20)]
     ((at, one),) = [(each.step, one) for each in steps for one in detector.step(each)]
     assert (at, one.kind, one.step) == (5, "padding_learned", 3)
     assert words_of(one).title == "padding is learned: 30% of the labels in the loss"
