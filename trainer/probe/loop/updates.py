@@ -229,7 +229,8 @@ class Updates:
     def see_kept(self) -> None:
         """Note, as a backward begins, what is left of the gradients of the update before."""
         before, self.gradients = self.gradients, None
-        self._tracker.own_notes().gradients = before, self._weights.gradients()
+        if not self._state.in_update:  # a closure adds the last of an accumulation
+            self._tracker.own_notes().gradients = before, self._weights.gradients()
 
     @guarded
     def open_closure(self) -> None:

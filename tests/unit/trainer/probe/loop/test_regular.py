@@ -845,9 +845,20 @@ def in_a_closure(loop, _):
     loop.optimizer.step(closure)
 
 
+def the_last_of_an_accumulation_in_a_closure(loop, _):
+    def closure():
+        loss = loop.model(torch.ones(2, 5, dtype=torch.long)).square().mean()
+        loss.backward()
+        return loss
+
+    loop.optimizer.step(closure)
+    loop.optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
     ("end", "noted"),
     [
+        (the_last_of_an_accumulation_in_a_closure, [""] * 5),
         (never_zeroed, ["", "kept", "kept", "kept", "kept"]),
         (zeroed_after_two, ["", "kept", "", "kept", ""]),
         (zeroed_in_place, [""] * 5),
