@@ -397,7 +397,7 @@ def _unloaded(finding: Finding) -> Words:
         f"the weights of a checkpoint were not loaded before step {facts.since_step}",
         "load_checkpoint(load_module_only=True) returned, and the engine has the weights that it had: DeepSpeed reads "
         "those of a ZeRO-3 checkpoint with the optimizer's states.",
-        "Pass load_optimizer_states=False as well; the tag must be the one that the file latest names.",
+        "Pass load_optimizer_states=False as well. DeepSpeed then reads the newest tag, whichever was asked for.",
         "Another training has begun.",
     )
 

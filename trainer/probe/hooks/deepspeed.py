@@ -130,7 +130,7 @@ def _loading(original: Any) -> Callable[..., Any]:
         before = events.loading_module(self) if module_only else None
         with events.phase("checkpoint"):
             found = original(self, *args, **kwargs)
-        if before and found[0] is not None:
+        if before and isinstance(found, tuple) and found[0] is not None:
             events.loaded_module(self, before)
         return found
 
