@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from ftmon.trainer.recipe.hardware import usable_gpus
-from ftmon.trainer.recipe.model.cross_entropy import LogitTransform, linear_cross_entropy
+from ftmon.trainer.recipe.model.cross_entropy import GradientSum, LogitTransform, linear_cross_entropy, sum_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use")]
 
@@ -67,3 +67,21 @@ def test_the_kernel_of_sums_has_the_results_of_fp32(size: int) -> None:
     scaled = gradient.clone()
     kernels.write(scaled, scaled, factor)
     assert torch.equal(scaled, (gradient.float() * factor).bfloat16())
+
+
+def test_sums_over_micro_batches_get_the_gradients_of_a_tied_embedding() -> None:
+    torch.manual_seed(0)
+    embedding: Any = torch.nn.Embedding(5000, 256, padding_idx=3, dtype=torch.bfloat16, device="cuda")
+    exact: Any = torch.nn.Embedding(5000, 256, padding_idx=3, _weight=embedding.weight.detach().double())
+    total = torch.full((5000, 256), torch.nan, device="cuda")
+    embedding.weight.gradient_sum = GradientSum(total, [False], 0)
+    sum_rows(embedding)
+    for factor in (0.5, 0.25):
+        ids = torch.randint(0, 60, (2, 700), device="cuda")
+        targets = torch.randint(0, 5000, (1400,), device="cuda")
+        rows = embedding(ids).flatten(0, 1)
+        (linear_cross_entropy(rows, embedding.weight, None, targets, chunk=256, factor=factor) * factor).backward()
+        logits = exact(ids).flatten(0, 1) @ exact.weight.t()
+        (torch.nn.functional.cross_entropy(logits, targets, reduction="sum") * factor).backward()
+    assert embedding.weight.grad is None
+    assert float((total - exact.weight.grad).norm()) <= 2e-2 * float(exact.weight.grad.norm())

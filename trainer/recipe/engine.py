@@ -11,6 +11,7 @@ from ...protocol.errors import ConfigError
 from .config.schema import Config
 from .distributed import World
 from .model import load
+from .model.cross_entropy import GradientSum, sum_rows
 from .model.loss import causal_model
 from .optim import optimizer
 from .support import zero_stage
@@ -309,6 +310,11 @@ def _complete_bf16(engine: Any, world: World) -> None:
     from deepspeed.checkpoint.constants import ZERO_STAGE
 
     sum_in_place(engine.optimizer, world.on_gpu and world.has_values)
+    inner = causal_model(engine.module)
+    tables = (inner.get_input_embeddings(), inner.get_output_embeddings())
+    give_sums(engine.optimizer, [table.weight for table in tables if hasattr(table, "weight")])
+    if hasattr(tables[0].weight, "gradient_sum"):
+        sum_rows(tables[0])
     state_dict: Any = engine.optimizer.state_dict
     # zero_to_fp32.py refuses checkpoints without it.
     engine.optimizer.state_dict = lambda: {**state_dict(), ZERO_STAGE: 1}
@@ -360,6 +366,17 @@ def sum_in_place(outer: Any, on_gpu: bool) -> None:
 
     plain = outer.backward_epilogue
     outer._update_hp_grad, outer.clear_hp_grads, outer.backward_epilogue = add, clear, torch.no_grad()(complete)
+
+
+def give_sums(outer: Any, weights: list[Any]) -> None:
+    """Give those of the ``weights`` that ``BF16_Optimizer`` trains their ``GradientSum``, after ``sum_in_place``."""
+    wanted = {id(weight) for weight in weights}
+    parts = (outer.bf16_groups, outer.fp32_groups_gradients, outer.fp32_groups_has_gradients)
+    for group, totals, written in zip(*parts, strict=True):
+        for place, (weight, total) in enumerate(zip(group, totals, strict=True)):
+            if id(weight) in wanted:
+                weight._hp_grad = total
+                weight.gradient_sum = GradientSum(total.view(weight.shape), written, place)
 
 
 def forget_module_order(engine: Any) -> None:

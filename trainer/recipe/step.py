@@ -17,13 +17,15 @@ from .distributed import World
 from .model import attention
 from .model.activations import mark_varying
 from .model.attention import cut, on_device
-from .model.loss import Batch, addition_weight
+from .model.loss import Batch, addition_weight, causal_model
 from .monitor import probe
 from .state import StepResult
 
 
-def make_collate(model: Any, config: Config, world: World, padding: Collate, fused_loss: bool) -> Collate:
-    """Return the collation that makes the model's batches. All ranks call this."""
+def make_collate(
+    model: Any, config: Config, world: World, padding: Collate, fused_loss: bool, chosen_rows: bool = False
+) -> Collate:
+    """Return the collation of the model's batches, with those of ``loss.choose_rows`` if asked. All ranks call this."""
     collate, group = padding, world.sequence
     if group.size > 1:
         varlen = attention.set_up_sequence_parallel(model, config, world)
@@ -31,7 +33,7 @@ def make_collate(model: Any, config: Config, world: World, padding: Collate, fus
         collate = Then(collate, partial(attention.isolate, varlen=True)) if varlen else collate
     elif config.data.packing:
         collate = Then(collate, partial(attention.isolate, varlen=attention.set_up(model, config, world)))
-    return Then(collate, with_positions) if fused_loss else collate
+    return Then(collate, partial(with_positions, rows=chosen_rows)) if fused_loss else collate
 
 
 class Stepper:
@@ -41,6 +43,7 @@ class Stepper:
         self.config = config
         self.world = world
         self.engine = engine
+        self._fused_loss = hasattr(causal_model(engine.module), "plain_forward")
 
     def train_step(self, batches: Iterable[Callable[[], Batch]], label_tokens: int) -> StepResult:
         """Run one optimizer step on the mean loss over ``label_tokens``.
@@ -57,6 +60,8 @@ class Stepper:
         loss_sum = torch.zeros((), device=self.world.device)
         micro_batches = self.config.training.micro_steps * self.world.size
         added = addition_weight(engine.module, max(1, label_tokens), micro_batches)
+        if self._fused_loss:
+            added["loss_factor"] = scale
         skipped_before = engine.skipped_steps
         for fetch in batches:
             with probe().phase("data"):

@@ -42,6 +42,9 @@ from .support import settle_batch
 from .termination import Termination
 from .trainer import Course, Resuming, Trained, Trainer
 
+_MANY_LABELS = 0.9
+"""Share of tokens with labels from which it is not worth to compile another layer for the others."""
+
 
 def train(config: Config, world: World) -> None:
     """Train one rank's share of a resolved configuration. All ranks call this."""
@@ -81,10 +84,12 @@ def setup(config: Config, world: World) -> Trainer:
         if config.output.save_model and config.training.rehearsal:
             rehearse_export(model, config, world)
         fused_loss = loss.set_up(model, config, world)
+        label_share = float(examples.label_tokens.sum() / examples.tokens.sum())
+        chosen_rows = fused_loss and label_share < _MANY_LABELS and loss.choose_rows(model, world)
         # Rows cut to one of several lengths are not padded to the longest.
         padding = Collate(tokens.pad_token_id, min(config.debug.lengths, default=config.training.sequence_length))
         try:
-            collate = make_collate(model, config, world, padding, fused_loss)
+            collate = make_collate(model, config, world, padding, fused_loss, chosen_rows)
         except CrossingError as error:
             if config.data.packing != "auto":
                 raise
@@ -93,7 +98,7 @@ def setup(config: Config, world: World) -> Trainer:
             order, total = _order(config, examples, world)
             optimizer.change_total(engine, config, total)
             run_uncompiled(model)
-            collate = make_collate(model, config, world, padding, fused_loss)
+            collate = make_collate(model, config, world, padding, fused_loss, chosen_rows)
         config = pipeline.settle_evaluation(config, documents, total)
         state = _fresh_state(config, examples, order, world)
         state.evaluation_key = held_out.key if held_out is not None else ""

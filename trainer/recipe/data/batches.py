@@ -14,7 +14,7 @@ from ....protocol.errors import ConfigError
 from ....protocol.host.machine import causal_pairs
 from ..config.schema import Config
 from ..distributed import SequenceGroup
-from ..model.loss import IGNORED, Batch, label_positions, next_labels
+from ..model.loss import IGNORED, Batch, label_positions, label_rows, next_labels
 from .pipeline import Examples
 
 _WINDOW = 64
@@ -181,9 +181,13 @@ def loader(examples: Any, order: Order, collate: Collate, config: Config, pin: b
     )
 
 
-def with_positions(batch: Batch) -> Batch:
-    """Return a batch and its ``label_positions`` (``model.loss``), which on a GPU would need a synchronization."""
-    return {**batch, "label_positions": label_positions(shift_labels(batch))}
+def with_positions(batch: Batch, rows: bool) -> Batch:
+    """Return a batch and its ``label_positions``, and ``rows``: ``label_rows`` (``model.loss``).
+
+    On a GPU they would need a synchronization.
+    """
+    labels = shift_labels(batch)
+    return {**batch, "label_positions": label_positions(labels), **({"label_rows": label_rows(labels)} if rows else {})}
 
 
 def shift_labels(batch: Batch) -> torch.Tensor:

@@ -326,10 +326,10 @@ def compile_layers(layers: list[Any], partitioned: bool, budget: float) -> None:
 
 
 def mark_varying(batch: dict[str, Any]) -> None:
-    """Mark sizes of a batch as dynamic, so that code compiled for it accepts other numbers of documents."""
-    borders = batch.get("cu_seq_lens_q")
-    if borders is not None:
-        torch._dynamo.maybe_mark_dynamic(borders, 0)
+    """Mark sizes of a batch as dynamic: code compiled for it accepts other numbers of documents and label tokens."""
+    for name in ("cu_seq_lens_q", "label_rows"):
+        if name in batch:
+            torch._dynamo.maybe_mark_dynamic(batch[name], 0)
 
 
 def run_uncompiled(model: Any) -> None:
@@ -393,6 +393,8 @@ def _compile(different: dict[Any, str], layer: Any, inputs: tuple[Any, ...], nam
     hidden = inputs[0].detach().requires_grad_(inputs[0].requires_grad)
     wanted = [one for one in (hidden, *layer.parameters()) if one.requires_grad]
     code = getattr(layer.forward, "in_training", layer.forward)
+    # The last layer's own code is compiled apart.
+    code = (code, any(isinstance(module.forward, ChosenRows) for module in layer.children()))
     checked = isinstance(layer.forward, LayerForward) and code not in different and not _is_random(layer)
     results: list[Any] = []
     # Not through the layer's __call__, and into no parameter's .grad: DeepSpeed's hooks do not run.
@@ -467,6 +469,48 @@ class LayerForward:
             if self._recompute is None:
                 return self.in_training(layer, *inputs, **named)
             return self._recompute(lambda *tensors: self.in_training(layer, *tensors, **named), *inputs)
+
+
+class ChosenRows:
+    """Forward of a module that computes each position by itself: of the ``chosen`` ones, and zeros at the others."""
+
+    def __init__(self, module: Any) -> None:
+        self.plain: Callable[..., Any] = module.forward
+        self.chosen: torch.Tensor | None = None
+        """Indices into the flattened positions, each once, in order; None: all. It stays until the backward pass."""
+
+    def __call__(self, hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        """Return the module's output for ``hidden`` [rows, length, features]; BLOOM's adds ``others``, for all."""
+        if self.chosen is None or others:
+            return self.plain(hidden, *others)
+        flat = hidden.flatten(0, -2)
+        # Not by an index alone, whose gradient is a sum that sorts the indices.
+        out: torch.Tensor = self.plain(_Take.apply(flat, self.chosen)[None])[0]
+        return _Put.apply(out, self.chosen, flat.shape[0]).view(*hidden.shape[:-1], out.shape[-1])
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.count = values.shape[0]
+        return values.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        (grad,) = grad_outputs
+        return grad.new_zeros(ctx.count, grad.shape[1]).index_copy(0, ctx.saved_tensors[0], grad), None
+
+
+class _Put(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return values.new_zeros(count, values.shape[1]).index_copy(0, places, values)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        return grad_outputs[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
 def set_up(inner: Any, config: Config) -> None:

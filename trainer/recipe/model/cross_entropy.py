@@ -24,6 +24,32 @@ _NOT_COUNTED = -1
 """Target of an added row."""
 
 
+class GradientSum:
+    """Sum in fp32 of a weight's gradients over a step's micro-batches, for operations that add to it themselves.
+
+    They return no gradient of the weight: neither it nor a copy in fp32 is ever allocated. It is the attribute
+    ``gradient_sum`` of weights that have one.
+    """
+
+    def __init__(self, total: torch.Tensor, written: list[bool], place: int) -> None:
+        """Add to ``total``, in the weight's shape; ``written[place]``: whether it has anything of this step."""
+        self._total = total
+        self._written = written
+        self._place = place
+
+    def add_product(self, left: torch.Tensor, right: torch.Tensor, factor: float) -> None:
+        """Add a matrix product times ``factor``."""
+        _add_product(self._total, left, right, add=self._written[self._place], factor=factor)
+        self._written[self._place] = True
+
+    def add_rows(self, places: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add ``rows`` [n, features] to those at ``places`` [n], which may repeat; on a GPU in any order."""
+        if not self._written[self._place]:
+            self._total.zero_()
+            self._written[self._place] = True
+        self._total.index_add_(0, places, rows.to(self._total.dtype))
+
+
 @dataclass(frozen=True)
 class LogitTransform:
     """A model's transform of its last linear layer's outputs: ``cap * tanh(scale * x / cap)``."""
@@ -51,13 +77,16 @@ def linear_cross_entropy(
     targets: torch.Tensor,
     transform: LogitTransform | None = None,
     chunk: int = 0,
+    factor: float | None = None,
 ) -> torch.Tensor:
     """Return the sum of the cross entropies of ``targets`` [tokens], each of which is counted, in fp32, a scalar.
 
     ``hidden`` are the inputs of the linear layer, of shape [tokens, features]; ``weight`` is [vocabulary, features],
     ``bias`` [vocabulary] or None. ``chunk``: tokens at a time; 0: ``chunk_tokens``.
 
-    The gradients can be computed once: they are scaled in place. Under ``no_grad`` none are computed.
+    The gradients can be computed once: they are scaled in place. Under ``no_grad`` none are computed. ``factor``, if
+    given, is what the loss is multiplied by before its backward: that of the weight is then added to the weight's
+    ``GradientSum`` at once, if it has one.
     """
     # ``ctx.needs_input_grad`` does not depend on it, and within ``forward`` it is off.
     with_grad = torch.is_grad_enabled()
@@ -65,7 +94,8 @@ def linear_cross_entropy(
     logit_bytes = weight.element_size() if in_place else 4
     size = chunk or chunk_tokens(weight.shape[0], weight.requires_grad and with_grad, logit_bytes)
     after_linear = _in_place if in_place else _after_linear
-    arguments = (targets, transform or LogitTransform(), size, after_linear, with_grad)
+    total = None if factor is None else getattr(weight, "gradient_sum", None)
+    arguments = (targets, transform or LogitTransform(), size, after_linear, with_grad, total, factor)
     loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, *arguments)
     return loss
 
@@ -82,6 +112,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         after_linear: Any,
         with_grad: bool,
+        total: GradientSum | None,
+        factor: float,
     ) -> torch.Tensor:
         wanted = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
         tokens = hidden.shape[0]
@@ -89,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = hidden.new_empty(tokens + added, hidden.shape[1]) if wanted[0] else None
         # Summed over chunks in fp32, independent of the weights' type. The first chunk's is written.
         make = torch.empty_like if tokens else torch.zeros_like
-        grad_weight = make(weight, dtype=torch.float32) if wanted[1] else None
+        grad_weight = make(weight, dtype=torch.float32) if wanted[1] and total is None else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] and bias is not None else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, tokens, chunk):
@@ -109,6 +141,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(grad, weight, out=grad_hidden[start : start + part.shape[0]])
             if grad_weight is not None:
                 _add_product(grad_weight, grad.t(), part, add=start > 0)
+            elif wanted[1] and total is not None:
+                total.add_product(grad.t(), part, factor)
             del grad
         ctx.grads = (
             None if grad_hidden is None else grad_hidden[:tokens],
@@ -124,25 +158,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the gradients of a fused loss can be taken once")
         grads, ctx.grads = ctx.grads, None
         hidden, weight, bias = (None if grad is None else _scaled(grad, grad_outputs[0]) for grad in grads)
-        return hidden, weight, None if bias is None else bias.to(ctx.bias_dtype), None, None, None, None, None
+        return hidden, weight, None if bias is None else bias.to(ctx.bias_dtype), *[None] * 7
 
 
 # PyTorch 2.8 and newer, on CUDA alone.
 _HAS_FP32_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, add: bool) -> None:
-    """Add a matrix product to a sum in fp32, or write it there."""
+def _add_product(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, add: bool, factor: float = 1.0
+) -> None:
+    """Add a matrix product times ``factor`` to a sum in fp32, or write it there."""
     beta = int(add)  # 0: what is there is not read
     if left.dtype == total.dtype:
-        total.addmm_(left, right, beta=beta)
+        total.addmm_(left, right, beta=beta, alpha=factor)
     elif left.is_cuda and _HAS_FP32_PRODUCTS:
         # The product is added before it is rounded, and in one pass over the sum.
-        torch.addmm(total, left, right, beta=beta, out_dtype=total.dtype, out=total)
+        torch.addmm(total, left, right, beta=beta, alpha=factor, out_dtype=total.dtype, out=total)
     elif add:
-        total += left @ right
+        total.add_(left @ right, alpha=factor)
     else:
-        total.copy_(left @ right)
+        total.copy_(left @ right).mul_(factor)
 
 
 def _scaled(grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -212,3 +248,26 @@ def _scale(values: torch.Tensor, factor: torch.Tensor) -> None:
 @_scale.register_fake
 def _(*_: Any) -> None:
     return None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, unlearned: int, total: GradientSum) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.unlearned, ctx.total = unlearned, total
+        return torch.nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        ids: torch.Tensor = ctx.saved_tensors[0].flatten()
+        rows = grad_outputs[0].flatten(0, -2)
+        ctx.total.add_rows(ids, rows.masked_fill((ids == ctx.unlearned)[:, None], 0.0))
+        return None, None, None, None
+
+
+def sum_rows(embedding: Any) -> None:
+    """Make an embedding add the gradients of the rows that it looked up to its weight's ``GradientSum``."""
+    if type(embedding) is torch.nn.Embedding and not (embedding.max_norm or embedding.scale_grad_by_freq):
+        unlearned = -1 if embedding.padding_idx is None else embedding.padding_idx
+        weight: Any = embedding.weight
+        embedding.forward = lambda ids: _Embedding.apply(ids, weight, unlearned, weight.gradient_sum)

@@ -219,9 +219,10 @@ def _places(borders: torch.Tensor, kind: _Kind) -> list[torch.Tensor]:
         _latest = (weakref.ref(borders), borders._version, {})
     shape = (kind.documents, kind.heads, kind.key_heads, kind.width)
     if shape not in _latest[2]:
-        numbers = torch.arange(kind.documents + 1, device=borders.device).clamp_(max=borders.shape[0] - 1)
-        begins = borders[numbers]
-        lengths = begins.diff()
+        # The longest first: the device ends with short work. Beyond the last, all begin and end at the last border.
+        ends = borders[torch.arange(kind.documents + 1, device=borders.device).clamp_(max=borders.shape[0] - 1)]
+        lengths, order = ends.diff().sort(descending=True, stable=True)
+        begins = torch.cat([ends[order], ends[-1:]])
         sizes = (kind.heads * kind.width, kind.key_heads * kind.width, kind.heads)
         _latest[2][shape] = [*(begins * size for size in sizes), lengths, lengths]
     return _latest[2][shape]

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ....protocol.errors import ConfigError
 from ..config.schema import Config
 from ..distributed import World
+from .activations import ChosenRows, decoder_layers
 from .bare import FAILURES, first_line
 from .cross_entropy import LogitTransform, linear_cross_entropy
 
@@ -68,6 +69,15 @@ def evaluating(module: torch.nn.Module) -> Generator[None]:
 def label_positions(shift_labels: torch.Tensor) -> torch.Tensor:
     """Return the flat indices into [rows * length] of positions that predict a label; waits for the device."""
     return (shift_labels != IGNORED).flatten().nonzero().squeeze(1)
+
+
+def label_rows(shift_labels: torch.Tensor) -> torch.Tensor:
+    """Return ``label_positions`` and a few others, in order, so that their number is one of 32."""
+    labelled = (shift_labels != IGNORED).flatten()
+    step = max(1, len(labelled) // 32)
+    count = max(step, -(-int(labelled.sum()) // step) * step)
+    # A stable sort: labelled positions first, each kind in its order.
+    return labelled.byte().sort(descending=True, stable=True).indices[:count].sort().values
 
 
 # The last linear layer is still called as a module, with the hidden states and the labels, so that ZeRO-3's hooks
@@ -213,7 +223,7 @@ def _patch(inner: Any, transform: LogitTransform) -> Callable[[], None]:
     plain_head, plain = head.forward, inner.forward
     # Libraries (accelerate, quantizers) may have set their own forward on the instance.
     before = [(module, vars(module).get("forward")) for module in (head, inner)]
-    asked: list[tuple[torch.Tensor, Any]] = []
+    asked: list[tuple[torch.Tensor, Any, float | None]] = []
 
     def own_loss(logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return logits.float().reshape(()) / transform.scale
@@ -221,7 +231,11 @@ def _patch(inner: Any, transform: LogitTransform) -> Callable[[], None]:
     apart = _apart(inner, plain, own_loss) if inner.adds_to_loss else None
 
     def head_forward(
-        module: Any, hidden: torch.Tensor, shift_labels: torch.Tensor | None = None, positions: Any = None
+        module: Any,
+        hidden: torch.Tensor,
+        shift_labels: torch.Tensor | None = None,
+        positions: Any = None,
+        factor: float | None = None,
     ) -> torch.Tensor:
         if shift_labels is None and not asked:
             return plain_head(hidden)
@@ -231,7 +245,7 @@ def _patch(inner: Any, transform: LogitTransform) -> Callable[[], None]:
         targets = shift_labels.flatten()[where]
         # Mamba's body returns fp32 in bf16 training; transformers converts it too.
         chosen = hidden.flatten(0, 1)[where].to(module.weight.dtype)
-        return linear_cross_entropy(chosen, module.weight, module.bias, targets, transform)
+        return linear_cross_entropy(chosen, module.weight, module.bias, targets, transform, factor=factor)
 
     def forward(
         module: Any,
@@ -239,30 +253,36 @@ def _patch(inner: Any, transform: LogitTransform) -> Callable[[], None]:
         labels: torch.Tensor | None = None,
         shift_labels: torch.Tensor | None = None,
         label_positions: Any = None,
+        label_rows: Any = None,
+        loss_factor: float | None = None,
         **others: Any,
     ) -> Any:
+        if inner.chosen_rows is not None:
+            inner.chosen_rows.chosen = label_rows
         if labels is None:
             return plain(*inputs, **others)
         targets = next_labels(labels) if shift_labels is None else shift_labels
         if apart is not None:
-            asked.append((targets, label_positions))
+            asked.append((targets, label_positions, loss_factor))
             try:
                 return CausalLMOutputWithPast(loss=apart(*inputs, labels=labels, **others).loss)
             finally:
                 asked.clear()
         hidden: torch.Tensor = _body(module)(*inputs, **others)[0]
-        return CausalLMOutputWithPast(loss=head(hidden, shift_labels=targets, positions=label_positions))
+        loss = head(hidden, shift_labels=targets, positions=label_positions, factor=loss_factor)
+        return CausalLMOutputWithPast(loss=loss)
 
     head.forward = MethodType(head_forward, head)
     inner.forward = MethodType(forward, inner)
     inner.plain_forward = plain
+    inner.chosen_rows = None
 
     def undo() -> None:
         for module, own in before:
             del module.forward
             if own is not None:
                 module.forward = own
-        del inner.plain_forward
+        del inner.plain_forward, inner.chosen_rows
         inner.loss_function = summed_loss
 
     return undo
@@ -331,3 +351,53 @@ def _other_loss(inner: Any, world: World) -> str:
     if not world.all_agree(mine.shape == true.shape and float((mine - true).norm()) <= room * float(true.norm())):
         return f"{inner.config.model_type} changes its body's output in a way of its own before its last layer"
     return ""
+
+
+# Behind the last layer's attention a position's values reach the loss only if the position has a label: the block of
+# linear layers there, a large part of a layer, need not compute the others.
+
+
+def choose_rows(model: Any, world: World) -> bool:
+    """Let the last layer's feed-forward block compute only positions in ``label_rows``, if the loss stays the same.
+
+    The fused loss is in use. Return whether batches are to have ``label_rows``. All ranks call this.
+    """
+    inner = causal_model(model)
+    block = next((getattr(layer, "mlp", None) for layer in decoder_layers(inner)[-1:]), None)
+    # Mixtures count what their router chooses, also for positions without labels.
+    shapes = [getattr(one, "ds_shape", one.shape) for one in block.parameters()] if block is not None else []
+    if not shapes or inner.adds_to_loss or any(len(shape) > 2 for shape in shapes) or _has_list(block):
+        return False
+    rows = ChosenRows(block)
+    block.forward, inner.chosen_rows = rows, rows
+    if _keeps_loss(inner, world):
+        return True
+    block.forward, inner.chosen_rows = rows.plain, None
+    return False
+
+
+def _has_list(block: Any) -> bool:
+    return any(isinstance(one, torch.nn.ModuleList) for one in block.modules())
+
+
+def _keeps_loss(inner: Any, world: World) -> bool:
+    """Return whether the last layer gets the same values for positions with labels as without a choice of rows."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, inner.config.get_text_config().vocab_size, (1, _SAMPLE_TOKENS), generator=generator)
+    labels = ids.clone()
+    labels[:, ::3] = labels[:, 5:9] = IGNORED
+    shifted = next_labels(labels)
+    rows, positions = label_rows(shifted).to(world.device), label_positions(shifted).to(world.device)
+    given: dict[str, Any] = {"input_ids": ids.to(world.device), "labels": labels.to(world.device), "use_cache": False}
+    hidden: list[torch.Tensor] = []
+    head = inner.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0].flatten(0, 1)[positions].float()))
+    try:
+        with evaluating(inner):
+            inner(**given)
+            inner(**given, label_rows=rows)
+    finally:
+        hook.remove()
+    true, mine = hidden
+    room = _TOLERANCE[next(inner.parameters()).dtype]
+    return world.all_agree(float((mine - true).norm()) <= room * float(true.norm()))

@@ -15,7 +15,7 @@ from ftmon.trainer.recipe.data.batches import Ahead, Collate, Order, Then, WithC
 from ftmon.trainer.recipe.data.pipeline import Examples, best_fit
 from ftmon.trainer.recipe.distributed import SequenceGroup
 from ftmon.trainer.recipe.model.attention import cut
-from ftmon.trainer.recipe.model.loss import IGNORED, Batch
+from ftmon.trainer.recipe.model.loss import IGNORED, Batch, label_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from small_shape import SMALL_SHAPE
@@ -177,7 +177,7 @@ def test_ranks_that_share_rows_count_shares_that_add_up(size: int, lengths: "dic
 def test_slices_hold_each_token_and_each_label_of_the_whole_rows_once(size: int, packed: bool) -> None:
     rows = [row(15, lengths=[7, 8]), row(10, lengths=[10])] if packed else [row(15), row(10)]
     whole = Collate(0, 17)(rows)  # no multiple of any size
-    slices: list[Any] = [with_positions(cut(whole, size, rank)) for rank in range(size)]
+    slices: list[Any] = [with_positions(cut(whole, size, rank), rows=True) for rank in range(size)]
     length = whole["input_ids"].shape[1]
     joined = {name: torch.cat([one[name] for one in slices], 1) for name in ("input_ids", "labels", "position_ids")}
     assert torch.equal(joined["input_ids"][:, :length], whole["input_ids"])
@@ -192,7 +192,10 @@ def test_slices_hold_each_token_and_each_label_of_the_whole_rows_once(size: int,
     for one in slices:
         width = one["input_ids"].shape[1]
         assert width * size >= length > (width - 1) * size
-        assert one["label_positions"].tolist() == (one["shift_labels"] != IGNORED).flatten().nonzero()[:, 0].tolist()
+        positions, chosen = one["label_positions"].tolist(), one["label_rows"].tolist()
+        assert positions == (one["shift_labels"] != IGNORED).flatten().nonzero()[:, 0].tolist()
+        assert set(positions) <= set(chosen)
+        assert chosen == sorted(set(chosen))
         if packed:
             assert torch.equal(one["sequence_ids"][:, :length], whole["sequence_ids"])
             assert not one["sequence_ids"][:, length:].any()
@@ -267,3 +270,13 @@ def test_a_change_of_one_document_leaves_the_logits_of_the_next_bitwise_unchange
         one, two = model(**batch, use_cache=False).logits, model(**other, use_cache=False).logits
     assert torch.equal(one[sequences == 2], two[sequences == 2])
     assert not torch.equal(one[sequences == 1], two[sequences == 1])
+
+
+@pytest.mark.parametrize(("labels", "expected"), [(0, 4), (1, 4), (4, 4), (5, 8), (127, 128), (128, 128)])
+def test_chosen_rows_have_few_numbers(labels: int, expected: int) -> None:
+    shifted = torch.full((2, 64), IGNORED)
+    places = torch.randperm(128, generator=torch.Generator().manual_seed(labels))[:labels]
+    shifted.view(-1)[places] = 1
+    rows = label_rows(shifted)
+    assert len(rows) == expected
+    assert set(places.tolist()) <= set(rows.tolist())

@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from ftmon.trainer.recipe.model.cross_entropy import LogitTransform, chunk_tokens, linear_cross_entropy
+from ftmon.trainer.recipe.model.cross_entropy import (
+    GradientSum,
+    LogitTransform,
+    chunk_tokens,
+    linear_cross_entropy,
+    sum_rows,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -88,3 +94,31 @@ def test_an_evaluation_computes_the_same_loss_and_no_gradient() -> None:
     assert torch.equal(loss, trained)
     assert (4, 200) in made.shapes
     assert not made.shapes & {(200, 16), (9, 16)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_sums_over_micro_batches_get_the_gradients_of_head_and_embedding(tied: bool, dtype: torch.dtype) -> None:
+    embedding = torch.nn.Embedding(50, 16, padding_idx=3, dtype=dtype)
+    head = embedding.weight if tied else torch.nn.Parameter(torch.randn(50, 16, dtype=dtype))
+    weights: list[Any] = [embedding.weight] if tied else [embedding.weight, head]
+    totals, written = [torch.full((50, 16), torch.nan) for _ in weights], [False] * len(weights)
+    for place, weight in enumerate(weights):
+        weight.gradient_sum = GradientSum(totals[place], written, place)
+    exact: Any = torch.nn.Embedding(50, 16, padding_idx=3, _weight=embedding.weight.detach().double())
+    exact_head = exact.weight if tied else head.detach().double().requires_grad_()
+    sum_rows(embedding)
+    for ids, factor in ((torch.tensor([[3, 3, 7], [7, 7, 9]]), 0.25), (torch.tensor([[1, 3, 49]]), 0.125)):
+        targets = (ids.flatten() * 5) % 50
+        rows = torch.tanh(embedding(ids)).flatten(0, 1)
+        (linear_cross_entropy(rows, head, None, targets, chunk=4, factor=factor) * factor).backward()
+        logits = torch.tanh(exact(ids)).flatten(0, 1) @ exact_head.t()
+        (torch.nn.functional.cross_entropy(logits, targets, reduction="sum") * factor).backward()
+    assert written == [True] * len(weights)
+    assert all(weight.grad is None for weight in weights)
+    room = 1e-5 if dtype == torch.float32 else 2e-2
+    for total, reference in zip(totals, [exact.weight, exact_head], strict=False):
+        assert float((total - reference.grad).norm()) <= room * float(reference.grad.norm())
+    # Without a factor, as outside of a step, gradients are autograd's.
+    linear_cross_entropy(rows.detach(), head, None, targets).backward()
+    assert head.grad is not None
