@@ -33,13 +33,7 @@ OWN: dict[int, str] = {
     LEFT: "ctrl-c left a run that did not end; it keeps running",
 }
 """Meaning of each code; ``ftmon run --help`` and docs/guide.md print these texts."""
-CAUSES = {
-    "hang": HANG,
-    "hang-at-exit": HANG_AT_EXIT,
-    "not-started": NOT_STARTED,
-    "lost": LOST,
-    "request": STOPPED,
-}
+CAUSES = {"hang": HANG, "hang-at-exit": HANG_AT_EXIT, "not-started": NOT_STARTED, "lost": LOST, "request": STOPPED}
 """The status for each value of ``ExitFile.cause``."""
 
 

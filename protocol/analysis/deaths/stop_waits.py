@@ -19,12 +19,7 @@ SPARE = 1.5
 """Factor of the proposed grace period."""
 _ROUND_S = 30
 
-_UNTIL = {
-    "eval": "the evaluation",
-    "checkpoint": "the checkpoint",
-    "generate": "the rollout",
-    "init": "start-up",
-}
+_UNTIL = {"eval": "the evaluation", "checkpoint": "the checkpoint", "generate": "the rollout", "init": "start-up"}
 _AT_ONCE = frozenset((*PAUSES, "generate", "init"))
 """Phases that last longer than a step."""
 

@@ -209,15 +209,7 @@ KINDS = (
         added={Ended: _ended, LastLog: lambda facts: Added("log", {"log": facts.log}), Followed: _followed},
         counted=True,
     ),
-    Kind(
-        "ended_early",
-        EndedEarly,
-        _ended_early,
-        "failure",
-        "ended-early",
-        evidence=_failure_evidence,
-        counted=True,
-    ),
+    Kind("ended_early", EndedEarly, _ended_early, "failure", "ended-early", evidence=_failure_evidence, counted=True),
     Kind(
         "died",
         ProcessDeath,

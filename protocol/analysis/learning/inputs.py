@@ -261,12 +261,7 @@ class Inputs(Detector):
             shown={"ends": Shown("ends among the inputs")},
             limits={"ends among the inputs, none among the labels": f"{ENDS}"},
         ),
-        Kind(
-            "begun_twice",
-            BeginFacts,
-            _begun_twice,
-            limits={"micro-batches of such rows": f"{BEGUN_TWICE}"},
-        ),
+        Kind("begun_twice", BeginFacts, _begun_twice, limits={"micro-batches of such rows": f"{BEGUN_TWICE}"}),
         Kind(
             "padding_learned",
             PaddingFacts,
@@ -524,12 +519,7 @@ class Copies(_One):
     """Compares the batches of all ranks. Of ranks that are known to share batches, one tells what they have."""
 
     kinds: ClassVar[tuple[Kind, ...]] = (
-        Kind(
-            "same_batches",
-            CopiesFacts,
-            _copies,
-            limits={"steps with one batch on all ranks": f"{COPIES} in a row"},
-        ),
+        Kind("same_batches", CopiesFacts, _copies, limits={"steps with one batch on all ranks": f"{COPIES} in a row"}),
     )
 
     def __init__(self) -> None:

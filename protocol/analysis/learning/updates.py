@@ -473,30 +473,16 @@ class Updates(Detector):
                 "steps at a learning rate of 0": f"{ZERO}",
             },
         ),
-        Kind(
-            "not_in_optimizer",
-            LeftOutFacts,
-            _left_out,
-            shown={"first": Shown("first"), "detached": HIDDEN},
-        ),
+        Kind("not_in_optimizer", LeftOutFacts, _left_out, shown={"first": Shown("first"), "detached": HIDDEN}),
         *(
             Kind(name, facts, words, limits={"steps in a row, from the first one": f"{ZERO}"})
-            for name, facts, words in (
-                ("zero_loss", ConstantFacts, _zero_loss),
-                ("zero_norm", RowFacts, _zero_norm),
-            )
+            for name, facts, words in (("zero_loss", ConstantFacts, _zero_loss), ("zero_norm", RowFacts, _zero_norm))
         ),
         Kind("gradients_apart", RowFacts, _apart, limits={"steps from the first one on": f"{APART}"}),
         Kind("weights_put_back", RowFacts, _put_back),
         Kind("weights_overwritten", RowFacts, _overwritten),
         Kind("weights_not_loaded", RowFacts, _unloaded),
-        Kind(
-            "clipping",
-            ClippedFacts,
-            _clipped,
-            shown={"how": HIDDEN},
-            limits={"steps that were seen": f"{CLIPPED}"},
-        ),
+        Kind("clipping", ClippedFacts, _clipped, shown={"how": HIDDEN}, limits={"steps that were seen": f"{CLIPPED}"}),
         Kind(
             "pending_micro_batches",
             PendingFacts,
