@@ -29,13 +29,11 @@ DETECTORS: list[type[Detector]] = [
 ]
 """Created once a run, in this order."""
 
-KINDS: dict[str, Kind] = {}
-"""By name."""
+KINDS: dict[str, Kind] = {}  # by name
 
 _ADDED: dict[type, Callable[[Any], Added]] = {}
 _SHOWN: dict[str, Shown] = dict.fromkeys(("rule", "finding", "kind"), HIDDEN) | {"remedy": Shown("try")}
-_TEXT_INSTEAD = {"waiting": Shown("waiting time is")}
-"""Keys that have a text in some kinds of finding."""
+_TEXT_INSTEAD = {"waiting": Shown("waiting time is")}  # keys that have a text in some kinds of finding
 ORPHAN_S = 600.0
 _WHOLE = ("failure", "died", "oom", "hang", "note", "dropped", "exit")
 """Kinds of alert whose titles are not truncated, because their parts are short."""

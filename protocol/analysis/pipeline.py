@@ -42,10 +42,8 @@ from .stalls.hang_detector import HangDetector
 from .stalls.slow_ranks import SlowDetector, WaitDetector
 from .stalls.tracker import RankTracker
 
-_AS_RECEIVED = (Hello, Plan, LogLine)
-"""Messages of the recording that are processed like received ones."""
-_Check = Callable[[float, Step], Sequence[Finding] | None]
-"""Checks a step, given the time at which it was received."""
+_AS_RECEIVED = (Hello, Plan, LogLine)  # messages of the recording that are processed like received ones
+_Check = Callable[[float, Step], Sequence[Finding] | None]  # checks a step, given the time at which it was received
 
 
 class Detectors:
@@ -67,8 +65,7 @@ class Detectors:
         self._independent = [make() for make in kinds.DETECTORS]
         self._findings = FindingAlerts(store)
         self._job = 0
-        self._now = 0.0
-        """Time of receipt of the current message."""
+        self._now = 0.0  # time of receipt of the current message
         self._begin()
 
     def _begin(self) -> None:

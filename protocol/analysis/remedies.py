@@ -11,11 +11,9 @@ from ..messages.memory import OomVerdict, Remedy
 from ..messages.telemetry import Hello, Oom
 from .oom.detector import ALONE, OomContext, elements, facts
 
-_STATES_8BIT = 0.75
-"""Adam's two states take 8 bytes per element in fp32, and 2 in 8 bits."""
+_STATES_8BIT = 0.75  # Adam's two states take 8 bytes per element in fp32, and 2 in 8 bits
 _LARGE_VOCABULARY = 30_000
-_BUCKET = 500_000_000
-"""DeepSpeed's default for both bucket sizes, in elements."""
+_BUCKET = 500_000_000  # DeepSpeed's default for both bucket sizes, in elements
 _SMALLER = 200_000_000
 _SUB_GROUP = 1_000_000_000
 _MICRO_BATCH = "train_micro_batch_size_per_gpu, gradient_accumulation_steps"
@@ -26,31 +24,21 @@ _NO_OOM = Oom(0, 0, "", 0.0, 0, 0, 0, 0, 0)
 class Case(NamedTuple):
     """Inputs of conditions and savings. Unknown values are empty."""
 
-    kind: str
-    """The verdict on a failed allocation."""
-    size: int
-    """Bytes of the pattern."""
+    kind: str  # the verdict on a failed allocation
+    size: int  # bytes of the pattern
     oom: Oom
-    sizes: dict[str, int]
-    """Figures that the verdict is based on, bytes."""
+    sizes: dict[str, int]  # figures that the verdict is based on, bytes
     framework: str
     world: int
-    stage: int
-    """ZeRO stage; 0 also without ZeRO."""
-    gather: int
-    """This and the next two: sizes of DeepSpeed's buckets, in elements."""
+    stage: int  # ZeRO stage; 0 also without ZeRO
+    gather: int  # this and the next two: sizes of DeepSpeed's buckets, in elements
     reduce: int
     sub_group: int
-    offloads: bool
-    """The optimizer's states are not on the device."""
-    rows: int
-    """Rows of the batch."""
-    states: int
-    """Bytes of the optimizer's states with their fp32 copies; in Adam's first step, of those to be created."""
-    own_states: int
-    """The same without the copies."""
-    remarks: dict[str, str]
-    """Text for figures that may be unknown."""
+    offloads: bool  # the optimizer's states are not on the device
+    rows: int  # rows of the batch
+    states: int  # bytes of the optimizer's states with their fp32 copies; in Adam's first step, of those to be created
+    own_states: int  # the same without the copies
+    remarks: dict[str, str]  # text for figures that may be unknown
 
     @property
     def fsdp(self) -> bool:
@@ -67,12 +55,10 @@ class Row(NamedTuple):
     """One remedy, or one form of it."""
 
     name: str
-    text: str
-    """The advice; in braces, fields of the case."""
+    text: str  # the advice; in braces, fields of the case
     setting: str = ""
     when: Callable[[Case], object] = lambda _: True
-    frees: Callable[[Case], int] = lambda _: 0
-    """Bytes freed; 0: unknown."""
+    frees: Callable[[Case], int] = lambda _: 0  # bytes freed; 0: unknown
     bound: Literal["", "about", "at most"] = ""
 
 

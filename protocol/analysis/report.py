@@ -18,8 +18,7 @@ from ..sweep.rows import PhaseFigures, RankRow, Row
 from ..text import gib
 from .sweep.summary import RESIDENT_ERROR, aligned
 
-FALSE_ALARMS = 0.05
-"""Share of comparisons of equal runs that raise an alarm, over all gated figures together."""
+FALSE_ALARMS = 0.05  # share of comparisons of equal runs that raise an alarm, over all gated figures together
 _NOISE_SHARE = 0.3
 _MOST_LOSSES = 50
 _PHASES = ("data", "generate", "forward", "backward", "optimizer")
@@ -33,11 +32,9 @@ class Measure(msgspec.Struct, frozen=True):
     """One figure of a run."""
 
     value: float
-    error: float = 0.0
-    """Standard error, in the unit of the value; 0: unknown, or an exact counter."""
+    error: float = 0.0  # standard error, in the unit of the value; 0: unknown, or an exact counter
     unit: Literal["bytes", "ms", "tokens/s", "loss"] = "bytes"
-    gated: bool = False
-    """Whether the gate checks it."""
+    gated: bool = False  # whether the gate checks it
 
 
 class StepRange(msgspec.Struct, frozen=True):
@@ -45,13 +42,10 @@ class StepRange(msgspec.Struct, frozen=True):
 
     first: int
     last: int
-    before_last: int
-    """The first run's last step."""
+    before_last: int  # the first run's last step
     after_last: int
-    evaluation: int | None = None
-    """Step of the last evaluation that both runs have; None: none."""
-    data_compared: int = 0
-    """Number of steps whose data were compared, over the ranks that both runs have."""
+    evaluation: int | None = None  # step of the last evaluation that both runs have; None: none
+    data_compared: int = 0  # number of steps whose data were compared, over the ranks that both runs have
     data_differ_from: int | None = None
     """The first step that some rank trained on other data; None: all compared ones are the same."""
 
@@ -60,15 +54,11 @@ class Side(msgspec.Struct, frozen=True):
     """One of the two runs (or configurations of sweeps)."""
 
     name: str
-    measures: dict[str, Measure]
-    """By name: ``step time``, ``backward peak`` ..."""
-    settings: dict[str, str] = {}
-    """Configuration and versions, flat."""
-    alerts: dict[str, int] = {}
-    """Number of alerts by kind."""
+    measures: dict[str, Measure]  # by name: `step time`, `backward peak` 
+    settings: dict[str, str] = {}  # configuration and versions, flat
+    alerts: dict[str, int] = {}  # number of alerts by kind
     verdict: str = "done"
-    not_finite: dict[str, int] = {}
-    """Compared steps in which a figure was NaN or infinite, by its name; empty: none."""
+    not_finite: dict[str, int] = {}  # compared steps in which a figure was NaN or infinite, by its name; empty: none
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -77,10 +67,8 @@ class Difference(msgspec.Struct, frozen=True):
     name: str
     before: Measure
     after: Measure
-    change: float
-    """As a share of the first; 0.03 for 3 % more."""
-    error: float
-    """Standard error of the change, also as a share."""
+    change: float  # as a share of the first; 0.03 for 3 % more
+    error: float  # standard error of the change, also as a share
     judgement: Judgement
     gated: bool
 
@@ -91,20 +79,13 @@ class Comparison(msgspec.Struct, frozen=True):
     before: str
     after: str
     differences: list[Difference]
-    settings: list[tuple[str, str, str]]
-    """Keys that differ: key, before, after."""
-    alerts: list[tuple[str, int, int]]
-    """Kinds whose counts differ."""
-    not_finite: list[tuple[str, int, int]]
-    """Figures that were NaN or infinite, with the number of steps of each side."""
-    missing: list[str]
-    """Figures that only one side has."""
-    regressions: list[str]
-    """Regressions that exceed the gate, as text; empty: none, or no gate."""
-    undecided: list[str]
-    """Gated figures whose noise is too large for the gate."""
-    steps: StepRange | None = None
-    """None for sweeps."""
+    settings: list[tuple[str, str, str]]  # keys that differ: key, before, after
+    alerts: list[tuple[str, int, int]]  # kinds whose counts differ
+    not_finite: list[tuple[str, int, int]]  # figures that were NaN or infinite, with the number of steps of each side
+    missing: list[str]  # figures that only one side has
+    regressions: list[str]  # regressions that exceed the gate, as text; empty: none, or no gate
+    undecided: list[str]  # gated figures whose noise is too large for the gate
+    steps: StepRange | None = None  # none for sweeps
 
 
 def compare(before: Side, after: Side, gate: float | None = None, tests: int = 0) -> Comparison:

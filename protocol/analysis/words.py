@@ -22,33 +22,26 @@ PART_LABELS = {
 }
 """Labels of ``protocol.messages.memory.PARTS``."""
 KIB, MIB = 2**10, 2**20
-_LEAST_MIB = 0.05
-"""Slopes below this are written in KiB, because they would be 0.0 MiB."""
-_FLAT = 0.005
-"""A piece that rises by less than this share of its peak is described as flat."""
-_ALIKE_SHARE = 0.25
-"""If the differences of all phases agree within this share, they are reported as one."""
+_LEAST_MIB = 0.05  # slopes below this are written in KiB, because they would be 0.0 MiB
+_FLAT = 0.005  # a piece that rises by less than this share of its peak is described as flat
+_ALIKE_SHARE = 0.25  # if the differences of all phases agree within this share, they are reported as one
 
 
 class Words(NamedTuple):
     """Text of a finding."""
 
     title: str
-    text: str
-    """The meaning, with figures, without the remedy."""
+    text: str  # the meaning, with figures, without the remedy
     remedy: str = ""
-    resolved: str = "It is over."
-    """Added to the text when the finding is resolved."""
+    resolved: str = "It is over."  # added to the text when the finding is resolved
 
 
 class Added(NamedTuple):
     """An addition to a finding's text and evidence."""
 
-    name: str
-    """Name of the addition; a later one of the same name replaces it."""
+    name: str  # name of the addition; a later one of the same name replaces it
     evidence: dict[str, Any]
-    text: str = ""
-    """A sentence; empty: none."""
+    text: str = ""  # a sentence; empty: none
 
 
 def sentence(clause: str) -> str:
@@ -68,8 +61,7 @@ def number(value: float | None) -> str:
     return f"{value:.4g}" if math.isfinite(value) else str(value)
 
 
-HIGH_RATE = 10.0
-"""No optimizer is meant for a higher learning rate."""
+HIGH_RATE = 10.0  # no optimizer is meant for a higher learning rate
 
 
 def high_rate(lr: float | None) -> tuple[str, str]:

@@ -22,8 +22,7 @@ from .settings import SMALL_MOST_BYTES, block_size, round_sizes
 
 RESERVES = {SEGMENT_ALLOC: 1, SEGMENT_MAP: 1, SEGMENT_FREE: -1, SEGMENT_UNMAP: -1}
 """Actions that change reserved memory, with the sign of the change."""
-BEFORE = -1
-"""Start index of allocations from before the first entry."""
+BEFORE = -1  # start index of allocations from before the first entry
 
 _IS_ALLOC = bytes(action == ALLOC for action in range(256))
 
@@ -67,18 +66,14 @@ class Allocations:
         self.addresses = array("Q", compress(columns(self.trace.addresses, "Q"), is_alloc))
         self.requested = array("q", compress(columns(self.trace.sizes, "q"), is_alloc))
         self.sizes = array("q")
-        self.stacks = array("I")
-        """Empty in a snapshot without stacks."""
+        self.stacks = array("I")  # empty in a snapshot without stacks
         self.different_stacks = 0
         self._block_of: dict[int, int] = {}
-        self.known: dict[int, int] = {}
-        """Sizes of the blocks that are allocated at the end, by allocation."""
-        self.lost = 0
-        """Allocations whose end was not recorded."""
+        self.known: dict[int, int] = {}  # sizes of the blocks that are allocated at the end, by allocation
+        self.lost = 0  # allocations whose end was not recorded
         self.unsure = 0
         """Number of allocations from before the window that ended in it: their size is at least the rounded request."""
-        self.unsure_bytes = 0
-        """Total by which their sizes may be too low, bytes."""
+        self.unsure_bytes = 0  # total by which their sizes may be too low, bytes
         self._walk()
         self._meet_the_end(snapshot)
         self._size(snapshot)
@@ -211,8 +206,7 @@ class Rooms:
                 self.segments[self.addresses[index]] = self.bytes[index]
         self.starts = sorted(self.segments)
         self.live = sorted(of.addresses[number] for number in large if of.begins[number] < 0)
-        self.gone: dict[int, list[int]] = {}
-        """Numbers by the entry at which they end."""
+        self.gone: dict[int, list[int]] = {}  # numbers by the entry at which they end
         for number in large:
             self.gone.setdefault(of.ends[number], []).append(number)
 

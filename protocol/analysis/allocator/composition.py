@@ -29,10 +29,8 @@ from ...snapshot.columns import (
 )
 from .allocations import BEFORE, Allocations, columns, reserved_curve
 
-SLACK_US = 300
-"""Maximum shift of a boundary to a position at which the figures agree."""
-UNCOMPOSED = frozenset(("init", "idle"))
-"""Phases without a composition: the time between the other phases."""
+SLACK_US = 300  # maximum shift of a boundary to a position at which the figures agree
+UNCOMPOSED = frozenset(("init", "idle"))  # phases without a composition: the time between the other phases
 LARGEST = 5
 
 
@@ -81,8 +79,7 @@ class Span(NamedTuple):
     begin: int
     end: int
     peak_bytes: int
-    covered: bool
-    """Whether the trace reaches back to its start."""
+    covered: bool  # whether the trace reaches back to its start
     begin_us: int
     us: int = 0
 
@@ -108,8 +105,7 @@ class Timeline:
         self.allocations = allocations
         self.snapshot = snapshot
         self.times = columns(allocations.trace.times, "q")
-        self.allocated = allocations.curve(allocations.freed, allocations.sizes)
-        """One value more than entries."""
+        self.allocated = allocations.curve(allocations.freed, allocations.sizes)  # one value more than entries
         self.reserved = reserved_curve(allocations.trace, sum(segment.size for segment in snapshot.segments))
 
     def position(self, us: int, allocated: int | None) -> int:

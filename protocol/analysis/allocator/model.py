@@ -17,8 +17,7 @@ from .settings import MIB, SMALL_MOST_BYTES, SMALL_SEGMENT_BYTES, Settings
 CHUNK_BYTES = 32 * MIB
 """``cudaMalloc`` reserves addresses in multiples of this: observed with CUDA 13 on an H200, as are the rules below."""
 _TOP = 0x7FD2_68000000
-_ADDRESS_SPACE_BYTES = 2**42
-"""Address space of an expandable segment if the device's memory is unknown."""
+_ADDRESS_SPACE_BYTES = 2**42  # address space of an expandable segment if the device's memory is unknown
 UNLIMITED = 2**62
 
 
@@ -41,14 +40,11 @@ class Block:
     expandable: Expandable | None
     requested: int = 0
     handle: int = 0
-    free: bool = False
-    """Whether it is in one of its pool's sets, and can be merged with a neighbour."""
+    free: bool = False  # whether it is in one of its pool's sets, and can be merged with a neighbour
     mapped: bool = True
     """Whether it has physical memory; False for parts of an expandable segment that are address space only."""
-    events: int = 0
-    """Number of events of other streams that it waits for since it was freed."""
-    streams: set[int] | None = None
-    """Other streams that use it (``record_stream``)."""
+    events: int = 0  # number of events of other streams that it waits for since it was freed
+    streams: set[int] | None = None  # other streams that use it (`record_stream`)
     previous: "Block | None" = None
     next: "Block | None" = None
     gc_base: int = 0
@@ -72,10 +68,8 @@ class Pool:
     def __init__(self, small: bool) -> None:
         self.small = small
         self.free: dict[int, list[Entry]] = {}
-        self.unmapped: dict[int, list[tuple[int, Block]]] = {}
-        """Unmapped parts of expandable segments, by address."""
-        self.searches = 0
-        """Number of searches for a free block: the clock of garbage collection."""
+        self.unmapped: dict[int, list[tuple[int, Block]]] = {}  # unmapped parts of expandable segments, by address
+        self.searches = 0  # number of searches for a free block: the clock of garbage collection
 
     def add(self, block: Block) -> None:
         """Add a block to the free ones, or to the unmapped ones."""
@@ -115,10 +109,8 @@ class Driver:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self._lowest = _TOP
-        self._chunk_of: dict[int, tuple[int, int]] = {}
-        """By a segment's address: start and end of its chunk."""
-        self._holes: list[tuple[int, int, int, int]] = []
-        """Size, address, and start and end of the chunk."""
+        self._chunk_of: dict[int, tuple[int, int]] = {}  # by a segment's address: start and end of its chunk
+        self._holes: list[tuple[int, int, int, int]] = []  # size, address, and start and end of the chunk
 
     @property
     def free_bytes(self) -> int | None:
@@ -176,8 +168,7 @@ class DeviceOutOfMemory(Exception):  # noqa: N818  (the field's word)
 
     def __init__(self, sought: int, requested: int, allocated: int, reserved: int, free: int | None) -> None:
         super().__init__(f"{sought} bytes sought with {allocated} allocated and {reserved} reserved")
-        self.sought_bytes = sought
-        """Size of the requested segment: PyTorch's "Tried to allocate"."""
+        self.sought_bytes = sought  # size of the requested segment: PyTorch's "Tried to allocate"
         self.requested_bytes, self.allocated_bytes, self.reserved_bytes = requested, allocated, reserved
         self.free_bytes = free
 
@@ -202,14 +193,11 @@ class DeviceMemory:
         self.settings = settings or Settings()
         self.driver = driver or Driver(capacity_bytes)
         self.device_bytes = device_bytes or capacity_bytes
-        self.allocated = 0
-        """Bytes of the blocks held by the program."""
-        self.active = 0
-        """``allocated`` plus freed blocks that still wait for another stream."""
+        self.allocated = 0  # bytes of the blocks held by the program
+        self.active = 0  # `allocated` plus freed blocks that still wait for another stream
         self.requested = 0
         self.reserved = 0
-        self.retries = 0
-        """Requests for which all cached memory was released (``num_alloc_retries``)."""
+        self.retries = 0  # requests for which all cached memory was released (`num_alloc_retries`)
         self._peak_allocated = self._peak_reserved = 0
         self._small, self._large = Pool(True), Pool(False)
         self._live: dict[int, Block] = {}

@@ -12,20 +12,15 @@ from collections.abc import Sequence
 import msgspec
 
 MIB = 2**20
-SMALLEST = 512
-"""Sizes are multiples of this (kMinBlockSize)."""
-SMALL_MOST_BYTES = MIB
-"""Largest request of the small pool; a remainder up to it is not split off (kSmallSize)."""
+SMALLEST = 512  # sizes are multiples of this (kMinBlockSize)
+SMALL_MOST_BYTES = MIB  # largest request of the small pool; a remainder up to it is not split off (kSmallSize)
 SMALL_SEGMENT_BYTES = 2 * MIB
 """Size of a segment of the small pool, and of a page of its expandable segment (kSmallBuffer)."""
 LARGE_SEGMENT_BYTES = 20 * MIB
 """Size of a segment for large requests below 10 MiB, and of a page of the large expandable segment (kLargeBuffer)."""
-OWN_SEGMENT_BYTES = 10 * MIB
-"""Requests of at least this size get a segment of their own size (kMinLargeAlloc) ..."""
-ROUND_LARGE_BYTES = 2 * MIB
-"""... rounded up to this (kRoundLarge)."""
-INTERVALS = 16
-"""Number of powers of two, from 1 MiB on, for which ``roundup_power2_divisions`` has values."""
+OWN_SEGMENT_BYTES = 10 * MIB  # requests of at least this size get a segment of their own size (kMinLargeAlloc) 
+ROUND_LARGE_BYTES = 2 * MIB  # ... rounded up to this (kRoundLarge)
+INTERVALS = 16  # number of powers of two, from 1 MiB on, for which `roundup_power2_divisions` has values
 
 _IGNORED = (
     "backend", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "pinned_use_cuda_host_register",
@@ -77,8 +72,7 @@ class Settings(msgspec.Struct, frozen=True):
     """
 
     expandable_segments: bool = False
-    max_split_size_bytes: int | None = None
-    """Blocks of at least this size are not split; None: all are split."""
+    max_split_size_bytes: int | None = None  # blocks of at least this size are not split; None: all are split
     garbage_collection_threshold: float = 0.0
     """Share of the allowed memory above which old free segments are released; 0: never. It has an effect only if
     ``set_per_process_memory_fraction`` limits the allowed memory."""

@@ -22,11 +22,9 @@ class Block(NamedTuple):
 
     address: int
     size: int
-    requested: int
-    """Requested bytes; 0 for a free block."""
+    requested: int  # requested bytes; 0 for a free block
     state: int
-    number: int
-    """Its allocation; -1 for a free block."""
+    number: int  # its allocation; -1 for a free block
 
 
 class Piece:
@@ -158,19 +156,14 @@ class Fragmentation(NamedTuple):
 
     reserved: int
     allocated: int
-    requested: int
-    """Requested bytes of allocated and pending blocks."""
-    rounding: int
-    """Bytes of allocated and pending blocks beyond the requested size."""
-    pending: int
-    """Freed by the program, but waiting for a stream."""
+    requested: int  # requested bytes of allocated and pending blocks
+    rounding: int  # bytes of allocated and pending blocks beyond the requested size
+    pending: int  # freed by the program, but waiting for a stream
     free: int
     free_blocks: int
     largest_free: int
-    free_small: int
-    """Free in segments of small blocks, not usable for requests above 1 MiB."""
-    free_private: int
-    """Free in private pools, not usable outside them."""
+    free_small: int  # free in segments of small blocks, not usable for requests above 1 MiB
+    free_private: int  # free in private pools, not usable outside them
     expandable: int
     segments: int
     streams: int
@@ -228,8 +221,7 @@ def matches(snapshot: Snapshot, stack: int, text: str) -> bool:
     return any(text in frame.name.lower() or text in frame.filename.lower() for frame in snapshot.frames_of(stack))
 
 
-Key = tuple[int, ...]
-"""Frame indices of a node, outermost first; more than one where library frames are folded."""
+Key = tuple[int, ...]  # frame indices of a node, outermost first; more than one where library frames are folded
 
 
 class StackTree:
@@ -312,8 +304,7 @@ class Weighed(NamedTuple):
     tree: StackTree
     bytes: list[int]
     blocks: list[int]
-    without: Tally
-    """Bytes without a stack; they count only in the root."""
+    without: Tally  # bytes without a stack; they count only in the root
 
 
 class Node(NamedTuple):

@@ -15,18 +15,14 @@ from ...snapshot.columns import OOM, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, F
 from .allocations import BEFORE, RESERVES, Allocations, columns, reserved_curve
 from .settings import SMALL_MOST_BYTES
 
-Totals = dict[int, tuple[int, int]]
-"""Bytes and blocks by stack."""
+Totals = dict[int, tuple[int, int]]  # bytes and blocks by stack
 
 STATE_FRAMES = ("_init_group", "initialize_optimizer_states", "init_state", "_init_state")
 """Functions (names in lower case) in which optimizers create their states."""
 
-_FEWEST = 3
-"""Minimum number of states created so far; fewer would match any group."""
-_SCALAR = 64
-"""Bytes; a state of at most this size is a step counter, not a parameter's state."""
-_A_PARAMETER = (1, 2, 3)
-"""Number of states per parameter: momentum; Adam's two; AMSGrad's three."""
+_FEWEST = 3  # minimum number of states created so far; fewer would match any group
+_SCALAR = 64  # bytes; a state of at most this size is a step counter, not a parameter's state
+_A_PARAMETER = (1, 2, 3)  # number of states per parameter: momentum; Adam's two; AMSGrad's three
 _WIDTHS = (1.0, 2.0, 0.5, 0.25)
 """Ratio of a state's bytes to its parameter's: fp32/fp32, fp32/bf16, bf16/fp32, 8 bits/fp32."""
 
@@ -39,8 +35,7 @@ class Range(NamedTuple):
     stream: int
     small: bool
     expandable: bool
-    pool: str
-    """A private pool's identifier; ``""`` for the shared one, and for segments that were gone by the end."""
+    pool: str  # a private pool's identifier; `""` for the shared one, and for segments that were gone by the end
 
     @property
     def end(self) -> int:

@@ -40,12 +40,9 @@ class Between(NamedTuple):
 
     first: int
     last: int
-    stayed: Totals
-    """Allocated in between and still held at the end."""
-    gone: Totals
-    """Held at the start and freed in between."""
-    came_and_went: Totals
-    """Both allocated and freed in between."""
+    stayed: Totals  # allocated in between and still held at the end
+    gone: Totals  # held at the start and freed in between
+    came_and_went: Totals  # both allocated and freed in between
 
 
 def total(of: Totals) -> Tally:

@@ -37,12 +37,10 @@ from .logs import AbortReader
 class HostPressure(msgspec.Struct, frozen=True):
     """Use of a host's memory, or its control group's."""
 
-    age_s: float
-    """Seconds between the measurement and the death."""
+    age_s: float  # seconds between the measurement and the death
     used_bytes: int
     total_bytes: int
-    rank_bytes: int
-    """Memory of the rank itself."""
+    rank_bytes: int  # memory of the rank itself
 
 
 class ScriptFailure(msgspec.Struct, frozen=True):
@@ -50,19 +48,15 @@ class ScriptFailure(msgspec.Struct, frozen=True):
 
     error: str
     traceback: str
-    log: list[str]
-    """The rank's last lines."""
-    peer_killed: bool = False
-    """Whether the lost peer was ended on request."""
+    log: list[str]  # the rank's last lines
+    peer_killed: bool = False  # whether the lost peer was ended on request
 
 
 class EndedEarly(msgspec.Struct, frozen=True):
     """Ranks whose script ended without an error before another rank lost its connection to them."""
 
-    last_steps: dict[int, int]
-    """The last step of each rank that ended."""
-    lost: int
-    """The rank that lost the connection."""
+    last_steps: dict[int, int]  # the last step of each rank that ended
+    lost: int  # the rank that lost the connection
     error: str
     traceback: str
     log: list[str]
@@ -74,19 +68,14 @@ class ProcessDeath(msgspec.Struct, frozen=True):
     pid: int
     exit_code: int | None
     signal: int | None
-    state: str
-    """The rank's state."""
+    state: str  # the rank's state
     log: list[str]
-    asked: bool = False
-    """Whether its end was requested."""
+    asked: bool = False  # whether its end was requested
     kernel_kill: KernelKill | None = None
     pressure: HostPressure | None = None
-    alone: bool = False
-    """Whether the run has no other rank."""
-    reason: str = ""
-    """The reason in its output for which native code aborted it; empty: none, or another ending."""
-    generating: bool = False
-    """Whether it, or a rank that lost its connection to it, was generating."""
+    alone: bool = False  # whether the run has no other rank
+    reason: str = ""  # the reason in its output for which native code aborted it; empty: none, or another ending
+    generating: bool = False  # whether it, or a rank that lost its connection to it, was generating
 
     @property
     def by_signal(self) -> int | None:
@@ -97,10 +86,8 @@ class ProcessDeath(msgspec.Struct, frozen=True):
 class LauncherEnded(msgspec.Struct, frozen=True):
     """A job's command that ended before its ranks."""
 
-    exit_code: int | None
-    """Negative for a signal; None: it was never started."""
-    left: int
-    """Number of processes that it left running."""
+    exit_code: int | None  # negative for a signal; None: it was never started
+    left: int  # number of processes that it left running
     processes: list[str]
 
 
@@ -126,8 +113,7 @@ class Follower(msgspec.Struct, frozen=True):
     """A rank that failed or ended because another rank did."""
 
     after_s: float
-    events: list[Ended | str]
-    """Its exceptions, then its end."""
+    events: list[Ended | str]  # its exceptions, then its end
 
 
 class Followed(msgspec.Struct, frozen=True):
@@ -172,8 +158,7 @@ class DeathDetector:
     """Finds failures and deaths of ranks (rules: this module's docstring)."""
 
     def __init__(self, oom: OomDetector, finished: Callable[[], Mapping[int, int]] = dict[int, int]) -> None:
-        self._finished = finished
-        """Ranks whose script ended without an error, with the last step of each."""
+        self._finished = finished  # ranks whose script ended without an error, with the last step of each
         self._oom = oom
         self._logs: defaultdict[int, deque[str]] = defaultdict(lambda: deque(maxlen=LOG_LINES))
         self._held: list[tuple[float, Failure, bool]] = []
@@ -181,14 +166,11 @@ class DeathDetector:
         self._held_gone: dict[int, float] = {}
         """Ranks whose failure is held back, with the time at which the end of their process was detected."""
         self._failed: dict[int, Condition] = {}
-        self._died: set[int] = set()
-        """Ranks whose death has been reported."""
-        self._first: tuple[float, Condition] | None = None
-        """Time and condition of the first failure or death."""
+        self._died: set[int] = set()  # ranks whose death has been reported
+        self._first: tuple[float, Condition] | None = None  # time and condition of the first failure or death
         self._followers: dict[int, Follower] = {}
         self._aborts: defaultdict[int, AbortReader] = defaultdict(AbortReader)
-        self._generating = False
-        """Whether a rank lost its connection while it generated."""
+        self._generating = False  # whether a rank lost its connection while it generated
         self._awaiting_logs: dict[int, tuple[float, Finding]] = {}
         self._maybe_intended: list[tuple[float, Condition]] = []
         """Time and condition of deaths that the program which started the rank may have caused."""

@@ -77,14 +77,11 @@ _TROUBLE = re.compile(
 class RaisedException(msgspec.Struct, frozen=True):
     """An exception from a traceback; or the error with which a program refused to start."""
 
-    kind: str
-    """Its type, without the module; or the program's name."""
-    message: str
-    """Its message, which may have several lines."""
+    kind: str  # its type, without the module; or the program's name
+    message: str  # its message, which may have several lines
     place: str = ""
     """File, line and function that raised it, and those of the user code that called it; empty if unknown."""
-    rank: int | None = None
-    """Rank from torchrun's prefix of the line."""
+    rank: int | None = None  # rank from torchrun's prefix of the line
 
     @property
     def is_of_launcher(self) -> bool:
@@ -102,10 +99,8 @@ class AbortReader:
     """Finds the reason for which native code aborts a process, in its output."""
 
     def __init__(self) -> None:
-        self.reason = ""
-        """The latest reason; empty: none."""
-        self._thrown = ""
-        """Type of the C++ exception that nothing caught."""
+        self.reason = ""  # the latest reason; empty: none
+        self._thrown = ""  # type of the C++ exception that nothing caught
 
     def read(self, line: str) -> None:
         """Process one line of the output."""

@@ -13,15 +13,12 @@ from ...text import all_ranks, duration
 from ..findings.finding import Detector, Finding, Handler, Kind, Shown
 from ..words import Words
 
-LATE_S = 3.0
-"""A step under way is reported if it has not ended by then."""
-SPARE = 1.5
-"""Factor of the proposed grace period."""
+LATE_S = 3.0  # a step under way is reported if it has not ended by then
+SPARE = 1.5  # factor of the proposed grace period
 _ROUND_S = 30
 
 _UNTIL = {"eval": "the evaluation", "checkpoint": "the checkpoint", "generate": "the rollout", "init": "start-up"}
-_AT_ONCE = frozenset((*PAUSES, "generate", "init"))
-"""Phases that last longer than a step."""
+_AT_ONCE = frozenset((*PAUSES, "generate", "init"))  # phases that last longer than a step
 
 
 class StopFacts(msgspec.Struct, frozen=True):
@@ -29,16 +26,12 @@ class StopFacts(msgspec.Struct, frozen=True):
 
     asked_by: str
     phase: str
-    elapsed_s: float
-    """Time since the beginning of the phase, at the request."""
+    elapsed_s: float  # time since the beginning of the phase, at the request
     left_s: float | None
     """Time until the phase ends: by its own progress, or as long as the last one took; None: unknown."""
-    save_s: float
-    """Time of the latest checkpoint; 0: unknown."""
-    grace_s: float
-    """Time after which the rank is killed; 0: it is not."""
-    saved_step: int
-    """Of the latest checkpoint, or the one that the run was resumed from; 0: there is none."""
+    save_s: float  # time of the latest checkpoint; 0: unknown
+    grace_s: float  # time after which the rank is killed; 0: it is not
+    saved_step: int  # of the latest checkpoint, or the one that the run was resumed from; 0: there is none
 
     @property
     def is_short(self) -> bool:
@@ -101,8 +94,7 @@ class StopWaits(Detector):
     )
 
     def __init__(self) -> None:
-        self._asked: dict[int, StopAsked] = {}
-        """By rank that has not acted yet."""
+        self._asked: dict[int, StopAsked] = {}  # by rank that has not acted yet
         self._raised: set[int] = set()
         self._evaluation_s: dict[int, float] = {}
         self._ends_at: dict[int, float] = {}

@@ -28,8 +28,7 @@ _SYNCED = (
     "Under ZeRO-3 and FSDP each forward of a generation is a collective, and a rank whose texts end early leaves the "
     "others alone in it: pass synced_gpus=True to generate."
 )
-_MOST_ERROR = 500
-"""Characters. Errors of ftmon's own trainer end with the remedy and must not be cut off."""
+_MOST_ERROR = 500  # characters. Errors of ftmon's own trainer end with the remedy and must not be cut off.
 
 
 def _failure(finding: Finding) -> Words:

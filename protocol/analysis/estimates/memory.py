@@ -26,15 +26,11 @@ from typing import NamedTuple
 
 import msgspec
 
-Points = Mapping[int, Mapping[str, float]]
-"""Peak bytes of each phase, by length (or micro-batch)."""
-WHOLE_STEP = "peak"
-"""Phase name of points that are known only for the whole step."""
+Points = Mapping[int, Mapping[str, float]]  # peak bytes of each phase, by length (or micro-batch)
+WHOLE_STEP = "peak"  # phase name of points that are known only for the whole step
 _MOST_POINTS = 40
-_ON_LINE = 0.005
-"""Share of the peak within which the middle of a range counts as on the line between its ends."""
-TOLERANCE = 0.002
-"""Maximum distance of a point from its line, as a share of the peak."""
+_ON_LINE = 0.005  # share of the peak within which the middle of a range counts as on the line between its ends
+TOLERANCE = 0.002  # maximum distance of a point from its line, as a share of the peak
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 _RANK = "{rank}"
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
@@ -48,10 +44,8 @@ _CONTEXT_BYTES = 1256 << 20
 18,904 MiB reserved left 128,973,930,496 bytes free of 139.80 GiB (torch 2.11, CUDA 13, DeepSpeed 0.19)."""
 _PEER_BYTES = 586 << 20
 """Per neighbour in NCCL's ring. Each of four ranks on NVSwitch has two: 2,428 MiB in 8 of 8 measured ranks."""
-_OFFLOAD_BYTES = 42 << 20
-"""Additional bytes with the optimizer on the CPU: 2,470 MiB in total in 4 of 4 measured ranks."""
-WEIGHT_BYTES, ADAM_BYTES = 2, 12
-"""Bytes per parameter: bf16 weight; fp32 master copy with Adam's two fp32 states."""
+_OFFLOAD_BYTES = 42 << 20  # additional bytes with the optimizer on the CPU: 2,470 MiB in total in 4 of 4 measured ranks
+WEIGHT_BYTES, ADAM_BYTES = 2, 12  # bytes per parameter: bf16 weight; fp32 master copy with Adam's two fp32 states
 
 
 def checkpoint_bytes(
@@ -75,14 +69,10 @@ class Piece(msgspec.Struct, frozen=True):
 
     start: float
     end: float
-    phase: str
-    """The phase with the highest peak in this range."""
-    slope_bytes: float
-    """Bytes per token (or per row of the micro-batch)."""
-    intercept_bytes: float
-    """Value of the line at 0."""
-    tied: list[str] = []
-    """Other phases whose peaks are equally high in the whole range, within the tolerance."""
+    phase: str  # the phase with the highest peak in this range
+    slope_bytes: float  # bytes per token (or per row of the micro-batch)
+    intercept_bytes: float  # value of the line at 0
+    tied: list[str] = []  # other phases whose peaks are equally high in the whole range, within the tolerance
 
     def at(self, x: float) -> float:
         """Return the peak at a length, bytes."""
@@ -263,16 +253,11 @@ def sample_curve(predict: Callable[[int], Mapping[str, float]], low: int, high: 
 class CsvMapping(msgspec.Struct, frozen=True):
     """Mapping of columns to their meaning."""
 
-    length: str
-    """Column with the sequence length, or another quantity of the horizontal axis."""
-    figures: dict[str, str]
-    """Columns by the figure's name (``allocated``, ``its`` ...); ``{rank}`` stands for a GPU's number."""
-    rank: str = ""
-    """Column with the rank, if each rank has its own rows."""
-    iteration: str = ""
-    """Column with the iteration, if a length was measured several times."""
-    unit: str = "MiB"
-    """Unit of all sizes; one of ``UNITS``."""
+    length: str  # column with the sequence length, or another quantity of the horizontal axis
+    figures: dict[str, str]  # columns by the figure's name (`allocated`, `its` ...); `{rank}` stands for a GPU's number
+    rank: str = ""  # column with the rank, if each rank has its own rows
+    iteration: str = ""  # column with the iteration, if a length was measured several times
+    unit: str = "MiB"  # unit of all sizes; one of `UNITS`
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -425,8 +410,7 @@ class _Columns:
         self._iteration = self._place(mapping.iteration) if mapping.iteration else -1
         self._figures: dict[int, dict[str, int]] = defaultdict(dict)
         """Columns by rank and figure; rank -1 if a row belongs to one rank."""
-        self._shared: dict[str, int] = {}
-        """Columns of rates that belong to each rank with other figures in the row."""
+        self._shared: dict[str, int] = {}  # columns of rates that belong to each rank with other figures in the row
         if not mapping.figures:
             raise ValueError("the mapping names no figure")
         for figure, name in mapping.figures.items():
@@ -487,12 +471,9 @@ def _first(plain: dict[str, str], pattern: str) -> str:
 class Figure(msgspec.Struct, frozen=True):
     """An estimate with its expected error and its basis."""
 
-    value: float
-    """In the unit stated by the function that returns it."""
-    error: float
-    """Expected error as a share of the value, 0.05 for 5 %."""
-    basis: str
-    """The measurement or computation behind it, for display."""
+    value: float  # in the unit stated by the function that returns it
+    error: float  # expected error as a share of the value, 0.05 for 5 %
+    basis: str  # the measurement or computation behind it, for display
 
 
 def beside_pytorch(ranks_on_host: int, hosts: int = 1, offload: bool = False, device: str = "NVIDIA H200") -> Figure:

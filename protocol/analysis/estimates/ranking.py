@@ -7,18 +7,15 @@ from typing import NamedTuple
 
 import msgspec
 
-_PROBES = 4
-"""Number of values in the first round: both ends, and values in geometric progression between them."""
-_LINES = 3
-"""Number of rounds after which the intervals are also halved."""
+_PROBES = 4  # number of values in the first round: both ends, and values in geometric progression between them
+_LINES = 3  # number of rounds after which the intervals are also halved
 
 
 class Need(NamedTuple):
     """Memory needed by a value."""
 
     peak_bytes: float
-    fits: Sequence[bool]
-    """Whether it fits, by capacity."""
+    fits: Sequence[bool]  # whether it fits, by capacity
 
 
 class Largest(msgspec.Struct, frozen=True):
@@ -26,8 +23,7 @@ class Largest(msgspec.Struct, frozen=True):
 
     value: int | None
     """The largest value that fits, below the first one found not to fit. None: the lowest does not fit."""
-    above: int | None
-    """The smallest value known not to fit; None: the highest one fits."""
+    above: int | None  # the smallest value known not to fit; None: the highest one fits
 
 
 def round_numbers(most: int, step: int = 1) -> list[int]:
@@ -114,18 +110,15 @@ def _unconfirmed(
 class Option(msgspec.Struct, frozen=True):
     """A configuration with its predicted figures."""
 
-    name: str
-    """Display name of the change: ``checkpointing``, ``ZeRO 3``."""
+    name: str  # display name of the change: `checkpointing`, `ZeRO 3`
     peak_bytes: int
     """Highest use of the device, which decides whether it fits: reserved memory and memory outside PyTorch."""
     step_seconds: float
     samples_per_step: int = 1
     gpus: int = 1
     host_bytes: int = 0
-    change: str = ""
-    """The keys to set."""
-    refused: str = ""
-    """Why it could not be predicted (its figures are then invalid); empty otherwise."""
+    change: str = ""  # the keys to set
+    refused: str = ""  # why it could not be predicted (its figures are then invalid); empty otherwise
 
 
 class Ranked(msgspec.Struct, frozen=True):
@@ -133,12 +126,9 @@ class Ranked(msgspec.Struct, frozen=True):
 
     option: Option
     fits: bool
-    lacking_bytes: int
-    """Bytes missing on the device; 0: it fits."""
-    saved_bytes: int
-    """Bytes less than the current configuration; negative: more."""
-    slower: float
-    """Time per sample relative to the current configuration; 1: equal."""
+    lacking_bytes: int  # bytes missing on the device; 0: it fits
+    saved_bytes: int  # bytes less than the current configuration; negative: more
+    slower: float  # time per sample relative to the current configuration; 1: equal
 
 
 def rank(base: Option, options: Iterable[Option], capacity_bytes: int) -> list[Ranked]:

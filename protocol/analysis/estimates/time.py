@@ -22,21 +22,16 @@ from .memory import Figure
 _ERRORS = {"communication": 0.3, "offload": 0.5}
 """Expected error, by the step's bound; 0.1 for other bounds, and beside ``_HOST_SPREAD``."""
 _ERROR = 0.1
-ARITHMETIC = 0.76
-"""Share of the arithmetic rate that matrix products reach inside."""
+ARITHMETIC = 0.76  # share of the arithmetic rate that matrix products reach inside
 _PRODUCT_MEMORY = 0.3
 """Share of the time of a product's memory traffic, at the data sheet's rate, that its arithmetic does not hide."""
 _NARROW_ATTENTION, _ATTENTION = 0.43, 0.58
 """Share of the arithmetic rate of FlashAttention 2 on Hopper, forward and backward: heads of up to 64, and wider ones.
 The blocks that its kernels compute in vain are among the FLOPs (``trainer/predict/record.py``)."""
-MEMORY: dict[str, float] = {"fused": 0.85, "eager": 0.7, "update": 0.55}
-"""Share of the memory rate, by kind of kernel."""
-_KERNEL_SECONDS = 2e-6
-"""Device time of the smallest kernel, which large ones take in addition: start and end."""
-BUSY = 0.98
-"""Share of a device-bound step in which the device runs a kernel."""
-_STEP_SECONDS = 2e-3
-"""Time per step in which the device waits for the host, around the optimizer."""
+MEMORY: dict[str, float] = {"fused": 0.85, "eager": 0.7, "update": 0.55}  # share of the memory rate, by kind of kernel
+_KERNEL_SECONDS = 2e-6  # device time of the smallest kernel, which large ones take in addition: start and end
+BUSY = 0.98  # share of a device-bound step in which the device runs a kernel
+_STEP_SECONDS = 2e-3  # time per step in which the device waits for the host, around the optimizer
 _LINK = 0.4
 """Share of the link that NCCL reaches in a training. Fitted with the next one to steps on two H200s and four H100s."""
 _EXPOSED = 0.7
@@ -44,30 +39,21 @@ _EXPOSED = 0.7
 processors and memory traffic from the kernels beside them."""
 CALL_SECONDS = 13e-6
 """Host time per dispatched operation in eager PyTorch, including the Python code of modules and engine."""
-_LAUNCH_SECONDS = 8e-6
-"""Host time per kernel of compiled code."""
-_GRAPH_SECONDS = 400e-6
-"""Host time of a call of compiled code: Dynamo's guards and autograd's function."""
-_FETCH_SECONDS = 210e-6
-"""Host time of ZeRO-3's hooks per gather and release of a module's parameters."""
+_LAUNCH_SECONDS = 8e-6  # host time per kernel of compiled code
+_GRAPH_SECONDS = 400e-6  # host time of a call of compiled code: Dynamo's guards and autograd's function
+_FETCH_SECONDS = 210e-6  # host time of ZeRO-3's hooks per gather and release of a module's parameters
 _HOST_SPREAD = 0.9, 1.6
 """Times of a fast and of a slow, shared host relative to these: 0.97 to 1.49 in steps that the host limited
 (``bench/data/step_times_h200.jsonl``), 1.7 times between two of the same host."""
-_COLLECTIVE_HOST_SECONDS = 60e-6
-"""Host time of a collective in DeepSpeed."""
-_COLLECTIVE_SECONDS = 25e-6
-"""Latency of a collective on the device."""
+_COLLECTIVE_HOST_SECONDS = 60e-6  # host time of a collective in DeepSpeed
+_COLLECTIVE_SECONDS = 25e-6  # latency of a collective on the device
 _NARROW = 64
-_TRANSFER = 0.8
-"""Share of the bandwidth to the host, with page-locked memory."""
+_TRANSFER = 0.8  # share of the bandwidth to the host, with page-locked memory
 _HOST_MEMORY_GBS = 22.0
 """GB/s read and written by DeepSpeed's CPUAdam of one rank: 20 to 28 for 0.5B, 1B and 2B parameters per rank."""
-_NETWORK_GBS = 50.0
-"""GB/s per GPU to other hosts, in one direction: 400 Gbit/s."""
-FLOOR_BYTES = 8 << 20
-"""Differences of peaks below this are ignored: workspaces of libraries, rounding."""
-_MAIN_SHARE = 0.2
-"""Minimum share of a difference for a part to be named."""
+_NETWORK_GBS = 50.0  # GB/s per GPU to other hosts, in one direction: 400 Gbit/s
+FLOOR_BYTES = 8 << 20  # differences of peaks below this are ignored: workspaces of libraries, rounding
+_MAIN_SHARE = 0.2  # minimum share of a difference for a part to be named
 _MOST_PARTS = 2
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "reduce", "broadcast", "all_to_all"]
@@ -77,8 +63,7 @@ class Operation(msgspec.Struct, frozen=True):
     """An operation on the device, ``count`` times."""
 
     flops: float = 0.0
-    bytes_moved: float = 0.0
-    """Bytes read from and written to the device's memory."""
+    bytes_moved: float = 0.0  # bytes read from and written to the device's memory
     precision: Precision = "bf16"
     count: int = 1
     attention: int = 0
@@ -92,33 +77,26 @@ class Communication(msgspec.Struct, frozen=True):
     """A collective, ``count`` times."""
 
     kind: Collective
-    size_bytes: float
-    """Size of the whole tensor, as on each rank after a gather or before a scatter."""
+    size_bytes: float  # size of the whole tensor, as on each rank after a gather or before a scatter
     ranks: int
-    overlapped: bool = False
-    """Whether it overlaps computation, and counts only as far as it takes longer."""
+    overlapped: bool = False  # whether it overlaps computation, and counts only as far as it takes longer
     count: int = 1
 
 
 class Work(msgspec.Struct, frozen=True):
     """Operations and transfers of one rank's step."""
 
-    operations: list[Operation]
-    """Kernels."""
+    operations: list[Operation]  # kernels
     communications: list[Communication]
     calls: int = 0
     """Number of operations dispatched by the host, including those without a kernel (views, empty tensors)."""
-    transfer_bytes: int = 0
-    """Bytes copied between host and device."""
-    host_bytes: int = 0
-    """Bytes read and written in the host's memory by an optimizer on the CPU."""
+    transfer_bytes: int = 0  # bytes copied between host and device
+    host_bytes: int = 0  # bytes read and written in the host's memory by an optimizer on the CPU
     fetches: float = 0
     """Number of gathers of a module's parameters by ZeRO-3, whose hooks run on the host even if nothing is sent; each
     parameter counts as a fifth of one in addition."""
-    launches: int = 0
-    """Number of kernels that compiled code launches."""
-    graphs: int = 0
-    """Number of calls of compiled code."""
+    launches: int = 0  # number of kernels that compiled code launches
+    graphs: int = 0  # number of calls of compiled code
 
 
 def combined(parts: Sequence[tuple[Work, float | Fraction]]) -> Work:
@@ -144,20 +122,15 @@ def _number(value: float | Fraction) -> float:
 class StepTime(msgspec.Struct, frozen=True):
     """Seconds of a step by activity; ``total`` has the error of the sum."""
 
-    compute_seconds: float
-    """Time of the kernels, and of the device's waits between them."""
-    communication_seconds: float
-    """Time of the collectives that do not overlap computation."""
-    host_seconds: float
-    """Time that the host needs to launch the operations."""
+    compute_seconds: float  # time of the kernels, and of the device's waits between them
+    communication_seconds: float  # time of the collectives that do not overlap computation
+    host_seconds: float  # time that the host needs to launch the operations
     offload_seconds: float
     """Time of copies between host and device, and of the optimizer on the CPU; they do not overlap the rest."""
     total: Figure
     bound_by: Literal["arithmetic", "memory", "communication", "host", "offload"]
-    lowest_seconds: float = 0.0
-    """With a fast host, and the expected error in the other direction too."""
-    highest_seconds: float = 0.0
-    """With a slow host, which can become the limit."""
+    lowest_seconds: float = 0.0  # with a fast host, and the expected error in the other direction too
+    highest_seconds: float = 0.0  # with a slow host, which can become the limit
 
 
 def step_time(work: Work, gpu: Gpu, hosts: int = 1) -> StepTime:
@@ -252,8 +225,7 @@ class EpochCost(msgspec.Struct, frozen=True):
 
     steps: int
     seconds: float
-    price: float
-    """In the currency of the price of a GPU hour."""
+    price: float  # in the currency of the price of a GPU hour
     price_per_million_tokens: float | None
 
 
@@ -283,14 +255,12 @@ class Compared(msgspec.Struct, frozen=True):
     phase: str
     measured_bytes: int
     predicted_bytes: int
-    allowed_bytes: float
-    """Allowed difference: the expected error."""
+    allowed_bytes: float  # allowed difference: the expected error
     parts: tuple[tuple[str, int], ...] = ()
     """The parts with most of the difference, measured minus predicted, if it exceeds the allowed one and a step was
     analysed.
     """
-    parts_step: int = 0
-    """The step of ``parts``, if it is not that of the peak."""
+    parts_step: int = 0  # the step of `parts`, if it is not that of the peak
 
     @property
     def by_bytes(self) -> int:

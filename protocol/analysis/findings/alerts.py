@@ -27,12 +27,10 @@ RESEND_S = 5.0
 BURST = 3
 FRESH_LIMIT = 40
 FRESH_WINDOW_S = 60.0
-RANKS_LISTED = 64
-"""Maximum length of evidence and rank lists."""
+RANKS_LISTED = 64  # maximum length of evidence and rank lists
 PER_RANK = 3
 PAUSE_S = 30.0
-LONGER = 4.0
-"""Factor between consecutive pauses."""
+LONGER = 4.0  # factor between consecutive pauses
 RANKS_A_PHASE = 4
 LEAK_STEPS = 3
 
@@ -50,10 +48,8 @@ _SEVERITY = {"info": 0, "warning": 1, "error": 2}
 class _Entry:
     def __init__(self, alert: Alert, now: float, *, restored: bool = False) -> None:
         self.alert = alert
-        self.parts = {_RAISED: alert.text}
-        """Parts of the text, in order: as raised, additions by name, resolution."""
-        self.restored = restored
-        """Whether it is from a recording: its text as raised then includes earlier additions."""
+        self.parts = {_RAISED: alert.text}  # parts of the text, in order: as raised, additions by name, resolution
+        self.restored = restored  # whether it is from a recording: its text as raised then includes earlier additions
         self.spare = BURST - 1.0
         self.at = now
 
@@ -88,8 +84,7 @@ class AlertStore:
         self._next_id = 1
         self._fresh: deque[float] = deque()
         self._dirty: set[Key] = set()
-        self._past: list[_Entry] = []
-        """Active alerts that ended earlier jobs, until a later job makes a step."""
+        self._past: list[_Entry] = []  # active alerts that ended earlier jobs, until a later job makes a step
 
     def begin_job(self, now: float) -> list[Alert]:
         """Resolve the alerts of the previous job, except for the one that ended it."""
@@ -268,10 +263,8 @@ class DiagnosticRequests:
     def __init__(self) -> None:
         self._queue: list[Action] = []
         self._cuda: set[int] = set()
-        self._asked: dict[int, tuple[int, float]] = {}
-        """By rank: number of requests, and time of the last one."""
-        self._awaited: dict[int, int] = {}
-        """By rank: the predicted step for which a capture was requested."""
+        self._asked: dict[int, tuple[int, float]] = {}  # by rank: number of requests, and time of the last one
+        self._awaited: dict[int, int] = {}  # by rank: the predicted step for which a capture was requested
         self._ranks: dict[str, set[int]] = {}
         self._steady: set[str] = set()
         self._leak_asked = 0

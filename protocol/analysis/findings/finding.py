@@ -21,8 +21,7 @@ ResolvedWhy = Literal["calm", "rank_ended", "restarted", "caught", "resumed", "r
 class Condition(NamedTuple):
     """Identity of a condition: all its findings belong to one alert."""
 
-    kind: str
-    """Name of its ``Kind``."""
+    kind: str  # name of its `Kind`
     rank: int | None = None
     phase: str = ""
     key: str = ""
@@ -32,26 +31,21 @@ class Resolution(msgspec.Struct, frozen=True):
     """How a finding was resolved; replaces its facts."""
 
     why: ResolvedWhy
-    number: float = 0
-    """A step, a number of steps, or seconds; see ``Kind.resolved``."""
+    number: float = 0  # a step, a number of steps, or seconds; see `Kind.resolved`
 
 
 class Finding(msgspec.Struct, frozen=True):
     """One conclusion of one detector at one moment."""
 
-    kind: str
-    """Name of its ``Kind``."""
-    facts: Any
-    """The figures that support it: a struct of its detector."""
+    kind: str  # name of its `Kind`
+    facts: Any  # the figures that support it: a struct of its detector
     state: State = "raised"
     severity: Severity = "warning"
-    ranks: tuple[int, ...] = ()
-    """The ranks concerned; empty: the whole run, or a host."""
+    ranks: tuple[int, ...] = ()  # the ranks concerned; empty: the whole run, or a host
     key: str = ""
     """Distinguishes findings of one kind: a host and a path, a device, a function. Empty: there is only one."""
     step: int | None = None
-    rank: int | None = None
-    """The rank concerned, if each rank has its own finding."""
+    rank: int | None = None  # the rank concerned, if each rank has its own finding
     phase: str = ""
 
     @property
@@ -78,8 +72,7 @@ def resolved(condition: Condition, resolution: Resolution) -> Finding:
 class Shown(NamedTuple):
     """How a key of the evidence is shown."""
 
-    words: str
-    """Empty: the key is not shown, because the alert itself has it or because it is an identifier."""
+    words: str  # empty: the key is not shown, because the alert itself has it or because it is an identifier
     unit: str = ""
     """``bytes``, ``bytes/s``, ``us``, ``ms``, ``s``, ``share`` (0..1), ``times``, ``moment`` (seconds since the epoch),
     ``rank`` (the figure is a rank), ``shape`` (sizes of a tensor), or the text that follows the figure."""
@@ -107,15 +100,11 @@ class Kind:
     Each record stands beside its detector; docs/detectors.md shows how to add one.
     """
 
-    name: str
-    """Stable: an alert of kind ``health`` has it as ``evidence["finding"]``."""
-    facts: type | tuple[type, ...]
-    """The struct of its figures."""
+    name: str  # stable: an alert of kind `health` has it as `evidence["finding"]`
+    facts: type | tuple[type, ...]  # the struct of its figures
     words: Callable[[Finding], Words]
-    alert: AlertKind = "health"
-    """Kind of its alerts."""
-    rule: str = ""
-    """``evidence["rule"]`` of its alerts; empty: its name, or its key (see ``rule_of``)."""
+    alert: AlertKind = "health"  # kind of its alerts
+    rule: str = ""  # `evidence["rule"]` of its alerts; empty: its name, or its key (see `rule_of`)
     evidence: Callable[[Finding], dict[str, Any]] = plain
     shown: Mapping[str, Shown] = field(default_factory=dict[str, Shown])
     """Words and units of the keys of its evidence that are not words themselves; they hold for all kinds."""
@@ -127,10 +116,8 @@ class Kind:
     """Its detector's thresholds, by meaning, for the table of docs/detectors.md."""
     restore: Callable[[Alert], Any] | None = None
     """Makes the facts from a recorded alert; None: its detector needs none to continue."""
-    counted: bool = False
-    """Whether the alert's count is incremented each time it is raised."""
-    lasting: bool = False
-    """Whether it remains valid however long ago it was last reported."""
+    counted: bool = False  # whether the alert's count is incremented each time it is raised
+    lasting: bool = False  # whether it remains valid however long ago it was last reported
 
     def rule_of(self, key: str) -> str:
         """Return the rule of an alert: with a finding's key, ``port 29500``; a hang's rule is its key."""
@@ -164,15 +151,13 @@ def from_evidence(facts: type) -> Callable[[Alert], Any]:
     return lambda alert: msgspec.convert(alert.evidence, facts)
 
 
-Handler = Callable[[Any], Sequence[Finding] | None]
-"""Processes one message; returns the findings, if any."""
+Handler = Callable[[Any], Sequence[Finding] | None]  # processes one message; returns the findings, if any
 
 
 class Detector:
     """Finds conditions in the messages of a run. Pure: times come with messages and ticks. One instance a run."""
 
-    kinds: ClassVar[tuple[Kind, ...]] = ()
-    """The kinds of its findings."""
+    kinds: ClassVar[tuple[Kind, ...]] = ()  # the kinds of its findings
     replays: ClassVar[tuple[type, ...]] = ()
     """Types of messages that it also receives from the recording after a restart of the hub, to rebuild its state."""
 

@@ -31,8 +31,7 @@ FEWEST = 40
 WARM_UP = 10
 RATIO = 10.0
 SIGMAS = 6.0
-LEAST_SIGMA = 0.1
-"""Minimum spread, in natural logarithms, for norms that vary by only a few percent."""
+LEAST_SIGMA = 0.1  # minimum spread, in natural logarithms, for norms that vary by only a few percent
 RATIO_OF_TAIL = 3.0
 RATIO_AGAIN = 3.0
 FEW = 5
@@ -55,14 +54,11 @@ FLOOR = 1.0
 class GradientFacts(msgspec.Struct, frozen=True):
     """The norm now and before."""
 
-    grad_norm: float
-    """Median over the steps of the finding."""
-    usual: float
-    """Median of the reference."""
+    grad_norm: float  # median over the steps of the finding
+    usual: float  # median of the reference
     ratio: float
     since_step: int
-    steps: int
-    """Number of such steps when it was raised."""
+    steps: int  # number of such steps when it was raised
     loss: float | None
     lr: float | None
 
@@ -73,14 +69,11 @@ class _Explosion:
     def __init__(self) -> None:
         self.window: deque[tuple[int, float] | None] = deque(maxlen=EXPLODED_WINDOW)
         """Step and logarithm of each high norm; None for the others."""
-        self.steps = 0
-        """Number of high norms since the last ``FINE_STEPS`` consecutive normal ones."""
-        self.peak = 0.0
-        """The highest of them above the median, as a logarithm."""
+        self.steps = 0  # number of high norms since the last `FINE_STEPS` consecutive normal ones
+        self.peak = 0.0  # the highest of them above the median, as a logarithm
         self.fine = 0
         self.standing = False
-        self.returned = 0.0, 0
-        """Maximum ``peak`` and ``steps`` of the resolved explosions."""
+        self.returned = 0.0, 0  # maximum `peak` and `steps` of the resolved explosions
 
     def add(self, step: int, log: float, above: float | None) -> None:
         """Append a step; ``above`` is its height above the median if that is too high, else None."""
@@ -114,14 +107,12 @@ class Gradients:
     def __init__(self) -> None:
         self._logs: deque[float] = deque(maxlen=REFERENCE)
         self._seen = 0
-        self._odd: list[float] = []
-        """Logarithms of the latest consecutive norms that are too high, or too low."""
+        self._odd: list[float] = []  # logarithms of the latest consecutive norms that are too high, or too low
         self._odd_way: Literal["", "up", "down"] = ""
         self._odd_since = 0
         self._up = _Explosion()
         self._first_loss: float | None = None
-        self._standing: dict[str, tuple[Finding, float]] = {}
-        """Finding and median of the reference, by direction."""
+        self._standing: dict[str, tuple[Finding, float]] = {}  # finding and median of the reference, by direction
         self._fine = 0
         self._middle = 0.0
         self._sigma = 0.0

@@ -18,25 +18,18 @@ from ...text import duration, gib
 from ..findings.finding import Detector, Finding, Handler, Kind, Shown
 from ..words import Words
 
-SOON_S = 300.0
-"""Raised if none is left within this time at the present rate."""
-OTHERS_SOON_S = 60.0
-"""The same if other programs take the memory: what they will do is not known."""
-LEAST_SHARE = 0.4
-"""Share of the memory in use below which nothing is raised."""
-WINDOWS = {"eval": 8.0, "generate": 30.0}
-"""Seconds of steady growth, by phase."""
-WINDOW = 60.0
-"""The same in a training's other phases."""
+SOON_S = 300.0  # raised if none is left within this time at the present rate
+OTHERS_SOON_S = 60.0  # the same if other programs take the memory: what they will do is not known
+LEAST_SHARE = 0.4  # share of the memory in use below which nothing is raised
+WINDOWS = {"eval": 8.0, "generate": 30.0}  # seconds of steady growth, by phase
+WINDOW = 60.0  # the same in a training's other phases
 NOT_JUDGED = frozenset(("init", "checkpoint"))
 FEWEST = 8
 OWN_SHARE = 0.4
 """Share of the growth that is the ranks' own; of less, another program or the loader workers take the memory."""
-PARTS = 4
-"""Parts of the window whose medians must rise, each by ``EVEN`` of the mean rise or more."""
+PARTS = 4  # parts of the window whose medians must rise, each by `EVEN` of the mean rise or more
 EVEN = 0.3
-MORE = 1.1
-"""Times as much as an evaluation or a rollout took that has ended: the next one is judged from there."""
+MORE = 1.1  # times as much as an evaluation or a rollout took that has ended: the next one is judged from there
 
 
 class HostMemoryFacts(msgspec.Struct, frozen=True):
@@ -55,10 +48,8 @@ class _Host:
     def __init__(self) -> None:
         self.samples: deque[tuple[float, int]] = deque()
         self.phase = ""
-        self.began = self.risen = 0
-        """Memory in use as the phase began, and its highest rise since."""
-        self.rises: dict[str, int] = {}
-        """The highest rise of each phase that has ended."""
+        self.began = self.risen = 0  # memory in use as the phase began, and its highest rise since
+        self.rises: dict[str, int] = {}  # the highest rise of each phase that has ended
         self.standing: Finding | None = None
 
     def begin(self, phase: str, used: int) -> None:

@@ -90,25 +90,17 @@ FALL = 0.01
 class DivergenceFacts(msgspec.Struct, frozen=True):
     """The level before and after the rise, and the figures that it is compared with."""
 
-    loss: float
-    """Median of the last steps."""
-    lowest: float
-    """Median of the lowest block of the reference."""
+    loss: float  # median of the last steps
+    lowest: float  # median of the lowest block of the reference
     lowest_step: int
-    since_step: int
-    """The first step of the rise."""
-    noise: float
-    """Robust standard deviation of single steps."""
-    first_loss: float
-    """Median of the run's first steps."""
+    since_step: int  # the first step of the rise
+    noise: float  # robust standard deviation of single steps
+    first_loss: float  # median of the run's first steps
     lr: float | None
     grad_norm: float | None
-    steps: int
-    """Steps in the reference."""
-    rollouts: bool = False
-    """Whether steps generate their own training data."""
-    stepped: bool = False
-    """Whether it rose at once to a level at which it stays, as with other data."""
+    steps: int  # steps in the reference
+    rollouts: bool = False  # whether steps generate their own training data
+    stepped: bool = False  # whether it rose at once to a level at which it stays, as with other data
 
 
 class _Rise(msgspec.Struct):
@@ -132,13 +124,11 @@ class Divergence(Judge):
         self._first = nan
         self._lowest_of_run = inf
         self._held_until = 0
-        self._high: list[float] = []
-        """The loss at each check since it is high."""
+        self._high: list[float] = []  # the loss at each check since it is high
         self._since = 0
         self._low = 0
         self._peak = self._height = 0.0
-        self._returned = 0.0, 0
-        """Maximum height and duration (in checks) of the resolved rises."""
+        self._returned = 0.0, 0  # maximum height and duration (in checks) of the resolved rises
         self._middle = 0.0
         self._looks = 0
 
@@ -315,14 +305,12 @@ class PlateauFacts(msgspec.Struct, frozen=True):
     """The level, its start, and related figures."""
 
     loss: float
-    improvement: float
-    """Median of the window's first half minus that of its second."""
+    improvement: float  # median of the window's first half minus that of its second
     since_step: int
     steps: int
     first_loss: float
     lr: float | None
-    never_fell: bool
-    """Whether the level is still that of the run's start."""
+    never_fell: bool  # whether the level is still that of the run's start
 
 
 class Plateau(Judge):
@@ -331,8 +319,7 @@ class Plateau(Judge):
     def __init__(self) -> None:
         super().__init__()
         self._begin()
-        self._first: float | None = None
-        """Level of the run's first blocks, kept after a plateau is resolved."""
+        self._first: float | None = None  # level of the run's first blocks, kept after a plateau is resolved
         self._at = 0
         self._lr: float | None = None
         self._top_lr = 0.0

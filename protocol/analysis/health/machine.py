@@ -88,8 +88,7 @@ HORIZON_S = 1200.0
 LOOKAHEAD = 2.0
 LEAST_FALL = 8 * 2**20
 BURST_BYTES = 256 * 2**20
-BURST_PER_S = 2 * 2**20
-"""Minimum decrease in bytes per second that is part of a burst; logs write less."""
+BURST_PER_S = 2 * 2**20  # minimum decrease in bytes per second that is part of a burst; logs write less
 BURST_GAP_S = 10.0
 FEWEST_BURSTS = 5
 SETTLED_S = 30.0
@@ -112,8 +111,7 @@ class DeviceFacts(msgspec.Struct, frozen=True):
     power_w: float | None = None
     power_limit_w: float | None = None
     sm_clock_mhz: int | None = None
-    others_sm_clock_mhz: int | None = None
-    """Median of the host's other busy GPUs."""
+    others_sm_clock_mhz: int | None = None  # median of the host's other busy GPUs
     uncorrected: int | None = None
     new_errors: int = 0
     remap_pending: bool = False
@@ -125,12 +123,10 @@ class XidFacts(msgspec.Struct, frozen=True):
 
     host: str
     code: int
-    index: int
-    """NVML's index of the GPU; -1: unknown."""
+    index: int  # NVML's index of the GPU; -1: unknown
     bus: str
     count: int
-    text: str
-    """The driver's line."""
+    text: str  # the driver's line
     meaning: str
 
 
@@ -195,8 +191,7 @@ class _Gpu:
         """Time, whether it computed, whether it was throttled, and the reasons."""
         self.last: DeviceSample | None = None
         self.first_errors: int | None = None
-        self.standing: dict[str, Finding] = {}
-        """By kind."""
+        self.standing: dict[str, Finding] = {}  # by kind
 
     @property
     def busy(self) -> bool:
@@ -319,10 +314,8 @@ class DiskFacts(msgspec.Struct, frozen=True):
     """Free space of a volume, and its rate of decrease."""
 
     host: str
-    path: str
-    """The run's directory on it."""
-    use: str
-    """The directory's purpose: ``run directory``, ``output``, ``working directory``, ``TMPDIR``, ``/dev/shm``."""
+    path: str  # the run's directory on it
+    use: str  # the directory's purpose: `run directory`, `output`, `working directory`, `TMPDIR`, `/dev/shm`
     why: Why
     free_bytes: int
     total_bytes: int
@@ -512,17 +505,12 @@ def _facts(message: DiskSpace, one: Volume, volume: _Volume) -> DiskFacts | None
 class CheckpointFacts(msgspec.Struct, frozen=True):
     """The failures, and the newest complete checkpoint."""
 
-    path: str
-    """The intended path of the latest failed one."""
+    path: str  # the intended path of the latest failed one
     error: str
-    first_step: int
-    """Step of the first failed one."""
-    step: int
-    """Step of the latest failed one."""
-    failures: int
-    """Number of consecutive failures."""
-    kept: str
-    """The newest complete checkpoint; empty: none."""
+    first_step: int  # step of the first failed one
+    step: int  # step of the latest failed one
+    failures: int  # number of consecutive failures
+    kept: str  # the newest complete checkpoint; empty: none
 
 
 class Checkpoints(Judge):

@@ -133,11 +133,9 @@ class LossFacts(msgspec.Struct, frozen=True):
     """Messages that the hub has not received."""
 
     total: int
-    new: int
-    """Messages lost since the previous statistics."""
+    new: int  # messages lost since the previous statistics
     by_sender: dict[str, int]
-    sources: tuple[str, ...]
-    """The senders of these."""
+    sources: tuple[str, ...]  # the senders of these
 
 
 class RecordingFacts(msgspec.Struct, frozen=True):
@@ -151,18 +149,15 @@ class ExportFacts(msgspec.Struct, frozen=True):
     """What a target of an exporter did not get."""
 
     target: str
-    error: str
-    """Why it accepts nothing; empty: it is slow."""
-    dropped: int
-    """Points so far."""
+    error: str  # why it accepts nothing; empty: it is slow
+    dropped: int  # points so far
 
 
 class HealthDetector:
     """Finds lost telemetry, a failing recording, and exporters whose target accepts nothing."""
 
     def __init__(self) -> None:
-        self._dropped: dict[str, tuple[int, float]] = {}
-        """By target: points dropped, and when their number last rose."""
+        self._dropped: dict[str, tuple[int, float]] = {}  # by target: points dropped, and when their number last rose
         self._lost: dict[str, int] = {}
         self._rose_at = 0.0
 

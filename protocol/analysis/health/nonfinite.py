@@ -20,12 +20,10 @@ from ..words import Words, high_rate, number
 
 CLEAN_STEPS = 20
 WAIT_SECONDS = 5.0
-UPDATE_STEPS = 50
-"""An active finding is sent again after this many further steps with such a value."""
+UPDATE_STEPS = 50  # an active finding is sent again after this many further steps with such a value
 KEPT_STEPS = 64
 """Number of finite steps kept per rank, to compare with another rank's non-finite step and find the last good one."""
-OUT_OF_RANGE = 10.0
-"""A finite loss this many times above the median of the steps kept has left its range."""
+OUT_OF_RANGE = 10.0  # a finite loss this many times above the median of the steps kept has left its range
 UNEXAMINED = 16
 """Steps after one without labels whose labels may not have been examined: the probe first learns of that one."""
 
@@ -33,20 +31,16 @@ UNEXAMINED = 16
 class NonFiniteFacts(msgspec.Struct, frozen=True):
     """Origin of the first non-finite value."""
 
-    value: str
-    """``nan``, ``inf`` or ``-inf``."""
-    first_rank: int
-    """The rank of ``first_ranks`` that reported first; the last good values are its own."""
+    value: str  # `nan`, `inf` or `-inf`
+    first_rank: int  # the rank of `first_ranks` that reported first; the last good values are its own
     first_ranks: tuple[int, ...]
     """Ranks with such a value in the first step; all ranks if gradients are reduced before the norm is computed."""
     first_step: int
-    last_good_step: int | None
-    """The last earlier step of that rank with a finite value; None: none."""
+    last_good_step: int | None  # the last earlier step of that rank with a finite value; None: none
     last_good_loss: float | None
     last_good_grad_norm: float | None
     lr: float | None
-    steps: int
-    """Steps with such a value so far, over all ranks."""
+    steps: int  # steps with such a value so far, over all ranks
     ranks_total: int
     finite_elsewhere: bool
     """Whether other ranks had a finite value in that step: then that rank's batch or device is the origin."""
@@ -65,14 +59,12 @@ class _Good(NamedTuple):
 
 @dataclass(slots=True)
 class _Rank:
-    step: int = -1
-    """Its latest step."""
+    step: int = -1  # its latest step
     good: deque[_Good] = field(default_factory=lambda: deque[_Good](maxlen=KEPT_STEPS))
     """Its latest steps with a finite value."""
     clean: int = 0
     bad: bool = False
-    unlabelled: int = -UNEXAMINED - 1
-    """The latest step with a micro-batch without labels."""
+    unlabelled: int = -UNEXAMINED - 1  # the latest step with a micro-batch without labels
 
     def last_good(self) -> _Good:
         """Return the last step before its loss left its range."""
@@ -87,8 +79,7 @@ class _Case:
 
     def __init__(self, step: Step, precision: str) -> None:
         self.lr = step.lr
-        self.since = step.started + step.host_us / 1e6
-        """End of its first step."""
+        self.since = step.started + step.host_us / 1e6  # end of its first step
         self.precision = precision
         self.steps = 0
         self.ranks: set[int] = set()
@@ -99,8 +90,7 @@ class _Case:
         self.first_rank, self.first_step, self.value = step.rank, step.step, repr(float(value))
         self.good = rank.last_good()
         self.first_ranks: set[int] = set()
-        self.finite_elsewhere = False
-        """Stored, because the ranks' good steps are kept for ``KEPT_STEPS`` only."""
+        self.finite_elsewhere = False  # stored, because the ranks' good steps are kept for `KEPT_STEPS` only
 
 
 class NonFinite:

@@ -8,12 +8,9 @@ from math import isfinite
 from ...messages.telemetry import Step
 from ..findings.finding import Finding
 
-LAG = 16
-"""A step is returned without waiting for more ranks once the newest step is this many steps ahead."""
-REPEATS = 3
-"""If ranks send this many step numbers twice, rows of several engines or optimizers alternate."""
-MAD_TO_SIGMA = 1.4826
-"""Standard deviation of a normal distribution in units of its median absolute deviation."""
+LAG = 16  # a step is returned without waiting for more ranks once the newest step is this many steps ahead
+REPEATS = 3  # if ranks send this many step numbers twice, rows of several engines or optimizers alternate
+MAD_TO_SIGMA = 1.4826  # standard deviation of a normal distribution in units of its median absolute deviation
 BLOCK = 8
 REFERENCE_BLOCKS = 48
 KEPT_BLOCKS = 512
@@ -44,16 +41,13 @@ class JoinedStep:
     """One step of the run; a figure is None if no rank sent a finite one."""
 
     step: int
-    loss: float | None = None
-    """Mean over the ranks with a finite loss."""
+    loss: float | None = None  # mean over the ranks with a finite loss
     grad_norm: float | None = None
     lr: float | None = None
     loss_scale: float | None = None
     overflow: bool = False
-    rollout: bool = False
-    """Whether the step generated its own training data (reinforcement learning)."""
-    unlabelled: bool = False
-    """Whether a micro-batch had no label: its part of the gradient is 0."""
+    rollout: bool = False  # whether the step generated its own training data (reinforcement learning)
+    unlabelled: bool = False  # whether a micro-batch had no label: its part of the gradient is 0
     ranks: int = 0
     _losses: int = 0
 
@@ -132,10 +126,8 @@ class Block:
     """``BLOCK`` consecutive steps."""
 
     def __init__(self, values: list[float], step: int, end: int, lr: float | None) -> None:
-        self.step = step
-        """Number of its first step."""
-        self.end = end
-        """Number of values of the series up to the block's end."""
+        self.step = step  # number of its first step
+        self.end = end  # number of values of the series up to the block's end
         self.level = median(values)
         self.residuals = [value - self.level for value in values]
         self.lr = lr
@@ -152,8 +144,7 @@ class Levels:
 
     def __init__(self) -> None:
         self.blocks: deque[Block] = deque(maxlen=KEPT_BLOCKS)
-        self.recent: deque[float] = deque(maxlen=BLOCK)
-        """The latest values, whether their block is complete or not."""
+        self.recent: deque[float] = deque(maxlen=BLOCK)  # the latest values, whether their block is complete or not
         self.count = 0
         self._open: list[float] = []
         self._open_step = 0

@@ -38,15 +38,13 @@ RECOMPILES = 4
 COMPILES_WARM_UP = 1
 QUIET_STEPS = 100
 _WORK = frozenset(("forward", "backward", "optimizer", "eval", "checkpoint"))
-_MOST_WORKERS = 64
-"""Assumed maximum of useful worker processes on a host whose number of CPUs is unknown."""
+_MOST_WORKERS = 64  # assumed maximum of useful worker processes on a host whose number of CPUs is unknown
 
 
 class DataWaitFacts(msgspec.Struct, frozen=True):
     """The wait per step, and the settings of the data loader."""
 
-    share: float
-    """Share of the step for which the rank with the longest wait waits."""
+    share: float  # share of the step for which the rank with the longest wait waits
     wait_ms: float
     step_ms: float
     window_steps: int
@@ -216,24 +214,19 @@ class CompileFacts(msgspec.Struct, frozen=True):
 
     function: str
     recompiles: int
-    seconds: float
-    """Time of its compilations since warm-up."""
-    reason: str
-    """Dynamo's description of the guard that failed last; empty: unknown."""
+    seconds: float  # time of its compilations since warm-up
+    reason: str  # Dynamo's description of the guard that failed last; empty: unknown
     since_step: int
-    limit_reached: bool = False
-    """Whether Dynamo reached its limit, so that the function runs uncompiled from now on."""
+    limit_reached: bool = False  # whether Dynamo reached its limit, so that the function runs uncompiled from now on
 
 
 class _Function:
     def __init__(self, step: int) -> None:
-        self.count: Counter[int] = Counter()
-        """Recompilations by rank."""
+        self.count: Counter[int] = Counter()  # recompilations by rank
         self.seconds = 0.0
         self.reason = ""
         self.since = self.step = step
-        self.ranks: set[int] = set()
-        """Ranks in its finding."""
+        self.ranks: set[int] = set()  # ranks in its finding
         self.limit = False
 
 

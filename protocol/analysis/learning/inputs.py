@@ -16,34 +16,21 @@ from ...text import all_ranks
 from ..findings.finding import Detector, Finding, Handler, Kind, Shown, State
 from ..words import Words
 
-IN_A_ROW = 8
-"""Micro-batches without a label, one after the other."""
-WINDOW = 40
-"""Half of so many without a label are as bad."""
-FROM_THE_START = 3
-"""Enough if no micro-batch of the run had one."""
-ENDS = 16
-"""End-of-sequence tokens seen before their absence among the labels is no accident."""
-BEGUN_TWICE = 3
-"""Micro-batches whose rows begin twice that are no accident."""
-PADDING = 16
-"""Labels that are padding after padding, in ..."""
-PADDED = 3
-"""... this many steps, which are no accident."""
-ALIKE = 4
-"""Steps in a row with the batches of other steps, one for one, that are no accident."""
+IN_A_ROW = 8  # micro-batches without a label, one after the other
+WINDOW = 40  # half of so many without a label are as bad
+FROM_THE_START = 3  # enough if no micro-batch of the run had one
+ENDS = 16  # end-of-sequence tokens seen before their absence among the labels is no accident
+BEGUN_TWICE = 3  # micro-batches whose rows begin twice that are no accident
+PADDING = 16  # labels that are padding after padding, in 
+PADDED = 3  # ... this many steps, which are no accident
+ALIKE = 4  # steps in a row with the batches of other steps, one for one, that are no accident
 COPIES = 5
 """Steps in a row in which all ranks had the same batch, of at least two batches; each another one if not of tokens."""
-OF_EACH = 12
-"""Micro-batches of each of a loader's workers that are looked at for copies."""
-MISALIGNED = 2
-"""Micro-batches in a row whose labels are not the next tokens."""
-_NEAR = 0.1
-"""Difference from the share of copies that a number of workers makes: the first ones may not be in step."""
-_UNFINISHED = 64
-"""Steps that not all ranks have ended, of which the batches are remembered."""
-_MOST_STEPS = 100_000
-"""Steps of a job whose batches are remembered."""
+OF_EACH = 12  # micro-batches of each of a loader's workers that are looked at for copies
+MISALIGNED = 2  # micro-batches in a row whose labels are not the next tokens
+_NEAR = 0.1  # difference from the share of copies that a number of workers makes: the first ones may not be in step
+_UNFINISHED = 64  # steps that not all ranks have ended, of which the batches are remembered
+_MOST_STEPS = 100_000  # steps of a job whose batches are remembered
 
 
 class LabelFacts(msgspec.Struct, frozen=True):
@@ -52,10 +39,8 @@ class LabelFacts(msgspec.Struct, frozen=True):
     unlabelled: int
     of: int
     since_step: int
-    loss_not_finite: bool = False
-    """The loss of some was a mean over no labels."""
-    after_step: int = 0
-    """The last step before whose labels were examined, if some between were not."""
+    loss_not_finite: bool = False  # the loss of some was a mean over no labels
+    after_step: int = 0  # the last step before whose labels were examined, if some between were not
 
 
 class EndFacts(msgspec.Struct, frozen=True):
@@ -87,16 +72,13 @@ class MixedFacts(msgspec.Struct, frozen=True):
     by: str
     micro_batches: int
     since_step: int
-    after_step: int = 0
-    """The last step before without such rows, if some between were not examined."""
+    after_step: int = 0  # the last step before without such rows, if some between were not examined
 
 
 class _Rank:
     def __init__(self) -> None:
-        self.empty: deque[bool] = deque(maxlen=WINDOW)
-        """Whether the latest micro-batches had no label."""
-        self.had_labels = False
-        """Whether steps were sound before the first micro-batch without labels."""
+        self.empty: deque[bool] = deque(maxlen=WINDOW)  # whether the latest micro-batches had no label
+        self.had_labels = False  # whether steps were sound before the first micro-batch without labels
         self.run = 0
         self.bad = self.many = self.lost = False
         """Whether there are too many, as such, and any whose loss was not finite; ``bad``: one of both."""
@@ -420,8 +402,7 @@ class ResumeFacts(msgspec.Struct, frozen=True):
     """The first step of the resumed job, and the step whose batches it had."""
 
     resumed_at: int
-    batches_of: int
-    """The step of the job before that had the batches of ``resumed_at``."""
+    batches_of: int  # the step of the job before that had the batches of `resumed_at`
 
 
 def _resume(finding: Finding) -> Words:
@@ -460,8 +441,7 @@ class Resumes(_One):
         """Batches by step of the jobs before; of several that had a step, those of the first."""
         self._batches: dict[int, int] = {}
         self._judged = True
-        self._skipped = 0
-        """Updates of the jobs before without effect, which an optimizer's own count leaves out."""
+        self._skipped = 0  # updates of the jobs before without effect, which an optimizer's own count leaves out
 
     def _begin(self, hello: Hello) -> None:
         began_anew = 1 in self._batches
@@ -525,10 +505,8 @@ class Copies(_One):
     def __init__(self) -> None:
         super().__init__()
         self._shares, self._ranks = False, 1
-        self._unfinished: dict[int, list[int]] = {}
-        """By step: the batches of ranks that have ended it."""
-        self._row: deque[int] = deque(maxlen=COPIES)
-        """The batches that all ranks had, in a row of steps."""
+        self._unfinished: dict[int, list[int]] = {}  # by step: the batches of ranks that have ended it
+        self._row: deque[int] = deque(maxlen=COPIES)  # the batches that all ranks had, in a row of steps
 
     def hello(self, hello: Hello) -> list[Finding]:
         """Note whether ranks share batches, which a later hello may say; begin another job."""
@@ -632,8 +610,7 @@ class Repeats(_One):
 class ShiftFacts(msgspec.Struct, frozen=True):
     """Labels that are not the next tokens."""
 
-    twice: bool
-    """They are the tokens after the next ones; False: they are the tokens themselves."""
+    twice: bool  # they are the tokens after the next ones; False: they are the tokens themselves
     since_step: int
 
 

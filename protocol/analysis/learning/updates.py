@@ -11,55 +11,41 @@ from ...text import counted
 from ..findings.finding import HIDDEN, Detector, Finding, Handler, Kind, Shown
 from ..words import Words, high_rate, number
 
-SKIPPED = 3
-"""Updates in a row without effect, where no loss scaler looks for its scale."""
-STILL = 50
-"""Steps in a row without a changed weight, at a learning rate above 0."""
-BARE = 5
-"""The same where no parameter of the optimizer has a gradient."""
-ZERO = 20
-"""Steps in a row at a learning rate of 0."""
+SKIPPED = 3  # updates in a row without effect, where no loss scaler looks for its scale
+STILL = 50  # steps in a row without a changed weight, at a learning rate above 0
+BARE = 5  # the same where no parameter of the optimizer has a gradient
+ZERO = 20  # steps in a row at a learning rate of 0
 APART = 600
 """More than the steps that ranks take by themselves where they average their models now and then (DiLoCo: 500)."""
-EVALUATING = 5
-"""Updates in a row of a model in evaluation mode."""
-LEFT_OUT = 100
-"""Batches in a row without a backward."""
-CLIPPED = 3
-"""Steps in which gradients were seen to be clipped by mistake."""
-_BLOCK = 8
-"""Steps, at most, of a block at whose end a rank reads the mode of its model, unless they are read in full."""
-EDITED = 8
-"""Places in a script whose lost changes are told."""
+EVALUATING = 5  # updates in a row of a model in evaluation mode
+LEFT_OUT = 100  # batches in a row without a backward
+CLIPPED = 3  # steps in which gradients were seen to be clipped by mistake
+_BLOCK = 8  # steps, at most, of a block at whose end a rank reads the mode of its model, unless they are read in full
+EDITED = 8  # places in a script whose lost changes are told
 
 
 class SkippedFacts(msgspec.Struct, frozen=True):
     """Updates without effect."""
 
-    skipped: int
-    """In a row."""
+    skipped: int  # in a row
     since_step: int
     grad_norm: float | None
     loss: float | None
     lr: float | None
     precision: str
     loss_scale: float | None = None
-    batches: int = 0
-    """Batches that were left out in a row, without an update; 0: updates were skipped."""
+    batches: int = 0  # batches that were left out in a row, without an update; 0: updates were skipped
 
 
 class WeightFacts(msgspec.Struct, frozen=True):
     """Weights that are not finite."""
 
     since_step: int
-    loss: float | None
-    """Of that step: finite."""
+    loss: float | None  # of that step: finite
     grad_norm: float | None
     lr: float | None
-    at_latest: bool = False
-    """Seen before the next update: the loss of that one was not finite."""
-    after_step: int = 0
-    """The last step whose sampled weights were finite, if some between were not looked at."""
+    at_latest: bool = False  # seen before the next update: the loss of that one was not finite
+    after_step: int = 0  # the last step whose sampled weights were finite, if some between were not looked at
 
 
 class StillFacts(msgspec.Struct, frozen=True):
@@ -71,20 +57,16 @@ class StillFacts(msgspec.Struct, frozen=True):
     grad_norm: float | None
     trainable: int
     parameters: int
-    no_gradients: bool = False
-    """No parameter of the optimizer had a gradient."""
+    no_gradients: bool = False  # no parameter of the optimizer had a gradient
 
 
 class PendingFacts(msgspec.Struct, frozen=True):
     """Micro-batches whose gradients are in a later update, or in none."""
 
     micro_batches: int
-    applied: bool
-    """They joined the update of ``step``; False: the run ended."""
-    times: int = 1
-    """Passes over the data with such an end, on the rank that was first."""
-    zeroed: bool = False
-    """Their gradients were set to zero before the update of ``step``."""
+    applied: bool  # they joined the update of `step`; False: the run ended
+    times: int = 1  # passes over the data with such an end, on the rank that was first
+    zeroed: bool = False  # their gradients were set to zero before the update of `step`
 
 
 class EditFacts(msgspec.Struct, frozen=True):
@@ -101,8 +83,7 @@ class ModeFacts(msgspec.Struct, frozen=True):
 
     since_step: int
     steps: int
-    part: str = ""
-    """Of the model, if the rest is in training mode."""
+    part: str = ""  # of the model, if the rest is in training mode
     unread: int = 0
     """Steps before the first in which the mode may have changed: it is read at the end of a block of steps."""
 
@@ -112,8 +93,7 @@ class LeftOutFacts(msgspec.Struct, frozen=True):
 
     parameters: int
     first: str
-    detached: bool = False
-    """An optimizer has them, and the loss does not depend on them."""
+    detached: bool = False  # an optimizer has them, and the loss does not depend on them
 
 
 class RowFacts(msgspec.Struct, frozen=True):
@@ -161,21 +141,15 @@ class _Rank:
         self.skipped, self.still, self.zero, self.evaluating = _Row(), _Row(), _Row(), _Row()
         self.constant: _Row | None = _Row()
         """Steps from the first one on with one loss, and no gradient; None: another loss was seen."""
-        self.zero_norm: _Row | None = _Row()
-        """Those whose norm is 0; None: another one was seen."""
-        self.loss: float | None = None
-        """The first loss."""
-        self.zero_gradients = 0
-        """Updates whose sampled gradients were seen to be 0."""
+        self.zero_norm: _Row | None = _Row()  # those whose norm is 0; None: another one was seen
+        self.loss: float | None = None  # the first loss
+        self.zero_gradients = 0  # updates whose sampled gradients were seen to be 0
         self.last_skipped = SkippedFacts(0, 0, None, None, None, "")
         self.apart: _Row | None = _Row()
         """Steps from the first one on without reduced gradients; None: there were some with."""
-        self.clipped, self.clipped_since = 0, 0
-        """Steps that were seen to clip by mistake, and the first of them."""
-        self.finite = 0
-        """The last step whose sampled weights were finite."""
-        self.bare = False
-        """Whether the optimizer had no gradient in the last step in which that was looked at."""
+        self.clipped, self.clipped_since = 0, 0  # steps that were seen to clip by mistake, and the first of them
+        self.finite = 0  # the last step whose sampled weights were finite
+        self.bare = False  # whether the optimizer had no gradient in the last step in which that was looked at
         self.part, self.mode_unread = "", 0
         """The part of the model that was in evaluation mode when the modes of parts were last looked at; steps before
         the first in evaluation mode whose mode was not read."""
@@ -511,17 +485,14 @@ class Updates(Detector):
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
-        self._standing: dict[str, set[int]] = {}
-        """Ranks of each finding that is raised."""
+        self._standing: dict[str, set[int]] = {}  # ranks of each finding that is raised
         self._precision = self._computes_in = ""
         self._sizes = 0, 0
-        self._told: set[str] = set()
-        """Findings that are told once."""
+        self._told: set[str] = set()  # findings that are told once
         self._edited: set[str] = set()
         self._ends: dict[str, tuple[int, int, int]] = {}
         """Rank, first step and number of updates that micro-batches of the pass before joined, or were zeroed at."""
-        self._unapplied: dict[int, int] = {}
-        """By rank that has ended."""
+        self._unapplied: dict[int, int] = {}  # by rank that has ended
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return the method for each type of message."""

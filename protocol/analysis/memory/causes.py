@@ -42,11 +42,9 @@ class Span(NamedTuple):
 class Blocks(NamedTuple):
     """Allocations, as indices of their entries in the trace."""
 
-    total_bytes: int
-    """Allocated bytes at that moment, including earlier blocks; 0: not computed."""
+    total_bytes: int  # allocated bytes at that moment, including earlier blocks; 0: not computed
     found: list[int]
-    kept: frozenset[int]
-    """The members of ``found`` that outlived their phase."""
+    kept: frozenset[int]  # the members of `found` that outlived their phase
 
 
 def blocks_at_peak(trace: Sequence[Entry], spans: Sequence[Span]) -> Blocks:
@@ -180,8 +178,7 @@ _FRAMES = (
 )
 _PATTERNS = [(name, re.compile(file), re.compile(function)) for name, file, function in _FRAMES]
 _LOGITS_SLACK = 0.02
-LEAST_SHARE = 0.2
-"""A pattern is named if it has at least this share of the transient bytes."""
+LEAST_SHARE = 0.2  # a pattern is named if it has at least this share of the transient bytes
 
 WORDS = {
     "foreach_temporaries": "foreach temporaries of the optimizer",
@@ -241,22 +238,17 @@ def place_of(frames: Sequence[str]) -> str:
 class Part(NamedTuple):
     """Share of one pattern in a transient."""
 
-    pattern: str
-    """Empty: no known pattern."""
+    pattern: str  # empty: no known pattern
     bytes: int
-    where: str
-    """The frame that matched; without a pattern, the frame with most bytes; empty: no stack."""
+    where: str  # the frame that matched; without a pattern, the frame with most bytes; empty: no stack
 
 
 class Named(NamedTuple):
     """A cause by its patterns."""
 
-    parts: list[Part]
-    """Patterns with at least ``LEAST_SHARE`` of the bytes, largest first."""
-    total: int
-    """Transient bytes according to the trace."""
-    elsewhere: Part
-    """The remaining bytes, with the frame that has most of them."""
+    parts: list[Part]  # patterns with at least `LEAST_SHARE` of the bytes, largest first
+    total: int  # transient bytes according to the trace
+    elsewhere: Part  # the remaining bytes, with the frame that has most of them
 
     @property
     def pattern(self) -> str:
@@ -301,14 +293,11 @@ def _is_logits(group: StackGroup, cause: Cause, tokens: int) -> bool:
 class NumbersCause(msgspec.Struct, frozen=True):
     """A cause identified by the step's own figures, without stacks."""
 
-    pattern: str
-    """``longer_batch``, ``loss_scale_overflow`` or ``checkpoint_saving``."""
+    pattern: str  # `longer_batch`, `loss_scale_overflow` or `checkpoint_saving`
     remedy: Remedy
     batch_shape: list[int] = []
-    longest_shape: list[int] = []
-    """The largest batch before."""
-    saves_bytes: int = 0
-    """Bytes that a batch like earlier ones would save; 0: see the remedy."""
+    longest_shape: list[int] = []  # the largest batch before
+    saves_bytes: int = 0  # bytes that a batch like earlier ones would save; 0: see the remedy
 
 
 class StackCause(msgspec.Struct, frozen=True):
@@ -336,20 +325,15 @@ class SpikeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     phase_ms: float
     sets_step_peak: bool
     sets_run_peak: bool
-    measure: str
-    """``allocated`` or ``resident``."""
-    steps: list[int]
-    """The last ten steps with such a spike."""
+    measure: str  # `allocated` or `resident`
+    steps: list[int]  # the last ten steps with such a spike
     repeats: bool
     batch_shape: list[int]
     allocations: int = 0
     allocated_bytes: int = 0
-    largest_bytes: list[int] = []
-    """The largest single allocations of the latest spike, from the allocator's trace."""
-    latest_rank: int = -1
-    """The rank of the latest spike, if ranks share one alert."""
-    causes: Any = ()
-    """The known ``NumbersCause`` and ``StackCause``."""
+    largest_bytes: list[int] = []  # the largest single allocations of the latest spike, from the allocator's trace
+    latest_rank: int = -1  # the rank of the latest spike, if ranks share one alert
+    causes: Any = ()  # the known `NumbersCause` and `StackCause`
 
 
 class SteadyFacts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -371,22 +355,18 @@ class SteadyFacts(msgspec.Struct, frozen=True, omit_defaults=True):
 class GrowthFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Memory that the first optimizer step created and kept."""
 
-    growth_bytes: int
-    """Growth on the rank with most."""
-    net_bytes: int
-    """Net increase of memory in that step, on the latest rank."""
+    growth_bytes: int  # growth on the rank with most
+    net_bytes: int  # net increase of memory in that step, on the latest rank
     capacity_bytes: int
     bytes_by_rank: dict[str, int]
-    freed_bytes: int = 0
-    """Gradients that the same update freed, on the latest rank."""
+    freed_bytes: int = 0  # gradients that the same update freed, on the latest rank
 
 
 class LeakFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Memory that grows step over step."""
 
     bytes_per_step: int
-    full_at_step: int
-    """0: unknown without a capacity."""
+    full_at_step: int  # 0: unknown without a capacity
     window_steps: int
     block_steps: int
     rise_bytes: int
@@ -396,18 +376,13 @@ class LeakFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     measure: str
     bytes_per_step_by_rank: dict[str, int]
     latest_rank: int = -1
-    ends_at_step: int = 0
-    """The run's last step, if it comes before the device is full; else 0."""
-    place: str = ""
-    """The line that allocated most of the kept memory."""
-    cause: Any = None
-    """A ``Cause`` of reason ``leak``: memory left allocated by whole steps, by stack."""
+    ends_at_step: int = 0  # the run's last step, if it comes before the device is full; else 0
+    place: str = ""  # the line that allocated most of the kept memory
+    cause: Any = None  # a `Cause` of reason `leak`: memory left allocated by whole steps, by stack
 
 
-REPEATED_SHARE = 0.5
-"""Stacks of a step with less than this share of the spike do not explain it."""
-STEPS_KEPT = 64
-"""Steps whose batch sizes are kept: the stacks of a step arrive some steps later."""
+REPEATED_SHARE = 0.5  # stacks of a step with less than this share of the spike do not explain it
+STEPS_KEPT = 64  # steps whose batch sizes are kept: the stacks of a step arrive some steps later
 
 
 class _Rank:

@@ -45,16 +45,11 @@ from ..findings.finding import Finding, Resolution
 from .causes import LeakFacts, place_of
 
 LENGTH = 16
-SURE = 96
-"""S of a trend; 120 if every pair rises."""
-LIKELY = 56
-"""S of a possible trend (1 in 175 by chance)."""
-JUMP = 0.3
-"""Maximum share of a trend's rise between two consecutive values."""
-QUARTER = 0.1
-"""Minimum share of a trend's rise between the medians of consecutive quarters."""
-SIZES = (4, 16, 64)
-"""Steps per block of each series."""
+SURE = 96  # S of a trend; 120 if every pair rises
+LIKELY = 56  # S of a possible trend (1 in 175 by chance)
+JUMP = 0.3  # maximum share of a trend's rise between two consecutive values
+QUARTER = 0.1  # minimum share of a trend's rise between the medians of consecutive quarters
+SIZES = (4, 16, 64)  # steps per block of each series
 _JOINED = 4
 RECENT = 8
 STOPPED_SHARE = 0.2
@@ -99,10 +94,8 @@ class Series:
         self.levels: deque[int] = deque(maxlen=LENGTH)
         self.seconds: deque[int] = deque(maxlen=LENGTH)
         self.batches: deque[int] = deque(maxlen=LENGTH)
-        self.highest = 0
-        """The highest level of all blocks that have left the series."""
-        self.sure = 0
-        """Number of consecutive checks at which it grew."""
+        self.highest = 0  # the highest level of all blocks that have left the series
+        self.sure = 0  # number of consecutive checks at which it grew
 
     def add(self, level: int, second: int, batch: int) -> None:
         """Add a block."""
@@ -189,8 +182,7 @@ class _Open:
     series: Series
     rate: float
     blocks: int = 0
-    slow: int = 0
-    """Number of consecutive checks at which it had stopped."""
+    slow: int = 0  # number of consecutive checks at which it had stopped
 
 
 class _Rank:
@@ -202,10 +194,8 @@ class _Rank:
         self.capacity = 0
         self.cpu = False
         self.host = ""
-        self.phases = self.place = 0
-        """Number of phases of its steps, and the index of the measured one."""
-        self.evaluated = 0
-        """Number of its last steps with an evaluation, without a checkpoint."""
+        self.phases = self.place = 0  # number of phases of its steps, and the index of the measured one
+        self.evaluated = 0  # number of its last steps with an evaluation, without a checkpoint
         self.name = ""
         self.floor = 64 * MIB
         self.open: _Open | None = None
@@ -366,12 +356,9 @@ class Footprint(NamedTuple):
     ``unexplained`` may be negative; they are not clipped, so that the figures always add up.
     """
 
-    context: int
-    """The process's used (NVML) minus reserved: the CUDA context, its modules, buffers of NCCL and cuBLAS."""
-    others: int
-    """Memory of other processes on the device (NVML)."""
-    unexplained: int
-    """Used (NVML, of the device) minus all processes: the driver's own."""
+    context: int  # the process's used (NVML) minus reserved: the CUDA context, its modules, buffers of NCCL and cuBLAS
+    others: int  # memory of other processes on the device (NVML)
+    unexplained: int  # used (NVML, of the device) minus all processes: the driver's own
 
 
 def footprint(reserved: int, sample: DeviceSample, rank: int) -> Footprint | None:

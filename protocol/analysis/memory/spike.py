@@ -44,14 +44,12 @@ WINDOW = 32
 EARLIEST = 2
 CALM_STEPS = 20
 STEADY_STEPS = 5
-RANKS_APART = 8
-"""Number of ranks with their own spike alert for a phase; further ranks share one."""
+RANKS_APART = 8  # number of ranks with their own spike alert for a phase; further ranks share one
 SEVERE_SHARE = 0.05
 OPTIMIZER, OTHER_PHASES = (6.0, 0.25), (8.0, 1.0)
 """Limit above the usual transient: multiple of its spread, and share of it."""
 FLOORS = (32 * MIB, 0.001)
-CPU_FLOORS = (48 * MIB, 0.002)
-"""Least limit above the usual transient: bytes, and share of the device's memory."""
+CPU_FLOORS = (48 * MIB, 0.002)  # least limit above the usual transient: bytes, and share of the device's memory
 STEADY_BYTES = 256 * MIB
 STEADY_SHARE, STEADY_SHARE_CPU, STEADY_SHARE_OTHERS = 0.005, 0.02, 0.10
 _NEVER = 1 << 62
@@ -84,8 +82,7 @@ class _PhaseHistory:
         self.recent: deque[int] = deque(maxlen=WINDOW)
         self.seen = 0
         self.next_update = EARLIEST
-        self.limit = _NEVER
-        """A cheap bound, updated at intervals; transients above it are judged exactly."""
+        self.limit = _NEVER  # a cheap bound, updated at intervals; transients above it are judged exactly
         self.steady_found = False
 
 
@@ -98,8 +95,7 @@ class _Rank:
         self.phases: dict[str, _PhaseHistory] = {}
         self.run_peak = 0
         self.steps = 0
-        self.open: dict[str, int] = {}
-        """By phase with an active alert: the step of the last spike."""
+        self.open: dict[str, int] = {}  # by phase with an active alert: the step of the last spike
 
 
 class SpikeDetector:

@@ -30,14 +30,11 @@ OOM_WORDS = ("outofmemoryerror", "out of memory", "can't allocate memory", "cann
 TRACEBACK_LIMIT = 8000
 FITTING = ("parameters", "gradients", "optimizer_states", "master_copies", "partitions")
 """Parts that do not depend on the batch."""
-_SEGMENT = 2 * 2**20
-"""The allocator asks the driver for multiples of this, and reports that size when it fails."""
+_SEGMENT = 2 * 2**20  # the allocator asks the driver for multiples of this, and reports that size when it fails
 _PART_OF_DEVICE = 0.05
 """Minimum share of the device at which memory of other processes, or outside the allocator, counts."""
-_PIECES = 0.02
-"""Free pieces of less than this share of the device are not the cause."""
-_OUTSIDE_USUAL = 2 * 2**30
-"""Usual size of a CUDA context and NCCL's buffers."""
+_PIECES = 0.02  # free pieces of less than this share of the device are not the cause
+_OUTSIDE_USUAL = 2 * 2**30  # usual size of a CUDA context and NCCL's buffers
 _RISING = 0.8
 _LEAST_STEPS = 8
 _LOGITS = ("cross_entropy", "log_softmax", "nll_loss", "causallmloss", "linear_cross_entropy", "compute_loss_func")
@@ -130,10 +127,8 @@ class OomContext(NamedTuple):
     """Facts besides the failing rank's report."""
 
     hello: Hello | None = None
-    processes: Sequence[ProcessMemory] = ()
-    """Processes with memory on the device, from its latest sample."""
-    to_come: int = 0
-    """Bytes that the optimizer still had to allocate for its states, from a snapshot; 0: unknown."""
+    processes: Sequence[ProcessMemory] = ()  # processes with memory on the device, from its latest sample
+    to_come: int = 0  # bytes that the optimizer still had to allocate for its states, from a snapshot; 0: unknown
 
 
 ALONE = OomContext()
@@ -143,14 +138,10 @@ class Judgement(msgspec.Struct, frozen=True):
     """Why an allocation failed."""
 
     kind: OomKind
-    also: list[OomKind]
-    """Other causes without which the request would have fitted."""
-    sure: bool
-    """Whether the figures admit no other cause."""
-    short_bytes: int
-    """Bytes missing for the request."""
-    figures: dict[str, int]
-    """The figures used, as returned by ``facts``."""
+    also: list[OomKind]  # other causes without which the request would have fitted
+    sure: bool  # whether the figures admit no other cause
+    short_bytes: int  # bytes missing for the request
+    figures: dict[str, int]  # the figures used, as returned by `facts`
 
 
 def judge(oom: Oom, around: OomContext = ALONE) -> Judgement:

@@ -13,8 +13,7 @@ from ..words import PART_LABELS, Added, Words, stop
 from .detector import ALONE, FITTING, OomContext, Released, Uncaught, elements, judge
 
 _REMEDIES_TOLD = 3
-_ROOM_NAMED = ("limit", "fragmentation")
-"""Verdicts whose text names the device's free memory."""
+_ROOM_NAMED = ("limit", "fragmentation")  # verdicts whose text names the device's free memory
 _FIGURES = ("requested_bytes", "device_free_bytes", "device_total_bytes", "allocated_bytes", "reserved_bytes")
 _MORE_FIGURES = ("largest_free_bytes", "batch_shape", "largest_shape", "held", "peer_timeout_s")
 """Fields of the report that are evidence."""

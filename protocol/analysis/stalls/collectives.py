@@ -28,37 +28,26 @@ class RankView:
     rank: int
     step: int
     phase: str
-    age: float
-    """Seconds without progress."""
-    limit: float
-    """Limit of its phase, in seconds without progress."""
-    inside: str = ""
-    """The collective that it has entered and not left; empty outside of one."""
+    age: float  # seconds without progress
+    limit: float  # limit of its phase, in seconds without progress
+    inside: str = ""  # the collective that it has entered and not left; empty outside of one
     last_collective: str = ""
     collectives: int = 0
     step_collectives: int = 0
     micro_step: int = 0
-    per_step: int = -1
-    """Number of collectives entered in its last finished step; -1: unknown."""
+    per_step: int = -1  # number of collectives entered in its last finished step; -1: unknown
     absent: Absence = ""
     finished: bool = False
-    group: str = ""
-    """The process group of its current or last collective."""
-    group_sequence: int = 0
-    """Number of that group's collectives that it has entered, as counted by its probe."""
+    group: str = ""  # the process group of its current or last collective
+    group_sequence: int = 0  # number of that group's collectives that it has entered, as counted by its probe
     size: int = 0
-    stood_s: float = 0.0
-    """Seconds without progress in its last report."""
-    asleep_limit: float = float("inf")
-    """Limit in seconds if it is found asleep."""
-    working_limit: float = 0.0
-    """Limit in seconds if its process tree works; never less than ``limit``."""
-    latest: Evidence | None = None
-    """Evidence of the last inspection, also from before its last progress."""
+    stood_s: float = 0.0  # seconds without progress in its last report
+    asleep_limit: float = float("inf")  # limit in seconds if it is found asleep
+    working_limit: float = 0.0  # limit in seconds if its process tree works; never less than `limit`
+    latest: Evidence | None = None  # evidence of the last inspection, also from before its last progress
     steps_then: Mapping[int, int] = field(default_factory=dict[int, int])
     """Optimizer steps of every rank shortly after this rank's last progress."""
-    evidence: Evidence | None = None
-    """Evidence of an inspection since its last progress; None: not inspected."""
+    evidence: Evidence | None = None  # evidence of an inspection since its last progress; None: not inspected
 
     @property
     def is_unable(self) -> bool:
@@ -143,8 +132,7 @@ SAME_SIZE = frozenset(
 """Collectives that require a tensor of the same size from every rank."""
 
 
-TOGETHER_S = 2.0
-"""Evidence of two ranks taken within this many seconds is of one inspection."""
+TOGETHER_S = 2.0  # evidence of two ranks taken within this many seconds is of one inspection
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +142,7 @@ class Difference:
     group: str
     number: int
     calls: dict[int, Call]
-    shapes: bool
-    """True: the same collective with tensors of different sizes."""
+    shapes: bool  # true: the same collective with tensors of different sizes
 
     def odd_ones(self) -> tuple[int, ...]:
         """Return the ranks that differ from the majority; empty if there is no clear majority."""
@@ -181,8 +168,7 @@ class Waits:
     """All edges of the wait graph."""
 
     of: dict[int, list[Wait]]
-    roots: tuple[int, ...]
-    """Ranks that others wait for, directly or not, and that do not wait themselves."""
+    roots: tuple[int, ...]  # ranks that others wait for, directly or not, and that do not wait themselves
 
     @property
     def circle(self) -> bool:

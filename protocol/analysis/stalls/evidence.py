@@ -100,24 +100,18 @@ class Thread(NamedTuple):
 
     name: str
     frames: tuple[Frame, ...]
-    worker: int = 0
-    """The pid, if it is the main thread of a dataloader's worker."""
+    worker: int = 0  # the pid, if it is the main thread of a dataloader's worker
 
 
 class Place(NamedTuple):
     """Position of a thread, as text, and its activity there."""
 
     doing: Doing
-    words: str
-    """Innermost known activity or function: ``next() of the dataloader``, ``all_gather``, ``time_step``."""
-    at: str
-    """Innermost line of the calling code, ``train.py:52 in main``; empty if there is none."""
-    call: str = ""
-    """What the script has called there: ``save_checkpoint``, ``step``; empty: nothing of a library."""
-    line: str = ""
-    """The script's innermost line, ``train.py:52``."""
-    for_all: bool = False
-    """Whether every rank has to make that call, because it contains collectives."""
+    words: str  # innermost known activity or function: `next() of the dataloader`, `all_gather`, `time_step`
+    at: str  # innermost line of the calling code, `train.py:52 in main`; empty if there is none
+    call: str = ""  # what the script has called there: `save_checkpoint`, `step`; empty: nothing of a library
+    line: str = ""  # the script's innermost line, `train.py:52`
+    for_all: bool = False  # whether every rank has to make that call, because it contains collectives
 
     @property
     def text(self) -> str:
@@ -263,14 +257,11 @@ def _at(frame: Frame | None) -> str:
     return "" if frame is None else f"{frame.place} in {frame.function}" if frame.function else frame.place
 
 
-BUSY_SHARE = 0.03
-"""CPU time above this share of one core is work."""
-BUSY_SECONDS = 0.03
-"""Minimum CPU time that counts as work; the clock has a resolution of 0.01 s."""
+BUSY_SHARE = 0.03  # CPU time above this share of one core is work
+BUSY_SECONDS = 0.03  # minimum CPU time that counts as work; the clock has a resolution of 0.01 s
 CHARS_PER_SECOND = 8192.0
 """Bytes/s through read(2) and write(2) above this are work; a logging service that reads /proc does less."""
-TRAFFIC_PER_SECOND = 1024.0
-"""Bytes/s sent and received above this are work; keep-alives are less."""
+TRAFFIC_PER_SECOND = 1024.0  # bytes/s sent and received above this are work; keep-alives are less
 SPARE_BYTES = 4096.0
 SPARE_WAKES = 0.5
 POLLS_PER_SECOND, SPARE_POLLS = 0.4, 3.5
@@ -289,34 +280,20 @@ class Activity(NamedTuple):
     Rates have thresholds, because library threads wake up and exchange keep-alives in an otherwise idle process.
     """
 
-    time: float
-    """``time.monotonic``."""
-    state: str
-    """The training thread's state letter of proc(5); empty: gone."""
-    wchan: str
-    """The kernel function in which the training thread waits; empty: not readable, or it runs."""
-    cpu_seconds: float
-    """CPU time of the process itself, without threads of the monitor and of communication libraries."""
-    io_bytes: int
-    """Bytes written to and read from disks."""
-    on_disk: bool
-    """Whether a thread is in uninterruptible sleep (D), usually waiting for a disk."""
-    switches: int = 0
-    """Context switches of the training thread."""
-    below_seconds: float = 0.0
-    """CPU time of the descendants."""
-    chars: int = 0
-    """Bytes passed to read(2) and write(2), including pipes and files in memory."""
-    traffic: int = 0
-    """Bytes acknowledged and received on the TCP connections of the tree."""
-    processes: int = 1
-    """Number of living processes of the tree."""
-    newest: int = 0
-    """Start time of its youngest process, in ticks since boot."""
-    worker_naps: int = 0
-    """Context switches of dataloader workers that sleep for a set time."""
-    training_seconds: float = 0.0
-    """CPU time of the training thread alone."""
+    time: float  # `time.monotonic`
+    state: str  # the training thread's state letter of proc(5); empty: gone
+    wchan: str  # the kernel function in which the training thread waits; empty: not readable, or it runs
+    cpu_seconds: float  # CPU time of the process itself, without threads of the monitor and of communication libraries
+    io_bytes: int  # bytes written to and read from disks
+    on_disk: bool  # whether a thread is in uninterruptible sleep (D), usually waiting for a disk
+    switches: int = 0  # context switches of the training thread
+    below_seconds: float = 0.0  # CPU time of the descendants
+    chars: int = 0  # bytes passed to read(2) and write(2), including pipes and files in memory
+    traffic: int = 0  # bytes acknowledged and received on the TCP connections of the tree
+    processes: int = 1  # number of living processes of the tree
+    newest: int = 0  # start time of its youngest process, in ticks since boot
+    worker_naps: int = 0  # context switches of dataloader workers that sleep for a set time
+    training_seconds: float = 0.0  # CPU time of the training thread alone
 
     @property
     def naps(self) -> bool:
@@ -359,8 +336,7 @@ class Activity(NamedTuple):
 RESUME_S = 120.0
 """A timed sleep that ends within this many seconds, as between two attempts to reach a server, is not a hang: the rank
 counts as working. A longer one is."""
-ASLEEP_S = 2.0
-"""A thread found asleep at the same line for this many seconds, in an idle process, counts as asleep."""
+ASLEEP_S = 2.0  # a thread found asleep at the same line for this many seconds, in an idle process, counts as asleep
 
 NOWHERE = Place("", "", "")
 
@@ -368,28 +344,20 @@ NOWHERE = Place("", "", "")
 class Call(NamedTuple):
     """One collective that a rank has entered."""
 
-    group: str
-    """PyTorch's name for the process group."""
-    number: int
-    """Its sequence number within the group, equal on all ranks of the group."""
+    group: str  # PyTorch's name for the process group
+    number: int  # its sequence number within the group, equal on all ranks of the group
     name: str
-    size: int
-    """Elements of its tensor; 0: none, or unknown."""
-    done: bool | None
-    """None: unknown."""
+    size: int  # elements of its tensor; 0: none, or unknown
+    done: bool | None  # none: unknown
 
 
 class Collective(NamedTuple):
     """A collective that a verdict is about."""
 
-    name: str
-    """Empty: its name differs between ranks."""
-    number: int | None
-    """None: unknown."""
-    ranks: tuple[int, ...] = ()
-    """Ranks of its group; empty: all, or unknown."""
-    group: str = ""
-    """PyTorch's name for the group, if there are several."""
+    name: str  # empty: its name differs between ranks
+    number: int | None  # none: unknown
+    ranks: tuple[int, ...] = ()  # ranks of its group; empty: all, or unknown
+    group: str = ""  # PyTorch's name for the group, if there are several
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,10 +367,8 @@ class Calls:
     source: str = ""
     """``recorder``: PyTorch's flight recorder; ``nccl``: NCCL's own count; ``calls``: the probe's count. Their numbers
     cannot be compared with each other."""
-    recent: tuple[Call, ...] = ()
-    """The latest calls of each group, oldest first."""
-    counted: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Number of calls counted by the probe, by group."""
+    recent: tuple[Call, ...] = ()  # the latest calls of each group, oldest first
+    counted: Mapping[str, int] = field(default_factory=dict[str, int])  # number of calls counted by the probe, by group
     members: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     """The ranks of each group."""
 
@@ -416,27 +382,21 @@ class LockWait:
     """A file lock that a rank waits for."""
 
     path: str
-    build: bool = False
-    """Whether it is PyTorch's lock for the build of an extension."""
-    compiler: bool = False
-    """For a build lock: whether a compiler runs on that host."""
-    idle_s: float = 0.0
-    """For a build lock: seconds since a file in its directory changed."""
-    holder: str = ""
-    """The process that holds it, in words; empty: unknown."""
+    build: bool = False  # whether it is PyTorch's lock for the build of an extension
+    compiler: bool = False  # for a build lock: whether a compiler runs on that host
+    idle_s: float = 0.0  # for a build lock: seconds since a file in its directory changed
+    holder: str = ""  # the process that holds it, in words; empty: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """Evidence of one rank at one moment."""
 
-    taken: float
-    """Seconds since the epoch on the hub's clock."""
+    taken: float  # seconds since the epoch on the hub's clock
     by: TakenBy = ""
     """Source of its stacks: its probe's answer; a signal, because native code held the GIL; its memory, read from
     outside; empty: no stacks."""
-    frames: tuple[Frame, ...] = ()
-    """The training thread, innermost first."""
+    frames: tuple[Frame, ...] = ()  # the training thread, innermost first
     place: Place = NOWHERE
     asleep: float = 0.0
     """Seconds for which the training thread is known to have slept at this line while the process did nothing."""
@@ -446,31 +406,23 @@ class Evidence:
     restless: bool = False
     """Whether it has woken up since its last progress and not slept much longer since, as in a loop of retries."""
     work: Work = ""
-    quiet: float | None = None
-    """Seconds for which its process tree is known to have been idle; None: unknown."""
-    timed: bool = False
-    """Whether its training thread, or a dataloader worker that it waits for, sleeps for a set time."""
-    wakes: float | None = None
-    """Seconds until that sleep ends by itself; None: not asleep for a set time, or unknown."""
+    quiet: float | None = None  # seconds for which its process tree is known to have been idle; None: unknown
+    timed: bool = False  # whether its training thread, or a dataloader worker that it waits for, sleeps for a set time
+    wakes: float | None = None  # seconds until that sleep ends by itself; None: not asleep for a set time, or unknown
     loops: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict[str, tuple[tuple[int, int], ...]])
     """The loops around each line of the script that the training thread is in (``Frame.key``), as first and last line,
     innermost first."""
-    gathers: int = 0
-    """Number of times that it has entered DeepSpeed's ``GatheredParameters``."""
-    threads: bool = False
-    """Whether the script runs other Python threads in it, which may enter collectives too."""
+    gathers: int = 0  # number of times that it has entered DeepSpeed's `GatheredParameters`
+    threads: bool = False  # whether the script runs other Python threads in it, which may enter collectives too
     lock: LockWait | None = None
-    process: str = ""
-    """The training thread's state in /proc: R, S, D, T ...; empty: not on this host."""
-    wchan: str = ""
-    """The kernel function in which it waits, if readable."""
+    process: str = ""  # the training thread's state in /proc: R, S, D, T ...; empty: not on this host
+    wchan: str = ""  # the kernel function in which it waits, if readable
     utilization: float | None = None
     """Recent share of time in which its device ran a kernel, percent; None: no device, or unknown."""
     calls: Calls = field(default_factory=Calls)
     nccl: Calls = field(default_factory=Calls)
     """The collectives that it has launched by NCCL's own count (RAS), by communicator; empty: unknown."""
-    steps: int = 0
-    """Optimizer steps that the hub had received from it at that time."""
+    steps: int = 0  # optimizer steps that the hub had received from it at that time
 
     @property
     def is_asleep(self) -> bool:

@@ -25,8 +25,7 @@ REFRESH_S = 15.0
 class Since:
     """Facts of a hang that an earlier hub recorded."""
 
-    since: float
-    """Seconds since the epoch."""
+    since: float  # seconds since the epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,7 @@ class HangFacts(Since):
     """A persisting verdict."""
 
     verdict: Verdict
-    found: Mapping[int, Evidence]
-    """Evidence from the inspection of the ranks, by rank."""
+    found: Mapping[int, Evidence]  # evidence from the inspection of the ranks, by rank
     launcher: str
 
 
@@ -49,8 +47,7 @@ class StoppedFacts(msgspec.Struct, frozen=True):
 class UnreachableFacts(msgspec.Struct, frozen=True):
     """Ranks that are unreachable."""
 
-    state: str
-    """State of the latest rank; empty: only earlier ones are left."""
+    state: str  # state of the latest rank; empty: only earlier ones are left
 
 
 class WaitingRanks(msgspec.Struct, frozen=True):
@@ -183,16 +180,13 @@ class Spot:
     """Where a rank is in the script."""
 
     rank: int
-    line: str
-    """``train.py:41``; empty: unknown."""
+    line: str  # `train.py:41`; empty: unknown
     call: str
     """What the script called there, ``save_checkpoint`` or ``step()``, or the collective that it waits for; empty:
     unknown."""
-    step: int
-    """The step that it is in, or its last finished one."""
+    step: int  # the step that it is in, or its last finished one
     in_step: bool
-    elements: int = 0
-    """Elements of its tensor, for ``sizes``; 0: unknown."""
+    elements: int = 0  # elements of its tensor, for `sizes`; 0: unknown
     gathers: int = 0
     ended: bool = False
 

@@ -50,31 +50,24 @@ from .collectives import Counts, Difference, RankView, Waits, behind, difference
 from .evidence import Call, Collective, LockWait, all_members
 from .progress import LONG_PHASES, action_patience
 
-EXIT_LIMIT_S = 30.0
-"""After other ranks have finished, a rank may live on for this many seconds without progress."""
-EXIT_SURE_S = 9.0
-"""The same if its process sleeps after its goodbye."""
-LEFT_S = 4.0
-"""The same if it waits in a collective that a finished rank has not entered."""
+EXIT_LIMIT_S = 30.0  # after other ranks have finished, a rank may live on for this many seconds without progress
+EXIT_SURE_S = 9.0  # the same if its process sleeps after its goodbye
+LEFT_S = 4.0  # the same if it waits in a collective that a finished rank has not entered
 ENTERED_S = 60.0
 """Seconds without progress after which a verdict follows although every rank has entered the same collectives: a device
 may compute for that long before it reaches them."""
-EXIT_WORKING_S = 300.0
-"""The same if its process tree still works, as in an upload or a last evaluation."""
+EXIT_WORKING_S = 300.0  # the same if its process tree still works, as in an upload or a last evaluation
 AHEAD_STEPS = 3
 """A rank that finished this many steps while another waited for it in a collective will not enter that collective."""
 LOCK_IDLE_S = 10.0
 """A build whose files have not been written for this many seconds, without a running compiler, is over."""
 POINT_TO_POINT = frozenset(("send", "recv", "batch_isend_irecv"))
 """Calls that wait for one other rank; which one is unknown."""
-WAITED_S = 10.0
-"""Minimum wait for a silent rank, in seconds, regardless of the limit of the waiting ranks' phase."""
+WAITED_S = 10.0  # minimum wait for a silent rank, in seconds, regardless of the limit of the waiting ranks' phase
 STOOD_S = 2.0
 """Ranks without progress for this many seconds at their last report had stopped training before they became silent."""
-MOVING_S = 3.0
-"""A rank with progress within this many seconds is not stuck."""
-ALONE_DATA_S = 30.0
-"""Seconds that data loading may take before it counts as a stall, if no other rank is blocked by it."""
+MOVING_S = 3.0  # a rank with progress within this many seconds is not stuck
+ALONE_DATA_S = 30.0  # seconds that data loading may take before it counts as a stall, if no other rank is blocked by it
 _STRUCTURAL = ("mismatch", "deadlock", "ahead", "lock", "left")
 """Verdicts that prove by themselves that the collectives concerned cannot complete."""
 
@@ -116,10 +109,8 @@ class StaleLocks:
 class Left:
     """Ranks whose script has ended, in whose collectives others wait."""
 
-    steps: Mapping[int, int]
-    """Optimizer steps that each of them has finished, by rank."""
-    step: int
-    """Unfinished step of those that wait."""
+    steps: Mapping[int, int]  # optimizer steps that each of them has finished, by rank
+    step: int  # unfinished step of those that wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +135,13 @@ class Verdict:
     waiting: tuple[int, ...]
     hung: tuple[int, ...]
     sure: bool
-    age: float
-    """Seconds since the last progress of those concerned."""
+    age: float  # seconds since the last progress of those concerned
     collective: Collective | None = None
     views: Mapping[int, RankView] = field(default_factory=dict[int, RankView])
     """The judge's view of each rank concerned, named ranks first."""
-    differs: tuple[int, ...] = ()
-    """For a mismatch, the ranks that differ from the majority; empty if there is none."""
+    differs: tuple[int, ...] = ()  # for a mismatch, the ranks that differ from the majority; empty if there is none
     facts: Facts | None = None
-    contradicted: bool = False
-    """Whether NCCL's own counts (RAS) show that other ranks are behind than those named."""
+    contradicted: bool = False  # whether NCCL's own counts (RAS) show that other ranks are behind than those named
 
     @property
     def signature(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -609,15 +597,12 @@ def _place(view: RankView) -> tuple[int, int, int]:
 class RankFacts(NamedTuple):
     """Facts of one rank."""
 
-    patience: float
-    """Time limit of its phase while it computes, seconds."""
-    quiet: float | None = None
-    """Seconds for which its process tree is known to have been idle; None: unknown."""
+    patience: float  # time limit of its phase while it computes, seconds
+    quiet: float | None = None  # seconds for which its process tree is known to have been idle; None: unknown
     gone: bool = False
     may_resume: bool = False
     """Whether it waits for an answer from the network, or sleeps for a set time, as until a server's Retry-After."""
-    blocked: bool = False
-    """Whether it waits in a collective or for its device."""
+    blocked: bool = False  # whether it waits in a collective or for its device
 
 
 def unproven(kind: str, sure: bool, waiting: Sequence[int], hung: Sequence[int], ranks: Mapping[int, RankFacts]) -> str:

@@ -30,12 +30,9 @@ from typing import NamedTuple
 
 from ...messages.telemetry import Heartbeat, Step
 
-LIMIT_FACTOR = 5.0
-"""Multiple of a phase's usual longest duration that exceeds its ordinary variation."""
-FIRST_STEP_FACTOR = 2.0
-"""The same for a duration of the first step, which may include compilation and warm-up."""
-EARLY_STEPS = 3
-"""Steps whose durations include compilation, warm-up and the first touch of memory."""
+LIMIT_FACTOR = 5.0  # multiple of a phase's usual longest duration that exceeds its ordinary variation
+FIRST_STEP_FACTOR = 2.0  # the same for a duration of the first step, which may include compilation and warm-up
+EARLY_STEPS = 3  # steps whose durations include compilation, warm-up and the first touch of memory
 REGULAR_STEPS = 10
 """After this many steps the usual longest duration is known well enough for the short limits of ``asleep_s``."""
 UNSETTLED_ASLEEP_S = {"idle": 8.0}
@@ -52,12 +49,9 @@ class Row(NamedTuple):
 
     phase: str
     title: str
-    computing_s: float
-    """Limit if the rank computes, or if its activity is unknown."""
-    working_s: float
-    """Limit while its process tree reads, writes, sends, receives or compiles, or a child computes."""
-    asleep_s: float
-    """Limit if it sleeps at one line, its process tree is idle, and other ranks wait for it."""
+    computing_s: float  # limit if the rank computes, or if its activity is unknown
+    working_s: float  # limit while its process tree reads, writes, sends, receives or compiles, or a child computes
+    asleep_s: float  # limit if it sleeps at one line, its process tree is idle, and other ranks wait for it
 
 
 ROWS = (
@@ -113,12 +107,9 @@ SUSPECT_FACTOR = 2.0
 FORGET = 0.98
 OUTLIER_FACTOR = 2.0
 OUTLIER_FLOOR_S = 1.0
-LONG_PHASES = ("init", "eval", "generate", "checkpoint")
-"""Phases that may take long in native code that holds the GIL."""
-WITNESS_S = 2.0
-"""Maximum seconds without progress that two consecutive heartbeats prove; they are sent every second."""
-SILENT_S = 5.0
-"""A rank without messages for this many seconds is silent: its outdated figures alone are no evidence."""
+LONG_PHASES = ("init", "eval", "generate", "checkpoint")  # phases that may take long in native code that holds the GIL
+WITNESS_S = 2.0  # maximum seconds without progress that two consecutive heartbeats prove; they are sent every second
+SILENT_S = 5.0  # a rank without messages for this many seconds is silent: its outdated figures alone are no evidence
 
 
 def _clipped(seconds: float, known: float) -> float:
@@ -131,11 +122,9 @@ class RankProgress:
     def __init__(self, now: float) -> None:
         self.last_message_at = self.moved_at = now
         self.latest = Heartbeat(0, 1, "init", 0.0, -1, 0.0)
-        self.step = 1
-        """Number of the unfinished step."""
+        self.step = 1  # number of the unfinished step
         self.steps_seen = 0
-        self.step_seconds = 0.0
-        """Host time of the last finished step; 0 before the first."""
+        self.step_seconds = 0.0  # host time of the last finished step; 0 before the first
         self.has_stepped = False
         self.peer_steps = 0
         """Lower bound of the finished steps of a silent rank, from collectives of later steps in which other ranks met
@@ -143,16 +132,13 @@ class RankProgress:
         self.phase = "init"
         self.phase_started = 0.0
         """Start of the phase in the latest heartbeat; 0 after a later step, since then its end is unknown."""
-        self.per_step_collectives = -1
-        """Collectives of the last finished step; -1 before one was seen."""
+        self.per_step_collectives = -1  # collectives of the last finished step; -1 before one was seen
         self.usual_max: dict[str, float] = {}
         """Usual longest duration of each phase in seconds, without the first step's."""
         self.first_step: dict[str, float] = {}
         """Duration of each phase in the first step that the hub received, in seconds."""
-        self._stood = 0.0
-        """Seconds without progress since the last progress, as proven by the rank's own heartbeats."""
-        self._unforgiven = 0.0
-        """Time of its last progress before any time was discounted; 0: none was discounted since."""
+        self._stood = 0.0  # seconds without progress since the last progress, as proven by the rank's own heartbeats
+        self._unforgiven = 0.0  # time of its last progress before any time was discounted; 0: none was discounted since
 
     def step_done(self, t: float, step: Step) -> None:
         """Process a finished step that the hub received at ``t``."""

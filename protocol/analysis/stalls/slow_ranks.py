@@ -37,10 +37,8 @@ from .stragglers import (
     work_of,
 )
 
-CLOCK_SHARE = 0.92
-"""An SM clock below this share of the other ranks' clocks is a reason."""
-_NO_REASON = ("application clocks", "sync boost", "display clocks")
-"""Limits set by a user on purpose."""
+CLOCK_SHARE = 0.92  # an SM clock below this share of the other ranks' clocks is a reason
+_NO_REASON = ("application clocks", "sync boost", "display clocks")  # limits set by a user on purpose
 SAMPLES = 10
 FEWEST = 3
 _WAITING = {"collective", "exiting"}
@@ -53,15 +51,11 @@ class DeviceFacts(msgspec.Struct, frozen=True):
     host: str
     index: int
     throttle_reasons: list[str]
-    own_reasons: list[str]
-    """Those that do not apply to all other ranks' devices too."""
+    own_reasons: list[str]  # those that do not apply to all other ranks' devices too
     temperature_c: float | None = None
-    sm_clock_mhz: int | None = None
-    """None: not compared."""
-    others_sm_clock_mhz: int | None = None
-    """Median of the other ranks' devices."""
-    strangers: list[int] = []
-    """Pids of processes on it that are of no rank."""
+    sm_clock_mhz: int | None = None  # none: not compared
+    others_sm_clock_mhz: int | None = None  # median of the other ranks' devices
+    strangers: list[int] = []  # pids of processes on it that are of no rank
 
     @property
     def is_clocked_lower(self) -> bool:
@@ -130,10 +124,8 @@ class SlowRankFacts(msgspec.Struct, frozen=True):
     """A straggler with its reasons."""
 
     straggler: StragglerFacts
-    device: DeviceFacts | None = None
-    """State of its device; None: unknown, or its device does not explain it."""
-    line: str = ""
-    """The most frequent line of its training thread; empty: unknown yet."""
+    device: DeviceFacts | None = None  # state of its device; None: unknown, or its device does not explain it
+    line: str = ""  # the most frequent line of its training thread; empty: unknown yet
     samples: int = 0
 
 
@@ -143,10 +135,8 @@ class SlowDetector:
     def __init__(self, asks: DiagnosticRequests) -> None:
         self._asks = asks
         self._found: dict[int, Finding] = {}
-        self._samples: dict[int, list[evidence.Place]] = {}
-        """Sampled lines of each straggler that is being located."""
-        self._awaited: set[int] = set()
-        """Ranks whose samples have been requested and have not arrived."""
+        self._samples: dict[int, list[evidence.Place]] = {}  # sampled lines of each straggler that is being located
+        self._awaited: set[int] = set()  # ranks whose samples have been requested and have not arrived
         self._judge = Stragglers()
         self._processes: dict[int, tuple[str, int, int, int]] = {}
         self._hindered = SlowDevices()
@@ -384,8 +374,7 @@ _SHOWN: dict[str, Shown] = {
 
 EARLY_S = 15.0
 LONG_S = 60.0
-ORDINARY = frozenset(("eval", "checkpoint", "generate"))
-"""Phases in which one rank may work while the others wait."""
+ORDINARY = frozenset(("eval", "checkpoint", "generate"))  # phases in which one rank may work while the others wait
 
 
 class WaitedFor(msgspec.Struct, frozen=True):
@@ -393,11 +382,9 @@ class WaitedFor(msgspec.Struct, frozen=True):
 
     waiting: tuple[int, ...]
     waited_for: tuple[int, ...]
-    place: str
-    """Of the first of them: ``write_cache in cache.py:6``."""
+    place: str  # of the first of them: `write_cache in cache.py:6`
     seconds: float
-    polls: bool
-    """Whether it keeps waking up there."""
+    polls: bool  # whether it keeps waking up there
 
 
 def _waited_words(finding: Finding) -> Words:

@@ -46,15 +46,12 @@ import msgspec
 
 from ...messages.telemetry import Step
 
-NOT_WORK = ("init",)
-"""Phases outside steps."""
+NOT_WORK = ("init",)  # phases outside steps
 NOT_COMPARED = ("eval", "checkpoint")
 """Steps with one of these phases on any rank are not compared: often one rank runs them and the others wait."""
 _SPECIAL = frozenset((*NOT_WORK, *NOT_COMPARED))
-BATCH = "batch"
-"""Own work in the phase ``data`` outside the dataloader: on a batch, before its forward."""
-FRONT = ("idle", "data", "forward")
-"""The phases between an update and the backward after it."""
+BATCH = "batch"  # own work in the phase `data` outside the dataloader: on a batch, before its forward
+FRONT = ("idle", "data", "forward")  # the phases between an update and the backward after it
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -66,13 +63,10 @@ class Work(msgspec.Struct, frozen=True):
     measured: bool = True
     """False: ``own`` covers only the phases before the first collective, and ``waited`` is the duration of the phases
     with collectives."""
-    wall: int = 0
-    """Duration of the whole step, on the same clock as ``own``."""
+    wall: int = 0  # duration of the whole step, on the same clock as `own`
     micro_steps: int = 1
-    tokens: int = 0
-    """Tokens of the step, including padding."""
-    cpu: int = 0
-    """CPU time of the training thread; 0: not measured."""
+    tokens: int = 0  # tokens of the step, including padding
+    cpu: int = 0  # CPU time of the training thread; 0: not measured
     comparable: bool = True
     """False: the step has an evaluation or a checkpoint, or work and waiting cannot be separated."""
 
@@ -168,8 +162,7 @@ def _subtract_waiting(step: Step, own: dict[str, int]) -> int:
     return waited
 
 
-PART_STEPS = 8
-"""Steps of a block that are compared by phase."""
+PART_STEPS = 8  # steps of a block that are compared by phase
 EXCESS_US = 2000
 EXCESS_SHARE = 0.10
 FINE_RATIO = 1.15
@@ -179,25 +172,21 @@ FINE_RATIO = 1.15
 class Block:
     """Figures of a rank and of the others over a block of steps: means per step, microseconds."""
 
-    excess: float
-    """Median over the steps of its own work minus the others'."""
+    excess: float  # median over the steps of its own work minus the others'
     own: float
     others: float
     wall: float
     waited: float
     others_waited: float
-    least: float
-    """The shortest waiting of any rank."""
-    steps: int
-    """Steps of the block, including those not compared."""
+    least: float  # the shortest waiting of any rank
+    steps: int  # steps of the block, including those not compared
     off_cpu: float = 0.0
     others_off_cpu: float = 0.0
     tokens: float = 0.0
     others_tokens: float = 0.0
     parts: dict[str, float] = field(default_factory=dict[str, float])
     others_parts: dict[str, float] = field(default_factory=dict[str, float])
-    uneven: bool = False
-    """Its steps last longer or shorter than the others', so their steps do not run in parallel."""
+    uneven: bool = False  # its steps last longer or shorter than the others', so their steps do not run in parallel
 
     def counts(self, ratio: float) -> bool:
         """Return whether the block counts against the rank: its own work is at least ``ratio`` times the others'."""
@@ -299,23 +288,19 @@ class _Others:
 
 WARM_UP_STEPS = 2
 BLOCK_US = 300_000
-BLOCK_STEPS = 64
-"""Number of steps compared per block; a block of very short steps has more."""
+BLOCK_STEPS = 64  # number of steps compared per block; a block of very short steps has more
 RATIO = 1.4
-RATIO_DEVICE = 1.25
-"""``RATIO`` for device times, which are less noisy: ranks do not share a device as they share cores."""
+RATIO_DEVICE = 1.25  # `RATIO` for device times, which are less noisy: ranks do not share a device as they share cores
 FAST_BLOCKS = 8
 FAST_RATIO = 1.7
 GROSS_BLOCKS = 4
 GROSS_RATIO = 2.0
 GROSS_SHARE = 0.4
-GROSS_ALIKE = 1.5
-"""``ALIKE`` for the own work of the rank and of the others: fewer blocks must differ less."""
+GROSS_ALIKE = 1.5  # `ALIKE` for the own work of the rank and of the others: fewer blocks must differ less
 LONG_BLOCKS = 24
 LONGEST_BLOCKS = 384
 HISTORY = 128
-ALIKE = 2.0
-"""Excesses within this factor of their median are similar."""
+ALIKE = 2.0  # excesses within this factor of their median are similar
 LIGHTER_SHARE = 0.05
 UPDATE_S = 60.0
 UPDATE_CHANGE = 1.25
@@ -331,23 +316,18 @@ class StragglerFacts(msgspec.Struct, frozen=True):
     step: int
     steps: int
     own_us: int
-    others_us: int
-    """The median rank's own work among the others."""
+    others_us: int  # the median rank's own work among the others
     waited_us: int
     others_waited_us: int
     step_us: int
-    slow_at: str
-    """The phase with most of the excess; ``everywhere`` if there is none."""
+    slow_at: str  # the phase with most of the excess; `everywhere` if there is none
     phases_us: dict[str, int]
     others_phases_us: dict[str, int]
-    device: bool = False
-    """Whether times are the device's instead of the host's."""
-    measured: bool = True
-    """False: waiting is only bounded, by the phases with collectives."""
+    device: bool = False  # whether times are the device's instead of the host's
+    measured: bool = True  # false: waiting is only bounded, by the phases with collectives
     tokens: int = 0
     others_tokens: int = 0
-    off_cpu_us: int = 0
-    """The part of its own work in which its training thread used no CPU; 0 on a device."""
+    off_cpu_us: int = 0  # the part of its own work in which its training thread used no CPU; 0 on a device
     others_off_cpu_us: int = 0
 
 
@@ -361,8 +341,7 @@ class StragglerFinding(msgspec.Struct, frozen=True):
 class _Rank:
     def __init__(self) -> None:
         self.blocks: deque[Block] = deque(maxlen=LONG_BLOCKS)
-        self.counted: deque[bool] = deque(maxlen=LONGEST_BLOCKS)
-        """Whether each block counts against the rank."""
+        self.counted: deque[bool] = deque(maxlen=LONGEST_BLOCKS)  # whether each block counts against the rank
         self.excesses: deque[float] = deque(maxlen=HISTORY)
         self.facts: StragglerFacts | None = None
         self.reported_at = 0.0
@@ -380,13 +359,11 @@ class Stragglers:
         self.device = device
         self._ranks: dict[int, _Rank] = {}
         self._pending: dict[int, dict[int, Work]] = {}
-        self._done = 0
-        """Number of steps that all ranks have finished."""
+        self._done = 0  # number of steps that all ranks have finished
         self._block: list[tuple[int, dict[int, Work]]] = []
         self._block_us = 0.0
         self._block_count = 0
-        self._ended = 0
-        """Number of findings that were resolved."""
+        self._ended = 0  # number of findings that were resolved
 
     @property
     def standing(self) -> dict[int, StragglerFacts]:

@@ -52,16 +52,13 @@ class ProcessFact(msgspec.Struct, frozen=True):
     rank: int
     pid: int
     start_ticks: int
-    alive: bool
-    """Whether the process (pid and start time) exists and is not a zombie."""
-    proc_state: str = ""
-    """State letter of /proc/PID/stat (proc(5)): R S D T t Z X; empty if not readable."""
+    alive: bool  # whether the process (pid and start time) exists and is not a zombie
+    proc_state: str = ""  # state letter of /proc/PID/stat (proc(5)): R S D T t Z X; empty if not readable
     exit_code: int | None = None
     signal: int | None = None
     kernel_kill: KernelKill | None = None
     """For a process ended by SIGKILL: evidence for or against the kernel's OOM killer; None: none."""
-    time: float = 0.0
-    """Time of the observation, seconds since the epoch on the hub's clock; 0.0: unknown."""
+    time: float = 0.0  # time of the observation, seconds since the epoch on the hub's clock; 0.0: unknown
 
     @property
     def is_traced(self) -> bool:
@@ -83,15 +80,11 @@ class TrackedRank:
         self.goodbye_at = 0.0
         self.failure = ""
         self.evidence: Evidence | None = None
-        self.cut_off = ""
-        """Its host, while the host is cut off; else empty."""
-        self.stopped_since: float | None = None
-        """Since when its process was stopped at every reading."""
-        self.stuck_since: float | None = None
-        """Start of its uninterruptible sleep after its end was requested."""
+        self.cut_off = ""  # its host, while the host is cut off; else empty
+        self.stopped_since: float | None = None  # since when its process was stopped at every reading
+        self.stuck_since: float | None = None  # start of its uninterruptible sleep after its end was requested
         self.steps_then: dict[int, int] = {}
-        self.stood_since = 0.0
-        """``progress.moved_at`` when ``steps_then`` was recorded."""
+        self.stood_since = 0.0  # `progress.moved_at` when `steps_then` was recorded
 
     @property
     def name(self) -> RankStateName | Literal[""]:
@@ -228,8 +221,7 @@ UNREACHABLE_S = 15.0
 UNREACHABLE_ALIVE_S = 30.0
 GOODBYE_GRACE_S = 1.0
 """Seconds to wait for the last message of a dead process, which may arrive after its death was detected."""
-STOPPED_S = 2.0
-"""Seconds without progress, and stopped at every reading, after which a process counts as stopped."""
+STOPPED_S = 2.0  # seconds without progress, and stopped at every reading, after which a process counts as stopped
 UNKILLABLE_S = 3.0
 """Seconds of uninterruptible sleep after which a process whose end was requested counts as stuck in the kernel."""
 UNKILLABLE = f"{kernel_sleep()}: the kill could not end it, it ends when the kernel returns"
@@ -240,8 +232,7 @@ _WHY = {
     "lock": "no compiler runs",
 }
 """Why a rank waits, by the kind of a verdict that names no rank."""
-PAUSE_S = 5.0
-"""If ticks are farther apart than this, the hub itself did not run in between."""
+PAUSE_S = 5.0  # if ticks are farther apart than this, the hub itself did not run in between
 
 
 class RankTracker:
@@ -258,8 +249,7 @@ class RankTracker:
     def __init__(self, *, has_launcher: bool = True) -> None:
         self.ranks: dict[int, TrackedRank] = {}
         self.verdict: Verdict | None = None
-        self.views: list[RankView] = []
-        """The views of all ranks while some rank makes no progress."""
+        self.views: list[RankView] = []  # the views of all ranks while some rank makes no progress
         self.suspected = False
         """Whether a rank has made no progress for long enough to inspect all ranks (``stalls.progress``)."""
         self.run_state: RunState | None = None

@@ -22,17 +22,14 @@ class Tried(NamedTuple):
     """One run of a search."""
 
     fits: bool
-    peak_bytes: float
-    """0 if it did not fit."""
+    peak_bytes: float  # 0 if it did not fit
 
 
 class Found(NamedTuple):
     """The result of a search for the largest value."""
 
-    value: int | None
-    """None: the lowest value does not fit."""
-    at_the_end: bool
-    """Whether the highest value fits, so that larger ones may fit too."""
+    value: int | None  # none: the lowest value does not fit
+    at_the_end: bool  # whether the highest value fits, so that larger ones may fit too
     tried: dict[int, Tried]
 
 
@@ -117,14 +114,10 @@ class Remaining(msgspec.Struct, frozen=True):
     """Used and remaining budget of a sweep."""
 
     used_seconds: float
-    left_seconds: float | None
-    """Remaining seconds of the budget; None: no limit."""
-    run_seconds: float | None
-    """Median duration of the runs so far; None: none."""
-    expected_seconds: float | None
-    """Expected duration of the remaining runs; None: unknown."""
-    used_money: float | None
-    """None: the price is unknown."""
+    left_seconds: float | None  # remaining seconds of the budget; None: no limit
+    run_seconds: float | None  # median duration of the runs so far; None: none
+    expected_seconds: float | None  # expected duration of the remaining runs; None: unknown
+    used_money: float | None  # none: the price is unknown
     left_money: float | None
 
 

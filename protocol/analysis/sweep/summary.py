@@ -29,8 +29,7 @@ from ..health.series import MAD_TO_SIGMA
 from ..words import describe_curve
 from .search import Remaining, money_of
 
-_BLOCKS = 16
-"""Number of blocks for the error, because consecutive steps are correlated (clocks, data)."""
+_BLOCKS = 16  # number of blocks for the error, because consecutive steps are correlated (clocks, data)
 RESIDENT_ERROR = 0.01
 """Relative error of the resident set of CPU ranks: the kernel counts in batches, and glibc releases irregularly."""
 
@@ -108,8 +107,7 @@ class Pooled(msgspec.Struct, frozen=True):
     """One configuration, over its repeats."""
 
     settings: Settings
-    verdict: Verdict
-    """``done`` if all repeats were; else the verdict of the first other one."""
+    verdict: Verdict  # `done` if all repeats were; else the verdict of the first other one
     repeats: int
     rows: list[Row]
     peak_bytes: Spread | None = None
@@ -134,8 +132,7 @@ class Curve(msgspec.Struct, frozen=True):
 
     axis: str
     others: Settings
-    points: dict[int, float]
-    """Highest peak by value."""
+    points: dict[int, float]  # highest peak by value
     pieces: list[Piece]
 
 
