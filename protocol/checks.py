@@ -15,8 +15,7 @@ import msgspec
 
 TRAINING_PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft")
 """The packages that ftmon's own trainer and its predictions need: ``ftmon[train]`` installs and a rank imports them."""
-State = Literal["ok", "note", "warning", "error"]
-"""``note``: to know of, with nothing to fix."""
+State = Literal["ok", "note", "warning", "error"]  # `note`: to know of, with nothing to fix
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -25,8 +24,7 @@ class Check(msgspec.Struct, frozen=True):
     name: str
     state: State
     text: str
-    remedy: str = ""
-    """How to fix a warning or an error."""
+    remedy: str = ""  # how to fix a warning or an error
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,9 @@ class KnownFault:
     library: str
     what: str
     remedy: str
-    thread: str
-    """Where it is discussed."""
+    thread: str  # where it is discussed
     first: str
-    before: str = ""
-    """The first version without it; empty: none is known."""
+    before: str = ""  # the first version without it; empty: none is known
     when: Mapping[str, list[Any]] = field(default_factory=dict[str, list[Any]])
     """Values of fields of ``Hello`` with which it happens; empty: not seen in them."""
 

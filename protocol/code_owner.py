@@ -40,8 +40,7 @@ _PROBE = "/trainer/probe/"
 class EditablePackage(NamedTuple):
     """A package that is installed from a checkout (``pip install -e``)."""
 
-    directory: str
-    """Directory of its modules, ending in a slash."""
+    directory: str  # directory of its modules, ending in a slash
     name: str
 
 

@@ -25,23 +25,18 @@ class Figure(NamedTuple):
     """One figure. Its value is in base units: seconds, bytes, shares of 1."""
 
     name: str
-    help: str
-    """A sentence without a full stop."""
+    help: str  # a sentence without a full stop
     read: Read
     """Gets the message; returns the value, None if it is unknown, or values by what the label ``by`` tells apart."""
     unit: Unit = ""
     kind: Literal["gauge", "total", "events"] = "gauge"
     """``total``: a counter, read as its current value; ``events``: a counter that each message adds to."""
-    by: str = ""
-    """Label of the values, if there are several."""
-    tracker: str = ""
-    """W&B, trackio, TensorBoard and MLflow (``tracker_name``); empty: not a figure for trackers."""
+    by: str = ""  # label of the values, if there are several
+    tracker: str = ""  # W&B, trackio, TensorBoard and MLflow (`tracker_name`); empty: not a figure for trackers
     ranks: Literal["max", "mean", "sum", "min"] = "max"
     """How one value is made of all ranks' for trackers; ``mean``: weighted by the label tokens."""
-    transformers: str = ""
-    """Key in the logs of Hugging Face's Trainer."""
-    megatron: str = ""
-    """Metric of ``megatron.core.telemetry``, of which a value is ``megatron_scale`` times ftmon's."""
+    transformers: str = ""  # key in the logs of Hugging Face's Trainer
+    megatron: str = ""  # metric of `megatron.core.telemetry`, of which a value is `megatron_scale` times ftmon's
     megatron_scale: float = 1.0
     may_be_nan: bool = False
 

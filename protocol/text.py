@@ -27,8 +27,7 @@ _CONTROL.update(dict.fromkeys((0x200C, 0x200D), ""))
 
 _ESCAPED = {code: json.dumps(chr(code))[1:-1] for code in (*_UNSAFE, 0x200C, 0x200D) if code >= 128} | {127: "\\u007f"}
 
-_LEAST_WIDTH = 24
-"""Least width of a column that is wrapped."""
+_LEAST_WIDTH = 24  # least width of a column that is wrapped
 
 
 def sanitize(text: str, limit: int = 4096) -> str:

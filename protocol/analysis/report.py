@@ -54,7 +54,7 @@ class Side(msgspec.Struct, frozen=True):
     """One of the two runs (or configurations of sweeps)."""
 
     name: str
-    measures: dict[str, Measure]  # by name: `step time`, `backward peak` 
+    measures: dict[str, Measure]  # by name: `step time`, `backward peak` ...
     settings: dict[str, str] = {}  # configuration and versions, flat
     alerts: dict[str, int] = {}  # number of alerts by kind
     verdict: str = "done"

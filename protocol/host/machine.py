@@ -30,23 +30,17 @@ GIB = 2**30
 class Gpu(NamedTuple):
     """One kind of GPU. Rates in TFLOP/s (0: it does not compute in that type), bandwidths in GB/s (10^9 bytes)."""
 
-    pattern: str
-    """Regular expression for the whole name, without the maker's name."""
-    title: str
-    """Name in tables; empty: the kind is not in fit tables."""
-    memory_gib: float
-    """The device's total capacity as PyTorch reports it."""
+    pattern: str  # regular expression for the whole name, without the maker's name
+    title: str  # name in tables; empty: the kind is not in fit tables
+    memory_gib: float  # the device's total capacity as PyTorch reports it
     bf16: float
     fp16: float
     tf32: float
     fp32: float
     memory_gbs: float
-    link_gbs: float
-    """Bandwidth to the other GPUs of a host, in one direction: NVLink, or PCIe without NVLink."""
-    host_gbs: float
-    """Bandwidth to the host's memory, in one direction."""
-    capability: tuple[int, int]
-    """Compute capability: kernels and workspaces differ by it."""
+    link_gbs: float  # bandwidth to the other GPUs of a host, in one direction: NVLink, or PCIe without NVLink
+    host_gbs: float  # bandwidth to the host's memory, in one direction
+    capability: tuple[int, int]  # compute capability: kernels and workspaces differ by it
 
     @property
     def name(self) -> str:
@@ -164,8 +158,7 @@ def _quota_of(group: Path) -> float | None:
     return None
 
 
-_UNLIMITED = 1 << 60
-"""Cgroup version 1 reports "no limit" as a number near 2^63."""
+_UNLIMITED = 1 << 60  # cgroup version 1 reports "no limit" as a number near 2^63
 
 
 def memory_group(root: Path = ROOT) -> Path | None:
@@ -253,14 +246,10 @@ class ModelFlops(msgspec.Struct, frozen=True, omit_defaults=True):
     the halving is that of FlashAttention-2 (Dao, 2023).
     """
 
-    token: float
-    """FLOPs per token: matrix products with parameters."""
-    pair: float = 0.0
-    """FLOPs per pair of query and key, summed over the layers with full causal attention."""
-    windowed_pair: float = 0.0
-    """The same for the layers that attend to a sliding window."""
-    window: int = 0
-    """Tokens of that window; 0: none."""
+    token: float  # FLOPs per token: matrix products with parameters
+    pair: float = 0.0  # FLOPs per pair of query and key, summed over the layers with full causal attention
+    windowed_pair: float = 0.0  # the same for the layers that attend to a sliding window
+    window: int = 0  # tokens of that window; 0: none
 
     def of(self, tokens: int, pairs: int, longest: int = 0) -> float:
         """Return the FLOPs of a step of ``tokens``, without padding, and ``pairs`` (``causal_pairs``).

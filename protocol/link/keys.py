@@ -23,10 +23,8 @@ from ..run.rundir import RunDir, checked_home
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
-ZAP_DOMAIN = "ftmon"
-"""ZAP domain of the channels that accept the allow-list (https://rfc.zeromq.org/spec/27/)."""
-AGENT_DOMAIN = "ftmon-agents"
-"""ZAP domain of the agents' channels, which accept only the run's agent key."""
+ZAP_DOMAIN = "ftmon"  # ZAP domain of the channels that accept the allow-list (https://rfc.zeromq.org/spec/27/)
+AGENT_DOMAIN = "ftmon-agents"  # ZAP domain of the agents' channels, which accept only the run's agent key
 _PUBLIC_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 

@@ -35,8 +35,7 @@ _KINDS = {
 CHANNELS = tuple(_KINDS)
 LOCAL_CHANNEL = "telemetry"
 """Not bound over TCP, where nothing uses it: what arrives on it counts as sent by a process of the hub's host."""
-AGENT_CHANNELS = ("ranks", "agents")
-"""The channels that an agent uses; over TCP only agents use them."""
+AGENT_CHANNELS = ("ranks", "agents")  # the channels that an agent uses; over TCP only agents use them
 
 
 class _Socket(zmq.Socket[bytes]):
@@ -167,21 +166,15 @@ class JoinFile(msgspec.Struct, frozen=True, omit_defaults=True):
     system, or over ssh's or srun's standard input. Command lines and the environment have only its path.
     """
 
-    run: str
-    """The run directory on the hub's host, which also marks the run's processes on every host."""
+    run: str  # the run directory on the hub's host, which also marks the run's processes on every host
     id: str
     host: str
-    boot_id: str
-    """Boot identifier, which distinguishes that host from others of the same name."""
-    addresses: list[str]
-    """The hub's possible addresses, to be tried in this order."""
-    port: int
-    """The first of the hub's ports."""
-    server_key: str
-    """The hub's public CURVE key."""
+    boot_id: str  # boot identifier, which distinguishes that host from others of the same name
+    addresses: list[str]  # the hub's possible addresses, to be tried in this order
+    port: int  # the first of the hub's ports
+    server_key: str  # the hub's public CURVE key
     public: str
-    secret: str
-    """The key pair of the run's agents, with ``public``."""
+    secret: str  # the key pair of the run's agents, with `public`
     version: str
     options: RunOptions = RunOptions()
     pushed: bool = False

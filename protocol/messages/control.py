@@ -23,8 +23,7 @@ class RankState(msgspec.Struct, tag="rank_state", frozen=True, omit_defaults=Tru
     rank: Rank
     state: RankStateName
     time: Time
-    text: str = ""
-    """The reason, in a few words: ``not in all_gather #8841, in data loading``."""
+    text: str = ""  # the reason, in a few words: `not in all_gather #8841, in data loading`
     since: Time = 0.0
     pid: int = 0
     exit_code: int | None = None
@@ -52,19 +51,15 @@ class Alert(msgspec.Struct, tag="alert", frozen=True, omit_defaults=True):
     kind: AlertKind
     severity: Severity
     time: Time
-    title: str
-    """One line, for lists: ``rank 1 optimizer +0.9 GiB for 4 ms``."""
+    title: str  # one line, for lists: `rank 1 optimizer +0.9 GiB for 4 ms`
     rank: Rank | None = None
     ranks: list[Rank] = []
     step: int | None = None
     phase: str = ""
-    text: str = ""
-    """Meaning and advice, a few sentences."""
+    text: str = ""  # meaning and advice, a few sentences
     evidence: dict[str, Any] = {}
-    resolved: Time | None = None
-    """When it was resolved; None while it is active."""
-    count: int = 1
-    """Number of occurrences since it was raised."""
+    resolved: Time | None = None  # when it was resolved; None while it is active
+    count: int = 1  # number of occurrences since it was raised
 
 
 class HubStats(msgspec.Struct, tag="hub_stats", frozen=True, omit_defaults=True):
@@ -77,13 +72,10 @@ class HubStats(msgspec.Struct, tag="hub_stats", frozen=True, omit_defaults=True)
     published: int
     lost: dict[str, int] = {}
     """Messages known to be lost, by sender: gaps in its numbering plus messages it reported as dropped."""
-    unknown: int = 0
-    """Messages of a type this version does not know."""
-    refused: int = 0
-    """Messages refused: another major version, or not decodable."""
+    unknown: int = 0  # messages of a type this version does not know
+    refused: int = 0  # messages refused: another major version, or not decodable
     recording_bytes: int = 0
-    recording_error: str = ""
-    """Why recording fails, such as a full disk; empty: it works."""
+    recording_error: str = ""  # why recording fails, such as a full disk; empty: it works
     cpu_percent: float = 0.0
     dropped_traces: int = 0
     """Traces of captured steps that were not analysed, because too many were queued or they were invalid."""
@@ -92,15 +84,11 @@ class HubStats(msgspec.Struct, tag="hub_stats", frozen=True, omit_defaults=True)
 class ExporterState(msgspec.Struct, tag="exporter", frozen=True, omit_defaults=True):
     """An exporter's own state, sent to the hub every ten seconds and when ``error`` changes."""
 
-    target: Name
-    """``metrics``, or a target of ``--report-to``."""
+    target: Name  # `metrics`, or a target of `--report-to`
     time: Time
-    dropped: Whole = 0
-    """Points that did not reach the target since the exporter started: it was slow, or refused them."""
-    missed: Whole = 0
-    """Messages of the hub that did not reach the exporter."""
-    error: str = ""
-    """Why the target accepts nothing, without keys; empty: it does."""
+    dropped: Whole = 0  # points that did not reach the target since the exporter started: it was slow, or refused them
+    missed: Whole = 0  # messages of the hub that did not reach the exporter
+    error: str = ""  # why the target accepts nothing, without keys; empty: it does
 
 
 class Command(msgspec.Struct, tag="command", frozen=True, omit_defaults=True):
@@ -182,19 +170,15 @@ class Verb(msgspec.Struct, frozen=True, omit_defaults=True):
 class OnRanks(Verb, frozen=True):
     """Base of the verbs that concern ranks."""
 
-    ranks: _Ranks = []
-    """The ranks; empty for all."""
+    ranks: _Ranks = []  # the ranks; empty for all
 
 
 class Kill(OnRanks, frozen=True):
     """Saves stacks, then signals processes and their descendants; to an agent, those on its host."""
 
-    signal: _Signal = ""
-    """``INT``, ``TERM`` or ``KILL``, with or without ``SIG``; empty to go through all three."""
-    on_gpu: _Flag = False
-    """To an agent only: the ranks use GPUs, so check that their memory is free afterwards."""
-    reason: _Text = ""
-    """Why the hub itself ends the run; such a command is only recorded."""
+    signal: _Signal = ""  # `INT`, `TERM` or `KILL`, with or without `SIG`; empty to go through all three
+    on_gpu: _Flag = False  # to an agent only: the ranks use GPUs, so check that their memory is free afterwards
+    reason: _Text = ""  # why the hub itself ends the run; such a command is only recorded
 
     @property
     def number(self) -> Signals | None:
@@ -205,32 +189,24 @@ class Kill(OnRanks, frozen=True):
 class Stop(Verb, frozen=True):
     """Has the trainer save a checkpoint and end after a step; to an agent: interrupts the ranks on its host."""
 
-    step: _Step = 0
-    """To a rank: the step to stop after; 0: the ranks of the host agree on one."""
-    reason: _Text = ""
-    """Why the hub or the launcher ends the run; such a command is only recorded."""
+    step: _Step = 0  # to a rank: the step to stop after; 0: the ranks of the host agree on one
+    reason: _Text = ""  # why the hub or the launcher ends the run; such a command is only recorded
 
 
 class Stacks(OnRanks, frozen=True):
     """Has ranks send their Python stacks."""
 
-    reason: _Text = ""
-    """``reason`` of the ``stacks`` messages."""
-    native: _Flag = False
-    """To the hub: also native frames, where py-spy is installed."""
-    calls: _Flag = False
-    """To a rank: also return the collectives it entered and the lock file it waits for."""
-    activity: _Flag = False
-    """To a rank: also return its process's activity."""
-    quiet: _Flag = False
-    """To a rank: return them only in the result, without a ``stacks`` message."""
+    reason: _Text = ""  # `reason` of the `stacks` messages
+    native: _Flag = False  # to the hub: also native frames, where py-spy is installed
+    calls: _Flag = False  # to a rank: also return the collectives it entered and the lock file it waits for
+    activity: _Flag = False  # to a rank: also return its process's activity
+    quiet: _Flag = False  # to a rank: return them only in the result, without a `stacks` message
 
 
 class Snapshot(OnRanks, frozen=True):
     """Has ranks write a memory snapshot."""
 
-    reason: _Text = "asked"
-    """``reason`` of the ``snapshot`` messages."""
+    reason: _Text = "asked"  # `reason` of the `snapshot` messages
 
 
 class Identify(Verb, frozen=True):
@@ -248,14 +224,10 @@ class Shutdown(Verb, frozen=True):
 class Arm(OnRanks, frozen=True):
     """Records Python stacks of allocations."""
 
-    phase: _Phase = ""
-    """A phase; empty for the whole step."""
-    steps: _Steps = 1
-    """Number of steps, 1 to 3."""
-    from_step: _Step = 0
-    """Not before this step; 0: the next one."""
-    reason: _Text = "asked"
-    """``asked``, ``spike``, ``leak`` (searches for memory that stays allocated) or ``oom``."""
+    phase: _Phase = ""  # a phase; empty for the whole step
+    steps: _Steps = 1  # number of steps, 1 to 3
+    from_step: _Step = 0  # not before this step; 0: the next one
+    reason: _Text = "asked"  # `asked`, `spike`, `leak` (searches for memory that stays allocated) or `oom`
 
 
 class Release(OnRanks, frozen=True):
@@ -265,38 +237,29 @@ class Release(OnRanks, frozen=True):
 class Console(Verb, frozen=True):
     """Runs code in the failing frame of a held rank."""
 
-    code: _Code
-    """Code in Python, at most 100,000 characters."""
-    rank: _Rank = -1
-    """The rank."""
+    code: _Code  # code in Python, at most 100,000 characters
+    rank: _Rank = -1  # the rank
 
 
 class Compose(OnRanks, frozen=True):
     """Captures the next step."""
 
-    reason: _Text = "asked"
-    """``asked``, ``spike`` or ``leak``."""
+    reason: _Text = "asked"  # `asked`, `spike` or `leak`
 
 
 class Look(Verb, frozen=True):
     """Has an agent inspect ranks of its host."""
 
-    targets: _Targets = []
-    """Rank, process id, start ticks and ``self_dump`` of each."""
-    silent: _Ranks = []
-    """Ranks to signal, so that they write their stacks."""
+    targets: _Targets = []  # rank, process id, start ticks and `self_dump` of each
+    silent: _Ranks = []  # ranks to signal, so that they write their stacks
 
 
 ALL = (Kill, Stop, Stacks, Snapshot, Identify, Ping, Shutdown, Arm, Release, Console, Compose, Look)
 """Every verb, in the order of docs/protocol.md."""
-HUB = (Kill, Stop, Stacks, Snapshot, Ping, Shutdown, Arm, Release, Console, Compose)
-"""What a hub accepts from apps."""
-RANK = (Stop, Stacks, Snapshot, Identify, Ping, Arm, Release, Console, Compose)
-"""What a rank accepts from its hub."""
-AGENT = (Kill, Stop, Ping, Look)
-"""What an agent accepts from its hub."""
-READ_ONLY = ("ping",)
-"""Names of the verbs that a read-only hub accepts."""
+HUB = (Kill, Stop, Stacks, Snapshot, Ping, Shutdown, Arm, Release, Console, Compose)  # what a hub accepts from apps
+RANK = (Stop, Stacks, Snapshot, Identify, Ping, Arm, Release, Console, Compose)  # what a rank accepts from its hub
+AGENT = (Kill, Stop, Ping, Look)  # what an agent accepts from its hub
+READ_ONLY = ("ping",)  # names of the verbs that a read-only hub accepts
 V = TypeVar("V", bound=Verb)
 
 

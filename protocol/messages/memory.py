@@ -26,14 +26,10 @@ class PhaseComposition(msgspec.Struct, frozen=True, omit_defaults=True):
     """Composition of one phase's peak. The values of ``parts`` add up to ``peak_bytes`` exactly."""
 
     name: str
-    peak_bytes: Whole
-    """Highest ``allocated`` in the phase (CUDA), or the highest resident set (CPU)."""
-    parts: dict[str, Whole]
-    """Bytes by part (``PARTS``); empty parts are omitted."""
-    at_us: Whole = 0
-    """Time of the peak since the step's start."""
-    reserved_bytes: Whole = 0
-    """``reserved`` at the moment of the peak."""
+    peak_bytes: Whole  # highest `allocated` in the phase (CUDA), or the highest resident set (CPU)
+    parts: dict[str, Whole]  # bytes by part (`PARTS`); empty parts are omitted
+    at_us: Whole = 0  # time of the peak since the step's start
+    reserved_bytes: Whole = 0  # `reserved` at the moment of the peak
 
 
 class Composition(msgspec.Struct, tag="composition", frozen=True, omit_defaults=True):
@@ -47,17 +43,12 @@ class Composition(msgspec.Struct, tag="composition", frozen=True, omit_defaults=
     reason: Reason = "periodic"
     known: dict[str, Whole] = {}
     """Bytes by part of all storages found by walking engine, model and optimizer, whether in the peak or not."""
-    allocated_bytes: Whole = 0
-    """At the time of reading, just after the step's end."""
+    allocated_bytes: Whole = 0  # at the time of reading, just after the step's end
     reserved_bytes: Whole = 0
-    entries: Whole = 0
-    """Trace entries replayed."""
-    walk_us: Whole = 0
-    """Cost of walking to the training thread."""
-    read_us: Whole = 0
-    """Cost of reading the trace to the publisher thread."""
-    note: str = ""
-    """Limits of the composition, in words; empty: none."""
+    entries: Whole = 0  # trace entries replayed
+    walk_us: Whole = 0  # cost of walking to the training thread
+    read_us: Whole = 0  # cost of reading the trace to the publisher thread
+    note: str = ""  # limits of the composition, in words; empty: none
 
     @property
     def peak_phase(self) -> PhaseComposition | None:
@@ -78,21 +69,14 @@ class Cause(msgspec.Struct, tag="cause", frozen=True, omit_defaults=True):
     groups: list[StackGroup]
     """Blocks allocated in the phase and live at its peak, by stack; largest transient bytes first."""
     peak_bytes: Whole = 0
-    attributed_bytes: Whole = 0
-    """Bytes of the transient that have stacks, including groups omitted from ``groups``."""
-    parameter_bytes: Whole = 0
-    """One copy of this rank's parameters as the model computes with them (ZeRO-3: gathered)."""
-    trainable: Whole = 0
-    """Number of elements that this rank's optimizer updates (its partition under ZeRO)."""
-    armed_us: Whole = 0
-    """Host time of the phase with stacks armed."""
-    usual_us: Whole = 0
-    """Host time of the phase without stacks; the difference is the cost of the capture."""
+    attributed_bytes: Whole = 0  # bytes of the transient that have stacks, including groups omitted from `groups`
+    parameter_bytes: Whole = 0  # one copy of this rank's parameters as the model computes with them (ZeRO-3: gathered)
+    trainable: Whole = 0  # number of elements that this rank's optimizer updates (its partition under ZeRO)
+    armed_us: Whole = 0  # host time of the phase with stacks armed
+    usual_us: Whole = 0  # host time of the phase without stacks; the difference is the cost of the capture
     note: str = ""
-    read_us: Whole = 0
-    """Time to read the trace on the publisher's thread, which holds the GIL for most of it."""
-    vocabulary: Whole = 0
-    """Size of the model's vocabulary: the number of logits for each position of a batch."""
+    read_us: Whole = 0  # time to read the trace on the publisher's thread, which holds the GIL for most of it
+    vocabulary: Whole = 0  # size of the model's vocabulary: the number of logits for each position of a batch
 
 
 class StepMark(msgspec.Struct, frozen=True, array_like=True):
@@ -101,26 +85,19 @@ class StepMark(msgspec.Struct, frozen=True, array_like=True):
     phase: str
     """Empty: the previous phase continues, and the mark records the peak before the script reset its counters."""
     us: Whole
-    allocated: Whole
-    """Bytes allocated."""
-    peak: Whole
-    """Highest allocated bytes since the previous mark."""
-    retries: Whole
-    """Allocations that the allocator has retried so far."""
-    measured: bool
-    """Whether the counters were read here; otherwise they are those of the next mark with a reading."""
+    allocated: Whole  # bytes allocated
+    peak: Whole  # highest allocated bytes since the previous mark
+    retries: Whole  # allocations that the allocator has retried so far
+    measured: bool  # whether the counters were read here; otherwise they are those of the next mark with a reading
 
 
 class Sightings(msgspec.Struct, frozen=True, array_like=True):
     """Storages found at one moment, and the part each belongs to; both columns have the same length."""
 
     us: Whole
-    mark: Whole
-    """Index of the mark at that moment; -1: between two marks."""
-    addresses: bytes
-    """``Q``"""
-    parts: bytes
-    """``B``: indices into ``memory.PARTS``."""
+    mark: Whole  # index of the mark at that moment; -1: between two marks
+    addresses: bytes  # `Q`
+    parts: bytes  # `B`: indices into `memory.PARTS`
 
 
 class StepTrace(msgspec.Struct, tag="step_trace", frozen=True, omit_defaults=True):
@@ -128,34 +105,21 @@ class StepTrace(msgspec.Struct, tag="step_trace", frozen=True, omit_defaults=Tru
 
     rank: Rank
     step: Whole
-    time: Time
-    """When the trace was read, just after the step's end."""
-    device: Whole
-    """The CUDA device's index."""
-    marks: list[StepMark]
-    """Marks of the step, including its start and its end."""
-    first: Whole
-    """Index of the mark at which the step starts; earlier marks are start-up."""
-    snapshot: Snapshot
-    """The device's segments and trace, without stacks, streams and annotations."""
-    room: Whole
-    """Capacity of the recorder's ring in entries; a trace of that length may have lost its beginning."""
-    sightings: list[Sightings] = []
-    """The storages found, by moment."""
+    time: Time  # when the trace was read, just after the step's end
+    device: Whole  # the CUDA device's index
+    marks: list[StepMark]  # marks of the step, including its start and its end
+    first: Whole  # index of the mark at which the step starts; earlier marks are start-up
+    snapshot: Snapshot  # the device's segments and trace, without stacks, streams and annotations
+    room: Whole  # capacity of the recorder's ring in entries; a trace of that length may have lost its beginning
+    sightings: list[Sightings] = []  # the storages found, by moment
     recomputed: list[tuple[Whole, Whole]] = []
     """Recomputed forwards within a backward: start and end, microseconds since the epoch."""
-    reason: Reason = "periodic"
-    """Why this step was captured."""
-    hooked: bool = True
-    """False: the model is compiled, so there are no hooks between the marks."""
-    known: dict[str, Whole] = {}
-    """Bytes of the storages found by the last walk, by part."""
-    reserved_before: Whole = 0
-    """Reserved bytes when the rank's previous captured step was read; 0 for the first."""
-    walk_us: Whole = 0
-    """Cost of walking to the training thread."""
-    read_us: Whole = 0
-    """Cost of reading the trace to the rank's publisher thread."""
+    reason: Reason = "periodic"  # why this step was captured
+    hooked: bool = True  # false: the model is compiled, so there are no hooks between the marks
+    known: dict[str, Whole] = {}  # bytes of the storages found by the last walk, by part
+    reserved_before: Whole = 0  # reserved bytes when the rank's previous captured step was read; 0 for the first
+    walk_us: Whole = 0  # cost of walking to the training thread
+    read_us: Whole = 0  # cost of reading the trace to the rank's publisher thread
 
 
 # The report of an out-of-memory error: the state of every rank, a verdict in words, and remedies in order.
@@ -191,30 +155,22 @@ class OomVerdict(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why the allocation failed, in words, with the evidence."""
 
     kind: OomKind
-    title: str
-    """One line, for lists."""
-    text: str
-    """What happened, a few sentences."""
-    sure: bool = False
-    """True: the figures exclude other causes; False: this is the likeliest cause."""
-    evidence: list[str] = []
-    """The figures that support it, one per line."""
-    short_bytes: Whole = 0
-    """Bytes missing for this request."""
+    title: str  # one line, for lists
+    text: str  # what happened, a few sentences
+    sure: bool = False  # true: the figures exclude other causes; False: this is the likeliest cause
+    evidence: list[str] = []  # the figures that support it, one per line
+    short_bytes: Whole = 0  # bytes missing for this request
 
 
 class Remedy(msgspec.Struct, frozen=True, omit_defaults=True):
     """A change of configuration or script that reduces memory."""
 
-    kind: str
-    """``expandable_segments``, ``checkpointing``, ``micro_batch``, ``zero``, ``offload``, ``fused`` and so on."""
+    kind: str  # `expandable_segments`, `checkpointing`, `micro_batch`, `zero`, `offload`, `fused` and so on
     text: str
     setting: str = ""
     """The setting, such as ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``; empty: the script must change."""
-    frees_bytes: Whole = 0
-    """Bytes it would free at the moment of the error; 0: unknown."""
-    bound: Literal["", "about", "at most"] = ""
-    """Precision of ``frees_bytes``."""
+    frees_bytes: Whole = 0  # bytes it would free at the moment of the error; 0: unknown
+    bound: Literal["", "about", "at most"] = ""  # precision of `frees_bytes`
 
 
 class RankMoment(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -222,22 +178,16 @@ class RankMoment(msgspec.Struct, frozen=True, omit_defaults=True):
 
     rank: Rank
     state: str
-    step: Whole
-    """Current step."""
+    step: Whole  # current step
     phase: str
     micro_step: Whole = 0
     allocated_bytes: Whole = 0
     reserved_bytes: Whole = 0
-    peak_bytes: Whole = 0
-    """Highest allocated bytes of its last finished step (CPU: highest resident set)."""
-    batch_shape: list[Whole] = []
-    """Batch shape of its last finished step."""
-    collective: str = ""
-    """The collective that it was in; empty: none."""
-    age_s: float = 0.0
-    """Age of these figures."""
-    device: str = ""
-    """Host and index of its device."""
+    peak_bytes: Whole = 0  # highest allocated bytes of its last finished step (CPU: highest resident set)
+    batch_shape: list[Whole] = []  # batch shape of its last finished step
+    collective: str = ""  # the collective that it was in; empty: none
+    age_s: float = 0.0  # age of these figures
+    device: str = ""  # host and index of its device
     device_used_bytes: Whole = 0
     device_total_bytes: Whole = 0
 
@@ -251,62 +201,44 @@ class OomReport(msgspec.Struct, tag="oom_report", frozen=True, omit_defaults=Tru
     time: Time
     oom: Oom
     verdict: OomVerdict
-    remedies: list[Remedy] = []
-    """Remedies, in the recommended order."""
-    ranks: list[RankMoment] = []
-    """All ranks at that moment, the failing one included."""
+    remedies: list[Remedy] = []  # remedies, in the recommended order
+    ranks: list[RankMoment] = []  # all ranks at that moment, the failing one included
     processes: list[ProcessMemory] = []
     """Processes with memory on the rank's device (NVML; on the CPU the ranks' resident memory)."""
-    device_used_bytes: Whole = 0
-    """Used by all processes, at the last sample before; 0: not sampled."""
-    path: str = ""
-    """The report's file, relative to the run directory."""
+    device_used_bytes: Whole = 0  # used by all processes, at the last sample before; 0: not sampled
+    path: str = ""  # the report's file, relative to the run directory
 
 
 class PredictedPhase(msgspec.Struct, frozen=True, omit_defaults=True):
     """Peak memory of one phase of a steady step, in PyTorch's allocator."""
 
-    name: str
-    """``forward``, ``backward`` or ``optimizer``."""
+    name: str  # `forward`, `backward` or `optimizer`
     allocated_peak_bytes: Whole
     reserved_peak_bytes: Whole = 0
-    parts: dict[str, Whole] = {}
-    """Composition of the allocated peak by part (``memory.PARTS``); the parts add up to it."""
+    parts: dict[str, Whole] = {}  # composition of the allocated peak by part (`memory.PARTS`); the parts add up to it
 
 
 class PredictedPoint(msgspec.Struct, frozen=True, omit_defaults=True):
     """One rank at one sequence length."""
 
     rank: Rank
-    sequence_length: Whole
-    """Length of the rank's batches; if ranks share sequences, of its slices."""
+    sequence_length: Whole  # length of the rank's batches; if ranks share sequences, of its slices
     phases: list[PredictedPhase]
 
 
 class Prediction(msgspec.Struct, tag="prediction", frozen=True, omit_defaults=True):
     """Predicted memory of this run's steps, from a dry run of its configuration; or why there is no prediction."""
 
-    time: Time
-    """When the prediction was made."""
+    time: Time  # when the prediction was made
     points: list[PredictedPoint] = []
     """Points up to the configuration's length, for each rank of the dry run; other ranks are like the nearest one."""
-    micro_batch: Whole = 0
-    """Sequences of a micro-batch; times the length, the elements of a batch."""
-    error: float = 0.0
-    """Expected error of an allocated peak, as a share of it."""
-    basis: str = ""
-    """The measurements that the error is derived from."""
-    gpu: str = ""
-    """The kind of GPU of the dry run."""
-    nvml_bytes: Whole = 0
-    """Predicted NVML memory at the longest length, for the rank with the most."""
-    step_seconds: float | None = None
-    """Duration of a step at the longest length; None: unknown for this GPU."""
-    refused: str = ""
-    """Why there is no prediction; empty: there is one."""
-    seconds: float = 0.0
-    """Wall-clock time that the dry run took."""
-    cached: bool = False
-    """It was made for an earlier run of the same configuration."""
-    config: str = ""
-    """The configuration of the run, as YAML; empty: unknown."""
+    micro_batch: Whole = 0  # sequences of a micro-batch; times the length, the elements of a batch
+    error: float = 0.0  # expected error of an allocated peak, as a share of it
+    basis: str = ""  # the measurements that the error is derived from
+    gpu: str = ""  # the kind of GPU of the dry run
+    nvml_bytes: Whole = 0  # predicted NVML memory at the longest length, for the rank with the most
+    step_seconds: float | None = None  # duration of a step at the longest length; None: unknown for this GPU
+    refused: str = ""  # why there is no prediction; empty: there is one
+    seconds: float = 0.0  # wall-clock time that the dry run took
+    cached: bool = False  # it was made for an earlier run of the same configuration
+    config: str = ""  # the configuration of the run, as YAML; empty: unknown

@@ -14,22 +14,17 @@ from ..host.machine import ModelFlops
 
 # Bounds of numbers in messages: decoding refuses values outside them. They protect receivers from a rank of 2^60, for
 # which a receiver would allocate, and from times outside the calendar.
-MAX_RANKS = 16_384
-"""Ranks are below this; -1 means the launcher, or no rank."""
-MAX_WHOLE = 2**53
-"""Integers up to this are exact in a double; sums of many such numbers fit 64 bits."""
+MAX_RANKS = 16_384  # ranks are below this; -1 means the launcher, or no rank
+MAX_WHOLE = 2**53  # integers up to this are exact in a double; sums of many such numbers fit 64 bits
 Rank = Annotated[int, Meta(ge=-1, lt=MAX_RANKS)]
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A count or a number of bytes, in the range of an SQLite column. (A script may request 2**62 bytes and be refused.)"""
-Stage = Annotated[int, Meta(ge=0, le=3)]
-"""A ZeRO stage."""
+Stage = Annotated[int, Meta(ge=0, le=3)]  # a ZeRO stage
 LAST_TIME = 1e11
 Time = Annotated[float, Meta(ge=0.0, lt=LAST_TIME)]
 """Seconds since the epoch, up to the year 5138; neither infinite nor NaN."""
-Gauge = Annotated[float, Meta(ge=-1e6, le=1e9)]
-"""A measured value: a temperature, a power, a share."""
-Flops = Annotated[float, Meta(ge=0.0, le=1e30)]
-"""A number of floating-point operations."""
+Gauge = Annotated[float, Meta(ge=-1e6, le=1e9)]  # a measured value: a temperature, a power, a share
+Flops = Annotated[float, Meta(ge=0.0, le=1e30)]  # a number of floating-point operations
 Sequence = Annotated[int, Meta(ge=0, le=MAX_WHOLE)]
 Name = Annotated[str, Meta(max_length=256)]
 
@@ -37,30 +32,22 @@ Name = Annotated[str, Meta(max_length=256)]
 class DataLoaderInfo(msgspec.Struct, frozen=True):
     """Settings of the PyTorch DataLoader that a rank trains from."""
 
-    workers: Whole = 0
-    """``num_workers``; 0: the training thread loads the batches."""
-    prefetch_factor: Whole = 0
-    """Batches that each worker loads ahead; 0 without workers."""
+    workers: Whole = 0  # `num_workers`; 0: the training thread loads the batches
+    prefetch_factor: Whole = 0  # batches that each worker loads ahead; 0 without workers
     pin_memory: bool = False
     persistent_workers: bool = False
-    cpus: Whole = 0
-    """Processors that the rank's process may use, divided by the ranks of its host."""
-    iterable: bool = False
-    """It reads an IterableDataset, of which each worker has a copy."""
+    cpus: Whole = 0  # processors that the rank's process may use, divided by the ranks of its host
+    iterable: bool = False  # it reads an IterableDataset, of which each worker has a copy
 
 
 class Compilation(msgspec.Struct, frozen=True, omit_defaults=True):
     """One frame that ``torch.compile`` (Dynamo) compiled."""
 
-    name: str
-    """The function and where it is: ``forward (model.py:40)``."""
-    step: Whole = 0
-    """Current step when the rank's publisher detected it."""
+    name: str  # the function and where it is: `forward (model.py:40)`
+    step: Whole = 0  # current step when the rank's publisher detected it
     seconds: float = 0.0
-    reason: str = ""
-    """Why it was compiled again, as reported by Dynamo; empty for the first compilation."""
-    failed: str = ""
-    """The type of the exception with which the compilation failed; empty: it succeeded."""
+    reason: str = ""  # why it was compiled again, as reported by Dynamo; empty for the first compilation
+    failed: str = ""  # the type of the exception with which the compilation failed; empty: it succeeded
 
 
 class Compiles(msgspec.Struct, tag="compiles", frozen=True, omit_defaults=True):
@@ -68,20 +55,16 @@ class Compiles(msgspec.Struct, tag="compiles", frozen=True, omit_defaults=True):
 
     rank: Rank
     time: Time
-    total: Whole
-    """Frames compiled since the process began."""
+    total: Whole  # frames compiled since the process began
     functions: list[Compilation] = []
 
 
 class Volume(msgspec.Struct, frozen=True, omit_defaults=True):
     """One file system that the run writes to."""
 
-    path: str
-    """A directory on this file system that the run uses."""
-    use: str
-    """Purpose: ``run directory``, ``output``, ``working directory``, ``TMPDIR`` or ``/dev/shm``."""
-    free_bytes: Whole
-    """Available to this user."""
+    path: str  # a directory on this file system that the run uses
+    use: str  # purpose: `run directory`, `output`, `working directory`, `TMPDIR` or `/dev/shm`
+    free_bytes: Whole  # available to this user
     total_bytes: Whole
 
 
@@ -103,11 +86,9 @@ class DeviceHealth(msgspec.Struct, tag="device_health", frozen=True, omit_defaul
     index: Whole
     time: Time
     uuid: Name = ""
-    ecc_corrected: Whole | None = None
-    """Corrected errors since the driver was loaded."""
+    ecc_corrected: Whole | None = None  # corrected errors since the driver was loaded
     ecc_uncorrected: Whole | None = None
-    remap_pending: bool = False
-    """A memory row will be remapped at the next reset of the GPU."""
+    remap_pending: bool = False  # a memory row will be remapped at the next reset of the GPU
     remap_failed: bool = False
 
 
@@ -117,12 +98,9 @@ class Xid(msgspec.Struct, tag="xid", frozen=True, omit_defaults=True):
     host: Name
     time: Time
     code: Whole
-    index: int = -1
-    """NVML's index of the GPU; -1: unknown."""
-    bus: Name = ""
-    """PCI address as in the kernel log."""
-    text: str = ""
-    """The driver's line in the kernel log; empty if NVML reported it."""
+    index: int = -1  # NVML's index of the GPU; -1: unknown
+    bus: Name = ""  # PCI address as in the kernel log
+    text: str = ""  # the driver's line in the kernel log; empty if NVML reported it
 
 
 MemoryMeasure = Literal["cuda", "glibc"]
@@ -134,11 +112,9 @@ class StackGroup(msgspec.Struct, frozen=True, omit_defaults=True):
 
     bytes: Whole
     count: Whole
-    frames: list[str]
-    """``file:line function``, innermost last."""
+    frames: list[str]  # `file:line function`, innermost last
     largest_bytes: Whole = 0
-    kept_bytes: Whole = 0
-    """The part of ``bytes`` that outlived the phase: growth, not transient."""
+    kept_bytes: Whole = 0  # the part of `bytes` that outlived the phase: growth, not transient
 
 
 class SegmentUse(msgspec.Struct, frozen=True, array_like=True):
@@ -169,81 +145,52 @@ class Oom(msgspec.Struct, tag="oom", frozen=True, omit_defaults=True):
     reserved_bytes: Whole
     batch_shape: list[Whole] = []
     message: str = ""
-    stack: list[str] = []
-    """Python frames, innermost last, as ``file:line function``."""
-    measure: MemoryMeasure = "cuda"
-    """The memory that ran out: the CUDA allocator's, or the host's."""
+    stack: list[str] = []  # Python frames, innermost last, as `file:line function`
+    measure: MemoryMeasure = "cuda"  # the memory that ran out: the CUDA allocator's, or the host's
     stack_of: Literal["failing", "training"] = "failing"
     """``training``: the allocating thread had no Python frames (a backward pass); these are the training thread's."""
-    micro_step: Whole = 0
-    """Micro-steps of this step that were finished or started."""
-    steps_done: Whole = 0
-    """Steps this process has finished."""
-    capacity_bytes: Whole = 0
-    """The device's memory; ``device_total_bytes`` is less if this process has a limit."""
-    limit: str = ""
-    """The limit set on this process, in words."""
+    micro_step: Whole = 0  # micro-steps of this step that were finished or started
+    steps_done: Whole = 0  # steps this process has finished
+    capacity_bytes: Whole = 0  # the device's memory; `device_total_bytes` is less if this process has a limit
+    limit: str = ""  # the limit set on this process, in words
     room_bytes: Whole = 0
     """Bytes that the driver (or the host) could still have given to this process within its limits."""
     reserved_free_bytes: Whole = 0
     """Free bytes in reserved memory, in ``free_blocks`` blocks; ``usable_free_bytes`` may serve this request's size."""
     free_blocks: Whole = 0
-    largest_free_bytes: Whole = 0
-    """The largest free block of reserved memory for a request of this size."""
+    largest_free_bytes: Whole = 0  # the largest free block of reserved memory for a request of this size
     usable_free_bytes: Whole = 0
-    expandable: bool = False
-    """The allocator has expandable segments."""
-    largest_shape: list[Whole] = []
-    """The largest batch of earlier steps, by number of elements, and its step."""
+    expandable: bool = False  # the allocator has expandable segments
+    largest_shape: list[Whole] = []  # the largest batch of earlier steps, by number of elements, and its step
     largest_shape_step: Whole = 0
-    peak_bytes: Whole = 0
-    """The highest peak of earlier steps: allocated (CUDA), or resident (CPU)."""
-    starts: list[Whole] = []
-    """Allocated bytes at the start of steps evenly spaced over the whole run, oldest first."""
+    peak_bytes: Whole = 0  # the highest peak of earlier steps: allocated (CUDA), or resident (CPU)
+    starts: list[Whole] = []  # allocated bytes at the start of steps evenly spaced over the whole run, oldest first
     parts: dict[str, Whole] = {}
     """Allocated bytes by part (``memory.PARTS``); they add up to ``allocated_bytes`` if ``parts_note`` is empty."""
-    parts_note: str = ""
-    """Limits of ``parts``, in words."""
-    parameter_bytes: Whole = 0
-    """One copy of this rank's parameters."""
-    trainable: Whole = 0
-    """Number of elements that this rank's optimizer updates."""
-    vocabulary: Whole = 0
-    """Size of the model's vocabulary; 0: not in its configuration."""
-    optimizer: str = ""
-    """The optimizer's class and implementation as text: ``AdamW foreach``."""
-    checkpointing: bool = False
-    """Gradient checkpointing is on."""
-    holders: list[StackGroup] = []
-    """The stacks that allocated most live memory; empty if stacks were not recorded."""
-    segments: list[SegmentUse] = []
-    """The segments of reserved memory, largest first, at most 256."""
-    snapshot: str = ""
-    """The memory snapshot written at that moment, relative to the run directory."""
-    snapshot_note: str = ""
-    """Why there is no snapshot, or its limits."""
-    held: bool = False
-    """The rank waits in the failing frame until it is released."""
-    hold_seconds: float = 0.0
-    """Seconds after which the hold ends by itself; 0: never."""
-    console: bool = False
-    """A console in the failing frame is allowed."""
-    peer_timeout_s: float = 0.0
-    """Timeout of the other ranks' collectives (of their process group); 0: unknown."""
-    others: str = ""
-    """What happens to the other ranks meanwhile, in words."""
-    optimizer_class: str = ""
-    """The class of the optimizer: ``AdamW``."""
+    parts_note: str = ""  # limits of `parts`, in words
+    parameter_bytes: Whole = 0  # one copy of this rank's parameters
+    trainable: Whole = 0  # number of elements that this rank's optimizer updates
+    vocabulary: Whole = 0  # size of the model's vocabulary; 0: not in its configuration
+    optimizer: str = ""  # the optimizer's class and implementation as text: `AdamW foreach`
+    checkpointing: bool = False  # gradient checkpointing is on
+    holders: list[StackGroup] = []  # the stacks that allocated most live memory; empty if stacks were not recorded
+    segments: list[SegmentUse] = []  # the segments of reserved memory, largest first, at most 256
+    snapshot: str = ""  # the memory snapshot written at that moment, relative to the run directory
+    snapshot_note: str = ""  # why there is no snapshot, or its limits
+    held: bool = False  # the rank waits in the failing frame until it is released
+    hold_seconds: float = 0.0  # seconds after which the hold ends by itself; 0: never
+    console: bool = False  # a console in the failing frame is allowed
+    peer_timeout_s: float = 0.0  # timeout of the other ranks' collectives (of their process group); 0: unknown
+    others: str = ""  # what happens to the other ranks meanwhile, in words
+    optimizer_class: str = ""  # the class of the optimizer: `AdamW`
     optimizer_implementation: OptimizerImplementation = ""
     """Implementation of PyTorch's optimizer; empty: unknown, or not PyTorch's."""
 
 
 PHASES = ("init", "data", "generate", "forward", "backward", "optimizer", "eval", "checkpoint", "idle")
 """All phases of a rank, in drawing order. ``generate``: the rollout of a step (GRPO, PPO)."""
-STEP_PHASES = ("data", "forward", "backward", "optimizer")
-"""The phases of an ordinary step, in order."""
-PAUSES = ("eval", "checkpoint")
-"""Phases in which training pauses: throughput does not count them."""
+STEP_PHASES = ("data", "forward", "backward", "optimizer")  # the phases of an ordinary step, in order
+PAUSES = ("eval", "checkpoint")  # phases in which training pauses: throughput does not count them
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -275,30 +222,23 @@ class PhaseRecord(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """
 
     name: str
-    start_us: Whole
-    """First start of the phase, from the step's start."""
-    host_us: Whole
-    """Host time spent in the phase, summed over micro-steps."""
+    start_us: Whole  # first start of the phase, from the step's start
+    host_us: Whole  # host time spent in the phase, summed over micro-steps
     allocated: Span
     reserved: Span
     device_us: Whole | None = None
     """Device time between CUDA events at the phase's ends; None on the CPU or when the events were not read."""
     active: Span | None = None
     requested: Span | None = None
-    resident: Span | None = None
-    """Resident set size of the process (CPU only)."""
-    count: Whole = 1
-    """Number of occurrences aggregated (micro-steps)."""
-    allocations: Whole = 0
-    """Blocks allocated during the phase (CUDA only)."""
+    resident: Span | None = None  # resident set size of the process (CPU only)
+    count: Whole = 1  # number of occurrences aggregated (micro-steps)
+    allocations: Whole = 0  # blocks allocated during the phase (CUDA only)
     frees: Whole = 0
-    allocated_bytes: Whole = 0
-    """Bytes allocated during the phase, whether or not they were freed again (CUDA only)."""
+    allocated_bytes: Whole = 0  # bytes allocated during the phase, whether or not they were freed again (CUDA only)
     collective_us: Whole = 0
     """Host time spent inside collective calls during the phase, and inside DDP's reducer once this rank's own
     gradients were computed."""
-    collectives: Whole = 0
-    """Collective calls entered during the phase."""
+    collectives: Whole = 0  # collective calls entered during the phase
     waited_us: Whole | None = None
     """Device time for which the stream waited for other ranks inside DDP's reducer, or for its buffers (part of
     ``device_us``); None: not measured. On the CPU that time is in ``collective_us``."""
@@ -331,14 +271,11 @@ class SelfDump(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     signal: Whole
-    receiver: Whole
-    """Kernel thread id of the probe's own thread, so that no other thread's system call is interrupted."""
+    receiver: Whole  # kernel thread id of the probe's own thread, so that no other thread's system call is interrupted
     descriptor: Whole
     path: str
-    thread: str
-    """The training thread's name in faulthandler's output, such as ``0x00007f2a5c3fe740``."""
-    training: Whole
-    """The training thread's kernel thread id."""
+    thread: str  # the training thread's name in faulthandler's output, such as `0x00007f2a5c3fe740`
+    training: Whole  # the training thread's kernel thread id
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
@@ -364,23 +301,17 @@ class Hello(msgspec.Struct, tag="hello", frozen=True, omit_defaults=True):
     model: str = ""
     parameters: Whole = 0
     trainable_parameters: Whole = 0
-    framework: str = ""
-    """The monitored framework: ``deepspeed``, ``transformers``, ``ddp``, ``fsdp`` or ``pytorch``."""
+    framework: str = ""  # the monitored framework: `deepspeed`, `transformers`, `ddp`, `fsdp` or `pytorch`
     argv: list[str] = []
-    backend: str = ""
-    """torch.distributed's backend, such as ``nccl`` or ``gloo``."""
+    backend: str = ""  # torch.distributed's backend, such as `nccl` or `gloo`
     sends_logs: bool = False
     """True: this rank sends its own log lines; False: the hub reads them from the run directory's log files."""
-    self_dump: SelfDump | None = None
-    """How to get its stacks from another process; None: not possible."""
-    loader: DataLoaderInfo | None = None
-    """The DataLoader that it trains from; None until it has fetched from one."""
+    self_dump: SelfDump | None = None  # how to get its stacks from another process; None: not possible
+    loader: DataLoaderInfo | None = None  # the DataLoader that it trains from; None until it has fetched from one
     launch: Name = ""
     """The process that launched this host's ranks, ``PID-START_TICKS``; equal for the ranks of one host and job."""
-    restart: Whole = 0
-    """Number of its job's restart by ``torchrun --max-restarts``."""
-    flops: ModelFlops | None = None
-    """FLOPs of the model; None: unknown, as for models that are not token decoders."""
+    restart: Whole = 0  # number of its job's restart by `torchrun --max-restarts`
+    flops: ModelFlops | None = None  # FLOPs of the model; None: unknown, as for models that are not token decoders
     matmul_precision: Literal["", "bf16", "fp16", "tf32", "fp32"] = ""
     """Data type of the matrix products, which may differ from that of the parameters (autocast, TF32)."""
     pipeline_stage: Whole | None = None
@@ -394,61 +325,44 @@ class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
     total_steps: Whole
     epochs: float | None = None
     output_dir: str = ""
-    evaluate_every: Whole = 0
-    """Steps between two evaluations; 0: none during training, or unknown."""
+    evaluate_every: Whole = 0  # steps between two evaluations; 0: none during training, or unknown
     evaluate_at_end: bool = False
     """Whether there is an evaluation after the last step even if that is no multiple of ``evaluate_every``."""
-    checkpoint_every: Whole = 0
-    """Steps between two checkpoints; 0: none during training, or unknown."""
+    checkpoint_every: Whole = 0  # steps between two checkpoints; 0: none during training, or unknown
     checkpoint_at_end: bool = False
-    first_step: Whole = 0
-    """Steps already made by the run that this process resumes."""
+    first_step: Whole = 0  # steps already made by the run that this process resumes
 
 
 class Update(msgspec.Struct, frozen=True, omit_defaults=True):
     """Figures of one of several engines or optimizers (generator and discriminator, actor and critic) in one step."""
 
-    name: str
-    """The class of an engine's model, or of an optimizer; a number follows if there are several."""
-    count: Whole = 1
-    """Updates it made in the step."""
-    micro_steps: Whole = 0
-    """Backward passes that led to them."""
-    loss: float | None = None
-    """The loss it minimised, averaged over its updates."""
+    name: str  # the class of an engine's model, or of an optimizer; a number follows if there are several
+    count: Whole = 1  # updates it made in the step
+    micro_steps: Whole = 0  # backward passes that led to them
+    loss: float | None = None  # the loss it minimised, averaged over its updates
     lr: float | None = None
     grad_norm: float | None = None
     loss_scale: float | None = None
-    overflow: bool = False
-    """The loss scaler skipped its update."""
+    overflow: bool = False  # the loss scaler skipped its update
 
 
 class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     """Figures of one step by which faults that raise no error are found. Zero or empty: fine, or not looked at."""
 
-    labelled: Whole = 0
-    """Micro-batches with labels, if some of them have no label that counts."""
-    unlabelled: Whole = 0
-    """Micro-batches whose labels are all ignored."""
+    labelled: Whole = 0  # micro-batches with labels, if some of them have no label that counts
+    unlabelled: Whole = 0  # micro-batches whose labels are all ignored
     labelled_after: Whole = 0
     """The last step before whose labels were examined, if some between were not and there are ``unlabelled`` ones."""
-    ends: Whole = 0
-    """End-of-sequence tokens of the model among the inputs, without padding, that could be labels."""
-    learned_ends: Whole = 0
-    """End-of-sequence tokens among the labels."""
-    begun_twice: Whole = 0
-    """Micro-batches of which each row begins with two beginning-of-sequence tokens of the model."""
-    padding: Whole = 0
-    """Labels in the loss that are padding after padding, by the attention mask."""
-    padding_of: Whole = 0
-    """Labels in the loss of the micro-batches that were looked at for it, if there are such ones."""
-    mixed: Whole = 0
-    """Micro-batches with rows of several documents that attend to each other."""
+    ends: Whole = 0  # end-of-sequence tokens of the model among the inputs, without padding, that could be labels
+    learned_ends: Whole = 0  # end-of-sequence tokens among the labels
+    begun_twice: Whole = 0  # micro-batches of which each row begins with two beginning-of-sequence tokens of the model
+    padding: Whole = 0  # labels in the loss that are padding after padding, by the attention mask
+    padding_of: Whole = 0  # labels in the loss of the micro-batches that were looked at for it, if there are such ones
+    mixed: Whole = 0  # micro-batches with rows of several documents that attend to each other
     mixed_by: Literal["", "mask", "cache", "batch", "encoder", "4-D mask", "numbers"] = ""
     """Why the model ignores where its documents begin: a mask is passed, it makes a cache, several rows, it is an
     encoder, a 4-D mask shows the document before, or a 2-D mask numbers documents."""
-    mixed_after: Whole = 0
-    """The last step before that was examined for it, if some between were not."""
+    mixed_after: Whole = 0  # the last step before that was examined for it, if some between were not
     weights: Literal["", "same", "nan"] = ""
     """``same``: no sampled weight has changed since the sample before; ``nan``: one is not finite."""
     put_back: bool = False
@@ -458,36 +372,28 @@ class Signs(msgspec.Struct, frozen=True, omit_defaults=True):
     them of fp32 copies of other weights."""
     unloaded: bool = False
     """Before it a ZeRO-3 engine loaded the weights of a checkpoint alone, and still has those that it had."""
-    evaluating: bool = False
-    """The trained model was in evaluation mode, and has layers that behave differently there."""
+    evaluating: bool = False  # the trained model was in evaluation mode, and has layers that behave differently there
     evaluating_part: str = ""
     """Name of a part that was in evaluation mode, has such layers and is trained, though the model was not."""
     weights_lost: bool = False
     """Weights were not finite before this update, nor was the loss: an earlier update made them so."""
-    pending: Whole = 0
-    """Micro-batches of an earlier pass over the data that are part of this update."""
-    dropped: Whole = 0
-    """Micro-batches at the end of an earlier pass whose gradients were set to zero before an update."""
+    pending: Whole = 0  # micro-batches of an earlier pass over the data that are part of this update
+    dropped: Whole = 0  # micro-batches at the end of an earlier pass whose gradients were set to zero before an update
     left_out: Whole = 0
     """Parameters that have gradients and that no optimizer updates, at the first update or after 100 steps."""
-    left_out_first: str = ""
-    """Name of the first of them."""
+    left_out_first: str = ""  # name of the first of them
     detached: Whole = 0
     """Parameters, most elements of an optimizer, that have had no gradient in the first updates and after 100 steps."""
-    detached_first: str = ""
-    """Name of the first of them."""
-    no_gradients: bool = False
-    """No parameter of the optimizer had a gradient at this update."""
-    zero_gradients: bool = False
-    """The sampled gradients of the update before, at the beginning, were all exactly 0."""
+    detached_first: str = ""  # name of the first of them
+    no_gradients: bool = False  # no parameter of the optimizer had a gradient at this update
+    zero_gradients: bool = False  # the sampled gradients of the update before, at the beginning, were all exactly 0
     apart: bool = False
     """None of the step's gradients was reduced over the ranks: DDP was inside ``no_sync`` in each micro-batch."""
     clipped: Literal["", "zero", "scaled", "discarded", "replaced", "late", "kept"] = ""
     """Gradients were clipped to a norm of zero, or before a loss scaler had divided them by its scale, or set to zero
     between the backward and the update, or so those of all micro-batches but the last of each update so far; or they
     were clipped after their update, or not set to zero before the backward of this one."""
-    repeated: Whole = 0
-    """Micro-batches with the data of the one before."""
+    repeated: Whole = 0  # micro-batches with the data of the one before
     shifted: Literal["", "never", "once", "twice"] = ""
     """By how many positions the labels of the loss are shifted against the inputs, in the steps that compare them;
     ``once`` is correct, and only sent after another value."""
@@ -500,11 +406,9 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """
 
     rank: Rank
-    step: Whole
-    """1 for the first optimizer update; continues after a resume."""
+    step: Whole  # 1 for the first optimizer update; continues after a resume
     started: Time
-    host_us: Whole
-    """Host time of the whole step, between-phase time included."""
+    host_us: Whole  # host time of the whole step, between-phase time included
     phases: list[PhaseRecord]
     device_us: Whole | None = None
     micro_steps: Whole = 1
@@ -514,42 +418,32 @@ class Step(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     lr: float | None = None
     grad_norm: float | None = None
     loss_scale: float | None = None
-    overflow: bool = False
-    """The loss scaler skipped this update."""
+    overflow: bool = False  # the loss scaler skipped this update
     batch_shape: list[Whole] = []
     """Shape of the largest micro-batch's input ids (or first tensor), such as [micro_batch, sequence_length]."""
     samples: Whole = 0
     """Samples of all micro-batches. If several ranks share batches, this rank's part: an equal share with tensor
     parallelism, all on the first stage of a pipeline. The same holds for ``tokens``, ``padded_tokens``, ``flops``."""
-    tokens: Whole = 0
-    """Tokens of all micro-batches, without padding if a mask is known."""
-    padded_tokens: Whole = 0
-    """Tokens of all micro-batches, padding included."""
-    retries: Whole = 0
-    """cudaMalloc retries (allocator flushes) since the process began."""
-    ooms: Whole = 0
-    """Out-of-memory errors the allocator raised since the process began."""
-    probe_us: Whole = 0
-    """Cost of ftmon itself to the training thread in this step."""
-    dropped: Whole = 0
-    """Messages this probe has dropped since it began."""
+    tokens: Whole = 0  # tokens of all micro-batches, without padding if a mask is known
+    padded_tokens: Whole = 0  # tokens of all micro-batches, padding included
+    retries: Whole = 0  # cudaMalloc retries (allocator flushes) since the process began
+    ooms: Whole = 0  # out-of-memory errors the allocator raised since the process began
+    probe_us: Whole = 0  # cost of ftmon itself to the training thread in this step
+    dropped: Whole = 0  # messages this probe has dropped since it began
     label_tokens: Whole = 0
     """Number of labels that ``loss`` is a mean over: the rank's weight in a mean over ranks. 0: unknown, or the loss is
     already normalised over all ranks; ranks then have equal weights."""
     updates: list[Update] = []
     """If other engines or optimizers have updated since the step before: the first 32 that did, in order, the step's
     own included. A step is an update of what ``ftmon.watch`` names, of an engine, or of the first that stepped."""
-    cpu_us: Whole = 0
-    """CPU time of the training thread in this step; 0: not measured."""
-    flops: Flops = 0.0
-    """FLOPs of the model for this rank's tokens of the step, as defined in ``throughput``; 0: unknown."""
+    cpu_us: Whole = 0  # CPU time of the training thread in this step; 0: not measured
+    flops: Flops = 0.0  # FLOPs of the model for this rank's tokens of the step, as defined in `throughput`; 0: unknown
     fetch_us: Whole | None = None
     """Host time of the training thread in its DataLoaders, part of ``data``; None: it used none. The rest of ``data``
     is the script's own work on the batch."""
     batch_id: Whole = 0
     """CRC-32 over the input ids (or first tensors) of its micro-batches; 0: unknown. Equal: the same data."""
-    signs: Signs | None = None
-    """None: nothing to tell."""
+    signs: Signs | None = None  # none: nothing to tell
     memory_every: Whole = 1
     """Every how many steps memory is read at each boundary of phases; in the others, phases are ``coarse``."""
 
@@ -579,8 +473,7 @@ class Closing(msgspec.Struct, tag="closing", frozen=True, omit_defaults=True):
     """A rank's phases after its last step, such as a final evaluation or a save; sent as it ends. Not a step."""
 
     rank: Rank
-    step: Whole
-    """The last finished step; 0: none."""
+    step: Whole  # the last finished step; 0: none
     started: Time
     host_us: Whole
     phases: list[PhaseRecord]
@@ -594,22 +487,15 @@ class Evaluation(msgspec.Struct, tag="evaluation", frozen=True, omit_defaults=Tr
     """
 
     rank: Rank
-    step: Whole
-    """The last finished step."""
-    time: Time
-    """End of the evaluation."""
-    name: Name = "evaluation"
-    """The split or data set."""
-    loss: float | None = None
-    """Mean over the label tokens of all ranks."""
+    step: Whole  # the last finished step
+    time: Time  # end of the evaluation
+    name: Name = "evaluation"  # the split or data set
+    loss: float | None = None  # mean over the label tokens of all ranks
     perplexity: float | None = None
-    label_tokens: Whole = 0
-    """Label tokens of all ranks, each counted once; 0: unknown."""
+    label_tokens: Whole = 0  # label tokens of all ranks, each counted once; 0: unknown
     seconds: float = 0.0
-    best: bool = False
-    """No evaluation of this name had a lower loss before."""
-    metrics: dict[str, float] = {}
-    """Other results by name, such as ``accuracy``."""
+    best: bool = False  # no evaluation of this name had a lower loss before
+    metrics: dict[str, float] = {}  # other results by name, such as `accuracy`
 
 
 class Checkpoint(msgspec.Struct, tag="checkpoint", frozen=True, omit_defaults=True):
@@ -619,47 +505,36 @@ class Checkpoint(msgspec.Struct, tag="checkpoint", frozen=True, omit_defaults=Tr
     step: Whole
     time: Time
     path: str
-    bytes: Whole = 0
-    """Size of all its files; 0: unknown."""
+    bytes: Whole = 0  # size of all its files; 0: unknown
     seconds: float = 0.0
     """Time from its start until it was complete; training waits for only a part of it if it is written in the
     background."""
-    best: bool = False
-    """It has the lowest evaluation loss so far."""
+    best: bool = False  # it has the lowest evaluation loss so far
 
 
 class CheckpointFailed(msgspec.Struct, tag="checkpoint_failed", frozen=True, omit_defaults=True):
     """A checkpoint could not be written, and training continues; sent by one rank."""
 
     rank: Rank
-    step: Whole
-    """The last finished step."""
+    step: Whole  # the last finished step
     time: Time
-    path: str
-    """The intended path."""
-    error: str
-    """The reason, such as ``No space left on device``."""
-    kept: str = ""
-    """The newest complete checkpoint; empty: none."""
+    path: str  # the intended path
+    error: str  # the reason, such as `No space left on device`
+    kept: str = ""  # the newest complete checkpoint; empty: none
 
 
 class EarlyStop(msgspec.Struct, tag="early_stop", frozen=True, omit_defaults=True):
     """The training ends before its planned end because evaluations no longer improve; sent by one rank."""
 
     rank: Rank
-    step: Whole
-    """The last step."""
+    step: Whole  # the last step
     time: Time
-    evaluations: Whole
-    """Evaluations in a row without a new lowest loss."""
-    best_loss: float | None = None
-    """The lowest evaluation loss."""
-    best_step: Whole = 0
-    """The step of that evaluation; 0: unknown."""
+    evaluations: Whole  # evaluations in a row without a new lowest loss
+    best_loss: float | None = None  # the lowest evaluation loss
+    best_step: Whole = 0  # the step of that evaluation; 0: unknown
 
 
-SAID = ("settings", "note")
-"""Names of activities that take no time: their text is said, beside what else goes on."""
+SAID = ("settings", "note")  # names of activities that take no time: their text is said, beside what else goes on
 
 
 class Activity(msgspec.Struct, tag="activity", frozen=True, omit_defaults=True):
@@ -667,18 +542,13 @@ class Activity(msgspec.Struct, tag="activity", frozen=True, omit_defaults=True):
 
     rank: Rank
     time: Time
-    name: Name
-    """``rehearsal``, ``evaluation``, ``checkpoint``, ``export``, ``data``, ``resume`` ..."""
-    step: Whole = 0
-    """The last finished step."""
-    text: str = ""
-    """Detail as text, such as what is rehearsed and the result."""
+    name: Name  # `rehearsal`, `evaluation`, `checkpoint`, `export`, `data`, `resume` ...
+    step: Whole = 0  # the last finished step
+    text: str = ""  # detail as text, such as what is rehearsed and the result
     done: Whole = 0
-    total: Whole = 0
-    """Number of parts, such as batches; 0: unknown."""
+    total: Whole = 0  # number of parts, such as batches; 0: unknown
     over: bool = False
-    seconds: float = 0.0
-    """Seconds since its start."""
+    seconds: float = 0.0  # seconds since its start
 
 
 class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
@@ -689,15 +559,13 @@ class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
     """
 
     rank: Rank
-    step: Whole
-    """Current step: the last finished step plus one."""
+    step: Whole  # current step: the last finished step plus one
     phase: str
     phase_started: Time
     progress: Whole
     time: Time
     micro_step: Whole = 0
-    collectives: Whole = 0
-    """Collective calls entered since the process group was made."""
+    collectives: Whole = 0  # collective calls entered since the process group was made
     collective: str = ""
     """The collective whose call has not returned, such as ``all_gather_into_tensor``; empty outside of one."""
     last_collective: str = ""
@@ -705,20 +573,17 @@ class Heartbeat(msgspec.Struct, tag="beat", frozen=True, omit_defaults=True):
     """Collective calls entered in the current step. They are comparable between ranks whose totals differ since
     start-up, and so show which rank has not entered a collective.
     """
-    group: str = ""
-    """PyTorch's name for the process group of ``collective``, or of ``last_collective`` outside of one."""
+    group: str = ""  # PyTorch's name for the process group of `collective`, or of `last_collective` outside of one
     group_sequence: Whole = 0
     """Number of that group's collectives this rank has entered; equal numbers mean the same call on all its ranks."""
-    size: Whole = 0
-    """Elements of that collective's tensor; 0: none, or a list of tensors."""
+    size: Whole = 0  # elements of that collective's tensor; 0: none, or a list of tensors
     allocated: Whole = 0
     reserved: Whole = 0
     resident: Whole = 0
     dropped: Whole = 0
     held_since: Time = 0.0
     """Start of the hold at an out-of-memory error (``--on-oom hold``), seconds since the epoch; 0: not held."""
-    left_out: Whole = 0
-    """Batches fetched in a row, of a DataLoader that it trains on, without a backward."""
+    left_out: Whole = 0  # batches fetched in a row, of a DataLoader that it trains on, without a backward
 
 
 class AllocatorPhase(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -729,14 +594,11 @@ class AllocatorPhase(msgspec.Struct, frozen=True, omit_defaults=True):
     frees: Whole = 0
     allocated_bytes: Whole = 0
     freed_bytes: Whole = 0
-    largest: list[Whole] = []
-    """The largest single allocations, bytes, descending."""
+    largest: list[Whole] = []  # the largest single allocations, bytes, descending
     segment_allocations: Whole = 0
     segment_frees: Whole = 0
-    segment_bytes: Whole = 0
-    """Growth of reserved memory by cudaMalloc minus cudaFree."""
-    host_us: Whole = 0
-    """Host time of all occurrences of the phase: the denominator of rates."""
+    segment_bytes: Whole = 0  # growth of reserved memory by cudaMalloc minus cudaFree
+    host_us: Whole = 0  # host time of all occurrences of the phase: the denominator of rates
 
 
 class AllocatorEvents(msgspec.Struct, tag="events", frozen=True, omit_defaults=True):
@@ -746,26 +608,17 @@ class AllocatorEvents(msgspec.Struct, tag="events", frozen=True, omit_defaults=T
     step: Whole
     time: Time
     phases: list[AllocatorPhase]
-    entries: Whole = 0
-    """Trace entries read."""
-    read_us: Whole = 0
-    """Cost of reading them (on the publisher thread)."""
-    host_us: Whole = 0
-    """Host time of the whole step."""
-    retries: Whole = 0
-    """Number of times in the step that the allocator released all cached memory (cudaMalloc retries)."""
-    allocated_bytes: Whole = 0
-    """At the time of reading, like all following fields."""
+    entries: Whole = 0  # trace entries read
+    read_us: Whole = 0  # cost of reading them (on the publisher thread)
+    host_us: Whole = 0  # host time of the whole step
+    retries: Whole = 0  # number of times in the step that the allocator released all cached memory (cudaMalloc retries)
+    allocated_bytes: Whole = 0  # at the time of reading, like all following fields
     reserved_bytes: Whole = 0
-    reserved_growth_bytes: Whole = 0
-    """Growth since the previous sampled step; 0 for the first."""
-    free_bytes: Whole = 0
-    """Free bytes in reserved memory."""
+    reserved_growth_bytes: Whole = 0  # growth since the previous sampled step; 0 for the first
+    free_bytes: Whole = 0  # free bytes in reserved memory
     largest_free_block_bytes: Whole = 0
-    rounding_bytes: Whole = 0
-    """Bytes of allocated blocks beyond the requested size."""
-    pending_bytes: Whole = 0
-    """Bytes freed by the program that a stream still uses."""
+    rounding_bytes: Whole = 0  # bytes of allocated blocks beyond the requested size
+    pending_bytes: Whole = 0  # bytes freed by the program that a stream still uses
     segments: Whole = 0
 
 
@@ -811,8 +664,7 @@ class Stacks(msgspec.Struct, tag="stacks", frozen=True, omit_defaults=True):
     time: Time
     text: str
     reason: str = ""
-    thread: str = ""
-    """The training thread's name in ``text``; empty: unknown."""
+    thread: str = ""  # the training thread's name in `text`; empty: unknown
     taken_by: TakenBy = ""
     """``probe``: the rank answered; ``signal``: native code held the GIL, and faulthandler wrote them on a signal;
     ``py-spy``: read by py-spy, with native frames; ``outside``: read from its memory by py-spy, without a pause."""
@@ -827,23 +679,18 @@ class Goodbye(msgspec.Struct, tag="goodbye", frozen=True, omit_defaults=True):
     reason: Literal["finished", "failed", "stopped"]
     text: str = ""
     dropped: Whole = 0
-    pending: Whole = 0
-    """Micro-batches whose gradients no update has used."""
+    pending: Whole = 0  # micro-batches whose gradients no update has used
 
 
 class LostEdit(msgspec.Struct, tag="lost_edit", frozen=True, omit_defaults=True):
     """A script changed parameters inside DeepSpeed's ``GatheredParameters``, and the change does not last."""
 
     rank: Rank
-    step: Whole
-    """The last finished step."""
+    step: Whole  # the last finished step
     time: Time
-    parameters: list[str]
-    """Names, at most 8; shapes where there are none."""
-    count: Whole
-    """Number of changed parameters."""
-    where: str
-    """The script's frame: ``file:line function``."""
+    parameters: list[str]  # names, at most 8; shapes where there are none
+    count: Whole  # number of changed parameters
+    where: str  # the script's frame: `file:line function`
     overwritten: bool = False
     """True: the next update overwrites it from the fp32 copy; False: it is lost at once (no ``modifier_rank``)."""
 
@@ -856,17 +703,13 @@ class StopAsked(msgspec.Struct, tag="stop_asked", frozen=True, omit_defaults=Tru
 
     rank: Rank
     time: Time
-    step: Whole
-    """The last finished step."""
+    step: Whole  # the last finished step
     phase: str
     phase_started: Time
     by: Literal["SIGTERM", "ftmon stop"] = "SIGTERM"
-    grace_s: float = 0.0
-    """Seconds after which the rank is killed (``--stop-grace``); 0: it is not."""
-    done: Whole = 0
-    """Batches of the evaluation under way that are done."""
-    total: Whole = 0
-    """All of its batches; 0: unknown, or there is no evaluation."""
+    grace_s: float = 0.0  # seconds after which the rank is killed (`--stop-grace`); 0: it is not
+    done: Whole = 0  # batches of the evaluation under way that are done
+    total: Whole = 0  # all of its batches; 0: unknown, or there is no evaluation
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -14,8 +14,7 @@ from .telemetry import Name, Sequence, Time
 
 VERSION = (1, 0)
 """Major and minor version of the protocol. Another major is refused; a newer minor is read as far as known."""
-RESTART_LEAP = 1 << 20
-"""A hub that replaces an earlier one skips this many numbers; a gap of that size is not a loss."""
+RESTART_LEAP = 1 << 20  # a hub that replaces an earlier one skips this many numbers; a gap of that size is not a loss
 Message = (
     telemetry.Hello | telemetry.Plan | telemetry.Step | telemetry.Heartbeat | telemetry.AllocatorEvents
     | telemetry.SnapshotTaken | telemetry.LogLine | telemetry.Oom | telemetry.Failure | telemetry.Stacks

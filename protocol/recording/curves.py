@@ -31,11 +31,9 @@ _STEP_MEMORY = _MEMORY.format(t="t")
 _ROLLUP_MEMORY = _MEMORY.format(t="peak_t")
 _IN_ROLLUPS = "FROM rollups WHERE level = :level AND rank = :rank AND last_seq BETWEEN :first AND :last"
 _IN_STEPS = "FROM steps WHERE rank = :rank AND seq BETWEEN :first AND :last"
-MEMORY_ROWS = 30_000
-"""Limit on the pooled rows that one memory query reads, if that leaves at least two per column."""
+MEMORY_ROWS = 30_000  # limit on the pooled rows that one memory query reads, if that leaves at least two per column
 MEMORY_ROWS_LIMIT = 150_000
-STEP_COST = 5
-"""Pooled rows read in the time of one step's row, which is wider."""
+STEP_COST = 5  # pooled rows read in the time of one step's row, which is wider
 
 
 def pieces(
@@ -141,12 +139,10 @@ StepFigures = tuple[float, int, int, int, int, float, float | None, float | None
 """Figures of one step: ``t``, ``step``, ``training_us``, ``tokens``, ``label_tokens``, ``flops``, ``loss``, ``lr``,
 ``grad_norm``, ``data_us`` and ``whole_us`` of ``TrainingPoint``; losses, rates and norms may be not finite."""
 _CURVE_COLUMNS = 22
-_Pooled = tuple[int, int, TrainingPoint]
-"""First and last stream number, and the point."""
+_Pooled = tuple[int, int, TrainingPoint]  # first and last stream number, and the point
 _GROUP_SIZES = (ROLLUP_SIZES[0], *(size // below for below, size in pairwise(ROLLUP_SIZES)))
 """Steps of a row of level 0, and rows of the level below of each row above."""
-ROWS_A_POINT = 4
-"""Maximum number of pooled rows read per point of an answer."""
+ROWS_A_POINT = 4  # maximum number of pooled rows read per point of an answer
 _STEPS = """SELECT steps.seq, t, steps.rank, steps.step, 1, coalesce(training_us, host_us), steps.tokens,
         coalesce(label_tokens, 0), coalesce(flops, 0.0), loss, lr, grad_norm, loss_finite, grad_norm_finite,
         CASE WHEN data_device_us IS NOT NULL AND device_us IS NOT NULL THEN data_device_us ELSE data_host_us END,

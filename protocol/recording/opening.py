@@ -22,16 +22,13 @@ from ..errors import RecordingError
 from .schema import ADDED, APPLICATION_ID, SCHEMA_VERSION, expected_tables, table_problems
 
 T = TypeVar("T")
-_BYTES_A_SECOND = 8e6
-"""Processor time of one query, per byte of the file: a full scan reads more than 100 MB/s."""
-ALL_BYTES_A_SECOND = 2e6
-"""Processor time of all queries of a command together, which may read the whole stream once."""
+_BYTES_A_SECOND = 8e6  # processor time of one query, per byte of the file: a full scan reads more than 100 MB/s
+ALL_BYTES_A_SECOND = 2e6  # processor time of all queries of a command together, which may read the whole stream once
 _SECONDS, _MESSAGE_SECONDS, _ALL_SECONDS = 1.5, 1.0, 2.5
 """In addition to the share for the file's size: for a query, for unpacking its messages, for all of a command's."""
 _SPARE_BYTES, _AMPLIFICATION = 24 * 2**20, 8
 """Limit on the unpacked bytes of one answer, per byte of the file: zlib compresses messages by a factor of 3 to 5."""
-_OPERATIONS = 50_000
-"""Instructions of SQLite's virtual machine between two readings of the clock: about 2 to 5 ms."""
+_OPERATIONS = 50_000  # instructions of SQLite's virtual machine between two readings of the clock: about 2 to 5 ms
 _LIMITS = {"LENGTH": 32 * 2**20, "SQL_LENGTH": 200_000, "COLUMN": 500, "EXPR_DEPTH": 200, "ATTACHED": 0}
 _SWITCHES = {"DEFENSIVE": True, "TRUSTED_SCHEMA": False, "ENABLE_TRIGGER": False, "ENABLE_VIEW": False}
 """``Connection.setconfig`` is new in Python 3.12; older versions rely on the pragma and the check of the schema."""
@@ -157,8 +154,7 @@ class OpenedRecording:
     schema: int
     missing: str = ""
     scratch: "tempfile.TemporaryDirectory[str] | None" = None
-    salvaged: bool = False
-    """The readable part of a damaged file."""
+    salvaged: bool = False  # the readable part of a damaged file
 
     def close(self) -> None:
         """Close it, and remove its private copy."""

@@ -118,10 +118,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 _DAMAGE = (msgspec.MsgspecError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
 """Errors raised for values in the file that no writer writes."""
-_PART = 256
-"""Rows fetched at once; the bytes of the answer are counted after each part."""
-_END = 1 << 62
-"""Above all numbers of the stream."""
+_PART = 256  # rows fetched at once; the bytes of the answer are counted after each part
+_END = 1 << 62  # above all numbers of the stream
 _LAST_OF_EACH = """
     WITH RECURSIVE keys(key) AS (
         SELECT min({key}) FROM {table} {where}
@@ -560,8 +558,7 @@ class RecordedRun:
         self._skip, self._most, self._until = skip, most, until
         self.trainings = 0
         """Number of trainings (jobs without their restarts) so far; of recordings before there were jobs 0."""
-        self.began: float | None = None
-        """When the last of several trainings began."""
+        self.began: float | None = None  # when the last of several trainings began
         self._last = last
         self._job = 0
         self.ooms: list[Oom] = []
@@ -577,11 +574,9 @@ class RecordedRun:
             self.alerts: list[Alert] = reader.alerts(None, self._later)
 
     def _begin(self) -> None:
-        self._later: float | None = None
-        """When the first rank had passed the step ``until``."""
+        self._later: float | None = None  # when the first rank had passed the step `until`
         self._seen: dict[int, int] = {}
-        self._first: dict[int, int] = {}
-        """The lowest step of each rank."""
+        self._first: dict[int, int] = {}  # the lowest step of each rank
         self._steps: dict[int, deque[Step]] = {}
         self.batches: dict[int, dict[int, int]] = {}
         """Fingerprints of the data of each rank's steps, by step, the first ones included."""
@@ -589,10 +584,8 @@ class RecordedRun:
         self.evaluations: list[Evaluation] = []
         self.not_finite: set[int] = set()
         """Steps in which the loss of a rank was NaN or infinite, skipped ones included."""
-        self.nvml: dict[int, int] = {}
-        """Highest memory use of each rank by NVML, bytes."""
-        self.devices: set[int] = set()
-        """GPUs on which NVML saw a rank."""
+        self.nvml: dict[int, int] = {}  # highest memory use of each rank by NVML, bytes
+        self.devices: set[int] = set()  # GPUs on which NVML saw a rank
         self.peak_reserved: dict[int, int] = {}
         """Highest reserved memory of each rank over all steps, skipped ones included, bytes."""
 

@@ -21,8 +21,7 @@ from .rows import shown_since
 RISE_SHARE = 0.002
 RISE_BYTES = 2**20
 """A mark is set by a peak higher than the last mark by both of these: a run of a million steps has some dozens."""
-BUCKETS_AN_OCTAVE = 16
-"""Batches whose sizes differ by less than a sixteenth of an octave (4 %) count as one size."""
+BUCKETS_AN_OCTAVE = 16  # batches whose sizes differ by less than a sixteenth of an octave (4 %) count as one size
 
 
 class PeakMark(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -34,10 +33,8 @@ class PeakMark(msgspec.Struct, frozen=True, omit_defaults=True):
     rank: int
     step: int
     phase: str
-    bytes: int
-    """Peak of ``allocated``, or of the resident set on a CPU."""
-    shape: list[int] = []
-    """Shape of the step's largest micro-batch; empty: unknown."""
+    bytes: int  # peak of `allocated`, or of the resident set on a CPU
+    shape: list[int] = []  # shape of the step's largest micro-batch; empty: unknown
 
     @property
     def size(self) -> int:
@@ -62,10 +59,8 @@ class PhasePeaks:
     __slots__ = ("_highest", "_of_shape", "_shape", "marks")
 
     def __init__(self) -> None:
-        self.marks: list[PeakMark] = []
-        """In the order they were set."""
-        self._highest: dict[int, dict[str, int]] = {}
-        """The bytes that the next mark must exceed, by bucket and phase."""
+        self.marks: list[PeakMark] = []  # in the order they were set
+        self._highest: dict[int, dict[str, int]] = {}  # the bytes that the next mark must exceed, by bucket and phase
         self._shape: list[int] | None = None
         self._of_shape: dict[str, int] = {}
 
@@ -94,8 +89,7 @@ class PhasePeaks:
         return self._highest.setdefault(bucket_of(shape), {})
 
 
-_OPEN_STATES = ("", "starting", "training", "stopping")
-"""States of a run whose end is not recorded."""
+_OPEN_STATES = ("", "starting", "training", "stopping")  # states of a run whose end is not recorded
 
 
 def run_state(recorded: str, live: bool) -> str:
@@ -113,51 +107,38 @@ class RecordingInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     command: list[str]
     started: float
     first_t: float
-    last_t: float
-    """The recording's end: the time of the last message, or the latest time before the clock was set back."""
+    last_t: float  # the recording's end: the time of the last message, or the latest time before the clock was set back
     first_seq: int
     last_seq: int
-    steps: int
-    """Rank-steps: one for each step of each rank."""
+    steps: int  # rank-steps: one for each step of each rank
     ranks: list[int]
     schema: int
-    complete: bool
-    """The recording was closed properly and nothing is missing."""
-    missing: str = ""
-    """What is missing, as text; empty: nothing, or the run is still being recorded."""
+    complete: bool  # the recording was closed properly and nothing is missing
+    missing: str = ""  # what is missing, as text; empty: nothing, or the run is still being recorded
     state: str = ""
     exit_code: int | None = None
     last_step: int = 0
     host: str = ""
     kind: str = ""
-    live: bool = False
-    """A hub on this host is writing it."""
-    open_errors: list[str] = []
-    """Kinds of the alerts of severity ``error`` that are not resolved."""
-    model: str = ""
-    """The trained model, as the ranks reported it last."""
-    loss: float | None = None
-    """Loss of the last step that all ranks recorded, mean over ranks."""
+    live: bool = False  # a hub on this host is writing it
+    open_errors: list[str] = []  # kinds of the alerts of severity `error` that are not resolved
+    model: str = ""  # the trained model, as the ranks reported it last
+    loss: float | None = None  # loss of the last step that all ranks recorded, mean over ranks
     evaluation_loss: float | None = None
     """Loss of the last evaluation; with several data sets, of the one that is evaluated first."""
-    state_text: str = ""
-    """Reason of the run's last known state."""
-    failure: str = ""
-    """Title of the alert that explains why the run failed (``protocol.run.failure``); empty: none."""
+    state_text: str = ""  # reason of the run's last known state
+    failure: str = ""  # title of the alert that explains why the run failed (`protocol.run.failure`); empty: none
 
 
 class MemoryColumn(msgspec.Struct, frozen=True, omit_defaults=True):
     """Memory of one rank in one column of a graph, pooled by maximum. Columns without a step are omitted."""
 
     rank: int
-    index: int
-    """Index of the column; 0 begins at ``t0``."""
+    index: int  # index of the column; 0 begins at `t0`
     allocated_peak: int
     reserved_peak: int
-    resident_peak: int | None = None
-    """Highest resident set (CPU only, where it is the true high-water mark)."""
-    spike: bool = False
-    """A spike alert of this rank falls into the column."""
+    resident_peak: int | None = None  # highest resident set (CPU only, where it is the true high-water mark)
+    spike: bool = False  # a spike alert of this rank falls into the column
 
 
 class StepPoint(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -175,33 +156,24 @@ class StepPoint(msgspec.Struct, frozen=True, omit_defaults=True):
 class TrainingPoint(msgspec.Struct, frozen=True, omit_defaults=True):
     """Figures of one step of a rank, or of several pooled: counts and times are sums, the rest are means over steps."""
 
-    t: float
-    """When the hub received the (last) step."""
-    step: int
-    """The (last) step."""
+    t: float  # when the hub received the (last) step
+    step: int  # the (last) step
     first_step: int
     count: int = 1
-    training_us: int = 0
-    """Host time without evaluations and checkpoints."""
+    training_us: int = 0  # host time without evaluations and checkpoints
     tokens: int = 0
     label_tokens: int = 0
-    flops: float = 0.0
-    """FLOPs of the model (``ftmon.protocol.host.machine``); 0: unknown."""
-    loss: float | None = None
-    """Weighted by label tokens if they are known. NaN counts as unknown, here and below."""
+    flops: float = 0.0  # FLOPs of the model (`ftmon.protocol.host.machine`); 0: unknown
+    loss: float | None = None  # weighted by label tokens if they are known. NaN counts as unknown, here and below.
     low_loss: float | None = None
     high_loss: float | None = None
     lr: float | None = None
     grad_norm: float | None = None
     max_grad_norm: float | None = None
-    data_us: int = 0
-    """Time waiting for the next batch, on the clock of ``whole_us``."""
-    whole_us: int = 0
-    """The total of which ``data_us`` is a share: device time if it was measured, else host time."""
-    loss_not_finite: int = 0
-    """Steps whose loss was NaN or infinite; of recordings before schema 3 only the infinite ones are known."""
-    grad_norm_not_finite: int = 0
-    """The same of the gradient norm."""
+    data_us: int = 0  # time waiting for the next batch, on the clock of `whole_us`
+    whole_us: int = 0  # the total of which `data_us` is a share: device time if it was measured, else host time
+    loss_not_finite: int = 0  # steps whose loss was NaN or infinite; before schema 3 only the infinite ones are known
+    grad_norm_not_finite: int = 0  # the same of the gradient norm
 
 
 RESULTS: dict[str, Any] = {
@@ -286,8 +258,7 @@ class Marks:
     def __init__(self, emit: Callable[[str, Row], None]) -> None:
         self._emit = emit
         self._peaks: defaultdict[int, PhasePeaks] = defaultdict(PhasePeaks)
-        self._composed: dict[int, int] = {}
-        """Highest analysed peak of each rank, bytes."""
+        self._composed: dict[int, int] = {}  # highest analysed peak of each rank, bytes
         self._job = 0
 
     def load(self, connection: sqlite3.Connection) -> None:

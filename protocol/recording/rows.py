@@ -49,16 +49,14 @@ class _PhaseRest(msgspec.Struct, array_like=True, gc=False):
     """What a phase in the columns has besides them."""
 
     position: int
-    gap_us: int
-    """From the end of the phase before it, if that ran without a break, to its start."""
+    gap_us: int  # from the end of the phase before it, if that ran without a break, to its start
     count: int
     allocations: int
     frees: int
     allocated_bytes: int
     collective_us: int
     collectives: int
-    active: _Margin | None
-    """Below ``allocated``, as ``requested``."""
+    active: _Margin | None  # below `allocated`, as `requested`
     requested: _Margin | None
     resident: Span | None
     waited_us: int | None
@@ -73,10 +71,8 @@ class _Rare(msgspec.Struct, omit_defaults=True, gc=False):
     dropped: int = 0
     overflow: bool = False
     updates: list[Update] = []
-    not_numbers: list[str] = []
-    """The columns that are NaN, which SQLite stores as NULL."""
-    others: list[PhaseRecord] = []
-    """Phases without columns: of another name, or of a name that the step has twice."""
+    not_numbers: list[str] = []  # the columns that are NaN, which SQLite stores as NULL
+    others: list[PhaseRecord] = []  # phases without columns: of another name, or of a name that the step has twice
     signs: Signs | None = None
 
 
@@ -85,8 +81,7 @@ class StepRest(msgspec.Struct, array_like=True, gc=False):
 
     micro_steps: int
     samples: int
-    padding: int
-    """Padded tokens less tokens."""
+    padding: int  # padded tokens less tokens
     probe_us: int
     loss_scale: float | None
     batch_shape: list[int]
@@ -94,8 +89,7 @@ class StepRest(msgspec.Struct, array_like=True, gc=False):
     cpu_us: int
     flops: float | None
     fetch_us: int | None
-    phases: list[_PhaseRest | None]
-    """All phases in the order they ran; None stands for the next of ``rare.others``."""
+    phases: list[_PhaseRest | None]  # all phases in the order they ran; None stands for the next of `rare.others`
     rare: _Rare
     batch_id: int = 0
     memory_every: int = 1
@@ -254,12 +248,10 @@ def _phase_from(row: Sequence[Any], rest: _PhaseRest, ended: int) -> PhaseRecord
 
 BODY_COLUMN = {"alerts": 13, "ranks": 11, "events": 4, "jobs": 18}
 """Index of the column with the whole message, by table. It is not always the last: later versions may add columns."""
-NO_RANK = -1
-"""``events.rank`` of a message without a rank."""
+NO_RANK = -1  # `events.rank` of a message without a rank
 _COMPRESS_ABOVE = 512
 _ZLIB_MAGIC = 0x78
-_LARGEST = 8 * 2**20
-"""Limit of an unpacked message in bytes. Its objects may need ten times as much memory."""
+_LARGEST = 8 * 2**20  # limit of an unpacked message in bytes. Its objects may need ten times as much memory.
 _MOST_LISTS = 200_000
 """Limit on the lists and maps of a message: an empty one is 1 byte, and its object takes about 100."""
 _LISTS = bytes((*range(0x80, 0xA0), 0xC7, 0xC8, 0xC9, 0xD4, 0xD5, 0xDC, 0xDD, 0xDE, 0xDF))

@@ -35,8 +35,7 @@ from .writer import Writer
 _UNREADABLE = (sqlite3.Error, UnicodeDecodeError)
 _HIGHEST = 1 << 62
 _COMMIT_EVERY = 5_000
-_SPARSE_BYTES = 256 * 2**20
-"""A file with larger holes is not copied: it would fill the disk."""
+_SPARSE_BYTES = 256 * 2**20  # a file with larger holes is not copied: it would fill the disk
 
 
 def open_recording(path: Path, *, once: bool = False) -> OpenedRecording:

@@ -9,10 +9,8 @@ from functools import cache
 
 from ..messages.telemetry import STEP_PHASES
 
-SCHEMA_VERSION = 3
-"""``PRAGMA user_version``. A newer one is refused; 1 (``step_from_row_v1``) and 2 (``ADDED``) are read as they are."""
-APPLICATION_ID = 0x66746D6E
-"""``PRAGMA application_id``: ``ftmn``. It identifies a recording among SQLite files."""
+SCHEMA_VERSION = 3  # `PRAGMA user_version`; a newer one is refused, 1 (`step_from_row_v1`) and 2 (`ADDED`) are read
+APPLICATION_ID = 0x66746D6E  # `PRAGMA application_id`: `ftmn`. It identifies a recording among SQLite files.
 STEP_COLUMNS = (
     *("seq", "t", "rank", "step", "started", "host_us", "device_us", "loss", "lr", "grad_norm", "tokens"),
     *("allocated_peak", "reserved_peak", "resident_peak"),

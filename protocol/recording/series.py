@@ -65,10 +65,8 @@ is None; NaN and infinite figures are kept, and have 0 in the ``_finite`` column
 class Part(NamedTuple):
     """Consecutive rows of a series."""
 
-    last_seq: int
-    """Stream number of the last row read; the next part begins after it."""
-    columns: list[list[Any]]
-    """Values by column, in the order of ``SERIES``."""
+    last_seq: int  # stream number of the last row read; the next part begins after it
+    columns: list[list[Any]]  # values by column, in the order of `SERIES`
 
 
 _TABLES = {
@@ -92,13 +90,10 @@ _JOBS = "SELECT number, min(seq) FROM jobs WHERE shown AND seq > ? AND seq <= ? 
 _CLOSINGS = "SELECT * FROM events WHERE type = 'closing' AND seq > ? AND seq <= ? ORDER BY seq"
 _AT = {name: place for place, name in enumerate(STEP_COLUMNS)}
 _END, _NAN, _BLOCK = 1 << 62, float("nan"), 256
-_MOST_PHASES = 64
-"""Above the phases of any step; a hostile file may name thousands in a few bytes each."""
+_MOST_PHASES = 64  # above the phases of any step; a hostile file may name thousands in a few bytes each
 
-Read = Callable[[str, Row], list[Row]]
-"""Runs a query with its values."""
-Decode = Callable[[str, Row], Frame | None]
-"""Decodes a row of a table of messages; None: damaged."""
+Read = Callable[[str, Row], list[Row]]  # runs a query with its values
+Decode = Callable[[str, Row], Frame | None]  # decodes a row of a table of messages; None: damaged
 
 
 def read_part(read: Read, decode: Decode, schema: int, series: str, place: tuple[int, int]) -> Part | None:

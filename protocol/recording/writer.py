@@ -46,8 +46,7 @@ from .schema import APPLICATION_ID, SCHEMA_VERSION, STATEMENTS, STREAM_TABLES, e
 
 PENDING_LIMIT = 20_000
 """Messages kept while the disk cannot be written (some 40 MB); beyond, steps, samples and log lines are dropped."""
-_EVENTS_KEPT = 5_000
-"""Limit on the states and other events that are kept beyond ``PENDING_LIMIT``."""
+_EVENTS_KEPT = 5_000  # limit on the states and other events that are kept beyond `PENDING_LIMIT`
 _BULKY = ("steps", "device_samples", "logs")
 _NAMES = ("device_names", "process_names")
 INSERTS = {
@@ -65,10 +64,8 @@ class Batch:
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = {table: [] for table in INSERTS}
-        self.held = 0
-        """Messages whose rows are here."""
-        self.last_seq = 0
-        """Highest message number in the stream when the batch was taken."""
+        self.held = 0  # messages whose rows are here
+        self.last_seq = 0  # highest message number in the stream when the batch was taken
         self.agent_numbers: dict[str, int] = {}
         """Highest sequence number recorded per agent; agents resend until it is confirmed."""
         self.received: dict[str, int] = {}
@@ -230,8 +227,7 @@ class CarriedOver:
     rows: dict[str, list[Row]] = field(default_factory=dict[str, list[Row]])
     meta: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     left: int = 0
-    first_t: float = 0.0
-    """When the hub received the first message that was recorded, seconds since the epoch."""
+    first_t: float = 0.0  # when the hub received the first message that was recorded, seconds since the epoch
 
     def insert(self, connection: sqlite3.Connection) -> None:
         """Insert the rows into a new recording, with a row of ``gaps`` for the messages left out."""
@@ -278,12 +274,9 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return info.st_dev, info.st_ino
 
 
-RETRY_S = 2.0
-"""Seconds between a failed write and the next attempt."""
-_RECEIVED = "heard"
-"""Key of ``meta`` with the numbers of ``note_received``, as a JSON object."""
-_AGENT = "taken:"
-"""Prefix of the keys of ``meta`` with the numbers of ``note_agent_numbers``."""
+RETRY_S = 2.0  # seconds between a failed write and the next attempt
+_RECEIVED = "heard"  # key of `meta` with the numbers of `note_received`, as a JSON object
+_AGENT = "taken:"  # prefix of the keys of `meta` with the numbers of `note_agent_numbers`
 _UNFIT = (OverflowError, TypeError, ValueError, msgspec.MsgspecError)
 _NOT_RECORDED = frozenset((Heartbeat, Query, Answer))
 
@@ -315,15 +308,11 @@ class Writer:
 
     def __init__(self, path: str | os.PathLike[str], run: RunFile | None = None) -> None:
         self.path = Path(path)
-        self.error = ""
-        """Why nothing can be written at the moment, in one line; empty: no error."""
-        self.notice = ""
-        """Text to show about the file, such as its replacement after a removal; empty: none."""
+        self.error = ""  # why nothing can be written at the moment, in one line; empty: no error
+        self.notice = ""  # text to show about the file, such as its replacement after a removal; empty: none
         self.recorded = 0
-        self.last_seq = 0
-        """Highest stream number recorded or appended."""
-        self.next_seq = 1
-        """Sequence number with which a hub that opens this recording continues."""
+        self.last_seq = 0  # highest stream number recorded or appended
+        self.next_seq = 1  # sequence number with which a hub that opens this recording continues
         self.agent_numbers: dict[str, int] = {}
         """The numbers that an earlier writer of this file recorded by ``note_agent_numbers``."""
         self.received: dict[str, int] | None = None
@@ -332,20 +321,16 @@ class Writer:
         self._connection: sqlite3.Connection | None = None
         self._watch: RemovalWatch | None = None
         self._checkpointer: Checkpointer | None = None
-        self._carried: CarriedOver | None = None
-        """Rows of a removed file for the new one, until that is made."""
+        self._carried: CarriedOver | None = None  # rows of a removed file for the new one, until that is made
         self._pending = Batch()
         self._writing = Batch()
-        self._lost = 0
-        """Number of lost messages that are already recorded."""
+        self._lost = 0  # number of lost messages that are already recorded
         self._names = NameNumbers()
         self._rollups = Rollups(lambda row: self._put_row("rollups", row))
         self._curves = Curves(lambda row: self._put_row("curves", row))
-        self._peaks: dict[int, float | None] = {}
-        """Data-sheet peak of each rank's device, FLOP/s; None: unknown."""
+        self._peaks: dict[int, float | None] = {}  # data-sheet peak of each rank's device, FLOP/s; None: unknown
         self._marks = Marks(self._put_row)
-        self._received: dict[str, int] = {}
-        """The last argument of ``note_received``."""
+        self._received: dict[str, int] = {}  # the last argument of `note_received`
         self._second = 0
         self._retry_at = 0.0
         self._resumed = False

@@ -15,8 +15,7 @@ from .rundir import RunDir
 
 _RANK_KILL_REACH_SECONDS = 180.0
 """A job that fails within this time after one of its ranks was killed on request ended because of it."""
-LAUNCHER = "launcher"
-"""``EndRequest.by`` if the launcher received a signal."""
+LAUNCHER = "launcher"  # `EndRequest.by` if the launcher received a signal
 
 
 class EndRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -31,12 +30,9 @@ class EndRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     run: ``--on-hang`` or ``--exit-timeout``."""
     time: float
     by: str = ""
-    ranks: list[int] = []
-    """The ranks to end; empty for the whole run."""
-    why: str = ""
-    """The reason, as text, if ftmon ended the run."""
-    cause: str = ""
-    """``hang`` or ``hang-at-exit`` if ftmon ended the run."""
+    ranks: list[int] = []  # the ranks to end; empty for the whole run
+    why: str = ""  # the reason, as text, if ftmon ended the run
+    cause: str = ""  # `hang` or `hang-at-exit` if ftmon ended the run
 
     @property
     def exit_cause(self) -> str:
@@ -125,8 +121,7 @@ def exhausted_memory(kill: KernelKill) -> str:
     ]
 
 
-FATAL: tuple[AlertKind, ...] = ("failure", "died", "oom")
-"""Kinds of alerts that a rank ends with."""
+FATAL: tuple[AlertKind, ...] = ("failure", "died", "oom")  # kinds of alerts that a rank ends with
 
 
 def standing(alerts: Iterable[Alert], *kinds: AlertKind) -> list[Alert]:

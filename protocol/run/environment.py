@@ -6,12 +6,10 @@ ftmon's own processes have none of them (``monitor_environment``); processes of 
 
 from collections.abc import Mapping
 
-RUN_ENV = "FTMON_RUN"
-"""The run directory; it also marks every process of the job."""
+RUN_ENV = "FTMON_RUN"  # the run directory; it also marks every process of the job
 RANK_PID_ENV = "FTMON_RANK_PID"
 """Set by a rank in its own environment: the processes it starts inherit the rank's pid, and are no ranks themselves."""
-JOIN_ENV = "FTMON_JOIN"
-"""Path of ``join.json``, for ranks on other hosts."""
+JOIN_ENV = "FTMON_JOIN"  # path of `join.json`, for ranks on other hosts
 PLACE_ENV = "FTMON_PLACE"
 """Set by a rank on another host than the hub's: the directory that replaces the run directory there."""
 _MARKS = (RUN_ENV, RANK_PID_ENV, JOIN_ENV, PLACE_ENV)

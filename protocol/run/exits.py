@@ -12,10 +12,8 @@ from ..errors import FtmonError, HubError, StartError, UsageError
 if TYPE_CHECKING:
     from .rundir import ExitFile
 
-WRONG_USAGE = 2
-"""Wrong usage or configuration, of commands whose status cannot be mistaken for a training's."""
-INTERRUPTED = 130
-"""ctrl-c ended a command; not of ``run``, where ctrl-c goes to the training."""
+WRONG_USAGE = 2  # wrong usage or configuration, of commands whose status cannot be mistaken for a training's
+INTERRUPTED = 130  # ctrl-c ended a command; not of `run`, where ctrl-c goes to the training
 HANG = 193
 HANG_AT_EXIT = 194
 RUN_USAGE = 195

@@ -22,8 +22,7 @@ Event = Literal["finish", "failure", "hang", "oom", "nan"]
 EVENTS: tuple[Event, ...] = get_args(Event)
 TERMINAL = "terminal"
 """Target: a terminal escape sequence (OSC 9) and the bell, from the app or command that shows the run."""
-DESKTOP = "desktop"
-"""Target: a notification on this host's desktop."""
+DESKTOP = "desktop"  # target: a notification on this host's desktop
 _FILE = "notify.json"
 _OF_ALERTS: Mapping[AlertKind, Event] = {"hang": "hang", "oom": "oom"}
 _OF_FINDINGS: Mapping[str, Event] = {"nan_loss": "nan", "nan_gradient": "nan"}
@@ -34,8 +33,7 @@ _OF_STATES: Mapping[str, Event] = {"finished": "finish", "stopped": "finish", "f
 class Notify(msgspec.Struct, frozen=True):
     """Targets and events of notifications."""
 
-    targets: list[str]
-    """``terminal``, ``desktop``, an http(s) address, or a shell command."""
+    targets: list[str]  # `terminal`, `desktop`, an http(s) address, or a shell command
     events: list[Event]
 
 
@@ -45,8 +43,7 @@ class Notice(msgspec.Struct, frozen=True):
     event: Event
     run: str
     host: str
-    time: float
-    """Seconds since the epoch."""
+    time: float  # seconds since the epoch
     title: str
     text: str = ""
 
@@ -121,8 +118,7 @@ class Notices:
     def __init__(self, run: str, host: str, events: list[Event], since: float) -> None:
         self._run, self._host, self._events, self._since = run, host, frozenset(events), since
         self._notified: set[int | str] = set()
-        self._alerts: dict[int, Alert] = {}
-        """The run's errors, one of which explains its failure."""
+        self._alerts: dict[int, Alert] = {}  # the run's errors, one of which explains its failure
 
     def of(self, message: Message) -> Notice | None:
         """Return the notice for a message; None if there is none."""

@@ -53,10 +53,8 @@ class MultiHost(msgspec.Struct, frozen=True, omit_defaults=True):
     hosts: list[str] = []
     """Their names, if the launcher reaches them over ssh; empty: something else starts the ranks there."""
     ssh_port: int | None = None
-    by_hand: bool = False
-    """Each host's command is started separately."""
-    slurm_nodes: int = 0
-    """Nodes of the run's SLURM job, which ``srun`` reaches; 0: no SLURM job."""
+    by_hand: bool = False  # each host's command is started separately
+    slurm_nodes: int = 0  # nodes of the run's SLURM job, which `srun` reaches; 0: no SLURM job
 
 
 class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -66,29 +64,20 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     ``join.json`` for other hosts). Every other process of the run reads them there.
     """
 
-    listen: str = ""
-    """``HOST:PORT``: the hub also serves other hosts, encrypted; empty: only this host."""
-    read_only: bool = False
-    """The hub refuses every command that acts on the run."""
-    logs: bool = True
-    """The ranks' output is written to the run's log files."""
-    allocator_events: bool = True
-    """Single steps of a rank are captured with the allocator's trace."""
+    listen: str = ""  # `HOST:PORT`: the hub also serves other hosts, encrypted; empty: only this host
+    read_only: bool = False  # the hub refuses every command that acts on the run
+    logs: bool = True  # the ranks' output is written to the run's log files
+    allocator_events: bool = True  # single steps of a rank are captured with the allocator's trace
     probe_budget: float = 0.5
     """Percent of a step, of 20 ms at most, that the probe may cost the training thread; where it costs more, memory is
     read at each boundary of phases in every k-th step only. 0: in every step."""
     predict: bool = True
     """With ftmon's own trainer on GPUs: the memory of its configuration is predicted during the run."""
-    on_oom: OnOom = "raise"
-    """``hold``: a rank waits in the frame in which an allocation failed."""
-    allow_console: bool = False
-    """A console may run code in a held rank."""
-    hold_timeout: float = 0.0
-    """Seconds after which a held rank continues without being released; 0: never."""
-    on_hang: OnHang = "warn"
-    """Action on a hang that has lasted ``hang_grace``."""
-    hang_grace: float = 30.0
-    """Seconds that a hang must last before the action of ``on_hang``."""
+    on_oom: OnOom = "raise"  # `hold`: a rank waits in the frame in which an allocation failed
+    allow_console: bool = False  # a console may run code in a held rank
+    hold_timeout: float = 0.0  # seconds after which a held rank continues without being released; 0: never
+    on_hang: OnHang = "warn"  # action on a hang that has lasted `hang_grace`
+    hang_grace: float = 30.0  # seconds that a hang must last before the action of `on_hang`
     exit_timeout: float = 0.0
     """Seconds without progress after which the rest of a run is killed once a rank has finished; 0: never."""
     stop_grace: float = 30.0
@@ -98,8 +87,7 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     """``[HOST:]PORT`` or ``FILE.prom``: a process beside the hub exports the figures to Prometheus; empty: none."""
     report_to: list[str] = []
     """Names of ``targets.REPORT_TARGETS``: systems that the run is sent to, each by a process beside the hub."""
-    multihost: MultiHost | None = None
-    """The run's hosts, if it has several; detected when the run is created."""
+    multihost: MultiHost | None = None  # the run's hosts, if it has several; detected when the run is created
 
     def check(self) -> None:
         """Raise ``UsageError`` for an invalid value or combination; the text names the option of the command line."""
@@ -117,28 +105,22 @@ class RunOptions(msgspec.Struct, frozen=True, omit_defaults=True):
             raise UsageError("--on-hang stop, --on-hang kill and --exit-timeout need a run that is not --read-only")
 
 
-HOSTS = "hosts"
-"""Name of the directory with a directory for each other host, which that host uses."""
+HOSTS = "hosts"  # name of the directory with a directory for each other host, which that host uses
 _ROOM_BYTES = 4096
 _ROOMS = ("exit.json", "intent.json", "hub.json", "left.json", "run.json")
 """Files with reserved disk space, so that the run's command, its hub's address and its exit status can be written on a
 full disk."""
-_IPC_PATH_LIMIT = 100
-"""Limit on the length of a socket's path: sockaddr_un holds 108 bytes."""
+_IPC_PATH_LIMIT = 100  # limit on the length of a socket's path: sockaddr_un holds 108 bytes
 T = TypeVar("T")
 
 
 class Recipe(msgspec.Struct, frozen=True, omit_defaults=True):
     """The arguments of ``ftmon train`` or ``ftmon demo``, and what they train."""
 
-    config: str = ""
-    """The configuration file as given; empty: none."""
-    overrides: list[str] = []
-    """The arguments ``key.sub=value``."""
-    model: str = ""
-    """Name or folder of the model; ``qwen2 (random weights)`` for a bare configuration."""
-    data: list[str] = []
-    """The training data: files, or the name of a data set."""
+    config: str = ""  # the configuration file as given; empty: none
+    overrides: list[str] = []  # the arguments `key.sub=value`
+    model: str = ""  # name or folder of the model; `qwen2 (random weights)` for a bare configuration
+    data: list[str] = []  # the training data: files, or the name of a data set
 
 
 class ForeignRank(msgspec.Struct, frozen=True):
@@ -156,8 +138,7 @@ class Foreign(msgspec.Struct, frozen=True, omit_defaults=True):
     ranks: list[ForeignRank]
     launcher: ProcessId | None = None
     """Their common launcher (torchrun, deepspeed ...); None: there is none, or it starts other processes too."""
-    nccl: str = ""
-    """Address of NCCL's RAS service; empty: no rank has loaded NCCL."""
+    nccl: str = ""  # address of NCCL's RAS service; empty: no rank has loaded NCCL
 
 
 class RunFile(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -169,14 +150,11 @@ class RunFile(msgspec.Struct, frozen=True, omit_defaults=True):
     command: list[str]
     cwd: str
     host: str
-    kind: str
-    """``demo``, ``train``, ``run``, ``watch`` or ``import``."""
+    kind: str  # `demo`, `train`, `run`, `watch` or `import`
     launcher: ProcessId | None = None
     options: RunOptions = RunOptions()
-    recipe: Recipe | None = None
-    """None for scripts that are not ftmon's trainer."""
-    foreign: Foreign | None = None
-    """For a run that was started without ftmon: its processes."""
+    recipe: Recipe | None = None  # none for scripts that are not ftmon's trainer
+    foreign: Foreign | None = None  # for a run that was started without ftmon: its processes
 
 
 class HubFile(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -189,8 +167,7 @@ class HubFile(msgspec.Struct, frozen=True, omit_defaults=True):
     started: float
     listen: dict[str, str] = {}
     """Those that other hosts use, over TCP with CURVE, when the run was started with --listen."""
-    server_key: str = ""
-    """The public CURVE key of the TCP side."""
+    server_key: str = ""  # the public CURVE key of the TCP side
     read_only: bool = False
 
 
@@ -199,26 +176,22 @@ class ExitFile(msgspec.Struct, frozen=True, omit_defaults=True):
 
     exit_code: int
     time: float
-    state: str
-    """``finished``, ``failed`` or ``stopped``."""
+    state: str  # `finished`, `failed` or `stopped`
     text: str = ""
     cause: str = ""
     """``hang`` or ``hang-at-exit`` if ftmon itself ended the run (``--on-hang``, ``--exit-timeout``), ``request`` if a
     user did, ``not-started``, or ``lost`` if the end is unknown; empty: the job ended by itself, or by a signal.
     """
-    left: list[int] = []
-    """Processes that could not be ended."""
+    left: list[int] = []  # processes that could not be ended
 
 
 class LeftoversFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """``left.json``: processes still alive after the job's command ended; the launcher ends them."""
 
     time: float
-    exit_code: int | None
-    """The command's exit code, negative for a signal; None: it was not started."""
+    exit_code: int | None  # the command's exit code, negative for a signal; None: it was not started
     count: int
-    processes: list[str]
-    """The first of them: pid and name."""
+    processes: list[str]  # the first of them: pid and name
 
 
 class RunDir:
@@ -231,8 +204,7 @@ class RunDir:
         self.logs = self.path / "logs"
         self.snapshots = self.path / "snapshots"
         self.config = self.path / "config.yaml"
-        self.prediction = self.path / "prediction.json"
-        """The message ``prediction`` as JSON."""
+        self.prediction = self.path / "prediction.json"  # the message `prediction` as JSON
 
     def rank_log(self, rank: int, stream: str) -> Path:
         """Return the path of a rank's log file; ``stream`` is ``out`` or ``err``."""

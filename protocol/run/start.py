@@ -22,8 +22,7 @@ from .environment import monitor_environment
 from .notices import Notify
 from .rundir import ExitFile, RunDir, RunOptions
 
-UNTIE = b"u"
-"""Sent once by the command to the launcher, when the run may outlive the command."""
+UNTIE = b"u"  # sent once by the command to the launcher, when the run may outlive the command
 
 
 class LauncherMessage(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -45,12 +44,9 @@ class CommandEnd:
         self._socket, self.other = socket.socketpair()
         self._socket.setblocking(False)
         self._text = b""
-        self.launcher: ProcessId | None = None
-        """The launcher's process; None: not reported yet."""
-        self.end: ExitFile | None = None
-        """How the job ended; None: not reported yet."""
-        self.closed = False
-        """The launcher is gone."""
+        self.launcher: ProcessId | None = None  # the launcher's process; None: not reported yet
+        self.end: ExitFile | None = None  # how the job ended; None: not reported yet
+        self.closed = False  # the launcher is gone
 
     @property
     def launchers_end(self) -> int:
@@ -169,35 +165,25 @@ class StartRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A run to start."""
 
     kind: Literal["run", "train", "demo"]
-    name: str = ""
-    """Name of the run; empty: that of the script or the configuration."""
+    name: str = ""  # name of the run; empty: that of the script or the configuration
     options: RunOptions = RunOptions()
-    notify: Notify | None = None
-    """Targets of notifications of the run's events."""
-    command: list[str] = []
-    """For ``run``: the script's command."""
-    config: str = ""
-    """For ``train``: the configuration file, or its first ``key.sub=value``."""
-    given: list[str] = []
-    """For ``train``, instead of ``config``: a model and data, for which all else is chosen."""
-    measure: bool = True
-    """For ``train``: whether the best of what is chosen are measured on GPUs before."""
-    price: float | None = None
-    """Of one GPU for one hour, for the cost of what is chosen."""
+    notify: Notify | None = None  # targets of notifications of the run's events
+    command: list[str] = []  # for `run`: the script's command
+    config: str = ""  # for `train`: the configuration file, or its first `key.sub=value`
+    given: list[str] = []  # for `train`, instead of `config`: a model and data, for which all else is chosen
+    measure: bool = True  # for `train`: whether the best of what is chosen are measured on GPUs before
+    price: float | None = None  # of one GPU for one hour, for the cost of what is chosen
     resume: str = ""
     """For ``train``, instead of ``config``: the directory of the run whose configuration and checkpoint are used."""
-    overrides: list[str] = []
-    """For ``train`` and ``demo``: ``key.sub=value`` pairs that override the configuration."""
-    fault: str | None = None
-    """For ``demo``, like ``steps`` and ``ranks``: a fault to inject."""
+    overrides: list[str] = []  # for `train` and `demo`: `key.sub=value` pairs that override the configuration
+    fault: str | None = None  # for `demo`, like `steps` and `ranks`: a fault to inject
     steps: int | None = None
     ranks: int | None = None
     line: int | None = None
     """Inherited descriptor: the launcher's end of the socket pair to the requesting process; None: no process waits for
     the run.
     """
-    stdin: int | None = None
-    """Inherited descriptor that becomes the job's standard input; None: no standard input."""
+    stdin: int | None = None  # inherited descriptor that becomes the job's standard input; None: no standard input
     progress: int | None = None
     """Inherited descriptor for lines about a choice (``auto``) and its progress; None: they are not shown."""
 

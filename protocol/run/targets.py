@@ -10,10 +10,8 @@ from ..errors import UsageError
 class ReportTarget(NamedTuple):
     """A system that a run can be sent to. The extra with its packages has the same name as the target."""
 
-    target: str
-    """``module:name`` in ``ftmon.trainer.exporters`` of what makes the ``report.Target``: a class or a function."""
-    package: str
-    """What must be importable."""
+    target: str  # `module:name` in `ftmon.trainer.exporters` of what makes the `report.Target`: a class or a function
+    package: str  # what must be importable
 
 
 REPORT_TARGETS = {
@@ -27,10 +25,8 @@ REPORT_TARGETS = {
 EXPORTERS_END_SECONDS = 35.0
 """Time for the exporters to end after the hub, which the command that started the run waits too: a container or a job
 of a cluster ends with it. Most need less than a second."""
-METRICS = "metrics"
-"""The exporter of ``--metrics``."""
-TRACKERS = ("wandb", "trackio", "tensorboard", "mlflow")
-"""Those that take a recording afterwards, too (``ftmon export``)."""
+METRICS = "metrics"  # the exporter of `--metrics`
+TRACKERS = ("wandb", "trackio", "tensorboard", "mlflow")  # those that take a recording afterwards, too (`ftmon export`)
 
 
 def parse_targets(text: str) -> list[str]:

@@ -29,8 +29,7 @@ SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM = 4, 5, 6, 7, 8
 STATES = ("inactive", "active_allocated", "active_pending_free")
 """States of a block: free, allocated, or freed by the program while a stream still uses it."""
 FREE, ALLOCATED, PENDING = 0, 1, 2
-OWN_SPAN = "ftmon "
-"""Prefix of the names of steps and phases that ftmon's probe records as annotations."""
+OWN_SPAN = "ftmon "  # prefix of the names of steps and phases that ftmon's probe records as annotations
 
 
 class Frame(NamedTuple):
@@ -45,22 +44,14 @@ class Trace(msgspec.Struct, frozen=True):
     """Actions of one device's allocator, oldest first; all columns have the same length."""
 
     device: int
-    actions: bytes
-    """``B``: indices into ``ACTIONS``."""
-    addresses: bytes
-    """``Q``; 0 for ``oom``."""
-    sizes: bytes
-    """``q``: bytes *requested* for allocations, frees and ``oom``; the segment's size for segments."""
-    streams: bytes
-    """``q``"""
-    times: bytes
-    """``q``; 0 if the version of PyTorch records none."""
-    stacks: bytes
-    """``I``"""
-    notes: bytes
-    """``I``: index into ``Snapshot.notes`` of the entry's user metadata; 0: none."""
-    device_free: dict[int, int] = {}
-    """Free bytes on the device as the driver reports them, by index of the ``oom`` entry."""
+    actions: bytes  # `B`: indices into `ACTIONS`
+    addresses: bytes  # `Q`; 0 for `oom`
+    sizes: bytes  # `q`: bytes *requested* for allocations, frees and `oom`; the segment's size for segments
+    streams: bytes  # `q`
+    times: bytes  # `q`; 0 if the version of PyTorch records none
+    stacks: bytes  # `I`
+    notes: bytes  # `I`: index into `Snapshot.notes` of the entry's user metadata; 0: none
+    device_free: dict[int, int] = {}  # free bytes on the device as the driver reports them, by index of the `oom` entry
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -73,11 +64,9 @@ class Segment(msgspec.Struct, frozen=True):
     address: int
     size: int
     stream: int
-    small: bool
-    """It serves requests of up to 1 MiB."""
+    small: bool  # it serves requests of up to 1 MiB
     expandable: bool
-    pool: str
-    """``""`` for the shared pool, else a private pool's identifier (CUDA graphs, ``MemPool``)."""
+    pool: str  # `""` for the shared pool, else a private pool's identifier (CUDA graphs, `MemPool`)
     stack: int
     first_block: int
     blocks: int
@@ -100,26 +89,18 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     path: str
     segments: list[Segment]
-    block_addresses: bytes
-    """``Q``, the blocks of all segments in order."""
-    block_sizes: bytes
-    """``q``: size of the block, rounding included."""
-    block_requested: bytes
-    """``q``: size that the program requested; 0 for a free block."""
-    block_states: bytes
-    """``B``: indices into ``STATES``."""
-    block_stacks: bytes
-    """``I``"""
+    block_addresses: bytes  # `Q`, the blocks of all segments in order
+    block_sizes: bytes  # `q`: size of the block, rounding included
+    block_requested: bytes  # `q`: size that the program requested; 0 for a free block
+    block_states: bytes  # `B`: indices into `STATES`
+    block_stacks: bytes  # `I`
     traces: list[Trace]
     frames: list[Frame]
-    stacks: list[list[int]]
-    """Indices of the frames of each stack, innermost first; stack 0 is empty."""
+    stacks: list[list[int]]  # indices of the frames of each stack, innermost first; stack 0 is empty
     notes: list[str]
     annotations: list[Annotation] = []
-    divisions: list[int] = []
-    """``roundup_power2_divisions`` for requests of 1, 2, 4 ... MiB; empty or below 2: none."""
-    max_split_size: int = -1
-    """Blocks of at least this size were not split, bytes; -1: no limit."""
+    divisions: list[int] = []  # `roundup_power2_divisions` for requests of 1, 2, 4 ... MiB; empty or below 2: none.
+    max_split_size: int = -1  # blocks of at least this size were not split, bytes; -1: no limit
 
     def devices(self) -> list[int]:
         """Return the devices with segments or trace entries; device 0 if there are none."""
@@ -192,8 +173,7 @@ class SnapshotError(FtmonError):
     exit_status = 2
 
 
-_LARGEST = 2**47
-"""Sizes of 128 TiB and more are invalid."""
+_LARGEST = 2**47  # sizes of 128 TiB and more are invalid
 _DIVISIONS = 16
 _STATES = {"inactive": FREE, "active_allocated": ALLOCATED}
 _ACTIONS = {name: index for index, name in enumerate(ACTIONS)}

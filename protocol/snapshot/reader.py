@@ -26,10 +26,8 @@ from ..host.machine import available_memory
 from ..text import sanitize
 from .columns import Snapshot, SnapshotError, compact
 
-MOST_BYTES = 4 * 2**30
-"""Limit of a decompressed pickle: forty times the size of a million trace entries."""
-_BASE_COST = 8
-"""Memory per byte: a reference in a list or on the stack, or 4 bytes per character of a non-ASCII string."""
+MOST_BYTES = 4 * 2**30  # limit of a decompressed pickle: forty times the size of a million trace entries
+_BASE_COST = 8  # memory per byte: a reference in a list or on the stack, or 4 bytes per character of a non-ASCII string
 _COSTS = {
     24: b"\x94qrhjNK)2\x88\x89",  # places on the stack and in a list, in the memo, or half an entry of a dictionary
     40: b"MJ\x8aILGF",  # a number
@@ -43,8 +41,7 @@ the estimate is an upper bound: for real snapshots, three to four times their me
 _ABOVE = 3
 _MEMORY_PER_BYTE, _MEMORY_PER_PACKED_BYTE, _SPARE_MEMORY = 100, 400, 2**28
 """Real snapshots take 6 to 11 bytes of objects per byte, and gzip compresses them by a factor of 10 to 40."""
-_MOST_EXPANSION, _SPARE_BYTES = 60, 2**25
-"""Limit on a decompressed gzip file: bytes per byte, plus a constant."""
+_MOST_EXPANSION, _SPARE_BYTES = 60, 2**25  # limit on a decompressed gzip file: bytes per byte, plus a constant
 _GZIP = b"\x1f\x8b"
 _CHUNK = 2**20
 _DUMP = "write one with torch.cuda.memory._dump_snapshot(path)"

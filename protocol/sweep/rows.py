@@ -14,12 +14,9 @@ from ..errors import FtmonError, UsageError
 from ..host.process import ProcessId
 from ..messages.telemetry import Whole
 
-FORMAT = 1
-"""Version of the file; other versions are refused."""
-Value = str | Whole | float | bool | None
-"""Of one axis."""
-Settings = dict[str, Value]
-"""One configuration of the sweep: a value for each axis."""
+FORMAT = 1  # version of the file; other versions are refused
+Value = str | Whole | float | bool | None  # of one axis
+Settings = dict[str, Value]  # one configuration of the sweep: a value for each axis
 Verdict = Literal["done", "out-of-memory", "hang", "crash", "timeout", "refused", "no-steps", "unfinished"]
 """``refused``: the configuration is invalid, and the run was not started; ``no-steps``: it exited with status 0 without
 an optimizer step; ``unfinished``: the sweep ended first (budget, interrupt), so the row is no result.
@@ -30,14 +27,10 @@ Goal = Literal["largest", "fastest", "phases"]
 class Budget(msgspec.Struct, frozen=True, omit_defaults=True):
     """Budget of the sweep, wall-clock time of all its sessions."""
 
-    seconds: float | None = None
-    """None: no limit."""
-    money: float | None = None
-    """In the currency of the price; ``seconds`` has it as time."""
-    price_per_gpu_hour: float | None = None
-    """Price of one GPU for one hour, in any currency."""
-    gpus: Whole = 0
-    """GPUs that are paid for: the ranks of the largest configuration; 0: not known."""
+    seconds: float | None = None  # none: no limit
+    money: float | None = None  # in the currency of the price; `seconds` has it as time
+    price_per_gpu_hour: float | None = None  # price of one GPU for one hour, in any currency
+    gpus: Whole = 0  # GPUs that are paid for: the ranks of the largest configuration; 0: not known
 
 
 class Search(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -55,15 +48,12 @@ class Header(msgspec.Struct, tag="sweep", frozen=True, omit_defaults=True):
 
     format: int
     name: str
-    source: str
-    """The sweep file, as given."""
+    source: str  # the sweep file, as given
     fingerprint: str
     """Hash of what a row depends on besides its settings: base configuration or command, steps, environment."""
     axes: list[str]
-    steps: Whole
-    """Measured steps of a run."""
-    warm_up: Whole
-    """Steps at the beginning that are discarded."""
+    steps: Whole  # measured steps of a run
+    warm_up: Whole  # steps at the beginning that are discarded
     created: float
     host: str = ""
     version: str = ""
@@ -72,17 +62,13 @@ class Header(msgspec.Struct, tag="sweep", frozen=True, omit_defaults=True):
 class Predicted(msgspec.Struct, frozen=True, omit_defaults=True):
     """Prediction of a configuration by ``ftmon predict``; the highest rank's figures."""
 
-    peak_bytes: Whole
-    """Allocated peak of the highest phase."""
+    peak_bytes: Whole  # allocated peak of the highest phase
     phase: str
     reserved_bytes: Whole
     nvml_bytes: Whole
-    fits: bool | None = None
-    """None: no capacity was known."""
-    phases: dict[str, Whole] = {}
-    """Allocated peak by phase."""
-    step_seconds: float = 0.0
-    """Time of an optimizer step; 0: not known."""
+    fits: bool | None = None  # none: no capacity was known
+    phases: dict[str, Whole] = {}  # allocated peak by phase
+    step_seconds: float = 0.0  # time of an optimizer step; 0: not known
 
 
 class Planned(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -90,8 +76,7 @@ class Planned(msgspec.Struct, frozen=True, omit_defaults=True):
 
     settings: Settings
     predicted: Predicted | None = None
-    seconds: float | None = None
-    """Expected duration of one run, its start included; None: not known."""
+    seconds: float | None = None  # expected duration of one run, its start included; None: not known
 
 
 class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
@@ -99,17 +84,14 @@ class Plan(msgspec.Struct, tag="plan", frozen=True, omit_defaults=True):
 
     time: float
     process: ProcessId
-    runs: list[Planned]
-    """Of a search, only what is known beforehand."""
+    runs: list[Planned]  # of a search, only what is known beforehand
     repeats: Whole = 1
     budget: Budget = Budget()
     search: Search | None = None
-    timeout: float = 0.0
-    """Seconds after which a run is ended."""
+    timeout: float = 0.0  # seconds after which a run is ended
     capacity_bytes: Whole | None = None
     notes: list[str] = []
-    columns: list[str] = []
-    """Names of the figures in the table; empty: the default ones."""
+    columns: list[str] = []  # names of the figures in the table; empty: the default ones
 
 
 class Started(msgspec.Struct, tag="start", frozen=True, omit_defaults=True):
@@ -118,10 +100,8 @@ class Started(msgspec.Struct, tag="start", frozen=True, omit_defaults=True):
     time: float
     settings: Settings
     repeat: Whole = 0
-    run: str = ""
-    """Its directory; empty: it was refused, or runs elsewhere."""
-    job: str = ""
-    """Number of its job, by an engine (``--on``)."""
+    run: str = ""  # its directory; empty: it was refused, or runs elsewhere
+    job: str = ""  # number of its job, by an engine (`--on`)
 
 
 class PhaseFigures(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -129,12 +109,10 @@ class PhaseFigures(msgspec.Struct, frozen=True, omit_defaults=True):
 
     allocated_peak_bytes: Whole = 0
     reserved_peak_bytes: Whole = 0
-    resident_peak_bytes: Whole = 0
-    """Resident set (CPU ranks): there the true high-water mark."""
+    resident_peak_bytes: Whole = 0  # resident set (CPU ranks): there the true high-water mark
     host_ms: float = 0.0
     device_ms: float | None = None
-    ms_error: float = 0.0
-    """Standard error of the device time, or of the host time if there is no device time."""
+    ms_error: float = 0.0  # standard error of the device time, or of the host time if there is no device time
 
     @property
     def peak_bytes(self) -> int:
@@ -146,22 +124,17 @@ class RankRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """One rank of a run."""
 
     rank: Whole
-    steps: Whole = 0
-    """Measured steps."""
-    step_ms: float = 0.0
-    """Median."""
+    steps: Whole = 0  # measured steps
+    step_ms: float = 0.0  # median
     step_ms_low: float = 0.0
     step_ms_high: float = 0.0
     tokens_per_second: float = 0.0
     phases: dict[str, PhaseFigures] = {}
-    reserved_peak_bytes: Whole = 0
-    """Highest of all steps, warm-up included: reserved memory is not given back."""
-    nvml_bytes: Whole = 0
-    """Highest that NVML showed for its process; 0: not known."""
+    reserved_peak_bytes: Whole = 0  # highest of all steps, warm-up included: reserved memory is not given back
+    nvml_bytes: Whole = 0  # highest that NVML showed for its process; 0: not known
     device: str = ""
     loss: float | None = None
-    step_ms_error: float = 0.0
-    """Standard error of ``step_ms``; 0: unknown."""
+    step_ms_error: float = 0.0  # standard error of `step_ms`; 0: unknown
 
     @property
     def peak_bytes(self) -> int:
@@ -179,26 +152,18 @@ class Row(msgspec.Struct, tag="row", frozen=True, omit_defaults=True):
 
     settings: Settings
     verdict: Verdict
-    time: float
-    """When it ended."""
-    seconds: float = 0.0
-    """From its start until its GPUs were seen to be empty."""
+    time: float  # when it ended
+    seconds: float = 0.0  # from its start until its GPUs were seen to be empty
     repeat: Whole = 0
-    run: str = ""
-    """The run's identifier; empty: it was refused."""
-    text: str = ""
-    """The evidence, one line."""
-    phase: str = ""
-    """Where it failed."""
-    rank: Whole | None = None
-    """Which rank failed, first or alone."""
+    run: str = ""  # the run's identifier; empty: it was refused
+    text: str = ""  # the evidence, one line
+    phase: str = ""  # where it failed
+    rank: Whole | None = None  # which rank failed, first or alone
     step: Whole | None = None
-    asked_bytes: Whole = 0
-    """What the failed allocation asked for."""
+    asked_bytes: Whole = 0  # what the failed allocation asked for
     ranks: list[RankRow] = []
     predicted: Predicted | None = None
-    note: str = ""
-    """A further remark, such as GPUs that were not empty afterwards."""
+    note: str = ""  # a further remark, such as GPUs that were not empty afterwards
 
     @property
     def peak_bytes(self) -> int:
@@ -252,8 +217,7 @@ class Ended(msgspec.Struct, tag="end", frozen=True, omit_defaults=True):
     reason: Literal["finished", "budget", "failure", "interrupted", "gpus"]
     """``failure``: --fail-fast; ``gpus``: memory of the last run is still held."""
     text: str = ""
-    not_run: Whole = 0
-    """Planned runs without a row; of a search, 0."""
+    not_run: Whole = 0  # planned runs without a row; of a search, 0
 
 
 Entry = Header | Plan | Started | Row | Ended
@@ -281,10 +245,8 @@ class Results(NamedTuple):
     """Contents of a results file."""
 
     header: Header
-    entries: list[Entry]
-    """All entries, the header first."""
-    complete_bytes: int
-    """Length of the file without a torn last line."""
+    entries: list[Entry]  # all entries, the header first
+    complete_bytes: int  # length of the file without a torn last line
 
     @property
     def rows(self) -> list[Row]:

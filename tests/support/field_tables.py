@@ -1,7 +1,7 @@
 """The field tables of docs/protocol.md: name, type and default are the message types', the meaning is the document's.
 
 ``python tests/support/field_tables.py`` writes them anew. A field that the document does not have yet is given its
-docstring as meaning, to be edited there.
+comment or docstring as meaning, to be edited there.
 """
 
 import ast
@@ -123,17 +123,21 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def _docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the docstrings below a struct's fields."""
+    """Return the comments beside a struct's fields, and the docstrings below them."""
     found: dict[str, str] = {}
     for base in reversed(struct.__mro__):
         if issubclass(base, msgspec.Struct) and base is not msgspec.Struct:
-            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            source = textwrap.dedent(inspect.getsource(base))
+            (tree,) = ast.parse(source).body
             assert isinstance(tree, ast.ClassDef)
-            for field, text in zip(tree.body, tree.body[1:], strict=False):
+            for field, text in zip(tree.body, [*tree.body[1:], None], strict=True):
                 if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
                     continue
+                words = source.splitlines()[field.lineno - 1].partition("  # ")[2].replace("`", "``")
                 if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                    words = " ".join(str(text.value.value).split()).replace("``", "`").replace("|", "\\|")
+                    words = " ".join(str(text.value.value).split())
+                if words:
+                    words = words.replace("``", "`").replace("|", "\\|")
                     found[field.target.id] = words[:1].lower() + words[1:].rstrip(".")
     return found
 

@@ -19,8 +19,7 @@ from ..model.runs import JobRow, failed, job_row, job_rows
 from ..model.training import perplexity_of
 
 _COLUMNS = 80
-_PLACES = ("frame", "place")
-"""Keys of evidence with a place in the script."""
+_PLACES = ("frame", "place")  # keys of evidence with a place in the script
 _SHOWN = 40  # maximum number of listed jobs: the last ones
 
 

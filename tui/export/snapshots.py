@@ -164,8 +164,7 @@ class Memory(NamedTuple):
     """The memory of one device at the highest moment of its trace, by stack."""
 
     snapshot: Snapshot
-    stacks: dict[int, tuple[int, int]]
-    """Bytes and blocks by number of the stack; 0: memory without one."""
+    stacks: dict[int, tuple[int, int]]  # bytes and blocks by number of the stack; 0: memory without one
     root: Node
 
     @property

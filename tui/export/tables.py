@@ -93,8 +93,7 @@ def write_table(reader: Reader, series: str, kind: str, path: Path) -> int:
     return rows
 
 
-Writer = Generator[None, list[list[Any]], None]
-"""Writes the columns that it is sent; closing it completes the file."""
+Writer = Generator[None, list[list[Any]], None]  # writes the columns that it is sent; closing it completes the file
 
 
 def _csv(path: Path, series: str) -> Writer:

@@ -17,10 +17,8 @@ EMPTY = -1  # a column, or a figure of it, without data
 KEEP = 512  # minimum number of columns that a level keeps; at twice that number the oldest half is dropped
 RATIO = 4
 
-Figures = tuple[int, int, int]
-"""Allocated, reserved and resident bytes."""
-Level = dict[int, Figures]
-"""Columns with data, by their start in spans since the epoch."""
+Figures = tuple[int, int, int]  # allocated, reserved and resident bytes
+Level = dict[int, Figures]  # columns with data, by their start in spans since the epoch
 _NONE = (EMPTY, EMPTY, EMPTY)
 
 
@@ -54,8 +52,7 @@ class Timeline:
     def __init__(self) -> None:
         self._levels: list[Level] = [{}]
         """By ``RATIO`` to the power of its index, seconds; what a column has, the coarser ones around it have too."""
-        self._kept = [0]
-        """By level: the first column that has not been dropped."""
+        self._kept = [0]  # by level: the first column that has not been dropped
         self.marks: list[Mark] = []
         self._marked: set[int] = set()
         self.current: Figures = _NONE

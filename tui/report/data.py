@@ -278,8 +278,7 @@ class RunData(msgspec.Struct):
     not_finite: list[int]  # steps in which the loss of a rank was NaN or infinite
     ranks: list[RankRow]
     seconds: float
-    gpus: int
-    """Number of ranks, each on a GPU of its own."""
+    gpus: int  # number of ranks, each on a GPU of its own
 
 
 class SweepData(msgspec.Struct):

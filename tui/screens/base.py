@@ -61,8 +61,7 @@ ALERTS = key("a", "app.alerts", "alerts", "all alerts, each with its evidence")
 MEMORY = key("m", "app.memory", "memory", "where the memory of a step's peak goes")
 LOGS = key("l", "app.logs", "logs", "the output of all ranks")
 STACKS = key("s", "app.stacks", "stacks", "where every rank is: Python stacks, equal ones together")
-EVENTS = key("e", "app.events", "events", "what the allocator does, by phase")
-"""Keys of the screens of a run."""
+EVENTS = key("e", "app.events", "events", "what the allocator does, by phase")  # keys of the screens of a run
 
 
 def hidden(binding: Binding) -> Binding:
@@ -122,8 +121,7 @@ class MonitorScreen(Screen[Any]):
     inherits_keys = True
     """Whether the keys of a run apply to it; a class without them also has ``inherit_bindings=False``."""
     HIDDEN: ClassVar[frozenset[str]] = frozenset()  # actions of the app that do not apply to this screen
-    LEGEND: ClassVar[tuple[str, ...]] = ()
-    """Parts of the legend that belong to the screen: names of ``LEGENDS``."""
+    LEGEND: ClassVar[tuple[str, ...]] = ()  # parts of the legend that belong to the screen: names of `LEGENDS`
 
     def __init__(self, app_state: AppState) -> None:
         super().__init__()

@@ -25,8 +25,7 @@ from ...protocol.text import first_line
 
 _LARGEST = 256 << 20
 _LONGEST_ERROR = 4_096
-_LONGEST_LINE = 65_536
-"""Longer ones are read in parts: a file that is no text may have no end of a line."""
+_LONGEST_LINE = 65_536  # longer ones are read in parts: a file that is no text may have no end of a line
 Entry = dict[str, Any]
 """What was logged at once: ``step``, figures by the Trainer's names and, where known, ``time`` (seconds since the
 epoch), ``step_seconds`` and ``phases`` (seconds by phase)."""
@@ -35,18 +34,12 @@ epoch), ``step_seconds`` and ``phases`` (seconds by phase)."""
 class ForeignLog(msgspec.Struct):
     """A log that was read."""
 
-    history: list[Entry]
-    """In the order of the log: where the step falls, an earlier run was resumed."""
-    ended: float
-    """Seconds since the epoch."""
-    started: float | None = None
-    """None: unknown."""
-    steps: int = 0
-    """The last step that was made, if the log says it; else 0."""
-    planned: int = 0
-    """Number of steps that were planned; 0: unknown."""
-    failed: bool | None = None
-    """None: the log has no end."""
+    history: list[Entry]  # in the order of the log: where the step falls, an earlier run was resumed
+    ended: float  # seconds since the epoch
+    started: float | None = None  # none: unknown
+    steps: int = 0  # the last step that was made, if the log says it; else 0
+    planned: int = 0  # number of steps that were planned; 0: unknown
+    failed: bool | None = None  # none: the log has no end
 
 
 def read_log(path: Path) -> ForeignLog:

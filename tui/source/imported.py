@@ -29,12 +29,10 @@ class Imported(msgspec.Struct):
     """An imported run."""
 
     run: RunDir
-    steps: int
-    """Logged steps."""
+    steps: int  # logged steps
     last_step: int
     evaluations: int
-    repeated: int
-    """Entries left out because later ones repeat their steps."""
+    repeated: int  # entries left out because later ones repeat their steps
 
 
 def without_repeated(history: list[Entry]) -> list[Entry]:

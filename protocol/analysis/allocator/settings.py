@@ -18,7 +18,7 @@ SMALL_SEGMENT_BYTES = 2 * MIB
 """Size of a segment of the small pool, and of a page of its expandable segment (kSmallBuffer)."""
 LARGE_SEGMENT_BYTES = 20 * MIB
 """Size of a segment for large requests below 10 MiB, and of a page of the large expandable segment (kLargeBuffer)."""
-OWN_SEGMENT_BYTES = 10 * MIB  # requests of at least this size get a segment of their own size (kMinLargeAlloc) 
+OWN_SEGMENT_BYTES = 10 * MIB  # requests of at least this size get a segment of their own size (kMinLargeAlloc) ...
 ROUND_LARGE_BYTES = 2 * MIB  # ... rounded up to this (kRoundLarge)
 INTERVALS = 16  # number of powers of two, from 1 MiB on, for which `roundup_power2_divisions` has values
 
