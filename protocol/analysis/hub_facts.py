@@ -339,7 +339,7 @@ def _unproven_hang(facts: UnprovenHangFacts) -> Words:
 
 
 def _kind(name: str, facts: type, words: Callable[[Any], Words], alert: AlertKind, rule: str, **more: Any) -> Kind:
-    return Kind(name, facts, lambda finding: words(finding.facts), alert, rule, **more)
+    return Kind(name, facts, lambda facts, _: words(facts), alert, rule, **more)
 
 
 KINDS = (

@@ -64,7 +64,7 @@ for _detector in DETECTORS:
 
 def words_of(finding: Finding) -> Words:
     """Return the text of a finding."""
-    return KINDS[finding.kind].words(finding)
+    return KINDS[finding.kind].words(finding.facts, finding)
 
 
 def added_of(finding: Finding) -> Added:

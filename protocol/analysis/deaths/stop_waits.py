@@ -39,8 +39,7 @@ class StopFacts(msgspec.Struct, frozen=True):
         return bool(self.grace_s) and self.left_s is not None and self.left_s + self.save_s >= self.grace_s
 
 
-def _words(finding: Finding) -> Words:
-    facts: StopFacts = finding.facts
+def _words(facts: StopFacts, finding: Finding) -> Words:
     until = _UNTIL.get(facts.phase, "the step under way")
     left = "" if facts.left_s is None else f", about {duration(facts.left_s)} left"
     grace = f"{facts.grace_s:g} s"

@@ -31,8 +31,7 @@ _SYNCED = (
 _MOST_ERROR = 500  # characters. Errors of ftmon's own trainer end with the remedy and must not be cut off.
 
 
-def _failure(finding: Finding) -> Words:
-    facts: ScriptFailure = finding.facts
+def _failure(facts: ScriptFailure, finding: Finding) -> Words:
     where = f" in {finding.phase}" if finding.phase else ""
     why = ", its peer killed as asked" if facts.peer_killed else ""
     return Words(
@@ -42,8 +41,7 @@ def _failure(finding: Finding) -> Words:
     )
 
 
-def _ended_early(finding: Finding) -> Words:
-    facts: EndedEarly = finding.facts
+def _ended_early(facts: EndedEarly, finding: Finding) -> Words:
     who, steps = ranks_in_words(list(facts.last_steps)), sorted(set(facts.last_steps.values()))
     after = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     return Words(
@@ -55,8 +53,7 @@ def _ended_early(finding: Finding) -> Words:
     )
 
 
-def _died(finding: Finding) -> Words:
-    facts: ProcessDeath = finding.facts
+def _died(facts: ProcessDeath, finding: Finding) -> Words:
     ending, signal = ending_in_words(facts.exit_code, facts.signal), facts.by_signal
     how = ending if signal else f"ended: {ending}"
     possible = _SIGNAL_HINTS.get(signal_name(signal)) if signal else None
@@ -77,8 +74,7 @@ def _died(finding: Finding) -> Words:
     )
 
 
-def _launcher_ended(finding: Finding) -> Words:
-    facts: LauncherEnded = finding.facts
+def _launcher_ended(facts: LauncherEnded, _: Finding) -> Words:
     how = _launcher(facts)
     return Words(
         f"the job's command ended ({how}) before its ranks",

@@ -102,7 +102,7 @@ class Kind:
 
     name: str  # stable: an alert of kind `health` has it as `evidence["finding"]`
     facts: type | tuple[type, ...]  # the struct of its figures
-    words: Callable[[Finding], Words]
+    words: Callable[[Any, Finding], Words]
     alert: AlertKind = "health"  # kind of its alerts
     rule: str = ""  # `evidence["rule"]` of its alerts; empty: its name, or its key (see `rule_of`)
     evidence: Callable[[Finding], dict[str, Any]] = plain
@@ -127,7 +127,7 @@ class Kind:
 
     def evidence_of(self, finding: Finding) -> dict[str, Any]:
         """Return the evidence of an alert as plain values; ``remedy`` is in it if there is one."""
-        remedy = self.words(finding).remedy
+        remedy = self.words(finding.facts, finding).remedy
         if self.alert != "health":
             return {"remedy": remedy, **self.evidence(finding)} if remedy else self.evidence(finding)
         return {"finding": self.name, "remedy": remedy, **self.evidence(finding)}
@@ -136,7 +136,7 @@ class Kind:
         """Return the sentence of a resolved finding."""
         if isinstance(finding.facts, Resolution):
             return self.resolved[finding.facts.why].format(finding.facts.number, duration(finding.facts.number))
-        return self.words(finding).resolved
+        return self.words(finding.facts, finding).resolved
 
     def facts_of(self, alert: Alert) -> Any:
         """Return the facts of a recorded alert; None if not needed, or if another version recorded other figures."""

@@ -208,8 +208,7 @@ class Gradients:
         return found
 
 
-def _gradient(finding: Finding) -> Words:
-    facts: GradientFacts = finding.facts
+def _gradient(facts: GradientFacts, finding: Finding) -> Words:
     rate = f" Loss {number(facts.loss)}, learning rate {number(facts.lr)}."
     over = "The norm is back to normal."
     if finding.kind == "gradient_explosion":
@@ -284,8 +283,7 @@ class Scaler(Judge):
         return [*found, self.standing]
 
 
-def _scaler(finding: Finding) -> Words:
-    facts: ScalerFacts = finding.facts
+def _scaler(facts: ScalerFacts, finding: Finding) -> Words:
     scale = f"at a loss scale of {number(facts.loss_scale)}" if facts.loss_scale is not None else "by the loss scaler"
     counted = f"{facts.skipped} of the last {facts.window} updates were skipped {scale}"
     remedy = (

@@ -86,8 +86,7 @@ def _rise(samples: Sequence[tuple[float, int]], since: float) -> int:
     return max(0, sizes[-1] - sizes[0]) if sizes else 0
 
 
-def _words(finding: Finding) -> Words:
-    facts: HostMemoryFacts = finding.facts
+def _words(facts: HostMemoryFacts, _: Finding) -> Words:
     is_own = facts.growing_rank is not None
     who = f", most in rank {facts.growing_rank}" if is_own else ", but not in the ranks' own processes"
     during = {"eval": "during an evaluation", "generate": "during a rollout"}.get(facts.phase, "during the training")

@@ -279,8 +279,7 @@ class Divergence(Judge):
 _ORDER: tuple[Severity, ...] = ("info", "warning", "error")
 
 
-def _divergence(finding: Finding) -> Words:
-    facts: DivergenceFacts = finding.facts
+def _divergence(facts: DivergenceFacts, finding: Finding) -> Words:
     what = "loss has risen to" if finding.severity == "info" else "loss is diverging:"
     why = ""
     if facts.rollouts:
@@ -379,8 +378,7 @@ class Plateau(Judge):
         return [self.standing]
 
 
-def _plateau(finding: Finding) -> Words:
-    facts: PlateauFacts = finding.facts
+def _plateau(facts: PlateauFacts, _: Finding) -> Words:
     if facts.never_fell:
         return Words(
             f"the loss has not fallen since the start: {number(facts.loss)}",

@@ -134,8 +134,7 @@ def _gpu(facts: DeviceFacts) -> str:
     return f"GPU {facts.index} of {facts.host}"
 
 
-def _throttling(finding: Finding) -> Words:
-    facts: DeviceFacts = finding.facts
+def _throttling(facts: DeviceFacts, _: Finding) -> Words:
     others = f" (the host's other GPUs: {facts.others_sm_clock_mhz})" if facts.others_sm_clock_mhz else ""
     figures = [
         *([f"{facts.temperature_c:.0f} °C"] if facts.temperature_c is not None else []),
@@ -152,8 +151,7 @@ def _throttling(finding: Finding) -> Words:
     )
 
 
-def _memory_errors(finding: Finding) -> Words:
-    facts: DeviceFacts = finding.facts
+def _memory_errors(facts: DeviceFacts, _: Finding) -> Words:
     parts: list[str] = []
     if facts.uncorrected:
         new = f", {facts.new_errors} of them during this run" if facts.new_errors else ", none of them during this run"
@@ -172,8 +170,7 @@ def _memory_errors(finding: Finding) -> Words:
     )
 
 
-def _xid(finding: Finding) -> Words:
-    facts: XidFacts = finding.facts
+def _xid(facts: XidFacts, _: Finding) -> Words:
     where = f"{f'GPU {facts.index}' if facts.index >= 0 else facts.bus or 'a GPU'} of {facts.host}"
     again = f", {facts.count} times" if facts.count > 1 else ""
     line = f' The driver\'s line: "{sanitize(facts.text, 300)}".' if facts.text else ""
@@ -324,8 +321,7 @@ class DiskFacts(msgspec.Struct, frozen=True):
     burst_bytes: int = 0
 
 
-def _disk(finding: Finding) -> Words:
-    facts: DiskFacts = finding.facts
+def _disk(facts: DiskFacts, _: Finding) -> Words:
     left = f"{gib(facts.free_bytes)} of {gib(facts.total_bytes)} left"
     where = f"{sanitize(facts.path, 120)} ({facts.use}) on {facts.host}"
     if facts.why == "rate" and facts.full_in_s is not None:
@@ -530,8 +526,7 @@ class Checkpoints(Judge):
         return self._end()
 
 
-def _checkpoint(finding: Finding) -> Words:
-    facts: CheckpointFacts = finding.facts
+def _checkpoint(facts: CheckpointFacts, _: Finding) -> Words:
     error, path = sanitize(facts.error, 120), sanitize(facts.path, 160)
     again = f"{facts.failures} checkpoints in a row" if facts.failures > 1 else "a checkpoint"
     kept = f"The newest complete one is {sanitize(facts.kept, 160)}." if facts.kept else "There is no complete one."

@@ -194,8 +194,7 @@ class HealthDetector:
         return [Finding("telemetry_lost", LossFacts(sum(stats.lost.values()), new, by_sender, tuple(rose)))]
 
 
-def _lost(finding: Finding) -> Words:
-    facts: LossFacts = finding.facts
+def _lost(facts: LossFacts, _: Finding) -> Words:
     names = ", ".join(sorted(map(_sender, facts.sources))[:4]) + (" ..." if len(facts.sources) > 4 else "")
     return Words(
         f"{counted(facts.total, 'message')} of telemetry lost, {facts.new} just now from {names}",
@@ -204,8 +203,7 @@ def _lost(finding: Finding) -> Words:
     )
 
 
-def _not_recording(finding: Finding) -> Words:
-    facts: RecordingFacts = finding.facts
+def _not_recording(facts: RecordingFacts, _: Finding) -> Words:
     return Words(
         f"not recording: {facts.error}",
         "The training and the live view continue, but the recording will lack this part of the run.",
@@ -213,8 +211,7 @@ def _not_recording(finding: Finding) -> Words:
     )
 
 
-def _not_exported(finding: Finding) -> Words:
-    facts: ExportFacts = finding.facts
+def _not_exported(facts: ExportFacts, _: Finding) -> Words:
     lost = f" {counted(facts.dropped, 'point')} dropped so far." if facts.dropped else ""
     return Words(
         f"not exported to {facts.target}: {facts.error or 'it is slower than the run'}",

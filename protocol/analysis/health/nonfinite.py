@@ -197,8 +197,7 @@ class NonFinite:
         return [Finding(kind, facts, state, "error", tuple(sorted(case.ranks)), step=case.first_step)]
 
 
-def _nan(finding: Finding) -> Words:
-    facts: NonFiniteFacts = finding.facts
+def _nan(facts: NonFiniteFacts, finding: Finding) -> Words:
     what = "loss" if finding.kind == "nan_loss" else "gradient norm"
     who = all_ranks(facts.first_ranks)
     value = "NaN" if facts.value == "nan" else "infinite"

@@ -159,8 +159,7 @@ def workers_needed(loader: DataLoaderInfo | None, wait_us: float, step_us: float
     return int(-(-cost // compute)) + (loader.workers == 0)
 
 
-def _input(finding: Finding) -> Words:
-    facts: DataWaitFacts = finding.facts
+def _input(facts: DataWaitFacts, _: Finding) -> Words:
     loader, settings = facts.loader, ""
     if loader is not None:
         ahead = f", {loader.prefetch_factor} batches ahead each" if loader.workers else ""
@@ -277,8 +276,7 @@ def _finding(name: str, function: _Function, state: State) -> Finding:
     return Finding("recompilation", facts, state, "warning", ranks, name, function.step)
 
 
-def _recompilation(finding: Finding) -> Words:
-    facts: CompileFacts = finding.facts
+def _recompilation(facts: CompileFacts, _: Finding) -> Words:
     why = f" Latest reason: {sanitize(facts.reason, 300)}." if facts.reason else ""
     limit = " torch.compile has reached its recompilation limit: it runs uncompiled from now on."
     limit = limit if facts.limit_reached else ""

@@ -153,8 +153,7 @@ _MIXED = {
 }
 
 
-def _labels(finding: Finding) -> Words:
-    facts: LabelFacts = finding.facts
+def _labels(facts: LabelFacts, finding: Finding) -> Words:
     return Words(
         f"no label tokens in {facts.unlabelled} of {facts.of} micro-batches{_on(finding)} since "
         f"{_from(facts.after_step, facts.since_step)}",
@@ -165,8 +164,7 @@ def _labels(finding: Finding) -> Words:
     )
 
 
-def _ends(finding: Finding) -> Words:
-    facts: EndFacts = finding.facts
+def _ends(facts: EndFacts, finding: Finding) -> Words:
     return Words(
         "the end of a sequence is never learned",
         f"{facts.ends} end-of-sequence tokens were among the inputs of {facts.steps} steps{_on(finding)}, none among "
@@ -176,8 +174,7 @@ def _ends(finding: Finding) -> Words:
     )
 
 
-def _begun_twice(finding: Finding) -> Words:
-    facts: BeginFacts = finding.facts
+def _begun_twice(facts: BeginFacts, _: Finding) -> Words:
     return Words(
         f"each row begins with two beginning-of-sequence tokens since step {facts.since_step}",
         "A chat template, or the text, has one, and the tokenizer adds another. Models were trained with one.",
@@ -186,8 +183,7 @@ def _begun_twice(finding: Finding) -> Words:
     )
 
 
-def _padding(finding: Finding) -> Words:
-    facts: PaddingFacts = finding.facts
+def _padding(facts: PaddingFacts, _: Finding) -> Words:
     return Words(
         f"padding is learned: {facts.padding / max(1, facts.labels):.0%} of the labels in the loss",
         f"Since step {facts.since_step} labels are not ignored where the attention mask is 0: {facts.padding} of "
@@ -197,8 +193,7 @@ def _padding(finding: Finding) -> Words:
     )
 
 
-def _mixed(finding: Finding) -> Words:
-    facts: MixedFacts = finding.facts
+def _mixed(facts: MixedFacts, finding: Finding) -> Words:
     why, remedy = _MIXED.get(facts.by, _MIXED["mask"])
     return Words(
         f"documents packed into one row see each other since {_from(facts.after_step, facts.since_step)}",
@@ -405,8 +400,7 @@ class ResumeFacts(msgspec.Struct, frozen=True):
     batches_of: int  # the step of the job before that had the batches of `resumed_at`
 
 
-def _resume(finding: Finding) -> Words:
-    facts: ResumeFacts = finding.facts
+def _resume(facts: ResumeFacts, _: Finding) -> Words:
     first, of = facts.resumed_at, facts.batches_of
     what = "repeats batches" if of < first else "leaves batches out"
     return Words(
@@ -483,8 +477,7 @@ class CopiesFacts(msgspec.Struct, frozen=True):
     since_step: int
 
 
-def _copies(finding: Finding) -> Words:
-    facts: CopiesFacts = finding.facts
+def _copies(facts: CopiesFacts, _: Finding) -> Words:
     return Words(
         f"all {facts.ranks} ranks train on the same batches since step {facts.since_step}",
         f"Their gradients are equal, so a step learns from one rank's batch: {facts.ranks} ranks do the work of one.",
@@ -551,8 +544,7 @@ class RepeatedFacts(msgspec.Struct, frozen=True):
     since_step: int
 
 
-def _repeated(finding: Finding) -> Words:
-    facts: RepeatedFacts = finding.facts
+def _repeated(facts: RepeatedFacts, _: Finding) -> Words:
     times = facts.workers
     return Words(
         f"each batch comes {times} times in a row: the loader's {times} workers read the same data",
@@ -614,8 +606,7 @@ class ShiftFacts(msgspec.Struct, frozen=True):
     since_step: int
 
 
-def _misaligned(finding: Finding) -> Words:
-    facts: ShiftFacts = finding.facts
+def _misaligned(facts: ShiftFacts, _: Finding) -> Words:
     if facts.twice:
         return Words(
             f"labels are shifted twice since step {facts.since_step}: the model learns the token after the next one",

@@ -21,8 +21,7 @@ class KnownFacts(msgspec.Struct, frozen=True):
     thread: str
 
 
-def _words(finding: Finding) -> Words:
-    facts: KnownFacts = finding.facts
+def _words(facts: KnownFacts, _: Finding) -> Words:
     return Words(
         f"{facts.library} {facts.version}: {facts.what}",
         f"A known fault: {facts.thread}.",

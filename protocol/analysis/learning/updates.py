@@ -156,8 +156,7 @@ class _Rank:
         self.before: Step | None = None
 
 
-def _skipped(finding: Finding) -> Words:
-    facts: SkippedFacts = finding.facts
+def _skipped(facts: SkippedFacts, _: Finding) -> Words:
     if facts.batches:
         return Words(
             f"no batch is trained on since step {facts.since_step}: {counted(facts.batches, 'batch')} left out",
@@ -180,8 +179,7 @@ def _skipped(finding: Finding) -> Words:
     )
 
 
-def _weights(finding: Finding) -> Words:
-    facts: WeightFacts = finding.facts
+def _weights(facts: WeightFacts, _: Finding) -> Words:
     at, lower = high_rate(facts.lr)
     since = f"the update of step {facts.since_step}, or one before" if facts.at_latest else f"step {facts.since_step}"
     if facts.after_step:
@@ -196,8 +194,7 @@ def _weights(finding: Finding) -> Words:
     )
 
 
-def _still(finding: Finding) -> Words:
-    facts: StillFacts = finding.facts
+def _still(facts: StillFacts, _: Finding) -> Words:
     if not facts.lr:
         return Words(
             f"the learning rate has been 0 for {facts.steps} steps: nothing is learned",
@@ -223,8 +220,7 @@ def _still(finding: Finding) -> Words:
     )
 
 
-def _pending(finding: Finding) -> Words:
-    facts: PendingFacts = finding.facts
+def _pending(facts: PendingFacts, finding: Finding) -> Words:
     several = counted(facts.micro_batches, "micro-batch")
     were, are = ("was", "is") if facts.micro_batches == 1 else ("were", "are")
     if facts.zeroed:
@@ -251,8 +247,7 @@ def _pending(finding: Finding) -> Words:
     )
 
 
-def _edit(finding: Finding) -> Words:
-    facts: EditFacts = finding.facts
+def _edit(facts: EditFacts, _: Finding) -> Words:
     names = ", ".join(facts.parameters[:3]) + (" ..." if facts.count > 3 else "")
     why = (
         "The next update overwrites it from the optimizer's fp32 copy."
@@ -267,8 +262,7 @@ def _edit(finding: Finding) -> Words:
     )
 
 
-def _mode(finding: Finding) -> Words:
-    facts: ModeFacts = finding.facts
+def _mode(facts: ModeFacts, _: Finding) -> Words:
     who = f"{facts.part}, a part of the model," if facts.part else "the model"
     return Words(
         f"{who} trains in evaluation mode since step {facts.since_step}"
@@ -280,8 +274,7 @@ def _mode(finding: Finding) -> Words:
     )
 
 
-def _left_out(finding: Finding) -> Words:
-    facts: LeftOutFacts = finding.facts
+def _left_out(facts: LeftOutFacts, _: Finding) -> Words:
     more = f" and {counted(facts.parameters - 1, 'other parameter')}" if facts.parameters > 1 else ""
     if facts.detached:
         return Words(
@@ -306,8 +299,7 @@ def _left_out(finding: Finding) -> Words:
     )
 
 
-def _apart(finding: Finding) -> Words:
-    facts: RowFacts = finding.facts
+def _apart(facts: RowFacts, _: Finding) -> Words:
     return Words(
         f"gradients have not been reduced over the ranks for {facts.steps} steps: each trains a model of its own",
         f"Since step {facts.since_step} each micro-batch was inside no_sync() of DistributedDataParallel, and the "
@@ -317,8 +309,7 @@ def _apart(finding: Finding) -> Words:
     )
 
 
-def _zero_loss(finding: Finding) -> Words:
-    facts: ConstantFacts = finding.facts
+def _zero_loss(facts: ConstantFacts, _: Finding) -> Words:
     return Words(
         f"the loss has been exactly {number(facts.loss)} for {facts.steps} steps: nothing is learned",
         f"Since step {facts.since_step}. Its gradients are 0: only weight decay changes the weights.",
@@ -328,8 +319,7 @@ def _zero_loss(finding: Finding) -> Words:
     )
 
 
-def _zero_norm(finding: Finding) -> Words:
-    facts: RowFacts = finding.facts
+def _zero_norm(facts: RowFacts, _: Finding) -> Words:
     return Words(
         f"the gradient norm has been 0 for {facts.steps} steps",
         f"Since step {facts.since_step}, while the loss is not 0: what is clipped are not the gradients of the update, "
@@ -340,8 +330,7 @@ def _zero_norm(finding: Finding) -> Words:
     )
 
 
-def _put_back(finding: Finding) -> Words:
-    facts: RowFacts = finding.facts
+def _put_back(facts: RowFacts, _: Finding) -> Words:
     return Words(
         "weights are put back after each update: nothing is learned",
         f"Before each of the first {facts.steps} updates the sampled weights were the same, though the update before "
@@ -352,8 +341,7 @@ def _put_back(finding: Finding) -> Words:
     )
 
 
-def _overwritten(finding: Finding) -> Words:
-    facts: RowFacts = finding.facts
+def _overwritten(facts: RowFacts, _: Finding) -> Words:
     return Words(
         f"weights that were set after the engine was made are lost in step {facts.since_step}",
         "Its update moved half of the sampled weights by more than 10 times the learning rate, further than Adam does: "
@@ -365,8 +353,7 @@ def _overwritten(finding: Finding) -> Words:
     )
 
 
-def _unloaded(finding: Finding) -> Words:
-    facts: RowFacts = finding.facts
+def _unloaded(facts: RowFacts, _: Finding) -> Words:
     return Words(
         f"the weights of a checkpoint were not loaded before step {facts.since_step}",
         "load_checkpoint(load_module_only=True) returned, and the engine has the weights that it had: DeepSpeed reads "
@@ -411,8 +398,7 @@ _CLIPPED = {
 }
 
 
-def _clipped(finding: Finding) -> Words:
-    facts: ClippedFacts = finding.facts
+def _clipped(facts: ClippedFacts, _: Finding) -> Words:
     what, why, remedy = _CLIPPED.get(facts.how, _CLIPPED["zero"])
     return Words(f"{what} since step {facts.since_step}", why, remedy, "Another training has begun.")
 

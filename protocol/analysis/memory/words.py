@@ -28,8 +28,7 @@ FRAMES = 8
 OPTIMIZER_STATES = "Adam's moments, or the states of another optimizer"
 
 
-def _spike(finding: Finding) -> Words:
-    facts: SpikeFacts = finding.facts
+def _spike(facts: SpikeFacts, finding: Finding) -> Words:
     name, seconds = finding.phase, facts.phase_ms / 1e3
     who = f"rank {finding.rank}" if finding.rank is not None else f"further ranks, such as rank {facts.latest_rank},"
     title = f"{who} {name} +{gib(facts.transient_bytes, 1)} for {duration(seconds)}"
@@ -54,8 +53,7 @@ def _spike(finding: Finding) -> Words:
     )
 
 
-def _steady(finding: Finding) -> Words:
-    facts: SteadyFacts = finding.facts
+def _steady(facts: SteadyFacts, finding: Finding) -> Words:
     name, seconds = finding.phase, facts.phase_ms / 1e3
     share = facts.transient_bytes / facts.capacity_bytes
     peak = ": it makes the peak of the step" if facts.sets_step_peak else ", below the peak of the step"
@@ -67,8 +65,7 @@ def _steady(finding: Finding) -> Words:
     )
 
 
-def _growth(finding: Finding) -> Words:
-    facts: GrowthFacts = finding.facts
+def _growth(facts: GrowthFacts, _: Finding) -> Words:
     share = f" ({facts.growth_bytes / facts.capacity_bytes:.1%} of the device)" if facts.capacity_bytes else ""
     freed = f" Gradients of {gib(facts.freed_bytes)} were freed in the same update." if facts.freed_bytes else ""
     return Words(
@@ -79,8 +76,7 @@ def _growth(finding: Finding) -> Words:
     )
 
 
-def _leak(finding: Finding) -> Words:
-    facts: LeakFacts = finding.facts
+def _leak(facts: LeakFacts, _: Finding) -> Words:
     rate, full = gib(facts.bytes_per_step), facts.full_at_step
     resident = facts.measure == "resident"
     holder = "the host's memory" if resident else "the device"

@@ -40,8 +40,7 @@ _MORE: dict[OomKind, str] = {
 """Additions to a verdict's name in its title."""
 
 
-def _failed_allocation(finding: Finding) -> Words:
-    report: OomReport = finding.facts
+def _failed_allocation(report: OomReport, _: Finding) -> Words:
     oom = report.oom
     parts = (_numbers(oom), report.verdict.text, _remedy_sentences(report.remedies), _held(oom))
     return Words(
@@ -51,8 +50,7 @@ def _failed_allocation(finding: Finding) -> Words:
     )
 
 
-def _uncaught(finding: Finding) -> Words:
-    facts: Uncaught = finding.facts
+def _uncaught(facts: Uncaught, finding: Finding) -> Words:
     return Words(
         f"rank {finding.rank} out of memory{_in(finding.phase)}: {first_line(facts.error)}",
         f"{stop(first_line(facts.error, 1000))} The script did not catch it and failed in step {finding.step}.",

@@ -245,8 +245,7 @@ _LONGER_BATCHES = 1.15
 _MOST = 0.7
 
 
-def _words(finding: Finding) -> Words:
-    found: SlowRankFacts = finding.facts
+def _words(found: SlowRankFacts, _: Finding) -> Words:
     facts, why = found.straggler, _hindrance(found.device)
     at = _AT.get(facts.slow_at, f"at {facts.slow_at}")
     mine, theirs = facts.own_us, facts.others_us
@@ -387,8 +386,7 @@ class WaitedFor(msgspec.Struct, frozen=True):
     polls: bool  # whether it keeps waking up there
 
 
-def _waited_words(finding: Finding) -> Words:
-    facts: WaitedFor = finding.facts
+def _waited_words(facts: WaitedFor, _: Finding) -> Words:
     has = "has" if len(facts.waited_for) == 1 else "have"
     does = f"{has} polled" if facts.polls else f"{has} been"
     return Words(

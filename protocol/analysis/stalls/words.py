@@ -26,8 +26,7 @@ from .judge import CircularWait, OtherRanks, RanAhead, StaleLocks, Unclear, Verd
 STACK_LINES = 8
 
 
-def _stopped(finding: Finding) -> Words:
-    facts: StoppedFacts = finding.facts
+def _stopped(facts: StoppedFacts, finding: Finding) -> Words:
     go_on = "A debugger continues it, or detaches from it" if facts.traced else f"'kill -CONT {facts.pid}' continues it"
     return Words(
         f"rank {finding.rank} is {TRACED if facts.traced else STOPPED}",
@@ -35,8 +34,7 @@ def _stopped(finding: Finding) -> Words:
     )
 
 
-def _is_unreachable(finding: Finding) -> Words:
-    facts: UnreachableFacts = finding.facts
+def _is_unreachable(facts: UnreachableFacts, finding: Finding) -> Words:
     return Words(
         f"{ranks_in_words(finding.ranks)} unreachable{f': {facts.state}' if facts.state else ''}",
         "The probe there sends nothing. That alone does not show a fault in the training: native code may hold "
@@ -399,7 +397,7 @@ KINDS = (
     Kind(
         "hang",
         HangFacts,
-        lambda finding: of_verdict(finding.facts.verdict),
+        lambda facts, _: of_verdict(facts.verdict),
         "hang",
         evidence=_hang_evidence,
         shown=_SHOWN,
