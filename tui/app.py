@@ -296,8 +296,7 @@ def run_app(
 ) -> int:
     """Show a run until the user leaves, or ``ends``; then the source is closed, and its model stays readable.
 
-    Returns:
-        0, or 1 if an error ended the app.
+    Returns 0, or 1 if an error ended the app.
     """
     return _run(FtmonApp(source, ascii=ascii_only, read_only=read_only, play=True, notices=notices, ends=ends))
 

@@ -43,8 +43,7 @@ _SUFFIXES = {"_per_s": "bytes/s", "_bytes": "bytes", "_us": "us", "_ms": "ms", "
 def register(*kinds: Kind) -> None:
     """Add kinds of findings.
 
-    Raises:
-        ValueError: a kind of this name exists, or another kind shows a key of its evidence differently.
+    Raises ``ValueError`` if a kind of this name exists, or another kind shows a key of its evidence differently.
     """
     for kind in kinds:
         if kind.name in KINDS:

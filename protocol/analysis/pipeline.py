@@ -49,9 +49,8 @@ _Check = Callable[[float, Step], Sequence[Finding] | None]  # checks a step, giv
 class Detectors:
     """All detectors, fed with one stream of messages.
 
-    Args:
-        tracker: The run's rank tracker; it must be fed and ticked first.
-        keep: Stores the report of an out-of-memory error in a file; returns the report with the file's path.
+    ``tracker`` must be fed and ticked first. ``keep`` stores the report of an out-of-memory error in a file; it returns
+    the report with the file's path.
     """
 
     def __init__(
@@ -149,11 +148,8 @@ class Detectors:
         """Process a batch of steps; return the alerts to send.
 
         Each detector processes the whole batch before the next detector does, so that its code and state stay in the
-        processor's cache: a batch takes half the CPU time of the same steps one at a time.
-
-        Args:
-            failed: called in the ``except`` block of an exception that a detector raised for one step; processing
-                continues with the next step.
+        processor's cache: a batch takes half the CPU time of the same steps one at a time. ``failed`` is called in the
+        ``except`` block of a detector's exception; processing continues with the next step.
         """
         past = self._store.resolve_past(steps[0][0])
         alerts: list[Message] = [*past]

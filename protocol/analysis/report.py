@@ -91,9 +91,8 @@ class Comparison(msgspec.Struct, frozen=True):
 def compare(before: Side, after: Side, gate: float | None = None, tests: int = 0) -> Comparison:
     """Return the differences of two sides.
 
-    Args:
-        gate: regression that must be found, as a share; None: no alarm.
-        tests: number of noisy gated figures in all comparisons made together; 0: those of this one.
+    ``gate``: regression that must be found, as a share; None: no alarm. ``tests``: number of noisy gated figures in all
+    comparisons made together; 0: those of this one.
     """
     names = [name for name in before.measures if name in after.measures]
     # The number of standard errors that is significant in so many tests (Bonferroni's correction).
@@ -175,13 +174,10 @@ def side_of_ranks(
     alerts: Mapping[str, int] | None = None,
     verdict: str = "done",
 ) -> Side:
-    """Return a side of a run.
+    """Return a side of a run; ``losses``: of the steps in order, each the mean over ranks.
 
     Memory is that of the highest rank, times are those of the slowest. The gate checks step time, the highest peak,
     reserved memory and loss; phases show where a difference comes from.
-
-    Args:
-        losses: losses of the steps in order, each the mean over ranks.
     """
     measured = [rank for rank in ranks if rank.steps]
     measures: dict[str, Measure] = {}

@@ -75,10 +75,7 @@ def describe_curve(curve: Sequence[Piece], unit: str = "token") -> str:
     """Return the highest phases by range: ``optimizer leads to 497 tokens, then backward at +7.6 MiB a token``.
 
     For a curve without phases: ``flat to 497 tokens, then at +7.6 MiB a token``. For phases that are equally high:
-    ``backward and optimizer tie``.
-
-    Args:
-        unit: unit of the horizontal axis, in the singular.
+    ``backward and optimizer tie``. ``unit``: of the horizontal axis, in the singular.
     """
     words: list[str] = []
     before: list[str] = []

@@ -536,8 +536,7 @@ def recording_file(name: str) -> Path | None:
 def find_recording(name: str) -> Path:
     """Return the recording of a file, a run directory or a run's name.
 
-    Raises:
-        RunNotFoundError: it is neither, or several runs match.
+    Raises ``RunNotFoundError`` if it is neither, or several runs match.
     """
     found = recording_file(name)
     if found is not None:
@@ -556,8 +555,7 @@ def find_recording(name: str) -> Path:
 def find_run(name: str) -> RunDir | None:
     """Return the run of a run directory or of a run's name; None for a recording on its own.
 
-    Raises:
-        RunNotFoundError: it is neither, or several runs match.
+    Raises ``RunNotFoundError`` if it is neither, or several runs match.
     """
     recording = find_recording(name)
     alone = recording == Path(name) or not (recording.parent / "run.json").exists()

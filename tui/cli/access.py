@@ -45,9 +45,7 @@ def ask(
 ) -> Result:
     """Send a command to a living hub and wait for its result; ``on_accepted`` is called with the hub's text.
 
-    Raises:
-        UsageError: the command has text that is not UTF-8.
-        HubError: the hub refused, or did not answer in time.
+    Raises ``UsageError`` if it has text that is not UTF-8, ``HubError`` if the hub refused, or did not answer in time.
     """
     import zmq  # ls, which imports this module, needs none
 
@@ -114,11 +112,7 @@ def _found(find: Callable[[], _T | None], seconds: float) -> _T | None:
 
 
 def check_rank(ranks: Collection[int], rank: int | None) -> None:
-    """Check that a run has the requested rank; None is any.
-
-    Raises:
-        UsageError: there is no such rank.
-    """
+    """Raise ``UsageError`` if a run has no such rank; None is any."""
     if rank is not None and rank not in ranks:
         known = f"{min(ranks)} to {max(ranks)}" if ranks else "none yet"
         raise UsageError(f"no rank {rank} in this run; its ranks: {known}")
@@ -128,8 +122,7 @@ def check_rank(ranks: Collection[int], rank: int | None) -> None:
 def opened(path: Path) -> "Generator[Reader, None, None]":
     """Open a recording for one command; at the end report omitted messages, if any, in a line on standard error.
 
-    Raises:
-        RecordingError: it is not a recording, or cannot be read.
+    Raises ``RecordingError`` if it is not a recording, or cannot be read.
     """
     from ...protocol.recording.reader import Reader
 
@@ -159,11 +152,7 @@ class StartFailedError(FtmonError):
 
 
 def require_training() -> None:
-    """Refuse to train without the training packages.
-
-    Raises:
-        UsageError: they are missing; the message has the installation command.
-    """
+    """Raise ``UsageError``, with the installation command, without the packages that training needs."""
     if missing := missing_training_packages():
         raise UsageError(f"training needs {', '.join(missing)}, not installed here: {INSTALL}")
 
@@ -173,10 +162,8 @@ def start_run(request: StartRequest, line: CommandEnd | None = None, *, stdin: b
 
     The process does not receive the terminal's Ctrl-C, so that an interrupt never leaves an orphaned run: this command
     waits for the process, and ends its run. ``line``: this command's end of the connection to the run's launcher; None:
-    no process waits for the run. ``stdin``: whether the job reads this command's standard input.
-
-    Raises:
-        StartFailedError: the process refused; the text is its output.
+    no process waits for the run. ``stdin``: whether the job reads this command's standard input. Raises
+    ``StartFailedError``, with its output, if the process refused.
     """
     environment = _with_own_programs() | (_window() if line is not None else {})
     stderr: object = sys.stderr  # None if the command was started without one
@@ -257,9 +244,8 @@ def _started(output: bytes) -> RunDir:
 def living_hub(run: RunDir) -> HubFile:
     """Return the run's living hub, after starting a new one if it is gone.
 
-    Raises:
-        HubError: no hub started in time; its log has the reason.
-        RunDirError: others could have made the run's directory, or can read it.
+    Raises ``HubError`` if none started in time (its log has the reason), ``RunDirError`` if others could have made the
+    run's directory, or can read it.
     """
     run.check()
     content = run.read_run()

@@ -74,10 +74,8 @@ _LAUNCHER_SECONDS = 30.0  # time limit within which a launcher records itself in
 class Standing:
     """A run's launcher and end; ``line``: the connection to its launcher, if this command started it.
 
-    A removed, moved or unreadable run directory raises no error later on: the run continues without it.
-
-    Raises:
-        RunDirError: there is no ``run.json``.
+    Raises ``RunDirError`` if there is no ``run.json``. A removed, moved or unreadable run directory raises no error
+    later on: the run continues without it.
     """
 
     def __init__(self, run: RunDir, line: CommandEnd | None = None) -> None:
@@ -124,8 +122,7 @@ class Standing:
     def end_without_launcher(self, model: RunModel) -> ExitFile | None:
         """Return the end of a run without a launcher, from its hub; None while launcher or hub is alive.
 
-        Raises:
-            HubError: both are gone.
+        Raises ``HubError`` if both are gone.
         """
         content = self.content
         starting = self.launcher is None and time.time() - content.created < _LAUNCHER_SECONDS
@@ -228,10 +225,7 @@ def follow(source: Source, run: RunDir, narrator: Narrator, *, standing: Standin
     """Print a live run as lines until it ends; return the exit status of its end. ``source`` is closed here.
 
     If this command started (``owned``) the run, signals are forwarded to it, and its end is awaited even after an error
-    here. Otherwise Ctrl-C only stops following.
-
-    Raises:
-        HubError: the run's launcher and hub are both gone, so its end is unknown.
+    here. Otherwise Ctrl-C only stops following. Raises ``HubError`` if the run's launcher and hub are both gone.
     """
     lines = Lines(forgiving=owned)
     with kept(FOR_THE_RUN if owned else (signal.SIGINT,)) as signals:

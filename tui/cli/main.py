@@ -19,10 +19,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     """Parse command-line words into the arguments of one command.
 
     Configuration overrides (``zero.stage=2``) may be anywhere among the options; argparse alone would refuse them after
-    an option. Everything after the first ``--`` of ``run`` and ``predict`` is a command, and not parsed.
-
-    Raises:
-        SystemExit: wrong usage (status 2), or a request for help or version (status 0).
+    an option. Everything after the first ``--`` of ``run`` and ``predict`` is a command, and not parsed. Raises
+    ``SystemExit`` for wrong usage (status 2), and for a request for help or version (status 0).
     """
     parser = build_parser()
     words, command = split_command(argv)

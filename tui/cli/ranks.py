@@ -226,11 +226,7 @@ _STACKS_MOST = 240  # recorded stacks of a rank that are searched
 
 
 def show_stacks(arguments: Namespace) -> int:
-    """Request the ranks' stacks and print them; of a recording or an ended run, the last recorded ones.
-
-    Returns:
-        0 if all ranks' stacks were received.
-    """
+    """Print the ranks' stacks, of a recording or an ended run the last ones; return 0 if all ranks' were received."""
     run = rundir.find_run(arguments.run)
     # A run directory without a living hub may be a copy, for which no hub is started.
     if (
@@ -255,9 +251,7 @@ def _show(result: Result, arguments: Namespace) -> int:
 def recorded(path: Path, ranks: list[int]) -> Result:
     """Return the last stacks of some ranks (empty: all) from a recording, in the form of an answer.
 
-    Raises:
-        UsageError: the run has no such rank, or no stacks of it were recorded.
-        RecordingError: the recording cannot be read.
+    Raises ``UsageError`` if the run has no such rank or no recorded stacks, ``RecordingError`` if it cannot be read.
     """
     with opened(path) as reader:
         known = reader.info().ranks

@@ -79,11 +79,7 @@ class RemoteSource(LiveSource):
 
 
 def parse_address(text: str) -> dict[str, str]:
-    """Parse ``tcp://HOST:PORT``, the first of a hub's consecutive ports, one for each channel.
-
-    Raises:
-        UsageError: it is not of that form.
-    """
+    """Parse ``tcp://HOST:PORT``, the first of a hub's ports, one for each channel, or raise ``UsageError``."""
     found = _ADDRESS.fullmatch(text)
     first = int(found[2]) if found else 0
     if found is None or not 0 < first <= 65535 - len(CHANNELS) + 1:
@@ -94,8 +90,7 @@ def parse_address(text: str) -> dict[str, str]:
 def read_server_key(text: str | None) -> str:
     """Return the hub's public key, given as text or as a file with it, such as a copy of the run's ``hub.json``.
 
-    Raises:
-        UsageError: there is no key.
+    Raises ``UsageError`` if there is no key.
     """
     if text is None:
         raise UsageError("tcp:// needs --key: the hub's public key, which 'ftmon run --listen' printed")
@@ -209,11 +204,7 @@ class Place(NamedTuple):
 
 
 def parse_place(text: str) -> Place:
-    """Parse ``ssh://[USER@]HOST[:PORT][/RUN]``.
-
-    Raises:
-        UsageError: it is not of that form.
-    """
+    """Parse ``ssh://[USER@]HOST[:PORT][/RUN]``, or raise ``UsageError``."""
     found = _URL.fullmatch(text)
     if found is None or (found[3] and not 0 < int(found[3]) <= 65535):
         raise UsageError(f"{text}: must be ssh://[USER@]HOST[:PORT][/RUN]")

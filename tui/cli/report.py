@@ -54,8 +54,7 @@ def _is_changed(one: Comparison) -> bool:
 def compare_loaded(before: Loaded, after: Loaded, gate: float | None) -> list[Comparison]:
     """Compare two runs, or the common configurations of two sweeps.
 
-    Raises:
-        UsageError: a run and a sweep are compared, or there is no common configuration.
+    Raises ``UsageError`` for a run and a sweep, and if there is no common configuration.
     """
     if before.of_sweep != after.of_sweep:
         sweep, run = (before, after) if before.of_sweep else (after, before)

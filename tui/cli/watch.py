@@ -155,11 +155,7 @@ def replay(arguments: Namespace) -> int:
 
 
 def print_recording(path: Path, arguments: Namespace) -> int:
-    """Print a recording as the same lines as for the live run.
-
-    Raises:
-        RecordingError: it is not a recording, or cannot be read.
-    """
+    """Print a recording as the lines of the live run; raise ``RecordingError`` if it is none, or cannot be read."""
     model = RunModel()
     narrator = Narrator(ascii_only=output.draws_ascii(arguments))
     with opened(path) as reader:

@@ -47,9 +47,8 @@ _HOST, _DEVICE = " on the host", " on the device"
 def write_trace(reader: Reader, path: Path) -> int:
     """Write a trace; return its number of events.
 
-    Raises:
-        UsageError: the package ``perfetto`` is not installed, or the file cannot be written.
-        RecordingError: the recording cannot be read.
+    Raises ``UsageError`` if the package ``perfetto`` is not installed or the file cannot be written, ``RecordingError``
+    if the recording cannot be read.
     """
     try:
         new = import_module("perfetto.protos.perfetto.trace.perfetto_trace_pb2").Trace

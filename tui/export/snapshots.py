@@ -37,10 +37,8 @@ Dict = dict[str, Any]
 def write_snapshot(reader: Reader, rank: int, step: int | None, path: Path) -> str:
     """Write the last captured snapshot of a rank (in ``step``, if given); return which, in words.
 
-    Raises:
-        UsageError: there is no such snapshot, or the file cannot be written.
-        SnapshotError: the captured file cannot be read.
-        RecordingError: the recording cannot be read.
+    Raises ``UsageError`` if there is none or the file cannot be written, ``SnapshotError`` if the captured file,
+    ``RecordingError`` if the recording cannot be read.
     """
     words, snapshot = captured(reader, rank, step)
     with replacing(path) as temporary, temporary.open("wb") as file:
@@ -176,12 +174,7 @@ class Memory(NamedTuple):
 def write_flame_graph(reader: Reader, rank: int, step: int | None, path: Path) -> str:
     """Write the flame graph of the last captured snapshot of a rank (in ``step``, if given); return which, in words.
 
-    It is SVG if the name ends with ``.svg``, else folded stacks.
-
-    Raises:
-        UsageError: there is no such snapshot, or the file cannot be written.
-        SnapshotError: the captured file cannot be read.
-        RecordingError: the recording cannot be read.
+    It is SVG if the name ends with ``.svg``, else folded stacks. Raises as ``write_snapshot``.
     """
     words, snapshot = captured(reader, rank, step)
     memory = highest(snapshot)

@@ -25,8 +25,7 @@ _GROUP = 100_000  # rows of a Parquet row group
 def replacing(path: Path) -> Generator[Path, None, None]:
     """Give the path of a temporary file beside ``path``, which replaces it if the block ends without an error.
 
-    Raises:
-        UsageError: it cannot be written.
+    Raises ``UsageError`` if it cannot be written.
     """
     temporary = ""
     try:
@@ -46,8 +45,7 @@ def replacing(path: Path) -> Generator[Path, None, None]:
 def check_outputs(outputs: Mapping[str, str], sources: Sequence[Path]) -> None:
     """Check that files (paths by option) can be written, and replace no source of the report, before writing any.
 
-    Raises:
-        UsageError: a path is empty, a folder, one of the sources or given twice, or its folder cannot be written.
+    Raises ``UsageError`` if a path is empty, a folder, a source or given twice, or its folder cannot be written.
     """
     known = {os.path.realpath(path) for path in sources}
     for option, name in outputs.items():
@@ -65,11 +63,7 @@ def check_outputs(outputs: Mapping[str, str], sources: Sequence[Path]) -> None:
 
 
 def parts(reader: Reader, series: str) -> Iterator[Part]:
-    """Yield a whole series of a recording in parts.
-
-    Raises:
-        RecordingError: it cannot be read.
-    """
+    """Yield a whole series of a recording in parts; raise ``RecordingError`` if it cannot be read."""
     after = 0
     while (part := reader.part(series, after, _ROWS)) is not None:
         yield part
@@ -79,9 +73,8 @@ def parts(reader: Reader, series: str) -> Iterator[Part]:
 def write_table(reader: Reader, series: str, kind: str, path: Path) -> int:
     """Write a series as ``parquet``, ``arrow`` (an IPC file) or ``csv``; return the number of rows.
 
-    Raises:
-        UsageError: pyarrow is not installed, or the file cannot be written.
-        RecordingError: the recording cannot be read.
+    Raises ``UsageError`` if pyarrow is not installed or the file cannot be written, ``RecordingError`` if the recording
+    cannot be read.
     """
     begin = _csv if kind == "csv" else _arrow(kind)
     rows = 0

@@ -394,11 +394,7 @@ class RunModel:
             self.now = now
 
     def rank(self, rank: int) -> RankModel:
-        """Return the state of a rank, created on the first message.
-
-        Raises:
-            ValueError: it is not a valid rank.
-        """
+        """Return the state of a rank, created on the first message; raise ``ValueError`` for an invalid number."""
         found = self.ranks.get(rank)
         if found is None:
             if not 0 <= rank < MAX_RANKS:

@@ -83,11 +83,7 @@ class RunList:
         return found
 
     def entry(self, run: RunDir) -> RunEntry:
-        """Describe one run.
-
-        Raises:
-            RunDirError: it has no readable ``run.json``.
-        """
+        """Describe one run; raise ``RunDirError`` if it has no readable ``run.json``."""
         content, end = run.read_run(), run.read_exit()
         launched = content.launcher is not None and is_alive(content.launcher)
         live = end is None and (launched or run.living_hub() is not None)
@@ -122,8 +118,7 @@ class RunList:
 def recorded_entry(path: Path, info: RecordingInfo | None = None) -> RunEntry:
     """Return the entry of a run from its recording, which may be untrusted, and the arguments in its run directory.
 
-    Raises:
-        RecordingError: the recording cannot be read.
+    Raises ``RecordingError`` if the recording cannot be read.
     """
     if info is None:
         with Reader(path, once=True) as reader:

@@ -56,11 +56,7 @@ class SweepModel:
         self._size = -1
 
     def refresh(self) -> bool:
-        """Read the file again if it has grown; return whether it had.
-
-        Raises:
-            ResultsError: it is not a results file.
-        """
+        """Read the file again if it has grown; return whether it had, or raise ``ResultsError`` if it is none."""
         try:
             size = self.path.stat().st_size
         except OSError:

@@ -399,8 +399,7 @@ Record = dict[str, Any]
 def records(found: Sequence[Data]) -> list[Record]:
     """Return one record per rank and phase; of a failed run one with its verdict; of a CSV file its own.
 
-    Raises:
-        UsageError: a run has no measured steps.
+    Raises ``UsageError`` if a run has no measured steps.
     """
     return [record for data in found for record in _of(data)]
 
@@ -455,11 +454,7 @@ def to_csv(rows: Sequence[Record]) -> str:
 
 
 def to_parquet(rows: Sequence[Record]) -> bytes:
-    """Return the records as Parquet.
-
-    Raises:
-        UsageError: pyarrow is not installed.
-    """
+    """Return the records as Parquet; raise ``UsageError`` if pyarrow is not installed."""
     try:
         arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError:
@@ -482,11 +477,7 @@ def _column(values: list[Any]) -> list[Any]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file atomically.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
+    """Write a file atomically; raise ``UsageError`` if it cannot be written."""
     try:
         write_private(path, data)
         path.chmod(0o644)

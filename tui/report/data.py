@@ -109,8 +109,7 @@ class Loaded(msgspec.Struct):
 def load_both(before: str, after: str, warm_up: int) -> tuple[Loaded, Loaded]:
     """Read two runs, recordings or sweeps' results; the figures of two runs are those of their common steps.
 
-    Raises:
-        UsageError: one does not exist, or cannot be read.
+    Raises ``UsageError`` if one does not exist, or cannot be read.
     """
     for target in (before, after):
         if Path(target).suffix.lower() in CSV_SUFFIXES and os.path.isfile(target):
@@ -202,8 +201,7 @@ def is_sweep(path: Path) -> bool:
 def read_run(target: str, warm_up: int, until: int | None = None) -> tuple[Path, RecordedRun]:
     """Return a run's recording, and its contents after the first ``warm_up`` steps of each rank, up to a step.
 
-    Raises:
-        UsageError: there is none, or it cannot be read.
+    Raises ``UsageError`` if there is none, or it cannot be read.
     """
     try:
         recording = find_recording(target)
@@ -303,10 +301,8 @@ def load(target: str, warm_up: int, mapping: CsvMapping | None) -> Data:
     """Return the data of one source of a report; its name is safe for a file and a terminal.
 
     ``target`` is a run's name, a recording, a run directory, a sweep's results or a CSV file. Figures of a run exclude
-    its first ``warm_up`` steps. Without a ``mapping``, the columns of CSV files are guessed from their heads.
-
-    Raises:
-        UsageError: there is none, or it cannot be read.
+    its first ``warm_up`` steps. Without a ``mapping``, the columns of CSV files are guessed from their heads. Raises
+    ``UsageError`` if there is none, or it cannot be read.
     """
     path = Path(target)
     if is_sweep(path):
@@ -322,8 +318,7 @@ def load(target: str, warm_up: int, mapping: CsvMapping | None) -> Data:
 def parse_mapping(text: str) -> CsvMapping:
     """Parse ``length=seq,allocated=gpu_{rank}_alloc,its=rate,iteration=iter,unit=MiB``; figures may be left out.
 
-    Raises:
-        UsageError: it has another form.
+    Raises ``UsageError`` for another form.
     """
     found: dict[str, str] = {}
     for part in text.split(","):

@@ -165,11 +165,7 @@ _SANS = 'font-family="sans-serif">'
 
 
 def png(picture: str) -> bytes:
-    """Return an SVG as PNG of twice its size.
-
-    Raises:
-        UsageError: resvg or a font is missing.
-    """
+    """Return an SVG as PNG of twice its size; raise ``UsageError`` if resvg or a font is missing."""
     try:
         library: Any = import_module("resvg_py")
     except ImportError:

@@ -403,11 +403,9 @@ _LAUNCHERS = {
 
 
 def suggested(model: RunModel, selected: int, alert: Alert | None = None) -> set[int]:
-    """Return the ranks that a kill suggests.
+    """Return the ranks that a kill suggests: the stuck ones that the alert names, else its rank while it is unresolved.
 
-    Returns:
-        The stuck ranks that the alert names, else the alert's rank while it is unresolved. Without an alert: the
-        selected rank if it is stuck (and not all are), else all stuck ranks, else the selected rank.
+    Without an alert: the selected rank if it is stuck (and not all are), else all stuck ranks, else the selected rank.
     """
     stuck = {rank.rank for rank in model.ranks.values() if rank.state in _STUCK}
     if alert is not None:

@@ -45,8 +45,7 @@ class ForeignLog(msgspec.Struct):
 def read_log(path: Path) -> ForeignLog:
     """Read a log.
 
-    Raises:
-        UsageError: it cannot be read, is of no known format, or the package that reads it is not installed.
+    Raises ``UsageError`` if it cannot be read, is of no known format, or the package that reads it is not installed.
     """
     try:
         if path.is_dir():

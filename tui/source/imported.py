@@ -62,12 +62,8 @@ def _figures(entry: Entry) -> frozenset[str]:
 def import_log(path: Path, name: str | None) -> Imported:
     """Make a run with a recording of a log; ``name``: of the run, None: from the file's folder.
 
-    Steps without a time are spread evenly over the time of the run.
-
-    Raises:
-        UsageError: the log cannot be read, or has no logged steps.
-        RunDirError: the run directory cannot be made.
-        RecordingError: the recording cannot be written.
+    Steps without a time are spread evenly over the time of the run. Raises ``UsageError`` if the log cannot be read, or
+    has no logged steps, ``RunDirError`` and ``RecordingError`` if the run cannot be made or written.
     """
     log = read_log(path)
     history = without_repeated(log.history)

@@ -160,11 +160,8 @@ def load(history: History, t: float, info: RunInfo, overview: Overview | None = 
     """Return the state at hub time ``t``, equal to that after folding all frames, except for steps and logs.
 
     Recent steps reach back ``TAIL_FRAMES`` and logs ``LOG_LINES``; older memory and losses are pooled, from
-    ``overview`` if available.
-
-    Raises:
-        RecordingError: the recording cannot be read.
-        HubError: the hub does not answer.
+    ``overview`` if available. Raises ``RecordingError`` if the recording cannot be read, ``HubError`` without an answer
+    of the hub.
     """
     model = RunModel(copy.deepcopy(info))
     seq = history.seq_at(t)
@@ -279,9 +276,7 @@ def open_replays(
     """Read a snapshot and replay its devices.
 
     ``choose`` gets the snapshot's devices and returns those to replay; ``meanwhile`` is called while the file is read.
-
-    Raises:
-        SnapshotError: one line about the error in the file.
+    Raises ``SnapshotError``: one line about the error in the file.
     """
     snapshot = open_snapshot(path, meanwhile)
     return [Replay(snapshot, device) for device in choose(snapshot.devices())]
@@ -342,11 +337,7 @@ class Endpoint:
             return True
 
     def open_recording(self) -> History:
-        """Open the recording file.
-
-        Raises:
-            RecordingError: it is not on this host, or cannot be read.
-        """
+        """Open the recording file; raise ``RecordingError`` if it is not on this host, or cannot be read."""
         if self._run is None:
             raise RecordingError("the recording is on another host, and its hub is gone")
         return Reader(self._run.recording)

@@ -69,10 +69,8 @@ def parse(text: str, position: float, first: float, last: float) -> Position:
     """Parse a position from the "go to" dialog; ``position``, ``first``, ``last``: seconds since the epoch.
 
     ``step 812`` and ``#812`` are steps too. A time of day is local, on the day within the recording (``first`` to
-    ``last``) that is nearest to the displayed ``position``.
-
-    Raises:
-        UsageError: the text has none of these forms; the message lists them.
+    ``last``) that is nearest to the displayed ``position``. Raises ``UsageError``, which lists the forms, for another
+    one.
     """
     typed = text.strip().lower()
     if step := _STEP.fullmatch(typed):
@@ -433,10 +431,8 @@ class ReplaySource:
     """Plays a recording, from ``start`` (seconds since the epoch), its end (``at_end``), or the most useful place.
 
     That is the end of a run that failed, else the first ranks' first messages: nothing is shown before them, and
-    seeking to the beginning remains possible.
-
-    Raises:
-        RecordingError: the file is missing, or is not a recording this version can read.
+    seeking to the beginning remains possible. Raises ``RecordingError`` if the file is missing, or is not a recording
+    this version can read.
     """
 
     can_command: bool = False

@@ -91,12 +91,9 @@ class SshCommand(NamedTuple):
 
 
 class Session:
-    """One ssh connection.
+    """One ssh connection; ``unattended``: it stops after ``HELLO_SECONDS``, and asks for no password.
 
-    ``unattended``: stop after ``HELLO_SECONDS``, and do not ask for a password.
-
-    Raises:
-        SshError: connecting failed; the text is the last printed line.
+    Raises ``SshError``, whose text is the last printed line, if connecting failed.
     """
 
     def __init__(self, command: SshCommand, folder: Path, unattended: bool) -> None:
@@ -230,9 +227,7 @@ class SshEndpoint(Endpoint):
     def open(self, unattended: bool = False) -> Greeting:
         """Connect, and return the greeting; unless ``unattended``, ssh may ask for a password.
 
-        Raises:
-            SshError: there is no connection.
-            HubError: the other side uses another protocol version.
+        Raises ``SshError`` if there is no connection, ``HubError`` if the other side uses another protocol version.
         """
         session = Session(self._command, self._folder, unattended)
         if self._closed:  # meanwhile, by another thread
@@ -355,12 +350,8 @@ def _asked(method: Callable[Concatenate[Reader, _P], _T]) -> Callable[Concatenat
 class RemoteReader:
     """A ``Reader`` at the other end of a query socket. Use it from one thread.
 
-    ``cancelled`` is polled while waiting; True cancels the query.
-
-    Raises:
-        HubError: of a query: no answer in time.
-        RecordingError: the hub answered with an error.
-        ProtocolError: the answer is invalid.
+    ``cancelled`` is polled while waiting; True cancels the query. Queries raise ``HubError`` without an answer in time,
+    ``RecordingError`` for an error of the hub, and ``ProtocolError`` for an invalid answer.
     """
 
     def __init__(

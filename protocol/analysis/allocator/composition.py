@@ -296,11 +296,7 @@ def _counted(name: str, entries: list[tuple[int, int]], host_us: int) -> Allocat
 
 
 def messages_of(trace: StepTrace) -> list[AllocatorEvents | Composition]:
-    """Return the messages of a step; messages without phases are omitted.
-
-    Raises:
-        ValueError: its columns are inconsistent.
-    """
+    """Return the messages of a step, omitting those without phases; raise ``ValueError`` for inconsistent columns."""
     if not 0 <= trace.first < len(trace.marks):
         raise ValueError(f"a step that begins at mark {trace.first} of {len(trace.marks)}")
     snapshot, marks, begun = trace.snapshot, trace.marks, trace.marks[trace.first]

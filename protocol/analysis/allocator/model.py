@@ -212,11 +212,7 @@ class DeviceMemory:
             self.set_per_process_memory_fraction(self.settings.per_process_memory_fraction)
 
     def set_per_process_memory_fraction(self, fraction: float) -> None:
-        """Limit reserved memory to a share of the device's memory.
-
-        Raises:
-            ValueError: the device's memory is unknown.
-        """
+        """Limit reserved memory to a share of the device's; raise ``ValueError`` if the device's memory is unknown."""
         if self.device_bytes is None:
             raise ValueError("set_per_process_memory_fraction needs the device's memory: give device_bytes")
         self._allowed = int(fraction * self.device_bytes)
@@ -461,8 +457,7 @@ class CachingAllocator(CachedMemory):
     def allocate(self, size_bytes: int, stream: int = 0) -> int:
         """Allocate memory and return its handle.
 
-        Raises:
-            DeviceOutOfMemory: the request failed even after all cached memory was released.
+        Raises ``DeviceOutOfMemory`` if the request failed even after all cached memory was released.
         """
         self._last = handle = self._last + 1
         if size_bytes <= 0:

@@ -88,8 +88,7 @@ class Settings(msgspec.Struct, frozen=True):
     def parse(cls, text: str) -> "Settings":
         """Return the settings of a value of ``PYTORCH_CUDA_ALLOC_CONF``.
 
-        Raises:
-            ValueError: PyTorch would refuse the text; one line with the option and its valid values.
+        Raises ``ValueError`` if PyTorch would refuse the text: one line with the option and its valid values.
         """
         found: dict[str, object] = {}
         for key, value in _options(text):

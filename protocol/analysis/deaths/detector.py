@@ -183,8 +183,7 @@ class DeathDetector:
     def job_ended_first(self, t: float, code: int | None, count: int, processes: list[str]) -> list[Finding]:
         """Record that the job's command ended before its ranks; their later deaths are consequences.
 
-        Args:
-            code: the command's exit status, negative for a signal; None: it was never started.
+        ``code``: the command's exit status, negative for a signal; None: it was never started.
         """
         if self._recent(t):
             return []
@@ -224,9 +223,8 @@ class DeathDetector:
     ) -> list[Finding]:
         """Record the death of a rank's process.
 
-        Args:
-            kill: evidence that the kernel killed the process; None: none.
-            pressure: use of the host's memory just before; None: not full, or unknown.
+        ``kill``: evidence that the kernel killed it; None: none. ``pressure``: use of the host's memory just before;
+        None: not full, or unknown.
         """
         rank, ended = state.rank, Ended(state.exit_code, state.signal)
         known = self._failed.get(rank)

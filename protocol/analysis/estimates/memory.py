@@ -57,9 +57,8 @@ def checkpoint_bytes(
 ) -> int:
     """Return the disk space of checkpoints, over all ranks.
 
-    Args:
-        kept: number of checkpoints kept; while one is written there is one more.
-        state_bytes: optimizer states per trained parameter, including the master copy; 0: the checkpoint has none.
+    ``kept``: number of checkpoints kept; while one is written there is one more. ``state_bytes``: optimizer states per
+    trained parameter, including the master copy; 0: the checkpoint has none.
     """
     return (parameters * weight_bytes + round(trainable * state_bytes)) * (kept + 1)
 
@@ -105,11 +104,8 @@ class Line(NamedTuple):
 def pieces(points: Points, tolerance: float = TOLERANCE) -> list[Piece]:
     """Return the pieces of the highest phase's peak, from the lowest length to the highest.
 
-    Args:
-        tolerance: maximum distance of points from their piece, as a share of the peak.
-
-    Raises:
-        ValueError: no points, or a phase is missing somewhere.
+    ``tolerance``: maximum distance of points from their piece, as a share of the peak. Raises ``ValueError`` if there
+    are no points, or a phase is missing somewhere.
     """
     if not points:
         raise ValueError("a curve needs at least one point")
@@ -221,10 +217,8 @@ def _active(lines: Sequence[Line], x: float) -> Line:
 def sample_curve(predict: Callable[[int], Mapping[str, float]], low: int, high: int) -> dict[int, Mapping[str, float]]:
     """Return points of a curve from as few calls of ``predict`` as straight pieces need to explain it.
 
-    A range is halved if, for some phase, its middle is not on the straight line between its ends.
-
-    Args:
-        predict: peak bytes of each phase at a length; a phase is compared where both ends and the middle have it.
+    A range is halved if, for some phase, its middle is not on the straight line between its ends. ``predict`` returns
+    peak bytes of each phase at a length; a phase is compared where both ends and the middle have it.
     """
     points: dict[int, Mapping[str, float]] = {}
 
@@ -287,8 +281,7 @@ class HeaderError(ValueError):
 def read_csv(text: str, mapping: CsvMapping) -> list[Measurement]:
     """Return the measurements of a CSV file in the order of its rows, and of ranks within a row.
 
-    Raises:
-        ValueError: the file does not match the mapping; one line with the file's line and column.
+    Raises ``ValueError`` if it does not match the mapping: one line with the file's line and column.
     """
     if mapping.unit not in UNITS:
         raise ValueError(f"unit must be one of {', '.join(UNITS)}, not {mapping.unit}")
@@ -308,11 +301,8 @@ def read_csv(text: str, mapping: CsvMapping) -> list[Measurement]:
 def guess_mapping(text: str, length: str = "") -> CsvMapping:
     """Return a mapping guessed from the header's names.
 
-    Args:
-        length: column with the length, which is not guessed then; in a file without a header, the first one's name.
-
-    Raises:
-        ValueError: no column is recognised as a length, or none as a figure.
+    ``length``: column with the length, which is not guessed then; in a file without a header, the first one's name.
+    Raises ``ValueError`` if no column is recognised as a length, or none as a figure.
     """
     header, _ = _open(text, length)
     plain = {name: re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") for name in header}
@@ -340,12 +330,8 @@ def guess_mapping(text: str, length: str = "") -> CsvMapping:
 def _open(text: str, length: str) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
     """Return the names of a file's columns, and its other rows that are not blank with their lines.
 
-    Args:
-        length: name of the first column if the first line has numbers instead of names.
-
-    Raises:
-        HeaderError: the file is empty, its columns are not separated by commas, or it has neither names nor the columns
-            of a file without them.
+    ``length``: name of the first column if the first line has numbers instead of names. Raises ``HeaderError`` if the
+    file is empty, is not separated by commas, or has neither names nor the columns of a file without them.
     """
     rows = csv.reader(io.StringIO(text.removeprefix("\ufeff")))
     first = [name.strip() for name in next(rows, [])]
@@ -383,10 +369,8 @@ def _is_oom(row: Sequence[str]) -> bool:
 def bands(measurements: Iterable[Measurement], figure: str) -> list[Band]:
     """Return the lowest, median and highest rank at each length, ordered by length.
 
-    A rank's size is the highest of its iterations, its rate their median.
-
-    Raises:
-        ValueError: no measurement has that figure.
+    A rank's size is the highest of its iterations, its rate their median. Raises ``ValueError`` if no measurement has
+    that figure.
     """
     of: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in measurements:
@@ -477,11 +461,7 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 def beside_pytorch(ranks_on_host: int, hosts: int = 1, offload: bool = False, device: str = "NVIDIA H200") -> Figure:
-    """Return the bytes that one training process uses on its GPU outside PyTorch's reserved memory.
-
-    Args:
-        offload: whether the optimizer is on the CPU.
-    """
+    """Return the bytes that one process, with its optimizer on the CPU (``offload``), uses outside PyTorch's memory."""
     ranks = ranks_on_host * hosts
     neighbours = min(max(0, ranks - 1), 2)
     value = _CONTEXT_BYTES + neighbours * _PEER_BYTES + (_OFFLOAD_BYTES if offload else 0)

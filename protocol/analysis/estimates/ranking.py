@@ -42,11 +42,8 @@ def largest_that_fit(
 
     A round runs several values at once: for each capacity the two around the crossing of the capacity with the line
     through the nearest known peaks. Whether a value fits may contradict its peak near a capacity, and need not be
-    monotone: the result is below the lowest value that was found not to fit.
-
-    Args:
-        run: returns the needs of values, which are passed in ascending order, each once.
-        confirm: shares of a result that must fit too.
+    monotone: the result is below the lowest value that was found not to fit. ``run`` returns the needs of values,
+    passed in ascending order, each once; ``confirm``: shares of a result that must fit too.
     """
     known: dict[int, Need] = {}
     wanted = set(_probes(values))
@@ -134,10 +131,8 @@ class Ranked(msgspec.Struct, frozen=True):
 def rank(base: Option, options: Iterable[Option], capacity_bytes: int) -> list[Ranked]:
     """Rank options: fitting ones by GPU time per sample, then the others by missing bytes, then refused ones.
 
-    The cost is proportional to the GPU time per sample, so the order does not depend on the price.
-
-    Args:
-        base: the current configuration; in the result only if it is among the options.
+    The cost is proportional to the GPU time per sample, so the order does not depend on the price. ``base``: the
+    current configuration; in the result only if it is among the options.
     """
     return sorted((_judge(base, one, capacity_bytes) for one in options), key=_order)
 

@@ -134,11 +134,7 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 def step_time(work: Work, gpu: Gpu, hosts: int = 1) -> StepTime:
-    """Return the time of a step.
-
-    Raises:
-        ValueError: the table has no rates for this GPU.
-    """
+    """Return the time of a step; raise ``ValueError`` if the table has no rates for this GPU."""
     arithmetic = memory = 0.0
     for one in work.operations:
         seconds = _kernel_seconds(one, gpu) * one.count
@@ -234,12 +230,8 @@ def epoch_cost(
 ) -> EpochCost:
     """Return time and price of one pass over a data set.
 
-    Args:
-        samples: rows of the data set, or packed rows.
-        tokens: tokens of the data set, for the price per million tokens; 0: unknown.
-
-    Raises:
-        ValueError: a step has no samples.
+    ``samples``: rows of the data set, or packed rows. ``tokens``: for the price per million tokens; 0: unknown. Raises
+    ``ValueError`` for a step without samples.
     """
     if samples_per_step < 1:
         raise ValueError("a step must train on at least one sample: micro-batch x accumulation x ranks")
@@ -279,14 +271,10 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 def predicted(prediction: Prediction, rank: int, phase: str, elements: int) -> PredictedPhase | None:
-    """Return the prediction for a phase with batches of a given size.
+    """Return the prediction for a phase with batches of a given size; None if there is none.
 
-    Args:
-        rank: the rank; for a rank without a prediction the nearest one is used.
-        elements: elements of the largest micro-batch: sequences times their length.
-
-    Returns:
-        None if the phase has no prediction, or none for batches of this size.
+    ``rank``: for one without a prediction the nearest is used. ``elements``: of the largest micro-batch: sequences
+    times their length.
     """
     points = _points(prediction.points, rank)
     if not points or prediction.micro_batch < 1 or elements < 1:
@@ -311,11 +299,7 @@ def compared(
     elements: int,
     parts: Mapping[str, int] | None = None,
 ) -> Compared | None:
-    """Return a phase's peak with its prediction; None if there is no prediction.
-
-    Args:
-        parts: composition of the peak, if it was analysed.
-    """
+    """Return a phase's peak with its prediction (None: there is none) and its composition ``parts``."""
     found = predicted(prediction, rank, phase, elements)
     if found is None or found.allocated_peak_bytes <= 0:
         return None

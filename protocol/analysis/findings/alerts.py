@@ -122,9 +122,8 @@ class AlertStore:
     ) -> list[Alert]:
         """Raise an alert, or record its repetition or change; return the messages to send now.
 
-        Args:
-            severity: The severity; that of an active alert never falls.
-            repeat: True increments its count; False only updates its text and evidence.
+        The severity of an active alert never falls. ``repeat``: increment its count, not only update its text and
+        evidence.
         """
         kind, rank, phase, _ = key
         listed, found = list(ranks[:RANKS_LISTED]), _with_rule(key, evidence)
@@ -158,8 +157,7 @@ class AlertStore:
     def update(self, now: float, key: Key, title: str, text: str, evidence: Mapping[str, Any]) -> list[Alert]:
         """Replace title, text and evidence of an alert, active or resolved; return no message if it does not exist.
 
-        Args:
-            text: its meaning; the text of its resolution is kept.
+        The text of its resolution is kept.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -171,8 +169,7 @@ class AlertStore:
     def annotate(self, now: float, key: Key, name: str, evidence: dict[str, Any], text: str = "") -> list[Alert]:
         """Add evidence (and a sentence) to an alert; return no message if it does not exist.
 
-        Args:
-            name: name of the addition; an earlier sentence with this name is replaced.
+        An earlier sentence with the same ``name`` is replaced.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -212,8 +209,7 @@ class AlertStore:
     def restore(self, alert: Alert) -> bool:
         """Restore an alert from the recording, so that it continues under the same id.
 
-        Returns:
-            Whether it belongs to the current job: False for the resolution of an alert that ended an earlier job.
+        Returns whether it belongs to the current job: False for the resolution of an alert that ended an earlier job.
         """
         standing = [entry for entry in self._past if entry.alert.id != alert.id]
         if len(standing) < len(self._past):
@@ -283,11 +279,7 @@ class DiagnosticRequests:
         (self._cuda.add if hello.memory_measure == "cuda" else self._cuda.discard)(hello.rank)
 
     def spike(self, t: float, rank: int, phase: str, steps: list[int]) -> None:
-        """Request a capture of a rank's phase after a spike, for the step in which the next spike is predicted.
-
-        Args:
-            steps: the steps with a spike, ascending.
-        """
+        """Request a capture of a phase in the step in which its next spike is predicted; ``steps``: those before."""
         ranks = self._ranks.setdefault(phase, set())
         times, last = self._asked.get(rank, (0, 0.0))
         if rank not in self._cuda or phase not in PHASES or times >= PER_RANK:

@@ -97,8 +97,7 @@ def blocks_left(trace: Sequence[Entry], begin_us: int, border_us: int, end_us: i
 def grouped(trace: Sequence[Entry], blocks: Blocks, *, kept_counts: bool = False) -> tuple[list[StackGroup], int]:
     """Group blocks by their allocating stack; those with most transient bytes first, with ``kept_counts`` most bytes.
 
-    Returns:
-        The first ``MOST_GROUPS`` groups, and the bytes of all blocks with a stack that count.
+    Returns the first ``MOST_GROUPS`` groups, and the bytes of all blocks with a stack that count.
     """
     found: dict[tuple[tuple[str, int, str], ...], list[int]] = {}
     for index in blocks.found:

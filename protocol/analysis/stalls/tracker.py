@@ -240,10 +240,8 @@ class RankTracker:
 
     Feed it every message of the stream before the detectors (its own messages are ignored) and every process fact
     (about once a second per rank), and call ``tick`` about twice a second. The caller publishes and records the
-    returned messages.
-
-    Args:
-        has_launcher: Whether a launcher will report the job's end (``ended``); else the run ends with its last rank.
+    returned messages. ``has_launcher``: whether a launcher will report the job's end (``ended``); else the run ends
+    with its last rank.
     """
 
     def __init__(self, *, has_launcher: bool = True) -> None:

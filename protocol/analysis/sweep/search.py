@@ -36,14 +36,9 @@ class Found(NamedTuple):
 def largest(measure: Callable[[int], Tried], low: int, high: int, step: int = 1, guess: int | None = None) -> Found:
     """Return the largest value that fits, among ``low`` and multiples of ``step`` above it up to ``high``.
 
-    The first run is at the guess, the second at the adjacent value that confirms a correct guess. From a wrong guess
-    the distance is doubled, then the interval between fitting and non-fitting values is halved.
-
-    Args:
-        guess: the largest value predicted to fit; None: the search starts at the lowest value.
-
-    Raises:
-        UndecidedError: from ``measure``.
+    The first run is at ``guess``, the largest value predicted to fit (None: at the lowest), the second at the adjacent
+    value that confirms a correct guess. From a wrong guess the distance is doubled, then the interval between fitting
+    and non-fitting values is halved. Raises ``UndecidedError`` of ``measure``.
     """
     last = (high - low) // step
     tried: dict[int, Tried] = {}
@@ -77,16 +72,8 @@ def phase_curve(
     """Return measured points of the peak's curve and its pieces, with as few runs as straight pieces need.
 
     The crossovers of a predicted curve divide the range: each part then needs runs at its ends and its middle.
-
-    Args:
-        measure: returns the peak of each phase at a value; None if it does not fit.
-        high: highest value; if it does not fit, the range is halved until it does.
-
-    Returns:
-        Points and pieces; both empty if ``low`` does not fit.
-
-    Raises:
-        UndecidedError: from ``measure``.
+    ``measure`` returns the peak of each phase at a value; None if it does not fit. If ``high`` does not fit, the range
+    is halved until it does; if ``low`` does not, points and pieces are empty. Raises ``UndecidedError`` of ``measure``.
     """
     measured = cache(measure)
 
@@ -151,10 +138,8 @@ def with_durations(runs: Sequence[Planned], rows: Iterable[Row], steps: int, one
 
     A configuration with a row takes as long again. Others take a start, the median of the measured ones, and their
     predicted steps; without a prediction as long as the median of all runs; without rows their duration is not known.
-
-    Args:
-        steps: steps of a run, warm-up included.
-        one_process: axis whose values share one process, which starts once, with the lowest value; empty: none.
+    ``steps``: of a run, warm-up included. ``one_process``: axis whose values share one process, which starts once, with
+    the lowest value; empty: none.
     """
     done = [row for row in rows if row.verdict == "done" and row.seconds > 0]
     first: dict[str, int] = {}
@@ -195,10 +180,8 @@ def run_seconds(rows: Sequence[Row]) -> float | None:
 def why_not_next(budget: Budget, used_seconds: float, rows: Sequence[Row], ending_seconds: float) -> str:
     """Return why no other run may start, as text; empty: one may.
 
-    A run starts only if one of the usual duration ends within the budget.
-
-    Args:
-        ending_seconds: time that ending a run may take; with less left, none starts.
+    A run starts only if one of the usual duration ends within the budget, and more than ``ending_seconds``, the time
+    that ending a run may take, are left.
     """
     if budget.seconds is None:
         return ""

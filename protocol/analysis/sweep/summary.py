@@ -39,10 +39,8 @@ def figures(
 ) -> RankRow:
     """Return a rank's figures.
 
-    Args:
-        warm_up: number of first steps to omit.
-        most: maximum number of steps that count; None: all that follow.
-        nvml: highest NVML memory of its process, bytes; 0: unknown.
+    ``warm_up``: number of first steps to omit. ``most``: maximum number of steps that count; None: all that follow.
+    ``nvml``: highest NVML memory of its process, bytes; 0: unknown.
     """
     measured = steps[warm_up:] if most is None else steps[warm_up : warm_up + most]
     device = hello.device.name if hello is not None else ""
@@ -264,8 +262,7 @@ NAMES = (*_OF_A_RUN, *(f"PHASE.{name}" for name in _OF_A_PHASE))
 def check(name: str) -> None:
     """Check the name of a column.
 
-    Raises:
-        ValueError: no figure has this name; the text lists the valid names.
+    Raises ``ValueError`` if no figure has this name; the text lists the valid names.
     """
     phase, dot, figure = name.partition(".")
     if name in _OF_A_RUN or (dot and phase in _PHASES and figure in _OF_A_PHASE):
@@ -450,11 +447,7 @@ def spread_text(spread: Spread | None, digits: int = 1) -> str:
 
 
 def table(pooled: Sequence[Pooled], wanted: Sequence[str] = ()) -> list[list[str]]:
-    """Return the rows of a table as texts, its header first.
-
-    Args:
-        wanted: names of ``columns`` that replace the usual ones.
-    """
+    """Return the rows of a table as texts, its header first; ``wanted``: ``columns`` that replace the usual ones."""
     axes = list(dict.fromkeys(name for one in pooled for name in one.settings))
     names = short_names(axes)
     lines = [[*(names[axis] for axis in axes), *(wanted or _USUAL), "result"]]
