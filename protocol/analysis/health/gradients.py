@@ -18,13 +18,14 @@ is at most ``floor``. Resolved after ``WINDOW`` updates without a skip.
 
 import math
 from collections import deque
+from statistics import median_high
 from typing import Literal
 
 import msgspec
 
 from ..findings.finding import Finding, Kind, Shown
 from ..words import Words, number
-from .series import JoinedStep, Judge, median, spread
+from .series import JoinedStep, Judge, spread
 
 REFERENCE = 200
 FEWEST = 40
@@ -187,7 +188,7 @@ class Gradients:
         )
 
     def _raise(self, way: str, since: int, logs: list[float], row: JoinedStep) -> list[Finding]:
-        norm, usual = math.exp(median(logs)), math.exp(self._middle)
+        norm, usual = math.exp(median_high(logs)), math.exp(self._middle)
         shown = 0.0 if norm <= 2 * _ZERO else norm
         facts = GradientFacts(shown, usual, norm / usual, since, len(logs), row.loss, row.lr)
         found = Finding("gradient_explosion" if way == "up" else "gradient_collapse", facts, step=row.step)

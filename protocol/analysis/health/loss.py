@@ -42,6 +42,7 @@ Resolved if the level falls by 1 %.
 from collections import deque
 from itertools import pairwise
 from math import inf, isnan, nan
+from statistics import median_high
 from typing import Literal
 
 import msgspec
@@ -50,7 +51,7 @@ from msgspec.structs import replace
 from ...messages.control import Severity
 from ..findings.finding import HIDDEN, Finding, Kind, Shown
 from ..words import Words, number
-from .series import BLOCK, Block, JoinedStep, Judge, Levels, median, spread, tail
+from .series import BLOCK, Block, JoinedStep, Judge, Levels, spread, tail
 
 FEWEST_BLOCKS = 5
 EVERY = 4
@@ -140,7 +141,7 @@ class Divergence(Judge):
         levels = self._levels
         levels.add(row.loss, row.step, row.lr)
         if levels.count == BLOCK and isnan(self._first):
-            self._first = median(levels.recent)
+            self._first = median_high(levels.recent)
         if levels.count % EVERY or levels.count < (FEWEST_BLOCKS + 1) * BLOCK:
             return []
         return self._check(row) if self.standing is None else self._watch(row, self.standing)
@@ -155,7 +156,7 @@ class Divergence(Judge):
         rates.append(row.lr)
 
     def _check(self, row: JoinedStep) -> list[Finding]:
-        recent = median(self._levels.recent)
+        recent = median_high(self._levels.recent)
         rise = self._rise(recent, row)
         exploded = recent > EXPLODED * max(abs(self._first), abs(rise.lowest.level)) if rise is not None else False
         if rise is None or rise.height <= rise.limit or (row.step < self._held_until and not exploded):
@@ -243,7 +244,7 @@ class Divergence(Judge):
         if len(self._high) < STAYING_LOOKS:
             return ""
         looks = self._high[-STAYING_LOOKS:]
-        early, late = median(looks[: STAYING_LOOKS // 2]), median(looks[STAYING_LOOKS // 2 :])
+        early, late = median_high(looks[: STAYING_LOOKS // 2]), median_high(looks[STAYING_LOOKS // 2 :])
         return "stays" if early - late < 0.1 * rise.height else ""
 
     def _severity_of(self, facts: DivergenceFacts) -> Severity:
@@ -255,7 +256,7 @@ class Divergence(Judge):
 
     def _watch(self, row: JoinedStep, standing: Finding) -> list[Finding]:
         facts: DivergenceFacts = standing.facts
-        recent = median(self._levels.recent)
+        recent = median_high(self._levels.recent)
         self._looks += 1
         self._low = self._low + 1 if recent < self._middle else 0
         self._peak = max(self._peak, recent)
@@ -341,7 +342,7 @@ class Plateau(Judge):
         self._block.append(row.loss)
         if len(self._block) < self._size:
             return []
-        self._blocks.append(median(self._block))
+        self._blocks.append(median_high(self._block))
         self._began.append(self._at)
         self._block = []
         if len(self._blocks) >= MOST_BLOCKS:
@@ -351,7 +352,7 @@ class Plateau(Judge):
         if self.standing is None:
             return self._check(row, total_steps)
         loss = self.standing.facts.loss
-        if median(self._blocks[-10:]) >= loss - FALL * abs(loss):
+        if median_high(self._blocks[-10:]) >= loss - FALL * abs(loss):
             return []
         self._begin()
         return self._end()
@@ -362,10 +363,10 @@ class Plateau(Judge):
         if len(blocks) < count + 2 or len(blocks) % 4:
             return []
         if self._first is None:
-            self._first = median(blocks[:3])
+            self._first = median_high(blocks[:3])
         window = blocks[-count:]
         early, late = window[: count // 2], window[count // 2 :]
-        level, before, first = median(late), median(early), self._first
+        level, before, first = median_high(late), median_high(early), self._first
         in_tail = (self._lr is not None and self._lr < TAIL * self._top_lr) or 0 < PLAN_SHARE * total_steps < row.step
         if level <= 0 or level < SOLVED * first or in_tail:
             return []

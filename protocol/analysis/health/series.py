@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from statistics import median_high
 
 from ...messages.telemetry import Step
 from ..findings.finding import Finding
@@ -106,15 +107,9 @@ class Join:
         self._last.pop(rank, None)
 
 
-def median(values: Iterable[float]) -> float:
-    """Return the median; the upper one of two for an even count. ``values`` must not be empty."""
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
-
-
 def spread(values: Iterable[float], center: float = 0.0) -> float:
     """Return a robust standard deviation: the scaled median absolute deviation from ``center``."""
-    return MAD_TO_SIGMA * median([abs(value - center) for value in values])
+    return MAD_TO_SIGMA * median_high([abs(value - center) for value in values])
 
 
 def tail(values: Sequence[float]) -> float:
@@ -128,7 +123,7 @@ class Block:
     def __init__(self, values: list[float], step: int, end: int, lr: float | None) -> None:
         self.step = step  # number of its first step
         self.end = end  # number of values of the series up to the block's end
-        self.level = median(values)
+        self.level = median_high(values)
         self.residuals = [value - self.level for value in values]
         self.lr = lr
         self.largest_rise = 0.0
