@@ -170,7 +170,6 @@ class LatestByRank:
         self._beats[beat.rank] = beat
 
     def step(self, step: Step) -> None:
-        """Keep a rank's last step."""
         self._steps[step.rank] = step
 
     def sample(self, sample: DeviceSample) -> None:

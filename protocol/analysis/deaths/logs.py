@@ -103,7 +103,6 @@ class AbortReader:
         self._thrown = ""  # type of the C++ exception that nothing caught
 
     def read(self, line: str) -> None:
-        """Process one line of the output."""
         line = line[:_ABORT_CHARACTERS]
         for part, pattern in _ABORTS:
             if part in line and (found := pattern.search(line)) is not None:

@@ -102,7 +102,6 @@ class StopWaits(Detector):
         self._saved_step, self._save_s = 0, 0.0
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Return the method for each type of message."""
         return {
             StopAsked: self.asked,
             Step: self.step,
@@ -132,7 +131,6 @@ class StopWaits(Detector):
         return self._acted(step.rank) if asked is not None and step.step > asked.step else []
 
     def beat(self, beat: Heartbeat) -> None:
-        """Register the phase of a rank."""
         if beat.phase != self._phases.get(beat.rank):
             self._ends_at.pop(beat.rank, None)
         self._phases[beat.rank] = beat.phase
@@ -142,7 +140,6 @@ class StopWaits(Detector):
         self._saved_step = max(self._saved_step, plan.first_step)
 
     def activity(self, activity: Activity) -> None:
-        """Register how far an activity is."""
         if activity.done and activity.total and not activity.over:
             left = activity.seconds * (activity.total - activity.done) / activity.done
             self._ends_at[activity.rank] = activity.time + left

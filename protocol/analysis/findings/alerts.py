@@ -271,7 +271,6 @@ class DiagnosticRequests:
         return found
 
     def add(self, action: Action) -> None:
-        """Queue a request."""
         self._queue.append(action)
 
     def hello(self, hello: Hello) -> None:

@@ -50,7 +50,6 @@ class Finding(msgspec.Struct, frozen=True):
 
     @property
     def condition(self) -> Condition:
-        """Identity of its condition."""
         return Condition(self.kind, self.rank, self.phase, self.key)
 
     def over(self) -> "Finding":

@@ -121,7 +121,6 @@ class Gradients:
         self._judged_at = -1
 
     def step(self, row: JoinedStep) -> list[Finding]:
-        """Process one step of the run."""
         if row.loss is not None and self._first_loss is None:
             self._first_loss = row.loss
         norm = row.grad_norm
@@ -255,7 +254,6 @@ class Scaler(Judge):
         self._since = 0
 
     def step(self, row: JoinedStep) -> list[Finding]:
-        """Process one step of the run."""
         if row.loss_scale is not None:
             self._scale = row.loss_scale
         self._seen += 1

@@ -53,7 +53,6 @@ class _Host:
         self.standing: Finding | None = None
 
     def begin(self, phase: str, used: int) -> None:
-        """Begin another phase."""
         self.rises[self.phase] = max(self.rises.get(self.phase, 0), self.risen)
         self.phase, self.began, self.risen = phase, used, 0
 
@@ -135,21 +134,17 @@ class HostMemory(Detector):
         """When the present activity of a rank will end, if it says how much of it is done."""
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Return the method for each type of message."""
         return {Hello: self.hello, Heartbeat: self.beat, Activity: self.activity, DeviceSample: self.sample}
 
     def hello(self, hello: Hello) -> None:
-        """Register the host of a rank."""
         self._host_of[hello.rank] = hello.host
 
     def beat(self, beat: Heartbeat) -> None:
-        """Register the phase of a rank."""
         if beat.phase != self._phases.get(beat.rank):
             self._ends_at.pop(beat.rank, None)
         self._phases[beat.rank] = beat.phase
 
     def activity(self, activity: Activity) -> None:
-        """Register how far an activity is."""
         if activity.over or not activity.done or not activity.total:
             self._ends_at.pop(activity.rank, None)
             return
@@ -157,7 +152,6 @@ class HostMemory(Detector):
         self._ends_at[activity.rank] = activity.time + left
 
     def rank_ended(self, rank: int) -> list[Finding]:
-        """Forget a rank."""
         for known in (self._host_of, self._phases, self._resident, self._ends_at):
             known.pop(rank, None)
         return []

@@ -134,7 +134,6 @@ class Divergence(Judge):
         self._looks = 0
 
     def step(self, row: JoinedStep) -> list[Finding]:
-        """Process one step of the run."""
         if row.loss is None:
             return []
         self._rate(row)

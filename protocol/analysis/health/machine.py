@@ -228,7 +228,6 @@ class Gpus(Detector):
         self._xids: Counter[str] = Counter()
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Return the method for each type of message."""
         return {DeviceSample: self.sample, DeviceHealth: self.health, Xid: self.xid}
 
     def sample(self, sample: DeviceSample) -> list[Finding]:
@@ -441,7 +440,6 @@ class Disks(Detector):
         self._volumes: defaultdict[tuple[str, str], _Volume] = defaultdict(_Volume)
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Return the method for each type of message."""
         return {DiskSpace: self.space}
 
     def space(self, message: DiskSpace) -> list[Finding]:
@@ -513,7 +511,6 @@ class Checkpoints(Judge):
     """Judges the checkpoints of one job."""
 
     def failed(self, message: CheckpointFailed) -> list[Finding]:
-        """Process a failed checkpoint."""
         before: CheckpointFacts | None = self.standing.facts if self.standing is not None else None
         first, count = (before.first_step, before.failures + 1) if before is not None else (message.step, 1)
         facts = CheckpointFacts(message.path, message.error, first, message.step, count, message.kept)
@@ -522,7 +519,6 @@ class Checkpoints(Judge):
         return [self.standing]
 
     def complete(self, message: Checkpoint) -> list[Finding]:
-        """Process a complete checkpoint."""
         return self._end()
 
 

@@ -53,7 +53,6 @@ class HealthMonitor(Detector):
         self._total_steps = 0
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Return the method for each type of message."""
         return {
             Hello: self.hello,
             Plan: self.plan,
@@ -65,7 +64,6 @@ class HealthMonitor(Detector):
         }
 
     def hello(self, hello: Hello) -> list[Finding]:
-        """Register a rank; a new process of a known rank starts another job."""
         process = hello.pid, hello.start_ticks
         before = self._processes.get(hello.rank)
         found: list[Finding] = []
@@ -87,12 +85,10 @@ class HealthMonitor(Detector):
         return self._losses.raise_complete(self._join.ranks) + self._norms.raise_complete(self._join.ranks)
 
     def plan(self, plan: Plan) -> list[Finding]:
-        """Record the planned number of steps."""
         self._total_steps = plan.total_steps
         return []
 
     def step(self, step: Step) -> list[Finding]:
-        """Process one rank's step."""
         found = self._losses.step(step, self._precision, self._join.ranks)
         found += self._norms.step(step, self._precision, self._join.ranks)
         found += self._data_wait.step(step)
@@ -170,7 +166,6 @@ class HealthDetector:
         return found if known else [*found, Finding("not_recording", facts, severity="error")]
 
     def exporter(self, state: ExporterState) -> list[Finding]:
-        """Process an exporter's state."""
         before, at = self._dropped.get(state.target, (0, -math.inf))
         rose = state.dropped > before
         self._dropped[state.target] = state.dropped, state.time if rose else at  # a new process counts from 0 again

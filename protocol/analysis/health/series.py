@@ -53,7 +53,6 @@ class JoinedStep:
     _losses: int = 0
 
     def add(self, step: Step) -> None:
-        """Add one rank's step."""
         self.ranks += 1
         loss, norm = step.loss, step.grad_norm
         if loss is not None and isfinite(loss):
@@ -102,7 +101,6 @@ class Join:
         return [self._open.pop(number) for number in sorted(self._open) if number <= self._passed]
 
     def drop(self, rank: int) -> None:
-        """Stop waiting for a rank."""
         self.ranks.discard(rank)
         self._last.pop(rank, None)
 
@@ -146,7 +144,6 @@ class Levels:
         self._latest: deque[Block] = deque(maxlen=REFERENCE_BLOCKS)
 
     def add(self, value: float, step: int, lr: float | None) -> None:
-        """Append the value of one step."""
         self.recent.append(value)
         self.count += 1
         if not self._open:

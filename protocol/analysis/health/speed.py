@@ -74,18 +74,15 @@ class DataWait(Judge):
         self._free = 0
 
     def hello(self, hello: Hello) -> None:
-        """Record a rank's device and loader."""
         rank = self._ranks[hello.rank]
         rank.cuda = hello.device.kind == "cuda"
         if hello.loader is not None:
             rank.loader = hello.loader
 
     def drop(self, rank: int) -> None:
-        """Forget a rank that ended."""
         self._ranks.pop(rank, None)
 
     def step(self, step: Step) -> list[Finding]:
-        """Process one rank's step."""
         rank = self._ranks[step.rank]
         if rank.cuda and step.device_us is None and step.memory_every > 1:
             return []  # the wait of the host alone is no wait of the device

@@ -268,7 +268,6 @@ class Inputs(Detector):
         self._padding = self._padding_of = self._padded = self._padding_since = 0
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Return the method for each type of message."""
         return {Step: self.step, Goodbye: self.goodbye}
 
     def goodbye(self, goodbye: Goodbye) -> list[Finding]:
@@ -278,7 +277,6 @@ class Inputs(Detector):
         return [self._no_labels(self._ranks[goodbye.rank], "updated")]
 
     def step(self, step: Step) -> list[Finding]:
-        """Process one rank's step."""
         signs = step.signs or _NONE
         return [
             *self._of_labels(step, signs),
@@ -364,7 +362,6 @@ class _One(Detector, ABC):
         self._raised: Finding | None = None
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Return the method for each type of message."""
         return {Hello: self.hello, Step: self.step}
 
     def hello(self, hello: Hello) -> list[Finding]:
@@ -443,7 +440,6 @@ class Resumes(_One):
         self._batches, self._judged = {}, False
 
     def step(self, step: Step) -> list[Finding]:
-        """Process one rank's step."""
         if step.rank or not step.batch_id:
             return []
         self._skipped += step.overflow
@@ -514,7 +510,6 @@ class Copies(_One):
         self._row.clear()
 
     def step(self, step: Step) -> list[Finding]:
-        """Process one rank's step."""
         if self._ranks < 2 or not step.batch_id or self._shares:
             return []
         batches = self._unfinished.setdefault(step.step, [])
@@ -584,7 +579,6 @@ class Repeats(_One):
         return super().hello(hello)
 
     def step(self, step: Step) -> list[Finding]:
-        """Process one rank's step."""
         workers = self._workers
         if step.rank or workers < 2 or not step.batch_id:
             return []

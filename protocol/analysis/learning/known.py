@@ -52,7 +52,6 @@ class KnownFaults(Detector):
         self._told: set[str] = set()
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Return the method for each type of message."""
         return {Hello: self.hello}
 
     def hello(self, hello: Hello) -> list[Finding]:

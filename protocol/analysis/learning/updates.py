@@ -481,18 +481,15 @@ class Updates(Detector):
         self._unapplied: dict[int, int] = {}  # by rank that has ended
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Return the method for each type of message."""
         handlers: dict[type, Handler] = {Hello: self.hello, Step: self.step, Heartbeat: self.beat}
         return handlers | {LostEdit: self.edit, Goodbye: self.goodbye}
 
     def hello(self, hello: Hello) -> None:
-        """Register what a rank trains."""
         self._precision = hello.precision or self._precision
         self._computes_in = hello.matmul_precision or self._computes_in
         self._sizes = hello.trainable_parameters, hello.parameters
 
     def step(self, step: Step) -> list[Finding]:
-        """Process one rank's step."""
         rank = self._ranks.setdefault(step.rank, _Rank())
         signs, found = step.signs, list[Finding]()
         loss_is_finite = step.loss is None or isfinite(step.loss)
@@ -612,7 +609,6 @@ class Updates(Detector):
         return self._judge("updates_skipped", True, beat, facts, since, "error")
 
     def edit(self, edit: LostEdit) -> list[Finding]:
-        """Process a lost change of parameters."""
         facts = EditFacts(tuple(edit.parameters), edit.count, edit.where, edit.overwritten)
         if len(self._edited) >= EDITED or edit.where in self._edited:
             return []
@@ -620,7 +616,6 @@ class Updates(Detector):
         return [Finding("lost_edit", facts, "raised", "warning", (edit.rank,), edit.where, edit.step)]
 
     def goodbye(self, goodbye: Goodbye) -> list[Finding]:
-        """Process the end of a rank."""
         found: list[Finding] = []
         if goodbye.rank in self._standing.get("updates_skipped", ()):
             facts = self._ranks[goodbye.rank].last_skipped

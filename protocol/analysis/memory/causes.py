@@ -403,7 +403,6 @@ class KnownCauses:
         self._with_stacks: set[Condition] = set()
 
     def hello(self, hello: Hello) -> None:
-        """Record a rank's configuration."""
         self._ranks[hello.rank].hello = hello
 
     def note(self, step: Step) -> None:

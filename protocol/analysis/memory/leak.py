@@ -98,7 +98,6 @@ class Series:
         self.sure = 0  # number of consecutive checks at which it grew
 
     def add(self, level: int, second: int, batch: int) -> None:
-        """Add a block."""
         if len(self.levels) == LENGTH:
             self.highest = max(self.highest, self.levels[0])
         self.levels.append(level)
@@ -213,7 +212,6 @@ class LeakDetector:
         self._latest: Finding | None = None
 
     def hello(self, hello: Hello) -> None:
-        """Record a rank's device."""
         rank = self._ranks[hello.rank]
         rank.capacity = hello.device.capacity_bytes
         rank.cpu = hello.memory_measure != "cuda"
@@ -222,11 +220,9 @@ class LeakDetector:
         rank.floor = min(MOST_FLOOR, max(low, int(share * rank.capacity)))
 
     def plan(self, plan: Plan) -> None:
-        """Record the planned end of the run."""
         self._total_steps = plan.total_steps
 
     def step(self, step: Step) -> list[Finding]:
-        """Check one step."""
         rank = self._ranks[step.rank]
         rank.seen += 1
         batch = rank.batch

@@ -119,7 +119,6 @@ class SpikeDetector:
         rank.floor = int(min(256 * MIB, max(low, share * rank.capacity))) if rank.capacity else 64 * MIB
 
     def step(self, t: float, step: Step) -> list[Finding]:
-        """Check one step's phases."""
         rank = self._ranks[step.rank]
         rank.steps += 1
         suspects: list[tuple[PhaseRecord, int, _PhaseHistory]] = []

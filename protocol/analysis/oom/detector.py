@@ -111,7 +111,6 @@ class OomDetector:
         return known[0] if known is not None else None
 
     def restore(self, finding: Finding) -> None:
-        """Restore a finding from the recording."""
         if finding.rank is not None and finding.state != "resolved":
             self._standing[finding.rank] = finding.condition, finding.step or 0
 

@@ -73,12 +73,10 @@ class SlowDevices:
         self._samples: dict[tuple[str, str | int], DeviceSample] = {}
 
     def hello(self, hello: Hello) -> None:
-        """Record the device of a rank."""
         if hello.device.kind == "cuda":
             self._devices[hello.rank] = hello.host, hello.device.uuid or hello.device.index
 
     def sample(self, sample: DeviceSample) -> None:
-        """Keep a sample of a GPU."""
         if sample.kind == "gpu":
             self._samples[sample.host, sample.uuid] = self._samples[sample.host, sample.index] = sample
 
