@@ -101,8 +101,7 @@ class FindingAlerts:
 
     def __init__(self, store: AlertStore) -> None:
         self._store = store
-        self._orphans: dict[Key, float] = {}
-        """Active alerts of an earlier hub that were not raised again, with the time since when."""
+        self._orphans: dict[Key, float] = {}  # active alerts of an earlier hub, not raised again, and since when
 
     def restore(self, alert: Alert) -> Finding | None:
         """Process an alert of the recording; return its finding, or None if it has none.

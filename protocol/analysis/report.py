@@ -46,8 +46,7 @@ class StepRange(msgspec.Struct, frozen=True):
     after_last: int
     evaluation: int | None = None  # step of the last evaluation that both runs have; None: none
     data_compared: int = 0  # number of steps whose data were compared, over the ranks that both runs have
-    data_differ_from: int | None = None
-    """The first step that some rank trained on other data; None: all compared ones are the same."""
+    data_differ_from: int | None = None  # the first step that a rank trained on other data; None: there is none
 
 
 class Side(msgspec.Struct, frozen=True):

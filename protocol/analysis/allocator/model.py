@@ -41,8 +41,7 @@ class Block:
     requested: int = 0
     handle: int = 0
     free: bool = False  # whether it is in one of its pool's sets, and can be merged with a neighbour
-    mapped: bool = True
-    """Whether it has physical memory; False for parts of an expandable segment that are address space only."""
+    mapped: bool = True  # has physical memory; False: a part of an expandable segment with only address space
     events: int = 0  # number of events of other streams that it waits for since it was freed
     streams: set[int] | None = None  # other streams that use it (`record_stream`)
     previous: "Block | None" = None
@@ -58,8 +57,7 @@ class Block:
             after.previous = self
 
 
-Entry = tuple[int, int, Block]
-"""Size, address, block: the order of a free set. Addresses are unique, so blocks are never compared."""
+Entry = tuple[int, int, Block]  # size, address, block: the order of a free set; addresses are unique
 
 
 class Pool:

@@ -14,8 +14,7 @@ import msgspec
 MIB = 2**20
 SMALLEST = 512  # sizes are multiples of this (kMinBlockSize)
 SMALL_MOST_BYTES = MIB  # largest request of the small pool; a remainder up to it is not split off (kSmallSize)
-SMALL_SEGMENT_BYTES = 2 * MIB
-"""Size of a segment of the small pool, and of a page of its expandable segment (kSmallBuffer)."""
+SMALL_SEGMENT_BYTES = 2 * MIB  # size of a small pool's segment, and of a page of its expandable segment (kSmallBuffer)
 LARGE_SEGMENT_BYTES = 20 * MIB
 """Size of a segment for large requests below 10 MiB, and of a page of the large expandable segment (kLargeBuffer)."""
 OWN_SEGMENT_BYTES = 10 * MIB  # requests of at least this size get a segment of their own size (kMinLargeAlloc) ...

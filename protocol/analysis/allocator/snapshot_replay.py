@@ -23,8 +23,7 @@ STATE_FRAMES = ("_init_group", "initialize_optimizer_states", "init_state", "_in
 _FEWEST = 3  # minimum number of states created so far; fewer would match any group
 _SCALAR = 64  # bytes; a state of at most this size is a step counter, not a parameter's state
 _A_PARAMETER = (1, 2, 3)  # number of states per parameter: momentum; Adam's two; AMSGrad's three
-_WIDTHS = (1.0, 2.0, 0.5, 0.25)
-"""Ratio of a state's bytes to its parameter's: fp32/fp32, fp32/bf16, bf16/fp32, 8 bits/fp32."""
+_WIDTHS = (1.0, 2.0, 0.5, 0.25)  # a state's bytes to its parameter's: fp32/fp32, fp32/bf16, bf16/fp32, 8 bits/fp32
 
 
 class Range(NamedTuple):

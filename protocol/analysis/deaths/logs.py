@@ -79,8 +79,7 @@ class RaisedException(msgspec.Struct, frozen=True):
 
     kind: str  # its type, without the module; or the program's name
     message: str  # its message, which may have several lines
-    place: str = ""
-    """File, line and function that raised it, and those of the user code that called it; empty if unknown."""
+    place: str = ""  # file, line and function that raised it, and the user's code that called it; empty if unknown
     rank: int | None = None  # rank from torchrun's prefix of the line
 
     @property

@@ -27,8 +27,7 @@ class StopFacts(msgspec.Struct, frozen=True):
     asked_by: str
     phase: str
     elapsed_s: float  # time since the beginning of the phase, at the request
-    left_s: float | None
-    """Time until the phase ends: by its own progress, or as long as the last one took; None: unknown."""
+    left_s: float | None  # until the phase ends, by its progress, or as long as the last one took; None: unknown
     save_s: float  # time of the latest checkpoint; 0: unknown
     grace_s: float  # time after which the rank is killed; 0: it is not
     saved_step: int  # of the latest checkpoint, or the one that the run was resumed from; 0: there is none
@@ -96,8 +95,7 @@ class StopWaits(Detector):
         self._asked: dict[int, StopAsked] = {}  # by rank that has not acted yet
         self._raised: set[int] = set()
         self._evaluation_s: dict[int, float] = {}
-        self._ends_at: dict[int, float] = {}
-        """When the present activity of a rank will end, if it reports how much of it is done."""
+        self._ends_at: dict[int, float] = {}  # when a rank's activity will end, if it reports how much is done
         self._phases: dict[int, str] = {}
         self._saved_step, self._save_s = 0, 0.0
 

@@ -260,8 +260,7 @@ class Measurement(msgspec.Struct, frozen=True):
     length: int
     rank: int
     iteration: int
-    figures: dict[str, float]
-    """Bytes by the figure's name, or iterations per second if it is one of ``RATES``. Empty: out of memory."""
+    figures: dict[str, float]  # bytes, or iterations/s of `RATES`, by the figure's name. Empty: out of memory
 
 
 class Band(msgspec.Struct, frozen=True):

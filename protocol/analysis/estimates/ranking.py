@@ -21,8 +21,7 @@ class Need(NamedTuple):
 class Largest(msgspec.Struct, frozen=True):
     """The result for one capacity."""
 
-    value: int | None
-    """The largest value that fits, below the first one found not to fit. None: the lowest does not fit."""
+    value: int | None  # the largest that fits, below the first one found not to fit. None: the lowest does not fit
     above: int | None  # the smallest value known not to fit; None: the highest one fits
 
 
@@ -108,8 +107,7 @@ class Option(msgspec.Struct, frozen=True):
     """A configuration with its predicted figures."""
 
     name: str  # display name of the change: `checkpointing`, `ZeRO 3`
-    peak_bytes: int
-    """Highest use of the device, which decides whether it fits: reserved memory and memory outside PyTorch."""
+    peak_bytes: int  # highest use of the device, which decides: reserved memory and memory outside PyTorch
     step_seconds: float
     samples_per_step: int = 1
     gpus: int = 1

@@ -32,13 +32,11 @@ MEMORY: dict[str, float] = {"fused": 0.85, "eager": 0.7, "update": 0.55}  # shar
 _KERNEL_SECONDS = 2e-6  # device time of the smallest kernel, which large ones take in addition: start and end
 BUSY = 0.98  # share of a device-bound step in which the device runs a kernel
 _STEP_SECONDS = 2e-3  # time per step in which the device waits for the host, around the optimizer
-_LINK = 0.4
-"""Share of the link that NCCL reaches in a training. Fitted with the next one to steps on two H200s and four H100s."""
+_LINK = 0.4  # share of the link that NCCL reaches; with the next one fitted to steps on two H200s and four H100s
 _EXPOSED = 0.7
 """Share of the collectives beside computation that takes time nevertheless: they wait for each other's ranks, and take
 processors and memory traffic from the kernels beside them."""
-CALL_SECONDS = 13e-6
-"""Host time per dispatched operation in eager PyTorch, including the Python code of modules and engine."""
+CALL_SECONDS = 13e-6  # host time per operation dispatched in eager PyTorch, with the Python code of modules and engine
 _LAUNCH_SECONDS = 8e-6  # host time per kernel of compiled code
 _GRAPH_SECONDS = 400e-6  # host time of a call of compiled code: Dynamo's guards and autograd's function
 _FETCH_SECONDS = 210e-6  # host time of ZeRO-3's hooks per gather and release of a module's parameters
@@ -88,8 +86,7 @@ class Work(msgspec.Struct, frozen=True):
 
     operations: list[Operation]  # kernels
     communications: list[Communication]
-    calls: int = 0
-    """Number of operations dispatched by the host, including those without a kernel (views, empty tensors)."""
+    calls: int = 0  # operations dispatched by the host, including those without a kernel (views, empty tensors)
     transfer_bytes: int = 0  # bytes copied between host and device
     host_bytes: int = 0  # bytes read and written in the host's memory by an optimizer on the CPU
     fetches: float = 0

@@ -36,8 +36,7 @@ LEAK_STEPS = 3
 
 LASTING = ("dropped", "disk", "note", "health")
 """Kinds of alert about the monitor and the hosts, or that their detectors resolve at the end of a job."""
-FATAL = ("died", "failure", "oom", "exit")
-"""Kinds that remain active after their job has ended, until a later job makes a step."""
+FATAL = ("died", "failure", "oom", "exit")  # kinds that remain active after their job, until a later one makes a step
 
 Key = tuple[AlertKind, int | None, str, str]
 _RAISED = ""

@@ -42,8 +42,7 @@ class Finding(msgspec.Struct, frozen=True):
     state: State = "raised"
     severity: Severity = "warning"
     ranks: tuple[int, ...] = ()  # the ranks concerned; empty: the whole run, or a host
-    key: str = ""
-    """Distinguishes findings of one kind: a host and a path, a device, a function. Empty: there is only one."""
+    key: str = ""  # distinguishes findings of one kind: a host and a path, a device, a function. Empty: only one
     step: int | None = None
     rank: int | None = None  # the rank concerned, if each rank has its own finding
     phase: str = ""
@@ -75,8 +74,7 @@ class Shown(NamedTuple):
     unit: str = ""
     """``bytes``, ``bytes/s``, ``us``, ``ms``, ``s``, ``share`` (0..1), ``times``, ``moment`` (seconds since the epoch),
     ``rank`` (the figure is a rank), ``shape`` (sizes of a tensor), or the text that follows the figure."""
-    by: str = ""
-    """For a mapping: the word before its keys, such as ``rank``; empty: the keys are names, or keys of this table."""
+    by: str = ""  # of a mapping: the word before its keys, such as `rank`; empty: they are names, or keys of this table
 
 
 HIDDEN = Shown("")

@@ -25,8 +25,7 @@ WINDOWS = {"eval": 8.0, "generate": 30.0}  # seconds of steady growth, by phase
 WINDOW = 60.0  # the same in a training's other phases
 NOT_JUDGED = frozenset(("init", "checkpoint"))
 FEWEST = 8
-OWN_SHARE = 0.4
-"""Share of the growth that is the ranks' own; of less, another program or the loader workers take the memory."""
+OWN_SHARE = 0.4  # share of the growth that is the ranks' own; of less, others or loader workers take the memory
 PARTS = 4  # parts of the window whose medians must rise, each by `EVEN` of the mean rise or more
 EVEN = 0.3
 MORE = 1.1  # times as much as an evaluation or a rollout took that has ended: the next one is judged from there
@@ -40,8 +39,7 @@ class HostMemoryFacts(msgspec.Struct, frozen=True):
     bytes_per_s: float
     full_in_s: float
     phase: str
-    growing_rank: int | None
-    """The rank whose resident memory grows most; None: it does not grow in the ranks' own processes."""
+    growing_rank: int | None  # whose resident memory grows most; None: it does not grow in the ranks' processes
 
 
 class _Host:
@@ -130,8 +128,7 @@ class HostMemory(Detector):
         self._phases: dict[int, str] = {}
         self._resident: defaultdict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=int(WINDOW)))
         """Time and size, as the host is sampled: a rank knows its size of the phase's beginning alone."""
-        self._ends_at: dict[int, float] = {}
-        """When the present activity of a rank will end, if it says how much of it is done."""
+        self._ends_at: dict[int, float] = {}  # when a rank's activity will end, if it says how much is done
 
     def handlers(self) -> Mapping[type, Handler]:
         return {Hello: self.hello, Heartbeat: self.beat, Activity: self.activity, DeviceSample: self.sample}

@@ -39,8 +39,7 @@ from ..words import Words
 from .series import Judge
 
 # Meanings of NVIDIA's XID numbers for training: docs.nvidia.com/deploy/xid-errors.
-IGNORED = frozenset((45,))
-"""Preemptive cleanup: the driver closes the channels of a process that was killed or failed before."""
+IGNORED = frozenset((45,))  # preemptive cleanup: the driver closes the channels of a process that has ended
 
 _OF_THE_PROGRAM = {
     13: "an illegal instruction or address in a kernel, of the program most often",

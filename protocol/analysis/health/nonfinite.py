@@ -42,12 +42,10 @@ class NonFiniteFacts(msgspec.Struct, frozen=True):
     lr: float | None
     steps: int  # steps with such a value so far, over all ranks
     ranks_total: int
-    finite_elsewhere: bool
-    """Whether other ranks had a finite value in that step: then that rank's batch or device is the origin."""
+    finite_elsewhere: bool  # whether other ranks were finite in that step: its batch or device is the origin
     precision: str = ""
     last_good_lr: float | None = None
-    all_ranks: bool = False
-    """Whether every rank had such a value in the first step: then the update before it is the suspect."""
+    all_ranks: bool = False  # whether all ranks had one in the first step: the update before it is the suspect
 
 
 class _Good(NamedTuple):
@@ -60,8 +58,7 @@ class _Good(NamedTuple):
 @dataclass(slots=True)
 class _Rank:
     step: int = -1  # its latest step
-    good: deque[_Good] = field(default_factory=lambda: deque[_Good](maxlen=KEPT_STEPS))
-    """Its latest steps with a finite value."""
+    good: deque[_Good] = field(default_factory=lambda: deque[_Good](maxlen=KEPT_STEPS))  # latest finite steps
     clean: int = 0
     bad: bool = False
     unlabelled: int = -UNEXAMINED - 1  # the latest step with a micro-batch without labels

@@ -51,10 +51,8 @@ class DataWaitFacts(msgspec.Struct, frozen=True):
     ranks_bound: int
     ranks_total: int
     cuda: bool
-    loader: DataLoaderInfo | None = None
-    """Settings of that rank's DataLoader; None: unknown, or not PyTorch's DataLoader."""
-    workers_needed: int = 0
-    """Number of worker processes per rank that would hide the wait, if loading scales; 0: unknown."""
+    loader: DataLoaderInfo | None = None  # settings of that rank's DataLoader; None: unknown, or not PyTorch's
+    workers_needed: int = 0  # worker processes per rank that would hide the wait, if loading scales; 0: unknown
 
 
 class _Rank:

@@ -24,8 +24,7 @@ BEGUN_TWICE = 3  # micro-batches whose rows begin twice that are no accident
 PADDING = 16  # labels that are padding after padding, in ...
 PADDED = 3  # ... this many steps, which are no accident
 ALIKE = 4  # steps in a row with the batches of other steps, one for one, that are no accident
-COPIES = 5
-"""Steps in a row in which all ranks had the same batch, of at least two batches; each another one if not of tokens."""
+COPIES = 5  # steps in a row with one batch on all ranks, of at least two batches; all different if not of tokens
 OF_EACH = 12  # micro-batches of each of a loader's workers that are looked at for copies
 MISALIGNED = 2  # micro-batches in a row whose labels are not the next tokens
 _NEAR = 0.1  # difference from the share of copies that a number of workers makes: the first ones may not be in step
@@ -428,8 +427,7 @@ class Resumes(_One):
 
     def __init__(self) -> None:
         super().__init__()
-        self._before: dict[int, int] = {}
-        """Batches by step of the jobs before; of several that had a step, those of the first."""
+        self._before: dict[int, int] = {}  # batches by step of the jobs before; of several with a step, the first's
         self._batches: dict[int, int] = {}
         self._judged = True
         self._skipped = 0  # updates of the jobs before without effect, which an optimizer's own count leaves out
@@ -567,8 +565,7 @@ class Repeats(_One):
     def __init__(self) -> None:
         super().__init__()
         self._workers = 0
-        self._steps: deque[tuple[int, int]] = deque()
-        """Micro-batches of the last steps, and how many of them were repeated."""
+        self._steps: deque[tuple[int, int]] = deque()  # micro-batches of the last steps, and how many were repeated
 
     def hello(self, hello: Hello) -> list[Finding]:
         """Note the loader of rank 0, which a later hello may name; begin another job."""

@@ -15,8 +15,7 @@ SKIPPED = 3  # updates in a row without effect, where no loss scaler looks for i
 STILL = 50  # steps in a row without a changed weight, at a learning rate above 0
 BARE = 5  # the same where no parameter of the optimizer has a gradient
 ZERO = 20  # steps in a row at a learning rate of 0
-APART = 600
-"""More than the steps that ranks take by themselves where they average their models now and then (DiLoCo: 500)."""
+APART = 600  # more than the steps that ranks take alone where they average their models now and then (DiLoCo: 500)
 EVALUATING = 5  # updates in a row of a model in evaluation mode
 LEFT_OUT = 100  # batches in a row without a backward
 CLIPPED = 3  # steps in which gradients were seen to be clipped by mistake
@@ -84,8 +83,7 @@ class ModeFacts(msgspec.Struct, frozen=True):
     since_step: int
     steps: int
     part: str = ""  # of the model, if the rest is in training mode
-    unread: int = 0
-    """Steps before the first in which the mode may have changed: it is read at the end of a block of steps."""
+    unread: int = 0  # steps before the first in which the mode may have changed: it is read at the end of a block
 
 
 class LeftOutFacts(msgspec.Struct, frozen=True):
@@ -145,8 +143,7 @@ class _Rank:
         self.loss: float | None = None  # the first loss
         self.zero_gradients = 0  # updates whose sampled gradients were seen to be 0
         self.last_skipped = SkippedFacts(0, 0, None, None, None, "")
-        self.apart: _Row | None = _Row()
-        """Steps from the first one on without reduced gradients; None: there were some with."""
+        self.apart: _Row | None = _Row()  # steps from the first on without reduced gradients; None: some had them
         self.clipped, self.clipped_since = 0, 0  # steps that were seen to clip by mistake, and the first of them
         self.finite = 0  # the last step whose sampled weights were finite
         self.bare = False  # whether the optimizer had no gradient in the last step in which that was looked at

@@ -53,8 +53,7 @@ SIZES = (4, 16, 64)  # steps per block of each series
 _JOINED = 4
 RECENT = 8
 STOPPED_SHARE = 0.2
-NEW_SHARE = 0.5
-"""Minimum share of a leak's rise that lies above all levels before the window, unlike that of a wandering level."""
+NEW_SHARE = 0.5  # least share of a leak's rise above all levels before the window, unlike that of a wandering level
 MIB = 2**20
 FIRST = 5
 REGULAR = 32

@@ -37,8 +37,7 @@ from ..findings.finding import Condition, Finding, Resolution, resolved
 from ..health.series import MAD_TO_SIGMA
 from .causes import GrowthFacts, KnownCauses, SpikeFacts, SteadyFacts, conditions_of
 
-FEW = 8
-"""With fewer values than this the maximum counts as typical, because they show too little of the usual variation."""
+FEW = 8  # with fewer values the maximum counts as typical, because they show too little of the usual variation
 MIB = 2**20
 WINDOW = 32
 EARLIEST = 2
@@ -46,8 +45,7 @@ CALM_STEPS = 20
 STEADY_STEPS = 5
 RANKS_APART = 8  # number of ranks with their own spike alert for a phase; further ranks share one
 SEVERE_SHARE = 0.05
-OPTIMIZER, OTHER_PHASES = (6.0, 0.25), (8.0, 1.0)
-"""Limit above the usual transient: multiple of its spread, and share of it."""
+OPTIMIZER, OTHER_PHASES = (6.0, 0.25), (8.0, 1.0)  # above the usual transient: multiple of its spread, share of it
 FLOORS = (32 * MIB, 0.001)
 CPU_FLOORS = (48 * MIB, 0.002)  # least limit above the usual transient: bytes, and share of the device's memory
 STEADY_BYTES = 256 * MIB

@@ -31,8 +31,7 @@ TRACEBACK_LIMIT = 8000
 FITTING = ("parameters", "gradients", "optimizer_states", "master_copies", "partitions")
 """Parts that do not depend on the batch."""
 _SEGMENT = 2 * 2**20  # the allocator asks the driver for multiples of this, and reports that size when it fails
-_PART_OF_DEVICE = 0.05
-"""Minimum share of the device at which memory of other processes, or outside the allocator, counts."""
+_PART_OF_DEVICE = 0.05  # share of the device from which memory of other processes, or outside the allocator, counts
 _PIECES = 0.02  # free pieces of less than this share of the device are not the cause
 _OUTSIDE_USUAL = 2 * 2**30  # usual size of a CUDA context and NCCL's buffers
 _RISING = 0.8

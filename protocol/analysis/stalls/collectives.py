@@ -15,8 +15,7 @@ from .evidence import Call, Collective, Evidence, all_members
 
 Absence = Literal["", "stopped", "held", "gone", "silent", "cut off"]
 
-BLOCKED_S = 1.5
-"""A thread that stands at one line for this many seconds, in a collective or with an unfinished one, is blocked."""
+BLOCKED_S = 1.5  # a thread at one line for so many seconds, in a collective or with an unfinished one, is blocked
 LOCK_ASLEEP_S = 4.0
 """Limit in seconds for a rank blocked on a file lock in the kernel while both it and the lock's holder are idle."""
 

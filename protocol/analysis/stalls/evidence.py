@@ -369,8 +369,7 @@ class Calls:
     cannot be compared with each other."""
     recent: tuple[Call, ...] = ()  # the latest calls of each group, oldest first
     counted: Mapping[str, int] = field(default_factory=dict[str, int])  # number of calls counted by the probe, by group
-    members: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    """The ranks of each group."""
+    members: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])  # by group
 
     def last(self, group: str) -> int:
         """Return the number of the last collective entered in a group; 0: none."""
@@ -398,8 +397,7 @@ class Evidence:
     outside; empty: no stacks."""
     frames: tuple[Frame, ...] = ()  # the training thread, innermost first
     place: Place = NOWHERE
-    asleep: float = 0.0
-    """Seconds for which the training thread is known to have slept at this line while the process did nothing."""
+    asleep: float = 0.0  # seconds that the training thread has slept at this line while the process did nothing
     stands: float = 0.0
     """Seconds for which the training thread has stood in these frames, asleep or spinning, while the rest of its
     process tree did nothing. Under NCCL a wait for the device or for other ranks spins: it takes a whole core."""
@@ -417,8 +415,7 @@ class Evidence:
     lock: LockWait | None = None
     process: str = ""  # the training thread's state in /proc: R, S, D, T ...; empty: not on this host
     wchan: str = ""  # the kernel function in which it waits, if readable
-    utilization: float | None = None
-    """Recent share of time in which its device ran a kernel, percent; None: no device, or unknown."""
+    utilization: float | None = None  # recent share of time with a kernel on its device, percent; None: unknown
     calls: Calls = field(default_factory=Calls)
     nccl: Calls = field(default_factory=Calls)
     """The collectives that it has launched by NCCL's own count (RAS), by communicator; empty: unknown."""

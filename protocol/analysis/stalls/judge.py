@@ -59,13 +59,10 @@ may compute for that long before it reaches them."""
 EXIT_WORKING_S = 300.0  # the same if its process tree still works, as in an upload or a last evaluation
 AHEAD_STEPS = 3
 """A rank that finished this many steps while another waited for it in a collective will not enter that collective."""
-LOCK_IDLE_S = 10.0
-"""A build whose files have not been written for this many seconds, without a running compiler, is over."""
-POINT_TO_POINT = frozenset(("send", "recv", "batch_isend_irecv"))
-"""Calls that wait for one other rank; which one is unknown."""
+LOCK_IDLE_S = 10.0  # a build whose files are not written for so many seconds, without a running compiler, is over
+POINT_TO_POINT = frozenset(("send", "recv", "batch_isend_irecv"))  # calls that wait for one unknown rank
 WAITED_S = 10.0  # minimum wait for a silent rank, in seconds, regardless of the limit of the waiting ranks' phase
-STOOD_S = 2.0
-"""Ranks without progress for this many seconds at their last report had stopped training before they became silent."""
+STOOD_S = 2.0  # ranks without progress for so many seconds at their last report had stopped before they became silent
 MOVING_S = 3.0  # a rank with progress within this many seconds is not stuck
 ALONE_DATA_S = 30.0  # seconds that data loading may take before it counts as a stall, if no other rank is blocked by it
 _STRUCTURAL = ("mismatch", "deadlock", "ahead", "lock", "left")

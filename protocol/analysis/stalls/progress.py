@@ -33,8 +33,7 @@ from ...messages.telemetry import Heartbeat, Step
 LIMIT_FACTOR = 5.0  # multiple of a phase's usual longest duration that exceeds its ordinary variation
 FIRST_STEP_FACTOR = 2.0  # the same for a duration of the first step, which may include compilation and warm-up
 EARLY_STEPS = 3  # steps whose durations include compilation, warm-up and the first touch of memory
-REGULAR_STEPS = 10
-"""After this many steps the usual longest duration is known well enough for the short limits of ``asleep_s``."""
+REGULAR_STEPS = 10  # after so many the usual longest duration is known well enough for the limits of `asleep_s`
 UNSETTLED_ASLEEP_S = {"idle": 8.0}
 """Lower bounds of ``asleep_s``, by phase, before ``REGULAR_STEPS`` steps have been seen; 5 s for the others. Between
 steps a script's own pauses vary most."""
@@ -133,8 +132,7 @@ class RankProgress:
         self.phase_started = 0.0
         """Start of the phase in the latest heartbeat; 0 after a later step, since then its end is unknown."""
         self.per_step_collectives = -1  # collectives of the last finished step; -1 before one was seen
-        self.usual_max: dict[str, float] = {}
-        """Usual longest duration of each phase in seconds, without the first step's."""
+        self.usual_max: dict[str, float] = {}  # usual longest duration of each phase, seconds, without the first step's
         self.first_step: dict[str, float] = {}
         """Duration of each phase in the first step that the hub received, in seconds."""
         self._stood = 0.0  # seconds without progress since the last progress, as proven by the rank's own heartbeats

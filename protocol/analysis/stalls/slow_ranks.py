@@ -68,8 +68,7 @@ class SlowDevices:
     """Keeps the latest sample of every rank's device."""
 
     def __init__(self) -> None:
-        self._devices: dict[int, tuple[str, str | int]] = {}
-        """Host and UUID of each rank's device; its index if the UUID is unknown."""
+        self._devices: dict[int, tuple[str, str | int]] = {}  # host and UUID of each rank's device, or its index
         self._samples: dict[tuple[str, str | int], DeviceSample] = {}
 
     def hello(self, hello: Hello) -> None:
@@ -435,8 +434,7 @@ class WaitDetector:
     """Finds ranks at one line for which all others wait."""
 
     def __init__(self) -> None:
-        self._places: dict[int, tuple[str, float]] = {}
-        """The line of each rank that others wait for, and since when it stands there."""
+        self._places: dict[int, tuple[str, float]] = {}  # where each awaited rank stands, and since when
         self._raised: tuple[tuple[int, ...], Severity] | None = None
 
     def tick(self, now: float, views: Sequence[RankView], is_hang: bool) -> list[Finding]:

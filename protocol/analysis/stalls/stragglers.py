@@ -57,8 +57,7 @@ FRONT = ("idle", "data", "forward")  # the phases between an update and the back
 class Work(msgspec.Struct, frozen=True):
     """One step of one rank. Times are microseconds."""
 
-    own: dict[str, int] = {}
-    """Its own work, by phase; that of ``data`` is the time in the dataloader, the rest is ``BATCH``."""
+    own: dict[str, int] = {}  # its own work, by phase; that of `data` is time in the dataloader, the rest is `BATCH`
     waited: int = 0
     measured: bool = True
     """False: ``own`` covers only the phases before the first collective, and ``waited`` is the duration of the phases
@@ -67,8 +66,7 @@ class Work(msgspec.Struct, frozen=True):
     micro_steps: int = 1
     tokens: int = 0  # tokens of the step, including padding
     cpu: int = 0  # CPU time of the training thread; 0: not measured
-    comparable: bool = True
-    """False: the step has an evaluation or a checkpoint, or work and waiting cannot be separated."""
+    comparable: bool = True  # False: it has an evaluation or a checkpoint, or work and waiting cannot be separated
 
 
 def work_of(step: Step, device: bool) -> Work:

@@ -222,8 +222,7 @@ UNREACHABLE_ALIVE_S = 30.0
 GOODBYE_GRACE_S = 1.0
 """Seconds to wait for the last message of a dead process, which may arrive after its death was detected."""
 STOPPED_S = 2.0  # seconds without progress, and stopped at every reading, after which a process counts as stopped
-UNKILLABLE_S = 3.0
-"""Seconds of uninterruptible sleep after which a process whose end was requested counts as stuck in the kernel."""
+UNKILLABLE_S = 3.0  # seconds of uninterruptible sleep after which a process to be ended is stuck in the kernel
 UNKILLABLE = f"{kernel_sleep()}: the kill could not end it, it ends when the kernel returns"
 _WHY = {
     "mismatch": "mismatch",
@@ -248,20 +247,16 @@ class RankTracker:
         self.ranks: dict[int, TrackedRank] = {}
         self.verdict: Verdict | None = None
         self.views: list[RankView] = []  # the views of all ranks while some rank makes no progress
-        self.suspected = False
-        """Whether a rank has made no progress for long enough to inspect all ranks (``stalls.progress``)."""
+        self.suspected = False  # whether a rank stands for long enough to inspect all ranks (`stalls.progress`)
         self.run_state: RunState | None = None
-        self.launcher = ""
-        """State of the run's launcher at the last check: ``alive``, ``stopped``, ``gone``; empty: there is none."""
+        self.launcher = ""  # state of the run's launcher at the last check: `alive`, `stopped`, `gone`; empty: none
         self.stepped = False
-        self.kill_asked: set[int] = set()
-        """Ranks whose end was requested, by a user or a job scheduler; ``-1`` means the whole run."""
+        self.kill_asked: set[int] = set()  # ranks whose end a user or a scheduler requested; `-1`: the whole run
         self.now = 0.0
         self._has_launcher = has_launcher
         self._last_tick: float | None = None
         self._asked_at = 0.0
-        self._job_ended = False
-        """Whether the whole job ended: processes that are left of it are being ended and do not hang."""
+        self._job_ended = False  # whether the whole job ended: what is left of it is being ended and does not hang
         self._slurm = SlurmWords()
         self._all_ended_at: float | None = None
         self._changes: deque[RankState | RunState] = deque(maxlen=100_000)

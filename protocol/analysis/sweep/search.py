@@ -129,8 +129,7 @@ def money_of(budget: Budget, seconds: float) -> float | None:
     return gpu_cost(seconds, budget.gpus, budget.price_per_gpu_hour)
 
 
-START_SECONDS = 40.0
-"""Assumed start of a run until one is measured: a 0.5B model on an H100 took 38 s to its first measured step."""
+START_SECONDS = 40.0  # assumed start of a run until one is measured: a 0.5B model on an H100 took 38 s
 
 
 def with_durations(runs: Sequence[Planned], rows: Iterable[Row], steps: int, one_process: str = "") -> list[Planned]:
