@@ -32,8 +32,7 @@ _PACKAGES: dict[str, State] = {
 _GIB = 1 << 30
 _MIN_SHM = _GIB
 _MIN_FILES = 4096
-_BUILD_SECONDS = 900.0
-"""No build of one extension takes longer."""
+_BUILD_SECONDS = 900.0  # No build of one extension takes longer
 
 
 def packages() -> Iterator[Check]:

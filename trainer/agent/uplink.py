@@ -53,8 +53,7 @@ class Uplink:
         self._number = 0
         self._last_ack = 0.0
         self._connected_at = 0.0
-        self._moved_at = 0.0
-        """When a message was last confirmed, or when sending resumed after all had been confirmed."""
+        self._moved_at = 0.0  # When a message was last confirmed, or when sending resumed after all had been confirmed
         self._best_trip = float("inf")
         self.socket: zmq.Socket[Any] | None = None
         self.dropped = 0

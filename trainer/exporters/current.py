@@ -35,8 +35,7 @@ class RunFigures:
         self._alerts: dict[int, Frame] = {}
         self._job, self._job_since = 1, 0
         """Number of the newest job, and the number of the first message of it that is known."""
-        self._ended: dict[int, int] = {}
-        """By rank whose process has ended: the number of the message that reports it."""
+        self._ended: dict[int, int] = {}  # By rank whose process has ended: the number of the message that reports it
         self._events: Counter[tuple[Figure, frozenset[tuple[str, str]]]] = Counter()
         self.dropped = 0
 

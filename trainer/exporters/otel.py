@@ -39,12 +39,9 @@ from .report import Sent
 
 _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "watts": "W", "celsius": "Cel", "hertz": "Hz"}
 """UCUM, as OpenTelemetry's semantic conventions ask for."""
-_METRICS_SECONDS = 10.0
-"""Default of ``OTEL_METRIC_EXPORT_INTERVAL`` here; the SDK's 60 s are more than many runs last."""
-_SPANS_SECONDS = 5.0
-"""Default of ``OTEL_BSP_SCHEDULE_DELAY``, as in the SDK."""
-_SPANS_AT_ONCE = 512
-"""Default of ``OTEL_BSP_MAX_EXPORT_BATCH_SIZE``, as in the SDK."""
+_METRICS_SECONDS = 10.0  # Default of ``OTEL_METRIC_EXPORT_INTERVAL`` here; the SDK's 60 s are more than many runs last
+_SPANS_SECONDS = 5.0  # Default of ``OTEL_BSP_SCHEDULE_DELAY``, as in the SDK
+_SPANS_AT_ONCE = 512  # Default of ``OTEL_BSP_MAX_EXPORT_BATCH_SIZE``, as in the SDK
 _PROTOCOL = "http/protobuf"
 
 
@@ -61,8 +58,7 @@ class OpenTelemetry:
         self._next_metrics = 0.0
         self._has_steps = False
         self._failures = _Failures()
-        self._errors: dict[str, TargetError] = {}
-        """By signal whose last request failed."""
+        self._errors: dict[str, TargetError] = {}  # By signal whose last request failed
 
     def open(self, run: RunFile) -> None:
         """Create the exporters; nothing is sent yet."""

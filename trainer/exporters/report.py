@@ -78,23 +78,19 @@ class Feed:
         self._target = target
         self._run = run
         self._waiting: deque[Sent] = deque()
-        self._passed: list[Sent] = []
-        """Messages that the target has been given, and has not taken yet."""
+        self._passed: list[Sent] = []  # Messages that the target has been given, and has not taken yet
         self._alerts: deque[Alert] = deque()
         self._alerts_seen: set[tuple[int, bool]] = set()
         self._lock = threading.Lock()
         self._ending = threading.Event()
-        self._due = threading.Event()
-        """The target is called before its time: the queue fills, or the run has ended."""
+        self._due = threading.Event()  # The target is called before its time: the queue fills, or the run has ended
         self._retry_seconds = _FIRST_RETRY_SECONDS
         self._thread = threading.Thread(target=self._work, name="target", daemon=True)
         self.seconds, self.end_seconds = target.seconds, target.end_seconds
         self.dropped = 0
         """Points that did not reach the target."""
-        self._error = ""
-        """Why the last call failed; empty: it succeeded."""
-        self._silent_at: float | None = None
-        """When the call under way counts as not answered."""
+        self._error = ""  # Why the last call failed; empty: it succeeded
+        self._silent_at: float | None = None  # When the call under way counts as not answered
 
     @property
     def error(self) -> str:

@@ -28,8 +28,7 @@ from ...protocol.run.rundir import RunDir
 _CHECK_SECONDS = 2.0
 _REPORT_SECONDS = 10.0
 _ANSWER_SECONDS = 10.0
-_LATER_SECONDS = 86_400.0
-"""Added to now in the query for the newest state: the clock may have been set back."""
+_LATER_SECONDS = 86_400.0  # Added to now in the query for the newest state: the clock may have been set back
 
 
 def yield_cpu() -> None:
@@ -61,8 +60,7 @@ class RunStream:
         self._reports = 0
         self._last_seq = 0
         self._must_ask = False
-        self._asked = ("", 0.0)
-        """Id of the query without an answer (empty: none), and when it was sent."""
+        self._asked = ("", 0.0)  # Id of the query without an answer (empty: none), and when it was sent
         self._next_check = 0.0
 
     def _connected(self, channel: str) -> "zmq.Socket[Any]":

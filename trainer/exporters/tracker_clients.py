@@ -27,8 +27,7 @@ PROJECT = "ftmon"
 _LEVELS = {"info": "INFO", "warning": "WARN", "error": "ERROR"}
 _FAILED = {"failed": "FAILED", "stopped": "KILLED"}
 _OPEN_SECONDS = 20.0
-_MOST_METRICS = 1_000
-"""Metrics in one request of MLflow: what its server accepts."""
+_MOST_METRICS = 1_000  # Metrics in one request of MLflow: what its server accepts
 
 
 class Wandb:
@@ -139,8 +138,7 @@ class TensorBoard:
     def __init__(self) -> None:
         self.where = ""
         self._file: Any = None
-        self._writer: Any = None
-        """None: the next event begins another file."""
+        self._writer: Any = None  # None: the next event begins another file
 
     def open(self, about: About) -> None:
         folder = Path(os.environ.get("TENSORBOARD_LOGGING_DIR") or "runs", about.run).absolute()

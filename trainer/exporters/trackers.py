@@ -22,10 +22,8 @@ from ...protocol.run.rundir import RunFile
 from ...protocol.text import counted, sanitize
 from .report import Sent
 
-_LATE_SECONDS = 10.0
-"""After this time a step's row is made without the ranks that have not reported the step."""
-_DEVICES_SECONDS = 10.0
-"""Time between two rows of the devices."""
+_LATE_SECONDS = 10.0  # After this time a step's row is made without the ranks that have not reported the step
+_DEVICES_SECONDS = 10.0  # Time between two rows of the devices
 _GIB = 2**30
 _TITLE = 63
 _TEXT = 2_000

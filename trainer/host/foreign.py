@@ -38,12 +38,10 @@ _LAUNCHERS = frozenset(
     )
 )
 """Programs that start ranks and nothing else: a kill of the whole run ends them too."""
-_RAS_ADDRESS = "localhost:28028"
-"""Default of NCCL_RAS_ADDR."""
+_RAS_ADDRESS = "localhost:28028"  # Default of NCCL_RAS_ADDR
 _PYTHON = re.compile(rb"/(?:lib)?python(3\.\d+)")
 _INJECT_SECONDS = 20.0
-_AGE_SECONDS = 10.0
-"""Of a process without a rank that ``--all`` takes for a training."""
+_AGE_SECONDS = 10.0  # Of a process without a rank that ``--all`` takes for a training
 
 
 @dataclass

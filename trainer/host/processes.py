@@ -23,8 +23,7 @@ from ...protocol.run.environment import RANK_PID_ENV, RUN_ENV
 
 _GET_INFO = 0xC040FF0B
 """PIDFD_GET_INFO of linux/pidfd.h: ``_IOWR(0xFF, 11, struct pidfd_info)``, in its first version of 64 bytes."""
-_INFO_EXIT = 1 << 3
-"""PIDFD_INFO_EXIT, Linux 6.15: exit status of a process that has been reaped."""
+_INFO_EXIT = 1 << 3  # PIDFD_INFO_EXIT, Linux 6.15: exit status of a process that has been reaped
 _INFO_BYTES = 64
 _EXIT_CODE_AT = 60
 _AGENT = "ftmon.trainer.agent"
@@ -224,8 +223,7 @@ def exit_of(wait_status: int) -> tuple[int | None, int | None]:
 # Processes that no longer descend from their rank: daemons that forked twice, workers of a dead parent. They are
 # attributed to it by its pid in their environment (``RANK_PID_ENV``, after an exec), by the run's environment with the
 # same stack address (kept by a fork without exec; the kernel randomizes it for each exec), or by descent from such one.
-_START_STACK = 25
-"""Index of field 28 of /proc/PID/stat in the fields after the name."""
+_START_STACK = 25  # Index of field 28 of /proc/PID/stat in the fields after the name
 
 
 class Origin(NamedTuple):

@@ -20,10 +20,8 @@ from . import processes
 from .hardware.host import KernelKills
 
 _POLL_SECONDS = 0.2
-_REPEAT_SECONDS = 1.0
-"""Seconds after which an unchanged fact is repeated, so that it counts as current."""
-_PROFILERS = ("py-spy",)
-"""Names of programs that stop a process to read its stack, then continue it."""
+_REPEAT_SECONDS = 1.0  # Seconds after which an unchanged fact is repeated, so that it counts as current
+_PROFILERS = ("py-spy",)  # Names of programs that stop a process to read its stack, then continue it
 _PROFILER_SECONDS = 20.0
 """Maximum time for which a profiler stops a process, during which it reads the symbols of all libraries."""
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)\)?.*\(pid:\s*(\d+)\)")

@@ -32,8 +32,7 @@ _NAMELESS = b"\0"
 in flight on it are ignored; the agent resends unconfirmed ones."""
 _PAUSE_SECONDS = 2.0
 """Ticks farther apart than this mean that the hub itself paused: hosts are not cut off because of it."""
-_OFFSET_STEP = 0.05
-"""A clock offset is reported again when it has changed by this many seconds."""
+_OFFSET_STEP = 0.05  # A clock offset is reported again when it has changed by this many seconds
 _STATE_TEXTS: dict[HostStateName, str] = {
     "reachable": "",
     "cut off": "no messages from its agent; its ranks may still be training",

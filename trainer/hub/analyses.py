@@ -31,10 +31,8 @@ from ...protocol.text import sanitize
 from .ranks import Answers
 from .trace_worker import Found, read_frame, write_frame
 
-_BATCH = 64
-"""Maximum steps in a batch; more do not stay in the processor's cache."""
-_TRACEBACKS = 20
-"""Number of its own failures that are logged with a traceback."""
+_BATCH = 64  # Maximum steps in a batch; more do not stay in the processor's cache
+_TRACEBACKS = 20  # Number of its own failures that are logged with a traceback
 
 
 class Analysis:
@@ -55,8 +53,7 @@ class Analysis:
         self._store = AlertStore()
         self.tracker = RankTracker(has_launcher=run_file.kind != "watch")
         self._detectors = Detectors(self.tracker, self._store, keep)
-        self._steps: list[tuple[float, Step]] = []
-        """Steps collected for the detectors, with their times of receipt."""
+        self._steps: list[tuple[float, Step]] = []  # Steps collected for the detectors, with their times of receipt
         self._failures = 0
 
     def restore(self, frames: Iterable[Frame]) -> None:
@@ -178,8 +175,7 @@ class PredictionProcess:
         self._emit = emit
         self._process: subprocess.Popen[bytes] | None = None
         self._until = 0.0
-        self._on_cpu = False
-        """Whether no rank has reported a GPU."""
+        self._on_cpu = False  # Whether no rank has reported a GPU
         self._done = file.kind not in _OWN or not file.options.predict or not run.config.is_file()
 
     def restore(self, messages: Iterable[Message]) -> None:
@@ -240,8 +236,7 @@ class PredictionProcess:
         self._emit(Prediction(time.time(), refused=sanitize(why, 400)))
 
 
-_MOST_BYTES = 64 << 20
-"""Maximum bytes of waiting traces; further ones are dropped and counted."""
+_MOST_BYTES = 64 << 20  # Maximum bytes of waiting traces; further ones are dropped and counted
 _TRACE_ANALYSIS_LONGEST_SECONDS = 60.0
 """Time limit per trace, seconds; a trace that takes longer is dropped and its worker process ended."""
 
@@ -257,13 +252,11 @@ class TraceAnalysis:
     ) -> None:
         self._emit = emit
         self._post = post
-        self._queue: queue.SimpleQueue[tuple[str, bytes, int] | None] = queue.SimpleQueue()
-        """Sender, trace and era."""
+        self._queue: queue.SimpleQueue[tuple[str, bytes, int] | None] = queue.SimpleQueue()  # Sender, trace and era
         self._thread: threading.Thread | None = None
         self._worker: subprocess.Popen[bytes] | None = None
         self._era = 0
-        self._bytes = 0
-        """Bytes of the traces that have not been analysed yet."""
+        self._bytes = 0  # Bytes of the traces that have not been analysed yet
         self._closing = False
         self.dropped = 0
         """Traces that were not analysed."""

@@ -39,10 +39,8 @@ from .telemetry import Intake
 
 TRACES_SECONDS = 10.0
 """Time limit at a run's end for analysing the traces of captured steps."""
-_RECORDED_SECONDS = 5.0
-"""Time limit at a run's end for the disk: whoever hears of the end finds it in the recording."""
-_DRAIN = 512
-"""Maximum messages received per socket before commands are handled again."""
+_RECORDED_SECONDS = 5.0  # Time limit at a run's end for the disk: whoever hears of the end finds it in the recording
+_DRAIN = 512  # Maximum messages received per socket before commands are handled again
 
 
 class WatchAssembly:

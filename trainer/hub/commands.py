@@ -30,8 +30,7 @@ from .core import Core
 from .inspection import StackRequests
 from .ranks import Answers, RankLink
 
-_AGENT_SECONDS = 30.0
-"""Time limit of an escalation and its check of the GPUs."""
+_AGENT_SECONDS = 30.0  # Time limit of an escalation and its check of the GPUs
 _CUT_OFF = (
     "cut off: its processes could not be reached; "
     f"they will be ended if the host is back within {BACK_SECONDS / 60:.0f} min"
@@ -183,8 +182,7 @@ class Commands:
         self._kills = kills
         self._shut_down = shut_down
         self._under_way = 0
-        self._interrupted: set[int] | None = None
-        """Pids of the ranks that a stop interrupted; None before."""
+        self._interrupted: set[int] | None = None  # Pids of the ranks that a stop interrupted; None before
 
     @property
     def busy(self) -> bool:

@@ -39,8 +39,7 @@ from .ranks import RankAccess, RankHosts, RankLink
 from .sockets import Channels
 from .telemetry import Recorder, Stream
 
-_FAR_SECONDS = 86_400.0
-"""Added to now: the clock may have been set back since the recording's last message."""
+_FAR_SECONDS = 86_400.0  # Added to now: the clock may have been set back since the recording's last message
 _LOG_LINES = 5_000
 _OF_A_JOB = (
     *(Hello, Step, Goodbye, Failure, RankState, Oom, AllocatorEvents, Cause, Plan),

@@ -27,13 +27,10 @@ from ..host import processes
 from .agents import BACK_SECONDS, Agents
 
 _ORPHAN_POLL_SECONDS = 2.0
-_ORPHAN_POLLS = 2
-"""Consecutive polls without any process before the hub itself records that the run is over."""
+_ORPHAN_POLLS = 2  # Consecutive polls without any process before the hub itself records that the run is over
 _LAUNCHER_START_SECONDS = 15.0
-_WATCH_START_SECONDS = 60.0
-"""Time for which a run without a launcher may have no rank."""
-_SILENCE_SECONDS = 30.0
-"""Ranks on other hosts without an agent count as ended after this many seconds of silence."""
+_WATCH_START_SECONDS = 60.0  # Time for which a run without a launcher may have no rank
+_SILENCE_SECONDS = 30.0  # Ranks on other hosts without an agent count as ended after this many seconds of silence
 _LOG_TAIL_LINES = 20
 _LINE_LENGTH = 300
 _TRACEBACK_LINES = 400
@@ -57,8 +54,7 @@ class EndDetector:
         """The first failure that a rank reported; failures other than a lost peer take precedence."""
         self.stepped = False
         """Whether some rank has finished a step."""
-        self._resumed = False
-        """Whether some rank resumed after steps of an earlier run."""
+        self._resumed = False  # Whether some rank resumed after steps of an earlier run
 
     def note(self, message: Message) -> None:
         """Record a message of the stream (for speed, the caller records steps itself)."""

@@ -51,8 +51,7 @@ class ForeignRanks:
         self._ranks = {each.rank: each for each in foreign.ranks}
         self._hellos: dict[int, Hello] = {}
         self._ended: set[int] = set()
-        self._probed: set[tuple[int, int]] = set()
-        """Pid and start time of ranks whose probe reports."""
+        self._probed: set[tuple[int, int]] = set()  # Pid and start time of ranks whose probe reports
         self._under_way = False
         self._next = self._next_devices = 0.0
 

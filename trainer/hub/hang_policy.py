@@ -54,8 +54,7 @@ class HangPolicy:
         self._standing: tuple[object, float] | None = None
         """The current verdict, by its kind and named ranks, and when it began."""
         self._acted: object = None
-        self._spared: object = None
-        """The verdict for which missing proof has been reported."""
+        self._spared: object = None  # The verdict for which missing proof has been reported
         self._kill_at: float | None = None
         self._killed = False
         self._why = ""

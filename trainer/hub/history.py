@@ -50,8 +50,7 @@ class Commits:
         self._report = report
         self._post = post
         self._last_recorded = last_recorded
-        self._unreported = False
-        """Whether messages lost between two hubs are not reported yet."""
+        self._unreported = False  # Whether messages lost between two hubs are not reported yet
         self._disk_trouble = False
         self._disk_notice = ""
 
@@ -108,8 +107,7 @@ MOST = 5_000
 """Maximum frames, points or columns in one answer; the app requests the rest with another query."""
 
 _COMMIT_SECONDS = 5.0
-_ENOUGH_ROWS = 4_000
-"""Uncommitted messages above which a commit is due at once, so that memory stays bounded."""
+_ENOUGH_ROWS = 4_000  # Uncommitted messages above which a commit is due at once, so that memory stays bounded
 _POLL_MS = 500
 
 

@@ -184,8 +184,7 @@ class StallProbe:
         self._inspection = inspection
         self._under_way = False
         self._unanswered = False
-        self._nccl_address = inspection.nccl
-        """Where NCCL's RAS service answers; empty: no rank uses NCCL."""
+        self._nccl_address = inspection.nccl  # Where NCCL's RAS service answers; empty: no rank uses NCCL
         self._probes = 0
         self._next = 0.0
         self._seen: dict[int, _Seen] = {}
@@ -193,11 +192,9 @@ class StallProbe:
         self._saved_for: object = None
         self._saved: set[int] = set()
         """Signature of the verdict whose stacks are saved, and the ranks whose stacks are."""
-        self._native_reads = 0
-        """Number of reads by py-spy so far, and whether one is under way."""
+        self._native_reads = 0  # Number of reads by py-spy so far, and whether one is under way
         self._is_reading = False
-        self._paused: dict[int, int] = {}
-        """Context switches of ranks' training threads that those reads have caused."""
+        self._paused: dict[int, int] = {}  # Context switches of ranks' training threads that those reads have caused
         self._utilization: dict[int, tuple[float, float]] = {}
         """Percent of time that the rank's device computed, and when that was received."""
         self.worked_at: dict[int, float] = {}

@@ -62,10 +62,8 @@ class JobTable:
         self._of: dict[str, JobTally] = {}
         self._renamed: dict[str, Hello] = {}
         """By sender: a ``Hello`` with another model; the next steps show whether it starts a job."""
-        self._reported: dict[int, tuple[int, float]] = {}
-        """By job: the version and time of the last message about it."""
-        self._all_ended: dict[int, float] = {}
-        """By job: when all its ranks were first found to have ended."""
+        self._reported: dict[int, tuple[int, float]] = {}  # By job: the version and time of the last message about it
+        self._all_ended: dict[int, float] = {}  # By job: when all its ranks were first found to have ended
 
     def hello(self, hello: Hello, now: float) -> tuple[JobTally, bool]:
         """Return the job of a ``Hello``, and whether it starts that job, which is concurrent if not ``shown``."""

@@ -33,8 +33,7 @@ retried, because agents reconnect after a cut."""
 _AGAIN_SECONDS = 1.0
 """Interval for resending a command to an agent: the first may have gone to an old connection. An agent executes a
 repeated command once."""
-_IDENTIFY_SECONDS = 1.0
-"""Minimum interval between requests for a sender's ``Hello``."""
+_IDENTIFY_SECONDS = 1.0  # Minimum interval between requests for a sender's ``Hello``
 
 
 def identity_of(hello: Hello) -> str:
@@ -63,8 +62,7 @@ class RankLink:
         self._identities: dict[int, bytes] = {}
         self._asks: dict[str, _Ask] = {}
         self._numbers = itertools.count(1)
-        self._name = f"hub-{secrets.token_hex(3)}"
-        """Prefix of command ids, different for each hub of the run."""
+        self._name = f"hub-{secrets.token_hex(3)}"  # Prefix of command ids, different for each hub of the run
         self._identified: dict[str, float] = {}
         self._known_at: dict[bytes, float] = {}
 
@@ -170,8 +168,7 @@ class RankHosts:
         self._host = socket.gethostname()
         self.hellos: dict[int, Hello] = {}
         """The latest of each rank, by rank."""
-        self._away: set[int] = set()
-        """Ranks whose messages an agent forwards."""
+        self._away: set[int] = set()  # Ranks whose messages an agent forwards
         self.senders: set[str] = set()
         """Sender names of the processes that have sent ``Hello``."""
 

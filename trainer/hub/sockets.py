@@ -60,8 +60,7 @@ class RemoteSockets:
         self.server_key = pair.public
 
 
-_LINGER_MS = 500
-"""Time limit at the hub's end for data not yet sent to apps: the end of the stream, and answers."""
+_LINGER_MS = 500  # Time limit at the hub's end for data not yet sent to apps: the end of the stream, and answers
 
 
 class Channels:

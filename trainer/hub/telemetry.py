@@ -32,8 +32,7 @@ MAX_OTHERS = 64
 """Maximum number of senders in a hub's lifetime: ``MAX_SENDERS`` in total, ``MAX_OTHERS`` that are not ranks."""
 LOSSES_LISTED = 1_000
 
-_NOBLOCK = int(zmq.NOBLOCK)
-"""A plain int: pyzmq handles an enum member much slower."""
+_NOBLOCK = int(zmq.NOBLOCK)  # A plain int: pyzmq handles an enum member much slower
 
 _OF_RANK = re.compile(r"rank-(\d{1,9})-\d+-\d+")
 
@@ -60,8 +59,7 @@ class Intake:
         self._known = known
         self._missed = missed
         self._loss = LossCounter()
-        self._seen: dict[str, int | None] = {}
-        """By sender: the rank that it may send messages for; None: any."""
+        self._seen: dict[str, int | None] = {}  # By sender: the rank that it may send messages for; None: any
         self._others = 0
         self._reported: set[str] = set()
         self._says_dropped: dict[str, int] = {}
@@ -163,10 +161,8 @@ class Intake:
             self._refuse(sender, reason)
 
 
-_STUCK_SECONDS = 5.0
-"""A commit that takes longer than this is reported."""
-_CLOSE_SECONDS = 90.0
-"""Time limit at the end for writing the remaining messages."""
+_STUCK_SECONDS = 5.0  # A commit that takes longer than this is reported
+_CLOSE_SECONDS = 90.0  # Time limit at the end for writing the remaining messages
 
 
 class Recorder(threading.Thread):
@@ -187,8 +183,7 @@ class Recorder(threading.Thread):
         self._then: list[Callable[[], object]] = []
         self._last = False
         self._work = threading.Event()
-        self._since: float | None = None
-        """Start of the current commit, ``time.monotonic``."""
+        self._since: float | None = None  # Start of the current commit, ``time.monotonic``
         self.agent_numbers: Callable[[], dict[str, int]] = dict
         """Called at each commit for the numbers of ``Writer.note_agent_numbers``."""
         self.received: Callable[[], dict[str, int]] = dict

@@ -19,8 +19,7 @@ from ...protocol.messages.memory import Composition, StepTrace
 from ...protocol.messages.telemetry import AllocatorEvents
 
 _LENGTH = struct.Struct("<I")
-_NICE = 10
-"""Niceness of the worker, so that training has precedence."""
+_NICE = 10  # Niceness of the worker, so that training has precedence
 
 
 class Found(msgspec.Struct, frozen=True):

@@ -30,8 +30,7 @@ from ..host.sockets import Listen, check_free, parse_listen
 
 _FLIGHT_RECORDER_NAME, _FLIGHT_RECORDER_OLD_NAME = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _FLIGHT_RECORDER_ENTRIES = "2000"
-_RENAMED_IN = (2, 9)
-"""First PyTorch version with the new name; it warns about the old one."""
+_RENAMED_IN = (2, 9)  # First PyTorch version with the new name; it warns about the old one
 
 _DEEPSPEED_FILE_ENV = "DS_ENV_FILE"
 

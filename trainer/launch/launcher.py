@@ -39,8 +39,7 @@ from .environment import executable_command, job_environment, push
 
 _FIRST_DELAY_SECONDS = 0.2
 _LONGEST_DELAY_SECONDS = 30.0
-_HEALTHY_SECONDS = 60.0
-"""After a hub has run this long, the delay before the next start is reset."""
+_HEALTHY_SECONDS = 60.0  # After a hub has run this long, the delay before the next start is reset
 
 
 class HubKeeper:

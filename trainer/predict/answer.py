@@ -273,10 +273,8 @@ _GIB = 1 << 30
 _PARTS = {"optimizer_states": "optimizer states", "master_copies": "master weights"}
 _MOST_ROWS = 4
 _MOST_LENGTHS = 5
-_LEAST_NAME = 16
-"""Minimum width of a table's first column."""
-_LEAST_SHARE = 0.005
-"""Minimum share of a peak for a part of its own; smaller parts are shown together."""
+_LEAST_NAME = 16  # Minimum width of a table's first column
+_LEAST_SHARE = 0.005  # Minimum share of a peak for a part of its own; smaller parts are shown together
 _BASIS = """\
 allocated: a dry run of DeepSpeed's engine on fake tensors; reserved: its trace through a model of PyTorch's allocator.
 NVML: reserved, and the CUDA context and NCCL's buffers as measured. Highest of a steady step.

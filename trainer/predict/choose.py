@@ -26,20 +26,15 @@ MOST_RUNS = 3
 """Full dry runs of a choice."""
 MARGIN = 0.92
 """Share of the memory for PyTorch that a chosen configuration may need: predicted reserved memory is up to 6 % off."""
-_ALIKE = 0.01
-"""Share of the highest speed within which the candidate with the least memory is chosen."""
+_ALIKE = 0.01  # Share of the highest speed within which the candidate with the least memory is chosen
 _STAGE_3 = 0.95
 """Share of its predicted speed with which ZeRO 3 competes: hooks around every layer depend on the host most."""
 LORA_RANK = 16
 _STATES = ("parameters", "gradients", "optimizer_states", "master_copies", "partitions")
-_AGAIN = 1.5
-"""Bytes gathered in a micro-step, per byte of the weights, from which most are gathered twice."""
-_GRADIENT_BYTES = 4
-"""Of a gradient that is accumulated and reduced (``zero.grad_accum_dtype``)."""
-_STATE_BYTES = 12
-"""Of a master weight and AdamW's two running averages."""
-_RECOMPUTED = 0.75
-"""Share of a layer's forward pass that checkpointing repeats: all before its last matrix product."""
+_AGAIN = 1.5  # Bytes gathered in a micro-step, per byte of the weights, from which most are gathered twice
+_GRADIENT_BYTES = 4  # Of a gradient that is accumulated and reduced (``zero.grad_accum_dtype``)
+_STATE_BYTES = 12  # Of a master weight and AdamW's two running averages
+_RECOMPUTED = 0.75  # Share of a layer's forward pass that checkpointing repeats: all before its last matrix product
 _MODULES = 9
 """Modules of a decoder layer with parameters of their own: seven projections and two norms; adapters have two each."""
 _FETCHES, _CALLS, _CALLS_OF_RANK = 3, 11, 2
@@ -51,8 +46,7 @@ _COPIED = {1: (10, 0, -4, 10), 2: (21, 18, 0, 14), 3: (20, 12, 0, 22)}
 """Bytes that kernels move for a parameter's gradient by stage: in a micro-step for the whole and for a rank's share,
 then beside micro-steps. Stage 1 adds it to a sum (the first one is written); the others cast it to fp32, divide it, and
 copy it into buckets and back (DeepSpeed's ``stage_1_and_2.py``, ``stage3.py``). From dry runs of 2 and of 8 ranks."""
-_GATHERED = 2
-"""Bytes that kernels move for a gathered byte, and for a byte of a rank's share of it."""
+_GATHERED = 2  # Bytes that kernels move for a gathered byte, and for a byte of a rank's share of it
 _OFFLOADED_COPIED, _OFFLOADED_HOST = 6, 28
 """Bytes per parameter of a rank's share that an offloaded update copies, and reads and writes on the host."""
 

@@ -98,8 +98,7 @@ _SOFTMAX = ("amax", "_softmax", "_safe_softmax")
 """Operations of a softmax, one of which is in each pattern of attention."""
 
 
-_left_out: list[bool] = []
-"""Not empty: the patterns of attention were left out of Inductor's."""
+_left_out: list[bool] = []  # Not empty: the patterns of attention were left out of Inductor's
 
 
 def _partition(divide: Any, module: GraphModule, *inputs: Any, **named: Any) -> Any:
@@ -254,8 +253,7 @@ class Plan:
         self._results: list[Any] = list(graph.output.args[0])  # type: ignore[call-overload]
         self._numbers = {node: number for number, node in enumerate(self._inputs)}
         self._recorder = _recording[0]
-        self._calls: dict[Any, Call] = {}
-        """By the kind of inputs, stream and thread, which have their own workspaces."""
+        self._calls: dict[Any, Call] = {}  # By the kind of inputs, stream and thread, which have their own workspaces
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Run the kernels; ``inputs`` is cleared, so that what nobody else holds is freed after its last use.
@@ -381,8 +379,7 @@ class Graph:
             self.owners[node] = self.owners[source] if isinstance(source, Node) and not part else node
         self._reads: dict[Node, dict[Node, float]] = {}
         """Bytes that a kernel reads of each tensor in memory to compute a node."""
-        self._held: set[Node] = set()
-        """Fused nodes that are computed once."""
+        self._held: set[Node] = set()  # Fused nodes that are computed once
         for node in self._nodes:
             self._add(node)
 

@@ -35,19 +35,13 @@ from . import answer, jobs, measure, ranks
 from .__main__ import Progress, allocator_settings, quietly
 from .choose import LORA_RANK, Candidate, Choice, Estimate, Fit, Space, choose, fit_of, fits
 
-_SAMPLE = 2000
-"""Records whose lengths are read."""
-_LONGEST = 4096
-"""Largest sequence length that is chosen."""
+_SAMPLE = 2000  # Records whose lengths are read
+_LONGEST = 4096  # Largest sequence length that is chosen
 _LEAST = 1024
-_LENGTHS = 0.995
-"""Share of the records that fit a chosen sequence length."""
-_FIT_TOKENS = 4096
-"""Least tokens of the first point of a fit: the loss is computed in chunks, which grow up to there."""
-_CPU_TOKENS = 4096
-"""Tokens of a micro-batch on the CPU."""
-_STAND_IN = "A100 80 GB"
-"""Kind whose rates order the candidates for a GPU without known rates."""
+_LENGTHS = 0.995  # Share of the records that fit a chosen sequence length
+_FIT_TOKENS = 4096  # Least tokens of the first point of a fit: the loss is computed in chunks, which grow up to there
+_CPU_TOKENS = 4096  # Tokens of a micro-batch on the CPU
+_STAND_IN = "A100 80 GB"  # Kind whose rates order the candidates for a GPU without known rates
 
 
 class Machine(NamedTuple):

@@ -25,8 +25,7 @@ from .result import Phase, Rank
 
 H200 = next(gpu for gpu in GPUS if gpu.pattern == "H200")
 _WARM_UP_LENGTH = 8
-_MOST_CHARACTERS = 300
-"""Limit of a library's refusal, which may continue with values or a list of kernels."""
+_MOST_CHARACTERS = 300  # Limit of a library's refusal, which may continue with values or a list of kernels
 _PYDANTIC = re.compile(r"\d+ validation errors? for \w+ (\S+) (.*?) \[type=")
 
 
@@ -68,8 +67,7 @@ _LOOK_FOR_CUDA = ("torch._dynamo", "bitsandbytes")
 """Imported before the fake GPU: one makes tables of torch.cuda's functions, the other needs the real ones."""
 
 
-_modes: list[Any] = []
-"""The mode of this process's fake tensors, in which compiled layers have been traced."""
+_modes: list[Any] = []  # The mode of this process's fake tensors, in which compiled layers have been traced
 
 
 class DryRun:
@@ -210,8 +208,7 @@ class DryRun:
         rank = Rank(self._rank, dict(self._phases), self.trace.host_peak)
         return Measured(rank, list(self.trace.events), work, micro_step, start)
 
-    _updates_alone = False
-    """Whether the passes of a second step allocate what those of the first did."""
+    _updates_alone = False  # Whether the passes of a second step allocate what those of the first did
 
     def _update_again(self, first: int) -> bool:
         """Record a second step with the passes of the first one, since an event; return whether they repeat."""

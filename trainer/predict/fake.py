@@ -242,10 +242,8 @@ _RETURN_ONE = {
 A ``c10::Stream`` is returned in both: the device ``cuda:0`` in the first, the number of the stream in the second.
 """
 _CUDA = 1  # c10::DeviceType::CUDA
-_METHODS = 64
-"""Methods per table, more than either interface has."""
-_HEAD = 2
-"""Words of a method table before its first method (Itanium C++ ABI: offset to top, type information)."""
+_METHODS = 64  # Methods per table, more than either interface has
+_HEAD = 2  # Words of a method table before its first method (Itanium C++ ABI: offset to top, type information)
 _HOOKS = range(2, 7)
 """``AcceleratorHooksInterface``: isBuilt, isAvailable, hasPrimaryContext, init, deviceCount, after two destructors."""
 
@@ -587,8 +585,7 @@ def _warm_up(model: Any, quantizer: Any) -> None:
 
 
 _FEW_ROWS = 128
-_CHUNK = 1 << 16
-"""Elements per block of a kernel over many tensors: ``MultiTensorApply.cuh``."""
+_CHUNK = 1 << 16  # Elements per block of a kernel over many tensors: ``MultiTensorApply.cuh``
 
 
 def _workspaces(capability: tuple[int, int]) -> Hidden:

@@ -35,10 +35,8 @@ CLOSE = 0.8
 """Share of the best predicted speed from which a candidate is measured: predicted times are up to 20 % off."""
 MOST = 3
 """Candidates that are measured."""
-_WARM_UP = 3
-"""First steps, without time: they compile, and allocate what stays."""
-_SECONDS = 10.0
-"""Time of the measured steps."""
+_WARM_UP = 3  # First steps, without time: they compile, and allocate what stays
+_SECONDS = 10.0  # Time of the measured steps
 _MOST_STEPS = 20
 _LIMIT_SECONDS = 300.0
 _NOTHING_KEPT = (

@@ -29,12 +29,9 @@ if TYPE_CHECKING:
     from .dry import DryRun
     from .record import Event
 
-_MOST_TOGETHER = 8
-"""Maximum number of dry runs at a time; each uses one core, and one of an 8B some 150 MB of its own."""
-_MOST_RANKS = 8
-"""Maximum number of ranks run; others get the figures of the nearest one."""
-_TRACEBACK = 113
-"""Exit status of a forked process that has printed a traceback; scripts rarely use it."""
+_MOST_TOGETHER = 8  # Maximum number of dry runs at a time; each uses one core, and one of an 8B some 150 MB of its own
+_MOST_RANKS = 8  # Maximum number of ranks run; others get the figures of the nearest one
+_TRACEBACK = 113  # Exit status of a forked process that has printed a traceback; scripts rarely use it
 
 
 class Outcome(msgspec.Struct, frozen=True):

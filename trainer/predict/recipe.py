@@ -251,8 +251,7 @@ def of_sample(pairs_a_token: float) -> Documents:
     return Documents(pairs_a_token, _ANY, [_ANY])
 
 
-_ANY = 1 << 40
-"""Tokens of a document that is longer than any row."""
+_ANY = 1 << 40  # Tokens of a document that is longer than any row
 
 
 _UNSUPPORTED = {

@@ -591,8 +591,7 @@ _MORE_IN_VAIN = 290
 H200, with documents of 38 to 2,048 tokens, and for full rows."""
 _BORDERS = {"_varlen_attn": 3, "_varlen_attn_backward": 6, "attend": 3, "attend_backward": 6}
 """Position of the borders between the documents of packed rows."""
-_ADAM_MOVES = 7 / 4
-"""A fused Adam reads a parameter, its gradient and two states, and writes all but the gradient."""
+_ADAM_MOVES = 7 / 4  # A fused Adam reads a parameter, its gradient and two states, and writes all but the gradient
 
 Counted = Operation | tuple[Collective, int, bool] | str
 """What is counted: operations, collectives by their bytes and whether they overlap computation, and ``_TOTALS``."""
@@ -621,8 +620,7 @@ class Counting:
         self._counts: Counter[Counted] = Counter()
         self.fetches = 0.0
         """Gathers of modules' parameters by ZeRO-3 (``Work.fetches``)."""
-        self._starts: list[tuple[int, Work]] = []
-        """Weight of each micro-step, and the work before it."""
+        self._starts: list[tuple[int, Work]] = []  # Weight of each micro-step, and the work before it
 
     def counted(self) -> Counter[Counted]:
         """Return a copy of the counts."""
@@ -861,8 +859,7 @@ class Recorder(TorchDispatchMode):
         self.in_backward = False
         self.vocabulary = 0
         """Tokens of the model's vocabulary; 0: not known, and logits are not told apart."""
-        self._recomputing = -1
-        """Event at which the recomputation of checkpointed layers began; -1: none is under way."""
+        self._recomputing = -1  # Event at which the recomputation of checkpointed layers began; -1: none is under way
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -247,8 +247,7 @@ class Prediction(msgspec.Struct, frozen=True):
 
 
 _CONFIG = "config.json"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""``organisation/model`` or ``model``."""
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # ``organisation/model`` or ``model``
 _NOT_FOUND = {
     "is not a valid model identifier": "no such folder or file, and no such model on the Hugging Face hub",
     "is not a local folder": "no such folder or file, and no such model on the Hugging Face hub",

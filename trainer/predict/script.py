@@ -57,8 +57,7 @@ def refused(error: type[BaseException]) -> Generator[None]:
 
 
 _FLAGS = "use --model and --deepspeed instead"
-_MOST_SECONDS = 900
-"""Time limit within which a script must call ``deepspeed.initialize``."""
+_MOST_SECONDS = 900  # Time limit within which a script must call ``deepspeed.initialize``
 _MOST_CHARACTERS = 240
 _ASSUMED = "the script was run up to deepspeed.initialize; steps are of a plain loop on input_ids and labels"
 ADAMS = ("Adam", "AdamW", "FusedAdam")
@@ -99,8 +98,7 @@ class ScriptRun(DryRun):
     ) -> None:
         self._launched = launched
         self._only_inputs = job is None
-        self._kept: BaseException | None = None
-        """Keeps the script's frames, and so its objects, alive."""
+        self._kept: BaseException | None = None  # Keeps the script's frames, and so its objects, alive
         self.inputs: ScriptInputs | None = None
         self.notes = [_ASSUMED]
         super().__init__(job or Job(None, {}, ranks, allocator=allocator, gpu=gpu), rank)

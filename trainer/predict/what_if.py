@@ -186,10 +186,8 @@ class _Found(NamedTuple):
     fitted: bool = False
 
 
-_UNSURE = 0.08
-"""Share of the capacity around which a fitted need does not decide: fitted needs were up to 6 % off."""
-_UNSURE_OF_FEW = 0.15
-"""The same of needs fitted to a few layers: some were 12 % too low."""
+_UNSURE = 0.08  # Share of the capacity around which a fitted need does not decide: fitted needs were up to 6 % off
+_UNSURE_OF_FEW = 0.15  # The same of needs fitted to a few layers: some were 12 % too low
 
 
 class _Pieces:
@@ -578,10 +576,8 @@ def _flags(given: argparse.Namespace) -> Iterator[Kind]:
 
 CONFIRMED = (0.99, 0.97, 0.95)
 """Shares of a fitting length that must fit, too: memory does not grow evenly with the length."""
-_MOST_TOKENS = 1 << 24
-"""Maximum tokens of a micro-batch."""
-_MOST_POSITIONS = 1 << 20
-"""Maximum length if a model's own is not known."""
+_MOST_TOKENS = 1 << 24  # Maximum tokens of a micro-batch
+_MOST_POSITIONS = 1 << 20  # Maximum length if a model's own is not known
 _MOST_ROWS = 1024
 
 Run = Callable[[list[int]], dict[int, Point]]

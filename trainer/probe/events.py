@@ -314,15 +314,12 @@ class TorchEvents(Events):
         self.leaving_group = training.introduction.note_backend
         """The process groups are about to be destroyed; the hello, which names their backend, may be sent later."""
         self._edits = Edits()
-        self._sought = 0
-        """Backwards whose parameters were noted."""
-        self._limits = True
-        """Whether the last clipping had a limit, rather than only to read the norm."""
+        self._sought = 0  # Backwards whose parameters were noted
+        self._limits = True  # Whether the last clipping had a limit, rather than only to read the norm
         self._attended = self._labelled = self._aligned = 0
         self._received_in: tuple[Any, int] = None, 0
         """Notes and number of the micro-batch whose labels were read last from a forward."""
-        self._without_labels: Any = None
-        """The last of the notes' received batches, if its loss will have the labels."""
+        self._without_labels: Any = None  # The last of the notes' received batches, if its loss will have the labels
 
     def zeroing(self, owner: Any) -> None:
         """An optimizer or a module sets its gradients to zero."""

@@ -17,8 +17,7 @@ from types import FrameType
 
 import psutil
 
-_GRACE_SECONDS = 30.0
-"""Time from SIGTERM to SIGKILL."""
+_GRACE_SECONDS = 30.0  # Time from SIGTERM to SIGKILL
 _OWN_END_SECONDS = 1.0
 """Time after a failure in which other ranks, which often fail of the same error, report it and end by themselves."""
 

@@ -33,8 +33,7 @@ from .monitor import activity, probe
 from .state import TrainState
 from .step import ProgressLines, Stepper
 
-_TRIES = 24
-"""Limit of updates with overflowing fp16 gradients, each of which halves the loss scale."""
+_TRIES = 24  # Limit of updates with overflowing fp16 gradients, each of which halves the loss scale
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_is_gradient_accumulation_boundary")
 
 

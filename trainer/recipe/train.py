@@ -160,8 +160,7 @@ def _prepare_output(config: Config, output: Path, keep: bool) -> None:
             shutil.rmtree(output / old, ignore_errors=True)
 
 
-_claimed: list[IO[str]] = []
-"""Locked files, which stay open until the process ends."""
+_claimed: list[IO[str]] = []  # Locked files, which stay open until the process ends
 
 
 def _claim(output: Path) -> None:

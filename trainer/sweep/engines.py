@@ -234,10 +234,8 @@ class Jobs:
 
     def __init__(self, of: Engine, session: Session, gpus: Callable[[Settings], int], most: int) -> None:
         self._engine, self._session = of, session
-        self._gpus = gpus
-        """GPUs of a configuration's job."""
-        self._most = most
-        """Jobs at a time."""
+        self._gpus = gpus  # GPUs of a configuration's job
+        self._most = most  # Jobs at a time
         self._open: dict[str, tuple[Planned, int, float]] = {}
         """Configuration, repeat and time of the submission, by number."""
         self._attempts: Counter[tuple[str, int]] = Counter()

@@ -29,8 +29,7 @@ from .. import processes
 from ..processes import Process
 from .kill import sweep, why_stays
 
-_SETTLED_SECONDS = 60.0
-"""Seconds after a run's end in which its other hosts end their leftover processes."""
+_SETTLED_SECONDS = 60.0  # Seconds after a run's end in which its other hosts end their leftover processes
 _ANSWER_SECONDS = 2.0
 
 

@@ -226,8 +226,7 @@ def verdict(before: GpuUse | None, after: GpuUse | None) -> tuple[bool, str]:
 
 _LINE = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)[^)]*\): (?P<code>\d+)")
 """As in ``NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off the bus.``"""
-_MOST = 256
-"""Maximum number of records read per call."""
+_MOST = 256  # Maximum number of records read per call
 
 
 def read_xid(record: str, host: str, now: float) -> Xid | None:

@@ -57,8 +57,7 @@ class Disks:
         self._statvfs = statvfs
         self._root = root
         self._outputs: dict[int, str] = {}
-        self._volumes: dict[int, Place] = {}
-        """Directory and use, by device number."""
+        self._volumes: dict[int, Place] = {}  # Directory and use, by device number
         self._searched = -SEARCH_SECONDS
         self._sent: dict[str, int] = {}
         self._sent_at = -SEND_SECONDS

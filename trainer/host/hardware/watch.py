@@ -21,8 +21,7 @@ from .gpus import Nvml, Xids
 from .host import Disks, HostLoad
 
 INTERVAL_S = 2.0
-_KEPT = 4096
-"""Maximum number of messages kept between polls; the oldest are dropped first."""
+_KEPT = 4096  # Maximum number of messages kept between polls; the oldest are dropped first
 M = TypeVar("M")
 
 

@@ -69,12 +69,10 @@ _SOCK_DIAG = 4
 _BY_FAMILY = 20
 _REQUEST_DUMP = 0x301
 _DONE, _ERROR = 3, 2
-_INFO = 2
-"""INET_DIAG_INFO: the attribute that holds ``struct tcp_info``."""
+_INFO = 2  # INET_DIAG_INFO: the attribute that holds ``struct tcp_info``
 _MESSAGE_BYTES = 72
 _INODE_AT = 68
-_ACKED_AT = 120
-"""Offset of ``tcpi_bytes_acked``, followed by ``tcpi_bytes_received``; Linux 4.1."""
+_ACKED_AT = 120  # Offset of ``tcpi_bytes_acked``, followed by ``tcpi_bytes_received``; Linux 4.1
 _TIMEOUT_SECONDS = 0.5
 _LARGEST_REPLY = 1 << 18
 
@@ -127,8 +125,7 @@ def _parts(data: bytes, head: str, head_bytes: int) -> Iterator[tuple[int, bytes
 _OWN_THREADS = ("ZMQbg", "ftmon", "pt_", "gloo_", "NCCL")
 """Threads of the monitor's sockets, of PyTorch's watchdogs and of communication libraries. They poll many times a
 second and forward data of other ranks, which is not work of the script."""
-_LOADER_WORKER = "pt_data_worker"
-"""PyTorch's name for a worker's main thread."""
+_LOADER_WORKER = "pt_data_worker"  # PyTorch's name for a worker's main thread
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 

@@ -163,8 +163,7 @@ class CudaMemory:
         return reset
 
 
-_RELAXED = 2
-"""``CU_STREAM_CAPTURE_MODE_RELAXED``."""
+_RELAXED = 2  # ``CU_STREAM_CAPTURE_MODE_RELAXED``
 under_way = 0
 """Number of captures of CUDA graphs that have begun and not ended; work recorded into one would be replayed for ever.
 
@@ -337,8 +336,7 @@ _unread: "list[_Buffer]" = []
 """Of scalars that were dropped before their copies were there: kept, as memory that is freed may be another's."""
 _total = 0
 _is_sought = False
-_driver: Any = None
-"""The driver's copy; None: not sought yet, or not to be had. With it come two functions of PyTorch."""
+_driver: Any = None  # The driver's copy; None: not sought yet, or not to be had. With it come two functions of PyTorch.
 _stream_of: Any = None
 _current: Any = None
 

@@ -51,8 +51,7 @@ _PIECES: tuple[tuple[Place, ...], ...] = (
     ),
 )
 """Fields that are adjacent in every known version, as 64-bit integers in this order."""
-_GAP_BYTES = 128
-"""Largest gap between two pieces."""
+_GAP_BYTES = 128  # Largest gap between two pieces
 _POINTER = struct.Struct("P")
 _WORD = _POINTER.size
 

@@ -109,8 +109,7 @@ def _is_normalised_over_ranks(trainer: Any, num_items_in_batch: Any = None, *_ar
     return num_items_in_batch is not None and bool(getattr(trainer.args, "average_tokens_across_devices", False))
 
 
-_UNDER_WAY = 2
-"""Batches that a loader has fetched when it returns the first of them; earlier ones were left out."""
+_UNDER_WAY = 2  # Batches that a loader has fetched when it returns the first of them; earlier ones were left out
 
 
 def install(module: ModuleType) -> None:

@@ -304,8 +304,7 @@ _CALLS = {"x86_64": (230, 202), "aarch64": (115, 98)}  # clock_nanosleep(2), fut
 _ABSOLUTE = 1  # TIMER_ABSTIME of clock_nanosleep(2)
 _WAIT_BITSET, _OF_COMMAND, _REAL_TIME = 9, 0x7F, 256
 """FUTEX_WAIT_BITSET, whose deadline is absolute; the bits of the command; FUTEX_CLOCK_REALTIME."""
-_LOADER_WORKER = "pt_data_worker"
-"""PyTorch's name for the process."""
+_LOADER_WORKER = "pt_data_worker"  # PyTorch's name for the process
 
 
 def waits_for_a_time(thread: int) -> bool:
@@ -359,8 +358,7 @@ def first_worker_awake(pid: int) -> float | None:
 SIGNAL = signal.SIGRTMAX - 9
 """A real-time signal that no library of this field uses."""
 _WORKER_FILE = "ftmon-worker"
-_WORKER_SECONDS = 0.1
-"""A worker that has not answered after this is in native code."""
+_WORKER_SECONDS = 0.1  # A worker that has not answered after this is in native code
 _MOST_WORKERS = 8
 
 

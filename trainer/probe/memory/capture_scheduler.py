@@ -43,10 +43,8 @@ class CaptureScheduler:
         self._capture: StepCapture | None = None
         self._cleared = 0
         self._captured = self._reserved = 0
-        self._decides = 0.0
-        """When the recorder is next switched."""
-        self._entries = 0
-        """Entries of the latest captured step."""
+        self._decides = 0.0  # When the recorder is next switched
+        self._entries = 0  # Entries of the latest captured step
         self._next = 0.0
         self._reason: Any = ""
         self._answers: list[Answer] = []

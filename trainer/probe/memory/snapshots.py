@@ -240,8 +240,7 @@ class CaptureContext:
     send: Callable[[wire.Message], None]
 
 
-_STEPS = 256
-"""Number of steps kept: more than any recording of the allocator covers."""
+_STEPS = 256  # Number of steps kept: more than any recording of the allocator covers
 
 _Begun = tuple[str, int]
 
@@ -311,8 +310,7 @@ class Snapshots:
         self._pace, self._recording, self._send = context.pace, context.recording, context.send
         self._wanted: list[tuple[str, Answer]] = []
         self._from_step = 0
-        self._deadline = 0.0
-        """0: stacks are not recorded yet, as the recorder may be in use elsewhere."""
+        self._deadline = 0.0  # 0: stacks are not recorded yet, as the recorder may be in use elsewhere
 
     def want(self, reason: str, answer: Answer) -> None:
         """Schedule a snapshot after one recorded step, or after a time without one; ``answer`` receives the result."""

@@ -117,8 +117,7 @@ class Console:
     def __init__(self, frames: list[FrameType], requested: int, device: Any) -> None:
         self._frames, self._requested, self._device = frames, requested, device
         self._at = len(frames) - 1
-        self._running: list[dict[str, Any]] = []
-        """Namespaces of running code, which keep their values alive."""
+        self._running: list[dict[str, Any]] = []  # Namespaces of running code, which keep their values alive
 
     @property
     def place(self) -> str:

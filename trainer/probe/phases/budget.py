@@ -108,8 +108,7 @@ class Unusual:
     """Looks for steps that are unlike those before: the following ones are read in full. For the publisher."""
 
     def __init__(self) -> None:
-        self._highest = 0
-        """The peak that was unusual last: a slow growth adds up to another one."""
+        self._highest = 0  # The peak that was unusual last: a slow growth adds up to another one
         self._before: tuple[bool, bool, int, int] | None = None
         self._recent: tuple[deque[float], deque[float]] = deque(maxlen=WINDOW), deque(maxlen=WINDOW)
         """Sizes of the latest losses and norms."""

@@ -50,13 +50,11 @@ class Forwards:
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._latest: Any = nothing
         self._version = 0
-        self._matched = False
-        """Whether a module was found whose parameters a known optimizer updates."""
+        self._matched = False  # Whether a module was found whose parameters a known optimizer updates
         self._open: list[tuple[int, str]] = []
         """Undecided marks: index into ``_marks``, and the mark's phase if the stretch is training (else ``eval``)."""
         self._marks: Any = None
-        self._has_graph = False
-        """Whether the trained model had a forward with gradients and no backward since."""
+        self._has_graph = False  # Whether the trained model had a forward with gradients and no backward since
         self._trains_in_eval_mode = False
         """Whether a backward followed a forward in evaluation mode, which then is no evidence (frozen batch norms)."""
 

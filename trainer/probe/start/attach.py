@@ -21,8 +21,7 @@ from ....protocol.run.environment import RANK_PID_ENV, RUN_ENV
 from .. import guard
 from .activate import await_frameworks, leave_to_parent
 
-_KEPT: list[Any] = []
-"""The pending call: freed while it waits, it would end the process."""
+_KEPT: list[Any] = []  # The pending call: freed while it waits, it would end the process
 
 
 def attach_running(run: str, report: str) -> None:

@@ -21,8 +21,7 @@ from ..loop.training import Training
 from ..phases.tracker import StopRequest
 
 _TRACEBACK_LIMIT = 16_384
-_OWN = "_ftmon_handler"
-"""Attribute of a reporting handler: the script's own."""
+_OWN = "_ftmon_handler"  # Attribute of a reporting handler: the script's own
 
 
 def install(training: Training, stop: StopRequest, publisher: Publisher) -> None:

@@ -230,15 +230,11 @@ class FetchedBatches:
 
     def __init__(self) -> None:
         self._queue: _Queue | None = None
-        self._used: _Queue | None = None
-        """The queue of the latest forward."""
+        self._used: _Queue | None = None  # The queue of the latest forward
         self._notes: Notes | None = None
-        self._micro_steps = 0
-        """Notes of the step of the latest forward, and its micro-steps before that forward."""
-        self._taken: list[OnHost | None] = []
-        """What the forwards of that step were given."""
-        self._repeated: deque[OnHost | None] | None = None
-        """During a replay: what its forwards are given again."""
+        self._micro_steps = 0  # Notes of the step of the latest forward, and its micro-steps before that forward
+        self._taken: list[OnHost | None] = []  # What the forwards of that step were given
+        self._repeated: deque[OnHost | None] | None = None  # During a replay: what its forwards are given again
 
     def add(self, iterator: Any, notes: Notes, found: Any) -> None:
         """Add a batch of a dataloader's iterator; ``notes``: of the unfinished step."""

@@ -15,8 +15,7 @@ import torch
 from ....protocol.messages.telemetry import LostEdit
 from ..rank.model import Trained
 
-_MOST = 64
-"""Parameters of one context that are compared."""
+_MOST = 64  # Parameters of one context that are compared
 _NAMED = 8
 
 

@@ -26,10 +26,8 @@ ALIGNED = 4
 """Steps at the beginning in which the labels of a loss are compared with the inputs."""
 ALIGNED_EVERY = 500
 """Steps between later comparisons: the loop stays what it is."""
-_LABELS = 8
-"""Labels of a micro-batch that are enough for that."""
-_ALIKE = 0.98
-"""Share of equal ones that is no accident."""
+_LABELS = 8  # Labels of a micro-batch that are enough for that
+_ALIKE = 0.98  # Share of equal ones that is no accident
 EVERY = 50
 """Steps between later examinations, at least: the steps that are examined are full ones (``phases.budget``)."""
 SAMPLED = 256
@@ -43,12 +41,9 @@ ROUNDED = 64
 """An update rounds a 16-bit weight by less than such a part of it."""
 """Updates at the beginning before which weights are sampled, too."""
 _BIDIRECTIONAL = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
-_MOST_NODES = 12
-"""Operations between a cross entropy and the loss that goes backward."""
-_MOST_ROWS = 8
-"""Tensors of token ids in the graph of a loss."""
-_MOST_FRAMES = 32
-"""Frames between the function that makes a mask and the forward with the labels."""
+_MOST_NODES = 12  # Operations between a cross entropy and the loss that goes backward
+_MOST_ROWS = 8  # Tensors of token ids in the graph of a loss
+_MOST_FRAMES = 32  # Frames between the function that makes a mask and the forward with the labels
 _LIBRARIES = frozenset(("torch", "torchvision", "timm", "transformers", "peft", "diffusers", "deepspeed", "fairscale"))
 """Whose layers with a dropout are known by their names and attributes."""
 _MOST_BYTES = 1 << 18
@@ -369,12 +364,9 @@ class SignReader:
         """Micro-batches whose tokens were read, and the last steps whose masks, labels and labels of the loss were."""
         self._broken = False
         self._weights: dict[int, bytes] = {}
-        self._before: list[bytes] = []
-        """Those before the latest update before which weights were sampled."""
-        self._put_back = 0
-        """How often they were the same as before the update before, which had changed them."""
-        self._shifted = ""
-        """How labels were shifted when they were looked at last, if not once."""
+        self._before: list[bytes] = []  # Those before the latest update before which weights were sampled
+        self._put_back = 0  # How often they were the same as before the update before, which had changed them
+        self._shifted = ""  # How labels were shifted when they were looked at last, if not once
         self._batch = self._repeated = 0
         """Fingerprint of the last micro-batch, and how many of the step had that of the one before."""
 

@@ -11,8 +11,7 @@ from ....protocol.errors import UsageError
 BASE = "base"
 """Name of the model without adapters."""
 _GAP = "  |  "
-_NARROWEST = 20
-"""Characters of a column; narrower ones are written one below the other."""
+_NARROWEST = 20  # Characters of a column; narrower ones are written one below the other
 
 
 def parse(given: Sequence[str]) -> dict[str, str]:

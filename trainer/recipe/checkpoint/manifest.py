@@ -22,8 +22,7 @@ from ..state import TrainState
 
 NAME = "manifest.json"
 _CHUNK_BYTES = 8 << 20
-_SHOWN = 60
-"""Characters of a value in an error."""
+_SHOWN = 60  # Characters of a value in an error
 
 
 class File(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -31,8 +31,7 @@ from ..state import TrainState
 from . import manifest, space
 from .manifest import Base, File, Manifest
 
-_MARGIN = 1.25
-"""Free host memory that a copy needs, as a multiple of its size."""
+_MARGIN = 1.25  # Free host memory that a copy needs, as a multiple of its size
 
 
 class Writer(TorchCheckpointEngine):
@@ -176,10 +175,8 @@ def tensor_bytes(value: Any) -> int:
     return sum(one.numel() * one.element_size() for one in tree_leaves(value) if isinstance(one, torch.Tensor))
 
 
-_SAMPLE_BYTES = 16 << 20
-"""Bytes of a file's tensors that a rehearsal writes."""
-_SAMPLE_ELEMENTS = 64
-"""Elements that it writes of each tensor at least."""
+_SAMPLE_BYTES = 16 << 20  # Bytes of a file's tensors that a rehearsal writes
+_SAMPLE_ELEMENTS = 64  # Elements that it writes of each tensor at least
 
 
 def sample(value: Any) -> Any:
@@ -277,8 +274,7 @@ class Checkpoints:
         self._store: Any = dist.distributed_c10d.PrefixStore(
             "ftmon-checkpoint", dist.distributed_c10d._get_default_store()
         )
-        self._bytes = 0
-        """Size of a checkpoint, known to rank 0 once one was measured or written; 0 before."""
+        self._bytes = 0  # Size of a checkpoint, known to rank 0 once one was measured or written; 0 before
         self._serial = 0
         self._thread: threading.Thread | None = None
         self._said = False
@@ -506,8 +502,7 @@ def trained(model: Any) -> list[str]:
     return [name for name, one in model.named_parameters() if one.requires_grad]
 
 
-_PIECE = 1 << 24
-"""Elements summed at once: 128 MiB as 64-bit integers."""
+_PIECE = 1 << 24  # Elements summed at once: 128 MiB as 64-bit integers
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -12,8 +12,7 @@ from ..config.schema import Config
 from . import manifest
 
 _GIB = 2**30
-_MARGIN = 1.02
-"""Files are a little larger than their tensors."""
+_MARGIN = 1.02  # Files are a little larger than their tensors
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

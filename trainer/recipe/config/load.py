@@ -150,14 +150,11 @@ _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 MOST_CHARACTERS = 4096
 """Longest text value: as long as a path can be."""
 
-_LONGEST_KEY = 200
-"""Longer keys get no suggestion."""
+_LONGEST_KEY = 200  # Longer keys get no suggestion
 
-_LONGEST_INTEGER = 20
-"""Characters of a whole number in a free-form value; longer ones are read as floats."""
+_LONGEST_INTEGER = 20  # Characters of a whole number in a free-form value; longer ones are read as floats
 
-_DEPTH = 16
-"""Nesting limit of a free-form value; an alias to itself never ends."""
+_DEPTH = 16  # Nesting limit of a free-form value; an alias to itself never ends
 
 
 class Places(dict[str, str]):

@@ -491,8 +491,7 @@ class Source:
     blank: Sequence[str] = ()
 
     def __init__(self, rows: Any, name: str, digest: str, places: Sequence[object] = ()) -> None:
-        self._rows = rows
-        """Sequence of records; a ``RefusedError`` in it stands for one."""
+        self._rows = rows  # Sequence of records; a ``RefusedError`` in it stands for one
         self._name = name
         self.digest = digest
         self._places = places

@@ -227,8 +227,7 @@ def held_out(folder: Path, config: Config) -> Examples:
     return _examples(documents, numpy.flatnonzero(_set_aside(documents, config)), config, packing=False)
 
 
-_LEAST_RECORDS = 1_000
-"""Records of which some are held out by default: 20, for losses that mean something."""
+_LEAST_RECORDS = 1_000  # Records of which some are held out by default: 20, for losses that mean something
 _HELD_OUT = 0.02
 _LEAST_EXAMPLES = 20
 _EVALUATIONS = 10

@@ -171,8 +171,7 @@ _MARKERS = re.compile(
 )
 _WORDS = {"none", "null", "nan", "undefined", "n/a", "<na>"}
 _GARBLED = re.compile("\ufffd|\u00c3[\u0080-\u00bf\u00a0-\u00ff]|\u00e2\u20ac|\u00c2[\u00a0-\u00bf]")
-_LONG_ANSWER = 8
-"""Tokens of the shortest answer that is not expected twice."""
+_LONG_ANSWER = 8  # Tokens of the shortest answer that is not expected twice
 
 
 class Sample(msgspec.Struct):

@@ -38,8 +38,7 @@ def check_settings(loaded: Loaded, device: str) -> None:
     _refuse(loaded, _rules(loaded.config, device == "cpu"))
 
 
-_Rule = tuple[object, str, str]
-"""Whether a setting is refused, its dotted path, and why."""
+_Rule = tuple[object, str, str]  # Whether a setting is refused, its dotted path, and why
 
 
 def _refuse(loaded: Loaded, rules: Iterable[_Rule]) -> None:

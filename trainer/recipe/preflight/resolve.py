@@ -26,8 +26,7 @@ from ..support import learning_rate
 from . import consistency, ds_keys
 from .consistency import check_batch, check_dtypes, check_fault, check_lengths, check_settings, optimizer_refusal
 
-_SMALL = 2_000_000_000
-"""Parameters whose gradients take a tenth of a GPU of 80 GB in fp32."""
+_SMALL = 2_000_000_000  # Parameters whose gradients take a tenth of a GPU of 80 GB in fp32
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")
 
 
