@@ -141,8 +141,6 @@ class OpenTelemetry:
 
 
 class _Collect(SpanProcessor):
-    """Appends each sampled span that has ended to a list."""
-
     def __init__(self, finished: list[ReadableSpan]) -> None:
         self._finished = finished
 

@@ -106,8 +106,6 @@ _JOIN: Mapping[str, Callable[[Sequence[tuple[float, int]]], float]] = {
 
 
 class _Pending:
-    """A step that not all ranks have reported."""
-
     def __init__(self, since: float) -> None:
         self.since = since
         self.time = since

@@ -78,7 +78,6 @@ class _File:
         return ([skipped] if skipped else []) + _thinned(self._split(data, now), quota)
 
     def take_unfinished(self) -> list[str]:
-        """Return the unfinished line, if any."""
         text, self.partial = self._text(self.partial), b""
         return [text] if text and text != self.last_bar else []
 

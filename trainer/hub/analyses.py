@@ -306,7 +306,6 @@ class TraceAnalysis:
             self._end_worker()
 
     def _found(self, sender: str, body: bytes, era: int, found: Found) -> None:
-        """Emit the worker's results. Main loop."""
         self._bytes -= len(body)
         if found.error:
             self.dropped += 1

@@ -164,7 +164,6 @@ class _Caller:
         """Whether the command arrived over TCP."""
 
     def answer(self, message: Accepted | Result) -> None:
-        """Send an answer; errors are ignored if the caller has disconnected."""
         frames = [self._identity, *wire.encode("hub", 0, time.time(), message)]
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart(frames, zmq.NOBLOCK)

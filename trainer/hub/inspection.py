@@ -458,7 +458,6 @@ class StallProbe:
 
 
 def _dump_of(tracked: TrackedRank | None) -> SelfDump | None:
-    """Return how a rank's stacks are written on a signal."""
     return tracked.hello.self_dump if tracked is not None and tracked.hello is not None else None
 
 

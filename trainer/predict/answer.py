@@ -444,7 +444,6 @@ def _fits(point: Point, prediction: Prediction) -> str:
 
 
 def _data(prediction: Prediction) -> str:
-    """Return the steps of the data set's first epoch that do not fit."""
     risk = prediction.data
     if risk is None:
         return ""
@@ -469,7 +468,6 @@ def _risky(step: RiskyStep) -> str:
 
 
 def _largest(prediction: Prediction) -> str:
-    """Return the table of the largest lengths and micro-batches."""
     if not prediction.largest:
         return ""
     longest = max(prediction.points, key=lambda point: point.sequence_length)

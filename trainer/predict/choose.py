@@ -324,7 +324,6 @@ def _line(fit: Fit, tokens: int) -> tuple[float, float]:
 
 
 def _phase_bytes(fit: Fit, candidate: Candidate, ranks: int, phase: str, tokens: int) -> float:
-    """Return the highest allocated memory of a phase."""
     first, second = _line(fit, tokens)
     parts = fit.first.parts[phase]
     sizes = {
@@ -357,7 +356,6 @@ def _states_bytes(fit: Fit, candidate: Candidate, ranks: int, phase: str, weight
 
 
 def _work(fit: Fit, candidate: Candidate, ranks: int, tokens: int) -> Work:
-    """Return the work of a step."""
     first, second = _line(fit, tokens)
     micro_step = combined([(fit.first.micro_step, first), (fit.second.micro_step, second)])
     rest = fit.first.rest

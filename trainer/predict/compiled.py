@@ -167,8 +167,6 @@ class Call(NamedTuple):
 
 
 class _Inputs:
-    """A graph's inputs, before it is called."""
-
     def __init__(self, recorder: Recorder, inputs: list[Any]) -> None:
         self.count = len(inputs)
         self.offsets: list[int] = []

@@ -331,8 +331,6 @@ def _space(config: Config, loaded: Loaded, machine: Machine, count: int, rows: i
 
 
 class _Runs:
-    """Dry runs of candidates."""
-
     def __init__(
         self, given: argparse.Namespace, loaded: Loaded, space: Space, data: Data, tell: Callable[[str], None]
     ) -> None:
@@ -379,7 +377,6 @@ class _Runs:
         return fit_of(candidate, run, [(first * length, outcomes[0]), (4 * first * length, outcomes[1])])
 
     def run(self, candidate: Candidate) -> tuple[int, float]:
-        """Return the needed bytes and the step seconds of a candidate."""
         self._say(candidate, "checking")
         space = self._space
         ends = sorted({0, space.ranks - 1}) if candidate.stage in (1, 2) else None
@@ -393,15 +390,8 @@ class _Runs:
 
 
 _KEYS = (
-    "model.gradient_checkpointing",
-    "model.compile",
-    "model.quantization",
-    "lora.rank",
-    "data.packing",
-    "zero.stage",
-    "zero.offload_optimizer",
-    "training.sequence_length",
-    "training.micro_batch",
+    *("model.gradient_checkpointing", "model.compile", "model.quantization", "lora.rank", "data.packing"),
+    *("zero.stage", "zero.offload_optimizer", "training.sequence_length", "training.micro_batch"),
     "training.grad_accumulation",
 )
 _ASSIGNED = tuple(key for key in _KEYS if key not in ("model.compile", "data.packing"))

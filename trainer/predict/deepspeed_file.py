@@ -90,7 +90,6 @@ def unknown(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _autos(value: Any) -> Iterator[tuple[str, ...]]:
-    """Return the paths of the ``auto`` entries."""
     if value == "auto":
         yield ()
     elif isinstance(value, dict):
@@ -214,7 +213,6 @@ def batch(settings: dict[str, Any], ranks: int, micro: int | None, accumulation:
 
 
 def _at(settings: Any, path: str) -> Any:
-    """Return the value at a dotted key, or None."""
     for name in path.split("."):
         settings = settings.get(name) if isinstance(settings, dict) else None
     return settings

@@ -318,7 +318,6 @@ class Stream:
         self.device_index, self.device_type = 0, 1
 
     def __eq__(self, other: object) -> bool:
-        """Equal to the same stream."""
         return isinstance(other, Stream) and other.stream_id == self.stream_id
 
     def __hash__(self) -> int:

@@ -99,13 +99,8 @@ def nearest(run: Iterable[int], rank: int) -> int:
 
 
 _IMPORTED = (
-    "torch",
-    "torch._dynamo",
-    "transformers",
-    "transformers.generation",
-    "transformers.modeling_layers",
-    "transformers.modeling_utils",
-    "deepspeed",
+    *("torch", "torch._dynamo", "transformers", "transformers.generation", "transformers.modeling_layers"),
+    *("transformers.modeling_utils", "deepspeed"),
 )
 
 
@@ -282,7 +277,6 @@ class Beside:
     """
 
     def __init__(self, calls: Calls) -> None:
-        """Begin."""
         self._names = ", ".join(calls)
         self._child = _fork(partial(_completed, calls, _together())) if calls else None
 

@@ -178,8 +178,6 @@ def table(
 
 
 class _Found(NamedTuple):
-    """A change's figures."""
-
     option: Option
     predicted: Prediction | None = None
     """None: it was refused."""
@@ -242,7 +240,6 @@ class _Pieces:
         return answer.of_one_rank(job, runs[0], self._capacity, price) if len(runs) == 1 else None
 
     def of(self, job: Prepared, both: Both) -> "_Pieces":
-        """Return the pieces of a changed run."""
         return _Pieces(job, both, both.found.points[0], self._capacity, {})
 
     def _with_held(self, job: Prepared, config: Config, fit: Fit, price: float | None) -> Prediction | None:

@@ -225,7 +225,6 @@ class LateStep:
         return norm
 
     def _was_skipped(self) -> bool:
-        """Return whether the previous update was skipped."""
         if self._copied is not None:
             self._copied.synchronize()
         skipped, self._skipped, self._copied = self._skipped, None, None

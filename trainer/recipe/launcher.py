@@ -67,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end(pids: Sequence[int]) -> None:
-    """End processes and all that they started."""
     ending: list[psutil.Process] = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):

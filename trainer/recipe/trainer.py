@@ -200,7 +200,6 @@ class Trainer(Stepper):
         return stop and not self.ended
 
     def _step(self, batches: Ahead, faults: FaultMaker, lines: ProgressLines) -> bool:
-        """Train one step; return whether its update was skipped."""
         state = self.state
 
         def fetch() -> Batch:

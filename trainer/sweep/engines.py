@@ -315,19 +315,15 @@ class _Rows:
         self.rows: list[Row] = []
 
     def append(self, entry: Entry) -> None:
-        """Keep an entry."""
         if isinstance(entry, Row):
             self.rows.append(entry)
 
 
 class _One(Session):
-    """A session of one run."""
-
     name = ""
 
     @property
     def next_name(self) -> str:
-        """Name of the run."""
         return self.name
 
 

@@ -18,14 +18,8 @@ T = TypeVar("T")
 
 # nvml.h, nvmlClocksEventReasons: bit and name. Idle is not throttling.
 _REASONS = (
-    (0x2, "application clocks"),
-    (0x4, "power cap"),
-    (0x8, "hardware slowdown"),
-    (0x10, "sync boost"),
-    (0x20, "thermal (software)"),
-    (0x40, "thermal (hardware)"),
-    (0x80, "power brake"),
-    (0x100, "display clocks"),
+    *((0x2, "application clocks"), (0x4, "power cap"), (0x8, "hardware slowdown"), (0x10, "sync boost")),
+    *((0x20, "thermal (software)"), (0x40, "thermal (hardware)"), (0x80, "power brake"), (0x100, "display clocks")),
 )
 
 

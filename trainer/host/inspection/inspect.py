@@ -341,7 +341,6 @@ class _Pause(threading.Thread):
             before = now
 
     def end(self) -> float:
-        """Return the seconds for which it was stopped."""
         self._over.set()
         self.join()
         return self._seconds + 2 * _PAUSE_POLL_SECONDS

@@ -379,22 +379,11 @@ def install() -> None:
     setattr(resource, "getrusage", getrusage)  # noqa: B010  (a C module: no declared attribute)
 
 
+_MALLINFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"  # in the order of malloc.h
+
+
 class _Mallinfo2(ctypes.Structure):
-    _fields_: ClassVar = [
-        (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
-    ]
+    _fields_: ClassVar = [(name, ctypes.c_size_t) for name in _MALLINFO.split()]
 
 
 class CpuMemory:

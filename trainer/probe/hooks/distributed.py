@@ -99,28 +99,10 @@ def _on_schedules(module: ModuleType) -> None:
 
 
 COLLECTIVES = (
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_gather_single",
-    "_all_gather_base",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "_reduce_scatter_base",
-    "scatter",
+    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single"),
+    *("_all_gather_base", "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier"),
+    *("broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "reduce"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "_reduce_scatter_base", "scatter"),
     "scatter_object_list",
 )
 """Every rank of a group enters these, so their count is comparable between ranks."""

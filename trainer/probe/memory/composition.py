@@ -129,40 +129,22 @@ def _resident(address: int, size: int) -> int:
 _STAGE3 = "_DeepSpeedZeroOptimizer_Stage3__"
 
 PARAMETERS = (
-    "bit16_groups_flat",
-    "bf16_groups_flat",
-    "fp16_groups_flat",
-    "fp16_partitioned_groups_flat",
-    "lp_param_buffer",
+    *("bit16_groups_flat", "bf16_groups_flat", "fp16_groups_flat", "fp16_partitioned_groups_flat", "lp_param_buffer"),
 )
 MASTERS = (
-    "single_partition_of_fp32_groups",
-    "fp32_partitioned_groups_flat",
-    "fp32_groups_flat_partition",
-    "fp32_groups_flat",
-    "fp32_groups",
+    *("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition"),
+    *("fp32_groups_flat", "fp32_groups"),
 )
 GRADIENTS = (
-    "averaged_gradients",
-    "grad_partitions_flat_buffer",
-    "grads_in_partition",
-    "all_grad_tensors",
-    "fp32_groups_gradients_flat",
-    "accumulated_grads_in_cpu",
-    "offload_gradient_dict",
+    *("averaged_gradients", "grad_partitions_flat_buffer", "grads_in_partition", "all_grad_tensors"),
+    *("fp32_groups_gradients_flat", "accumulated_grads_in_cpu", "offload_gradient_dict"),
 )
 PARTITIONS = (
-    "param_buffer_of_bit16_for_cpu_offload_groups",
-    "param_groups_fp16_flat_cpu_memory",
-    "hp_params_pin_buffers",
-    "lp_params_pin_buffers",
-    "lp_param_contiguous_pin_buffer",
-    "lp_grad_partitions_flat_pin_buffers",
+    *("param_buffer_of_bit16_for_cpu_offload_groups", "param_groups_fp16_flat_cpu_memory", "hp_params_pin_buffers"),
+    *("lp_params_pin_buffers", "lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffers"),
 )
 BUCKETS = (
-    "temp_grad_buffer_for_gpu_offload",
-    "temp_grad_buffer_for_cpu_offload",
-    "_muon_allgather_buffers",
+    *("temp_grad_buffer_for_gpu_offload", "temp_grad_buffer_for_cpu_offload", "_muon_allgather_buffers"),
     f"{_STAGE3}ipg_bucket_flat_buffer",
 )
 
@@ -313,7 +295,6 @@ class StepCapture:
         self._undo_backward: list[Callable[[], object]] = []
 
     def __call__(self, ending: str, beginning: str) -> None:
-        """Handle a phase boundary."""
         start = perf_counter_ns()
         try:
             if self.done:

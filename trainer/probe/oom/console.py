@@ -288,7 +288,6 @@ class _Output(io.TextIOBase):
         sys.stdout, sys.stderr = self._before
 
     def write(self, text: str) -> int:
-        """Keep text of the console's thread."""
         if get_ident() != self._thread:
             return self._before[0].write(text)
         if self._room > 0:
@@ -297,7 +296,6 @@ class _Output(io.TextIOBase):
         return len(text)
 
     def text(self) -> str:
-        """Return the captured output."""
         return "".join(self._parts)
 
 

@@ -12,13 +12,8 @@ Role = Literal["rank", "candidate", "launcher", "refused", "other"]
 
 _LAUNCH_SCRIPTS = {"deepspeed", "deepspeed.pt", "ds", "torchrun", "torchrun.py", "accelerate-launch"}
 _LAUNCH_MODULES = (
-    "deepspeed.launcher.",
-    "torch.distributed.run",
-    "torch.distributed.launch",
-    "torch.distributed.elastic",
-    "accelerate.commands.launch",
-    "accelerate.commands.accelerate_cli",
-    "ftmon.trainer.recipe.launcher",
+    *("deepspeed.launcher.", "torch.distributed.run", "torch.distributed.launch", "torch.distributed.elastic"),
+    *("accelerate.commands.launch", "accelerate.commands.accelerate_cli", "ftmon.trainer.recipe.launcher"),
 )
 
 

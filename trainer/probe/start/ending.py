@@ -145,7 +145,6 @@ class _Ending:
         self._training.outbox.hand_over(failure)
 
     def finish(self) -> None:
-        """Send the goodbye and end the publisher."""
         if self._finished or os.getpid() != self._rank.process.pid:
             return
         self._finished = True

@@ -142,7 +142,6 @@ def count_labels(labels: Any) -> int:
 
 
 def _labels(found: Any, is_forward: bool) -> Any:
-    """Return the integer labels in a batch or in ``(args, kwargs)`` of a forward; None if there are none."""
     for holder in (found[1], *found[0]) if is_forward else (found,):
         if _is_mapping(holder):
             labels: Any = holder.get("labels")

@@ -346,7 +346,6 @@ def _trained_by(owner: Any, updater: Any) -> list[Any]:
 
 
 def _copy(parameter: Any) -> Any:
-    """Return a copy of a parameter's first elements, on the host or on its way there."""
     flat = _local(parameter).reshape(-1)[:SAMPLED]
     if not flat.numel():
         return None

@@ -564,7 +564,6 @@ def _with_content(message: dict[str, Any], word: str) -> dict[str, Any]:
 
 
 def _answer(message: dict[str, Any]) -> str:
-    """Return a message's content without reasoning."""
     return str(message["content"] or "").rpartition("</think>")[2].strip()
 
 

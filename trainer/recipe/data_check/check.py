@@ -243,7 +243,6 @@ class _Counting:
         facts.bos = str(tokenizer.bos_token or "")
 
     def record(self, number: int, record: Any, made: Sequence[Encoded], kept: Sequence[Encoded]) -> None:
-        """Count a record and its documents."""
         facts, place = self._facts, self._records.place(number)
         self._texts(number, record, place)
         if not made:
@@ -304,7 +303,6 @@ class _Counting:
             self._answers[answer] = (number, whole)
 
     def finish(self) -> None:
-        """Count the contents of an epoch."""
         facts, config = self._facts, self._config
         length = config.training.sequence_length
         facts.documents = len(self._documents)
