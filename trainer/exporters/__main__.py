@@ -1,7 +1,7 @@
 """``python -m ftmon.trainer.exporters RUNDIR TARGET``: sends a run to one system, beside its hub.
 
 TARGET is ``metrics`` (``--metrics``) or one of ``--report-to``. The process ends with the run, at most
-``Sink.end_seconds`` later: what its target has not taken is then counted and given up.
+its ``end_seconds`` later: what its target has not taken is then counted and given up.
 ``... --replay RECORDING TARGET`` sends a recording to a tracker (``ftmon export``); the tracker's files are made in the
 working directory, unless its own variables name another place.
 """
@@ -10,56 +10,22 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ...protocol.errors import FtmonError, TargetError, UsageError
 from ...protocol.host.process import never_fail
-from ...protocol.messages.wire import Frame
 from ...protocol.run.rundir import RunDir
 from ...protocol.run.targets import METRICS, REPORT_TARGETS
 from ...protocol.text import sanitize
 from .report import Feed, Target
 from .stream import RunStream, yield_cpu
 
+if TYPE_CHECKING:
+    from .metrics import Prometheus
+
 _GATHER_SECONDS = 2.0
 """Longest time for which messages are gathered: a process that wakes up disturbs ranks that compute on CPUs."""
-
-
-class Sink(Protocol):
-    """Where a process passes a run's messages on to: ``report.Feed`` or ``metrics.Prometheus``."""
-
-    seconds: float
-    """Time for which its messages may be gathered."""
-    end_seconds: float
-    """Time for ``end``."""
-
-    @property
-    def dropped(self) -> int:
-        """Points that did not reach the target."""
-        ...
-
-    @property
-    def error(self) -> str:
-        """Why the target accepts nothing now; empty: it does."""
-        ...
-
-    def start(self) -> None:
-        """Start; raises ``UsageError``."""
-        ...
-
-    def put(self, frame: Frame, live: bool) -> None:
-        """Pass a message on."""
-        ...
-
-    def check(self, missed: int) -> None:
-        """Called after each reading of the stream, of which ``missed`` messages did not arrive."""
-        ...
-
-    def end(self, seconds: float) -> bool:
-        """Pass on what is left; return whether it was done within ``seconds``."""
-        ...
 
 
 def make_target(name: str) -> Target:
@@ -73,7 +39,7 @@ def make_target(name: str) -> Target:
         raise UsageError(f"--report-to {name}: {error}; pip install 'ftmon[{name}]'") from None
 
 
-def _sink(run: RunDir, name: str) -> Sink:
+def _sink(run: RunDir, name: str) -> "Feed | Prometheus":
     file = run.read_run()
     if name != METRICS:
         return Feed(make_target(name), file)
@@ -145,15 +111,14 @@ def main(argv: list[str]) -> int:
     if len(words) != 2:
         print("usage: python -m ftmon.trainer.exporters [--replay] PATH TARGET", file=sys.stderr)
         return 2
-    work: Callable[[], None] = lambda: export(RunDir(words[0]), words[1])  # noqa: E731
-    if replays:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        work = lambda: replay(Path(words[0]), words[1])  # noqa: E731
-    else:
+    if not replays:
         never_fail()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a ctrl-c meant for the job
+    signal.signal(signal.SIGINT, signal.SIG_DFL if replays else signal.SIG_IGN)  # a ctrl-c is meant for the job
     try:
-        work()
+        if replays:
+            replay(Path(words[0]), words[1])
+        else:
+            export(RunDir(words[0]), words[1])
     except FtmonError as error:
         print(f"ftmon: {error}" if replays else error, file=sys.stderr)
         return error.exit_status

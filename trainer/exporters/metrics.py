@@ -54,14 +54,14 @@ def _serve(listen: Listen, registry: "CollectorRegistry") -> None:
 
 
 class Prometheus:
-    """Shows the figures of a run to Prometheus: a ``Sink`` of ``python -m ftmon.trainer.exporters RUNDIR metrics``.
+    """Shows the figures of a run to Prometheus, for ``python -m ftmon.trainer.exporters RUNDIR metrics``.
 
     Raises ``UsageError`` if ``prometheus_client`` is not installed, or ``--metrics`` is wrong.
     """
 
     seconds = 2.0
     end_seconds = 5.0
-    dropped = 0
+    dropped = 0  # points that did not reach the target
 
     def __init__(self, run: RunFile) -> None:
         target = parse_metrics(run.options.metrics)

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import queue
-import select
 import subprocess
 import sys
 import threading
@@ -29,7 +28,7 @@ from ...protocol.run.rundir import ExitFile, LeftoversFile, RunDir, RunFile
 from ...protocol.run.start import module_command
 from ...protocol.text import sanitize
 from .ranks import Answers
-from .trace_worker import Found, read_frame, write_frame
+from .trace_worker import Found
 
 _BATCH = 64  # Maximum steps in a batch; more do not stay in the processor's cache
 _TRACEBACKS = 20  # Number of its own failures that are logged with a traceback
@@ -255,6 +254,7 @@ class TraceAnalysis:
         self._queue: queue.SimpleQueue[tuple[str, bytes, int] | None] = queue.SimpleQueue()  # Sender, trace and era
         self._thread: threading.Thread | None = None
         self._worker: subprocess.Popen[bytes] | None = None
+        self._peer: Any = None  # The connection to it
         self._era = 0
         self._bytes = 0  # Bytes of the traces that have not been analysed yet
         self._closing = False
@@ -316,30 +316,26 @@ class TraceAnalysis:
 
     def _find(self, body: bytes) -> Found:
         try:
-            worker = self._worker or self._start_worker()
-            assert worker.stdin is not None
-            assert worker.stdout is not None
-            write_frame(worker.stdin, body)
-            if not select.select([worker.stdout], [], [], _TRACE_ANALYSIS_LONGEST_SECONDS)[0]:
+            if self._worker is None:
+                self._start_worker()
+            self._peer.send_bytes(body)
+            if not self._peer.poll(_TRACE_ANALYSIS_LONGEST_SECONDS):
                 raise TimeoutError(f"no answer in {_TRACE_ANALYSIS_LONGEST_SECONDS:.0f} s")
-            answer = read_frame(worker.stdout)
-            if answer is None:
-                raise EOFError("its process has ended")
-            return msgspec.msgpack.decode(answer, type=Found)
+            return msgspec.msgpack.decode(self._peer.recv_bytes(), type=Found)
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             self._end_worker()
-            return Found(error=str(error))
+            return Found(error=str(error) or "its process has ended")
 
-    def _start_worker(self) -> "subprocess.Popen[bytes]":
-        self._worker = subprocess.Popen(
-            module_command("ftmon.trainer.hub.trace_worker"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        return self._worker
+    def _start_worker(self) -> None:
+        import multiprocessing  # here, as it takes a part of a hub's start, and few runs have a GPU
+
+        self._peer, its_own = multiprocessing.Pipe()
+        with its_own:
+            self._worker = subprocess.Popen(module_command("ftmon.trainer.hub.trace_worker"), stdin=its_own.fileno())
 
     def _end_worker(self) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
+            self._peer.close()
             worker.kill()
-            # Closes its pipes, and waits for it; a trace that it did not read is flushed once more.
-            with contextlib.suppress(BrokenPipeError), worker:
-                pass
+            worker.wait()

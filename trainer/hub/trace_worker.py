@@ -1,14 +1,12 @@
-"""The hub's worker: reads traces of captured steps from standard input, writes the resulting messages to its output.
+"""The hub's worker: makes messages of traces of captured steps.
 
-In both directions a frame is its length (4 bytes, little-endian) and that many bytes: a ``StepTrace`` as encoded by its
-rank, and a ``Found`` in return. The worker ends at the end of its input, that is, when the hub ends.
+Its standard input is a socket of ``multiprocessing.Pipe``, by which it receives each ``StepTrace`` as encoded by its
+rank, and sends a ``Found`` in return. It ends when the hub closes the other end, or ends.
 """
 
 import os
-import struct
-import sys
 from contextlib import suppress
-from typing import IO
+from multiprocessing.connection import Connection
 
 import msgspec
 
@@ -18,7 +16,6 @@ from ...protocol.messages import wire
 from ...protocol.messages.memory import Composition, StepTrace
 from ...protocol.messages.telemetry import AllocatorEvents
 
-_LENGTH = struct.Struct("<I")
 _NICE = 10  # Niceness of the worker, so that training has precedence
 
 
@@ -28,22 +25,6 @@ class Found(msgspec.Struct, frozen=True):
     messages: list[AllocatorEvents | Composition] = []
     error: str = ""
     """Why there is no result; empty otherwise."""
-
-
-def write_frame(file: IO[bytes], data: bytes) -> None:
-    """Write one frame. Raises ``OSError`` if the other side has closed the pipe."""
-    file.write(_LENGTH.pack(len(data)) + data)
-    file.flush()
-
-
-def read_frame(file: IO[bytes]) -> bytes | None:
-    """Read one frame; return None at the end of the file, also if it ends within a frame."""
-    head = file.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    data = file.read(length)
-    return data if len(data) == length else None
 
 
 def find(body: bytes) -> Found:
@@ -59,12 +40,12 @@ def find(body: bytes) -> Found:
 
 
 def main() -> None:
-    """Serve until the input ends."""
+    """Serve until the hub ends."""
     os.nice(_NICE)
-    encode = msgspec.msgpack.Encoder().encode
-    with suppress(BrokenPipeError):
-        while (body := read_frame(sys.stdin.buffer)) is not None:
-            write_frame(sys.stdout.buffer, encode(find(body)))
+    hub = Connection(0)
+    with suppress(EOFError, OSError):
+        while True:
+            hub.send_bytes(msgspec.msgpack.encode(find(hub.recv_bytes())))
 
 
 if __name__ == "__main__":

@@ -230,6 +230,7 @@ class Progress:
             self._thread.join()  # its last line comes before the answer or the refusal
 
     def __call__(self, what: str) -> None:
+        """Begin another activity."""
         self._what, self._changed = what, time.monotonic()
         if self._as_json:
             if what not in _BEFORE_DRY_RUNS:

@@ -92,7 +92,7 @@ def _sweep(wanted: Spec, arguments: argparse.Namespace, interrupts: list[int]) -
         for started in lost:
             writer.append(recover(elsewhere, started) if started.job else _lost(started))
         earlier = read(path)
-    session = Session(wanted, writer, earlier, lines, arguments.fail_fast, lambda: bool(interrupts))
+    session = Session(wanted, writer.append, earlier, lines, arguments.fail_fast, lambda: bool(interrupts))
     if elsewhere is not None:
         session.jobs = Jobs(
             elsewhere,

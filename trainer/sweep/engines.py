@@ -1,6 +1,6 @@
 """Engines that run a sweep's jobs elsewhere: Slurm through submitit, and Ray. Queues and hosts are the cluster's.
 
-An engine has a small face: ``submit`` starts a job, ``poll`` returns how it ended, ``cancel`` ends it. A job measures
+An engine's ``submit`` starts a job, ``poll`` returns how it ended, ``cancel`` ends it. A job measures
 one configuration by the code of a local sweep (``work``), on a host that sees the sweep file, the data and
 ``FTMON_HOME`` under the same paths, and returns the row. ``measure_on`` keeps the rows; a job that is lost with its
 host or process is an unfinished row, and is submitted again.
@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
@@ -79,24 +79,6 @@ class Lost(NamedTuple):
     """A job that ended without a row."""
 
     text: str
-
-
-class Engine(Protocol):
-    """Runs jobs, which are known by a number."""
-
-    takes_gpus: bool
-
-    def submit(self, request: Request) -> str:
-        """Start a job; return its number. Raise ``UsageError`` if no host can ever run it."""
-        ...
-
-    def poll(self, number: str) -> Row | Lost | None:
-        """Return how a job ended; None: it waits or runs. A finished job of an earlier session is known, too."""
-        ...
-
-    def cancel(self, number: str) -> None:
-        """End a job, also one of an earlier session."""
-        ...
 
 
 class Submitit:
@@ -194,6 +176,10 @@ class Ray:
         """End a task. Its process ends at once, and the launcher of the run it measured ends that."""
         if (task := self._tasks.get(number)) is not None:
             self._ray.cancel(task, force=True)
+
+
+Engine = Submitit | Ray
+"""Runs jobs, which are known by a number. A finished job of an earlier session is known, too."""
 
 
 def engine(name: str, results: Path, timeout: float, options: dict[str, str]) -> Engine:
@@ -308,17 +294,6 @@ def _unfinished(settings: Settings, repeat: int, begun: float, text: str) -> Row
     return Row(settings, "unfinished", now, round(now - begun, 3), repeat, text=text)
 
 
-class _Rows:
-    """In place of the results file."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-
-    def append(self, entry: Entry) -> None:
-        if isinstance(entry, Row):
-            self.rows.append(entry)
-
-
 class _One(Session):
     name = ""
 
@@ -351,16 +326,15 @@ def _measured(request: Request, interrupted: Callable[[], bool]) -> Row:
     if spec.fingerprint(wanted) != request.fingerprint:
         raise UsageError(f"{request.source}: has changed since the sweep began, or differs on this host")
     wanted = wanted._replace(budget=Budget())
-    rows = _Rows()
+    entries: list[Entry] = []
     header = Header(FORMAT, wanted.name, wanted.source, request.fingerprint, wanted.axis_names, 0, 0, time.time())
     lines = spec.Lines(wanted, lambda text: print(text, flush=True))
-    session = _One(wanted, rows, Results(header, [], 0), lines, False, interrupted)
+    session = _One(wanted, entries.append, Results(header, [], 0), lines, False, interrupted)
     session.name = request.name
     with contextlib.suppress(StopError):  # it was interrupted, or GPUs were not empty: the row says so
         session.measure(request.settings, request.repeat, request.predicted)
-    if not rows.rows:
-        return _unfinished(request.settings, request.repeat, time.time(), "the job was ended")
-    return rows.rows[-1]
+    rows = [entry for entry in entries if isinstance(entry, Row)]
+    return rows[-1] if rows else _unfinished(request.settings, request.repeat, time.time(), "the job was ended")
 
 
 @contextlib.contextmanager

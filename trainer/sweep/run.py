@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ...protocol.analysis.sweep.search import why_not_next
 from ...protocol.analysis.sweep.summary import figures
@@ -292,43 +292,27 @@ class StopError(Exception):
         self.reason = reason
 
 
-class Entries(Protocol):
-    """Keeps the entries of a results file."""
-
-    def append(self, entry: Entry) -> None:
-        """Keep an entry; raise ``FtmonError`` if that fails."""
-        ...
-
-
-class Measures(Protocol):
-    """Runs configurations elsewhere."""
-
-    def measure(self, runs: Sequence[tuple[Planned, int]], progress: Callable[[], object]) -> None:
-        """Run configurations, each with its repeat; ``progress`` is called after each row."""
-        ...
-
-
 class Session:
     """Runs configurations and keeps their rows.
 
-    ``earlier``: contents of the results file before this session. ``fail_fast``: the first run that is not done ends
-    the session. ``interrupted`` returns whether the session is to end.
+    ``append`` keeps an entry, or raises ``FtmonError``. ``earlier``: contents of the results file before this session.
+    ``fail_fast``: the first run that is not done ends the session. ``interrupted`` returns whether it is to end.
     """
 
-    jobs: "Measures | None" = None
-    """Runs configurations elsewhere; None: on this host."""
+    jobs: Any = None
+    """``engines.Jobs``, which runs configurations elsewhere; None: on this host."""
 
     def __init__(
         self,
         spec: Spec,
-        writer: Entries,
+        append: Callable[[Entry], None],
         earlier: Results,
         lines: Lines,
         fail_fast: bool,
         interrupted: Callable[[], bool],
     ) -> None:
         self.spec = spec
-        self._writer = writer
+        self._append = append
         self.lines = lines
         self._fail_fast = fail_fast
         self.interrupted = interrupted
@@ -382,11 +366,11 @@ class Session:
     def started(self, settings: Settings, repeat: int, run: str = "", job: str = "") -> None:
         """Write the start of a run; ``run``: its directory; ``job``: its number elsewhere."""
         self._count += 1
-        self._writer.append(Started(time.time(), settings, repeat, run, job))
+        self._append(Started(time.time(), settings, repeat, run, job))
 
     def lost(self, row: Row) -> None:
         """Write the unfinished row of a job elsewhere, which will be run again."""
-        self._writer.append(row)
+        self._append(row)
         self.lines.row(row)
 
     def keep(self, row: Row) -> None:
@@ -395,7 +379,7 @@ class Session:
         Raises:
             StopError: the session ends with it.
         """
-        self._writer.append(row)
+        self._append(row)
         self.lines.row(row)
         if row.verdict == "unfinished":
             reason, text = ("interrupted", "") if self.interrupted() else ("budget", "the budget is used up")

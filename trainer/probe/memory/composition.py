@@ -295,6 +295,7 @@ class StepCapture:
         self._undo_backward: list[Callable[[], object]] = []
 
     def __call__(self, ending: str, beginning: str) -> None:
+        """Handle a phase boundary."""
         start = perf_counter_ns()
         try:
             if self.done:

@@ -42,6 +42,7 @@ class StackWindow:
         self._start_bytes = self._waited = self._switch_ns = 0
 
     def __call__(self, ending: str, beginning: str) -> None:
+        """Handle a phase boundary."""
         if self.done or self.failed:
             self.withdraw()
             return
