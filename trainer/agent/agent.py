@@ -189,8 +189,8 @@ class Agent:
         self._proxies = Proxies(self._context, join, self._ranks)
         self._commands = Commands(self._context, join, self._identity, self._targets, self._mailbox.post)
         self._supervisor = Supervisor(lambda: self._mailbox.post(self._collect_facts))
-        self._devices = DeviceSampler(self._host, self._rank_pids)
-        self._host_watch = HostWatch(self._host, place.path, self._rank_pids)
+        self._devices = DeviceSampler(self._host, self._supervisor.pids)
+        self._host_watch = HostWatch(self._host, place.path, self._supervisor.pids)
         self._logs = LogTail(place)
         addresses = [*join.addresses, os.environ.get("MASTER_ADDR", "")]
         self._route = Route(
@@ -328,9 +328,6 @@ class Agent:
 
     def _targets(self) -> list[Target]:
         return [Target(*entry) for entry in self._supervisor.alive()]
-
-    def _rank_pids(self) -> dict[int, int]:
-        return {rank: pid for rank, pid, _ in self._supervisor.alive()}
 
     def _members(self) -> list[processes.Process]:
         return processes.of_run(Path(self._join.run), [], [os.getpid()])

@@ -28,7 +28,7 @@ from ...protocol.run.start import spawn_hub
 from ...protocol.text import counted, ranks_in_words
 from . import processes
 from .inspection.outside import why_no_stacks
-from .processes import Process
+from .processes import Process, ancestors
 
 _LAUNCHERS = frozenset(
     (
@@ -76,7 +76,7 @@ def find_jobs(table: Mapping[int, Process], environments: Mapping[int, dict[str,
     }
     jobs: dict[str, Job] = {}
     for pid in sorted(named, key=lambda pid: (table[pid].start_ticks, pid)):
-        if any(named.get(above.pid) == named[pid] for above in _ancestors(pid, table)):
+        if any(named.get(above.pid) == named[pid] for above in ancestors(pid, table)):
             continue  # a child that has inherited the variables
         if any(named.get(below.pid, named[pid]) != named[pid] for below in processes.descendants([pid], dict(table))):
             continue  # a launcher that was given the rank of its host
@@ -86,13 +86,6 @@ def find_jobs(table: Mapping[int, Process], environments: Mapping[int, dict[str,
         job = jobs.setdefault(key, Job(key))
         job.ranks[named[pid][0]], job.environments[named[pid][0]] = table[pid], found
     return list(jobs.values())
-
-
-def _ancestors(pid: int, table: Mapping[int, Process]) -> Iterator[Process]:
-    above = table.get(table[pid].parent)
-    while above is not None and above.pid > 1:
-        yield above
-        above = table.get(above.parent)
 
 
 def jobs_of(pid: int, table: Mapping[int, Process], environments: Mapping[int, dict[str, str]]) -> list[Job]:
@@ -114,7 +107,7 @@ def jobs_of(pid: int, table: Mapping[int, Process], environments: Mapping[int, d
     if run := environments[pid].get(RUN_ENV):
         raise UsageError(f"process {pid} was started by ftmon: ftmon attach {Path(run).name}")
     below = {pid, *(each.pid for each in processes.descendants([pid], dict(table)))}
-    line = [pid, *(above.pid for above in _ancestors(pid, table))]
+    line = [pid, *(above.pid for above in ancestors(pid, table))]
     jobs = find_jobs(table, environments)
     found = [job for job in jobs if any(rank.pid in below for rank in job.ranks.values())]
     found = found or [job for job in jobs if any(rank.pid in line for rank in job.ranks.values())]
@@ -133,7 +126,7 @@ def single_jobs(
     known = (pid for pid in pids if pid in environments and is_python(pid))
     loaded = {pid for pid in known if b"/libtorch" in proc_bytes(f"/proc/{pid}/maps")}
     for pid in pids:
-        if pid in loaded and not any(above.pid in loaded for above in _ancestors(pid, table)):
+        if pid in loaded and not any(above.pid in loaded for above in ancestors(pid, table)):
             yield Job(f"pid {pid}", {0: table[pid]}, {0: environments[pid]})
 
 
@@ -143,7 +136,7 @@ def all_jobs(table: Mapping[int, Process], environments: Mapping[int, dict[str, 
     jobs = find_jobs(table, known)
     ranks = [process.pid for job in jobs for process in job.ranks.values()]
     taken = {*ranks, *(each.pid for each in processes.descendants(ranks, dict(table)))}
-    taken.update(above.pid for pid in ranks for above in _ancestors(pid, table))
+    taken.update(above.pid for pid in ranks for above in ancestors(pid, table))
     return jobs + list(single_jobs([pid for pid in known if pid not in taken and _is_old(table[pid])], table, known))
 
 
@@ -163,7 +156,7 @@ def environments_of(table: Mapping[int, Process]) -> dict[int, dict[str, str]]:
 def _own_line(table: Mapping[int, Process]) -> list[int]:
     """Return the pids of this process and its ancestors."""
     pid = os.getpid()
-    return [pid, *(above.pid for above in _ancestors(pid, table))] if pid in table else []
+    return [pid, *(above.pid for above in ancestors(pid, table))] if pid in table else []
 
 
 def readable_environments(table: Mapping[int, Process]) -> dict[int, dict[str, str]]:
@@ -179,7 +172,7 @@ def readable_environments(table: Mapping[int, Process]) -> dict[int, dict[str, s
 
 def launcher_of(ranks: Mapping[int, Process], table: Mapping[int, Process]) -> ProcessId | None:
     """Return the outermost launcher of ranks above all of these ranks; None without one."""
-    lines = [[each.pid for each in _ancestors(process.pid, table)] for process in ranks.values()]
+    lines = [[each.pid for each in ancestors(process.pid, table)] for process in ranks.values()]
     common = [pid for pid in lines[0] if all(pid in line for line in lines)]
     found: int | None = None
     for pid in common:

@@ -127,6 +127,14 @@ def descendants(roots: Iterable[int], processes: dict[int, Process], apart: Iter
     return found
 
 
+def ancestors(pid: int, processes: Mapping[int, Process]) -> Iterator[Process]:
+    """Yield the processes above ``pid``, from its parent on, without that of pid 1."""
+    above = processes.get(processes[pid].parent)
+    while above is not None and above.pid > 1:
+        yield above
+        above = processes.get(above.parent)
+
+
 def environment_of(pid: int) -> list[bytes]:
     """Return the ``NAME=value`` strings with which a process was started; empty if not readable."""
     return proc_bytes(f"/proc/{pid}/environ").split(b"\0")

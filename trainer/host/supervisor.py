@@ -103,6 +103,10 @@ class Supervisor(threading.Thread):
         with self._lock:
             return [(w.rank, w.pid, w.start_ticks) for w in self._watched.values() if w.fact is None or w.fact.alive]
 
+    def pids(self) -> dict[int, int]:
+        """Return the pids of the watched processes not known dead, by rank."""
+        return {rank: pid for rank, pid, _ in self.alive()}
+
     def stop(self) -> None:
         """End the thread."""
         self._ending.set()

@@ -51,8 +51,8 @@ class WatchAssembly:
         self._core = core
         self.supervisor = Supervisor(lambda: core.post(self.facts.collect))
         self.facts = ProcessFacts(core, self.supervisor)
-        self.disks = HostWatch(host, core.run.path, self._rank_pids)
-        self._devices = DeviceSampler(host, self._rank_pids)
+        self.disks = HostWatch(host, core.run.path, self.supervisor.pids)
+        self._devices = DeviceSampler(host, self.supervisor.pids)
         self._logs = LogTail(core.run, core.history.log_offsets)
 
     def start(self) -> None:
@@ -79,9 +79,6 @@ class WatchAssembly:
         self.supervisor.stop()
         self._devices.close()
         self.disks.close()
-
-    def _rank_pids(self) -> dict[int, int]:
-        return {rank: pid for rank, pid, _ in self.supervisor.alive()}
 
 
 class JudgeAssembly:
@@ -283,7 +280,11 @@ class ActAssembly:
         self.commands = Commands(core, StackRequests(core.access, inspection, stall_probe), kills, loop.stop)
         judge.commands = self.commands
         notify = read_notify(core.run)
-        self._notifier = notify and Notifier(notify, core.run.id, socket.gethostname(), self._not_notified)
+
+        def failed(target: str, why: str) -> None:
+            core.post(lambda: core.analysis.put(Finding("not_notified", NotNotifiedFacts(target, why), key=target)))
+
+        self._notifier = notify and Notifier(notify, core.run.id, socket.gethostname(), failed)
         if self._notifier:
             core.notify = self._notifier.note
 
@@ -314,10 +315,6 @@ class ActAssembly:
     def _may_ask(self, verb: str) -> bool:
         options = self._core.file.options
         return not options.read_only and (options.allocator_events or verb not in ("arm", "compose"))
-
-    def _not_notified(self, target: str, why: str) -> None:
-        finding = Finding("not_notified", NotNotifiedFacts(target, why), key=target)
-        self._core.post(lambda: self._core.analysis.put(finding))
 
 
 class EndAssembly:

@@ -80,7 +80,8 @@ class RankTally:
             if phase is None:
                 phase = self.phases[record.name] = _PhaseTally(record.name)
             phase.host_us += record.host_us
-            if isinstance(step, Step) and record.coarse and not step.owns_peak(record, self._highest()):
+            highest = max(each.resident or each.allocated for each in self.phases.values())
+            if isinstance(step, Step) and record.coarse and not step.owns_peak(record, highest):
                 continue
             if record.reserved.peak > phase.reserved:
                 phase.reserved = record.reserved.peak
@@ -90,9 +91,6 @@ class RankTally:
                 phase.step = step.step if resident is None else phase.step
             if resident is not None and (phase.resident is None or resident.peak > phase.resident):
                 phase.resident, phase.step = resident.peak, step.step
-
-    def _highest(self) -> int:
-        return max(phase.resident or phase.allocated for phase in self.phases.values())
 
     def message(self) -> JobRank:
         """Return the message about this rank."""

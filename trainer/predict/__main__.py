@@ -140,15 +140,13 @@ def _choose(arguments: argparse.Namespace, tell: Callable[[str], None]) -> None:
     Raises:
         ConfigError: the configuration cannot be used, or nothing fits.
     """
-    source = [arguments.config, *arguments.overrides]
-    without_file = "=" in source[0] and not os.path.exists(source[0])
-    loaded = load(None, source) if without_file else load(source[0], source[1:])
+    loaded = load(arguments.config, arguments.overrides)
     if not loaded.chosen:
         return
     tell("choosing what is auto")
     ranks.warm([f"{__package__}.decide"])
     count = arguments.ranks or loaded.config.run.ranks or 1
-    words = [f"--gpus={count}x{arguments.gpu}", "--", *source]
+    words = [f"--gpus={count}x{arguments.gpu}", "--", arguments.config, *arguments.overrides]
     # Imported by its name: it imports this module.
     decide = sys.modules[f"{__package__}.decide"]
     known = ranks.once(partial(decide.known, words, tell), decide.Known)

@@ -157,7 +157,7 @@ def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Load
         ConfigError: the configuration or the data cannot be used, or nothing fits.
     """
     machine = _machine(given.gpus)
-    loaded = _load(given.config, given.overrides)
+    loaded = load(given.config, given.overrides)
     count = loaded.config.run.ranks or given.ranks or max(1, machine.number)
     on_cpu = loaded.config.run.device == "cpu" or not machine.number
     resolve.check_hub(loaded)
@@ -178,26 +178,15 @@ def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Load
         chosen = choose(space, runs.fit, runs.run)
     measured: list[str] = []
     if not given.gpus and not given.no_measure:
-        length = f"training.sequence_length={space.sequence_length}"
-        file = [] if _is_assignment(given.config) else [given.config]
-        words = [*([] if file else [given.config]), *given.overrides, length]
-        source = file[0] if file else None
+        words = [*given.overrides, f"training.sequence_length={space.sequence_length}"]
         ranked, measured = measure.best(
-            chosen.ranked, lambda one: measure.run(source, [*words, *one.assignments()], environ), tell
+            chosen.ranked, lambda one: measure.run(given.config, [*words, *one.assignments()], environ), tell
         )
         if not ranked:
             raise ConfigError("every choice that was measured ran out of memory; is another process on the GPUs?")
         chosen = chosen._replace(ranked=ranked)
     decided = _described(chosen, space, config, data, machine, given.price)
     return loaded, data, decided._replace(head=[*decided.head, *measured])
-
-
-def _is_assignment(source: str) -> bool:
-    return "=" in source and not os.path.exists(source)
-
-
-def _load(source: str, overrides: Sequence[str]) -> Loaded:
-    return load(None, [source, *overrides]) if _is_assignment(source) else load(source, overrides)
 
 
 def _machine(text: str | None) -> Machine:

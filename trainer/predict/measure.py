@@ -92,7 +92,7 @@ def best(
     return sorted(left, key=lambda one: -speeds.get(one.candidate, 0.0)), lines
 
 
-def run(source: str | None, overrides: Sequence[str], environ: Mapping[str, str]) -> Measured:
+def run(source: str, overrides: Sequence[str], environ: Mapping[str, str]) -> Measured:
     """Return the figures of a configuration's steps on this machine.
 
     Raises:

@@ -3,7 +3,6 @@
 Import it after DeepSpeed has its CUDA accelerator, and outside fake tensors, as modules make tensors at import.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -274,8 +273,7 @@ def read(
         UsageError: a setting is invalid or cannot be predicted; the text names the place and the dotted path.
     """
     given = [*overrides, *([f"run.ranks={ranks}"] if ranks else [])]
-    without_file = "=" in source and not os.path.exists(source)
-    loaded = load(None, [source, *given]) if without_file else load(source, given)
+    loaded = load(source, given)
     _refuse(loaded)
     check_hub(loaded, data=data)
     config = resolve.resolve(loaded, elsewhere=loaded.config.run.ranks or 1).config
@@ -347,8 +345,9 @@ class RecipeRun(DryRun):
         if self._compiles:
             from . import compiled
 
+            why = "decoder layers are predicted uncompiled, which takes more memory and time"
             with fake.left():
-                context = compiled.compiling(self._recorder, self._not_compiled)
+                context = compiled.compiling(self._recorder, lambda text: self.notes.append(f"{why}: {text}"))
         self._counting.label_share = self._label_share
         loss_module: Any = fused
         loss_module.linear_cross_entropy = self._counting.over_labels()(linear_cross_entropy)
@@ -377,9 +376,6 @@ class RecipeRun(DryRun):
             self.notes.append(f"every row has the full length, {labels}{mask}")
         if config.optimizer.kind == "muon":
             self.notes.append("Muon's update is run uncompiled: a compiled one takes less memory")
-
-    def _not_compiled(self, reason: str) -> None:
-        self.notes.append(f"decoder layers are predicted uncompiled, which takes more memory and time: {reason}")
 
     def _step(self, length: int) -> None:
         for name in ("forward", "backward", "optimizer"):

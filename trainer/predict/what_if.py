@@ -644,17 +644,15 @@ def _search(
     confirm: Sequence[float] = (),
 ) -> list[ranking.Largest]:
     """Search one axis; ``points`` has the known points, and receives the new ones."""
+    capacities = [capacity for _, capacity in kinds]
 
     def needs(asked: list[int]) -> list[ranking.Need]:
         new = [value for value in asked if value not in points]
         points.update(run(new) if new else {})
-        return [_need(points[value], kinds) for value in asked]
+        needed = [points[value].needed_bytes for value in asked]
+        return [ranking.Need(one, [one <= capacity for capacity in capacities]) for one in needed]
 
-    return ranking.largest_that_fit(values, [capacity for _, capacity in kinds], needs, confirm)
-
-
-def _need(point: Point, kinds: list[tuple[str, int]]) -> ranking.Need:
-    return ranking.Need(point.needed_bytes, [point.needed_bytes <= capacity for _, capacity in kinds])
+    return ranking.largest_that_fit(values, capacities, needs, confirm)
 
 
 _MOST_NAMED = 3

@@ -26,7 +26,7 @@ from ..launch import start
 from . import faults, hardware, launcher
 from .checkpoint import manifest as checkpoints
 from .config import write
-from .config.load import Loaded, load, of_model_and_data
+from .config.load import Loaded, is_assignment, load, of_model_and_data
 from .config.schema import Config
 from .hardware import free_port, usable_gpus
 from .preflight.resolve import Resolved, check_hub, resolve
@@ -144,7 +144,7 @@ def _recipe(request: StartRequest, config: Config) -> Recipe:
 
 def _file(request: StartRequest) -> str:
     """Return the configuration file as given; empty if everything is on the command line."""
-    return "" if "=" in request.config and not os.path.exists(request.config) else request.config
+    return "" if is_assignment(request.config) else request.config
 
 
 def _overrides(request: StartRequest) -> list[str]:

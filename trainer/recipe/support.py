@@ -1,4 +1,7 @@
-"""What ranks, attention heads and optimizers support. Nothing here imports torch."""
+"""What ranks, attention heads and optimizers support; folders that replace others. Nothing here imports torch."""
+
+import shutil
+from pathlib import Path
 
 import msgspec
 
@@ -119,3 +122,17 @@ def state_bytes(config: Config) -> float:
 def converts(held: str) -> bool:
     """Return whether DeepSpeed's universal format converts states of this name to another number of ranks."""
     return held == "adamw"
+
+
+def replace_folder(path: Path, by: Path | None = None) -> None:
+    """Remove a folder that may exist, and rename another one to its name.
+
+    Renamed first: an interrupted removal leaves no folder that looks like a checkpoint.
+    """
+    going = path.with_name(path.name + ".old")
+    shutil.rmtree(going, ignore_errors=True)
+    if path.exists():
+        path.rename(going)
+    if by is not None:
+        by.rename(path)
+    shutil.rmtree(going, ignore_errors=True)

@@ -62,7 +62,7 @@ class Orphan(msgspec.Struct, frozen=True):
 def find() -> list[Orphan]:
     """Return the orphans of all runs on this host, oldest first."""
     table = processes.table()
-    mine = _ancestors(os.getpid(), table)
+    mine = {os.getpid(), *(above.pid for above in processes.ancestors(os.getpid(), table))}
     runs: dict[str, OrphanReason] = {}
     found: dict[int, tuple[Process, str]] = {}
     for process in table.values():
@@ -145,14 +145,6 @@ def end(orphans: Sequence[Orphan]) -> list[str]:
         return [one for one in found if one is not None and one.alive and one.key in wanted]
 
     return [why_stays(process, ": another user's, perhaps") for process in sweep(living)]
-
-
-def _ancestors(pid: int, table: dict[int, Process]) -> set[int]:
-    found: set[int] = set()
-    while pid in table and pid not in found:
-        found.add(pid)
-        pid = table[pid].parent
-    return found
 
 
 def _gpu_memory(pids: set[int]) -> dict[int, int]:

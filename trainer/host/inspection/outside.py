@@ -109,7 +109,8 @@ class Observer:
         return known
 
     def _has_run(self, pid: int, rank: _Rank) -> bool:
-        return inspect.switches(pid, pid) != rank.switches or not _sleeps(pid)
+        sleeps = processes.status(pid, pid).get("State", "").startswith(("S", "D"))
+        return not sleeps or inspect.switches(pid, pid) != rank.switches
 
     def _is_due(self, pid: int, rank: _Rank, now: float) -> bool:
         if now - rank.read_at >= STACKS_SECONDS:
@@ -212,7 +213,3 @@ def why_no_stacks(pid: int) -> str:
 
 def _voluntary(pid: int) -> int:
     return int(processes.status(pid, pid).get("voluntary_ctxt_switches", 0))
-
-
-def _sleeps(pid: int) -> bool:
-    return processes.status(pid, pid).get("State", "").startswith(("S", "D"))

@@ -110,7 +110,7 @@ def _step(original: Any, *, itself: bool = False) -> Callable[..., Any]:
         if events is None or events.in_update or not (itself or _is_boundary(self)):
             return original(self, *args, **kwargs)
         before = self.global_steps
-        with events.update(self, lambda: _rate(self)) as update:
+        with events.update(self, lambda: learning_rate(self.get_lr() or ())) as update:
             found = original(self, *args, **kwargs)
             if itself or self.global_steps != before:
                 update.done(lambda: _figures(self))
@@ -159,10 +159,6 @@ def _is_boundary(engine: Any) -> bool:
     """Return whether ``engine.step()`` will update now (where the caller owns the boundary, every ``step`` does)."""
     managed = getattr(engine, "managed_gradient_accumulation", None)
     return bool(engine.is_gradient_accumulation_boundary()) or (managed is not None and not managed())
-
-
-def _rate(engine: Any) -> Any:
-    return learning_rate(engine.get_lr() or ())
 
 
 def _figures(engine: Any) -> dict[str, Any]:

@@ -280,7 +280,7 @@ def install(_module: ModuleType) -> None:
     replace(torch.amp.GradScaler, "scale", scaling)
     replace(torch.amp.GradScaler, "step", around(_scaler_step))
     await_forward()
-    after_import("torch._dynamo.eval_frame", _on_compiler)
+    after_import("torch._dynamo.eval_frame", lambda module: replace(module.OptimizeContext, "__init__", _compiling))
     after_import("torch.export", lambda module: replace(module, "export", _compiling))
     for name in ("torch.distributed.checkpoint.state_dict_saver", "torch.distributed.checkpoint.state_dict_loader"):
         after_import(name, _on_checkpoints)
@@ -308,10 +308,6 @@ def await_forward() -> None:
             events.first_forward(module)
 
     _forward_awaited = register_module_forward_pre_hook(called)
-
-
-def _on_compiler(module: ModuleType) -> None:
-    replace(module.OptimizeContext, "__init__", _compiling)
 
 
 def _compiling(original: Any) -> Callable[..., Any]:

@@ -32,7 +32,8 @@ def attach_running(run: str, report: str) -> None:
     """
     os.environ[RUN_ENV] = run
     os.environ[RANK_PID_ENV] = str(os.getpid())
-    _import()
+    for name in ("..hooks.torch", "..hooks.distributed", "..hooks.frameworks", ".begin"):
+        import_module(name, __package__)
 
     def begin(_argument: Any) -> int:
         began = time.perf_counter()
@@ -50,11 +51,6 @@ def attach_running(run: str, report: str) -> None:
     _KEPT.append(call)
     while ctypes.pythonapi.Py_AddPendingCall(call, None):  # the queue is full
         time.sleep(0.01)
-
-
-def _import() -> None:
-    for name in ("..hooks.torch", "..hooks.distributed", "..hooks.frameworks", ".begin"):
-        import_module(name, __package__)
 
 
 def _begin() -> None:

@@ -136,7 +136,8 @@ def labels_of(loss: Any, ids: Any = None) -> Any:
         for _ in range(_MOST_NODES):
             if node is None or type(node).__name__.startswith("NllLoss"):
                 break
-            masks += (getattr(node, name, None) for name in ("_saved_self", "_saved_other") if _multiplies(node))
+            if type(node).__name__ == "MulBackward0":
+                masks += (getattr(node, name, None) for name in ("_saved_self", "_saved_other"))
             before = [each for each, _ in node.next_functions if each is not None]
             alone, node = alone and len(before) == 1, next(iter(before), None)
         labels: Any = getattr(node, "_saved_target", None)
@@ -168,10 +169,6 @@ def ids_of(loss: Any) -> list[Any]:
             if _are_labels(ids) and ids.dim() == 2:
                 found.setdefault(ids.data_ptr(), ids)
     return list(map(to_host, found.values()))
-
-
-def _multiplies(node: Any) -> bool:
-    return type(node).__name__ == "MulBackward0"
 
 
 def _are_labels(value: Any) -> bool:
@@ -422,7 +419,7 @@ class SignReader:
             "weights": weights,
             "put_back": notes.weights_before is not None and self._put_back == PUT_BACK - 1,
         }
-        batches = list(map(_arrived, (*notes.seen, *notes.received)))
+        batches = [Seen(*map(_on_host, each)) for each in (*notes.seen, *notes.received)]
         arrived = [each for each in batches if each.labels is not None]
         if seen := [each if each.of_loss is None else each._replace(labels=each.of_loss) for each in arrived]:
             figures |= _labels(seen)
@@ -511,10 +508,6 @@ class SignReader:
                 learned += int(numpy.count_nonzero(numpy.isin(labels, ends)))
             figures |= {"ends": inputs, "learned_ends": learned}
         return figures
-
-
-def _arrived(seen: Seen) -> Seen:
-    return Seen(*map(_on_host, seen))
 
 
 def _on_host(value: Any) -> Any:

@@ -234,7 +234,11 @@ def load(source: Source, device: str) -> Loaded:
     where = _device(device, source.is_checkpoint)
     tokens = str(Path(source.path) / DESCRIPTION) if source.is_checkpoint else source.path
     try:
-        model = _from_checkpoint(Path(source.path), where) if source.is_checkpoint else _from_model(source.path, where)
+        if source.is_checkpoint:
+            model = _from_checkpoint(Path(source.path))
+        else:
+            model = AutoModelForCausalLM.from_pretrained(source.path, dtype="auto", device_map={"": "cpu"})
+        model = _fitting(model, where)
         tokenizer: Any = AutoTokenizer.from_pretrained(tokens)
     except UsageError:
         raise
@@ -256,19 +260,14 @@ def _device(device: str, is_checkpoint: bool) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _from_model(path: str, device: torch.device) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto", device_map={"": "cpu"})
-    return _fitting(model, device)
-
-
-def _from_checkpoint(path: Path, device: torch.device) -> Any:
+def _from_checkpoint(path: Path) -> Any:
     content = manifest.read(path)
     if content is None:
         raise UsageError(f"{path}: is not a complete checkpoint")
     weights = _weights(path, content)
     dtype = DTYPES[content.precision]
     if content.base is not None:
-        return _fitting(_adapted(path, content.base, weights, dtype), device)
+        return _adapted(path, content.base, weights, dtype)
     config = AutoConfig.from_pretrained(path / DESCRIPTION)
     with torch.device("meta"):
         kind: Any = type(AutoModelForCausalLM.from_config(config))
@@ -279,7 +278,7 @@ def _from_checkpoint(path: Path, device: torch.device) -> Any:
         raise UsageError(f"{path}: does not hold the whole model: {sorted(wrong)[0]}")
     with contextlib.suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(path / DESCRIPTION)
-    return _fitting(model, device)
+    return model
 
 
 def _adapted(path: Path, base: Base, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:

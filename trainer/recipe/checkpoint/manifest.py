@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ....protocol.errors import ConfigError
+from .. import support
 from ..config.schema import Config
 from ..state import TrainState
 
@@ -268,16 +269,7 @@ def prune(folder: Path, keep: int, keep_best: bool) -> None:
     best = lowest(found) if keep_best else None
     for old in found[keep:]:
         if best is None or old.path != best.path:
-            remove(old)
-
-
-def remove(found: Found) -> None:
-    """Remove a complete checkpoint."""
-    # Renamed first: an interrupted removal leaves no folder that looks like a checkpoint.
-    going = found.path.with_name(found.path.name + ".old")
-    shutil.rmtree(going, ignore_errors=True)
-    found.path.rename(going)
-    shutil.rmtree(going, ignore_errors=True)
+            support.replace_folder(old.path)
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -447,14 +447,9 @@ class Checkpoints:
                 files[name] = File(path.stat().st_size)
         path = part.with_suffix("")
         manifest.write(part, msgspec.structs.replace(content, files=files, time=time.time()))
-        old = path.with_name(path.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        if path.exists():  # a run that resumed from an earlier step passes this one again
-            path.rename(old)
-        part.rename(path)
+        support.replace_folder(path, part)  # a run that resumed from an earlier step passes this one again
         manifest.sync_folder(self.folder)
         manifest.write_durably(self.folder / manifest.LATEST, path.name.encode())
-        shutil.rmtree(old, ignore_errors=True)
         with contextlib.suppress(OSError):
             manifest.prune(self.folder, self._config.checkpoint.keep, self._config.checkpoint.keep_best)
         return path

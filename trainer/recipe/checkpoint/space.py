@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import support
 from ..config.schema import Config
 from . import manifest
 
@@ -110,7 +111,7 @@ def make_room(folder: Path, needed: int, kept: set[Path]) -> tuple[list[str], st
             if free(folder) >= needed:
                 break
             with contextlib.suppress(OSError):
-                manifest.remove(one)
+                support.replace_folder(one.path)
                 gone.append(one.path.name)
     now = free(folder)
     missing = f"it takes {size_text(needed)}, and the disk of {folder} has {size_text(now)} free"

@@ -6,6 +6,7 @@ A wrong key, type or value raises ``ConfigError``.
 import difflib
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -191,12 +192,20 @@ class Loaded:
 def load(path: str | None, overrides: Sequence[str] = (), base: str = "") -> Loaded:
     """Read a configuration file and apply overrides, each ``key.sub=value`` (else a ``UsageError``).
 
-    ``base`` is YAML text to start from without a file (the demo's own configuration).
+    Without a file, ``path`` may be the first of the overrides. ``base`` is YAML text to start from without a file (the
+    demo's own configuration).
     """
+    if path is not None and is_assignment(path):
+        path, overrides = None, [path, *overrides]
     tree = read(path) if path is not None else parse(base, "the demo's configuration")
     for assignment in overrides:
         tree = override(tree, assignment)
     return decode(tree, path or COMMAND_LINE)
+
+
+def is_assignment(path: str) -> bool:
+    """Return whether a configuration was given as ``key.sub=value`` in place of a file."""
+    return "=" in path and not os.path.exists(path)  # pathlib's raises for a name that is too long
 
 
 _FILES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet")

@@ -145,7 +145,8 @@ def _insert_marks(tree: Any) -> bool:
                     changed.append(below)
                     continue
                 visit(below)
-                if isinstance(below, nodes.CallBlock) and _is_generation(below):
+                called = getattr(getattr(getattr(below, "call", None), "node", None), "name", "")
+                if isinstance(below, nodes.CallBlock) and called == "_generation_support":
                     generation = True
                     changed += [_generation_mark(1, below), *below.body, _generation_mark(0, below)]
                 elif isinstance(below, nodes.For):
@@ -175,10 +176,6 @@ def _names(target: Any) -> Iterator[nodes.Name]:
     elif isinstance(target, nodes.Tuple):
         for item in target.items:
             yield from _names(item)
-
-
-def _is_generation(block: nodes.CallBlock) -> bool:
-    return getattr(getattr(block.call, "node", None), "name", "") == "_generation_support"
 
 
 def _generation_mark(index: int, near: nodes.Node) -> nodes.Output:

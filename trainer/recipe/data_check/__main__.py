@@ -47,15 +47,11 @@ def main(argv: list[str] | None = None) -> int:
         from .show import Painter, render
 
         colour = (sys.stdout.isatty() and "NO_COLOR" not in os.environ) or arguments.color
-        painter = Painter(colour, arguments.ascii or not _writes_unicode(), shutil.get_terminal_size((100, 24)).columns)
-        print(
-            render(collected, findings, painter, settled.training.sequence_length * bool(settled.data.packing)), end=""
-        )
+        unicode = (sys.stdout.encoding or "").lower().replace("-", "") in ("utf8", "utf16")
+        painter = Painter(colour, arguments.ascii or not unicode, shutil.get_terminal_size((100, 24)).columns)
+        pad_to = settled.training.sequence_length * bool(settled.data.packing)
+        print(render(collected, findings, painter, pad_to), end="")
     return 2 if collected.facts.problem else int(bool(findings))
-
-
-def _writes_unicode() -> bool:
-    return (sys.stdout.encoding or "").lower().replace("-", "") in ("utf8", "utf16")
 
 
 def _parser() -> argparse.ArgumentParser:

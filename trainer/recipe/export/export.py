@@ -26,6 +26,7 @@ from ..model.load import add_lora
 from ..model.tokenizer import set_end_tokens
 from ..monitor import Progress, activity, probe
 from ..state import TrainState
+from ..support import replace_folder
 
 
 class ExportError(FtmonError):
@@ -546,7 +547,7 @@ def save_model(
             shutil.rmtree(part, ignore_errors=True)
         raise
     if world.is_first:
-        _replace(folder, part)
+        replace_folder(folder, part)
     world.barrier()
     return equal
 
@@ -595,12 +596,3 @@ def _settle_config(plain: Any, tokenizer: Any, config: Config) -> None:
     generation = plain.generation_config
     if generation is not None and generation.pad_token_id is None:
         generation.pad_token_id = tokenizer.pad_token_id
-
-
-def _replace(folder: Path, part: Path) -> None:
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    part.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)

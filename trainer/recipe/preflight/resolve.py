@@ -18,7 +18,7 @@ from ....protocol.errors import UsageError
 from .. import hardware
 from ..checkpoint import manifest as checkpoints
 from ..config.load import Loaded
-from ..config.schema import Config, Evaluation, Run
+from ..config.schema import Config, Run
 from ..data import messages
 from ..data.messages import NONE, first_record, shipped
 from ..model.shape import is_small
@@ -329,15 +329,13 @@ def _check_compiler(loaded: Loaded, device: str) -> None:
 
 def _check_evaluation(loaded: Loaded) -> None:
     settings, data = loaded.config.evaluation, loaded.config.data
-    sources = [name for name, given in _sources(settings) if given]
+    given = ("path", settings.path), ("split", settings.split), ("share", settings.held_out)
+    sources = [name for name, value in given if value]
     if len(sources) > 1:
         raise loaded.error(f"evaluation.{sources[1]}", f"is given beside evaluation.{sources[0]}; leave one out")
     if not sources and settings.share == 0:
-        for name, asked in (
-            ("every", settings.interval),
-            ("patience", settings.patience),
-            ("samples", settings.samples),
-        ):
+        needing = ("every", settings.interval), ("patience", settings.patience), ("samples", settings.samples)
+        for name, asked in needing:
             if asked:
                 raise loaded.error(f"evaluation.{name}", "needs data: evaluation.path, evaluation.split or .share")
         return
@@ -349,10 +347,6 @@ def _check_evaluation(loaded: Loaded) -> None:
         raise loaded.error("evaluation.patience", "needs evaluation.every above 0")
     if not settings.every and not settings.at_end:
         raise loaded.error("evaluation.every", "is 0 and evaluation.at_end is false: nothing would be evaluated")
-
-
-def _sources(settings: Evaluation) -> list[tuple[str, object]]:
-    return [("path", settings.path), ("split", settings.split), ("share", settings.held_out)]
 
 
 def _resume(loaded: Loaded, settled: Config, elsewhere: int) -> str:
