@@ -162,10 +162,8 @@ class Commands:
 
 
 BEAT_SECONDS = 1.0
-ALONE_SECONDS = 60.0
-"""After this many seconds without a rank here and without the hub, the run counts as over."""
-FLUSH_SECONDS = 5.0
-"""Time limit at the agent's end for the confirmation of all messages."""
+ALONE_SECONDS = 60.0  # After this many seconds without a rank here and without the hub, the run counts as over
+FLUSH_SECONDS = 5.0  # Time limit at the agent's end for the confirmation of all messages
 _DRAIN = 512
 _RANK = re.compile(r"rank-(\d+)-(\d+)-(\d+)")
 

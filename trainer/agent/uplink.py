@@ -20,12 +20,9 @@ from ...protocol.link.sockets import JoinFile
 from ...protocol.messages import wire
 from ...protocol.messages.hosts import AgentAck, AgentBeat, encode_numbers
 
-KEPT_BYTES = 64 << 20
-"""Limit of the waiting messages."""
-WINDOW = 4096
-"""Maximum number of messages in flight; the hub confirms four times a second."""
-SILENT_SECONDS = 3.0
-"""A connection without an answer for this many seconds is closed: a cut link produces no error."""
+KEPT_BYTES = 64 << 20  # Limit of the waiting messages
+WINDOW = 4096  # Maximum number of messages in flight; the hub confirms four times a second
+SILENT_SECONDS = 3.0  # A connection without an answer for this many seconds is closed: a cut link produces no error
 _OVERHEAD = 200
 
 
@@ -48,8 +45,7 @@ class Uplink:
         self._identity = identity
         self._waiting: deque[_Kept] = deque()
         self._flying: deque[_Kept] = deque()
-        self.waiting_bytes = 0
-        """Size of the unconfirmed messages, bytes."""
+        self.waiting_bytes = 0  # Size of the unconfirmed messages, bytes
         self._number = 0
         self._last_ack = 0.0
         self._connected_at = 0.0
@@ -57,11 +53,9 @@ class Uplink:
         self._best_trip = float("inf")
         self.socket: zmq.Socket[Any] | None = None
         self.dropped = 0
-        self.clock_offset: float | None = None
-        """Seconds to add to this host's clock to get the hub's time."""
+        self.clock_offset: float | None = None  # Seconds to add to this host's clock to get the hub's time
         self.round_trip: float | None = None
-        self.run_end: AgentAck | None = None
-        """The hub's message that the run is over."""
+        self.run_end: AgentAck | None = None  # The hub's message that the run is over
 
     @property
     def waiting(self) -> int:

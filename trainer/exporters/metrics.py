@@ -15,8 +15,7 @@ from .current import RunFigures
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
 
-FILE_SECONDS = 5.0
-"""Time between two writes of the textfile."""
+FILE_SECONDS = 5.0  # Time between two writes of the textfile
 _SILENT_SECONDS = 30.0
 
 

@@ -20,15 +20,11 @@ from ...protocol.messages.wire import Frame
 from ...protocol.run.rundir import RunFile
 from ...protocol.text import sanitize
 
-QUEUED = 10_000
-"""Messages that wait at most: some 40 MB, and 100 s of 100 messages a second."""
+QUEUED = 10_000  # Messages that wait at most: some 40 MB, and 100 s of 100 messages a second
 ALERTS_QUEUED = 1_000
-MOST_AT_ONCE = 500
-"""Messages in one call of ``Target.points``."""
-SILENT_SECONDS = 3.0
-"""Time after which a call that has not returned is reported."""
-OPEN_SECONDS = 30.0
-"""The same for ``open``: some clients import for long."""
+MOST_AT_ONCE = 500  # Messages in one call of ``Target.points``
+SILENT_SECONDS = 3.0  # Time after which a call that has not returned is reported
+OPEN_SECONDS = 30.0  # The same for ``open``: some clients import for long
 _FIRST_RETRY_SECONDS = 2.0
 _LONGEST_RETRY_SECONDS = 60.0
 _KINDS = (*FIGURES, Job)
@@ -49,10 +45,8 @@ class Target(Protocol):
     The text of an ``FtmonError`` is shown as it is, so it contains no key; of other errors only the type is shown.
     """
 
-    seconds: float
-    """Time between two calls of ``points``."""
-    end_seconds: float
-    """Time after the end of the run for what is left; less than ``targets.EXPORTERS_END_SECONDS``."""
+    seconds: float  # Time between two calls of ``points``
+    end_seconds: float  # Time after the end of the run for what is left; less than ``targets.EXPORTERS_END_SECONDS``
 
     def open(self, run: RunFile) -> None:
         """Connect to the system; called again after a while if it raises."""
@@ -87,8 +81,7 @@ class Feed:
         self._retry_seconds = _FIRST_RETRY_SECONDS
         self._thread = threading.Thread(target=self._work, name="target", daemon=True)
         self.seconds, self.end_seconds = target.seconds, target.end_seconds
-        self.dropped = 0
-        """Points that did not reach the target."""
+        self.dropped = 0  # Points that did not reach the target
         self._error = ""  # Why the last call failed; empty: it succeeded
         self._silent_at: float | None = None  # When the call under way counts as not answered
 

@@ -46,10 +46,8 @@ class RunStream:
     """
 
     def __init__(self, run: RunDir) -> None:
-        self.dropped = 0
-        """Messages of the stream that did not arrive here."""
-        self.over = False
-        """The run has ended, or no process of it is left that would record its end."""
+        self.dropped = 0  # Messages of the stream that did not arrive here
+        self.over = False  # The run has ended, or no process of it is left that would record its end
         self._run = run
         self._launcher = run.read_run().launcher
         self._context: zmq.Context[Any] = zmq.Context()

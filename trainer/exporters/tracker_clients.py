@@ -22,8 +22,7 @@ from ...protocol.errors import TargetError
 from ...protocol.text import sanitize
 from .trackers import About, Client, Note, Row, Tracker, Value
 
-PROJECT = "ftmon"
-"""Project or experiment, if the tracker's own variable names none."""
+PROJECT = "ftmon"  # Project or experiment, if the tracker's own variable names none
 _LEVELS = {"info": "INFO", "warning": "WARN", "error": "ERROR"}
 _FAILED = {"failed": "FAILED", "stopped": "KILLED"}
 _OPEN_SECONDS = 20.0

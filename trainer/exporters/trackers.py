@@ -35,10 +35,8 @@ class Row(NamedTuple):
     """Values of one step, or of the time after it."""
 
     step: int
-    time: float
-    """When the last of them was recorded, seconds since the epoch."""
-    values: dict[str, float]
-    """By their names in trackers; times of the row included."""
+    time: float  # When the last of them was recorded, seconds since the epoch
+    values: dict[str, float]  # By their names in trackers; times of the row included
 
 
 class Note(NamedTuple):
@@ -47,8 +45,7 @@ class Note(NamedTuple):
     step: int
     time: float
     severity: str
-    title: str
-    """At most 63 characters."""
+    title: str  # At most 63 characters
     text: str
     number: int
 
@@ -58,17 +55,14 @@ class About(NamedTuple):
 
     run: str
     started: float
-    replayed: bool
-    """It is not live: a run of its own in the tracker, even if there is one of this name."""
+    replayed: bool  # It is not live: a run of its own in the tracker, even if there is one of this name
 
 
 class Client(Protocol):
     """The API of one tracker. Every method may block, and may raise anything."""
 
-    where: str
-    """Address or path of the run in the tracker, for words."""
-    float32: bool
-    """Values lose digits beyond the seventh: bytes are given in GiB, and no times since the epoch."""
+    where: str  # Address or path of the run in the tracker, for words
+    float32: bool  # Values lose digits beyond the seventh: bytes are given in GiB, and no times since the epoch
 
     def open(self, about: About) -> None:
         """Create the run, or continue it if it is live and exists."""
@@ -125,8 +119,7 @@ class Rows:
         self._pending: dict[int, _Pending] = {}
         self._devices: dict[tuple[str, str, int], DeviceSample] = {}
         self._devices_due = 0.0
-        self.step = 0
-        """The last step of a row."""
+        self.step = 0  # The last step of a row
 
     def apply(self, frame: Frame) -> list[Row]:
         """Apply a message; return the rows that it completes, usually none."""
@@ -220,10 +213,8 @@ class Tracker:
 
     def __init__(self, client: Client) -> None:
         self.client = client
-        self.replayed = False
-        """The run is not live: all of its messages are passed on, to a new run in the tracker."""
-        self.written = 0
-        """Rows and alerts."""
+        self.replayed = False  # The run is not live: all of its messages are passed on, to a new run in the tracker
+        self.written = 0  # Rows and alerts
         self._since = time.time()
         self._rows = Rows("", 0.0, False)
         self._state, self._time = "", 0.0

@@ -46,10 +46,8 @@ class _File:
         self.offset = offset
         self.inode = 0
         self.partial = b""
-        self.bar = False
-        """Whether the unfinished line is the state of a progress bar."""
-        self.skipping = False
-        """Whether the rest of a line that is too long is being skipped."""
+        self.bar = False  # Whether the unfinished line is the state of a progress bar
+        self.skipping = False  # Whether the rest of a line that is too long is being skipped
         self.grew_at = 0.0
         self.bar_at = 0.0
         self.last_bar = ""

@@ -10,10 +10,8 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-Flow = Coroutine["Reply[Any]", None, T]
-"""A coroutine that awaits replies, and other flows."""
-Post = Callable[[Callable[[], object]], None]
-"""Schedules a call in the main loop; any thread."""
+Flow = Coroutine["Reply[Any]", None, T]  # A coroutine that awaits replies, and other flows
+Post = Callable[[Callable[[], object]], None]  # Schedules a call in the main loop; any thread
 
 
 class Reply(Generic[T]):

@@ -29,8 +29,7 @@ _EXIT_CODE_AT = 60
 _AGENT = "ftmon.trainer.agent"
 """Agents are not part of a run: an agent of "another host" may share our pid namespace, as with containers."""
 _KILLS_KEPT = 4096
-killed: dict[tuple[int, int], None] = {}
-"""Pid and start time of the processes that were sent SIGKILL most recently."""
+killed: dict[tuple[int, int], None] = {}  # Pid and start time of the processes that were sent SIGKILL most recently
 
 
 class Process(NamedTuple):
@@ -40,11 +39,9 @@ class Process(NamedTuple):
     parent: int
     group: int
     session: int
-    state: str
-    """``R``, ``S``, ``D`` (uninterruptible), ``T`` (stopped), ``t`` (traced), ``Z`` (zombie), ``X``."""
+    state: str  # ``R``, ``S``, ``D`` (uninterruptible), ``T`` (stopped), ``t`` (traced), ``Z`` (zombie), ``X``
     start_ticks: int
-    wait_status: int
-    """Its status in wait(2)'s format while it is a zombie; else 0."""
+    wait_status: int  # Its status in wait(2)'s format while it is a zombie; else 0
     name: str
 
     @property
@@ -240,8 +237,7 @@ class Origin(NamedTuple):
     rank: int
     pid: int
     start_ticks: int
-    image: int
-    """Address of its stack; 0: unknown, or shared with its parent and thus not specific to this rank."""
+    image: int  # Address of its stack; 0: unknown, or shared with its parent and thus not specific to this rank
 
 
 def origin(rank: int, pid: int, table: Mapping[int, Process]) -> Origin | None:

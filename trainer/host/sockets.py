@@ -90,10 +90,8 @@ _COMMAND_LIMIT = 200
 class PortHolder(NamedTuple):
     """A listening socket, and its process if it can be inspected."""
 
-    user: str
-    """The socket's owner: user name, or the uid if it has no name."""
-    pid: int
-    """0: its process cannot be inspected (it belongs to another user or container)."""
+    user: str  # The socket's owner: user name, or the uid if it has no name
+    pid: int  # 0: its process cannot be inspected (it belongs to another user or container)
     command: str
 
 

@@ -47,16 +47,14 @@ class Agent:
         self.identity = identity
         self.socket = socket
         self.last_message = now
-        self.number = -1
-        """Last sequence number accepted; -1 before the first."""
+        self.number = -1  # Last sequence number accepted; -1 before the first
         self.confirmed = 0
         self.state: HostStateName = "reachable"
         self.since = time.time()
         self.beat: AgentBeat | None = None
         self.facts: dict[int, ProcessFact] = {}
         self.reported: HostState | None = None
-        self.restored = False
-        """Whether it is known only from an earlier hub."""
+        self.restored = False  # Whether it is known only from an earlier hub
         self.successor: Agent | None = None
         self.missed = False
         """Whether it was unreachable at the run's end while its host had living ranks at the last report."""
@@ -113,8 +111,7 @@ class Agents:
         self._end_grace: float | None = None
         self.replaced: Callable[[bytes, bytes], object] = lambda _before, _now: None
         """Called with both identities when one agent replaces another."""
-        self.speaking: Agent | None = None
-        """Sender of the message being accepted."""
+        self.speaking: Agent | None = None  # Sender of the message being accepted
 
     def restore(self, history: Iterable[Message]) -> None:
         """Restore the hosts of an earlier hub; each counts as cut off unless its agent reports in time."""

@@ -47,8 +47,7 @@ class Analysis:
         keep: Callable[[OomReport], OomReport] | None = None,
     ) -> None:
         self._emit = emit
-        self.act: Callable[[Iterable[Action]], None] = lambda _: None
-        """Sends the actions that detectors request."""
+        self.act: Callable[[Iterable[Action]], None] = lambda _: None  # Sends the actions that detectors request
         self._store = AlertStore()
         self.tracker = RankTracker(has_launcher=run_file.kind != "watch")
         self._detectors = Detectors(self.tracker, self._store, keep)
@@ -258,8 +257,7 @@ class TraceAnalysis:
         self._era = 0
         self._bytes = 0  # Bytes of the traces that have not been analysed yet
         self._closing = False
-        self.dropped = 0
-        """Traces that were not analysed."""
+        self.dropped = 0  # Traces that were not analysed
 
     def submit(self, sender: str, body: bytes) -> None:
         """Queue a trace for analysis. Main loop only.

@@ -37,8 +37,7 @@ from .notify import Notifier
 from .sockets import PollLoop
 from .telemetry import Intake
 
-TRACES_SECONDS = 10.0
-"""Time limit at a run's end for analysing the traces of captured steps."""
+TRACES_SECONDS = 10.0  # Time limit at a run's end for analysing the traces of captured steps
 _RECORDED_SECONDS = 5.0  # Time limit at a run's end for the disk: whoever hears of the end finds it in the recording
 _DRAIN = 512  # Maximum messages received per socket before commands are handled again
 
@@ -101,10 +100,8 @@ class JudgeAssembly:
         self._prediction = PredictionProcess(core.run, core.file, core.emit)
         foreign = core.file.foreign
         self.foreign = ForeignRanks(core, foreign, self.accept, self.end_detector.note) if foreign is not None else None
-        self.agents: Agents | None = None
-        """Agents of other hosts, whose messages ``accept`` receives too."""
-        self.commands: Commands | None = None
-        """Receives the ``Hello`` of each rank on this host."""
+        self.agents: Agents | None = None  # Agents of other hosts, whose messages ``accept`` receives too
+        self.commands: Commands | None = None  # Receives the ``Hello`` of each rank on this host
         core.observers[RankState] = self.jobs.state
         core.observers[LogLine] = self.ports.note
 

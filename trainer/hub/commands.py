@@ -160,8 +160,7 @@ class _Caller:
         self._identity = identity
         self.source = source
         self.command = command
-        self.away = socket.getsockopt(zmq.MECHANISM) == zmq.CURVE
-        """Whether the command arrived over TCP."""
+        self.away = socket.getsockopt(zmq.MECHANISM) == zmq.CURVE  # Whether the command arrived over TCP
 
     def answer(self, message: Accepted | Result) -> None:
         frames = [self._identity, *wire.encode("hub", 0, time.time(), message)]

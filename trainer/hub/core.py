@@ -51,10 +51,8 @@ _FINAL_STATES = ("finished", "failed", "stopped")
 class EarlierHistory(NamedTuple):
     """Recording of an earlier hub of this run."""
 
-    frames: list[Frame]
-    """The minimal frames that restore its state; empty without an earlier hub."""
-    log_offsets: dict[str, int]
-    """Offset at which to continue in each log file, in bytes."""
+    frames: list[Frame]  # The minimal frames that restore its state; empty without an earlier hub
+    log_offsets: dict[str, int]  # Offset at which to continue in each log file, in bytes
 
 
 def read_history(run: RunDir) -> EarlierHistory:

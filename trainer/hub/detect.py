@@ -96,8 +96,7 @@ def facts_of(process: Process) -> LeftProcess:
     return LeftProcess(current.pid, current.name, current.state, function)
 
 
-PATIENCE_SECONDS = 60.0
-"""Maximum delay between the first and the last rank's report; hosts start at different speeds."""
+PATIENCE_SECONDS = 60.0  # Maximum delay between the first and the last rank's report; hosts start at different speeds
 
 
 class MissingRanks:

@@ -52,8 +52,7 @@ class EndDetector:
         self._goodbyes: dict[int, str] = {}
         self._failure: Failure | None = None
         """The first failure that a rank reported; failures other than a lost peer take precedence."""
-        self.stepped = False
-        """Whether some rank has finished a step."""
+        self.stepped = False  # Whether some rank has finished a step
         self._resumed = False  # Whether some rank resumed after steps of an earlier run
 
     def note(self, message: Message) -> None:
@@ -224,14 +223,12 @@ def keeper(run: RunDir) -> Callable[[OomReport], OomReport]:
     return keep
 
 
-LINGER_SECONDS = 3.0
-"""Seconds that the hub stays after the end, so that apps receive it and can query the rest."""
+LINGER_SECONDS = 3.0  # Seconds that the hub stays after the end, so that apps receive it and can query the rest
 SETTLE_SECONDS = 1.25
 """Delay after a failure, so that the ranks' deaths are judged in their order before the end is published."""
 AGENTS_END_SECONDS = 10.0
 """Time limit for agents to end their hosts' processes and send their last messages, if a run did not finish."""
-AGENTS_FINISH_SECONDS = 45.0
-"""The same if the run finished: another host's part of the job may still be saving."""
+AGENTS_FINISH_SECONDS = 45.0  # The same if the run finished: another host's part of the job may still be saving
 
 
 class RunEnd:

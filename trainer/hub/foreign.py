@@ -26,8 +26,7 @@ from .core import Core
 from .ranks import identity_of
 
 LOOK_SECONDS = 1.0
-DEVICE_SECONDS = 10.0
-"""Interval at which NVML is asked for the device of ranks that use none yet."""
+DEVICE_SECONDS = 10.0  # Interval at which NVML is asked for the device of ranks that use none yet
 
 
 class ForeignRanks:

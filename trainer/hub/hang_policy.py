@@ -28,10 +28,8 @@ from .commands import Kills
 from .core import Core
 from .inspection import StallProbe
 
-STOP_SECONDS = 60.0
-"""Time that interrupted ranks may take to end before they are killed."""
-SURE_SECONDS = 3.0
-"""A time limit must have been exceeded for this long by the hub's own clock."""
+STOP_SECONDS = 60.0  # Time that interrupted ranks may take to end before they are killed
+SURE_SECONDS = 3.0  # A time limit must have been exceeded for this long by the hub's own clock
 _LONG_PHASES = ("eval", "generate", "checkpoint")
 
 Cause = Literal["hang", "hang-at-exit"]

@@ -103,8 +103,7 @@ class Commits:
             self._report()
 
 
-MOST = 5_000
-"""Maximum frames, points or columns in one answer; the app requests the rest with another query."""
+MOST = 5_000  # Maximum frames, points or columns in one answer; the app requests the rest with another query
 
 _COMMIT_SECONDS = 5.0
 _ENOUGH_ROWS = 4_000  # Uncommitted messages above which a commit is due at once, so that memory stays bounded

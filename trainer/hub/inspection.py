@@ -114,8 +114,7 @@ def _add(seen: Inspection, answer: Result) -> None:
 
 
 ANSWER_SECONDS = 1.0
-AGAIN_SECONDS = 0.5
-"""Time limits for ranks' answers: at first, and after a rank has not answered."""
+AGAIN_SECONDS = 0.5  # Time limits for ranks' answers: at first, and after a rank has not answered
 PROBE_SECONDS = 0.5
 QUICK_PROBES = 10
 QUICK_PROBES_MUTE = 40
@@ -124,41 +123,31 @@ LONGEST_MANY_SECONDS = 15.0
 MANY_RANKS = 64
 """After ``QUICK_PROBES`` (while a rank's stacks could not be had: ``QUICK_PROBES_MUTE``), pauses between probes double
 up to ``LONGEST_SECONDS``; with more ranks than this, ``LONGEST_MANY_SECONDS``."""
-WORK_KEPT_SECONDS = 8.0
-"""Seconds for which a rank counts as working after it was found at work."""
+WORK_KEPT_SECONDS = 8.0  # Seconds for which a rank counts as working after it was found at work
 RESTLESS_FACTOR = 4.0
 """A rank that has woken up counts as asleep again once it has slept this many times longer than it had before it woke:
 the waits of a retry grow by a factor of two or three."""
 DEVICE_BUSY_PERCENT = 5.0
 DEVICE_FRESH_SECONDS = 3.0
 """A device counts as computing for its rank above this utilization, in a sample at most this many seconds old."""
-SAVED_RANKS = 64
-"""Maximum number of ranks whose stacks are saved with a verdict, those it names first."""
+SAVED_RANKS = 64  # Maximum number of ranks whose stacks are saved with a verdict, those it names first
 SETTLE_SECONDS = 0.05
-SETTLE_LOOKS = 40
-"""Interval and number of looks at a paused thread until it sleeps again."""
-NATIVE_RANKS = 2
-"""Number of named ranks that py-spy reads too; it pauses them for a moment."""
+SETTLE_LOOKS = 40  # Interval and number of looks at a paused thread until it sleeps again
+NATIVE_RANKS = 2  # Number of named ranks that py-spy reads too; it pauses them for a moment
 
 
 class _Seen(NamedTuple):
     frames: tuple[Frame, ...]
-    first: Activity
-    """When it was first found asleep in these frames."""
+    first: Activity  # When it was first found asleep in these frames
     last: Activity
-    stood: Activity
-    """Since when it stands in these frames, asleep or spinning."""
-    quiet: Activity
-    """Start of the idle time of its process tree."""
+    stood: Activity  # Since when it stands in these frames, asleep or spinning
+    quiet: Activity  # Start of the idle time of its process tree
     worked: float
     """When it was last found at work, ``time.monotonic`` of this host; minus infinity: not since the stall began."""
     work: Work
-    slept: bool
-    """Whether it has been found asleep since its last progress."""
-    woke_after: float
-    """Seconds of the longest sleep from which it has woken up since; 0: it has not."""
-    moved: float
-    """Time of its last progress at that point."""
+    slept: bool  # Whether it has been found asleep since its last progress
+    woke_after: float  # Seconds of the longest sleep from which it has woken up since; 0: it has not
+    moved: float  # Time of its last progress at that point
 
     @property
     def asleep(self) -> float:

@@ -39,11 +39,9 @@ class RankTally:
     first_us: int = 0
     loss: float | None = None
     phases: dict[str, _PhaseTally] = field(default_factory=dict[str, _PhaseTally])
-    goodbye: str = ""
-    """The reason in its ``Goodbye``; empty before that."""
+    goodbye: str = ""  # The reason in its ``Goodbye``; empty before that
     failure: str = ""
-    state: RankState | None = None
-    """Its last state as judged by the hub, if any."""
+    state: RankState | None = None  # Its last state as judged by the hub, if any
 
     @property
     def ended(self) -> bool:
@@ -119,10 +117,8 @@ class JobTally:
         self.shown = shown
         self.ranks: dict[int, RankTally] = {}
         self.ended: float | None = None
-        self.version = 0
-        """Incremented with every change."""
-        self.followed = False
-        """Whether its processes have started another training."""
+        self.version = 0  # Incremented with every change
+        self.followed = False  # Whether its processes have started another training
         self._first_to_fail: int | None = None
 
     @property

@@ -39,14 +39,12 @@ from .ranks import identity_of
 # Processes that count their steps from 1 again (a loop over configurations in one script) start a job too.
 
 
-REFRESH_S = 4.0
-"""Seconds between messages about a job that makes steps; longer for jobs with many ranks."""
+REFRESH_S = 4.0  # Seconds between messages about a job that makes steps; longer for jobs with many ranks
 LATE_S = 30.0
 """Seconds after the end of all other ranks in which a rank may still report: without collectives, one rank may finish
 before another has imported its libraries."""
 RANKS_A_SECOND = 16
-MOST_JOBS = 10_000
-"""Maximum number of jobs per run; later ranks count towards the last one."""
+MOST_JOBS = 10_000  # Maximum number of jobs per run; later ranks count towards the last one
 
 
 class JobTable:
@@ -55,10 +53,8 @@ class JobTable:
     def __init__(self, lives: Callable[[Hello], bool]) -> None:
         self._lives = lives
         self.jobs: dict[int, JobTally] = {}
-        self.shown: JobTally | None = None
-        """The job in the stream."""
-        self.off_stream: set[str] = set()
-        """Senders whose messages are kept out of the stream."""
+        self.shown: JobTally | None = None  # The job in the stream
+        self.off_stream: set[str] = set()  # Senders whose messages are kept out of the stream
         self._of: dict[str, JobTally] = {}
         self._renamed: dict[str, Hello] = {}
         """By sender: a ``Hello`` with another model; the next steps show whether it starts a job."""

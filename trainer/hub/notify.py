@@ -26,8 +26,7 @@ TRY_AGAIN_SECONDS = (1.0, 5.0)
 WEBHOOK_SECONDS = 10.0
 COMMAND_SECONDS = 60.0
 _KILL_SECONDS = 5.0
-CLOSE_SECONDS = 20.0
-"""Time limit at the hub's end for notices in delivery."""
+CLOSE_SECONDS = 20.0  # Time limit at the hub's end for notices in delivery
 
 
 class DeliveryError(Exception):

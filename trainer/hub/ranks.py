@@ -22,8 +22,7 @@ from ...protocol.run.rundir import RunDir
 from ..host.end.kill import Target
 from ..host.loop import Post, Reply
 
-Answers = dict[int, Result]
-"""Results by rank; a rank that did not answer in time is absent."""
+Answers = dict[int, Result]  # Results by rank; a rank that did not answer in time is absent
 
 _CONNECTING_SECONDS = 10.0
 """A rank's ``Hello`` may arrive before its command socket connects: for this many seconds after it, commands to an
@@ -45,8 +44,7 @@ def identity_of(hello: Hello) -> str:
 class _Ask:
     command: Command
     waiting: dict[bytes, int]
-    unsent: set[bytes]
-    """Awaited peers that were not reachable yet."""
+    unsent: set[bytes]  # Awaited peers that were not reachable yet
     deadline: float
     reply: Reply[Answers]
     left: Callable[[int], bool] | None
@@ -166,11 +164,9 @@ class RankHosts:
 
     def __init__(self) -> None:
         self._host = socket.gethostname()
-        self.hellos: dict[int, Hello] = {}
-        """The latest of each rank, by rank."""
+        self.hellos: dict[int, Hello] = {}  # The latest of each rank, by rank
         self._away: set[int] = set()  # Ranks whose messages an agent forwards
-        self.senders: set[str] = set()
-        """Sender names of the processes that have sent ``Hello``."""
+        self.senders: set[str] = set()  # Sender names of the processes that have sent ``Hello``
 
     def register(self, hello: Hello, away: bool = False) -> None:
         """Record a rank's ``Hello``, replacing an earlier one, and whether an agent forwarded it."""
@@ -228,6 +224,5 @@ class RankAccess:
     tracker: RankTracker
     rank_hosts: RankHosts
     link: RankLink
-    emit: Callable[[Message], object]
-    """Appends a message to the stream, and analyses it."""
+    emit: Callable[[Message], object]  # Appends a message to the stream, and analyses it
     post: Post

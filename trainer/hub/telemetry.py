@@ -188,8 +188,7 @@ class Recorder(threading.Thread):
         """Called at each commit for the numbers of ``Writer.note_agent_numbers``."""
         self.received: Callable[[], dict[str, int]] = dict
         """Called at each commit for the numbers of ``Writer.note_received``."""
-        self.bytes = 0
-        """Size of the recording on disk."""
+        self.bytes = 0  # Size of the recording on disk
         self.start()
 
     @property
@@ -255,8 +254,7 @@ class Stream:
     def __init__(self, sockets: "Sequence[zmq.Socket[Any]]", recorder: Recorder, first_seq: int) -> None:
         self._sockets = list(sockets)
         self.recorder = recorder
-        self.waiting = 0
-        """Number of uncommitted messages."""
+        self.waiting = 0  # Number of uncommitted messages
         self._outbox: list[bytes] = []
         self.seq = first_seq - 1
         self.published = 0

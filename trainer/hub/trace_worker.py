@@ -23,8 +23,7 @@ class Found(msgspec.Struct, frozen=True):
     """Result of one trace."""
 
     messages: list[AllocatorEvents | Composition] = []
-    error: str = ""
-    """Why there is no result; empty otherwise."""
+    error: str = ""  # Why there is no result; empty otherwise
 
 
 def find(body: bytes) -> Found:

@@ -119,8 +119,7 @@ def _deepspeed_exports(run: RunDir, environment: Mapping[str, str], base: Mappin
     return path
 
 
-SSH_ENV = "FTMON_SSH"
-"""Environment variable with the ssh command (default: ``ssh``)."""
+SSH_ENV = "FTMON_SSH"  # Environment variable with the ssh command (default: ``ssh``)
 
 _FIRST_PORT = 7420
 _BLOCKS = 200

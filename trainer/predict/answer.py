@@ -55,10 +55,8 @@ class Both(NamedTuple):
     """A prediction, and what else its dry runs yield."""
 
     found: Prediction
-    other: Prediction | None
-    """With other settings of the allocator, if they were given."""
-    runs: dict[int, ranks.RankRun]
-    """The dry runs by rank."""
+    other: Prediction | None  # With other settings of the allocator, if they were given
+    runs: dict[int, ranks.RankRun]  # The dry runs by rank
 
     @property
     def after(self) -> dict[str, list[ranks.RankRun]]:

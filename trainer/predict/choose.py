@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from .ranks import Outcome, RankRun
     from .result import Rank
 
-MOST_RUNS = 3
-"""Full dry runs of a choice."""
+MOST_RUNS = 3  # Full dry runs of a choice
 MARGIN = 0.92
 """Share of the memory for PyTorch that a chosen configuration may need: predicted reserved memory is up to 6 % off."""
 _ALIKE = 0.01  # Share of the highest speed within which the candidate with the least memory is chosen
@@ -60,8 +59,7 @@ class Candidate(NamedTuple):
     lora_rank: int
     micro_batch: int
     accumulation: int
-    quantized: bool = False
-    """Whether the base is held in 4 bits (QLoRA)."""
+    quantized: bool = False  # Whether the base is held in 4 bits (QLoRA)
 
     @property
     def kind(self) -> tuple[int, str, bool, int, bool]:
@@ -98,23 +96,17 @@ class Space(msgspec.Struct, frozen=True):
 
     gpu: Gpu
     ranks: int
-    capacity_bytes: int
-    """What PyTorch may reserve on a GPU."""
-    rows: int
-    """Rows of a step over all ranks."""
+    capacity_bytes: int  # What PyTorch may reserve on a GPU
+    rows: int  # Rows of a step over all ranks
     sequence_length: int
-    host_bytes: int = 0
-    """Memory of the host for offloaded states; 0: not known, so that nothing is offloaded."""
-    stages: tuple[int, ...] = ()
-    """Stages of a fixed setting; empty: those that differ on so many ranks."""
+    host_bytes: int = 0  # Memory of the host for offloaded states; 0: not known, so that nothing is offloaded
+    stages: tuple[int, ...] = ()  # Stages of a fixed setting; empty: those that differ on so many ranks
     checkpointing: tuple[str, ...] = ("none", "layers")
     offload: tuple[bool, ...] = (False, True)
     lora_ranks: tuple[int, ...] = (0, LORA_RANK)
-    quantized: tuple[bool, ...] = (False,)
-    """Whether the base under adapters may be held in 4 bits."""
+    quantized: tuple[bool, ...] = (False,)  # Whether the base under adapters may be held in 4 bits
     micro_batches: tuple[int, ...] = ()
-    accumulation: int = 0
-    """A fixed one; 0: what makes ``rows``."""
+    accumulation: int = 0  # A fixed one; 0: what makes ``rows``
 
     @property
     def hosts(self) -> int:
@@ -155,12 +147,10 @@ class FitPoint(msgspec.Struct, frozen=True):
     """Figures of a dry run at one size of the micro-batch."""
 
     tokens: int
-    parts: dict[str, dict[str, int]]
-    """Composition of the allocated peak by phase."""
+    parts: dict[str, dict[str, int]]  # Composition of the allocated peak by phase
     needed_bytes: int
     micro_step: Work
-    rest: Work
-    """Work of a step beside its micro-steps."""
+    rest: Work  # Work of a step beside its micro-steps
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -182,13 +172,10 @@ class Estimate(NamedTuple):
     """Figures of a candidate."""
 
     candidate: Candidate
-    needed_bytes: int
-    """Memory that PyTorch must be able to reserve on a GPU."""
+    needed_bytes: int  # Memory that PyTorch must be able to reserve on a GPU
     step_seconds: float
-    tokens_per_second: float
-    """Of all ranks."""
-    exact: bool = False
-    """Whether the candidate itself was run dry."""
+    tokens_per_second: float  # Of all ranks
+    exact: bool = False  # Whether the candidate itself was run dry
 
 
 def fit_of(run: Candidate, of: "RankRun", points: Sequence[tuple[int, "Outcome"]]) -> Fit:
@@ -463,12 +450,9 @@ def _tier(one: Estimate) -> tuple[bool, bool, bool]:
 class Choice(NamedTuple):
     """The result of a choice."""
 
-    ranked: list[Estimate]
-    """Those that fit, best first; the first one is chosen."""
-    found: list[Estimate]
-    """All candidates."""
-    runs: int
-    """Full dry runs."""
+    ranked: list[Estimate]  # Those that fit, best first; the first one is chosen
+    found: list[Estimate]  # All candidates
+    runs: int  # Full dry runs
     fits: list[Fit]
 
 

@@ -32,12 +32,10 @@ _SWITCHES = (
 class Launched:
     """The job that a command would start."""
 
-    script: str
-    """A file, or with ``is_module`` a module."""
+    script: str  # A file, or with ``is_module`` a module
     is_module: bool
     arguments: list[str]
-    ranks: int | None
-    """Number of ranks; None: the launcher would count this machine's GPUs."""
+    ranks: int | None  # Number of ranks; None: the launcher would count this machine's GPUs
 
 
 def parse(command: Sequence[str]) -> Launched:

@@ -135,25 +135,18 @@ INPUT, VIEW, FUSED, LIBRARY, OUTPUT = range(5)
 class Unit(NamedTuple):
     """A kernel."""
 
-    library: Node | None
-    """The call of a library's kernel; None: a fused kernel."""
-    written: list[Node]
-    """Tensors that it allocates and later units read."""
-    ends: list[Node]
-    """Tensors that no later unit reads."""
-    moved: float
-    """Bytes that a fused kernel reads and writes."""
+    library: Node | None  # The call of a library's kernel; None: a fused kernel
+    written: list[Node]  # Tensors that it allocates and later units read
+    ends: list[Node]  # Tensors that no later unit reads
+    moved: float  # Bytes that a fused kernel reads and writes
 
 
 class Result(NamedTuple):
     """A result of a compiled graph."""
 
-    recipe: Any
-    """How to make it; numbers and None are themselves."""
-    handle: int | None = None
-    """Of the allocation that it holds; None: it is in another one's."""
-    viewed: bool = False
-    """Whether it is a view, which AOTAutograd detaches before it saves it."""
+    recipe: Any  # How to make it; numbers and None are themselves
+    handle: int | None = None  # Of the allocation that it holds; None: it is in another one's
+    viewed: bool = False  # Whether it is a view, which AOTAutograd detaches before it saves it
 
 
 class Call(NamedTuple):
@@ -170,10 +163,8 @@ class _Inputs:
     def __init__(self, recorder: Recorder, inputs: list[Any]) -> None:
         self.count = len(inputs)
         self.offsets: list[int] = []
-        self.numbers: dict[int, int] = {}
-        """Number of each tensor by its identity."""
-        self.first: dict[int, int] = {}
-        """First of the tensors in an allocation."""
+        self.numbers: dict[int, int] = {}  # Number of each tensor by its identity
+        self.first: dict[int, int] = {}  # First of the tensors in an allocation
         self.kinds: list[Any] = []
         """What decides about allocations: equal for inputs with which a call repeats another."""
         for number, one in enumerate(inputs):

@@ -48,15 +48,11 @@ class Machine(NamedTuple):
     """The GPUs of a run."""
 
     gpu: Gpu
-    number: int
-    """0: none, training is on the CPU."""
-    capacity_bytes: int
-    """Total memory of a GPU that this run can have."""
-    host_bytes: int
-    """Memory of the host; 0: not known."""
+    number: int  # 0: none, training is on the CPU
+    capacity_bytes: int  # Total memory of a GPU that this run can have
+    host_bytes: int  # Memory of the host; 0: not known
     note: str = ""
-    name: str = ""
-    """Of the GPU, if ``gpu`` stands in for it."""
+    name: str = ""  # Of the GPU, if ``gpu`` stands in for it
 
 
 class Data(NamedTuple):
@@ -64,39 +60,30 @@ class Data(NamedTuple):
 
     records: int
     lengths: list[int]
-    empty: float
-    """Share of the records that have no token to learn within the sequence length, or are refused."""
-    rows: int
-    """Packed rows of an epoch."""
-    padding: float
-    """Share of the positions that would be padding without packing."""
+    empty: float  # Share of the records that have no token to learn within the sequence length, or are refused
+    rows: int  # Packed rows of an epoch
+    padding: float  # Share of the positions that would be padding without packing
     pairs_a_token: float
-    label_share: float
-    """Share of the tokens that carry loss."""
+    label_share: float  # Share of the tokens that carry loss
 
 
 class Decision(msgspec.Struct, frozen=True):
     """What was chosen."""
 
-    overrides: list[str]
-    """As ``key.sub=value``."""
-    lines: list[str]
-    """The choice with its reasons, for people."""
+    overrides: list[str]  # As ``key.sub=value``
+    lines: list[str]  # The choice with its reasons, for people
 
 
 class Known(msgspec.Struct, frozen=True):
     """What was chosen, and what was read of the data for it."""
 
-    overrides: list[str]
-    """As ``key.sub=value``."""
-    pairs_a_token: float | None
-    """None: rows are not packed."""
+    overrides: list[str]  # As ``key.sub=value``
+    pairs_a_token: float | None  # None: rows are not packed
     label_share: float
 
 
 class _Decided(NamedTuple):
-    values: dict[str, tuple[str, str]]
-    """Value and reason by dotted path."""
+    values: dict[str, tuple[str, str]]  # Value and reason by dotted path
     head: list[str]
     ranks: int
 

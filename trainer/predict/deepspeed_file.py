@@ -40,10 +40,8 @@ _QUOTED = re.compile(r'"([^"]+)"')
 class Batch(NamedTuple):
     """Batch of a step."""
 
-    micro: int
-    """Sequences per GPU and micro-step."""
-    accumulation: int
-    """Micro-steps per step."""
+    micro: int  # Sequences per GPU and micro-step
+    accumulation: int  # Micro-steps per step
 
 
 KEEPS_GATHERED = ("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size")

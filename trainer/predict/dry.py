@@ -44,8 +44,7 @@ class Job:
     attention: str = "sdpa"
     allocator: Settings = field(default_factory=Settings)
     gpu: Gpu = H200
-    sequence_parallel_size: int = 1
-    """Ranks that share each sequence."""
+    sequence_parallel_size: int = 1  # Ranks that share each sequence
 
 
 @dataclass
@@ -53,14 +52,10 @@ class Measured:
     """Result of one length on one rank."""
 
     rank: Rank
-    events: list[Event]
-    """Events from the start of the process to the end of the steps at this length."""
-    work: Work
-    """Work of one step."""
-    micro_step: Work
-    """Of that, a micro-step between the first and the last; empty if there is none."""
-    start: int
-    """Number of events before the step that the rank's peaks are of."""
+    events: list[Event]  # Events from the start of the process to the end of the steps at this length
+    work: Work  # Work of one step
+    micro_step: Work  # Of that, a micro-step between the first and the last; empty if there is none
+    start: int  # Number of events before the step that the rank's peaks are of
 
 
 _LOOK_FOR_CUDA = ("torch._dynamo", "bitsandbytes")
@@ -110,8 +105,7 @@ class DryRun:
         self._sightings = Sightings(self._recorder)
         self._phases: dict[str, Phase] = {}
         self._made = False
-        self.making_bytes = 0
-        """Highest memory while the model is made, on the host."""
+        self.making_bytes = 0  # Highest memory while the model is made, on the host
         with self._fake, self._recorder, _refusals():
             self.trace.begin("init")
             self._make()
@@ -122,8 +116,7 @@ class DryRun:
             self.made = self.engine and explain.made(self.engine, self.parameters, job.ranks)
             self._recorder.vocabulary = self.made.vocabulary if self.made else 0
             known = self.engine and positions(getattr(self.engine.module, "config", None))
-            self.positions = known.most if known else 0
-            """Maximum sequence length of the model in tokens; 0: not known."""
+            self.positions = known.most if known else 0  # Maximum sequence length of the model in tokens; 0: not known
 
     def _make(self) -> None:
         import deepspeed

@@ -22,39 +22,31 @@ if TYPE_CHECKING:
     from .recipe import Documents
 
 
-MOST_RANKS = 4096
-"""DeepSpeed's set-up iterates over all ranks in Python: with 100,000 it takes minutes."""
+MOST_RANKS = 4096  # DeepSpeed's set-up iterates over all ranks in Python: with 100,000 it takes minutes
 _LENGTHS = [1024]
 
 
 class Prepared(NamedTuple):
     """A job with ranks ready to run."""
 
-    make: "Callable[[int], DryRun]"
-    """Makes one rank's dry run in its process."""
+    make: "Callable[[int], DryRun]"  # Makes one rank's dry run in its process
     model: str
     ranks: int
     stage: int
     micro_batch: int
     accumulation: int
     lengths: list[int]
-    offload: bool
-    """Whether optimizer states are offloaded."""
+    offload: bool  # Whether optimizer states are offloaded
     gpu: Gpu
-    notes: list[str]
-    """Assumptions."""
-    steps: int = 0
-    """Optimizer steps of the run; 0: not known without its data."""
-    config: "Config | None" = None
-    """Configuration of ftmon's own trainer; None: a plain loop."""
-    sequence_parallel_size: int = 1
-    """Ranks that share each sequence."""
+    notes: list[str]  # Assumptions
+    steps: int = 0  # Optimizer steps of the run; 0: not known without its data
+    config: "Config | None" = None  # Configuration of ftmon's own trainer; None: a plain loop
+    sequence_parallel_size: int = 1  # Ranks that share each sequence
     documents: "Documents | None" = None
     """Documents of the data set's packed rows; None: no packing, or the data set is not read."""
     make_shallow: "Callable[[int, int], DryRun] | None" = None
     """Makes a rank's dry run with so many of the layers, which are alike; None: they are few, or differ."""
-    alike: bool = False
-    """Whether ranks are alike at any stage."""
+    alike: bool = False  # Whether ranks are alike at any stage
 
     @property
     def different(self) -> list[int]:

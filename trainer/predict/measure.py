@@ -31,10 +31,8 @@ from ..recipe.preflight.resolve import Resolved, resolve
 from ..recipe.start import launch_environment
 from .choose import Candidate, Estimate
 
-CLOSE = 0.8
-"""Share of the best predicted speed from which a candidate is measured: predicted times are up to 20 % off."""
-MOST = 3
-"""Candidates that are measured."""
+CLOSE = 0.8  # Share of the best predicted speed from which a candidate is measured: predicted times are up to 20 % off
+MOST = 3  # Candidates that are measured
 _WARM_UP = 3  # First steps, without time: they compile, and allocate what stays
 _SECONDS = 10.0  # Time of the measured steps
 _MOST_STEPS = 20
@@ -53,11 +51,9 @@ _DONE = "measured: "
 class Measured(msgspec.Struct, frozen=True):
     """Figures of the steps of one configuration."""
 
-    tokens_per_second: float = 0.0
-    """Of all ranks, without padding."""
+    tokens_per_second: float = 0.0  # Of all ranks, without padding
     step_seconds: float = 0.0
-    reserved_bytes: int = 0
-    """Highest reserved memory of a rank's GPU; 0 on the CPU."""
+    reserved_bytes: int = 0  # Highest reserved memory of a rank's GPU; 0 on the CPU
     out_of_memory: bool = False
 
 

@@ -41,16 +41,11 @@ class Outcome(msgspec.Struct, frozen=True):
     rank: Rank
     fails_in: str = ""
     """The phase whose allocation does not fit the capacity; empty: all fit, or no capacity was given."""
-    tight: bool = False
-    """Whether every allocation happens to succeed with the capacity or less, and fails with more."""
-    seconds: float = 0.0
-    """Processor seconds of this length; the first one includes the start of the run."""
-    work: Work = Work([], [])
-    """Work of a step, from which its time is predicted."""
-    micro_step: Work = Work([], [])
-    """Of that, a micro-step between the first and the last; empty if there is none."""
-    other: "Outcome | None" = None
-    """The same with other settings of the allocator, if they were given."""
+    tight: bool = False  # Whether every allocation happens to succeed with the capacity or less, and fails with more
+    seconds: float = 0.0  # Processor seconds of this length; the first one includes the start of the run
+    work: Work = Work([], [])  # Work of a step, from which its time is predicted
+    micro_step: Work = Work([], [])  # Of that, a micro-step between the first and the last; empty if there is none
+    other: "Outcome | None" = None  # The same with other settings of the allocator, if they were given
 
 
 class RankRun(msgspec.Struct):
@@ -58,19 +53,16 @@ class RankRun(msgspec.Struct):
 
     parameters: int = 0
     trainable: int = 0
-    flops: ModelFlops | None = None
-    """FLOPs of the model, forward and backward; None: not known."""
+    flops: ModelFlops | None = None  # FLOPs of the model, forward and backward; None: not known
     made: Made | None = None
-    positions: int = 0
-    """The model's maximum sequence length in tokens; 0: not known."""
+    positions: int = 0  # The model's maximum sequence length in tokens; 0: not known
     notes: list[str] = []
     outcomes: list[Outcome] = []
     after: dict[str, list["RankRun"]] = {}
     """Results of the calls made after it in its process, if they were given; without refused calls."""
 
 
-Calls = Mapping[str, Callable[[], Sequence[RankRun]]]
-"""Dry runs by any names."""
+Calls = Mapping[str, Callable[[], Sequence[RankRun]]]  # Dry runs by any names
 
 
 def differing(stage: int, ranks: int) -> list[int]:
@@ -304,8 +296,7 @@ def _completed(calls: Calls, most: int) -> dict[str, list[RankRun]]:
     return {name: result for name, result in results if not isinstance(result, ConfigError)}
 
 
-DEPTHS = (1, 2)
-"""Numbers of layers of shallow dry runs, whose difference is a layer's part."""
+DEPTHS = (1, 2)  # Numbers of layers of shallow dry runs, whose difference is a layer's part
 
 
 def whole(make: Callable[[int], "DryRun"], length: int, capacity: int | None, rank: int) -> list[RankRun]:

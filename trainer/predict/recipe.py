@@ -38,8 +38,7 @@ from .deepspeed_file import KEEPS_GATHERED, LIVE_PARAMETERS
 from .dry import DryRun, Job
 from .record import END
 
-Mark = Callable[[str], None]
-"""Called with the name of a phase."""
+Mark = Callable[[str], None]  # Called with the name of a phase
 _GPUS_OF_A_HOST = 8
 
 
@@ -56,8 +55,7 @@ class DryWorld(World):
         self.on_gpu = True
         self.device = torch.device("cuda", 0)
         self.host_group = None
-        self.logged: list[str] = []
-        """Notes that the recipe would print."""
+        self.logged: list[str] = []  # Notes that the recipe would print
 
     def log(self, text: str) -> None:
         """Print nothing: the output is the prediction's."""
@@ -211,12 +209,9 @@ class _Observed:
 class Documents(NamedTuple):
     """Documents of packed rows."""
 
-    pairs_a_token: float
-    """Pairs of query and key under the causal mask, per token: the mean over all rows."""
-    longest: int
-    """Tokens of the longest document."""
-    densest: list[int]
-    """Tokens of each document in the row with most documents."""
+    pairs_a_token: float  # Pairs of query and key under the causal mask, per token: the mean over all rows
+    longest: int  # Tokens of the longest document
+    densest: list[int]  # Tokens of each document in the row with most documents
 
     def pairs(self, length: int) -> float:
         """Return the pairs per token in rows of ``length`` tokens, which have no longer document."""
@@ -310,8 +305,7 @@ class RecipeRun(DryRun):
         Raises:
             ConfigError: the recipe or a library refuses the configuration.
         """
-        self.notes: list[str] = []
-        """Assumptions, and the recipe's messages about this model."""
+        self.notes: list[str] = []  # Assumptions, and the recipe's messages about this model
         self._config = config = settle_compile(config, True, self.notes.append)
         self._compiles = config.model.compile != "off"
         self._documents = documents

@@ -23,8 +23,7 @@ from ...protocol.host.machine import Precision
 
 ALLOCATE, FREE, USE, EMPTY, MARK, END = range(6)
 _MOST_RANGES = 8
-Event = tuple[int, int, int, int, str]
-"""Kind, handle, bytes, stream, name of a phase that begins or ends."""
+Event = tuple[int, int, int, int, str]  # Kind, handle, bytes, stream, name of a phase that begins or ends
 Taped = tuple[int, int, str, int] | int
 """Handle, bytes, device and stream of an allocation; or the handle of one that is freed."""
 
@@ -58,24 +57,19 @@ class Trace:
 
     def __init__(self, settings: Settings) -> None:
         self.events: list[Event] = []
-        self.current: dict[str, int] = {}
-        """Bytes by kind of memory: ``cuda``, ``cpu``, ``pinned``."""
+        self.current: dict[str, int] = {}  # Bytes by kind of memory: ``cuda``, ``cpu``, ``pinned``
         self.host_peak = 0
         self._replay = AllocatorReplay(settings)
         self._sizes: dict[int, tuple[int, str, int]] = {}
         self._next = 0
         self._names: dict[int, int] = {}
         """Handle of an allocation in the events and the allocator, if a repeated step replaced it."""
-        self.block_bytes: dict[int, int] = {}
-        """Bytes of each allocation's block, by its handle in the events."""
+        self.block_bytes: dict[int, int] = {}  # Bytes of each allocation's block, by its handle in the events
         self.parts: dict[int, str] = {}
         """Part of an allocation (``protocol.messages.memory.PARTS``), by its handle in the events."""
-        self.logits: set[int] = set()
-        """Allocations of tensors over the vocabulary, by their handle in the events."""
-        self.recomputed: list[tuple[int, int]] = []
-        """First and last events of recomputed layers in a backward pass."""
-        self.tape: list[Taped] | None = None
-        """Receives allocations and frees of all devices (``taped``)."""
+        self.logits: set[int] = set()  # Allocations of tensors over the vocabulary, by their handle in the events
+        self.recomputed: list[tuple[int, int]] = []  # First and last events of recomputed layers in a backward pass
+        self.tape: list[Taped] | None = None  # Receives allocations and frees of all devices (``taped``)
 
     def allocate(self, size: int, device: str, stream: int = 0) -> int:
         """Record an allocation of ``size`` bytes; return its handle."""
@@ -288,10 +282,8 @@ def peaks(events: Sequence[Event], start: int, settings: Settings) -> dict[str, 
 class Limits(NamedTuple):
     """Where a trace begins to fit."""
 
-    needed_bytes: int
-    """The least reservable memory with which, as with any more, every allocation succeeds."""
-    phase: str
-    """The phase that fails with less."""
+    needed_bytes: int  # The least reservable memory with which, as with any more, every allocation succeeds
+    phase: str  # The phase that fails with less
 
 
 def limits(events: Sequence[Event], settings: Settings, ranges: int = _MOST_RANGES) -> Limits:
@@ -346,8 +338,7 @@ def least_that_fits(
 
 _aten: Any = torch.ops.aten
 _fake: Any = FakeTensor
-MISSING: Any = object()
-"""Returned by ``kept`` for a result that is not cached."""
+MISSING: Any = object()  # Returned by ``kept`` for a result that is not cached
 _NEVER: Any = object()
 _NUMBERS = (int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SLICE: Any = _aten.slice.Tensor
@@ -367,10 +358,8 @@ class Made(NamedTuple):
     dtype: Any
     device: Any
     requires_grad: bool
-    argument: int = -1
-    """Position of the argument whose storage it shares; -1: it has its own."""
-    offset: int = 0
-    """Bytes by which it begins behind that argument."""
+    argument: int = -1  # Position of the argument whose storage it shares; -1: it has its own
+    offset: int = 0  # Bytes by which it begins behind that argument
 
 
 class Same(NamedTuple):
@@ -605,8 +594,7 @@ class Counting:
         """Start with empty counts; all ranks are in DeepSpeed's collectives but an all_to_all of shared sequences."""
         self._ranks = ranks
         self._sharing = sequence_parallel_size
-        self.times = 1
-        """Weight of what is counted: one micro-step stands for all that are like it."""
+        self.times = 1  # Weight of what is counted: one micro-step stands for all that are like it
         self.pairs_a_token: float | None = None
         """Pairs of query and key under the causal mask per token of packed rows; None: documents are equal."""
         self.label_share = 1.0
@@ -618,8 +606,7 @@ class Counting:
     def clear(self) -> None:
         """Reset the counts for a step."""
         self._counts: Counter[Counted] = Counter()
-        self.fetches = 0.0
-        """Gathers of modules' parameters by ZeRO-3 (``Work.fetches``)."""
+        self.fetches = 0.0  # Gathers of modules' parameters by ZeRO-3 (``Work.fetches``)
         self._starts: list[tuple[int, Work]] = []  # Weight of each micro-step, and the work before it
 
     def counted(self) -> Counter[Counted]:
@@ -857,8 +844,7 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, Any] = {}
         self._lock = threading.RLock()
         self.in_backward = False
-        self.vocabulary = 0
-        """Tokens of the model's vocabulary; 0: not known, and logits are not told apart."""
+        self.vocabulary = 0  # Tokens of the model's vocabulary; 0: not known, and logits are not told apart
         self._recomputing = -1  # Event at which the recomputation of checkpointed layers began; -1: none is under way
 
     @classmethod

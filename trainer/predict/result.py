@@ -21,18 +21,15 @@ class Phase(msgspec.Struct, frozen=True):
     reserved_peak_bytes: int
     parts: dict[str, int] = {}
     """Composition of the allocated peak, by the parts of the memory screen; they add up to it. Empty for ``init``."""
-    logits: dict[str, int] = {}
-    """Of these, bytes of tensors over the vocabulary."""
+    logits: dict[str, int] = {}  # Of these, bytes of tensors over the vocabulary
 
 
 class Rank(msgspec.Struct, frozen=True):
     """One rank's memory."""
 
     rank: int
-    phases: dict[str, Phase]
-    """``init``, ``forward``, ``backward``, ``optimizer``."""
-    host_bytes: int
-    """Host memory of its tensors: offloaded states and page-locked buffers, without the process itself."""
+    phases: dict[str, Phase]  # ``init``, ``forward``, ``backward``, ``optimizer``
+    host_bytes: int  # Host memory of its tensors: offloaded states and page-locked buffers, without the process itself
     needed_bytes: int = 0
     """Minimum of reservable memory with which, as with any more, every allocation succeeds, found by replays of the
     trace; below the reserved peak if cached memory can be freed."""
@@ -61,33 +58,25 @@ class Point(msgspec.Struct, frozen=True):
     sequence_length: int
     micro_batch: int
     ranks: list[Rank]
-    host_bytes: int
-    """Host memory of all ranks' tensors."""
-    nvml_bytes: int
-    """Highest over the ranks."""
-    fits: bool | None = None
-    """Whether every rank's allocations fit; None without a capacity."""
-    fails_in: str = ""
-    """The phase whose allocation does not fit."""
+    host_bytes: int  # Host memory of all ranks' tensors
+    nvml_bytes: int  # Highest over the ranks
+    fits: bool | None = None  # Whether every rank's allocations fit; None without a capacity
+    fails_in: str = ""  # The phase whose allocation does not fit
     tight: bool = False
     """Whether it does not fit reliably: with the capacity or less every allocation happens to succeed, with more (up to
     ``needed_bytes``) one fails."""
-    needed_bytes: int = 0
-    """Highest over the ranks."""
+    needed_bytes: int = 0  # Highest over the ranks
     step_seconds: float | None = None
     """Time of an optimizer step; None if the table has no rates of the GPU. Its error and basis: ``time.total``."""
-    tokens_per_second: float | None = None
-    """Tokens per second of all ranks."""
+    tokens_per_second: float | None = None  # Tokens per second of all ranks
     mfu: float | None = None
     """Model FLOPs utilisation (``protocol.host.machine``); None if the model's FLOPs are not known."""
-    price_per_million_tokens: float | None = None
-    """Price in the currency of the GPU hour's price; None without that."""
+    price_per_million_tokens: float | None = None  # Price in the currency of the GPU hour's price; None without that
     run_seconds: float | None = None
     """Time of all optimizer steps; None if their number is not known (``training.max_steps``)."""
     run_price: float | None = None
     """Price of the run, given a price of a GPU hour; without evaluation, checkpoints and the start."""
-    time: StepTime | None = None
-    """Parts of the step's time."""
+    time: StepTime | None = None  # Parts of the step's time
     fits_on: list[str] = []
     """Kinds of GPU (``FIT_TABLE``) on which every allocation fits, besides the CUDA context and NCCL."""
 
@@ -95,23 +84,18 @@ class Point(msgspec.Struct, frozen=True):
 class Made(msgspec.Struct, frozen=True):
     """What the sums of an estimate need to know of a model and its engine."""
 
-    largest_layer: int
-    """Parameters of the module with most parameters of its own."""
-    layers: int
-    """0: not known."""
+    largest_layer: int  # Parameters of the module with most parameters of its own
+    layers: int  # 0: not known
     hidden: int
-    vocabulary: int
-    """0: not known."""
+    vocabulary: int  # 0: not known
     weight_bytes: int
-    gradient_bytes: int
-    """Of a gradient in its partition and in a bucket."""
+    gradient_bytes: int  # Of a gradient in its partition and in a bucket
     stage: int
     offloads_states: bool
     offloads_weights: bool
     checkpointing: bool
     bucket_elements: int
-    buckets: int
-    """Buckets that exist at a time: with ``overlap_comm`` 2 under ZeRO-1 and ZeRO-2."""
+    buckets: int  # Buckets that exist at a time: with ``overlap_comm`` 2 under ZeRO-1 and ZeRO-2
     estimate: "Estimate | None" = None
 
 
@@ -128,12 +112,9 @@ class Part(msgspec.Struct, frozen=True):
 
     name: str
     formula: str
-    bytes: int
-    """Result of the formula."""
-    predicted_bytes: int
-    """Highest of all phases at the longest length."""
-    measured_bytes: int | None = None
-    """Of the given run; None: not measured."""
+    bytes: int  # Result of the formula
+    predicted_bytes: int  # Highest of all phases at the longest length
+    measured_bytes: int | None = None  # Of the given run; None: not measured
 
 
 class WhatIf(msgspec.Struct, frozen=True):
@@ -142,18 +123,13 @@ class WhatIf(msgspec.Struct, frozen=True):
     name: str
     change: str
     fits: bool
-    needed_bytes: int
-    """Minimum of memory that PyTorch must be able to reserve."""
-    saved_bytes: int
-    """Reduction relative to the unchanged run."""
-    host_bytes: int
-    """Host memory of the rank with the most, as in the table of the phases."""
+    needed_bytes: int  # Minimum of memory that PyTorch must be able to reserve
+    saved_bytes: int  # Reduction relative to the unchanged run
+    host_bytes: int  # Host memory of the rank with the most, as in the table of the phases
     step_seconds: float
-    slower: float
-    """GPU time per sample relative to the unchanged run."""
+    slower: float  # GPU time per sample relative to the unchanged run
     price_per_million_tokens: float | None = None
-    refused: str = ""
-    """Reason of a missing prediction, with which the figures are invalid."""
+    refused: str = ""  # Reason of a missing prediction, with which the figures are invalid
     fitted: bool = False
     """Whether the figures follow from the parts of the unchanged run; the memory is then up to 6 % off."""
 
@@ -161,47 +137,33 @@ class WhatIf(msgspec.Struct, frozen=True):
 class Holds(msgspec.Struct, frozen=True):
     """Largest sequence length and micro-batch."""
 
-    gpu: str
-    """The kind of GPU; empty: the given capacity."""
-    capacity_bytes: int
-    """Limit of PyTorch's reserved memory on it."""
-    sequence_length: Largest
-    """Largest length at the requested micro-batch, within 0.8 %."""
-    micro_batch: Largest
-    """Largest micro-batch at the longest requested length."""
+    gpu: str  # The kind of GPU; empty: the given capacity
+    capacity_bytes: int  # Limit of PyTorch's reserved memory on it
+    sequence_length: Largest  # Largest length at the requested micro-batch, within 0.8 %
+    micro_batch: Largest  # Largest micro-batch at the longest requested length
 
 
 class RiskyStep(msgspec.Struct, frozen=True):
     """An optimizer step of the first epoch, by its longest micro-batch."""
 
-    step: int
-    """Number of the step, from 1."""
-    rank: int
-    """The first of the ranks that share the rows."""
-    rows: list[int]
-    """Numbers of the examples, as in the rehearsal."""
-    places: list[str]
-    """Place of each row's records: ``train.jsonl:12``."""
-    length: int
-    """Padded length of its rows, in tokens."""
+    step: int  # Number of the step, from 1
+    rank: int  # The first of the ranks that share the rows
+    rows: list[int]  # Numbers of the examples, as in the rehearsal
+    places: list[str]  # Place of each row's records: ``train.jsonl:12``
+    length: int  # Padded length of its rows, in tokens
 
 
 class DataRisk(msgspec.Struct, frozen=True):
     """Whether every step of the first epoch fits."""
 
-    steps: int
-    """Steps of the epoch."""
+    steps: int  # Steps of the epoch
     longest: RiskyStep
-    largest_length: int | None
-    """The largest occurring length that fits, or None."""
-    failing_steps: int
-    """Number of steps that do not fit."""
-    failing: list[RiskyStep]
-    """The first steps that do not fit."""
+    largest_length: int | None  # The largest occurring length that fits, or None
+    failing_steps: int  # Number of steps that do not fit
+    failing: list[RiskyStep]  # The first steps that do not fit
     epoch_seconds: float | None = None
     """Time of an epoch's optimizer steps at ``training.sequence_length``, without evaluation, checkpoints and start."""
-    epoch_price: float | None = None
-    """With a price of a GPU hour, in its currency."""
+    epoch_price: float | None = None  # With a price of a GPU hour, in its currency
 
 
 class Prediction(msgspec.Struct, frozen=True):
@@ -211,36 +173,26 @@ class Prediction(msgspec.Struct, frozen=True):
     parameters: int
     ranks: int
     points: list[Point]
-    pieces: list[Piece] = []
-    """With several lengths: the highest phase's peak over the length as straight pieces."""
+    pieces: list[Piece] = []  # With several lengths: the highest phase's peak over the length as straight pieces
     beside_pytorch: Figure | None = None
     """Bytes on the GPU besides PyTorch's reserved memory, with their expected error."""
-    notes: list[str] = []
-    """Assumptions."""
+    notes: list[str] = []  # Assumptions
     capacity_bytes: int | None = None
-    gpu: str = ""
-    """The kind of GPU of the dry run and the time."""
-    trainable: int = 0
-    """Number of trained parameters."""
-    checkpoint_bytes: int = 0
-    """Disk space of one checkpoint for a resume, of all ranks."""
+    gpu: str = ""  # The kind of GPU of the dry run and the time
+    trainable: int = 0  # Number of trained parameters
+    checkpoint_bytes: int = 0  # Disk space of one checkpoint for a resume, of all ranks
     price_per_gpu_hour: float | None = None
     expected_errors: dict[str, Figure] = {}
     """By figure: its expected error as a share, and the basis of that; ``value`` is 0."""
-    data: DataRisk | None = None
-    """With ``--data``: the steps of the first epoch that do not fit."""
-    positions: int = 0
-    """The model's maximum sequence length in tokens; 0: not known."""
-    largest: list[Holds] = []
-    """With ``--largest``: by kind of GPU, or for the capacity."""
+    data: DataRisk | None = None  # With ``--data``: the steps of the first epoch that do not fit
+    positions: int = 0  # The model's maximum sequence length in tokens; 0: not known
+    largest: list[Holds] = []  # With ``--largest``: by kind of GPU, or for the capacity
     batch_pieces: list[Piece] = []
     """With ``--largest``: the highest phase's peak over the micro-batch, at the longest length."""
     what_if: list[WhatIf] = []
     """Changes at the longest length: fitting ones by GPU time per sample, then the others by missing bytes."""
-    sequence_parallel_size: int = 1
-    """Ranks that share each sequence."""
-    made: Made | None = None
-    """The model and the engine; their ``estimate`` is DeepSpeed's."""
+    sequence_parallel_size: int = 1  # Ranks that share each sequence
+    made: Made | None = None  # The model and the engine; their ``estimate`` is DeepSpeed's
     explained: list[Part] = []
     """With ``--explain``: the parts of the rank with the highest peak, at the longest length."""
     versions: dict[str, str] = {}

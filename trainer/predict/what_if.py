@@ -45,23 +45,18 @@ from .jobs import Prepared
 from .ranks import RankRun
 from .result import DataRisk, Holds, Point, Prediction, RiskyStep, WhatIf
 
-Tell = Callable[[str], None]
-"""Called with each activity before it begins."""
-Runs = list[RankRun]
-"""Dry runs of a change with ``ranks.DEPTHS`` of its layers, or one with all of them."""
+Tell = Callable[[str], None]  # Called with each activity before it begins
+Runs = list[RankRun]  # Dry runs of a change with ``ranks.DEPTHS`` of its layers, or one with all of them
 
 
 class RunChange(NamedTuple):
     """A change of the run."""
 
     name: str
-    change: str
-    """The setting to change."""
+    change: str  # The setting to change
     prepare: Callable[[], Prepared]
-    combines: bool
-    """Whether it may be combined with others, because it does not change the training."""
-    changes: tuple[str, ...] = ()
-    """The assignments or flags behind ``change``."""
+    combines: bool  # Whether it may be combined with others, because it does not change the training
+    changes: tuple[str, ...] = ()  # The assignments or flags behind ``change``
 
 
 _EXPANDABLE = "expandable segments", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -72,18 +67,15 @@ def expandable(allocator: Settings) -> Settings | None:
     return None if allocator.expandable_segments else msgspec.structs.replace(allocator, expandable_segments=True)
 
 
-Calls = dict[str, Callable[[], Runs]]
-"""Dry runs of changes by their names."""
+Calls = dict[str, Callable[[], Runs]]  # Dry runs of changes by their names
 
 
 class Further(NamedTuple):
     """Dry runs of the changes that the unchanged run's parts do not show."""
 
-    uncompiled: Calls
-    """To make beside it; they need not wait until the compiler is imported."""
+    uncompiled: Calls  # To make beside it; they need not wait until the compiler is imported
     beside: Calls
-    after: Calls
-    """To make after it in its process, with layers that it has compiled."""
+    after: Calls  # To make after it in its process, with layers that it has compiled
 
 
 def further(arguments: argparse.Namespace, allocator: Settings, job: Prepared, capacity: int) -> Further:
@@ -179,8 +171,7 @@ def table(
 
 class _Found(NamedTuple):
     option: Option
-    predicted: Prediction | None = None
-    """None: it was refused."""
+    predicted: Prediction | None = None  # None: it was refused
     fitted: bool = False
 
 
@@ -199,8 +190,7 @@ class _Pieces:
         capacity_bytes: int,
         beside: Mapping[str, Runs],
     ) -> None:
-        self.rank = max(point.ranks, key=lambda one: one.needed_bytes).rank
-        """The rank that needs most."""
+        self.rank = max(point.ranks, key=lambda one: one.needed_bytes).rank  # The rank that needs most
         self._job, self._base, self._point = job, both.found, point
         self._capacity = capacity_bytes
         self._beside = beside
@@ -479,8 +469,7 @@ def changed(given: argparse.Namespace, changes: tuple[str, ...]) -> argparse.Nam
 
 
 _GATHERED = "nothing kept gathered"
-Kind = tuple[str, tuple[str, ...], bool]
-"""A remedy's name, its changes, and whether it may be combined with others."""
+Kind = tuple[str, tuple[str, ...], bool]  # A remedy's name, its changes, and whether it may be combined with others
 
 
 def _assignments(given: argparse.Namespace) -> Iterator[Kind]:
@@ -577,8 +566,7 @@ _MOST_TOKENS = 1 << 24  # Maximum tokens of a micro-batch
 _MOST_POSITIONS = 1 << 20  # Maximum length if a model's own is not known
 _MOST_ROWS = 1024
 
-Run = Callable[[list[int]], dict[int, Point]]
-"""Predicts values of one axis."""
+Run = Callable[[list[int]], dict[int, Point]]  # Predicts values of one axis
 
 
 def add(found: Prediction, job: Prepared, arguments: argparse.Namespace, allocator: Settings, tell: Tell) -> Prediction:

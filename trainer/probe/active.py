@@ -13,11 +13,9 @@ from .probe import Probe
 
 become_rank: Callable[[], None] = nothing
 """Makes this process a rank if it is to be one and is not yet; hooks call it before an optimizer or engine is made."""
-events: TorchEvents | None = None
-"""Receiver of the hooks' reports; None until the process turns out to be a rank."""
+events: TorchEvents | None = None  # Receiver of the hooks' reports; None until the process turns out to be a rank
 probe: Probe | None = None
-forked = False
-"""Whether this process is a fork of a rank, which never gets a probe."""
+forked = False  # Whether this process is a fork of a rank, which never gets a probe
 counts = Counts()
 
 

@@ -34,11 +34,9 @@ from .values.signs import ALIGNED, ALIGNED_EVERY, FIRST, attended, ids_of, is_ex
 
 __all__ = ["Code", "Events", "OnHost", "TorchEvents", "dtype_name", "learning_rate"]
 
-BACKWARDS = 4
-"""First backwards whose parameters are noted: those of a GAN have others."""
+BACKWARDS = 4  # First backwards whose parameters are noted: those of a GAN have others
 _UNSEEN = Seen(None, None, None)
-MOST_WAITS = 32
-"""Waits timed on the device in one step; a step with more micro-steps is timed on the host alone."""
+MOST_WAITS = 32  # Waits timed on the device in one step; a step with more micro-steps is timed on the host alone
 
 
 class _Scope:

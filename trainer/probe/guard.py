@@ -31,10 +31,8 @@ class Guard:
     def __init__(self) -> None:
         self.enabled = True
         self.thread = get_ident()
-        self.inside = False
-        """Whether a guarded method is under way on the training thread."""
-        self.spent_ns = 0
-        """Time of guarded methods so far: what the probe costs the training thread."""
+        self.inside = False  # Whether a guarded method is under way on the training thread
+        self.spent_ns = 0  # Time of guarded methods so far: what the probe costs the training thread
 
     def is_training_thread(self) -> bool:
         """Return whether the caller is the thread that trains."""

@@ -57,8 +57,7 @@ class _Exchange(torch.autograd.Function):
 class World:
     """The joined process group: this rank's number and device, and the number of ranks."""
 
-    has_values = True
-    """Whether tensors have values; not in a dry run, where no check may depend on them."""
+    has_values = True  # Whether tensors have values; not in a dry run, where no check may depend on them
     sequence = SequenceGroup()
 
     def __init__(self) -> None:
@@ -163,10 +162,8 @@ class StopFlag:
         self._group = world.host_group
         self._flag = torch.zeros(1, dtype=torch.int32)
         self._work: Any = None
-        self.broken = False
-        """Whether some rank has reported that training is broken; known to all ranks."""
-        self.save = False
-        """Whether some rank has asked for a checkpoint in the previous step; known to all ranks."""
+        self.broken = False  # Whether some rank has reported that training is broken; known to all ranks
+        self.save = False  # Whether some rank has asked for a checkpoint in the previous step; known to all ranks
 
     def exchange(self, asked: bool, broken: bool = False, save: bool = False) -> bool:
         """Send this rank's request at the end of a step; return whether all stop now, by the previous step's requests.

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["spike", "hang", "slow", "oom", "crash", "stop"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-DEFAULT_STEP = 20
-"""Late enough that a rank has a history for comparison, and early enough for a short test."""
+DEFAULT_STEP = 20  # Late enough that a rank has a history for comparison, and early enough for a short test
 _GIB = 1 << 30
 _SLOW_SHARE = 1.5  # Additional time of a slow rank in each step, as a share of a usual step
 _USUAL_STEPS = 6  # Latest steps that tell how long a step usually takes, without the fault's own time

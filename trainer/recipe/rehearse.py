@@ -58,10 +58,8 @@ class Writing(NamedTuple):
 
     checkpoints: Checkpoints
     state: TrainState
-    steps: range
-    """The steps to be trained."""
-    model_bytes: int
-    """Size of the final model; 0: none is written."""
+    steps: range  # The steps to be trained
+    model_bytes: int  # Size of the final model; 0: none is written
 
 
 def rehearse(stepper: Stepper, data: Sampled, evaluator: Evaluator | None, writing: Writing) -> None:
@@ -223,8 +221,7 @@ def _listed(rows: list[int]) -> str:
     return ", ".join(map(str, rows[:8])) + (", ..." if len(rows) > 8 else "")
 
 
-Row = dict[str, Any]
-"""A row of ``data.pipeline.Rows``: ``input_ids``, ``labels`` and, if packed, ``lengths``."""
+Row = dict[str, Any]  # A row of ``data.pipeline.Rows``: ``input_ids``, ``labels`` and, if packed, ``lengths``
 
 
 def cut(row: Row, length: int) -> Row:

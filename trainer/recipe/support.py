@@ -11,10 +11,8 @@ SMALL_STATES = ("adamw_bf16", "adamw_8bit")  # kinds with running averages of 2 
 NO_MASTERS = " without master weights"
 ROUND_ROBIN = " in round-robin order"
 SEQUENCES = "training.sequence_parallel_size"
-TARGET_ROWS = 32
-"""Rows of a step where ``training.grad_accumulation`` is ``auto``."""
-LEAST_STEPS = 10
-"""Steps that small data leave in an epoch; then a step has fewer rows."""
+TARGET_ROWS = 32  # Rows of a step where ``training.grad_accumulation`` is ``auto``
+LEAST_STEPS = 10  # Steps that small data leave in an epoch; then a step has fewer rows
 
 
 def ranks_refusal(ranks: int, size: int) -> str:

@@ -56,8 +56,7 @@ class Termination:
     interpreter for every signal, checks that steps go on. A second SIGTERM ends the process at once.
     """
 
-    kept: ClassVar[str] = ""
-    """The checkpoint that the run resumes from."""
+    kept: ClassVar[str] = ""  # The checkpoint that the run resumes from
     _of_start_up: ClassVar["Termination | None"] = None
 
     def __init__(self, *, starts: bool = False) -> None:

@@ -117,8 +117,7 @@ class Trainer(Stepper):
         self.stopped_early = False
         self.checkpoints = checkpoints
         self.output = checkpoints.folder.parent
-        self.last_loss: float | None = None
-        """Loss of the last step over all ranks, set at the end of the training."""
+        self.last_loss: float | None = None  # Loss of the last step over all ranks, set at the end of the training
 
     def fit(self) -> None:
         """Train to the planned end or until a stop is requested, then write the final model."""

@@ -44,8 +44,7 @@ from ..recipe.hardware import usable_gpus
 from . import plan as spec
 from .run import Session, StopError
 
-ENGINES = ("local", "slurm", "ray", "submitit")
-"""Where a sweep's jobs run; ``submitit``: its local executor."""
+ENGINES = ("local", "slurm", "ray", "submitit")  # Where a sweep's jobs run; ``submitit``: its local executor
 _POLL_SECONDS = 1.0
 _ATTEMPTS = 3  # of a job in one session, if it is lost
 _MARGIN_MINUTES = 15  # of a Slurm job's limit: start, end, and waiting for empty GPUs
@@ -56,21 +55,16 @@ _TEXT = 300
 class Request(msgspec.Struct, frozen=True):
     """A job: one configuration to measure."""
 
-    source: str
-    """The sweep file."""
-    folder: str
-    """The sweep's working directory."""
+    source: str  # The sweep file
+    folder: str  # The sweep's working directory
     fingerprint: str
     settings: Settings
     repeat: int
     predicted: Predicted | None
-    name: str
-    """Of the run."""
-    gpus: int
-    """GPUs of the job; 0: it runs on the CPU."""
+    name: str  # Of the run
+    gpus: int  # GPUs of the job; 0: it runs on the CPU
     environment: dict[str, str]
-    visible: str | None = None
-    """The submitter's ``CUDA_VISIBLE_DEVICES``."""
+    visible: str | None = None  # The submitter's ``CUDA_VISIBLE_DEVICES``
     takes_gpus: bool = False
     """The job takes free GPUs of its host itself; else it has those in its ``CUDA_VISIBLE_DEVICES``."""
 
@@ -178,8 +172,7 @@ class Ray:
             self._ray.cancel(task, force=True)
 
 
-Engine = Submitit | Ray
-"""Runs jobs, which are known by a number. A finished job of an earlier session is known, too."""
+Engine = Submitit | Ray  # Runs jobs, which are known by a number. A finished job of an earlier session is known, too.
 
 
 def engine(name: str, results: Path, timeout: float, options: dict[str, str]) -> Engine:

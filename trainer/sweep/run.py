@@ -299,8 +299,7 @@ class Session:
     ``fail_fast``: the first run that is not done ends the session. ``interrupted`` returns whether it is to end.
     """
 
-    jobs: Any = None
-    """``engines.Jobs``, which runs configurations elsewhere; None: on this host."""
+    jobs: Any = None  # ``engines.Jobs``, which runs configurations elsewhere; None: on this host
 
     def __init__(
         self,

@@ -39,16 +39,12 @@ class Orphan(msgspec.Struct, frozen=True):
     pid: int
     start_ticks: int
     name: str
-    state: str
-    """``R``, ``S``, ``D`` (uninterruptible), ``T`` (stopped) ..."""
+    state: str  # ``R``, ``S``, ``D`` (uninterruptible), ``T`` (stopped) ..
     age_s: float
     run: str
-    why: str
-    """State of that run, in words."""
-    gpu_bytes: int
-    """GPU memory that it holds according to NVML; 0 if not listed."""
-    sure: bool = True
-    """False: it belongs to a run of another host that does not answer but may only be disconnected."""
+    why: str  # State of that run, in words
+    gpu_bytes: int  # GPU memory that it holds according to NVML; 0 if not listed
+    sure: bool = True  # False: it belongs to a run of another host that does not answer but may only be disconnected
 
     @property
     def line(self) -> str:

@@ -19,10 +19,8 @@ from ..processes import Origin, Process, escaped, origin
 
 INT_SECONDS = 2.0
 TERM_SECONDS = 3.0
-KILL_SECONDS = 8.0
-"""Time limits of the steps of an escalation; the last one is for the whole kill."""
-ONE_SIGNAL_SECONDS = 8.0
-"""Time to wait after a single signal that the user chose."""
+KILL_SECONDS = 8.0  # Time limits of the steps of an escalation; the last one is for the whole kill
+ONE_SIGNAL_SECONDS = 8.0  # Time to wait after a single signal that the user chose
 _GPU_SECONDS = 5.0
 _RANK_PID = f"{RANK_PID_ENV}=".encode()
 _LAUNCHER = "ftmon.trainer.launch.launcher"
@@ -99,16 +97,11 @@ NO_THREAD = Outcome(False, "no thread can be started on this host", {})
 class KillScope:
     """Processes of one host that a kill ends."""
 
-    run: Path
-    """The run directory's path, found in its processes' environment."""
-    targets: list[Target]
-    """The ranks to end; for the whole run, all ranks known on this host."""
-    spared: Collection[int]
-    """Pids never to signal: hub and launcher."""
-    whole_run: bool = False
-    """Also end the job's launchers and all processes with the run in their environment."""
-    roots: Collection[int] = ()
-    """For the whole run, pids whose descendants all belong to it (the launcher)."""
+    run: Path  # The run directory's path, found in its processes' environment
+    targets: list[Target]  # The ranks to end; for the whole run, all ranks known on this host
+    spared: Collection[int]  # Pids never to signal: hub and launcher
+    whole_run: bool = False  # Also end the job's launchers and all processes with the run in their environment
+    roots: Collection[int] = ()  # For the whole run, pids whose descendants all belong to it (the launcher)
     others: Collection[Target] = ()
     """The ranks of this host to spare, with their children, even if a target started them."""
 

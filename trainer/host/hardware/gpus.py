@@ -155,12 +155,9 @@ _POLL_SECONDS = 0.2
 class GpuUse(NamedTuple):
     """One sample of all GPUs of this host."""
 
-    held: dict[int, int]
-    """Bytes held by each requested pid that NVML lists."""
-    used: dict[int, int]
-    """Memory in use on each GPU, by all processes."""
-    devices: frozenset[int] = frozenset()
-    """The GPUs on which they hold it."""
+    held: dict[int, int]  # Bytes held by each requested pid that NVML lists
+    used: dict[int, int]  # Memory in use on each GPU, by all processes
+    devices: frozenset[int] = frozenset()  # The GPUs on which they hold it
 
 
 def gpu_use(pids: Collection[int]) -> GpuUse | None:

@@ -20,18 +20,14 @@ from ....protocol.messages.telemetry import DeviceSample, DiskSpace, ProcessMemo
 from ....protocol.text import sanitize
 from ..processes import open_files
 
-SEARCH_SECONDS = 10.0
-"""Seconds between searches for directories; free space is read at every call of ``measure``."""
-SEND_SECONDS = 30.0
-"""Seconds after which unchanged figures are sent again."""
-CHANGED_SHARE = 0.0005
-"""Share of a volume's size; smaller changes are not sent at once."""
+SEARCH_SECONDS = 10.0  # Seconds between searches for directories; free space is read at every call of ``measure``
+SEND_SECONDS = 30.0  # Seconds after which unchanged figures are sent again
+CHANGED_SHARE = 0.0005  # Share of a volume's size; smaller changes are not sent at once
 MOST_VOLUMES = 16
 MOST_FILES = 512
 _NO_DISKS = ("/proc/", "/sys/", "/dev/")
 SHM = "/dev/shm"
-Place = tuple[str, str]
-"""A directory, and its use by the run."""
+Place = tuple[str, str]  # A directory, and its use by the run
 
 
 class Disks:
@@ -178,8 +174,7 @@ class HostLoad:
         )
 
 
-RECENT_SECONDS = 30.0
-"""Maximum seconds between the kill and the death of a process; large processes die slowly."""
+RECENT_SECONDS = 30.0  # Maximum seconds between the kill and the death of a process; large processes die slowly
 _COUNTS_KEPT = 16
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """PROC_PID_INIT_INO: pids in the kernel log match those of /proc only in this namespace."""
@@ -195,12 +190,9 @@ class LogKill(NamedTuple):
 
     pid: int
     name: str
-    resident_bytes: int
-    """Anonymous resident memory."""
-    of_group: bool
-    """Whether a cgroup's limit was reached; otherwise the host's memory was exhausted."""
-    at: float
-    """Seconds since boot."""
+    resident_bytes: int  # Anonymous resident memory
+    of_group: bool  # Whether a cgroup's limit was reached; otherwise the host's memory was exhausted
+    at: float  # Seconds since boot
 
 
 def read_kill(record: str) -> LogKill | None:

@@ -71,12 +71,9 @@ class HostWatch(_Watch[DiskSpace | Xid]):
         xids.close()
 
 
-RETRY_SECONDS = 30.0
-"""Seconds between attempts to open NVML after it failed, since the driver may recover."""
-HEALTH_SECONDS = 10.0
-"""Seconds between queries of memory faults, which change slowly."""
-HEALTH_SENT_SECONDS = 60.0
-"""Seconds after which unchanged faults are sent again."""
+RETRY_SECONDS = 30.0  # Seconds between attempts to open NVML after it failed, since the driver may recover
+HEALTH_SECONDS = 10.0  # Seconds between queries of memory faults, which change slowly
+HEALTH_SENT_SECONDS = 60.0  # Seconds after which unchanged faults are sent again
 
 
 class DeviceSampler(_Watch[DeviceSample | DeviceHealth]):

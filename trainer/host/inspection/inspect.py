@@ -31,10 +31,8 @@ class LockWaiter(NamedTuple):
     """A process that waits for a file lock."""
 
     pid: int
-    holder: int
-    """Pid of the holder; 0 or less if the kernel does not name one."""
-    path: str
-    """The locked file; empty if it was not found among the process's descriptors."""
+    holder: int  # Pid of the holder; 0 or less if the kernel does not name one
+    path: str  # The locked file; empty if it was not found among the process's descriptors
 
 
 def lock_waiters(table: Mapping[int, Process]) -> dict[int, LockWaiter]:
@@ -231,8 +229,7 @@ def _io(path: str) -> tuple[int, int]:
 # known pid and start time, currently catches the signal, and still has the announced file open (``SelfDump``).
 #
 # faulthandler reads the frames of all threads without the GIL: signal only ranks that ``waiting_for_gil`` has found.
-WRITE_SECONDS = 1.0
-"""Time limit for the handler, from the signal to the last line written."""
+WRITE_SECONDS = 1.0  # Time limit for the handler, from the signal to the last line written
 PY_SPY_SECONDS = 20.0
 _PAUSE_POLL_SECONDS = 0.005
 _POLL_SECONDS = 0.02
@@ -372,8 +369,7 @@ _LONGEST_SECONDS = 0.045
 """A thread that waits for the GIL wakes up every 5 ms (``sys.getswitchinterval``), so at least ``_LEAST_WAKEUPS`` times
 between two samples. A thread that waits for messages sleeps for a tenth of a second, so it wakes up at most once
 between two samples that are at most ``_LONGEST_SECONDS`` apart. Samples delayed by an overloaded host prove nothing."""
-RANKS_AT_ONCE = 4
-"""Maximum number of ranks to sample together, because reading the state of 150 threads takes 5 ms."""
+RANKS_AT_ONCE = 4  # Maximum number of ranks to sample together, because reading the state of 150 threads takes 5 ms
 _LEAST_TICKS = 3
 """Processor time, in clock ticks, from the first sample to the last, after which a thread that runs Python would have
 released the GIL. A thread in state R or D with less may hold the GIL without getting a processor."""
@@ -383,10 +379,8 @@ class Sample(NamedTuple):
     """State of a rank's threads at one moment."""
 
     begun: float
-    ended: float
-    """``time.monotonic`` before and after ``wakeups`` was read."""
-    wakeups: int
-    """Number of waits of the probe's thread so far; 0 if not readable."""
+    ended: float  # ``time.monotonic`` before and after ``wakeups`` was read
+    wakeups: int  # Number of waits of the probe's thread so far; 0 if not readable
     threads: dict[int, tuple[str, int]]
     """State (proc(5)) and processor time, in clock ticks, of every other thread, by its id."""
 
@@ -440,10 +434,8 @@ def _sample(target: DumpTarget) -> Sample:
 class Inspection(NamedTuple):
     """Results of an inspection, by rank."""
 
-    stacks: dict[int, str]
-    """Stacks of the silent ranks that wrote them on a signal."""
-    why: dict[int, str]
-    """Reasons for the silent ranks that did not."""
+    stacks: dict[int, str]  # Stacks of the silent ranks that wrote them on a signal
+    why: dict[int, str]  # Reasons for the silent ranks that did not
     activities: dict[int, Activity]
     locks: dict[int, LockWait] = {}  # noqa: RUF012
     """File locks that ranks of this host wait for, by rank."""

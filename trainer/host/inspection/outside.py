@@ -26,8 +26,7 @@ from .. import processes
 from . import inspect
 from .inspect import DumpTarget
 
-STACKS_SECONDS = 5.0
-"""Interval at which the stack of a rank that moves is read."""
+STACKS_SECONDS = 5.0  # Interval at which the stack of a rank that moves is read
 SAME_STACKS = 3
 _READ_SECONDS = 5.0
 _READ_AT_ONCE = 4
@@ -40,14 +39,11 @@ class Observed(NamedTuple):
     """One look at a rank."""
 
     rank: int
-    progress: int
-    """Number of looks at which it had moved."""
+    progress: int  # Number of looks at which it had moved
     place: Place
     phase: str
-    since: float
-    """Start of the phase, seconds since the epoch: when it was first seen."""
-    resident: int
-    """Bytes."""
+    since: float  # Start of the phase, seconds since the epoch: when it was first seen
+    resident: int  # Bytes
 
 
 @dataclass
@@ -55,14 +51,12 @@ class _Rank:
     key: tuple[int, int]
     progress: int = 0
     voluntary: int = -1
-    switches: int = -1
-    """Of the training thread when its stack was read."""
+    switches: int = -1  # Of the training thread when its stack was read
     frames: tuple[Frame, ...] = ()
     text: str = ""
     why: str = ""
     read_at: float = float("-inf")
-    same: int = 0
-    """Equal stacks in a row."""
+    same: int = 0  # Equal stacks in a row
     phase: str = "init"
     since: float = 0.0
 

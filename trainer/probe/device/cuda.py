@@ -289,10 +289,8 @@ class Device:
         self.memory: MemoryBackend = CpuMemory()
         self.mark_event: Callable[[], Any] = guard.nothing
         self.events: Any = None
-        self.blank: Any = {}
-        """The raw CUDA sample of a process that has allocated nothing yet."""
-        self.settled = False
-        """Whether the device is final, so that hooks stop checking."""
+        self.blank: Any = {}  # The raw CUDA sample of a process that has allocated nothing yet
+        self.settled = False  # Whether the device is final, so that hooks stop checking
         local_rank = int(os.environ.get("LOCAL_RANK", "0") or 0)
         self.info = DeviceInfo("cpu", local_rank, cpu_model(), memory_limit())
 
@@ -347,8 +345,7 @@ class _Buffer(NamedTuple):
     tensor: Any
     address: int
     free: "deque[_Buffer]"
-    head: Any = None
-    """The first bytes of a scalar's buffer, by which its arrival is seen."""
+    head: Any = None  # The first bytes of a scalar's buffer, by which its arrival is seen
 
 
 _UNREAD = b"\xa5\xff" * 4
@@ -395,8 +392,7 @@ class Fetched(NamedTuple):
         return self.buffer.tensor[:size].view(self.dtype).view(self.shape)
 
 
-arrays = 0
-"""Number of copies so far whose arrival only an event shows."""
+arrays = 0  # Number of copies so far whose arrival only an event shows
 
 
 def fetch(tensor: Any) -> Fetched | None:
@@ -474,12 +470,10 @@ class Kept:
     __slots__ = ("_version", "copied", "copy", "tensor")
 
     def __init__(self, tensor: Any) -> None:
-        self.tensor: Any = tensor.detach()
-        """None once it has been copied."""
+        self.tensor: Any = tensor.detach()  # None once it has been copied
         self._version: int = tensor._version
         self.copy: Fetched | None = None
-        self.copied: Any = None
-        """An event after the copy."""
+        self.copied: Any = None  # An event after the copy
 
     def arrived(self) -> bool:
         """Return whether the scalar is here, or never will be."""

@@ -186,13 +186,10 @@ def _read(memory: int, address: int, size: int) -> bytes:
     return found
 
 
-SEARCH_EVERY = 8
-"""Samples between two attempts to find the allocator's numbers, or to verify them."""
+SEARCH_EVERY = 8  # Samples between two attempts to find the allocator's numbers, or to verify them
 ATTEMPTS = 12
-PROOFS = 3
-"""Number of times they must equal PyTorch's dictionary before they replace it."""
-CHECK_SECONDS = 20.0
-"""Seconds between comparisons of the two from then on."""
+PROOFS = 3  # Number of times they must equal PyTorch's dictionary before they replace it
+CHECK_SECONDS = 20.0  # Seconds between comparisons of the two from then on
 
 Sample = Stats | bytes
 
@@ -201,8 +198,7 @@ class StatsSource:
     """Samples PyTorch's nested dictionary at first, and copies the numbers behind it once they are found."""
 
     def __init__(self, official: Callable[[int], Stats], device: int, devices: int) -> None:
-        self.read: Callable[[], Sample] = self._read_searching
-        """Returns a sample; for the training thread."""
+        self.read: Callable[[], Sample] = self._read_searching  # Returns a sample; for the training thread
         self.layout: Layout | None = None
         """Layout of the numbers once they are found, which is before samples are copies of them."""
         self._official, self._device, self._devices = official, device, devices

@@ -27,8 +27,7 @@ from ..events import Code, TorchEvents
 from ..guard import logged, replace, replace_in_package
 from .imports import after_import
 
-Wrapper = Callable[[Any], Callable[..., Any]]
-"""Makes a new function of the one that it wraps."""
+Wrapper = Callable[[Any], Callable[..., Any]]  # Makes a new function of the one that it wraps
 
 _evaluated: weakref.ref[Module] | None = None
 
@@ -95,10 +94,8 @@ def _note_norm(events: TorchEvents, norm: Any, /, *args: Any, **kwargs: Any) -> 
     events.clipped(norm, args[1] if len(args) > 1 else kwargs.get("max_norm"))
 
 
-clipping = after(_note_norm)
-"""Wraps a function that clips gradients and returns their norm: records the norm."""
-scaling = after(_note_scaling)
-"""Wraps a method that scales a loss, its only argument: records which loss was scaled."""
+clipping = after(_note_norm)  # Wraps a function that clips gradients and returns their norm: records the norm
+scaling = after(_note_scaling)  # Wraps a method that scales a loss, its only argument: records which loss was scaled
 
 
 def evaluating(original: Any) -> Callable[..., Any]:

@@ -156,8 +156,7 @@ def _newest(found: list[list[Any]]) -> list[list[Any]]:
     return kept[::-1]
 
 
-_FIRST, _LAST = 9, 24
-"""Offsets from SIGRTMIN. Some libraries use the lowest."""
+_FIRST, _LAST = 9, 24  # Offsets from SIGRTMIN. Some libraries use the lowest.
 
 
 class Dumper:
@@ -355,8 +354,7 @@ def first_worker_awake(pid: int) -> float | None:
     return min((seconds for seconds in found if seconds is not None), default=None)
 
 
-SIGNAL = signal.SIGRTMAX - 9
-"""A real-time signal that no library of this field uses."""
+SIGNAL = signal.SIGRTMAX - 9  # A real-time signal that no library of this field uses
 _WORKER_FILE = "ftmon-worker"
 _WORKER_SECONDS = 0.1  # A worker that has not answered after this is in native code
 _MOST_WORKERS = 8

@@ -23,8 +23,7 @@ FIRST_STEPS = 3
 PATIENCE_SECONDS = 45.0
 AFTER_FAILURE_SECONDS = 60.0
 DECISION_SECONDS = 1.0
-NEARLY_FULL = 0.7
-"""Share of the device's memory that is reserved, beyond which the recorder stays on."""
+NEARLY_FULL = 0.7  # Share of the device's memory that is reserved, beyond which the recorder stays on
 REASONS = ("asked", "spike", "leak")
 
 

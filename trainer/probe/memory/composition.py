@@ -254,8 +254,7 @@ class Walked(NamedTuple):
     ns: int
     mark: int
     held: dict[int, Held]
-    resident: dict[str, int]
-    """Bytes in physical memory by part; for host memory only."""
+    resident: dict[str, int]  # Bytes in physical memory by part; for host memory only
 
 
 class StepCapture:
@@ -276,16 +275,14 @@ class StepCapture:
         self.on_cuda = cuda_index is not None
         self.done = False
         self.failed = ""
-        self.unfinished = False
-        """Whether the step had no update when the capture ended."""
+        self.unfinished = False  # Whether the step had no update when the capture ended
         self.step = 0
         self.marks: list[Mark] = []
         self.sightings: list[Sighting] = []
         self.recomputed: list[tuple[int, int]] = []
         """Begin and end of each forward inside a backward (``perf_counter_ns``): recomputed, checkpointed layers."""
         self.walks: list[Walked] = []
-        self.hooked = True
-        """Whether module hooks were installed; not with compiled code, which hooks would recompile."""
+        self.hooked = True  # Whether module hooks were installed; not with compiled code, which hooks would recompile
         self.offset_ns = 0
         self.walk_ns = 0
         self._tracker, self._roots, self._cuda_index = tracker, roots, cuda_index

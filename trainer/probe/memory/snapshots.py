@@ -39,8 +39,7 @@ MAX_ENTRIES = 25_000
 STEPS_KEPT = 1.5
 """Steps that the ring holds: a failure in a step's last phase is explained by all of the step's allocations."""
 LONG_ENTRIES = 200_000
-STEP_ENTRIES = 100_000
-"""Capacity for every action of one step and some of its neighbours'; a step has some 15,000."""
+STEP_ENTRIES = 100_000  # Capacity for every action of one step and some of its neighbours'; a step has some 15,000
 
 Mode = Literal["off", "numbers", "stacks"]
 
@@ -54,8 +53,7 @@ class Recording:
         """Number of times the history was cleared; a reader of a span compares the counts at its two ends."""
         self.keeps_history = False
         """Whether this PyTorch can switch between numbers and stacks without clearing the ring (by its arguments)."""
-        self.owner = ""
-        """Present exclusive user of the recorder: stacks are recorded for one reader at a time."""
+        self.owner = ""  # Present exclusive user of the recorder: stacks are recorded for one reader at a time
         self.entries = 0
         self._usual = MAX_ENTRIES
         self._can_skip = False
@@ -191,8 +189,7 @@ def watch_script() -> Callable[..., None]:
     return real
 
 
-MOST_BYTES = 512 * 2**20
-"""Limit of one snapshot; beyond it the oldest entries of the trace are left out."""
+MOST_BYTES = 512 * 2**20  # Limit of one snapshot; beyond it the oldest entries of the trace are left out
 SPARE_BYTES = 512 * 2**20
 
 
@@ -233,8 +230,7 @@ class CaptureContext:
 
     rank: RankContext
     tracker: Tracker
-    trained: Trained
-    """Engine, model and optimizer, whose storages are walked."""
+    trained: Trained  # Engine, model and optimizer, whose storages are walked
     pace: Pace
     recording: Recording
     send: Callable[[wire.Message], None]
@@ -296,8 +292,7 @@ def take_snapshot(rank: RankContext, found: dict[str, Any], step: int, reason: s
     return SnapshotTaken(rank.rank, step, time.time(), str(path), size, reason, entries), note
 
 
-STEPS = 2
-"""Steps until the snapshot: the one under way at the request is incomplete, the next one is whole."""
+STEPS = 2  # Steps until the snapshot: the one under way at the request is incomplete, the next one is whole
 LEAST_SECONDS, MOST_SECONDS = 5.0, 40.0
 
 

@@ -18,8 +18,7 @@ from ..phases.tracker import Tracker
 from ..values.batch import model_sizes
 from .snapshots import Answer, CaptureContext, Recording
 
-PATIENCE_STEPS = 24
-"""Number of steps without the phase after which the recording is given up."""
+PATIENCE_STEPS = 24  # Number of steps without the phase after which the recording is given up
 
 
 class StackWindow:
@@ -125,8 +124,7 @@ def _now_us() -> int:
 MOST_STEPS = 3
 MOST_WANTS = 4
 USUAL_STEPS = 8
-AHEAD_STEPS = 3
-"""Number of steps ahead of the recorded one for which the recorder is reserved."""
+AHEAD_STEPS = 3  # Number of steps ahead of the recorded one for which the recorder is reserved
 LEAST_SECONDS, MOST_SECONDS = 20.0, 900.0
 REASONS = ("asked", "spike", "leak", "oom")
 
@@ -135,8 +133,7 @@ class _Want(NamedTuple):
     armed: StackWindow
     reason: Any
     answer: Answer
-    patience: float
-    """Seconds to wait for its step once it has the recorder; it waits twice as long for the recorder."""
+    patience: float  # Seconds to wait for its step once it has the recorder; it waits twice as long for the recorder
 
 
 class StackCapture:

@@ -309,10 +309,8 @@ class Hold:
     def __init__(self, options: RunOptions) -> None:
         self.wanted = options.on_oom == "hold"
         self.console_allowed = self.wanted and options.allow_console
-        self.seconds = max(0.0, options.hold_timeout)
-        """The hold ends by itself after this long; 0: never."""
-        self.since = 0.0
-        """Time at which the hold began, seconds since the epoch; 0: the rank is not held."""
+        self.seconds = max(0.0, options.hold_timeout)  # The hold ends by itself after this long; 0: never
+        self.since = 0.0  # Time at which the hold began, seconds since the epoch; 0: the rank is not held
         self._thread = 0
         self._busy = self._leaving = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()

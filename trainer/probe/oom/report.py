@@ -47,8 +47,7 @@ class Pieces(NamedTuple):
 
     free: int
     blocks: int
-    usable: int
-    """Free bytes in pieces that serve requests of the failed size, on its stream."""
+    usable: int  # Free bytes in pieces that serve requests of the failed size, on its stream
     largest: int
     expandable: bool
 
@@ -225,8 +224,7 @@ def _timeout() -> tuple[float, str]:
         return 0.0, ""
 
 
-FULL_REPORTS = 3
-"""Number of full reports, with a snapshot each: a script may catch the error and try again many times."""
+FULL_REPORTS = 3  # Number of full reports, with a snapshot each: a script may catch the error and try again many times
 _FRAMES = 40
 _LIMIT_SLACK = 2**20
 
@@ -237,17 +235,13 @@ class Failed:
 
     requested: int
     free: int
-    total: int
-    """The size of the device (or the host), or the process's limit if one is set."""
+    total: int  # The size of the device (or the host), or the process's limit if one is set
     message: str
-    frames: list[FrameType]
-    """The stack, outermost first; empty where the allocating thread has no Python frames."""
+    frames: list[FrameType]  # The stack, outermost first; empty where the allocating thread has no Python frames
     lines: list[int]
-    device: int | None
-    """The CUDA device's index; None: the host's memory."""
+    device: int | None  # The CUDA device's index; None: the host's memory
     stack_of: Any = "failing"
-    known: tuple[int, int] | None = None
-    """Allocated and reserved bytes from the error's own message; None: to be read."""
+    known: tuple[int, int] | None = None  # Allocated and reserved bytes from the error's own message; None: to be read
 
 
 class OomReporter:

@@ -14,26 +14,16 @@ from ....protocol.messages.telemetry import Step
 
 CHOICES = (1, 2, 5, 10, 25, 50, 75, 100, 200)
 """Of ``every``: up to ``values.signs.EVERY`` its divisors, so that the steps that are examined are full ones."""
-BLOCKS = (1, 2, 4, 8)
-"""Of ``block``."""
-LONGEST_NS = 20_000_000
-"""Time of a step from which on its share is the same: 0.5 % of it are 100 us."""
-GAP_NS = 5_000_000_000
-"""Time between two full steps, at most: figures by phase would be too old on a screen."""
-BLOCK_NS = 500_000_000
-"""Time of a block of steps, at most."""
-FIRST = 30
-"""Steps at the beginning that are full: of compilation, the optimizer's first states, a leak's beginning."""
-SUSPICIOUS = 20
-"""Full steps that follow a suspicion."""
-WINDOW = 15
-"""Steps of each kind whose median counts."""
-SPARE = 0.8
-"""Share of the budget within which a smaller ``every`` must stay, so that the choice does not alternate."""
-HIGHER = 1.01
-"""A peak so many times the one that was unusual last is unusual."""
-FAR = 10.0
-"""A loss, or a norm, so many times the median of those before it is unusual."""
+BLOCKS = (1, 2, 4, 8)  # Of ``block``
+LONGEST_NS = 20_000_000  # Time of a step from which on its share is the same: 0.5 % of it are 100 us
+GAP_NS = 5_000_000_000  # Time between two full steps, at most: figures by phase would be too old on a screen
+BLOCK_NS = 500_000_000  # Time of a block of steps, at most
+FIRST = 30  # Steps at the beginning that are full: of compilation, the optimizer's first states, a leak's beginning
+SUSPICIOUS = 20  # Full steps that follow a suspicion
+WINDOW = 15  # Steps of each kind whose median counts
+SPARE = 0.8  # Share of the budget within which a smaller ``every`` must stay, so that the choice does not alternate
+HIGHER = 1.01  # A peak so many times the one that was unusual last is unusual
+FAR = 10.0  # A loss, or a norm, so many times the median of those before it is unusual
 RECORDED_NS = 70
 """An entry of PyTorch's recorder (an allocation or a free) costs the training thread this, on an H200's host."""
 
@@ -47,13 +37,11 @@ class Budget:
     def __init__(self, share: float) -> None:
         self.every = self.block = 1
         """Of how many steps one is full, and how many followed ones the publisher gets at once."""
-        self.full = True
-        """Whether the present step is full."""
+        self.full = True  # Whether the present step is full
         self._share = share
         self._costs: dict[str, deque[int]] = {kind: deque(maxlen=WINDOW) for kind in ("full", "coarse")}
         self._steps: deque[int] = deque(maxlen=WINDOW)
-        self.left = FIRST
-        """Full steps to come although not all are: the first ones, and those after a suspicion."""
+        self.left = FIRST  # Full steps to come although not all are: the first ones, and those after a suspicion
         self._number = 0
 
     def suspect(self) -> None:

@@ -39,8 +39,7 @@ class Mark(NamedTuple):
     memory: Any
     """The memory back end's raw sample, with peaks since the previous mark; None: use the next mark's figures (in a
     coarse step: nothing was read here). The same object as in an earlier mark: nothing was measured in between."""
-    event: Any
-    """A recorded CUDA event, or None; if ``memory`` is None too, use the next mark's event."""
+    event: Any  # A recorded CUDA event, or None; if ``memory`` is None too, use the next mark's event
     collectives: int
     collective_ns: int
 
@@ -50,12 +49,9 @@ class BatchCounts(NamedTuple):
 
     tokens: int
     label_tokens: int
-    pairs: int
-    """Pairs of query and key that attention computes within documents; 0: not known."""
-    longest: int
-    """Tokens of the longest document; 0: not known."""
-    samples: int | None = None
-    """Rows; None: as many as the forward's batch has."""
+    pairs: int  # Pairs of query and key that attention computes within documents; 0: not known
+    longest: int  # Tokens of the longest document; 0: not known
+    samples: int | None = None  # Rows; None: as many as the forward's batch has
 
 
 class BatchesNoted(NamedTuple):
@@ -91,8 +87,7 @@ class Notes:
     """Scalars that ``backward`` was called on since the last update of any optimizer."""
     sum_losses: bool = False
     """Whether the losses add up to the step's although an engine updates (a Trainer has divided them)."""
-    reported: list[Any] = field(default_factory=list)
-    """Losses of micro-steps as the script reported them."""
+    reported: list[Any] = field(default_factory=list)  # Losses of micro-steps as the script reported them
     trainer_losses: list[Any] = field(default_factory=list)
     """Results of a Trainer's ``training_step``; they add up to the step's loss."""
     accumulation: int = 0
@@ -103,8 +98,7 @@ class Notes:
     fetch_ns: int = 0
     parts: dict[int, Part] = field(default_factory=dict)
     """With several engines or optimizers: the updates of each, by its ``id``, in the order of their first ones."""
-    owner: int = 0
-    """Key of the engine or optimizer whose figures are the step's."""
+    owner: int = 0  # Key of the engine or optimizer whose figures are the step's
     labels: list[Any] = field(default_factory=list)
     """Label tensors of the micro-batches whose loss is a mean over them."""
     reported_loss: float | None = None
@@ -116,8 +110,7 @@ class Notes:
     discarded: bool = False
     """Gradients were set to zero after a backward and before any update. The next backward is of the same batch
     (SAM's second pass), or of another one if a batch was fetched."""
-    repeats: int = 0
-    """Further evaluations of a closure (line search): of the same batch, so no micro-steps."""
+    repeats: int = 0  # Further evaluations of a closure (line search): of the same batch, so no micro-steps
     shape: list[int] = field(default_factory=list)
     counts: list[BatchCounts] = field(default_factory=list)
     """Counts of micro-batches from the loop itself; they replace the hooks' counts."""
@@ -136,18 +129,14 @@ class Notes:
     """Rows of token ids of a micro-batch, in one tensor or several, and the labels of its loss, flat."""
     attended: list[Any] = field(default_factory=list)
     """What models made their attention masks from (``values.signs.Attended``)."""
-    weights: Any = None
-    """Sampled weights after the update (``values.signs.WeightSampler``)."""
-    clipped_before: bool = False
-    """Gradients were clipped before the first backward of the step, and not since."""
+    weights: Any = None  # Sampled weights after the update (``values.signs.WeightSampler``)
+    clipped_before: bool = False  # Gradients were clipped before the first backward of the step, and not since
     gradients: Any = None
     """Sampled gradients at the update before, and the same before the first backward since, at the beginning."""
-    weights_before: Any = None
-    """The same before the training's first update."""
+    weights_before: Any = None  # The same before the training's first update
     left_out: tuple[int, str] = 0, ""
     """Then, or later: how many parameters with gradients no optimizer updates, and the name of the first."""
-    detached: tuple[int, str] = 0, ""
-    """The same of most of an optimizer's parameters, which have had no gradient."""
+    detached: tuple[int, str] = 0, ""  # The same of most of an optimizer's parameters, which have had no gradient
     clipped: str = ""
     """How gradients were lost by mistake: clipped to a norm of ``zero``, or while they were ``scaled``, or
     ``discarded``: set to zero before the update; ``replaced``: so those of all but the last micro-batch; in judged
@@ -156,30 +145,18 @@ class Notes:
     """Gradients of a micro-batch of this update were set to zero, and the same dataloader gave another one."""
     gradient: Callable[[], Any] = nothing
     """Weak reference to a gradient of the last backward, if some were ``zeroed`` before; of the last zeroing."""
-    evaluating: bool = False
-    """The trained model was in evaluation mode at the update, which changes its layers."""
-    no_gradients: bool = False
-    """No parameter of the optimizer had a gradient at the update; looked at in full steps."""
-    apart: int = 0
-    """Micro-steps of this update after which DDP reduced no gradients; looked at in judged steps."""
-    never_reduced: bool = False
-    """None of its gradients was reduced over the ranks; looked at in full steps."""
-    evaluating_part: str = ""
-    """Name of a part that was, though the model was not; in full steps."""
-    unloaded: bool = False
-    """An engine loaded the weights of a checkpoint before it, and has those that it had."""
-    weights_lost: bool = False
-    """Weights were not finite at the backward of a loss that was not."""
-    unfetched: int = 0
-    """Backwards without a batch of the DataLoader that the training uses."""
-    applied: int = 0
-    """Micro-steps before the latest update of another engine or optimizer than the owner of the steps."""
-    pending: int = 0
-    """Micro-batches of this update that are of an earlier pass over the data."""
-    dropped: int = 0
-    """Micro-batches at the end of an earlier pass whose gradients were set to zero before an update."""
-    complete: bool = False
-    """What was kept of a followed step's events (``loop.regular``) was added."""
+    evaluating: bool = False  # The trained model was in evaluation mode at the update, which changes its layers
+    no_gradients: bool = False  # No parameter of the optimizer had a gradient at the update; looked at in full steps
+    apart: int = 0  # Micro-steps of this update after which DDP reduced no gradients; looked at in judged steps
+    never_reduced: bool = False  # None of its gradients was reduced over the ranks; looked at in full steps
+    evaluating_part: str = ""  # Name of a part that was, though the model was not; in full steps
+    unloaded: bool = False  # An engine loaded the weights of a checkpoint before it, and has those that it had
+    weights_lost: bool = False  # Weights were not finite at the backward of a loss that was not
+    unfetched: int = 0  # Backwards without a batch of the DataLoader that the training uses
+    applied: int = 0  # Micro-steps before the latest update of another engine or optimizer than the owner of the steps
+    pending: int = 0  # Micro-batches of this update that are of an earlier pass over the data
+    dropped: int = 0  # Micro-batches at the end of an earlier pass whose gradients were set to zero before an update
+    complete: bool = False  # What was kept of a followed step's events (``loop.regular``) was added
 
     def end_part(self, key: int, name: str) -> None:
         """Move the figures since the last update to the part of the engine or optimizer that has now updated."""
@@ -219,28 +196,21 @@ class StepRaw(NamedTuple):
     """One finished optimizer update as the training thread recorded it."""
 
     number: int
-    marks: list[Mark]
-    """Marks of the step; the last one is also the next step's first."""
-    ended: float
-    """Seconds since the epoch at the last mark."""
+    marks: list[Mark]  # Marks of the step; the last one is also the next step's first
+    ended: float  # Seconds since the epoch at the last mark
     notes: Notes
     cost_ns: int
-    cpu_ns: int = 0
-    """CPU time of the training thread in this step."""
-    every: int = 1
-    """Every how many steps memory is read at each boundary of phases (``Budget``)."""
-    coarse: bool = False
-    """Memory was read at the step's ends and around the optimizer's phase alone."""
-    followed: bool = False
-    """The step was followed by the order of earlier ones: it has no device times."""
+    cpu_ns: int = 0  # CPU time of the training thread in this step
+    every: int = 1  # Every how many steps memory is read at each boundary of phases (``Budget``)
+    coarse: bool = False  # Memory was read at the step's ends and around the optimizer's phase alone
+    followed: bool = False  # The step was followed by the order of earlier ones: it has no device times
 
 
 class Moment(NamedTuple):
     """Where the training thread is."""
 
     phase: str
-    since_ns: int
-    """When that phase began (``time.perf_counter_ns``)."""
+    since_ns: int  # When that phase began (``time.perf_counter_ns``)
     progress: int
     micro_steps: int
 
@@ -258,14 +228,12 @@ measured in between: device memory of the batch counts as the forward's."""
 COARSE: frozenset[str] = frozenset(("data", "forward", "backward", "idle"))
 """Phases between which a coarse step reads no memory."""
 
-RECENT = 400
-"""Number of collectives whose names and sizes are kept, to compare ranks that are stuck in different ones."""
+RECENT = 400  # Number of collectives whose names and sizes are kept, to compare ranks that are stuck in different ones
 
 MOST_MARKS = 8_000
 """Marks of a step in the making beyond which the oldest are merged: a job that only generates never ends its step."""
 
-SLIVER_NS = 100_000
-"""A phase that lasted no longer than this before a nested one is merged with the previous phase."""
+SLIVER_NS = 100_000  # A phase that lasted no longer than this before a nested one is merged with the previous phase
 
 _new: Any = tuple.__new__
 """Makes a named tuple without its Python-level constructor, which saves half a microsecond at each boundary."""
@@ -277,14 +245,12 @@ class Counts:
     def __init__(self) -> None:
         self.entered = self.host_ns = 0
         self.in_flight = self.last = ""
-        self.world = ""
-        """The default process group's name; empty until it is needed."""
+        self.world = ""  # The default process group's name; empty until it is needed
         self.group = ""
         """Process group of the latest collective, its number within the group, and the elements of its tensor
         argument."""
         self.sequence = self.size = 0
-        self.gathers = 0
-        """Number of times that DeepSpeed's ``GatheredParameters`` was entered."""
+        self.gathers = 0  # Number of times that DeepSpeed's ``GatheredParameters`` was entered
         self.groups: dict[str, int] = {}
         self.recent: deque[tuple[str, int, str, int]] = deque(maxlen=RECENT)
         """The last collectives: group, number within it, name, elements."""
@@ -315,8 +281,7 @@ class Tracker:
         self.memory, self.mark_event, self.clock = memory, mark_event, perf_counter_ns
         self.counts, self._finish = counts, finish
         self._guard, self.budget = guard, budget
-        self.spent_ns = 0
-        """The probe's cost until the step began."""
+        self.spent_ns = 0  # The probe's cost until the step began
         self.followed: Callable[[], Moment | None] = nothing
         self.followed_marks: Callable[[], list[Mark] | None] = nothing
         """Return where a followed step is, and its marks (``loop.regular``); None: the present step is judged."""
@@ -324,13 +289,10 @@ class Tracker:
         self.phase = "init"
         self.phase_ns = perf_counter_ns()
         self.progress = 1
-        self.depth = 0
-        """Number of open explicit scopes; inside one, ``enter`` has no effect."""
+        self.depth = 0  # Number of open explicit scopes; inside one, ``enter`` has no effect
         self._ended_in_scope = False
-        self.light = FETCHING
-        """Phases whose beginning is marked by its time alone."""
-        self.micro_steps = 0
-        """Micro-steps of the last finished step."""
+        self.light = FETCHING  # Phases whose beginning is marked by its time alone
+        self.micro_steps = 0  # Micro-steps of the last finished step
         self.crowded = False
         """Whether many optimizers update in a row; marks of their updates reuse the previous memory sample."""
         self.cpu_ns = thread_time_ns()
@@ -340,8 +302,7 @@ class Tracker:
         that begins; at the end of a step with (its last phase, ``end``). Empty in ordinary steps: a capture of one
         step adds itself, from any thread, and removes itself again."""
         self.notes = Notes()
-        self.touched = False
-        """Whether a followed step has notes of its own (``own_notes``)."""
+        self.touched = False  # Whether a followed step has notes of its own (``own_notes``)
         self.sample: Any = None
         self.marks = [self._mark("init", self.phase_ns)]
 
@@ -646,13 +607,11 @@ class Outbox:
         self.items: deque[Any] = deque()
         self.pending: deque[StepRaw] = deque()
         """Steps that the publisher has received and not sent: the device has not passed their ends."""
-        self.overflowed = 0
-        """Items dropped because the queue was full."""
+        self.overflowed = 0  # Items dropped because the queue was full
         self._handed_over = 0
         self.under_way: Callable[[], list[StepRaw]] = list
         """Returns the finished steps of an unfinished block (``loop.regular.Followed``)."""
-        self.ended: Callable[[], int] = int
-        """Returns their number."""
+        self.ended: Callable[[], int] = int  # Returns their number
 
     @property
     def steps_done(self) -> int:
@@ -702,8 +661,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=_STEPS)
-        self.usual = 0.0
-        """Seconds a step; 0.0 before the first."""
+        self.usual = 0.0  # Seconds a step; 0.0 before the first
 
     def note(self, seconds: float) -> None:
         """Record the time of a step."""
@@ -715,12 +673,9 @@ class StopRequest:
     """A request to save and end; the publisher sets it, the training thread reads it."""
 
     def __init__(self) -> None:
-        self.supported = False
-        """Whether the script checks for requests."""
-        self.after: int | None = None
-        """The step to stop after; None: no stop is requested."""
-        self.asked: Callable[[], object] = nothing
-        """Called at each request, on the publisher thread."""
+        self.supported = False  # Whether the script checks for requests
+        self.after: int | None = None  # The step to stop after; None: no stop is requested
+        self.asked: Callable[[], object] = nothing  # Called at each request, on the publisher thread
 
     def ask(self, after: int) -> None:
         """Request to end after that step."""

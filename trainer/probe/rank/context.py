@@ -63,11 +63,9 @@ class RankContext:
     rank: int
     local_rank: int
     world_size: int
-    run: RunDir
-    """This host's directory of the run: logs, sockets, snapshots."""
+    run: RunDir  # This host's directory of the run: logs, sockets, snapshots
     options: RunOptions = field(default_factory=RunOptions)
-    sends_logs: bool = False
-    """The rank sends its own log lines: its output is not redirected into files."""
+    sends_logs: bool = False  # The rank sends its own log lines: its output is not redirected into files
     guard: Guard = field(default_factory=Guard)
     device: Device = field(default_factory=Device)
     process: ProcessId = field(default_factory=this_process)
@@ -101,8 +99,7 @@ class Introduction:
     def __init__(self, rank: RankContext) -> None:
         self._rank = rank
         self._backend = ""
-        self.plan: Plan | None = None
-        """The script's plan; sent after each hello."""
+        self.plan: Plan | None = None  # The script's plan; sent after each hello
         self.begin()
 
     def begin(self) -> None:
@@ -175,8 +172,7 @@ class BatchShare(NamedTuple):
     """
 
     place: int
-    ranks: int
-    """Their number; 0: the batch is counted elsewhere."""
+    ranks: int  # Their number; 0: the batch is counted elsewhere
 
     def of(self, count: int) -> int:
         """Return this rank's part of a count; the parts of all ranks add up to it."""
@@ -185,10 +181,8 @@ class BatchShare(NamedTuple):
         return (self.place + 1) * count // self.ranks - self.place * count // self.ranks
 
 
-WHOLE = BatchShare(0, 1)
-"""No other rank trains on the batch."""
-COUNTED_ELSEWHERE = BatchShare(0, 0)
-"""The first stage of the pipeline counts the batch."""
+WHOLE = BatchShare(0, 1)  # No other rank trains on the batch
+COUNTED_ELSEWHERE = BatchShare(0, 0)  # The first stage of the pipeline counts the batch
 
 
 def of_optimizer(optimizer: Any) -> BatchShare:

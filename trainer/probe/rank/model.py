@@ -286,18 +286,15 @@ class Trained:
         """Forget what was trained."""
         self.engine: Callable[[], Any] = nothing
         """Returns the DeepSpeed engine; None before there is one, and after it was freed."""
-        self.model: Callable[[], Any] = nothing
-        """Returns the model; None while unknown, and after it was freed."""
+        self.model: Callable[[], Any] = nothing  # Returns the model; None while unknown, and after it was freed
         self.found: Callable[[], Any] = nothing
         """Returns the model that a bare optimizer updates, as found among the script's variables."""
         self.primary: Callable[[], Any] = nothing
         """Returns the optimizer whose updates are the steps, if there is no engine; None once it was freed."""
-        self.partitions = 1
-        """Number of ranks over which ZeRO partitions the optimizer's state."""
+        self.partitions = 1  # Number of ranks over which ZeRO partitions the optimizer's state
         self.tensor_parallel = WHOLE
         """This rank's part of the batches that the ranks of its tensor-parallel group train on together."""
-        self.shifts_labels = False
-        """The model predicts the next token from labels that are passed unshifted."""
+        self.shifts_labels = False  # The model predicts the next token from labels that are passed unshifted
 
     def find(self, model: Callable[[], Any]) -> None:
         """Set ``found``, if nothing names the model."""

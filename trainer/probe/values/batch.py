@@ -17,8 +17,7 @@ _IDS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_v
 _OF_TOKENS = ("input_ids", "inputs_embeds")
 _SEQUENCES = (list, tuple)
 _NO_MAPPINGS = (torch.Tensor, list, tuple)
-IGNORED = -100
-"""The label of positions that a loss leaves out (``ignore_index`` of PyTorch's cross entropy)."""
+IGNORED = -100  # The label of positions that a loss leaves out (``ignore_index`` of PyTorch's cross entropy)
 
 
 class OnHost(NamedTuple):
@@ -35,8 +34,7 @@ class Seen(NamedTuple):
     ids: Any
     mask: Any
     labels: Any
-    of_loss: Any = None
-    """The labels in the loss, where both are known: the loop may have changed those of the batch."""
+    of_loss: Any = None  # The labels in the loss, where both are known: the loop may have changed those of the batch
 
 
 class _Found(NamedTuple):
@@ -215,8 +213,7 @@ class _Queue:
 
     def __init__(self) -> None:
         self.batches: deque[OnHost] = deque(maxlen=_MOST)
-        self.ahead: int | None = None
-        """Batches fetched ahead of a step; None: no step has ended yet."""
+        self.ahead: int | None = None  # Batches fetched ahead of a step; None: no step has ended yet
 
 
 class FetchedBatches:
@@ -279,12 +276,9 @@ class FetchedBatches:
 class ModelSizes(NamedTuple):
     """Figures of the model, with which the size of a transient is compared; 0: unknown."""
 
-    parameter_bytes: int = 0
-    """One copy of the parameters as the model computes with them (ZeRO-3: gathered)."""
-    trainable: int = 0
-    """Number of elements that this rank's optimizer updates (its partition under ZeRO)."""
-    vocabulary: int = 0
-    """Number of entries of the model's vocabulary."""
+    parameter_bytes: int = 0  # One copy of the parameters as the model computes with them (ZeRO-3: gathered)
+    trainable: int = 0  # Number of elements that this rank's optimizer updates (its partition under ZeRO)
+    vocabulary: int = 0  # Number of entries of the model's vocabulary
 
 
 def model_sizes(trained: Trained) -> ModelSizes:

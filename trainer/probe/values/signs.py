@@ -20,25 +20,18 @@ from ..phases.tracker import Notes
 from ..rank.model import Trained, nodes_under, number_of_elements, own_model, parameters_of
 from .batch import IGNORED, Seen, is_dense
 
-FIRST = 64
-"""Micro-batches at the beginning whose tokens are examined."""
-ALIGNED = 4
-"""Steps at the beginning in which the labels of a loss are compared with the inputs."""
-ALIGNED_EVERY = 500
-"""Steps between later comparisons: the loop stays what it is."""
+FIRST = 64  # Micro-batches at the beginning whose tokens are examined
+ALIGNED = 4  # Steps at the beginning in which the labels of a loss are compared with the inputs
+ALIGNED_EVERY = 500  # Steps between later comparisons: the loop stays what it is
 _LABELS = 8  # Labels of a micro-batch that are enough for that
 _ALIKE = 0.98  # Share of equal ones that is no accident
-EVERY = 50
-"""Steps between later examinations, at least: the steps that are examined are full ones (``phases.budget``)."""
-SAMPLED = 256
-"""Elements of one sampled parameter."""
-SPREAD = 3
-"""Sampled parameters: the first matrix, one in the middle, the last."""
+EVERY = 50  # Steps between later examinations, at least: the steps that are examined are full ones (``phases.budget``)
+SAMPLED = 256  # Elements of one sampled parameter
+SPREAD = 3  # Sampled parameters: the first matrix, one in the middle, the last
 PUT_BACK = 4
 FARTHEST = 10
 """Times the learning rate that Adam does not move a weight: one or, without its bias correction, three at first."""
-ROUNDED = 64
-"""An update rounds a 16-bit weight by less than such a part of it."""
+ROUNDED = 64  # An update rounds a 16-bit weight by less than such a part of it
 """Updates at the beginning before which weights are sampled, too."""
 _BIDIRECTIONAL = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
 _MOST_NODES = 12  # Operations between a cross entropy and the loss that goes backward
@@ -58,15 +51,13 @@ def is_examined(number: int, every: int) -> bool:
 class Attended(NamedTuple):
     """What a transformers model makes its attention mask from."""
 
-    implementation: str
-    """Of the attention: ``sdpa``, ``eager``, ``flash_attention_2`` ..."""
+    implementation: str  # Of the attention: ``sdpa``, ``eager``, ``flash_attention_2`` ..
     mask: Any
     """The 2-D mask, here or on its way from the device; of a 4-D one which tokens but the first see the one before;
     None: none was passed."""
     positions: Any
     cached: bool
-    bidirectional: bool = False
-    """Attention of an encoder, which is told nothing of positions."""
+    bidirectional: bool = False  # Attention of an encoder, which is told nothing of positions
 
 
 def attended(config: Any, mask: Any, positions: Any, cached: bool, frame: FrameType | None = None) -> Attended | None:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from ....protocol.errors import UsageError
 
-BASE = "base"
-"""Name of the model without adapters."""
+BASE = "base"  # Name of the model without adapters
 _GAP = "  |  "
 _NARROWEST = 20  # Characters of a column; narrower ones are written one below the other
 
@@ -31,8 +30,7 @@ def parse(given: Sequence[str]) -> dict[str, str]:
 class Place(NamedTuple):
     """Where a set of adapters is."""
 
-    folder: Path
-    """It has ``adapter_config.json`` and, if it has its own, the tokenizer."""
+    folder: Path  # It has ``adapter_config.json`` and, if it has its own, the tokenizer
     weights: Callable[[], dict[str, Any]] | None
     """Reads the weights of a checkpoint of ftmon's trainer; None: they are in the folder, as peft saves them."""
 

@@ -30,37 +30,30 @@ class File(msgspec.Struct, frozen=True, omit_defaults=True):
     """One file of a checkpoint."""
 
     bytes: int
-    crc32: int | None = None
-    """Checksum of its content (zlib); None: not known."""
+    crc32: int | None = None  # Checksum of its content (zlib); None: not known
 
 
 class Base(msgspec.Struct, frozen=True):
     """The frozen model that adapters were trained on."""
 
-    name: str
-    """``model.name``, or empty for random weights."""
-    fingerprint: str
-    """Hash of names, shapes and contents of the frozen parameters."""
+    name: str  # ``model.name``, or empty for random weights
+    fingerprint: str  # Hash of names, shapes and contents of the frozen parameters
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """``manifest.json``."""
 
-    time: float
-    """Seconds since the epoch at which it was complete."""
+    time: float  # Seconds since the epoch at which it was complete
     state: TrainState
     zero_stage: int
     precision: str
-    parameters: dict[str, list[int]]
-    """Shape of each parameter of the model, by name."""
-    trained: list[str]
-    """Names of the trained parameters. With a ``base`` no others are saved."""
+    parameters: dict[str, list[int]]  # Shape of each parameter of the model, by name
+    trained: list[str]  # Names of the trained parameters. With a ``base`` no others are saved.
     files: Mapping[str, File]
     settings: dict[str, Any]
     """What ``identity`` gave when it was written; without the settings that it did not have then."""
     base: Base | None = None
-    optimizer: str = "adamw"
-    """Kind of the optimizer's states (``support.states``)."""
+    optimizer: str = "adamw"  # Kind of the optimizer's states (``support.states``)
     evaluation_loss: float | None = None
 
 

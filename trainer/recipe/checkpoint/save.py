@@ -48,14 +48,10 @@ class Writer(TorchCheckpointEngine):
         self._folder = Path()
         self._background = False
         self._measuring = self._sampling = False
-        self.bytes = 0
-        """Bytes of the tensors of this checkpoint."""
-        self.compared = 0
-        """Number of tensors that were read back and are equal."""
-        self.files: dict[str, File] = {}
-        """Written files, by path within the checkpoint."""
-        self.error = ""
-        """The first error, after which nothing more is written; empty without one."""
+        self.bytes = 0  # Bytes of the tensors of this checkpoint
+        self.compared = 0  # Number of tensors that were read back and are equal
+        self.files: dict[str, File] = {}  # Written files, by path within the checkpoint
+        self.error = ""  # The first error, after which nothing more is written; empty without one
         self.in_foreground = ""
         """Reason why a file was written at once instead of in the background; empty without one."""
 
@@ -243,8 +239,7 @@ def host_copy(value: Any, seen: dict[Any, torch.Tensor]) -> Any:
 
 DESCRIPTION = "huggingface"
 """Folder in a checkpoint with the model's configuration and tokenizer, so that it can be loaded without its run."""
-RANDOM = "random-{}.pt"
-"""State of a rank's random generators."""
+RANDOM = "random-{}.pt"  # State of a rank's random generators
 _POLL_SECONDS = 0.05
 
 

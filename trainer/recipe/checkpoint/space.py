@@ -27,14 +27,10 @@ class Amount(NamedTuple):
 class Plan(NamedTuple):
     """What a run will write."""
 
-    checkpoint: int
-    """Bytes of a checkpoint, over all ranks."""
-    model: int
-    """Bytes of the final model; 0: none is written."""
-    saves: int
-    """How many checkpoints are planned at most."""
-    kept: int
-    """How many complete ones are kept at most."""
+    checkpoint: int  # Bytes of a checkpoint, over all ranks
+    model: int  # Bytes of the final model; 0: none is written
+    saves: int  # How many checkpoints are planned at most
+    kept: int  # How many complete ones are kept at most
 
     def bytes(self, amount: Amount) -> int:
         """Return the bytes of an amount."""

@@ -29,8 +29,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 _SHOWN = 80  # characters of a wrong value or key in an error
 
-COMMAND_LINE = "command line"
-"""Place of a value given as ``key.sub=value``, for errors."""
+COMMAND_LINE = "command line"  # Place of a value given as ``key.sub=value``, for errors
 
 
 def read(path: str) -> Node | None:
@@ -148,8 +147,7 @@ _NULLS = ("", "~", "null", "Null", "NULL")
 _TRUE = ("true", "yes", "on")
 _FALSE = ("false", "no", "off")
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
-MOST_CHARACTERS = 4096
-"""Longest text value: as long as a path can be."""
+MOST_CHARACTERS = 4096  # Longest text value: as long as a path can be
 
 _LONGEST_KEY = 200  # Longer keys get no suggestion
 
@@ -163,8 +161,7 @@ class Places(dict[str, str]):
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self.chosen: set[str] = set()
-        """Paths that are ``auto``, and whose value is to be chosen."""
+        self.chosen: set[str] = set()  # Paths that are ``auto``, and whose value is to be chosen
 
     def error(self, path: str, text: str) -> ConfigError:
         """Return an error with ``text`` about a dotted path, with the place of its value."""

@@ -33,15 +33,12 @@ class Encoded(msgspec.Struct):
     ids: list[int]
     learned: list[bool]
     cut: int = 0
-    turns: int = 0
-    """Number of turns to learn (1 for a text)."""
+    turns: int = 0  # Number of turns to learn (1 for a text)
     ends: list[int] = msgspec.field(default_factory=list[int])
     """Indices of the tokens that end those turns, as far as they were not cut away."""
     reasoning_lost: int = 0
-    merged: int = 0
-    """Number of turns whose first token includes the end of their header, so that it carries no loss."""
-    split: int = 1
-    """Number of documents the record was split into; set in the first."""
+    merged: int = 0  # Number of turns whose first token includes the end of their header, so that it carries no loss
+    split: int = 1  # Number of documents the record was split into; set in the first
 
     @property
     def label_tokens(self) -> int:
@@ -314,8 +311,7 @@ class Report(msgspec.Struct):
         return found
 
 
-BATCH = 256
-"""Records encoded in one call of the tokenizer."""
+BATCH = 256  # Records encoded in one call of the tokenizer
 
 
 class Documents:
@@ -324,8 +320,7 @@ class Documents:
     def __init__(self, folder: Path) -> None:
         meta = msgspec.json.decode((folder / "meta.json").read_bytes(), type=Meta)
         self.report = meta.report
-        self.digest = meta.digest
-        """Hash of the documents' token ids and labels, in order."""
+        self.digest = meta.digest  # Hash of the documents' token ids and labels, in order
         self.lengths: NDArray[numpy.int64] = numpy.load(folder / "lengths.npy")
         self.records: NDArray[numpy.int64] = numpy.load(folder / "records.npy")
         self._starts = numpy.concatenate([numpy.zeros(1, numpy.int64), numpy.cumsum(self.lengths)])

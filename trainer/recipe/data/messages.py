@@ -20,8 +20,7 @@ from ..config.schema import Data
 
 BOM = b"\xef\xbb\xbf"
 TEMPLATES = Path(__file__).parent / "templates"
-NONE = "none"
-"""Value of ``data.chat_template`` that joins prompt and response without a template."""
+NONE = "none"  # Value of ``data.chat_template`` that joins prompt and response without a template
 
 
 def shipped() -> list[str]:
@@ -66,16 +65,13 @@ class Message(msgspec.Struct, frozen=True):
     """One message of a conversation."""
 
     role: str
-    content: str | None
-    """Its text; None only in an assistant's message with tool calls."""
-    reasoning: str = ""
-    """The assistant's reasoning before its answer, if the record has it separately."""
+    content: str | None  # Its text; None only in an assistant's message with tool calls
+    reasoning: str = ""  # The assistant's reasoning before its answer, if the record has it separately
     tool_calls: list[dict[str, Any]] = msgspec.field(default_factory=list[dict[str, Any]])
     """OpenAI's form: ``{"type": "function", "function": {"name", "arguments"}}``, arguments as an object."""
     name: str = ""
     tool_call_id: str = ""
-    learned: bool = True
-    """False for ``weight: 0`` or ``train: false`` in the record."""
+    learned: bool = True  # False for ``weight: 0`` or ``train: false`` in the record
 
 
 class Conversation(msgspec.Struct, frozen=True):
@@ -486,8 +482,7 @@ _CONVERTERS: dict[str, Callable[[Record, Data], Converted]] = {
 class Source:
     """Records of one file or data set, with their places."""
 
-    weight = 1.0
-    """Number of uses of each record in an epoch."""
+    weight = 1.0  # Number of uses of each record in an epoch
     blank: Sequence[str] = ()
 
     def __init__(self, rows: Any, name: str, digest: str, places: Sequence[object] = ()) -> None:

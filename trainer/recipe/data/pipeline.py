@@ -89,8 +89,7 @@ class Examples:
     label_tokens: NDArray[numpy.int64]
     """Tokens of each row that carry loss: labels after a document's first position, which nothing predicts."""
     read: int
-    key: str = ""
-    """Identifier of the content: equal for equal token ids and labels in equal order, from any files."""
+    key: str = ""  # Identifier of the content: equal for equal token ids and labels in equal order, from any files
     report: Report = field(default_factory=Report)
 
     def select(self, rows: Sequence[int]) -> "Examples":

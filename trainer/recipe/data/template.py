@@ -33,18 +33,15 @@ class Span(NamedTuple):
     start: int
     end: int
     message: int
-    ended: bool
-    """Whether its last characters are the token that ends the turn."""
+    ended: bool  # Whether its last characters are the token that ends the turn
 
 
 class Chat(NamedTuple):
     """A rendered conversation."""
 
     text: str
-    turns: list[Span]
-    """Turns in order; one has several spans if another message is written inside it."""
-    reasoning_lost: int
-    """Number of assistant's messages whose reasoning the template omits."""
+    turns: list[Span]  # Turns in order; one has several spans if another message is written inside it
+    reasoning_lost: int  # Number of assistant's messages whose reasoning the template omits
     pieces: list[Piece]
     """Parts of the text by message; only of the assistant's turns if the template has no loop over messages."""
 

@@ -27,10 +27,8 @@ class Piece(NamedTuple):
 
     start: int
     end: int
-    message: int
-    """Number of its message; -1: none."""
-    generated: bool
-    """Whether it is in a ``{% generation %}`` block."""
+    message: int  # Number of its message; -1: none
+    generated: bool  # Whether it is in a ``{% generation %}`` block
 
 
 class RenderError(Exception):

@@ -46,16 +46,14 @@ class Facts(msgspec.Struct):
     """Counts of a data set."""
 
     report: Report = msgspec.field(default_factory=Report)
-    max_refused: float = 1.0
-    """Share of refused records above which a training does not start."""
+    max_refused: float = 1.0  # Share of refused records above which a training does not start
     formats: list[str] = msgspec.field(default_factory=list[str])
     template: str = ""
     evaluation: Report = msgspec.field(default_factory=Report)
     blank_lines: Listed = msgspec.field(default_factory=Listed)
     documents: int = 0
     rows: int = 0
-    rows_a_step: int = 0
-    """Sequences of one optimizer step, over all ranks if their number is known, else of one rank."""
+    rows_a_step: int = 0  # Sequences of one optimizer step, over all ranks if their number is known, else of one rank
     tokens: int = 0
     label_tokens: int = 0
     padding: int = 0
@@ -66,19 +64,16 @@ class Facts(msgspec.Struct):
     """Number of documents, by the number of such tokens at their beginning."""
     lengths: Lengths | None = None
     vocabulary: int = 0
-    model_vocabulary: int = 0
-    """Size of the model's vocabulary; 0: the tokenizer's."""
+    model_vocabulary: int = 0  # Size of the model's vocabulary; 0: the tokenizer's
     duplicates: Listed = msgspec.field(default_factory=Listed)
-    repeated: Listed = msgspec.field(default_factory=Listed)
-    """Records with a long answer that other records share."""
+    repeated: Listed = msgspec.field(default_factory=Listed)  # Records with a long answer that other records share
     control: Listed = msgspec.field(default_factory=Listed)
     markers: Listed = msgspec.field(default_factory=Listed)
     words: Listed = msgspec.field(default_factory=Listed)
     garbled: Listed = msgspec.field(default_factory=Listed)
     unknown: Listed = msgspec.field(default_factory=Listed)
     bos_twice: Listed = msgspec.field(default_factory=Listed)
-    problem: str = ""
-    """Reason why nothing can be encoded: the tokenizer or its template."""
+    problem: str = ""  # Reason why nothing can be encoded: the tokenizer or its template
 
     @property
     def efficiency(self) -> float:

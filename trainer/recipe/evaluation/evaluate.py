@@ -123,12 +123,10 @@ def divided(config: Config, tokens: Any) -> list[list[int]]:
 class Evaluated(msgspec.Struct, frozen=True):
     """Result of one evaluation, equal on all ranks."""
 
-    loss: float
-    """Mean cross entropy over the label tokens, in nats."""
+    loss: float  # Mean cross entropy over the label tokens, in nats
     label_tokens: int
     seconds: float
-    best: bool
-    """Whether no earlier evaluation of this run had a lower loss."""
+    best: bool  # Whether no earlier evaluation of this run had a lower loss
 
     @property
     def perplexity(self) -> float:

@@ -151,8 +151,7 @@ class _Written:
         self._pending: dict[str, dict[str, torch.Tensor]] = {}
         self._seen: set[str] = set()
         self._problem = ""
-        self.count = 0
-        """Number of equal tensors."""
+        self.count = 0  # Number of equal tensors
 
     def compare(self, name: str, read: Callable[[], torch.Tensor]) -> None:
         """Compare a parameter of the training, which ``read`` returns."""
@@ -221,13 +220,10 @@ def _reload(folder: Path) -> dict[str, torch.Tensor]:
 class Adapted:
     """A weight with a low-rank adapter."""
 
-    name: str
-    """Its name in the model without adapters."""
+    name: str  # Its name in the model without adapters
     scaling: float
-    parts: int
-    """Number of tensors: the base, A, B and with DoRA the magnitudes."""
-    transposed: bool
-    """Whether the weight is stored as inputs x outputs."""
+    parts: int  # Number of tensors: the base, A, B and with DoRA the magnitudes
+    transposed: bool  # Whether the weight is stored as inputs x outputs
     experts: int = 1
 
     def difference(self, found: torch.Tensor, parts: dict[str, torch.Tensor]) -> str:
@@ -389,12 +385,10 @@ class Results:
     model_type: str
     parameters: int
     trained: int
-    loss: float | None = None
-    """Loss of the last printed step, over all ranks."""
+    loss: float | None = None  # Loss of the last printed step, over all ranks
     evaluation_loss: float | None = None
     best_evaluation_loss: float | None = None
-    step: int = 0
-    """The step that the model is of; 0: the last."""
+    step: int = 0  # The step that the model is of; 0: the last
 
 
 def text(config: Config, results: Results) -> str:

@@ -193,10 +193,8 @@ class Resolved(msgspec.Struct, frozen=True):
     """A checked configuration without open choices, and its devices."""
 
     config: Config
-    device: str
-    """``cuda`` or ``cpu``."""
-    gpus: list[str]
-    """GPUs of the ranks, as named in CUDA_VISIBLE_DEVICES; empty on the CPU."""
+    device: str  # ``cuda`` or ``cpu``
+    gpus: list[str]  # GPUs of the ranks, as named in CUDA_VISIBLE_DEVICES; empty on the CPU
 
     @property
     def ranks(self) -> int:
