@@ -22,7 +22,7 @@ from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExp
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import MetricExportResult, MetricsData, PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricExportResult
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
@@ -149,26 +149,15 @@ class _Collect(SpanProcessor):
             self._finished.append(span)
 
 
-class _Exporter(OTLPMetricExporter):
-    """Keeps the result of the last request, which a metric reader does not return."""
-
-    result = MetricExportResult.SUCCESS
-
-    def export(
-        self, metrics_data: MetricsData, timeout_millis: float | None = 10_000, **kwargs: Any
-    ) -> MetricExportResult:
-        self.result = super().export(metrics_data, timeout_millis, **kwargs)
-        return self.result
-
-
 class _Metrics:
     """The instruments of all figures; ``send`` makes one request with the values given to it."""
 
     def __init__(self, run: str, resource: Resource) -> None:
         self._run = run
         self._values: dict[str, list[Point]] = {}
-        self._exporter = _Exporter()
-        self._reader = PeriodicExportingMetricReader(self._exporter, math.inf)
+        self._exporter: Any = OTLPMetricExporter()
+        preferred = self._exporter._preferred_temporality, self._exporter._preferred_aggregation
+        self._reader = InMemoryMetricReader(*preferred)
         meter = MeterProvider([self._reader], resource, shutdown_on_exit=False).get_meter("ftmon", __version__)
         for figure in _all_figures():
             make = meter.create_observable_gauge if figure.kind == "gauge" else meter.create_observable_counter
@@ -183,8 +172,8 @@ class _Metrics:
         for point in points:
             if math.isfinite(point.value):
                 self._values[point.figure.name].append(point)
-        self._reader.collect()
-        return self._exporter.result is MetricExportResult.SUCCESS
+        data = self._reader.get_metrics_data()
+        return data is None or self._exporter.export(data) is MetricExportResult.SUCCESS
 
     def _observer(self, name: str, scale: float = 1.0) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_: CallbackOptions) -> Iterable[Observation]:
