@@ -74,11 +74,11 @@ class Hub:
 
     def _announce(self) -> bool:
         """Write the connection file; False if the disk refuses it (each report retries)."""
-        channels, remote = self._core.channels, self._core.channels.remote
+        channels = self._core.channels
         content = HubFile(
             *(this_process(), channels.addresses, __version__, socket.gethostname(), time.time()),
-            listen=remote.addresses,
-            server_key=remote.server_key,
+            listen=channels.listening,
+            server_key=channels.server_key,
             read_only=self._core.file.options.read_only,
         )
         try:
@@ -98,9 +98,8 @@ class Hub:
             put(Finding("hub_restarted", RestartFacts(last, time.time() - last), severity="info"))
         if core.damage is not None:
             put(Finding("recording_damaged", core.damage, severity="error"))
-        problem = core.channels.remote.problem
-        if problem:
-            put(Finding("not_listening", NotListeningFacts(problem), severity="error"))
+        if core.channels.problem:
+            put(Finding("not_listening", NotListeningFacts(core.channels.problem), severity="error"))
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         # Not 0, because the end was not requested by a command: the launcher starts another hub.

@@ -13,58 +13,15 @@ from ...protocol.run.rundir import RunDir
 from ..host.loop import serve
 from ..host.sockets import parse_listen
 
-
-class RemoteSockets:
-    """TCP sockets of a hub (``--listen``). If it cannot listen, ``problem`` has the reason; the run continues without.
-
-    CURVE is a property of a socket, not of an address, so each channel needs a second socket. Apps and agents have
-    different keys: an agent's key opens only the agents' channels, an app's key all others.
-    """
-
-    def __init__(self, context: "zmq.Context[Any]", run: RunDir, listen: str) -> None:
-        self.sockets: dict[str, zmq.Socket[Any]] = {}
-        self.addresses: dict[str, str] = {}
-        self.server_key = ""
-        self.problem = ""
-        self._authenticator: Any = None
-        if listen:
-            try:
-                self._open(context, run, listen)
-            except FtmonError as error:
-                self.close()
-                self.problem = str(error)
-
-    def close(self) -> None:
-        """Close the open sockets (the history thread closes its own)."""
-        for socket in self.sockets.values():
-            if not socket.closed:
-                socket.close()
-        self.sockets.clear()
-        self.addresses.clear()
-        if self._authenticator is not None:
-            self._authenticator.stop()
-            self._authenticator = None
-
-    def _open(self, context: "zmq.Context[Any]", run: RunDir, listen: str) -> None:
-        addresses = parse_listen(listen).addresses()
-        pair = keys.server_pair(run)
-        self._authenticator = keys.start_authenticator(context, keys.agent_pair(run).public)
-        for channel, address in addresses.items():
-            socket = sockets.hub_socket(context, channel)
-            self.sockets[channel] = socket
-            # An app must not be able to send messages for a rank.
-            domain = keys.AGENT_DOMAIN if channel in sockets.AGENT_CHANNELS else keys.ZAP_DOMAIN
-            sockets.secure_server(socket, pair, domain)
-            sockets.bind(socket, address)
-        self.addresses = addresses
-        self.server_key = pair.public
-
-
 _LINGER_MS = 500  # Time limit at the hub's end for data not yet sent to apps: the end of the stream, and answers
 
 
 class Channels:
     """Binds every channel of ``run``; ``listen`` is ``HOST:PORT`` or empty.
+
+    If the hub cannot listen on TCP, ``problem`` has the reason; the run continues without. CURVE is a property of a
+    socket, not of an address, so each channel needs a second socket. Apps and agents have different keys: an agent's
+    key opens only the agents' channels, an app's key all others.
 
     Raises:
         UsageError: a local address cannot be bound.
@@ -77,16 +34,24 @@ class Channels:
         self._run = run
         self.addresses = {channel: run.ipc_address(channel) for channel in sockets.CHANNELS}
         self._local = {channel: self._bind(channel) for channel in sockets.CHANNELS}
-        self.remote = RemoteSockets(self._context, run, listen)
+        self._remote: dict[str, zmq.Socket[Any]] = {}
+        self._authenticator: Any = None
+        self.listening: dict[str, str] = {}  # Addresses on TCP
+        self.server_key = self.problem = ""
+        if listen:
+            try:
+                self._open(listen)
+            except FtmonError as error:
+                self._close_remote()
+                self.problem = str(error)
 
     def of(self, channel: str) -> "list[zmq.Socket[Any]]":
         """Return a channel's local socket and, if it has one, its TCP socket."""
-        remote = self.remote.sockets.get(channel)
-        return [self._local[channel]] + ([remote] if remote is not None else [])
+        return [each[channel] for each in (self._local, self._remote) if channel in each]
 
     def close(self) -> None:
-        """Close the open sockets, and remove their files."""
-        self.remote.close()
+        """Close the open sockets (the history thread closes its own), and remove their files."""
+        self._close_remote()
         for channel, socket in self._local.items():
             if not socket.closed:
                 socket.close(linger=_LINGER_MS if channel in ("stream", "control") else 0)
@@ -98,6 +63,27 @@ class Channels:
         socket = sockets.hub_socket(self._context, channel)
         sockets.bind(socket, self.addresses[channel])
         return socket
+
+    def _open(self, listen: str) -> None:
+        addresses = parse_listen(listen).addresses()
+        pair = keys.server_pair(self._run)
+        self._authenticator = keys.start_authenticator(self._context, keys.agent_pair(self._run).public)
+        for channel, address in addresses.items():
+            socket = self._remote[channel] = sockets.hub_socket(self._context, channel)
+            # An app must not be able to send messages for a rank.
+            domain = keys.AGENT_DOMAIN if channel in sockets.AGENT_CHANNELS else keys.ZAP_DOMAIN
+            sockets.secure_server(socket, pair, domain)
+            sockets.bind(socket, address)
+        self.listening, self.server_key = addresses, pair.public
+
+    def _close_remote(self) -> None:
+        for socket in self._remote.values():
+            if not socket.closed:
+                socket.close()
+        self._remote.clear()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
 
 
 class PollLoop:
