@@ -109,11 +109,7 @@ class Commands:
         self._send(Result(command.id, outcome.ok, command.verb, outcome.text, outcome.data, time.time()))
 
     def _work(self, command: Command) -> Flow[Outcome]:
-        """Return the coroutine that executes a command.
-
-        Raises:
-            UsageError: unknown verb, or invalid arguments.
-        """
+        """Return the coroutine that executes a command; ``UsageError``: an unknown verb, or invalid arguments."""
         match control.decode(command, control.AGENT):
             case control.Kill() as verb:
                 return self._kill(verb)

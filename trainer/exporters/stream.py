@@ -39,11 +39,7 @@ def yield_cpu() -> None:
 
 
 class RunStream:
-    """The stream of one run's hub. ``close`` it in the end.
-
-    Raises:
-        FtmonError: the run directory cannot be read.
-    """
+    """The stream of one run's hub; ``close`` it in the end. ``FtmonError``: the run directory cannot be read."""
 
     def __init__(self, run: RunDir) -> None:
         self.dropped = 0  # Messages of the stream that did not arrive here

@@ -9,24 +9,10 @@ from typing import Any, NamedTuple
 
 from ...protocol.analysis.hub_facts import DamagedRecordingFacts
 from ...protocol.errors import FtmonError, RecordingError
+from ...protocol.messages import telemetry
 from ...protocol.messages.control import RankState
 from ...protocol.messages.hosts import Job
 from ...protocol.messages.memory import Cause
-from ...protocol.messages.telemetry import (
-    Activity,
-    AllocatorEvents,
-    Checkpoint,
-    CheckpointFailed,
-    EarlyStop,
-    Evaluation,
-    Failure,
-    Goodbye,
-    Hello,
-    LogLine,
-    Oom,
-    Plan,
-    Step,
-)
 from ...protocol.messages.wire import Frame, Message
 from ...protocol.recording.reader import Reader
 from ...protocol.recording.writer import Writer
@@ -42,8 +28,9 @@ from .telemetry import Recorder, Stream
 _FAR_SECONDS = 86_400.0  # Added to now: the clock may have been set back since the recording's last message
 _LOG_LINES = 5_000
 _OF_A_JOB = (
-    *(Hello, Step, Goodbye, Failure, RankState, Oom, AllocatorEvents, Cause, Plan),
-    *(Evaluation, Checkpoint, CheckpointFailed, EarlyStop, Activity),
+    *(telemetry.Hello, telemetry.Step, telemetry.Goodbye, telemetry.Failure, RankState, telemetry.Oom, Cause),
+    *(telemetry.AllocatorEvents, telemetry.Plan, telemetry.Evaluation, telemetry.Checkpoint),
+    *(telemetry.CheckpointFailed, telemetry.EarlyStop, telemetry.Activity),
 )
 _FINAL_STATES = ("finished", "failed", "stopped")
 
@@ -66,7 +53,7 @@ def read_history(run: RunDir) -> EarlierHistory:
     except FtmonError as error:
         print(error, file=sys.stderr)
         return EarlierHistory([], {})
-    recorded = [frame.message for frame in lines if isinstance(frame.message, LogLine)]
+    recorded = [frame.message for frame in lines if isinstance(frame.message, telemetry.LogLine)]
     return EarlierHistory(frames, offsets_after(run, recorded))
 
 

@@ -92,11 +92,7 @@ class _Decided(NamedTuple):
 
 
 def known(argv: Sequence[str], tell: Callable[[str], None]) -> Known:
-    """Return the choice of what is ``auto``, and what was read of the data.
-
-    Raises:
-        ConfigError: as ``decide``.
-    """
+    """Return the choice of what is ``auto``, and what was read of the data. Raises ``ConfigError`` as ``decide``."""
     loaded, data, decided = decide(_parser().parse_args(argv), tell)
     packed = bool(loaded.config.data.packing)
     return Known(decided.assignments(), data.pairs_a_token if packed else None, data.label_share)

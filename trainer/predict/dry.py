@@ -69,11 +69,7 @@ class DryRun:
     """One rank of a job; only one per process, or the same rank with other layers after it."""
 
     def __init__(self, job: Job, rank: int = 0) -> None:
-        """Make the model and the engine.
-
-        Raises:
-            ConfigError: DeepSpeed or transformers refuse the configuration.
-        """
+        """Make the model and the engine; raise ``ConfigError`` if DeepSpeed or transformers refuse it."""
         warnings.filterwarnings("ignore")
         self.job = job
         self._rank = rank

@@ -60,11 +60,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(arguments: argparse.Namespace, allocator: Settings) -> Prepared:
-    """Return the job of the command's arguments.
-
-    Raises:
-        ConfigError: the model or the configuration cannot be used.
-    """
+    """Return the job of the command's arguments; ``ConfigError``: the model or configuration cannot be used."""
     _check_ranks(arguments.ranks or 1, "--ranks")
     kind = _script if getattr(arguments, "command", None) else _configured if arguments.config else _flags
     return kind(arguments, allocator, find(arguments.gpu))

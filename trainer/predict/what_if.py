@@ -25,21 +25,8 @@ from ..recipe.data.pipeline import Examples
 from ..recipe.data.records import Records, read_records
 from ..recipe.preflight.consistency import uncompiled
 from ..recipe.support import SMALL_STATES, settle_batch, state_bytes, zero_stage
-from . import answer, deepspeed_file, jobs, ranks
+from . import answer, choose, deepspeed_file, jobs, ranks
 from .answer import Both
-from .choose import (
-    Candidate,
-    Fit,
-    Space,
-    allocated_bytes,
-    estimate,
-    fit_of,
-    gathered_bytes,
-    gathers_again,
-    highest_bytes,
-    offloaded_bytes,
-    with_parameters,
-)
 from .deepspeed_file import KEEPS_GATHERED, LIVE_PARAMETERS
 from .jobs import Prepared
 from .ranks import RankRun
@@ -210,18 +197,19 @@ class _Pieces:
             return None
         own, candidate = both
         length = self._point.sequence_length
-        fit = fit_of(own, self._run, [(own.micro_batch * length, self._outcome)])
+        fit = choose.fit_of(own, self._run, [(own.micro_batch * length, self._outcome)])
         if _held(config) != _held(before):
             released = _held(config)[1]
-            return None if released and not gathers_again(fit) else self._with_held(job, config, fit, price)
+            return None if released and not choose.gathers_again(fit) else self._with_held(job, config, fit, price)
         fit = msgspec.structs.replace(fit, state_bytes=state_bytes(before))
         changed = msgspec.structs.replace(fit, state_bytes=state_bytes(config))
-        space = Space(job.gpu, job.ranks, self._capacity, 0, length)
-        more = allocated_bytes(changed, candidate, space) - allocated_bytes(fit, own, space)
+        space = choose.Space(job.gpu, job.ranks, self._capacity, 0, length)
+        more = choose.allocated_bytes(changed, candidate, space) - choose.allocated_bytes(fit, own, space)
         host = 0
         if candidate.offload != own.offload:
-            host = (1 if candidate.offload else -1) * offloaded_bytes(fit, candidate, space) * space.hosts // job.ranks
-        times = [estimate(fit, each, space).step_seconds for each in (own, candidate)]
+            sign = 1 if candidate.offload else -1
+            host = sign * choose.offloaded_bytes(fit, candidate, space) * space.hosts // job.ranks
+        times = [choose.estimate(fit, each, space).step_seconds for each in (own, candidate)]
         return self._answer(job, self._point.needed_bytes + more, host, times[1] / times[0], price)
 
     def run(self, name: str, job: Prepared, price: float | None) -> Both | None:
@@ -232,16 +220,16 @@ class _Pieces:
     def of(self, job: Prepared, both: Both) -> "_Pieces":
         return _Pieces(job, both, both.found.points[0], self._capacity, {})
 
-    def _with_held(self, job: Prepared, config: Config, fit: Fit, price: float | None) -> Prediction | None:
+    def _with_held(self, job: Prepared, config: Config, fit: choose.Fit, price: float | None) -> Prediction | None:
         """Return the prediction of a run whose parameters are on the host, or not kept gathered."""
-        changed = with_parameters(fit, job.ranks, *_held(config))
-        space = Space(job.gpu, job.ranks, self._capacity, 0, self._point.sequence_length)
-        before, after = highest_bytes(fit), highest_bytes(changed)
+        changed = choose.with_parameters(fit, job.ranks, *_held(config))
+        space = choose.Space(job.gpu, job.ranks, self._capacity, 0, self._point.sequence_length)
+        before, after = choose.highest_bytes(fit), choose.highest_bytes(changed)
         share = fit.weight_bytes * fit.parameters / job.ranks
         gathered = max(1.0, before[1] - share), max(0.0, after[1] - (0 if config.zero.offload_parameters else share))
         # Gathered parameters, which are freed in another order than all else, fragment memory.
         fragmented = (self._point.needed_bytes - before[0]) * min(1.0, gathered[1] / gathered[0])
-        times = [estimate(one, fit.run, space).step_seconds for one in (fit, changed)]
+        times = [choose.estimate(one, fit.run, space).step_seconds for one in (fit, changed)]
         on_host = 2 * fit.weight_bytes * fit.parameters // job.ranks if config.zero.offload_parameters else 0
         return self._answer(job, after[0] + fragmented, on_host, times[1] / times[0], price)
 
@@ -261,11 +249,11 @@ class _Pieces:
             return run.parameters - (run.trainable if of.lora.rank else 0)
 
         own = _candidate(self._job, before)
-        fit = fit_of(own, self._run, [(own.micro_batch * self._point.sequence_length, self._outcome)])
+        fit = choose.fit_of(own, self._run, [(own.micro_batch * self._point.sequence_length, self._outcome)])
         many = own.stage == 3 and self._run.parameters > LIVE_PARAMETERS
-        if whole(lambda run: frozen(run, config)) != frozen(self._run, before) or gathers_again(fit) != many:
+        if whole(lambda run: frozen(run, config)) != frozen(self._run, before) or choose.gathers_again(fit) != many:
             return None
-        kept = gathered_bytes(made.weight_bytes, self._run, self._outcome.rank, job.ranks) if many else {}
+        kept = choose.gathered_bytes(made.weight_bytes, self._run, self._outcome.rank, job.ranks) if many else {}
         peaks = {
             phase: whole(lambda run, phase=phase: run.outcomes[0].rank.phases[phase].allocated_peak_bytes)
             + kept.get(phase, 0)
@@ -304,7 +292,7 @@ class _Pieces:
         return msgspec.structs.replace(self._base, points=[answer.with_run(point, job, price)])
 
 
-def _by_parts(job: Prepared, unchanged: Prepared) -> tuple[Candidate, Candidate] | None:
+def _by_parts(job: Prepared, unchanged: Prepared) -> tuple[choose.Candidate, choose.Candidate] | None:
     """Return the unchanged and a changed run, if the parts of the first show the second; None if they do not."""
     config, before = job.config, unchanged.config
     if config is None or before is None:
@@ -325,11 +313,11 @@ def _by_parts(job: Prepared, unchanged: Prepared) -> tuple[Candidate, Candidate]
     return own, candidate
 
 
-def _candidate(job: Prepared, config: Config) -> Candidate:
+def _candidate(job: Prepared, config: Config) -> choose.Candidate:
     held = config.model.quantization != "none"
     recomputed = config.model.gradient_checkpointing
     batch = job.micro_batch, job.accumulation
-    return Candidate(job.stage, recomputed, job.offload, config.lora.rank, *batch, held)
+    return choose.Candidate(job.stage, recomputed, job.offload, config.lora.rank, *batch, held)
 
 
 def _apart(config: Config) -> Config:
@@ -647,11 +635,7 @@ _MOST_NAMED = 3
 
 
 def steps_an_epoch(config: Config, examples: Examples) -> int:
-    """Return the optimizer steps of an epoch.
-
-    Raises:
-        ConfigError: there are fewer examples than one step needs.
-    """
+    """Return the optimizer steps of an epoch; ``ConfigError``: there are fewer examples than one step needs."""
     return Order(examples, settle_batch(config, len(examples.rows)), 0, _data_ranks(config)).steps_per_epoch
 
 

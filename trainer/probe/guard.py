@@ -63,21 +63,17 @@ def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
         guard = self.guard
         if not guard.enabled:
             return None
-        if guard.inside:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception as error:
-                guard.disable(error)
-                return None
-        guard.inside, start = True, perf_counter_ns()
+        is_outermost, start = not guard.inside, perf_counter_ns()
+        guard.inside = True
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
             guard.disable(error)
             return None
         finally:
-            guard.inside = False
-            guard.spent_ns += perf_counter_ns() - start
+            if is_outermost:
+                guard.inside = False
+                guard.spent_ns += perf_counter_ns() - start
 
     return safe
 

@@ -16,21 +16,6 @@ from yaml.nodes import MappingNode
 
 from ...protocol.analysis.sweep import summary
 from ...protocol.analysis.sweep.search import left
-from ...protocol.analysis.sweep.summary import (
-    aligned,
-    budget_text,
-    cost_lines,
-    counts_text,
-    duration_text,
-    goal_text,
-    left_text,
-    pool,
-    predicted_text,
-    result_lines,
-    row_text,
-    settings_text,
-    table,
-)
 from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ...protocol.run.rundir import RunOptions
 from ...protocol.run.start import StartRequest
@@ -111,11 +96,7 @@ class Spec(NamedTuple):
 
 
 def read(path: str) -> Spec:
-    """Read a sweep file.
-
-    Raises:
-        ConfigError: a key or value is wrong; one line with the place and the fix.
-    """
+    """Read a sweep file; ``ConfigError``: a key or value is wrong, in one line with the place and the fix."""
     if Path(path).is_dir():
         raise ConfigError(f"{path}: is a folder; give the sweep file in it")
     if not Path(path).is_file():
@@ -458,50 +439,51 @@ class Lines:
         self._number = answered
         what = f"{len(plan.runs)} configurations" if len(plan.runs) != 1 else "1 configuration"
         if plan.search is not None:
-            what = goal_text(plan.search.goal, plan.search.axis) + (f", of {what}" if spec.axes else "")
+            what = summary.goal_text(plan.search.goal, plan.search.axis) + (f", of {what}" if spec.axes else "")
         repeats = f" x {plan.repeats} repeats" if plan.repeats > 1 else ""
         steps = f"{spec.steps} steps after {spec.warm_up} of warm-up"
         self.note(f"{what}{repeats}, {steps}")
         known = f", {duration(used)} used" if used >= 1 else ""
-        self.note(f"budget: {budget_text(plan.budget)}{known}; a run is ended after {duration(plan.timeout)}")
+        self.note(f"budget: {summary.budget_text(plan.budget)}{known}; a run is ended after {duration(plan.timeout)}")
         if answered:
             self.note(f"{answered} runs have their rows already" if answered > 1 else "1 run has its row already")
         for note in plan.notes:
             self.note(note)
         predicts = any(run.predicted for run in plan.runs)
         for run in plan.runs:
-            words = [f"predicted {predicted_text(run.predicted) or 'nothing'}"] if predicts else []
-            words += [f"about {taken}"] if (taken := duration_text(plan, run)) else []
-            self.note(f"  {settings_text(run.settings)}{': ' if words else ''}{'; '.join(words)}")
-        for line in cost_lines(plan, rows):
+            words = [f"predicted {summary.predicted_text(run.predicted) or 'nothing'}"] if predicts else []
+            words += [f"about {taken}"] if (taken := summary.duration_text(plan, run)) else []
+            self.note(f"  {summary.settings_text(run.settings)}{': ' if words else ''}{'; '.join(words)}")
+        for line in summary.cost_lines(plan, rows):
             self.note(line)
 
     def begins(self, settings: Settings, repeat: int, predicted: Predicted | None) -> None:
         """Print the start of a run."""
         self._number += 1
         again = f" (repeat {repeat + 1})" if repeat else ""
-        expected = f"; predicted {predicted_text(predicted)}" if predicted else ""
-        self.note(f"{self._counter()} {settings_text(settings)}{again} ...{expected}")
+        expected = f"; predicted {summary.predicted_text(predicted)}" if predicted else ""
+        self.note(f"{self._counter()} {summary.settings_text(settings)}{again} ...{expected}")
 
     def row(self, row: Row) -> None:
         """Print the outcome of a run."""
-        self.note(f"{self._counter()} {settings_text(row.settings)}: {row_text(row)} ({duration(row.seconds)})")
+        taken = duration(row.seconds)
+        self.note(f"{self._counter()} {summary.settings_text(row.settings)}: {summary.row_text(row)} ({taken})")
 
     def progress(self, plan: Plan, used: float, rows: list[Row]) -> None:
         """Print the remaining runs, time and cost, with a budget or a price."""
         if plan.budget.seconds is not None or plan.budget.price_per_gpu_hour is not None:
-            self.note(left_text(left(plan.budget, used, rows, max(0, self._total - self._number))))
+            self.note(summary.left_text(left(plan.budget, used, rows, max(0, self._total - self._number))))
 
     def end(self, ended: Ended, rows: list[Row], plan: Plan, found: list[str]) -> None:
         """Print the table and the conclusions."""
         if rows:
-            for line in aligned(table(pool(rows), plan.columns)):
+            for line in summary.aligned(summary.table(summary.pool(rows), plan.columns)):
                 self.note(line)
-        for line in [*found, *result_lines(rows, plan)]:
+        for line in [*found, *summary.result_lines(rows, plan)]:
             self.note(line)
         missing = f"; {ended.not_run} runs are missing, the same command resumes it" if ended.not_run else ""
         why = f": {ended.text}" if ended.text else ""
-        self.note(f"{ENDS[ended.reason]}{why}: {counts_text(verdicts(rows))}{missing}")
+        self.note(f"{ENDS[ended.reason]}{why}: {summary.counts_text(verdicts(rows))}{missing}")
 
     def note(self, text: str) -> None:
         """Print a line."""

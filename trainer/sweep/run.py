@@ -373,11 +373,7 @@ class Session:
         self.lines.row(row)
 
     def keep(self, row: Row) -> None:
-        """Write a row.
-
-        Raises:
-            StopError: the session ends with it.
-        """
+        """Write a row; raise ``StopError`` if the session ends with it."""
         self._append(row)
         self.lines.row(row)
         if row.verdict == "unfinished":

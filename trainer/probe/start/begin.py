@@ -35,10 +35,7 @@ def begin_rank(sends_logs: bool = False) -> Probe | None:
 
 
 def become_rank() -> None:
-    """Make this process a rank if it is not one yet.
-
-    Called when it creates an optimizer or an engine.
-    """
+    """Make this process a rank if it is not one yet; called when it creates an optimizer or an engine."""
     if active.probe is not None or active.forked:
         return
     if os.environ.get(RANK_PID_ENV) or not os.environ.get("FTMON_RUN"):
