@@ -24,8 +24,7 @@ from .stream import RunStream, yield_cpu
 if TYPE_CHECKING:
     from .metrics import Prometheus
 
-_GATHER_SECONDS = 2.0
-"""Longest time for which messages are gathered: a process that wakes up disturbs ranks that compute on CPUs."""
+_GATHER_SECONDS = 2.0  # Longest time for which messages are gathered: each time it wakes up it disturbs ranks on CPUs
 
 
 def make_target(name: str) -> Target:

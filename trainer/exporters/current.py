@@ -12,8 +12,7 @@ from ...protocol.messages.wire import Frame, Message
 
 _OF_A_JOB = (Step, Hello, RankState, Evaluation, Checkpoint, Plan)
 _ENDED = ("gone", "finished")
-_MOST_KEPT = 100_000
-"""Limit of kept messages: a script that gives each evaluation another name must not fill the memory."""
+_MOST_KEPT = 100_000  # Limit of kept messages: a script may give each evaluation another name
 
 ALERTS = Figure("alerts", "Active alerts, 0 once all of them are resolved", lambda _: None)
 DROPPED = Figure(
@@ -33,8 +32,7 @@ class RunFigures:
         self._lock = threading.Lock()
         self._newest: dict[tuple[type[Message], frozenset[tuple[str, str]]], Frame] = {}
         self._alerts: dict[int, Frame] = {}
-        self._job, self._job_since = 1, 0
-        """Number of the newest job, and the number of the first message of it that is known."""
+        self._job, self._job_since = 1, 0  # Number of the newest job, and of the first known message of it
         self._ended: dict[int, int] = {}  # By rank whose process has ended: the number of the message that reports it
         self._events: Counter[tuple[Figure, frozenset[tuple[str, str]]]] = Counter()
         self.dropped = 0

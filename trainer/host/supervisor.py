@@ -22,8 +22,7 @@ from .hardware.host import KernelKills
 _POLL_SECONDS = 0.2
 _REPEAT_SECONDS = 1.0  # Seconds after which an unchanged fact is repeated, so that it counts as current
 _PROFILERS = ("py-spy",)  # Names of programs that stop a process to read its stack, then continue it
-_PROFILER_SECONDS = 20.0
-"""Maximum time for which a profiler stops a process, during which it reads the symbols of all libraries."""
+_PROFILER_SECONDS = 20.0  # Maximum time for which a profiler stops a process, to read the symbols of all libraries
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)\)?.*\(pid:\s*(\d+)\)")
 _PID_EXITS = re.compile(r"[Pp]rocess (\d+) exits successfully")
 

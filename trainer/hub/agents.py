@@ -23,15 +23,13 @@ from ...protocol.messages.telemetry import Hello
 from ...protocol.messages.wire import Message
 from ...protocol.text import sanitize
 
-CUT_OFF_SECONDS = 5.0
-"""Seconds of silence after which a host counts as cut off; an agent sends a heartbeat every second."""
+CUT_OFF_SECONDS = 5.0  # Seconds of silence after which a host counts as cut off; an agent sends a beat every second
 BACK_SECONDS = 600.0
 """Seconds after a run's end that the hub waits for a host that was cut off: only the hub can end its agent."""
 _NAMELESS = b"\0"
 """Prefix of the identity that ZeroMQ assigns to a connection replaced by a newer one of the same agent. Messages still
 in flight on it are ignored; the agent resends unconfirmed ones."""
-_PAUSE_SECONDS = 2.0
-"""Ticks farther apart than this mean that the hub itself paused: hosts are not cut off because of it."""
+_PAUSE_SECONDS = 2.0  # Ticks farther apart mean that the hub itself paused: hosts are not cut off because of it
 _OFFSET_STEP = 0.05  # A clock offset is reported again when it has changed by this many seconds
 _STATE_TEXTS: dict[HostStateName, str] = {
     "reachable": "",
@@ -56,8 +54,7 @@ class Agent:
         self.reported: HostState | None = None
         self.restored = False  # Whether it is known only from an earlier hub
         self.successor: Agent | None = None
-        self.missed = False
-        """Whether it was unreachable at the run's end while its host had living ranks at the last report."""
+        self.missed = False  # Whether it was unreachable at the run's end, and its host had living ranks before
 
     @property
     def host(self) -> str:

@@ -143,8 +143,7 @@ def _together(parts: dict[str, Outcome]) -> Outcome:
     return Outcome(all(part.ok for part in parts.values()), text, data)
 
 
-STACKS_BEFORE_KILL_SECONDS = 5.0
-"""Like the others a limit for ranks that do not answer: those that do are not waited for."""
+STACKS_BEFORE_KILL_SECONDS = 5.0  # Like the others a limit for ranks that do not answer; no other is waited for
 _STACKS_SECONDS = 5.0
 _SNAPSHOT_SECONDS = 60.0
 _STOP_SECONDS = 10.0

@@ -49,8 +49,7 @@ class HangPolicy:
         self._tracker = core.analysis.tracker
         self._stall_probe = stall_probe
         self._kills = kills
-        self._standing: tuple[object, float] | None = None
-        """The current verdict, by its kind and named ranks, and when it began."""
+        self._standing: tuple[object, float] | None = None  # The verdict, by kind and named ranks, and when it began
         self._acted: object = None
         self._spared: object = None  # The verdict for which missing proof has been reported
         self._kill_at: float | None = None

@@ -38,8 +38,7 @@ from .foreign import ForeignRanks
 from .ranks import Answers, RankAccess
 
 T = TypeVar("T")
-AWAY_SECONDS = 3.0
-"""Time limit for an agent's answer, including ``stack_dump.WRITE_SECONDS`` for a rank to write its stacks."""
+AWAY_SECONDS = 3.0  # Limit for an agent's answer, with ``stack_dump.WRITE_SECONDS`` for a rank to write its stacks
 
 
 class HostInspection:
@@ -142,8 +141,7 @@ class _Seen(NamedTuple):
     last: Activity
     stood: Activity  # Since when it stands in these frames, asleep or spinning
     quiet: Activity  # Start of the idle time of its process tree
-    worked: float
-    """When it was last found at work, ``time.monotonic`` of this host; minus infinity: not since the stall began."""
+    worked: float  # When last found at work, ``time.monotonic`` of this host; minus infinity: not since the stall began
     work: Work
     slept: bool  # Whether it has been found asleep since its last progress
     woke_after: float  # Seconds of the longest sleep from which it has woken up since; 0: it has not

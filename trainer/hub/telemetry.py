@@ -28,8 +28,7 @@ _OF_THE_HUB = (RankState, RunState, Alert, HubStats, Command, Accepted, Result, 
 _NOT_FROM_RANKS = frozenset({*_OF_THE_HUB, AgentBeat, AgentAck, HostState})
 
 MAX_SENDERS = 4 * MAX_RANKS
-MAX_OTHERS = 64
-"""Maximum number of senders in a hub's lifetime: ``MAX_SENDERS`` in total, ``MAX_OTHERS`` that are not ranks."""
+MAX_OTHERS = 64  # Most senders in a hub's lifetime: ``MAX_SENDERS`` in total, ``MAX_OTHERS`` that are not ranks
 LOSSES_LISTED = 1_000
 
 _NOBLOCK = int(zmq.NOBLOCK)  # A plain int: pyzmq handles an enum member much slower

@@ -217,8 +217,7 @@ class Launcher:
         self._status: int | None = None
         self._requests = Requests()
         self._interrupts = 0
-        self._end_request: EndRequest | None = None
-        """The request to end, kept here in case ``intent.json`` cannot be written."""
+        self._end_request: EndRequest | None = None  # The request to end, in case ``intent.json`` cannot be written
         self._grace = 0.0
         self._kill_at: float | None = None
         self._reap_at: float | None = None

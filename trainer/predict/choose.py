@@ -23,19 +23,16 @@ if TYPE_CHECKING:
     from .result import Rank
 
 MOST_RUNS = 3  # Full dry runs of a choice
-MARGIN = 0.92
-"""Share of the memory for PyTorch that a chosen configuration may need: predicted reserved memory is up to 6 % off."""
+MARGIN = 0.92  # Share of PyTorch's memory that a chosen configuration may need: predictions are up to 6 % off
 _ALIKE = 0.01  # Share of the highest speed within which the candidate with the least memory is chosen
-_STAGE_3 = 0.95
-"""Share of its predicted speed with which ZeRO 3 competes: hooks around every layer depend on the host most."""
+_STAGE_3 = 0.95  # Share of its predicted speed with which ZeRO 3 competes: its hooks depend most on the host
 LORA_RANK = 16
 _STATES = ("parameters", "gradients", "optimizer_states", "master_copies", "partitions")
 _AGAIN = 1.5  # Bytes gathered in a micro-step, per byte of the weights, from which most are gathered twice
 _GRADIENT_BYTES = 4  # Of a gradient that is accumulated and reduced (``zero.grad_accum_dtype``)
 _STATE_BYTES = 12  # Of a master weight and AdamW's two running averages
 _RECOMPUTED = 0.75  # Share of a layer's forward pass that checkpointing repeats: all before its last matrix product
-_MODULES = 9
-"""Modules of a decoder layer with parameters of their own: seven projections and two norms; adapters have two each."""
+_MODULES = 9  # Modules of a decoder layer with parameters: seven projections, two norms; adapters have two each
 _FETCHES, _CALLS, _CALLS_OF_RANK = 3, 11, 2
 """Hooks of ZeRO-3 and operations of the host per module and micro-step, the last for each rank, as counted in dry runs
 of 2 to 16 ranks."""

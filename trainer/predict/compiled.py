@@ -94,8 +94,7 @@ def _backend() -> Any:
     )
 
 
-_SOFTMAX = ("amax", "_softmax", "_safe_softmax")
-"""Operations of a softmax, one of which is in each pattern of attention."""
+_SOFTMAX = ("amax", "_softmax", "_safe_softmax")  # Operations of a softmax; each pattern of attention has one
 
 
 _left_out: list[bool] = []  # Not empty: the patterns of attention were left out of Inductor's
@@ -152,8 +151,7 @@ class Result(NamedTuple):
 class Call(NamedTuple):
     """What a call of a compiled graph allocates and frees, and returns."""
 
-    before: list[Taped]
-    """Until the results are made; a negative number, inverted, is that of an input that is no longer held."""
+    before: list[Taped]  # Until the results are made; a negative number, inverted, is that of an input no longer held
     after: list[Taped]
     results: list["Result"]
     counted: Counter[Counted]

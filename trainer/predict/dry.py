@@ -33,8 +33,7 @@ _PYDANTIC = re.compile(r"\d+ validation errors? for \w+ (\S+) (.*?) \[type=")
 class Job:
     """A plain DeepSpeed loop: ``loss = engine(**batch).loss``, ``engine.backward(loss)``, ``engine.step()``."""
 
-    shape: Any
-    """transformers' configuration of the model (``model.read_config``); None: the result of ``_make`` has its own."""
+    shape: Any  # transformers' configuration (``model.read_config``); None: the result of ``_make`` has its own
     deepspeed: dict[str, Any]
     ranks: int = 1
     micro_batch: int = 1

@@ -310,8 +310,7 @@ class RecipeRun(DryRun):
         self._compiles = config.model.compile != "off"
         self._documents = documents
         self._label_share = label_share
-        self._before_update: tuple[int, Any] = 0, None
-        """Number of events before the last update, and what was counted before it."""
+        self._before_update: tuple[int, Any] = 0, None  # Events before the last update, and what was counted before it
         training = config.training
         job = Job(
             shape=None,

@@ -343,8 +343,7 @@ _NEVER: Any = object()
 _NUMBERS = (int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SLICE: Any = _aten.slice.Tensor
 _ABSOLUTE_OFFSETS = frozenset((_aten.as_strided.default, _aten.as_strided_.default))
-_VIEWS = frozenset((_aten._unsafe_view.default,))
-"""Operations that return their argument's storage without declaring it."""
+_VIEWS = frozenset((_aten._unsafe_view.default,))  # Operations that return their argument's storage undeclared
 _OF_SHAPES = ("bitsandbytes", "ftmon", "torch_attn")
 """Namespaces of operations besides PyTorch's own whose results follow from what the cache's keys have."""
 _VARYING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
@@ -597,8 +596,7 @@ class Counting:
         self.times = 1  # Weight of what is counted: one micro-step stands for all that are like it
         self.pairs_a_token: float | None = None
         """Pairs of query and key under the causal mask per token of packed rows; None: documents are equal."""
-        self.label_share = 1.0
-        """Share of the tokens that carry loss, in the mean; a dry run's micro-batch is one in which all do."""
+        self.label_share = 1.0  # Mean share of tokens that carry loss; in a dry run's micro-batch all do
         self._share = 1.0
         self._alike: dict[Any, tuple[Counted, int] | None] = {}
         self.clear()

@@ -33,8 +33,7 @@ class Rank(msgspec.Struct, frozen=True):
     needed_bytes: int = 0
     """Minimum of reservable memory with which, as with any more, every allocation succeeds, found by replays of the
     trace; below the reserved peak if cached memory can be freed."""
-    nvml_bytes: int = 0
-    """Memory of the process according to NVML at its peak: reserved, the CUDA context and NCCL's buffers."""
+    nvml_bytes: int = 0  # Memory of the process by NVML at its peak: reserved, the CUDA context and NCCL's buffers
 
     @property
     def peak_phase(self) -> str:
@@ -69,16 +68,14 @@ class Point(msgspec.Struct, frozen=True):
     step_seconds: float | None = None
     """Time of an optimizer step; None if the table has no rates of the GPU. Its error and basis: ``time.total``."""
     tokens_per_second: float | None = None  # Tokens per second of all ranks
-    mfu: float | None = None
-    """Model FLOPs utilisation (``protocol.host.machine``); None if the model's FLOPs are not known."""
+    mfu: float | None = None  # Model FLOPs utilisation (``protocol.host.machine``); None if the FLOPs are not known
     price_per_million_tokens: float | None = None  # Price in the currency of the GPU hour's price; None without that
     run_seconds: float | None = None
     """Time of all optimizer steps; None if their number is not known (``training.max_steps``)."""
     run_price: float | None = None
     """Price of the run, given a price of a GPU hour; without evaluation, checkpoints and the start."""
     time: StepTime | None = None  # Parts of the step's time
-    fits_on: list[str] = []
-    """Kinds of GPU (``FIT_TABLE``) on which every allocation fits, besides the CUDA context and NCCL."""
+    fits_on: list[str] = []  # Kinds of GPU (``FIT_TABLE``) on which all allocations fit, besides CUDA context and NCCL
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -130,8 +127,7 @@ class WhatIf(msgspec.Struct, frozen=True):
     slower: float  # GPU time per sample relative to the unchanged run
     price_per_million_tokens: float | None = None
     refused: str = ""  # Reason of a missing prediction, with which the figures are invalid
-    fitted: bool = False
-    """Whether the figures follow from the parts of the unchanged run; the memory is then up to 6 % off."""
+    fitted: bool = False  # Whether the figures follow from the unchanged run's parts; the memory is then up to 6 % off
 
 
 class Holds(msgspec.Struct, frozen=True):
@@ -174,16 +170,14 @@ class Prediction(msgspec.Struct, frozen=True):
     ranks: int
     points: list[Point]
     pieces: list[Piece] = []  # With several lengths: the highest phase's peak over the length as straight pieces
-    beside_pytorch: Figure | None = None
-    """Bytes on the GPU besides PyTorch's reserved memory, with their expected error."""
+    beside_pytorch: Figure | None = None  # Bytes on the GPU besides PyTorch's reserved memory, and their expected error
     notes: list[str] = []  # Assumptions
     capacity_bytes: int | None = None
     gpu: str = ""  # The kind of GPU of the dry run and the time
     trainable: int = 0  # Number of trained parameters
     checkpoint_bytes: int = 0  # Disk space of one checkpoint for a resume, of all ranks
     price_per_gpu_hour: float | None = None
-    expected_errors: dict[str, Figure] = {}
-    """By figure: its expected error as a share, and the basis of that; ``value`` is 0."""
+    expected_errors: dict[str, Figure] = {}  # By figure: its expected error as a share, and the basis; ``value`` is 0
     data: DataRisk | None = None  # With ``--data``: the steps of the first epoch that do not fit
     positions: int = 0  # The model's maximum sequence length in tokens; 0: not known
     largest: list[Holds] = []  # With ``--largest``: by kind of GPU, or for the capacity
@@ -210,8 +204,7 @@ _NOT_FOUND = {
 }
 """Reasons by texts in transformers' errors (``transformers/utils/hub.py``, ``cached_files``)."""
 _CUSTOM_CODE = "contains custom code"
-_UNKNOWN = "Unrecognized model identifier"
-"""Beginning of transformers' errors about a model, before a list of all known ones."""
+_UNKNOWN = "Unrecognized model identifier"  # Beginning of transformers' errors about a model, before all known ones
 _LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

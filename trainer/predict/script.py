@@ -71,8 +71,7 @@ class ScriptInputs(msgspec.Struct, frozen=True):
     deepspeed: dict[str, Any]
     checkpointing: bool = False
     optimizer: str = ""  # Class of the script's own optimizer; empty: DeepSpeed's configuration names one
-    trainer: bool = False
-    """Whether transformers' ``Trainer`` called it; then batch and checkpointing are the ``Trainer``'s arguments."""
+    trainer: bool = False  # Whether transformers' ``Trainer`` called it, whose arguments are batch and checkpointing
 
 
 class _ReachedError(BaseException):

@@ -548,8 +548,7 @@ def _flags(given: argparse.Namespace) -> Iterator[Kind]:
         yield "LoRA of rank 16", ("--lora-rank=16",), False
 
 
-CONFIRMED = (0.99, 0.97, 0.95)
-"""Shares of a fitting length that must fit, too: memory does not grow evenly with the length."""
+CONFIRMED = (0.99, 0.97, 0.95)  # Shares of a fitting length that must fit, too: memory grows unevenly with the length
 _MOST_TOKENS = 1 << 24  # Maximum tokens of a micro-batch
 _MOST_POSITIONS = 1 << 20  # Maximum length if a model's own is not known
 _MOST_ROWS = 1024

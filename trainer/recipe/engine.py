@@ -322,8 +322,7 @@ def _complete_bf16(engine: Any, world: World) -> None:
         engine.enable_backward_allreduce = False
 
 
-_LARGE = 1 << 20
-"""Elements from which on a kernel of Triton, which takes the host longer to start, is faster than PyTorch's."""
+_LARGE = 1 << 20  # Elements from which a kernel of Triton, slower to start, is faster than PyTorch's
 
 
 def sum_in_place(outer: Any, on_gpu: bool) -> None:

@@ -15,8 +15,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 _LEAST_SECONDS = 5.0
-_STEPS = 4
-"""A training thread that ends no step in the time of this many usual ones is stuck; the signal ends the process."""
+_STEPS = 4  # A training thread without a step in the time of so many usual ones is stuck; the signal ends the process
 _SIG_DFL = 0
 _POLL_SECONDS = 0.5
 _said = threading.Lock()

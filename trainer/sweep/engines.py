@@ -65,8 +65,7 @@ class Request(msgspec.Struct, frozen=True):
     gpus: int  # GPUs of the job; 0: it runs on the CPU
     environment: dict[str, str]
     visible: str | None = None  # The submitter's ``CUDA_VISIBLE_DEVICES``
-    takes_gpus: bool = False
-    """The job takes free GPUs of its host itself; else it has those in its ``CUDA_VISIBLE_DEVICES``."""
+    takes_gpus: bool = False  # The job takes free GPUs of its host itself; else those in its ``CUDA_VISIBLE_DEVICES``
 
 
 class Lost(NamedTuple):
@@ -215,8 +214,7 @@ class Jobs:
         self._engine, self._session = of, session
         self._gpus = gpus  # GPUs of a configuration's job
         self._most = most  # Jobs at a time
-        self._open: dict[str, tuple[Planned, int, float]] = {}
-        """Configuration, repeat and time of the submission, by number."""
+        self._open: dict[str, tuple[Planned, int, float]] = {}  # Configuration, repeat and submission time, by number
         self._attempts: Counter[tuple[str, int]] = Counter()
 
     def measure(self, runs: Sequence[tuple[Planned, int]], progress: Callable[[], object]) -> None:

@@ -176,8 +176,7 @@ class HostLoad:
 
 RECENT_SECONDS = 30.0  # Maximum seconds between the kill and the death of a process; large processes die slowly
 _COUNTS_KEPT = 16
-_INITIAL_PID_NAMESPACE = "pid:[4026531836]"
-"""PROC_PID_INIT_INO: pids in the kernel log match those of /proc only in this namespace."""
+_INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO: only there are the kernel log's pids those of /proc
 _KILL_COUNT = re.compile(r"oom_kill \d+\s*")
 _KILLED = re.compile(
     r"(?P<scope>Memory cgroup out of memory|Out of memory)[^:]*: Killed process (?P<pid>\d+)(?:, UID \d+,)? "

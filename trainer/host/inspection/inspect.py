@@ -381,8 +381,7 @@ class Sample(NamedTuple):
     begun: float
     ended: float  # ``time.monotonic`` before and after ``wakeups`` was read
     wakeups: int  # Number of waits of the probe's thread so far; 0 if not readable
-    threads: dict[int, tuple[str, int]]
-    """State (proc(5)) and processor time, in clock ticks, of every other thread, by its id."""
+    threads: dict[int, tuple[str, int]]  # State (proc(5)) and processor time, clock ticks, of every other thread, by id
 
 
 def waiting_for_gil(targets: Iterable[DumpTarget]) -> set[int]:

@@ -172,8 +172,7 @@ through ``torch.cuda.CUDAGraph``, so its two methods are wrapped once, and the q
 """
 has_captured = False
 """Whether a capture has begun since the probe did: a replay overwrites its graph's outputs, which no version shows."""
-_captures = threading.Lock()
-"""Held while a capture begins, and while the publisher copies on the training thread's stream."""
+_captures = threading.Lock()  # Held while a capture begins, and while the publisher copies on the trained stream
 
 
 def install() -> None:

@@ -56,8 +56,7 @@ _POINTER = struct.Struct("P")
 _WORD = _POINTER.size
 
 _LIBRARY, _ALLOCATOR = "libc10_cuda.so", "_ZN3c104cuda20CUDACachingAllocator9allocatorE"
-_ALLOCATOR_BYTES = 2**15
-"""Bytes of the allocator searched for its vector: 67 mutexes and 67 tables, 8 KiB, come before it."""
+_ALLOCATOR_BYTES = 2**15  # Bytes of the allocator searched for its vector: 8 KiB of mutexes and tables come before it
 _DEVICE_BYTES = 2**14
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 

@@ -141,8 +141,7 @@ def _iterating(original: Any) -> Callable[..., Any]:
     return __iter__
 
 
-_harmless = logged("an event of the Trainer's callback")
-"""Decorates an event: what it raises would end ``Trainer.train``."""
+_harmless = logged("an event of the Trainer's callback")  # What an event raises would end ``Trainer.train``
 
 
 @functools.cache

@@ -409,8 +409,7 @@ def _file_of(child: int) -> Path | None:
 
 
 _DEEPEST = 200
-SOURCE_LOOPS_READ_SECONDS = 0.2
-"""A source is waited for so long: its disk may be what the rank hangs on, and the stacks must arrive."""
+SOURCE_LOOPS_READ_SECONDS = 0.2  # Wait for a source: its disk may be what the rank hangs on, and the stacks must arrive
 _Loops = tuple[tuple[int, int], ...]
 _source_loops_read: dict[str, "_Loops | None"] = {}
 """First and last line of every loop of a file; None: it is being read, or cannot be read."""

@@ -17,8 +17,7 @@ from .snapshots import Answer, CaptureContext
 
 TIME_SHARE = 0.002
 MIN_SECONDS = 1.0
-HUB_SECONDS = 15e-6
-"""Seconds between captures per entry and rank. The hub analyses an entry in 3 us, so it uses a fifth of one core."""
+HUB_SECONDS = 15e-6  # Seconds between captures per entry and rank: the hub takes 3 us an entry, a fifth of one core
 FIRST_STEPS = 3
 PATIENCE_SECONDS = 45.0
 AFTER_FAILURE_SECONDS = 60.0

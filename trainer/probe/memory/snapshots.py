@@ -36,8 +36,7 @@ from ..rank.model import Trained
 
 MIN_ENTRIES = 2_000
 MAX_ENTRIES = 25_000
-STEPS_KEPT = 1.5
-"""Steps that the ring holds: a failure in a step's last phase is explained by all of the step's allocations."""
+STEPS_KEPT = 1.5  # Steps that the ring holds: all of a step's allocations explain a failure in its last phase
 LONG_ENTRIES = 200_000
 STEP_ENTRIES = 100_000  # Capacity for every action of one step and some of its neighbours'; a step has some 15,000
 
@@ -49,8 +48,7 @@ class Recording:
 
     def __init__(self) -> None:
         self._mode: Mode = "off"
-        self.cleared = 0
-        """Number of times the history was cleared; a reader of a span compares the counts at its two ends."""
+        self.cleared = 0  # How often the history was cleared; a reader of a span compares the counts at its ends
         self.keeps_history = False
         """Whether this PyTorch can switch between numbers and stacks without clearing the ring (by its arguments)."""
         self.owner = ""  # Present exclusive user of the recorder: stacks are recorded for one reader at a time
@@ -220,8 +218,7 @@ def write_snapshot(path: Path, found: dict[str, Any]) -> tuple[Path | None, int,
     return path, len(data), note
 
 
-Answer = Callable[[bool, str, dict[str, Any]], None]
-"""Called with the result of a request: success, a text, and figures by name."""
+Answer = Callable[[bool, str, dict[str, Any]], None]  # Gets a request's result: success, a text, figures by name
 
 
 @dataclass(frozen=True, slots=True)

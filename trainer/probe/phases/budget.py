@@ -24,8 +24,7 @@ WINDOW = 15  # Steps of each kind whose median counts
 SPARE = 0.8  # Share of the budget within which a smaller ``every`` must stay, so that the choice does not alternate
 HIGHER = 1.01  # A peak so many times the one that was unusual last is unusual
 FAR = 10.0  # A loss, or a norm, so many times the median of those before it is unusual
-RECORDED_NS = 70
-"""An entry of PyTorch's recorder (an allocation or a free) costs the training thread this, on an H200's host."""
+RECORDED_NS = 70  # Time of the training thread for an entry of PyTorch's recorder, on an H200's host
 
 
 class Budget:
@@ -35,8 +34,7 @@ class Budget:
     """
 
     def __init__(self, share: float) -> None:
-        self.every = self.block = 1
-        """Of how many steps one is full, and how many followed ones the publisher gets at once."""
+        self.every = self.block = 1  # Of how many steps one is full, and how many followed ones a block has
         self.full = True  # Whether the present step is full
         self._share = share
         self._costs: dict[str, deque[int]] = {kind: deque(maxlen=WINDOW) for kind in ("full", "coarse")}

@@ -90,8 +90,7 @@ class Notes:
     reported: list[Any] = field(default_factory=list)  # Losses of micro-steps as the script reported them
     trainer_losses: list[Any] = field(default_factory=list)
     """Results of a Trainer's ``training_step``; they add up to the step's loss."""
-    accumulation: int = 0
-    """Number of micro-steps by which the engine, or a pipeline's schedule, divides losses; 0: neither does."""
+    accumulation: int = 0  # Micro-steps by which the engine, or a pipeline's schedule, divides losses; 0: neither does
     added_ranks: float = 1.0
     """Number of ranks whose losses add up; a rank's loss is multiplied by it, so that their mean is the sum."""
     fetches: dict[int, int] = field(default_factory=dict)
@@ -141,8 +140,7 @@ class Notes:
     """How gradients were lost by mistake: clipped to a norm of ``zero``, or while they were ``scaled``, or
     ``discarded``: set to zero before the update; ``replaced``: so those of all but the last micro-batch; in judged
     steps."""
-    zeroed: bool = False
-    """Gradients of a micro-batch of this update were set to zero, and the same dataloader gave another one."""
+    zeroed: bool = False  # Gradients of a micro-batch of this update were zeroed, and the same dataloader gave another
     gradient: Callable[[], Any] = nothing
     """Weak reference to a gradient of the last backward, if some were ``zeroed`` before; of the last zeroing."""
     evaluating: bool = False  # The trained model was in evaluation mode at the update, which changes its layers
@@ -230,13 +228,11 @@ COARSE: frozenset[str] = frozenset(("data", "forward", "backward", "idle"))
 
 RECENT = 400  # Number of collectives whose names and sizes are kept, to compare ranks that are stuck in different ones
 
-MOST_MARKS = 8_000
-"""Marks of a step in the making beyond which the oldest are merged: a job that only generates never ends its step."""
+MOST_MARKS = 8_000  # Marks of an unfinished step beyond which the oldest are merged: a job may only generate
 
 SLIVER_NS = 100_000  # A phase that lasted no longer than this before a nested one is merged with the previous phase
 
-_new: Any = tuple.__new__
-"""Makes a named tuple without its Python-level constructor, which saves half a microsecond at each boundary."""
+_new: Any = tuple.__new__  # Makes a named tuple without its Python constructor, half a microsecond faster
 
 
 class Counts:
@@ -293,8 +289,7 @@ class Tracker:
         self._ended_in_scope = False
         self.light = FETCHING  # Phases whose beginning is marked by its time alone
         self.micro_steps = 0  # Micro-steps of the last finished step
-        self.crowded = False
-        """Whether many optimizers update in a row; marks of their updates reuse the previous memory sample."""
+        self.crowded = False  # Whether many optimizers update in a row; their marks reuse the previous memory sample
         self.cpu_ns = thread_time_ns()
         self.step_collectives = counts.entered
         self.watchers: tuple[Callable[[str, str], None], ...] = ()

@@ -105,8 +105,7 @@ class Introduction:
     def begin(self) -> None:
         """Forget what is known of a training."""
         self.facts: dict[str, Any] = {"framework": "pytorch"}
-        self.parameter_dtype = ""
-        """``bf16``, ``fp16`` or ``fp32``: data type of the model's parameters; empty while unknown."""
+        self.parameter_dtype = ""  # ``bf16``, ``fp16`` or ``fp32``, of the model's parameters; empty while unknown
         self.forward_dtype: str | None = None
         """Data type of autocast in the first forward, empty without autocast; None before the first forward."""
 

@@ -82,8 +82,7 @@ class _Ending:
         self._stop, self._publisher = stop, publisher
         self._exit_code: Any = None
         self._exit_word = "sys.exit"
-        self._exit_failure: Failure | None = None
-        """The exception that the script was handling when it exited with an error."""
+        self._exit_failure: Failure | None = None  # The exception being handled when the script exited with an error
         self._exit_steps = 0
         """The finished steps at that exit: if there are more at the end, the script has caught it and trained on."""
         self._failed = ""

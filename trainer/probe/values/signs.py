@@ -29,8 +29,7 @@ EVERY = 50  # Steps between later examinations, at least: the steps that are exa
 SAMPLED = 256  # Elements of one sampled parameter
 SPREAD = 3  # Sampled parameters: the first matrix, one in the middle, the last
 PUT_BACK = 4
-FARTHEST = 10
-"""Times the learning rate that Adam does not move a weight: one or, without its bias correction, three at first."""
+FARTHEST = 10  # Times the learning rate that Adam moves no weight: 1 or, without its bias correction, 3 at first
 ROUNDED = 64  # An update rounds a 16-bit weight by less than such a part of it
 """Updates at the beginning before which weights are sampled, too."""
 _BIDIRECTIONAL = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
@@ -39,8 +38,7 @@ _MOST_ROWS = 8  # Tensors of token ids in the graph of a loss
 _MOST_FRAMES = 32  # Frames between the function that makes a mask and the forward with the labels
 _LIBRARIES = frozenset(("torch", "torchvision", "timm", "transformers", "peft", "diffusers", "deepspeed", "fairscale"))
 """Whose layers with a dropout are known by their names and attributes."""
-_MOST_BYTES = 1 << 18
-"""Bytes of a tensor from which a batch's fingerprint is computed: evenly spaced ones of a larger tensor."""
+_MOST_BYTES = 1 << 18  # Bytes of a tensor of which a batch's fingerprint is made: evenly spaced ones of a larger one
 
 
 def is_examined(number: int, every: int) -> bool:
@@ -184,8 +182,7 @@ class WeightSampler:
         self._differing: list[weakref.ref[Any]] = []
         """Modules of that model that behave differently in evaluation mode."""
         self._off: list[int] = []
-        self._part = ""
-        """Those in evaluation mode in a model that trains, by place, and the part that they were judged to be."""
+        self._part = ""  # Those in evaluation mode in a model that trains, by place, and the part they were taken for
 
     def in_evaluation(self) -> bool:
         """Return whether the model is in evaluation mode, and has layers that behave differently there."""

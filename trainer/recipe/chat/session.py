@@ -360,8 +360,7 @@ class Session:
             self._speak_as(next(iter(paths)))
         self._sampling = _sampling(options, loaded)
         self._history: list[Message] = []
-        self._interruptible = False
-        """Whether Ctrl-C ends what is under way: the input of a line, or the generation of an answer."""
+        self._interruptible = False  # Whether Ctrl-C ends what is under way: the input of a line, or an answer
         self._system(options.system)
 
     def converse(self) -> int:

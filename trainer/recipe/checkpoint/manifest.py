@@ -50,8 +50,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     parameters: dict[str, list[int]]  # Shape of each parameter of the model, by name
     trained: list[str]  # Names of the trained parameters. With a ``base`` no others are saved.
     files: Mapping[str, File]
-    settings: dict[str, Any]
-    """What ``identity`` gave when it was written; without the settings that it did not have then."""
+    settings: dict[str, Any]  # What ``identity`` gave when it was written, without settings that it did not have then
     base: Base | None = None
     optimizer: str = "adamw"  # Kind of the optimizer's states (``support.states``)
     evaluation_loss: float | None = None
@@ -176,8 +175,7 @@ _UNFINISHED = re.compile(r"step-(\d+)\.(part|old)")
 LATEST = "latest"
 """The file that names the newest checkpoint, for DeepSpeed's own tools; written after everything else."""
 
-TRIAL = "rehearsal"
-"""The folder of the rehearsal's files while they are compared; no tool reads it as a checkpoint of the run."""
+TRIAL = "rehearsal"  # The folder of the rehearsal's files while they are compared; no tool takes it for a checkpoint
 
 
 class Found(NamedTuple):

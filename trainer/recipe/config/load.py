@@ -231,8 +231,7 @@ def decode(tree: Node | None, source: str) -> Loaded:
     return Loaded(convert(tree, Config, places), source, places, frozenset(places.chosen))
 
 
-_type_info = cache(inspect.type_info)
-"""Each takes 4 ms, and a prediction of changes reads its configuration for each of them."""
+_type_info = cache(inspect.type_info)  # Each takes 4 ms, and a prediction of changes reads many configurations
 
 
 def convert(tree: MappingNode, kind: type[S], places: Places) -> S:

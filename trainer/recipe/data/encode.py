@@ -23,8 +23,7 @@ from .messages import ASSISTANT, Conversation, RefusedError, Text
 from .records import Records
 from .template import Chat, ChatTemplate, Span, choose
 
-ENCODING_VERSION = 8
-"""Increased with every change of tokens or labels in this package; tokens of another version are not used."""
+ENCODING_VERSION = 8  # Increased with every change of tokens or labels in this package, for which tokens are made anew
 
 
 class Encoded(msgspec.Struct):
@@ -265,8 +264,7 @@ class Report(msgspec.Struct):
     """Records without a token that carries loss: it was cut away, or there is none."""
     unended: Listed = msgspec.field(default_factory=Listed)
     reasoning_lost: Listed = msgspec.field(default_factory=Listed)
-    merged: Listed = msgspec.field(default_factory=Listed)
-    """Records with a turn whose first token includes the end of its header."""
+    merged: Listed = msgspec.field(default_factory=Listed)  # Records with a turn whose first token has the header's end
 
     def refuse(self, place: str, reason: str) -> None:
         """Count a refused record."""

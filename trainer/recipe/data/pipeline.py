@@ -83,8 +83,7 @@ _POLL_SECONDS = 0.05
 class Examples:
     """Encoded examples, and their counts."""
 
-    rows: Any
-    """A sequence of rows: mappings with ``input_ids``, ``labels`` and, if packed, the ``lengths`` of its documents."""
+    rows: Any  # A sequence of mappings with ``input_ids``, ``labels`` and, if packed, the ``lengths`` of its documents
     tokens: NDArray[numpy.int64]
     label_tokens: NDArray[numpy.int64]
     """Tokens of each row that carry loss: labels after a document's first position, which nothing predicts."""

@@ -87,8 +87,7 @@ def choose(tokenizer: Any, data: Data) -> "ChatTemplate | None":
     return ChatTemplate(tokenizer, chosen.name)
 
 
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
-"""Variables of a chat template that have values of their own."""
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # Variables with values of their own
 
 
 def _set_defaults(tokenizer: Any, values: Mapping[str, Any], name: str) -> None:

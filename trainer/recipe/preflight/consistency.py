@@ -210,8 +210,7 @@ def _optimizer_rules(config: Config, precision: str) -> Iterator[_Rule]:
         yield (zero.stage or in_bf16) and config.optimizer.max_grad_norm, "optimizer.max_grad_norm", text
 
 
-_HEADS = ("num_attention_heads", "n_head", "num_heads")
-"""Names of the number of query heads in transformers' configurations."""
+_HEADS = ("num_attention_heads", "n_head", "num_heads")  # Names of the number of query heads in transformers
 
 
 def refusal(config: Config, ranks: int, precision: str) -> tuple[str, str] | None:
