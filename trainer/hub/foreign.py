@@ -5,6 +5,7 @@ judge and everything above them work as for ranks with a probe, with the limits 
 rank into which the probe was injected (Python 3.14) reports itself from its own ``Hello`` on.
 """
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -176,11 +177,8 @@ def devices_of(ranks: Iterable[ForeignRank]) -> dict[int, DeviceInfo]:
     by_pid = {each.process.pid: each.rank for each in ranks}
     found: dict[int, tuple[int, DeviceInfo]] = {}
     try:
-        nvml = Nvml()
-        try:
+        with contextlib.closing(Nvml()) as nvml:
             samples = nvml.samples(socket.gethostname(), time.time(), by_pid)
-        finally:
-            nvml.close()
     except pynvml.NVMLError:
         return {}
     for sample in samples:

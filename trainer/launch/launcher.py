@@ -118,28 +118,23 @@ class HubKeeper:
         self._process.returncode = os.waitstatus_to_exitcode(status)
         return True
 
-    def wait(self, timeout: float) -> None:
-        """Wait until the process has ended, for ``timeout`` seconds at most."""
-        try:
-            if self._process is not None:
-                self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            print_own(f"the {self._name} has not ended yet; leaving it")
-
-    def ask_to_end(self) -> None:
-        """Send SIGTERM."""
-        if self._process is not None:
-            self._process.terminate()
-
-    def end(self, timeout: float) -> None:
-        """Wait at most ``timeout`` seconds for its end, then kill it."""
+    def wait(self, timeout: float, kill: bool = False) -> None:
+        """Wait until the process has ended, for ``timeout`` seconds at most; then kill it, or leave it."""
         if self._process is None:
             return
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
+            if not kill:
+                print_own(f"the {self._name} has not ended yet; leaving it")
+                return
             self._process.kill()
             self._process.wait()
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM."""
+        if self._process is not None:
+            self._process.terminate()
 
 
 TO_THE_JOB = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -257,7 +252,7 @@ class Launcher:
         for exporter in self._exporters:
             exporter.ask_to_end()
         for exporter in self._exporters:
-            exporter.end(max(0.0, deadline - time.monotonic()))
+            exporter.wait(max(0.0, deadline - time.monotonic()), kill=True)
         return 0
 
     def _start_exporters(self, options: RunOptions) -> None:

@@ -305,7 +305,7 @@ class Trainer(Stepper):
         checkpoints, state = self.checkpoints, self.state
         step = state.best_evaluation_step if best is not None else state.step
         try:
-            if missing := checkpoints.make_room_for_model(self._model_bytes(), step):
+            if missing := checkpoints.make_room(self._model_bytes(), "the final model", step):
                 raise ExportError(f"the final model cannot be written to {folder}: {missing}")
             made = (self.engine, self.model, self.tokenizer)
             return save_model(*made, self.config, folder, self.world, self._results(step), progress)

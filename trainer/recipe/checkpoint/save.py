@@ -285,7 +285,7 @@ class Checkpoints:
         began = time.time()
         part = self.folder / (manifest.tag(state.step) + ".part")
         writer = self._writer
-        if problem := self._make_room(self._bytes, part.stem):
+        if problem := self.make_room(self._bytes, part.stem):
             if self._world.is_first:
                 self._failed(part, problem, state.step)
             return
@@ -317,28 +317,20 @@ class Checkpoints:
             with probe().phase("checkpoint"), activity("checkpoint", manifest.tag(state.step)):
                 self._finish(*arguments)
 
-    def make_room_for_model(self, needed: int, step: int) -> str:
-        """Remove old checkpoints until the final model has ``needed`` bytes; return what is missing even then.
-
-        All ranks call this. The checkpoint of the model's ``step`` stays, and the best one.
-        """
-        return self._make_room(needed, "the final model", self.folder / manifest.tag(step))
-
-    def _make_room(self, needed: int, what: str, latest: Path | None = None) -> str:
+    def make_room(self, needed: int, what: str, step: int | None = None) -> str:
         """Remove the oldest checkpoints until ``needed`` bytes are free (rank 0's count); return what is missing.
 
-        The best one stays, and ``latest``; without either the newest does.
+        All ranks call this. The best one stays, and that of ``step``; without either the newest does.
         """
         problem = ""
         if self._world.is_first and needed:
             found, _ = manifest.complete(self.folder)
             best = manifest.lowest(found) if self._config.checkpoint.keep_best else None
             kept = {best.path} if best is not None else set[Path]()
-            kept |= {latest} if latest is not None else {one.path for one in found[:1] if not kept}
+            newest = {one.path for one in found[:1] if not kept}
+            kept |= newest if step is None else {self.folder / manifest.tag(step)}
             gone: list[str] = []
-            with contextlib.suppress(
-                OSError
-            ):  # what cannot be asked or removed fails in the write, where it is reported
+            with contextlib.suppress(OSError):  # what cannot be asked or removed fails in the write, which reports it
                 gone, problem = space.make_room(self.folder, needed, kept)
             if gone:
                 names = ", ".join(gone)
