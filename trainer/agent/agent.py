@@ -384,8 +384,7 @@ def _sender(rank: int, pid: int, start_ticks: int) -> bytes:
 def serve(place: str, join: str) -> int:
     """Run the agent of the directory ``place``, for the run of the join file ``join``.
 
-    Raises:
-        FtmonError: one of them is damaged or accessible to others.
+    Raises ``FtmonError`` if one of them is damaged or accessible to others.
     """
     folder = RunDir(place)
     folder.check()

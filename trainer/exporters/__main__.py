@@ -50,9 +50,8 @@ def _sink(run: RunDir, name: str) -> "Feed | Prometheus":
 def export(run: RunDir, name: str) -> None:
     """Send a run to a target until the run is over, or SIGTERM; what has arrived by then is sent too.
 
-    Raises:
-        UsageError: there is no such target, its package is not installed, or its port cannot be used.
-        RunDirError: the run directory cannot be read.
+    Raises ``UsageError`` if there is no such target, its package is not installed, or its port cannot be used,
+    ``RunDirError`` if the run directory cannot be read.
     """
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     stopped: list[int] = []
@@ -82,10 +81,8 @@ def export(run: RunDir, name: str) -> None:
 def replay(recording: Path, name: str) -> None:
     """Send a recording to a tracker; print what was written, and where.
 
-    Raises:
-        UsageError: there is no such tracker, or its package is not installed.
-        RecordingError: the recording cannot be read.
-        FtmonError: the tracker does not take it.
+    Raises ``UsageError`` if there is no such tracker, or its package is not installed, ``RecordingError`` if the
+    recording cannot be read, ``FtmonError`` if the tracker does not take it.
     """
     from .tracker_clients import without_secrets
     from .trackers import Tracker

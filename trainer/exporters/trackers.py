@@ -258,9 +258,7 @@ class Tracker:
     def replay(self, recording: Path) -> str:
         """Write a recording to a new run in the tracker; return in words what was written, and where.
 
-        Raises:
-            RecordingError: the recording cannot be read.
-            FtmonError: the tracker does not take it.
+        Raises ``RecordingError`` if the recording cannot be read, ``FtmonError`` if the tracker does not take it.
         """
         self.replayed = True
         with Reader(recording, once=True) as reader:

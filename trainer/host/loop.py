@@ -117,10 +117,8 @@ def serve(turn: Callable[[int], None], tick: Callable[[float], None], ended: Cal
     """Run a main loop until it has ``ended``.
 
     ``turn`` reads what arrives within that many milliseconds; ``tick`` is called every ``TICK_SECONDS`` with
-    ``time.monotonic``.
-
-    Raises:
-        Exception: one of theirs, after too many of them in a short time, so that another process takes over.
+    ``time.monotonic``. Raises one of their exceptions after too many in a short time, so that another process takes
+    over.
     """
     next_tick, since, count = time.monotonic(), 0.0, 0
     while not ended():

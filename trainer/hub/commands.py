@@ -52,8 +52,7 @@ class Kills:
     def check(self, ranks: list[int]) -> None:
         """Refuse to kill ranks that cannot be reached now.
 
-        Raises:
-            UsageError: a rank's host is cut off, or has no agent.
+        Raises ``UsageError`` if a rank's host is cut off, or has no agent.
         """
         here = {target.rank for target in self._rank_hosts.targets()}
         for rank in ranks:
@@ -237,8 +236,7 @@ class Commands:
     def _prepare(self, caller: _Caller, verb: control.Verb) -> tuple[str, Flow[Outcome]]:
         """Check a command's ranks; return the acceptance text and the coroutine that executes it.
 
-        Raises:
-            UsageError: invalid arguments.
+        Raises ``UsageError``: invalid arguments.
         """
         match verb:
             case control.Kill():

@@ -96,8 +96,7 @@ def already_over(run: RunDir) -> bool:
 class Core:
     """The shared parts of one hub. Main loop only, except ``post``.
 
-    Raises:
-        FtmonError: the run cannot be read, its recording cannot be opened, or a socket cannot be bound.
+    Raises ``FtmonError`` if the run cannot be read, its recording cannot be opened, or a socket cannot be bound.
     """
 
     def __init__(self, run: RunDir) -> None:

@@ -21,10 +21,8 @@ class Channels:
 
     If the hub cannot listen on TCP, ``problem`` has the reason; the run continues without. CURVE is a property of a
     socket, not of an address, so each channel needs a second socket. Apps and agents have different keys: an agent's
-    key opens only the agents' channels, an app's key all others.
-
-    Raises:
-        UsageError: a local address cannot be bound.
+    key opens only the agents' channels, an app's key all others. Raises ``UsageError`` if a local address cannot be
+    bound.
     """
 
     def __init__(self, run: RunDir, listen: str) -> None:

@@ -129,8 +129,7 @@ _PUSH_SECONDS = 20.0
 def free_listen() -> str:
     """Return an address on which a hub can listen for other hosts: all interfaces, and the first free ports.
 
-    Raises:
-        UsageError: no ports are free.
+    Raises ``UsageError`` if no ports are free.
     """
     for block in range(_BLOCKS):
         port = _FIRST_PORT + block * len(CHANNELS)
@@ -145,9 +144,7 @@ def free_listen() -> str:
 def prepare(run: RunDir, listen: str) -> Path:
     """Write the join file for other hosts of a run whose hub will listen on ``listen``; return its path.
 
-    Raises:
-        UsageError: ``listen`` is not an address.
-        RunDirError: a key cannot be made.
+    Raises ``UsageError``: ``listen`` is not an address, ``RunDirError`` if a key cannot be made.
     """
     where = parse_listen(listen)
     content = run.read_run()

@@ -32,8 +32,7 @@ from .environment import executable_command, find_hosts, free_listen, joined_env
 def check_request(request: StartRequest) -> None:
     """Validate a request before anything is created.
 
-    Raises:
-        UsageError: invalid options, or a target of notifications or metrics that cannot work on this host.
+    Raises ``UsageError``: invalid options, or a target of notifications or metrics that cannot work on this host.
     """
     request.options.check()
     for target in request.notify.targets if request.notify is not None else []:
@@ -48,13 +47,10 @@ def start_run(
 ) -> RunDir:
     """Create a run directory and start the run's launcher, detached from this process and its terminal.
 
-    If the command trains on several hosts and the options have no address to listen on, one is chosen. ``config``
-    is kept as the run's ``config.yaml``; ``recipe`` is what ftmon's trainer was started with.
-
-    Raises:
-        UsageError: the command does not exist, the options are invalid, or the address to listen on is invalid or
-            in use.
-        RunDirError: the run directory cannot be created.
+    If the command trains on several hosts and the options have no address to listen on, one is chosen. ``config`` is
+    kept as the run's ``config.yaml``; ``recipe`` is what ftmon's trainer was started with. Raises ``UsageError`` if the
+    command does not exist, the options are invalid, or the address to listen on is invalid or in use. ``RunDirError``
+    if the run directory cannot be created.
     """
     check_request(request)
     check_command(command)
@@ -87,9 +83,8 @@ def check_metrics(text: str, setting: str = "--metrics") -> None:
 def join_run(path: Path, command: Sequence[str]) -> NoReturn:
     """Replace this process by ``command`` as part of the run of the join file ``path``; called on each further host.
 
-    Raises:
-        UsageError: the command does not exist, or the file is not a join file.
-        RunDirError: others can read the file.
+    Raises ``UsageError`` if the command does not exist, or the file is not a join file, ``RunDirError``: others can
+    read the file.
     """
     check_command(command)
     join = read_join(path)
@@ -103,9 +98,7 @@ def join_run(path: Path, command: Sequence[str]) -> NoReturn:
 def check_command(command: Sequence[str]) -> None:
     """Validate that a command can be started.
 
-    Raises:
-        UsageError: the command is empty.
-        StartError: the program does not exist or is not executable.
+    Raises ``UsageError`` if the command is empty, ``StartError`` if the program does not exist or is not executable.
     """
     if not command:
         raise UsageError("no command: write it after --, as in 'ftmon run -- deepspeed train.py'")

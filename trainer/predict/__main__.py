@@ -73,8 +73,7 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
 def predict(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Prediction:
     """Return the prediction for the command's arguments; ``tell`` is called with each activity before it begins.
 
-    Raises:
-        ConfigError: the model or the configuration cannot be used.
+    Raises ``ConfigError`` if the model or the configuration cannot be used.
     """
     allocator = allocator_settings()
     tell(_PREPARING)
@@ -137,8 +136,7 @@ def _with_further(
 def _choose(arguments: argparse.Namespace, tell: Callable[[str], None]) -> None:
     """Add the choice of what is ``auto`` in a configuration, made by a forked process, and what it read of the data.
 
-    Raises:
-        ConfigError: the configuration cannot be used, or nothing fits.
+    Raises ``ConfigError`` if the configuration cannot be used, or nothing fits.
     """
     loaded = load(arguments.config, arguments.overrides)
     if not loaded.chosen:

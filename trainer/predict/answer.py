@@ -42,10 +42,8 @@ def predict(
 ) -> Prediction:
     """Run the ranks that can differ, or ``only`` some, and return the prediction.
 
-    ``capacity_bytes`` limits PyTorch's reserved memory on one GPU; prices are in any currency.
-
-    Raises:
-        ConfigError: a dry run was refused.
+    ``capacity_bytes`` limits PyTorch's reserved memory on one GPU; prices are in any currency. Raises ``ConfigError``
+    if a dry run was refused.
     """
     found = ranks.run(job.make, only or job.different, job.lengths, capacity_bytes)
     return _answer(job, found, capacity_bytes, price_per_gpu_hour)
@@ -73,10 +71,8 @@ def predict_both(
 ) -> Both:
     """Return the prediction, and that of the same dry runs with ``other`` settings of the allocator, if given.
 
-    ``after``: calls to make in the first rank's process after its dry run, such as those of changes.
-
-    Raises:
-        ConfigError: a dry run was refused.
+    ``after``: calls to make in the first rank's process after its dry run, such as those of changes. Raises
+    ``ConfigError`` if a dry run was refused.
     """
     found = ranks.run(job.make, job.different, job.lengths, capacity_bytes, other=other, after=after)
     first = _answer(job, found, capacity_bytes, price_per_gpu_hour)

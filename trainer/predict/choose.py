@@ -462,10 +462,8 @@ def choose(
 
     ``fit`` returns the pieces of a dry run with adapters of a rank (0: all weights), on a base in 4 bits or not, and
     ``run`` the needed bytes and the step seconds of a candidate from a dry run of its own. Adapters on a base as it is
-    have no dry run if the pieces of all weights show that they do not fit, and those on a base in 4 bits follow.
-
-    Raises:
-        ConfigError: nothing fits, or a dry run was refused.
+    have no dry run if the pieces of all weights show that they do not fit, and those on a base in 4 bits follow. Raises
+    ``ConfigError`` if nothing fits, or a dry run was refused.
     """
     every = candidates(space)
     fitted: list[Fit] = []

@@ -41,8 +41,7 @@ class Launched:
 def parse(command: Sequence[str]) -> Launched:
     """Parse a command: a launcher or ``python``, its options, a script and its arguments.
 
-    Raises:
-        UsageError: it is another command, or its script does not exist.
+    Raises ``UsageError`` if it is another command, or its script does not exist.
     """
     words = list(command)
     if not words:

@@ -136,8 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Loaded, Data, _Decided]:
     """Return a configuration, what was read of its data, and the values of its settings that are ``auto``.
 
-    Raises:
-        ConfigError: the configuration or the data cannot be used, or nothing fits.
+    Raises ``ConfigError`` if the configuration or the data cannot be used, or nothing fits.
     """
     machine = _machine(given.gpus)
     loaded = load(given.config, given.overrides)
@@ -175,8 +174,7 @@ def decide(given: argparse.Namespace, tell: Callable[[str], None]) -> tuple[Load
 def _machine(text: str | None) -> Machine:
     """Return the GPUs named by ``--gpus`` (``8xH100-80GB``), or this machine's.
 
-    Raises:
-        ConfigError: the table has no such GPU, or several.
+    Raises ``ConfigError`` if the table has no such GPU, or several.
     """
     if not text:
         return _this_machine()
@@ -220,8 +218,7 @@ def _rated(machine: Machine, name: str) -> Machine:
 def _read(config: Config, loaded: Loaded) -> tuple[Data, int]:
     """Return the lengths of the data, and the sequence length: the given one, or one that nearly all records fit.
 
-    Raises:
-        ConfigError: the data or the tokenizer do not fit the configuration.
+    Raises ``ConfigError`` if the data or the tokenizer do not fit the configuration.
     """
     from ..recipe.data import encode, pipeline
     from ..recipe.data.records import read_records

@@ -54,10 +54,8 @@ def read(path: str, notes: list[str] | None = None) -> dict[str, Any]:
     """Return DeepSpeed's configuration without ``auto`` entries, which transformers' Trainer would fill in.
 
     It is read as by DeepSpeed: Hjson, which allows comments, and refuses duplicate keys. ``notes`` receives a line for
-    the ``auto`` entries, and for each key that DeepSpeed does not have.
-
-    Raises:
-        ConfigError: there is no such file, or it is no configuration; the text names the file and the key.
+    the ``auto`` entries, and for each key that DeepSpeed does not have. Raises ``ConfigError`` if there is no such
+    file, or it is no configuration; the text names the file and the key.
     """
     try:
         found = hjson.loads(Path(path).read_text(), object_pairs_hook=_once)
@@ -117,8 +115,7 @@ def with_changes(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str,
 def check(settings: Any) -> None:
     """Check the types of the values that a prediction reads itself; DeepSpeed checks the others in its engine.
 
-    Raises:
-        ValueError: a type is wrong; the text has the key, the valid type and the value.
+    Raises ``ValueError`` if a type is wrong; the text has the key, the valid type and the value.
     """
     if not isinstance(settings, dict):
         raise ValueError(f"must be a JSON object, not {_kind(settings)}")
@@ -191,8 +188,7 @@ def offloads(settings: dict[str, Any], what: str = "optimizer") -> bool:
 def batch(settings: dict[str, Any], ranks: int, micro: int | None, accumulation: int | None) -> Batch:
     """Return the batch of the configuration, by DeepSpeed's rules; given arguments override its entries.
 
-    Raises:
-        ValueError: the batch does not divide among the ranks, or its three entries contradict each other.
+    Raises ``ValueError`` if the batch does not divide among the ranks, or its three entries contradict each other.
     """
     given: tuple[int | None, ...] = tuple(settings.get(name) for name in _BATCHES)
     whole = given[0] if micro is None or accumulation is None else None

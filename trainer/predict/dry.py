@@ -153,10 +153,8 @@ class DryRun:
         later steps need more memory than in a process with a short first step.
 
         ``in_turn``: as in a process that measures one length after the other: its first step is a short one, and cached
-        memory is freed before each length. Without it, this must be the first measurement.
-
-        Raises:
-            ConfigError: an operation cannot run on fake tensors.
+        memory is freed before each length. Without it, this must be the first measurement. Raises ``ConfigError`` if an
+        operation cannot run on fake tensors.
         """
         from .composition import compose
 

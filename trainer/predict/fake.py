@@ -260,10 +260,8 @@ def install() -> None:
     Fake tensors can have the device ``cuda:0`` in any build of PyTorch, but the autograd engine needs a device guard
     and an accelerator from the C++ side, which a CPU build does not have (pytorch#92627). Both are interfaces with
     virtual methods. Here they get method tables whose methods do nothing and return 1, which is interpreted as true, as
-    the device type CUDA, as ``cuda:0``, as one device, and as its default stream.
-
-    Raises:
-        BackendError: PyTorch's libraries or this machine are not supported.
+    the device type CUDA, as ``cuda:0``, as one device, and as its default stream. Raises ``BackendError``: PyTorch's
+    libraries or this machine are not supported.
     """
     if _kept:
         return

@@ -92,10 +92,7 @@ def _check_ranks(count: int, where: str) -> None:
 def find(name: str, where: str = "--gpu") -> Gpu:
     """Return the kind of GPU of this name, as a user or PyTorch gives it.
 
-    ``where``: the option that has it, for the error.
-
-    Raises:
-        ConfigError: the table has no such GPU, or several.
+    ``where``: the option that has it, for the error. Raises ``ConfigError`` if the table has no such GPU, or several.
     """
     found, plain = find_gpu(name), _plain(name)
     titled = [gpu for gpu in FIT_TABLE if _plain(gpu.title).startswith(plain)]

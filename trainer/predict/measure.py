@@ -91,8 +91,7 @@ def best(
 def run(source: str, overrides: Sequence[str], environ: Mapping[str, str]) -> Measured:
     """Return the figures of a configuration's steps on this machine.
 
-    Raises:
-        FtmonError: the training failed, otherwise than by running out of memory.
+    Raises ``FtmonError`` if the training failed, otherwise than by running out of memory.
     """
     with tempfile.TemporaryDirectory(prefix="ftmon-measure-") as folder:
         words = [*overrides, *_NOTHING_KEPT, f"output.dir={folder}/output"]

@@ -179,10 +179,8 @@ def run(
     ``in_turn``: as in a process that measures one length after the other (``DryRun.measure``). ``refused`` receives the
     errors of ranks; without it the first one is raised. ``began`` is called with a rank before it runs. With ``other``
     settings of the allocator, each outcome also has the rank with these: what a step allocates is the same. The first
-    rank's process makes the calls ``after`` its run.
-
-    Raises:
-        ConfigError: a rank was refused, or its process ended.
+    rank's process makes the calls ``after`` its run. Raises ``ConfigError`` if a rank was refused, or its process
+    ended.
     """
     most = _together()
     together = 1 if len(ranks) > 1 else most
@@ -256,8 +254,7 @@ def _each(
 def once(call: Callable[[], Any], kind: type[T]) -> T:
     """Return the result of a call in a forked process, sent as JSON.
 
-    Raises:
-        ConfigError: the call was refused, or its process ended.
+    Raises ``ConfigError`` if the call was refused, or its process ended.
     """
     return _received(*_fork(call), kind)
 
@@ -318,8 +315,7 @@ def _received(reading: int, child: int, kind: type[T]) -> T:
 def _result(child: int, text: bytes, kind: type[T], what: str) -> T:
     """Return the result that an ended process has sent.
 
-    Raises:
-        ConfigError: the call was refused, or the process ended without a result.
+    Raises ``ConfigError`` if the call was refused, or the process ended without a result.
     """
     _, status = os.waitpid(child, 0)
     if not text:

@@ -96,8 +96,7 @@ class Tokens:
 def tokens_of(config: Config) -> tuple[Any, str]:
     """Return the part of a tokenizer that determines the model's shape, and an assumption (or empty).
 
-    Raises:
-        ConfigError: ``tokenizer.name`` cannot be loaded.
+    Raises ``ConfigError``: ``tokenizer.name`` cannot be loaded.
     """
     if config.model.name or "vocab_size" in config.model.config:
         return Tokens(0), ""
@@ -113,8 +112,7 @@ class DryStep:
     def __init__(self, config: Config, world: DryWorld, tokens: Any, begin: Mark, end: Mark, update: Any) -> None:
         """Make the engine, under fake tensors. ``update`` receives the tensors that a compiled optimizer updates.
 
-        Raises:
-            ConfigError: the recipe, transformers or peft refuse the configuration.
+        Raises ``ConfigError`` if the recipe, transformers or peft refuse the configuration.
         """
         world.share_sequences(config.training.sequence_parallel_size)
         self._micro_steps = config.training.micro_steps
@@ -262,10 +260,8 @@ def read(
     """Return the resolved configuration of a run on GPUs, as ``ftmon train`` resolves it.
 
     ``source`` is the file, or without one the first ``key=value``; ``ranks`` and ``lengths`` replace ``run.ranks`` and
-    ``training.sequence_length`` (by the longest); ``data``: the data set will be read.
-
-    Raises:
-        UsageError: a setting is invalid or cannot be predicted; the text names the place and the dotted path.
+    ``training.sequence_length`` (by the longest); ``data``: the data set will be read. Raises ``UsageError`` if a
+    setting is invalid or cannot be predicted; the text names the place and the dotted path.
     """
     given = [*overrides, *([f"run.ranks={ranks}"] if ranks else [])]
     loaded = load(source, given)
@@ -301,9 +297,7 @@ class RecipeRun(DryRun):
 
         ``label_share``: of the data set's tokens, those that carry loss. The time is that of such micro-batches; memory
         is that of one in which every token carries loss, as at the ends of the longest rows (``recipe/rehearse.py``).
-
-        Raises:
-            ConfigError: the recipe or a library refuses the configuration.
+        Raises ``ConfigError`` if the recipe or a library refuses the configuration.
         """
         self.notes: list[str] = []  # Assumptions, and the recipe's messages about this model
         self._config = config = settle_compile(config, True, self.notes.append)
@@ -424,10 +418,8 @@ def make_shallow(
 ) -> RecipeRun:
     """Return a dry run with so many layers.
 
-    If all layers have more parameters than ZeRO-3 keeps gathered, none are: it would keep those of a few layers.
-
-    Raises:
-        ConfigError: the recipe or a library refuses the configuration.
+    If all layers have more parameters than ZeRO-3 keeps gathered, none are: it would keep those of a few layers. Raises
+    ``ConfigError`` if the recipe or a library refuses the configuration.
     """
     few = _with_layers(config, layers)
     if config.zero.stage == 3 and _parameters(config) > LIVE_PARAMETERS:

@@ -211,10 +211,8 @@ _LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 def read_config(where: str) -> Any:
     """Return transformers' configuration of a model: a folder, a JSON file, or a name on the Hugging Face hub.
 
-    For a name, only ``config.json`` is downloaded, unless it is in the local cache.
-
-    Raises:
-        ConfigError: it does not exist, the hub is unreachable, transformers refuses it, or its model is not supported.
+    For a name, only ``config.json`` is downloaded, unless it is in the local cache. Raises ``ConfigError`` if it does
+    not exist, the hub is unreachable, transformers refuses it, or its model is not supported.
     """
     path = Path(where).expanduser()
     is_folder = path.is_dir()
@@ -289,8 +287,7 @@ def _make_config(path: Path, fields: dict[str, Any]) -> Any:
 def make(config: Any, dtype: Any, checkpointing: bool, lora_rank: int | None, attention: str) -> Any:
     """Return the model in training mode; under fake tensors it uses no memory.
 
-    Raises:
-        ConfigError: transformers refuses the configuration.
+    Raises ``ConfigError`` if transformers refuses the configuration.
     """
     from transformers import AutoModelForCausalLM
 

@@ -125,8 +125,7 @@ class ScriptRun(DryRun):
     def _run(self) -> None:
         """Run the script until it calls ``deepspeed.initialize``, or ends.
 
-        Raises:
-            ConfigError: it failed; the text names the place in the script, and what to use instead.
+        Raises ``ConfigError`` if it failed; the text names the place in the script, and what to use instead.
         """
         launched = self._launched
         sys.argv = [launched.script, *launched.arguments]

@@ -560,10 +560,8 @@ def add(found: Prediction, job: Prepared, arguments: argparse.Namespace, allocat
     """Return a prediction with the largest lengths and micro-batches that fit, and the curves over both.
 
     If ranks differ, only those are run that need most at one of the points. ``found`` and ``job`` are of the unchanged
-    run; a capacity in ``arguments`` replaces the kinds of GPU; ``tell`` is called before each round.
-
-    Raises:
-        ConfigError: a dry run was refused.
+    run; a capacity in ``arguments`` replaces the kinds of GPU; ``tell`` is called before each round. Raises
+    ``ConfigError`` if a dry run was refused.
     """
     longest = max(found.points, key=lambda point: point.sequence_length)
     highest = {max(point.ranks, key=lambda rank: rank.needed_bytes).rank for point in found.points}
@@ -645,8 +643,7 @@ def _data_ranks(config: Config) -> int:
 def read(config: Config) -> tuple[Records, Examples]:
     """Return a configuration's records and training examples.
 
-    Raises:
-        ConfigError: the data or the tokenizer do not fit the configuration.
+    Raises ``ConfigError`` if the data or the tokenizer do not fit the configuration.
     """
     records = read_records(config)
     forms = pipeline.record_formats(records, config)
@@ -661,9 +658,7 @@ def find(
     """Return the steps of the first epoch that do not fit; ``run`` predicts whether lengths, in rising order, fit.
 
     Memory grows with the length of a micro-batch, so the occurring lengths are searched for the largest that fits.
-
-    Raises:
-        ConfigError: from ``run``, or there are fewer examples than one step needs.
+    Raises ``ConfigError`` from ``run``, or there are fewer examples than one step needs.
     """
     steps = _steps(config, examples)
     lengths = sorted({step.length for step in steps})

@@ -200,8 +200,7 @@ class _Decision(msgspec.Struct):
 def _with_choice(request: StartRequest, loaded: Loaded) -> tuple[Loaded, list[str]]:
     """Return a configuration with what is ``auto`` chosen by a process of its own, and its reasons.
 
-    Raises:
-        ConfigError: the process refused, or nothing fits.
+    Raises ``ConfigError`` if the process refused, or nothing fits.
     """
     if request.kind != "train" or request.resume:
         path = min(loaded.chosen)

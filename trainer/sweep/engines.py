@@ -220,8 +220,7 @@ class Jobs:
     def measure(self, runs: Sequence[tuple[Planned, int]], progress: Callable[[], object]) -> None:
         """Run configurations, each with its repeat; ``progress`` is called after each row.
 
-        Raises:
-            StopError: the session ends before all have a row.
+        Raises ``StopError`` if the session ends before all have a row.
         """
         waiting = deque(runs)
         given_up = 0

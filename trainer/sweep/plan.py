@@ -357,9 +357,8 @@ def overrides(spec: Spec, settings: Settings) -> list[str]:
 def check(spec: Spec) -> None:
     """Refuse keys and values that no configuration accepts, before anything is started.
 
-    Raises:
-        ConfigError: the base configuration, ``set`` or an axis is wrong; the text has the place in the sweep file.
-        UsageError: packages are missing.
+    Raises ``ConfigError`` if the base configuration, ``set`` or an axis is wrong; the text has the place in the sweep
+    file, ``UsageError`` if packages are missing.
     """
     if spec.command:
         from ..launch.start import check_command

@@ -69,8 +69,7 @@ class Ending(NamedTuple):
 class Running:
     """A run that depends on this process: if this process dies, its launcher ends it.
 
-    Raises:
-        RefusedError: it was not started.
+    Raises ``RefusedError`` if it was not started.
     """
 
     def __init__(self, job: Job) -> None:
@@ -334,8 +333,7 @@ class Session:
     def measure(self, settings: Settings, repeat: int = 0, predicted: Predicted | None = None) -> Row:
         """Return the row of a run, after running it unless there is one.
 
-        Raises:
-            StopError: the budget is used up, the session was interrupted, or ``--fail-fast`` ends it.
+        Raises ``StopError`` if the budget is used up, the session was interrupted, or ``--fail-fast`` ends it.
         """
         key = (key_of(settings), repeat)
         if key not in self._answered:
@@ -349,8 +347,7 @@ class Session:
     def check(self) -> None:
         """Check that another run may begin.
 
-        Raises:
-            StopError: the budget is used up, or the session was interrupted.
+        Raises ``StopError`` if the budget is used up, or the session was interrupted.
         """
         if self.interrupted():
             raise StopError(Ended(time.time(), "interrupted"))
@@ -433,8 +430,7 @@ class Process:
     def measure(self) -> int:
         """Run the process, and return the number of configurations with a row, at least one.
 
-        Raises:
-            StopError: the session ends.
+        Raises ``StopError`` if the session ends.
         """
         session, earlier = self._session, gpu_use(())
         session.check()
@@ -532,10 +528,7 @@ def measure_plan(
 ) -> None:
     """Measure configurations; those that differ only in their sequence length share a process.
 
-    ``progress`` is called after each row.
-
-    Raises:
-        StopError: the session ends before its plan is done.
+    ``progress`` is called after each row. Raises ``StopError`` if the session ends before its plan is done.
     """
     groups: dict[str, list[Planned]] = {}
     for run in runs:

@@ -95,8 +95,7 @@ class Predictor:
     def words(self, settings: Settings, lengths: Sequence[int]) -> list[str]:
         """Return the arguments of ``ftmon predict`` for a configuration.
 
-        Raises:
-            FtmonError: the configuration cannot be used.
+        Raises ``FtmonError`` if the configuration cannot be used.
         """
         assignments = overrides(self._spec, settings)
         config = load(self._spec.config, assignments).config
@@ -181,8 +180,7 @@ _PREDICTED_POINTS = 9  # number of lengths at which a searched axis is predicted
 def search(session: Session, predictor: Predictor, wanted: Search, grid: Sequence[Settings]) -> list[str]:
     """Search along an axis for each combination of the others; return the results, a line each.
 
-    Raises:
-        StopError: from the session.
+    Raises ``StopError`` from the session.
     """
     lines: list[str] = []
     for others in grid:

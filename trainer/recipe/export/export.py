@@ -469,10 +469,8 @@ def _figures(connection: sqlite3.Connection) -> list[tuple[str, str]]:
 def push(folder: Path, repository: str) -> str:
     """Upload a folder to a model repository, created (private) if it does not exist; return a line on the result.
 
-    The token is the one of ``hf auth login`` or ``HF_TOKEN``.
-
-    Raises:
-        FtmonError: it could not be uploaded; the model is on the disk.
+    The token is the one of ``hf auth login`` or ``HF_TOKEN``. Raises ``FtmonError`` if it could not be uploaded; the
+    model is on the disk.
     """
     from huggingface_hub import HfApi
 
