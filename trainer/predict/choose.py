@@ -453,11 +453,7 @@ class Choice(NamedTuple):
     fits: list[Fit]
 
 
-def choose(
-    space: Space,
-    fit: Callable[[int, bool], Fit],
-    run: Callable[[Candidate], tuple[int, float]],
-) -> Choice:
+def choose(space: Space, fit: Callable[[int, bool], Fit], run: Callable[[Candidate], tuple[int, float]]) -> Choice:
     """Return the ranked candidates; the first one was run dry itself.
 
     ``fit`` returns the pieces of a dry run with adapters of a rank (0: all weights), on a base in 4 bits or not, and

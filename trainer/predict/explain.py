@@ -182,11 +182,7 @@ def _sums(config: Config | None, found: Prediction, of: Made, tokens: int) -> di
         "gradients": [count(trained), each(of.gradient_bytes)],
         "master_copies": [count(trained), each(master)],
         "optimizer_states": [count(trained), each(averages)],
-        "buckets": [
-            count(of.bucket_elements),
-            each(of.gradient_bytes),
-            (of.buckets, counted(of.buckets, "bucket")),
-        ],
+        "buckets": [count(of.bucket_elements), each(of.gradient_bytes), (of.buckets, counted(of.buckets, "bucket"))],
         "activations": [
             (of.layers, f"{of.layers} layers"),
             (tokens, f"{tokens:,} tokens"),

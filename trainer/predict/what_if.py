@@ -170,12 +170,7 @@ class _Pieces:
     """What the parts of the unchanged run show about changes: the estimates of a choice, relative to its own."""
 
     def __init__(
-        self,
-        job: Prepared,
-        both: Both,
-        point: Point,
-        capacity_bytes: int,
-        beside: Mapping[str, Runs],
+        self, job: Prepared, both: Both, point: Point, capacity_bytes: int, beside: Mapping[str, Runs]
     ) -> None:
         self.rank = max(point.ranks, key=lambda one: one.needed_bytes).rank  # The rank that needs most
         self._job, self._base, self._point = job, both.found, point

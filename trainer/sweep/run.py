@@ -411,11 +411,7 @@ class Process:
     """One process, and the configurations to measure in it: one, or several that differ only in their length."""
 
     def __init__(
-        self,
-        session: Session,
-        runs: Sequence[Planned],
-        repeat: int,
-        progress: Callable[[], object] = lambda: None,
+        self, session: Session, runs: Sequence[Planned], repeat: int, progress: Callable[[], object] = lambda: None
     ) -> None:
         self._session = session
         self._spec = session.spec

@@ -305,10 +305,7 @@ def _check_model(engine: Any, content: Manifest, base: Base | None, config: Conf
         (refusal, refusal),
         (config.lora.rank and alpha != config.lora.alpha, f"has adapters of another scale; set lora.alpha={alpha:g}"),
         (precision != config.training.precision, f"was written in {precision}; set training.precision={precision}"),
-        (
-            held != own,
-            f"holds the optimizer states of {held}, and this run has {own}; set {fix} back",
-        ),
+        (held != own, f"holds the optimizer states of {held}, and this run has {own}; set {fix} back"),
         (
             ranks != world.size and stage and not support.converts(held),
             f"was written by {ranks} ranks, and the states of {held} cannot be divided anew; set run.ranks={ranks}",
