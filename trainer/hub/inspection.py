@@ -377,11 +377,7 @@ class StallProbe:
             loop.start(self.read_native(list(verdict.hung[:NATIVE_RANKS]), why))
 
     async def read_native(self, ranks: list[int], reason: str) -> dict[int, tuple[str, str]]:
-        """Read native frames of ranks on this host with py-spy.
-
-        Returns:
-            For each rank its stacks, or an empty string and the reason.
-        """
+        """Read native frames of ranks on this host with py-spy: of each its stacks, or an empty text and the reason."""
         targets = [target for target in self._access.rank_hosts.targets() if target.rank in ranks]
         training = {target.rank: self._training_thread(target) for target in targets}
         paused: dict[int, int] = {}

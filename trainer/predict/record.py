@@ -192,10 +192,8 @@ class Trace:
     def _copy(self, places: range, renamed: dict[int, int], left_out: Collection[int] = ()) -> list[tuple[str, Peaks]]:
         """Record events again, without allocations that are ``left_out``.
 
-        Handles are ``renamed``, which receives those of new allocations. Frees of others are left out, too.
-
-        Returns:
-            Each phase that ended, with its peaks.
+        Handles are ``renamed``, which receives those of new allocations. Frees of others are left out, too. Return each
+        phase that ended, with its peaks.
         """
         found: list[tuple[str, Peaks]] = []
         new: list[int] = []
@@ -251,8 +249,7 @@ class _Driver(Driver):
 def _attempt(events: Iterable[Event], settings: Settings, capacity_bytes: int) -> tuple[str, int]:
     """Replay a trace with limited memory.
 
-    Returns:
-        The phase whose allocation fails, or nothing; and the smallest limit with which the replay is the same.
+    Return the phase whose allocation fails, or nothing; and the smallest limit with which the replay is the same.
     """
     driver = _Driver(capacity_bytes)
     replay = AllocatorReplay(settings, driver)

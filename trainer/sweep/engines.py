@@ -177,13 +177,8 @@ Engine = Submitit | Ray  # Runs jobs, which are known by a number. A finished jo
 def engine(name: str, results: Path, timeout: float, options: dict[str, str]) -> Engine:
     """Return the engine of a name of ``ENGINES``, other than ``local``.
 
-    Args:
-        results: the sweep's file; submitit's files are in ``NAME.jobs`` beside it.
-        timeout: of one run, seconds.
-        options: of ``sbatch``, by name.
-
-    Raises:
-        UsageError: its package is not installed, or there is no cluster.
+    ``results`` is the sweep's file; submitit's files are in ``NAME.jobs`` beside it. ``timeout``: of one run, seconds.
+    ``options``: of ``sbatch``, by name. Raises ``UsageError`` if its package is not installed, or there is no cluster.
     """
     if name == "ray":
         return Ray()
