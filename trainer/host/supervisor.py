@@ -35,8 +35,7 @@ class _Watched:
     descriptor: int = -1
     fact: ProcessFact | None = None
     reported_at: float = 0.0
-    traced_since: float | None = None
-    """When it was first found stopped by a debugger or profiler that has not continued it since."""
+    traced_since: float | None = None  # When first found stopped by a debugger or profiler, and not continued since
 
 
 class Supervisor(threading.Thread):

@@ -225,8 +225,7 @@ def keeper(run: RunDir) -> Callable[[OomReport], OomReport]:
 
 LINGER_SECONDS = 3.0  # Seconds that the hub stays after the end, so that apps receive it and can query the rest
 SETTLE_SECONDS = 1.25  # Delay after a failure, so that the ranks' deaths are judged in their order before the end
-AGENTS_END_SECONDS = 10.0
-"""Time limit for agents to end their hosts' processes and send their last messages, if a run did not finish."""
+AGENTS_END_SECONDS = 10.0  # Limit for agents to end processes and send their last messages, if a run did not finish
 AGENTS_FINISH_SECONDS = 45.0  # The same if the run finished: another host's part of the job may still be saving
 
 

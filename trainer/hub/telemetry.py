@@ -185,8 +185,7 @@ class Recorder(threading.Thread):
         self._since: float | None = None  # Start of the current commit, ``time.monotonic``
         self.agent_numbers: Callable[[], dict[str, int]] = dict
         """Called at each commit for the numbers of ``Writer.note_agent_numbers``."""
-        self.received: Callable[[], dict[str, int]] = dict
-        """Called at each commit for the numbers of ``Writer.note_received``."""
+        self.received: Callable[[], dict[str, int]] = dict  # Returns the numbers of ``Writer.note_received``
         self.bytes = 0  # Size of the recording on disk
         self.start()
 

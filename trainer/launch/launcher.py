@@ -188,8 +188,7 @@ def cancelled_in(log: Path) -> str:
 
 
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
-_REAP_AFTER_SECONDS = 0.3
-"""Time for which an orphan of the job stays a zombie, so that the hub can read its exit status from /proc."""
+_REAP_AFTER_SECONDS = 0.3  # Time for which an orphan stays a zombie, so that the hub can read its status from /proc
 _LEFTOVER_GRACE_SECONDS = 1.5
 _HUB_END_SECONDS = 60.0
 _KILL_AGAIN_SECONDS = 1.0

@@ -364,8 +364,7 @@ class Graph:
             # Each of several results of a library's call has memory of its own.
             part = node.target is operator.getitem and isinstance(source, Node) and self._kinds[source] == LIBRARY
             self.owners[node] = self.owners[source] if isinstance(source, Node) and not part else node
-        self._reads: dict[Node, dict[Node, float]] = {}
-        """Bytes that a kernel reads of each tensor in memory to compute a node."""
+        self._reads: dict[Node, dict[Node, float]] = {}  # Bytes of each tensor that a kernel reads to compute a node
         self._held: set[Node] = set()  # Fused nodes that are computed once
         for node in self._nodes:
             self._add(node)

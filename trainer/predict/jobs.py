@@ -42,8 +42,7 @@ class Prepared(NamedTuple):
     steps: int = 0  # Optimizer steps of the run; 0: not known without its data
     config: "Config | None" = None  # Configuration of ftmon's own trainer; None: a plain loop
     sequence_parallel_size: int = 1  # Ranks that share each sequence
-    documents: "Documents | None" = None
-    """Documents of the data set's packed rows; None: no packing, or the data set is not read."""
+    documents: "Documents | None" = None  # Of the data set's packed rows; None: no packing, or data that are not read
     make_shallow: "Callable[[int, int], DryRun] | None" = None
     """Makes a rank's dry run with so many of the layers, which are alike; None: they are few, or differ."""
     alike: bool = False  # Whether ranks are alike at any stage

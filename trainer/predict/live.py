@@ -29,8 +29,7 @@ from ..host.processes import end_with_parent, lower_priority
 
 _SHORTEST = 8
 _LENGTHS = 5
-_NEEDED_BYTES = 4 << 30
-"""Free host memory required: a dry run uses up to half a GB per rank, two at a time, besides the libraries."""
+_NEEDED_BYTES = 4 << 30  # Free host memory required: a dry run uses up to 0.5 GB per rank, two at a time, and libraries
 _KEPT = 64
 _OTHER = ("checkpoint", "output", "schedule", "monitor", "debug")
 _VOLATILE = {"run": ("name", "master_port")} | dict.fromkeys(_OTHER)

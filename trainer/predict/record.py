@@ -24,8 +24,7 @@ from ...protocol.host.machine import Precision
 ALLOCATE, FREE, USE, EMPTY, MARK, END = range(6)
 _MOST_RANGES = 8
 Event = tuple[int, int, int, int, str]  # Kind, handle, bytes, stream, name of a phase that begins or ends
-Taped = tuple[int, int, str, int] | int
-"""Handle, bytes, device and stream of an allocation; or the handle of one that is freed."""
+Taped = tuple[int, int, str, int] | int  # Handle, bytes, device, stream of an allocation; or the handle of a freed one
 
 
 class AllocatorReplay(CachingAllocator):

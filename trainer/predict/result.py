@@ -183,8 +183,7 @@ class Prediction(msgspec.Struct, frozen=True):
     largest: list[Holds] = []  # With ``--largest``: by kind of GPU, or for the capacity
     batch_pieces: list[Piece] = []
     """With ``--largest``: the highest phase's peak over the micro-batch, at the longest length."""
-    what_if: list[WhatIf] = []
-    """Changes at the longest length: fitting ones by GPU time per sample, then the others by missing bytes."""
+    what_if: list[WhatIf] = []  # Changes at the longest length: fitting ones by GPU time per sample, others by lack
     sequence_parallel_size: int = 1  # Ranks that share each sequence
     made: Made | None = None  # The model and the engine; their ``estimate`` is DeepSpeed's
     explained: list[Part] = []

@@ -60,8 +60,7 @@ _FLAGS = "use --model and --deepspeed instead"
 _MOST_SECONDS = 900  # Time limit within which a script must call ``deepspeed.initialize``
 _MOST_CHARACTERS = 240
 _ASSUMED = "the script was run up to deepspeed.initialize; steps are of a plain loop on input_ids and labels"
-ADAMS = ("Adam", "AdamW", "FusedAdam")
-"""Optimizers of a script that DeepSpeed's CPUAdam can replace with the same result."""
+ADAMS = ("Adam", "AdamW", "FusedAdam")  # A script's optimizers that DeepSpeed's CPUAdam can replace with equal results
 
 
 class ScriptInputs(msgspec.Struct, frozen=True):

@@ -315,8 +315,7 @@ class TorchEvents(Events):
         self._sought = 0  # Backwards whose parameters were noted
         self._limits = True  # Whether the last clipping had a limit, rather than only to read the norm
         self._attended = self._labelled = self._aligned = 0
-        self._received_in: tuple[Any, int] = None, 0
-        """Notes and number of the micro-batch whose labels were read last from a forward."""
+        self._received_in: tuple[Any, int] = None, 0  # Notes and micro-batch whose labels a forward showed last
         self._without_labels: Any = None  # The last of the notes' received batches, if its loss will have the labels
 
     def zeroing(self, owner: Any) -> None:

@@ -119,8 +119,7 @@ class Kill:
         self._number = number
         self._on_gpu = on_gpu
         self._known: dict[tuple[int, int], Process] = {}
-        self._origins: list[Origin] = []
-        """Properties that identify processes started by the ranks, read before the first signal."""
+        self._origins: list[Origin] = []  # What identifies processes of the ranks, read before the first signal
         self._last_signal: signal.Signals | None = None
         self._refused: set[int] = set()
         self._gpus_before: GpuUse | None = None

@@ -43,8 +43,7 @@ class ScriptPeaks:
     """The peaks the script would see without ftmon: the highest of all samples since its own last reset."""
 
     def __init__(self) -> None:
-        self.samples: deque[Sample] = deque()
-        """Samples taken just before the probe has reset the peaks; the first is a dictionary."""
+        self.samples: deque[Sample] = deque()  # Taken just before the probe reset the peaks; the first is a dictionary
         self._places: list[Place] = []
         self._highest: list[int] = []
         self._copied: Any = None
@@ -322,8 +321,7 @@ class Device:
 # limit of memory.
 
 SMALLEST = 64
-MOST_BYTES = 64 * 2**20
-"""Limit of all buffers; beyond it a value is not fetched: a missing figure costs less than memory."""
+MOST_BYTES = 64 * 2**20  # Limit of all buffers, beyond which nothing is fetched: a lost figure costs less than memory
 
 _SCALAR = torch.Size(())
 

@@ -27,8 +27,7 @@ from .. import guard
 # keeps them in one piece, 2.13 has a table between two of them. With another layout or allocator
 # (``cudaMallocAsync``) the search finds nothing, and the caller keeps using the dictionary.
 Stats = dict[str, Any]
-Place = tuple[str, str, str]
-"""A figure of the nested statistics: group, pool, figure; empty where the dictionary has no such level."""
+Place = tuple[str, str, str]  # A figure of the nested statistics: group, pool, figure; empty where no such level is
 
 _POOLS = ("all", "small_pool", "large_pool")
 _FIGURES = ("current", "peak", "allocated", "freed")
@@ -198,8 +197,7 @@ class StatsSource:
 
     def __init__(self, official: Callable[[int], Stats], device: int, devices: int) -> None:
         self.read: Callable[[], Sample] = self._read_searching  # Returns a sample; for the training thread
-        self.layout: Layout | None = None
-        """Layout of the numbers once they are found, which is before samples are copies of them."""
+        self.layout: Layout | None = None  # Layout of the numbers once found, before samples are copies of them
         self._official, self._device, self._devices = official, device, devices
         self._reads = self._proofs = 0
         self._copy: Callable[[], bytes] | None = None

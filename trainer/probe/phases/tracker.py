@@ -83,10 +83,8 @@ class Part:
 class Notes:
     """Notes of an unfinished step. Numbers may still be in transfer from the device (see ``values``)."""
 
-    losses: list[Any] = field(default_factory=list)
-    """Scalars that ``backward`` was called on since the last update of any optimizer."""
-    sum_losses: bool = False
-    """Whether the losses add up to the step's although an engine updates (a Trainer has divided them)."""
+    losses: list[Any] = field(default_factory=list)  # Scalars that went ``backward`` since any optimizer's last update
+    sum_losses: bool = False  # Whether losses add up to the step's although an engine updates (a Trainer divided them)
     reported: list[Any] = field(default_factory=list)  # Losses of micro-steps as the script reported them
     trainer_losses: list[Any] = field(default_factory=list)
     """Results of a Trainer's ``training_step``; they add up to the step's loss."""
@@ -122,8 +120,7 @@ class Notes:
     """Waits of the stream for other ranks: the phase, and the CUDA events at both ends."""
     seen: list[Any] = field(default_factory=list)
     """The tensors of each micro-batch (``values.batch.Seen``), which the publisher examines."""
-    received: list[Any] = field(default_factory=list)
-    """The same of forwards, where a batch was noted without labels or not at all."""
+    received: list[Any] = field(default_factory=list)  # The same of forwards: of batches without labels, or not noted
     targets: list[Any] = field(default_factory=list)
     """Rows of token ids of a micro-batch, in one tensor or several, and the labels of its loss, flat."""
     attended: list[Any] = field(default_factory=list)

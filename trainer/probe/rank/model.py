@@ -292,8 +292,7 @@ class Trained:
         self.primary: Callable[[], Any] = nothing
         """Returns the optimizer whose updates are the steps, if there is no engine; None once it was freed."""
         self.partitions = 1  # Number of ranks over which ZeRO partitions the optimizer's state
-        self.tensor_parallel = WHOLE
-        """This rank's part of the batches that the ranks of its tensor-parallel group train on together."""
+        self.tensor_parallel = WHOLE  # This rank's part of the batches that its tensor-parallel group trains together
         self.shifts_labels = False  # The model predicts the next token from labels that are passed unshifted
 
     def find(self, model: Callable[[], Any]) -> None:

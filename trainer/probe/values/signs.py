@@ -351,8 +351,7 @@ class SignReader:
         self._before: list[bytes] = []  # Those before the latest update before which weights were sampled
         self._put_back = 0  # How often they were the same as before the update before, which had changed them
         self._shifted = ""  # How labels were shifted when they were looked at last, if not once
-        self._batch = self._repeated = 0
-        """Fingerprint of the last micro-batch, and how many of the step had that of the one before."""
+        self._batch = self._repeated = 0  # Fingerprint of the last micro-batch; how many of the step repeat one before
 
     def of_step(self, number: int, notes: Notes, every: int = 1) -> tuple[int, Signs | None]:
         """Return the fingerprint of a step's data, 0 if unknown, and its signs, None if there are none.

@@ -256,8 +256,7 @@ class Report(msgspec.Struct):
     refused: Listed = msgspec.field(default_factory=Listed)
     reasons: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """Number of refused records by reason, without the numbers in it."""
-    dropped: Listed = msgspec.field(default_factory=Listed)
-    """Records longer than the sequence length, with ``truncation: drop``."""
+    dropped: Listed = msgspec.field(default_factory=Listed)  # Records over the sequence length, where these are dropped
     cut: Listed = msgspec.field(default_factory=Listed)
     split: Listed = msgspec.field(default_factory=Listed)
     unlabelled: Listed = msgspec.field(default_factory=Listed)

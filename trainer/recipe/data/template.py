@@ -42,8 +42,7 @@ class Chat(NamedTuple):
     text: str
     turns: list[Span]  # Turns in order; one has several spans if another message is written inside it
     reasoning_lost: int  # Number of assistant's messages whose reasoning the template omits
-    pieces: list[Piece]
-    """Parts of the text by message; only of the assistant's turns if the template has no loop over messages."""
+    pieces: list[Piece]  # Parts of the text by message; only the assistant's turns if the template has no message loop
 
 
 class _RejectedError(RefusedError):
