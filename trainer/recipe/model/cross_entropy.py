@@ -265,9 +265,14 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None
 
 
-def sum_rows(embedding: Any) -> None:
+def sum_rows(table: Any) -> None:
     """Make an embedding add the gradients of the rows that it looked up to its weight's ``GradientSum``."""
-    if type(embedding) is torch.nn.Embedding and not (embedding.max_norm or embedding.scale_grad_by_freq):
-        unlearned = -1 if embedding.padding_idx is None else embedding.padding_idx
-        weight: Any = embedding.weight
-        embedding.forward = lambda ids: _Embedding.apply(ids, weight, unlearned, weight.gradient_sum)
+    if type(table) is not torch.nn.Embedding or table.max_norm or table.scale_grad_by_freq:
+        return
+    weight: Any = table.weight
+    unlearned = -1 if table.padding_idx is None else table.padding_idx
+
+    def look_up(input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return _Embedding.apply(input, weight, unlearned, weight.gradient_sum)
+
+    table.forward = look_up

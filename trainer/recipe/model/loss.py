@@ -363,10 +363,8 @@ def choose_rows(model: Any, world: World) -> bool:
     The fused loss is in use. Return whether batches are to have ``label_rows``. All ranks call this.
     """
     inner = causal_model(model)
-    block = next((getattr(layer, "mlp", None) for layer in decoder_layers(inner)[-1:]), None)
-    # Mixtures count what their router chooses, also for positions without labels.
-    shapes = [getattr(one, "ds_shape", one.shape) for one in block.parameters()] if block is not None else []
-    if not shapes or inner.adds_to_loss or any(len(shape) > 2 for shape in shapes) or _has_list(block):
+    block: Any = getattr((decoder_layers(inner) or [None])[-1], "mlp", None)
+    if block is None or inner.adds_to_loss or _has_experts(block):
         return False
     rows = ChosenRows(block)
     block.forward, inner.chosen_rows = rows, rows
@@ -376,8 +374,10 @@ def choose_rows(model: Any, world: World) -> bool:
     return False
 
 
-def _has_list(block: Any) -> bool:
-    return any(isinstance(one, torch.nn.ModuleList) for one in block.modules())
+def _has_experts(block: Any) -> bool:
+    """Return whether it may be a mixture's: that counts what its router chooses, also for positions without labels."""
+    lists = any(isinstance(one, torch.nn.ModuleList) for one in block.modules())
+    return lists or any(len(getattr(one, "ds_shape", one.shape)) > 2 for one in block.parameters())
 
 
 def _keeps_loss(inner: Any, world: World) -> bool:
