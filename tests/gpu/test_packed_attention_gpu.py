@@ -72,9 +72,7 @@ def in_fp32(query: Any, key: Any, value: Any, borders: list[int], window: int) -
     ("heads", "groups", "width", "window"),
     [(4, 4, 64, 0), (8, 2, 64, 0), (14, 2, 64, 0), (4, 2, 128, 0), (4, 1, 80, 0), (4, 2, 64, 33), (2, 2, 32, 200)],
 )
-def test_cudnns_attention_and_its_gradients_are_those_of_each_document(
-    heads: int, groups: int, width: int, window: int, dtype: torch.dtype
-) -> None:
+def test_cudnns_attention_and_its_gradients_are_those_of_each_document(heads, groups, width, window, dtype):
     if torch.cuda.get_device_capability()[0] not in attention._GENERATIONS:
         pytest.skip("cuDNN is not used on this kind of GPU")
     generator = torch.Generator("cuda").manual_seed(0)
@@ -96,7 +94,7 @@ def test_cudnns_attention_and_its_gradients_are_those_of_each_document(
 
 
 @pytest.mark.parametrize(("kind", "values"), [("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 32})])
-def test_documents_of_packed_rows_have_the_logits_and_gradients_they_have_alone(kind: str, values: Any) -> None:
+def test_documents_of_packed_rows_have_the_logits_and_gradients_they_have_alone(kind, values):
     model = model_of(kind, **values)
     world = cast(Any, OneRank())
     assert attention.set_up(model, Config(), world), world.said

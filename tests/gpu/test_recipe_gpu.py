@@ -15,7 +15,6 @@ from ftmon.trainer.recipe.config.load import Loaded, load
 from ftmon.trainer.recipe.hardware import usable_gpus
 from ftmon.trainer.recipe.preflight import resolve
 from ftmon.trainer.recipe.start import DATA, demo_config
-from ftmon_process import Ftmon
 from small_shape import SMALL_SHAPE, write_model_and_data
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no GPU that PyTorch could use")]
@@ -57,7 +56,7 @@ def losses(text: str) -> list[float]:
     ],
     ids=["stage-2", "stage-3", "fp16", "offload"],
 )
-def test_the_demo_trains_on_all_gpus_and_its_model_loads(tmp_path: Path, overrides: list[str]) -> None:
+def test_the_demo_trains_on_all_gpus_and_its_model_loads(tmp_path, overrides):
     done = train(tmp_path, *overrides)
     assert done.returncode == 0, done.stdout
     found = losses(done.stdout)
@@ -69,9 +68,7 @@ def test_the_demo_trains_on_all_gpus_and_its_model_loads(tmp_path: Path, overrid
 
 
 @pytest.mark.parametrize("overrides", [[], ["model.gradient_checkpointing=layers", "model.activation_offload=inputs"]])
-def test_compiled_layers_give_near_losses_and_are_compiled_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str]
-) -> None:
+def test_compiled_layers_give_near_losses_and_are_compiled_once(tmp_path, monkeypatch, overrides):
     words = ["data.packing=true", "zero.stage=2", "run.ranks=1", *overrides]
     plain = train(tmp_path / "plain", *words, "model.compile=off")
     monkeypatch.setenv("TORCH_LOGS", "recompiles")
@@ -83,7 +80,7 @@ def test_compiled_layers_give_near_losses_and_are_compiled_once(
     assert losses(compiled.stdout) == pytest.approx(losses(plain.stdout), rel=2e-2)
 
 
-def test_the_best_choices_are_measured_on_the_gpus(home: Ftmon, tmp_path: Path) -> None:
+def test_the_best_choices_are_measured_on_the_gpus(home, tmp_path):
     write_model_and_data(tmp_path)
     done = home.run("train", "--init", "model", "data.jsonl", cwd=tmp_path, seconds=280)
     assert done.returncode == 0, done.stderr
@@ -93,19 +90,19 @@ def test_the_best_choices_are_measured_on_the_gpus(home: Ftmon, tmp_path: Path) 
         assert re.search(r" tokens/s, \d+\.\d [MG]iB reserved$", line), line
 
 
-def test_an_allocation_that_fails_on_the_gpu_ends_the_run(tmp_path: Path) -> None:
+def test_an_allocation_that_fails_on_the_gpu_ends_the_run(tmp_path):
     done = train(tmp_path, "debug.fault=oom:step=3")
     assert done.returncode == 1
     assert "OutOfMemoryError" in done.stdout
 
 
-def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
+def test_more_ranks_than_gpus_are_refused(tmp_path):
     loaded = load(None, ["model.config={model_type: qwen2}", f"data.path={DATA}", "run.ranks=99"])
     with pytest.raises(Exception, match=r"run\.ranks is 99, but \d+ GPUs? (is|are) visible"):
         resolve.resolve(loaded)
 
 
-def test_fp16_updates_that_overflow_are_no_steps_and_do_not_advance_the_schedule(tmp_path: Path) -> None:
+def test_fp16_updates_that_overflow_are_no_steps_and_do_not_advance_the_schedule(tmp_path):
     # A loss scale of 2^40 is halved about twenty times before gradients are finite.
     scale = "deepspeed={fp16: {initial_scale_power: 40, hysteresis: 1}}"
     done = train(tmp_path, "zero.stage=2", "training.precision=fp16", scale)
@@ -118,7 +115,7 @@ def test_fp16_updates_that_overflow_are_no_steps_and_do_not_advance_the_schedule
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_fused_loss_in_bf16_learns_as_full_logits_do(tmp_path: Path, stage: int) -> None:
+def test_the_fused_loss_in_bf16_learns_as_full_logits_do(tmp_path, stage):
     fused = losses(train(tmp_path / "fused", f"zero.stage={stage}").stdout)
     plain = losses(train(tmp_path / "plain", f"zero.stage={stage}", "model.fused_loss=off").stdout)
     assert fused == pytest.approx(plain, abs=0.05)
@@ -135,7 +132,7 @@ PARTITIONED = ["zero.stage=3", "deepspeed.zero_optimization.stage3_param_persist
 
 @pytest.mark.parametrize("adapters", ["", "lora={rank: 8, dropout: 0}"], ids=["whole", "adapters"])
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_partitioned_mixtures_have_the_losses_of_whole_ones(kind: str, adapters: str, tmp_path: Path) -> None:
+def test_partitioned_mixtures_have_the_losses_of_whole_ones(kind, adapters, tmp_path):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -44,7 +44,7 @@ def end(home: Ftmon, run: RunDir) -> list[Step]:
 
 
 @pytest.mark.parametrize("where", ["idle", "forward"])
-def test_under_nccl_the_rank_that_loses_time_is_named_and_the_others_wait_is_measured(home: Ftmon, where: str) -> None:
+def test_under_nccl_the_rank_that_loses_time_is_named_and_the_others_wait_is_measured(home, where):
     run = start(home, "ddp", where)
     eventually(lambda: alerts(run), "an alert about a slow rank", every=0.5)
     found = end(home, run)
@@ -58,9 +58,7 @@ def test_under_nccl_the_rank_that_loses_time_is_named_and_the_others_wait_is_mea
 
 
 @pytest.mark.parametrize(("library", "where"), [("ddp", "nowhere"), ("fsdp", "idle")])
-def test_equal_ranks_and_ranks_whose_waiting_cannot_be_measured_raise_nothing(
-    home: Ftmon, library: str, where: str
-) -> None:
+def test_equal_ranks_and_ranks_whose_waiting_cannot_be_measured_raise_nothing(home, library, where):
     run = start(home, library, where)
     eventually(lambda: steps(run) >= 800, "400 steps of each rank", 180, every=0.5)
     end(home, run)

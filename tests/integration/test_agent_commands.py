@@ -4,7 +4,6 @@ import subprocess
 import threading
 from pathlib import Path
 
-import pytest
 import zmq
 from eventually import eventually
 from ftmon.protocol.host.process import start_ticks
@@ -77,9 +76,7 @@ def no_thread(*_: object) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_a_command_is_answered_twice_done_once_and_refused_where_it_makes_no_sense(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_is_answered_twice_done_once_and_refused_where_it_makes_no_sense(tmp_path, monkeypatch):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
     with subprocess.Popen(["sleep", "600"]) as rank:
         started = start_ticks(rank.pid)

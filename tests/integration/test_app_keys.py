@@ -75,9 +75,7 @@ def shown(app: Any) -> str:
     return "\n".join(widget.plain for widget in app.screen.query(Canvas) if widget.display)
 
 
-async def test_the_first_screen_answers_the_first_questions_and_arrows_and_enter_open_a_rank(
-    source: ReplaySource,
-) -> None:
+async def test_the_first_screen_answers_the_first_questions_and_arrows_and_enter_open_a_rank(source):
     async with opened(source, (200, 60)) as (app, pilot):
         text = shown(app)
         assert "training" in text
@@ -94,7 +92,7 @@ async def test_the_first_screen_answers_the_first_questions_and_arrows_and_enter
         assert app.app_state.selected == 3
 
 
-async def test_a_hung_rank_is_in_the_overview_and_in_an_alert_with_evidence_that_opens_it(stuck: ReplaySource) -> None:
+async def test_a_hung_rank_is_in_the_overview_and_in_an_alert_with_evidence_that_opens_it(stuck):
     async with opened(stuck) as (app, pilot):
         text = shown(app)
         assert "1 hung, 3 waiting" in text
@@ -120,9 +118,7 @@ async def test_a_hung_rank_is_in_the_overview_and_in_an_alert_with_evidence_that
         assert app.app_state.selected == 3
 
 
-async def test_logs_follow_until_one_scrolls_are_of_all_or_one_rank_and_filtered_by_any_letters(
-    source: ReplaySource,
-) -> None:
+async def test_logs_follow_until_one_scrolls_are_of_all_or_one_rank_and_filtered_by_any_letters(source):
     async with opened(source) as (app, pilot):
         await look_at(app, pilot, "l", LogsScreen)
         await settled(pilot)
@@ -143,7 +139,7 @@ async def test_logs_follow_until_one_scrolls_are_of_all_or_one_rank_and_filtered
         assert isinstance(app.screen, LogsScreen)
 
 
-async def test_scale_theme_size_and_palette_of_the_overview_and_q_leaves(source: ReplaySource) -> None:
+async def test_scale_theme_size_and_palette_of_the_overview_and_q_leaves(source):
     async with opened(source) as (app, pilot):
         assert "graphs 0 to 139.8 GiB (device)" in shown(app)
         await pilot.press("z")
@@ -167,7 +163,7 @@ async def test_scale_theme_size_and_palette_of_the_overview_and_q_leaves(source:
         await until(pilot, lambda: not app.is_running, "the end")
 
 
-async def test_steps_alerts_and_typed_places_are_gone_to(source: ReplaySource, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_steps_alerts_and_typed_places_are_gone_to(source, monkeypatch):
     monkeypatch.setattr(state, "MESSAGE_SECONDS", SECONDS)
     async with opened(source) as (app, pilot):
         before = app.app_state.model.leading_step
@@ -189,9 +185,7 @@ async def test_steps_alerts_and_typed_places_are_gone_to(source: ReplaySource, m
             await until(pilot, arrived, f"step {typed}, or a line that says why not")
 
 
-async def test_the_timer_that_outlives_the_widgets_while_the_app_is_taken_down_does_no_harm(
-    stuck: ReplaySource,
-) -> None:
+async def test_the_timer_that_outlives_the_widgets_while_the_app_is_taken_down_does_no_harm(stuck):
     app = FtmonApp(stuck)
     bare = 0
 
@@ -214,7 +208,7 @@ async def test_the_timer_that_outlives_the_widgets_while_the_app_is_taken_down_d
     assert bare > 1
 
 
-async def test_logs_of_a_rank_that_failed_before_its_first_message(tmp_path: Path) -> None:
+async def test_logs_of_a_rank_that_failed_before_its_first_message(tmp_path):
     frames = list(Stream(ranks=2, steps=8).frames())
     line = LogLine(9, frames[-1].t, "err", "ImportError: no module named flash")
     write(tmp_path / "recording.sqlite", [*frames, Frame(frames[-1].seq + 1, frames[-1].t, line)])
@@ -232,7 +226,7 @@ async def test_logs_of_a_rank_that_failed_before_its_first_message(tmp_path: Pat
         source.close()
 
 
-async def test_help_explains_the_screen_in_view(source: ReplaySource) -> None:
+async def test_help_explains_the_screen_in_view(source):
     async with opened(source, (200, 60)) as (app, pilot):
         await pilot.press("question_mark")
         await until(pilot, lambda: "Every rank of the run" in shown(app), "the overview's help")
@@ -245,7 +239,7 @@ async def test_help_explains_the_screen_in_view(source: ReplaySource) -> None:
         await until(pilot, lambda: "Alerts: spikes" in shown(app), "the alerts' help")
 
 
-async def test_a_replay_plays_and_holds(eight: Path) -> None:
+async def test_a_replay_plays_and_holds(eight):
     source = ReplaySource(eight)
     app = FtmonApp(source, play=True)
     try:
@@ -262,9 +256,7 @@ async def test_a_replay_plays_and_holds(eight: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["k", "S"])
-async def test_a_replay_kills_and_stops_nothing_and_says_so(
-    source: ReplaySource, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replay_kills_and_stops_nothing_and_says_so(source, key, monkeypatch):
     monkeypatch.setattr(state, "MESSAGE_SECONDS", SECONDS)
     async with opened(source) as (app, pilot):
         await pilot.press(key)
@@ -273,7 +265,7 @@ async def test_a_replay_kills_and_stops_nothing_and_says_so(
 
 
 @pytest.mark.parametrize("size", [(60, 16), (200, 60)])
-async def test_kill_and_stop_are_on_every_key_bar(eight: Path, size: tuple[int, int]) -> None:
+async def test_kill_and_stop_are_on_every_key_bar(eight, size):
     source = Commanded(eight, at_end=True)
     async with opened(source, size) as (app, pilot):
         for key in ("", "t", "a", "m", "l", "s", "e", "enter"):
@@ -285,7 +277,7 @@ async def test_kill_and_stop_are_on_every_key_bar(eight: Path, size: tuple[int, 
     source.close()
 
 
-def test_an_error_that_ends_the_app_is_its_status(source: ReplaySource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_ends_the_app_is_its_status(source, monkeypatch):
     def fail() -> None:
         raise RuntimeError("a bug")
 
@@ -295,7 +287,7 @@ def test_an_error_that_ends_the_app_is_its_status(source: ReplaySource, monkeypa
     assert _run(app) == 1
 
 
-async def test_without_a_run_the_list_of_runs_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_run_the_list_of_runs_opens(tmp_path, monkeypatch):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
     app = FtmonApp()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -303,7 +295,7 @@ async def test_without_a_run_the_list_of_runs_opens(tmp_path: Path, monkeypatch:
         await until(pilot, lambda: "no runs yet" in shown(app), "that there are none")
 
 
-async def test_ascii_draws_nothing_else(stuck: ReplaySource) -> None:
+async def test_ascii_draws_nothing_else(stuck):
     app = FtmonApp(stuck, ascii=True)
     async with app.run_test(size=(80, 24)) as pilot:
         await settled(pilot)
@@ -315,7 +307,7 @@ async def test_ascii_draws_nothing_else(stuck: ReplaySource) -> None:
             await pilot.press("escape")
 
 
-async def test_o_and_a_move_a_replay_to_what_is_still_to_come(tmp_path: Path) -> None:
+async def test_o_and_a_move_a_replay_to_what_is_still_to_come(tmp_path):
     path = out_of_memory(tmp_path)
     for key, screen, words in (("o", OomScreen, "out of memory"), ("a", AlertsScreen, "moved to the first error")):
         source = ReplaySource(path, start=1.0)
@@ -330,7 +322,7 @@ async def test_o_and_a_move_a_replay_to_what_is_still_to_come(tmp_path: Path) ->
         source.close()
 
 
-async def test_o_and_a_say_when_a_recording_has_nothing_of_the_kind(tmp_path: Path) -> None:
+async def test_o_and_a_say_when_a_recording_has_nothing_of_the_kind(tmp_path):
     source = ReplaySource(write(tmp_path / "calm.sqlite", Stream(ranks=2, steps=6, spike_every=0).frames()))
     async with opened(source) as (app, pilot):
         await pilot.press("o")
@@ -340,7 +332,7 @@ async def test_o_and_a_say_when_a_recording_has_nothing_of_the_kind(tmp_path: Pa
     source.close()
 
 
-async def test_in_a_terminal_too_small_what_is_wrong_comes_first(stuck: ReplaySource) -> None:
+async def test_in_a_terminal_too_small_what_is_wrong_comes_first(stuck):
     async with opened(stuck, (50, 12)) as (app, _pilot):
         lines = shown(app).splitlines()
         assert lines[0].endswith("1 hung, 3 waiting")
@@ -348,9 +340,7 @@ async def test_in_a_terminal_too_small_what_is_wrong_comes_first(stuck: ReplaySo
 
 
 @pytest.mark.parametrize(("size", "there"), [((80, 24), False), ((120, 34), False), ((200, 60), True)])
-async def test_a_large_overview_has_the_course_of_loss_speed_and_step_time(
-    source: ReplaySource, size: tuple[int, int], there: bool
-) -> None:
+async def test_a_large_overview_has_the_course_of_loss_speed_and_step_time(source, size, there):
     async with opened(source, size) as (app, pilot):
         await until(pilot, lambda: ("step time" in shown(app)) is there, "the strip")
         text = shown(app)

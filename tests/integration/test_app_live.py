@@ -44,7 +44,7 @@ async def both_train(pilot: Any) -> None:
     await until(pilot, training, "two training ranks")
 
 
-async def test_a_kill_asks_first_then_shows_that_nothing_is_left(run: RunDir) -> None:
+async def test_a_kill_asks_first_then_shows_that_nothing_is_left(run):
     with closing(LiveSource(run)) as source:
         app = FtmonApp(source)
         async with app.run_test(size=(80, 24)) as pilot:
@@ -68,9 +68,7 @@ async def test_a_kill_asks_first_then_shows_that_nothing_is_left(run: RunDir) ->
             assert exit_of(run).state in ("stopped", "failed")
 
 
-async def test_a_live_view_is_held_rewound_and_returns_and_read_only_it_refuses_to_kill(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_live_view_is_held_rewound_and_returns_and_read_only_it_refuses_to_kill(run, monkeypatch):
     monkeypatch.setattr(state, "MESSAGE_SECONDS", SECONDS)
     with closing(LiveSource(run)) as source:
         app = FtmonApp(source, read_only=True)
@@ -96,7 +94,7 @@ def notified(app: FtmonApp) -> list[str]:
     return [notice.run for notice in app._notices.fresh(model)]
 
 
-async def test_the_list_opens_a_live_run_and_leads_back(run: RunDir) -> None:
+async def test_the_list_opens_a_live_run_and_leads_back(run):
     write_notify(run, Notify([TERMINAL], ["finish"]))
     app = FtmonApp()
     try:

@@ -58,7 +58,7 @@ def relays() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if "relay" in command_line(child)]
 
 
-def test_a_run_is_followed_commanded_and_found_again_over_ssh(server: SshServer) -> None:
+def test_a_run_is_followed_commanded_and_found_again_over_ssh(server):
     with started(fake_ranks({"rank": 0, "rate": 20}, {"rank": 1, "rate": 20})) as run:
         with App(run) as app:
             app.wait_for(Step, lambda step: step.step > 5)
@@ -87,7 +87,7 @@ def test_a_run_is_followed_commanded_and_found_again_over_ssh(server: SshServer)
         eventually(lambda: not relays(), "the end of the relay")
 
 
-def test_a_run_that_ends_while_there_is_no_connection_is_over_and_not_tried_again(server: SshServer) -> None:
+def test_a_run_that_ends_while_there_is_no_connection_is_over_and_not_tried_again(server):
     with started(fake_ranks({"rank": 0, "rate": 20})) as run, followed(server.url) as (_, source):
         pumped(source, lambda: source.connection.state == "live" and source.model.step > 5)
         (relay,) = relays()
@@ -100,7 +100,7 @@ def test_a_run_that_ends_while_there_is_no_connection_is_over_and_not_tried_agai
         assert str(run.recording) in source.connection.text
 
 
-def test_an_interrupt_while_connecting_leaves_no_folder(server: SshServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_connecting_leaves_no_folder(server, monkeypatch):
     monkeypatch.setenv("FTMON_REMOTE", "cat >&2;")  # until the connection ends
     words = [sys.executable, "-m", "ftmon.tui.cli", "attach", "--plain", server.url]
     with tempfile.TemporaryDirectory() as folder:  # tmp_path is too long for the socket of the connection
@@ -112,7 +112,7 @@ def test_an_interrupt_while_connecting_leaves_no_folder(server: SshServer, monke
         assert not list(Path(folder).glob("ftmon-ssh-*"))
 
 
-def test_who_leaves_is_told_how_to_come_back_to_that_very_run(server: SshServer) -> None:
+def test_who_leaves_is_told_how_to_come_back_to_that_very_run(server):
     with started(fake_ranks({"rank": 0, "rate": 20})) as run:
         with App(run) as app:
             app.wait_for(Step, lambda step: step.step > 5)
@@ -126,7 +126,7 @@ def test_who_leaves_is_told_how_to_come_back_to_that_very_run(server: SshServer)
         assert last == f"{run.id} continues; attach again: ftmon attach {server.url}/{run.id}\n"
 
 
-def test_a_server_that_does_not_forward_sockets_is_named(server: SshServer) -> None:
+def test_a_server_that_does_not_forward_sockets_is_named(server):
     server.forwards = False
     with started(fake_ranks({"rank": 0, "rate": 20})) as run:
         with pytest.raises(UsageError, match="does not forward UNIX sockets; set 'AllowStreamLocalForwarding yes'"):
@@ -134,9 +134,7 @@ def test_a_server_that_does_not_forward_sockets_is_named(server: SshServer) -> N
         eventually(lambda: not relays(), "the end of the relay")
 
 
-def test_what_the_users_configuration_adds_neither_fails_nor_outlives_it(
-    server: SshServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_users_configuration_adds_neither_fails_nor_outlives_it(server, tmp_path, monkeypatch):
     config = tmp_path / "config"
     config.write_text(
         "Host *\n  ControlMaster auto\n  ControlPersist yes\n"
@@ -176,9 +174,7 @@ def ssh_with(folder: str) -> list[psutil.Process]:
         ("ssh://there:99999", "", "must be ssh://"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(
-    server: SshServer, address: str, remote: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_is_said_in_one_line(server, address, remote, words, monkeypatch):
     if remote:
         monkeypatch.setenv("FTMON_REMOTE", remote)
     with tempfile.TemporaryDirectory() as folder:  # another suite's connections have folders in the common one

@@ -49,9 +49,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 @pytest.mark.parametrize("name", ["overflow-at-2", "overflow-at-2-late", "overflow-at-2-late-2"])
-def test_an_update_whose_gradients_overflow_is_no_step_and_does_not_advance_the_schedule(
-    outcome: Outcome, name: str
-) -> None:
+def test_an_update_whose_gradients_overflow_is_no_step_and_does_not_advance_the_schedule(outcome, name):
     steps = outcome.steps(name)
     assert list(steps) == [1, 2, 3, 4, 5, 6]
     # Seven batches were taken for six steps; the last one has the schedule's last rate.
@@ -62,13 +60,13 @@ def test_an_update_whose_gradients_overflow_is_no_step_and_does_not_advance_the_
     assert len(set(rates)) == 6
 
 
-def test_a_run_with_an_overflow_resumes_to_the_same_losses_and_rates(outcome: Outcome) -> None:
+def test_a_run_with_an_overflow_resumes_to_the_same_losses_and_rates(outcome):
     whole = outcome.steps("overflow-at-2")
     assert outcome.steps("resumed") == {step: whole[step] for step in (4, 5, 6)}
 
 
 @pytest.mark.parametrize(("name", "step"), [("overflow-from-3", 2), ("overflow-from-3-late", 3)])
-def test_overflows_without_end_end_the_run(outcome: Outcome, name: str, step: int) -> None:
+def test_overflows_without_end_end_the_run(outcome, name, step):
     assert (
         f"refused: after step {step} the gradients of 4 updates in a row overflowed (training.max_skipped)"
         in outcome.text[name]
@@ -76,12 +74,12 @@ def test_overflows_without_end_end_the_run(outcome: Outcome, name: str, step: in
 
 
 @pytest.mark.parametrize("name", ["overflow-at-2-late", "overflow-at-2-late-2"])
-def test_a_skipped_update_leaves_numbers_behind(outcome: Outcome, name: str) -> None:
+def test_a_skipped_update_leaves_numbers_behind(outcome, name):
     losses = [float(loss) for loss, _ in outcome.steps(name).values()]
     assert losses[-1] < losses[0]
 
 
-def test_losses_that_are_no_numbers_end_the_run_and_keep_the_last_good_checkpoint(outcome: Outcome) -> None:
+def test_losses_that_are_no_numbers_end_the_run_and_keep_the_last_good_checkpoint(outcome):
     text = outcome.text["nan-from-4"]
     (refused,) = re.findall(r"^refused: (.*)", text, re.MULTILINE)
     assert "the loss is not a number" in refused

@@ -62,8 +62,8 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_line_of_a_pipe_is_answered_by_one_line_until_bytes_that_are_no_text_without_the_words_of_a_library(
-    adapters: Path,
-) -> None:
+    adapters,
+):
     words = (str(adapters), "--temperature", "0", "--max-tokens", "8", "--device", "cpu", "--debug")
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}  # as in most locales
     given = b"a few\n\nwords\na few\na few\xff\n"
@@ -80,8 +80,8 @@ def test_each_line_of_a_pipe_is_answered_by_one_line_until_bytes_that_are_no_tex
 
 
 def test_lines_are_answered_with_status_0_and_a_prompt_that_the_model_cannot_take_is_refused(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    model, monkeypatch, capsys
+):
     options = _parser().parse_args([str(model), "--max-tokens", "2"])
     conversation = session.Session(session.load(session.find(str(model)), "cpu"), options)
     monkeypatch.setattr("sys.stdin", io.StringIO("a few\n\n"))
@@ -130,9 +130,7 @@ def generated_by_peft(model: Path, adapters: Path | None, text: str) -> str:
     return tokens.decode(found[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_each_of_several_adapters_answers_as_peft_alone_does(
-    model: Path, named: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_of_several_adapters_answers_as_peft_alone_does(model, named, monkeypatch, capsys):
     words = [str(model), "--temperature", "0", "--max-tokens", "8"]
     for name, path in named.items():
         words += ["--adapter", f"{name}={path}"]
@@ -170,7 +168,7 @@ def test_each_of_several_adapters_answers_as_peft_alone_does(
         ("one=OTHER", "--adapter one: OTHER cannot be loaded on this model: size mismatch for "),
     ],
 )
-def test_adapters_that_are_none_or_do_not_fit_are_refused(model: Path, tmp_path: Path, word: str, text: str) -> None:
+def test_adapters_that_are_none_or_do_not_fit_are_refused(model, tmp_path, word, text):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -185,9 +183,7 @@ def test_adapters_that_are_none_or_do_not_fit_are_refused(model: Path, tmp_path:
     assert "\n" not in str(raised.value)
 
 
-def test_an_answer_ends_before_a_stop(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_ends_before_a_stop(model, monkeypatch, capsys):
     loaded = session.load(session.find(str(model)), "cpu")
 
     def answer(*words: str) -> str:
@@ -212,16 +208,14 @@ def test_an_answer_ends_before_a_stop(
         ([], "/nowhere/model: no such folder; give a model's folder, a run, or a name on the Hugging Face hub"),
     ],
 )
-def test_an_option_out_of_range_is_refused_before_a_model_is_looked_for(
-    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_out_of_range_is_refused_before_a_model_is_looked_for(words, said, monkeypatch, capsys):
     monkeypatch.setattr("os.environ", os.environ.copy())  # it sets what the libraries read
     monkeypatch.setattr("sys.argv", ["chat", "/nowhere/model", *words])
     assert main() == 2
     assert capsys.readouterr() == ("", f"ftmon: {said}\n")
 
 
-def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(model: Path, tmp_path: Path) -> None:
+def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(model, tmp_path):
     with open_terminal(110, 40, os.environ, tmp_path) as terminal:
         # More tokens could push the question off the screen.
         command(terminal, *CHAT, str(model), "--max-tokens", "2000", "--temperature", "9", "--seed", "1")

@@ -54,17 +54,11 @@ def orphans(join: JoinFile) -> list[cleanup.Orphan]:
     return [orphan for orphan in cleanup.find() if orphan.run == join.run]
 
 
-def test_ranks_whose_hub_answers_are_no_orphans(join: JoinFile, rank: "subprocess.Popen[bytes]") -> None:
+def test_ranks_whose_hub_answers_are_no_orphans(join, rank):
     assert orphans(join) == []
 
 
-def test_ranks_whose_hub_does_not_answer_are_told_and_ended_only_when_asked_for(
-    join: JoinFile,
-    hub: socket.socket,
-    rank: "subprocess.Popen[bytes]",
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_ranks_whose_hub_does_not_answer_are_told_and_ended_only_when_asked_for(join, hub, rank, monkeypatch, capsys):
     hub.close()
     (found,) = orphans(join)
     monkeypatch.setattr(cleanup, "find", lambda: [found])  # of all that runs on this machine, ours alone
@@ -80,7 +74,7 @@ def test_ranks_whose_hub_does_not_answer_are_told_and_ended_only_when_asked_for(
     assert rank.wait(20) != 0
 
 
-def test_on_a_shared_file_system_the_end_of_the_run_tells(join: JoinFile, rank: "subprocess.Popen[bytes]") -> None:
+def test_on_a_shared_file_system_the_end_of_the_run_tells(join, rank):
     run = RunDir(join.run)
     there = rundir.create("other", ["train.py"], "run").read_run()
     run.write_run(msgspec.structs.replace(there, host="nodea"))
@@ -91,7 +85,7 @@ def test_on_a_shared_file_system_the_end_of_the_run_tells(join: JoinFile, rank: 
     assert (found.why, found.sure) == ("which failed", True)
 
 
-def test_a_run_whose_directory_cannot_be_looked_up_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_directory_cannot_be_looked_up_is_passed_over(monkeypatch):
     def refuse(_path: Path) -> bool:  # root on a file system that squashes root
         raise PermissionError(13, "Permission denied")
 

@@ -33,7 +33,7 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_bash_completes_commands_options_and_run_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes_commands_options_and_run_names(tmp_path, capsys):
     file = tmp_path / "ftmon.bash"
     file.write_text(script("bash", capsys))
     (tmp_path / "runs" / "demo-20250101-000000").mkdir(parents=True)
@@ -56,9 +56,7 @@ def test_bash_completes_commands_options_and_run_names(tmp_path: Path, capsys: p
         assert complete("ftmon", command, "de") == ["demo-20250101-000000"]
 
 
-def test_nothing_that_is_piped_moves_a_cursor_and_json_keeps_every_character(
-    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
+def test_nothing_that_is_piped_moves_a_cursor_and_json_keeps_every_character(tmp_path, capfdbinary):
     """One recording full of hostile text: of each kind of output one through a process's real pipes."""
     path = tmp_path / "evil.sqlite"
     writer = Writer(path, RUN)
@@ -99,7 +97,7 @@ HEAVY = {"torch", "textual", "zmq", "deepspeed", "rich"}
         (["status", "none"], HEAVY),
     ],
 )
-def test_short_commands_import_neither_torch_nor_textual_nor_zmq(words: list[str], forbidden: set[str]) -> None:
+def test_short_commands_import_neither_torch_nor_textual_nor_zmq(words, forbidden):
     code = (
         "import sys\nfrom ftmon.tui.cli.main import main\n"
         f"try:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
@@ -111,7 +109,7 @@ def test_short_commands_import_neither_torch_nor_textual_nor_zmq(words: list[str
 
 
 @pytest.mark.parametrize("words", [["ls", "--json"], ["--help"]])
-def test_output_that_cannot_be_written_is_one_line_and_without_a_reader_none(words: list[str]) -> None:
+def test_output_that_cannot_be_written_is_one_line_and_without_a_reader_none(words):
     command = [sys.executable, "-m", "ftmon.tui.cli", *words]
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
@@ -125,7 +123,7 @@ def test_output_that_cannot_be_written_is_one_line_and_without_a_reader_none(wor
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_a_command_that_is_not_utf_8_is_wrong_usage() -> None:
+def test_a_command_that_is_not_utf_8_is_wrong_usage():
     hub = HubFile(ProcessId(1, 1), {}, "0", "here", 0.0)
     with pytest.raises(UsageError):
         ask(hub, control.Console(os.fsdecode(b"print('\xff')"), 0))
@@ -135,7 +133,7 @@ def read(text: str) -> Config:
     return decode(parse(text, "train.yaml"), "train.yaml").config
 
 
-def test_print_config_needs_no_torch() -> None:
+def test_print_config_needs_no_torch():
     program = (
         "import sys; from ftmon.trainer.recipe import start; status = start.main(['print-config'])\n"
         "assert not {'torch', 'deepspeed', 'transformers', 'datasets'} & set(sys.modules), 'imported torch'\n"
@@ -146,7 +144,7 @@ def test_print_config_needs_no_torch() -> None:
     assert read(done.stdout) == Config()
 
 
-def test_its_json_is_json_alone_whatever_libraries_print() -> None:
+def test_its_json_is_json_alone_whatever_libraries_print():
     pytest.importorskip("deepspeed")
     command = [sys.executable, "-m", "ftmon.trainer.doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
@@ -160,7 +158,7 @@ def run() -> RunDir:
     return rundir.create("two", ["deepspeed", "train.py"], "run", {"logs": True, "listen": "0.0.0.0:7420"})
 
 
-def test_a_further_host_becomes_its_command_as_a_part_of_the_run(run: RunDir, tmp_path: Path) -> None:
+def test_a_further_host_becomes_its_command_as_a_part_of_the_run(run, tmp_path):
     path = prepare(run, "0.0.0.0:7420")
     join = f"-P -m ftmon.trainer.launch.start join {shlex.quote(str(path))} -- sh -c 'env; exit 7'"
     words = [sys.executable, *shlex.split(join)]
@@ -175,13 +173,13 @@ def test_a_further_host_becomes_its_command_as_a_part_of_the_run(run: RunDir, tm
 
 
 @pytest.mark.parametrize("words", [["ls"], ["completion", "bash"], ["train", "--print-config"], ["keys"]])
-def test_closed_standard_streams_are_no_error(words: list[str]) -> None:
+def test_closed_standard_streams_are_no_error(words):
     closed = f"{shlex.quote(sys.executable)} -m ftmon.tui.cli {' '.join(words)} <&- >&-"
     done = subprocess.run(["bash", "-c", closed], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_ctrl_c_ends_a_prediction_without_a_word(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_prediction_without_a_word(tmp_path):
     (tmp_path / "train.yaml").write_text("model: {config: {model_type: llama}}\ndata: {path: rows.jsonl}\n")
     process = subprocess.Popen(
         [sys.executable, "-m", "ftmon.tui.cli", "predict", "train.yaml"],

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +13,7 @@ from ftmon.trainer.recipe.data_check.__main__ import main
 from ftmon.trainer.recipe.start import DATA
 
 
-def test_the_demos_data_are_clean_and_a_fault_is_named_with_its_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demos_data_are_clean_and_a_fault_is_named_with_its_line(tmp_path, capsys):
     config = tmp_path / "train.yaml"
     config.write_text(
         "model: {config: {model_type: qwen2}}\ntokenizer: {vocab_size: 1024}\n"

@@ -4,7 +4,6 @@ import json
 import sqlite3
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from ftmon.protocol.recording.reader import Reader
@@ -34,9 +33,7 @@ def run(home: Ftmon, demo: "subprocess.CompletedProcess[str]") -> RunDir:
     return home.newest()
 
 
-def test_without_a_terminal_it_prints_progress_and_a_spike_and_leaves_no_process(
-    demo: "subprocess.CompletedProcess[str]", run: RunDir
-) -> None:
+def test_without_a_terminal_it_prints_progress_and_a_spike_and_leaves_no_process(demo, run):
     (last,) = lines_with(demo.stdout, [f"step {STEPS}/{STEPS} "])
     assert all(word in last for word in ("loss ", " tok/s", " s/step", "peak ", "iB"))
     assert "\x1b" not in demo.stdout
@@ -46,9 +43,7 @@ def test_without_a_terminal_it_prints_progress_and_a_spike_and_leaves_no_process
     wait_until_nothing_is_left(run)
 
 
-def test_the_last_lines_say_where_the_recording_and_the_model_are_which_loads_and_speaks(
-    demo: "subprocess.CompletedProcess[str]", run: RunDir
-) -> None:
+def test_the_last_lines_say_where_the_recording_and_the_model_are_which_loads_and_speaks(demo, run):
     assert f"recording:  {run.recording}" in demo.stdout
     assert f"replay it:  ftmon replay {run.id}" in demo.stdout
     assert f"chat:       ftmon chat {run.id}" in demo.stdout
@@ -66,13 +61,13 @@ def test_the_last_lines_say_where_the_recording_and_the_model_are_which_loads_an
     assert bool(torch.isfinite(logits).all())
 
 
-def test_the_recording_holds_every_step_of_every_rank(run: RunDir) -> None:
+def test_the_recording_holds_every_step_of_every_rank(run):
     with sqlite3.connect(f"file:{run.recording}?mode=ro", uri=True) as connection:
         found = connection.execute("SELECT rank, count(DISTINCT step), max(step) FROM steps GROUP BY rank").fetchall()
     assert found == [(0, STEPS, STEPS), (1, STEPS, STEPS)]
 
 
-def test_the_recording_replays_as_the_same_lines_which_attach_tells_again(home: Ftmon, run: RunDir) -> None:
+def test_the_recording_replays_as_the_same_lines_which_attach_tells_again(home, run):
     replays = [("replay", name, "--plain") for name in (run.id, str(run.path), str(run.recording))]
     for words in (*replays, ("attach", run.id[:6])):
         told = home.run(*words)
@@ -81,7 +76,7 @@ def test_the_recording_replays_as_the_same_lines_which_attach_tells_again(home: 
         assert lines_with(told.stdout, ["finished"])
 
 
-def test_ls_status_and_logs_have_it(home: Ftmon, run: RunDir) -> None:
+def test_ls_status_and_logs_have_it(home, run):
     listed = home.run("ls")
     assert listed.returncode == 0, listed.stderr
     assert lines_with(listed.stdout, [run.id, "finished"])
@@ -96,13 +91,13 @@ def test_ls_status_and_logs_have_it(home: Ftmon, run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("command", [("kill",), ("stop",)])
-def test_acting_on_a_finished_run_says_so(home: Ftmon, run: RunDir, command: tuple[str]) -> None:
+def test_acting_on_a_finished_run_says_so(home, run, command):
     done = home.run(*command, run.id)
     assert done.returncode == 0, done.stderr
     assert "has ended" in done.stdout
 
 
-def test_a_torn_recording_replays_what_is_there(home: Ftmon, run: RunDir, tmp_path: Path) -> None:
+def test_a_torn_recording_replays_what_is_there(home, run, tmp_path):
     torn = tmp_path / "torn.sqlite"
     whole = run.recording.read_bytes()
     torn.write_bytes(whole[: len(whole) * 2 // 3])

@@ -55,7 +55,7 @@ def steps_done(home: Ftmon, run: RunDir) -> int:
     return int(home.status(run.id).get("step") or 0)
 
 
-def test_a_late_follower_of_a_detached_run_is_told_the_present_and_leaves_no_harm(home: Ftmon, run: RunDir) -> None:
+def test_a_late_follower_of_a_detached_run_is_told_the_present_and_leaves_no_harm(home, run):
     follower = home.start("attach", run.id)
     assert follower.stdout is not None
     for line in follower.stdout:
@@ -71,9 +71,7 @@ def test_a_late_follower_of_a_detached_run_is_told_the_present_and_leaves_no_har
     eventually(lambda: steps_done(home, run) > before, "more steps after the follower left", every=0.5)
 
 
-def test_another_host_attaches_with_the_hubs_key_once_its_own_is_let_in(
-    home: Ftmon, run: RunDir, tmp_path: Path
-) -> None:
+def test_another_host_attaches_with_the_hubs_key_once_its_own_is_let_in(home, run, tmp_path):
     listen = run.read_run().options.listen
     hub = run.living_hub()
     elsewhere = Ftmon(tmp_path / "elsewhere")
@@ -87,7 +85,7 @@ def test_another_host_attaches_with_the_hubs_key_once_its_own_is_let_in(
     assert "loss" in told, errors
 
 
-def test_a_wrong_request_is_one_line_and_harms_nothing(home: Ftmon, run: RunDir) -> None:
+def test_a_wrong_request_is_one_line_and_harms_nothing(home, run):
     done = home.run("kill", "endless", "--rank", "7", "--yes")
     assert done.returncode in (1, 2)
     assert "no rank 7" in done.stderr
@@ -95,7 +93,7 @@ def test_a_wrong_request_is_one_line_and_harms_nothing(home: Ftmon, run: RunDir)
     assert hub_is_alive(run)
 
 
-def test_training_outlives_its_hub_and_a_new_one_has_the_whole_history(home: Ftmon, run: RunDir) -> None:
+def test_training_outlives_its_hub_and_a_new_one_has_the_whole_history(home, run):
     follower = home.start("attach", run.id)
     old = run.living_hub()
     before = steps_done(home, run)
@@ -109,7 +107,7 @@ def test_training_outlives_its_hub_and_a_new_one_has_the_whole_history(home: Ftm
     follow_to_end(follower)
 
 
-def test_stop_ends_it_in_order_and_the_follower_is_told(home: Ftmon, run: RunDir) -> None:
+def test_stop_ends_it_in_order_and_the_follower_is_told(home, run):
     set_priority(home, run, 0)  # it has to answer within 3 s
     follower = home.start("attach", run.id)
     assert follower.stdout is not None
@@ -122,7 +120,7 @@ def test_stop_ends_it_in_order_and_the_follower_is_told(home: Ftmon, run: RunDir
     assert lines_with(output, [f"resume it:  ftmon resume {run.id}"])
 
 
-def test_kill_finds_a_run_whose_launcher_and_hub_are_gone(home: Ftmon) -> None:
+def test_kill_finds_a_run_whose_launcher_and_hub_are_gone(home):
     job = fake_ranks({"workers": 1}, {"workers": 1})
     assert home.run("run", "--name", "orphan", "--detach", "--", *job).returncode == 0
     run = home.newest()

@@ -87,9 +87,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
         yield found
 
 
-def test_a_real_run_is_exported_with_the_figures_of_its_recording_and_a_nan_is_flagged(
-    monkeypatch: pytest.MonkeyPatch, receiver: Receiver, tmp_path: Path
-) -> None:
+def test_a_real_run_is_exported_with_the_figures_of_its_recording_and_a_nan_is_flagged(monkeypatch, receiver, tmp_path):
     monkeypatch.setenv("FAULT", "nan")
     monkeypatch.setenv("AT", "5")
     monkeypatch.setenv("GATE", str(tmp_path / "gate"))
@@ -189,7 +187,7 @@ def check_otel(receiver: Receiver, steps: dict[tuple[int, int], Step], run: str)
     assert len(shown) == sum(flags), "no old loss is shown beside a flag of 0"
 
 
-def test_an_exporter_that_stands_still_or_dies_disturbs_nothing_and_survives_its_hub() -> None:
+def test_an_exporter_that_stands_still_or_dies_disturbs_nothing_and_survives_its_hub():
     port = free_port()
     with started(fake_ranks({"rate": 50}, {"rate": 50}), metrics=f"localhost:{port}") as run, App(run) as app:
         first = eventually(lambda: scrape(port, "application/openmetrics-text"), "a scrape")
@@ -216,7 +214,7 @@ def test_an_exporter_that_stands_still_or_dies_disturbs_nothing_and_survives_its
         eventually(lambda: not exporters(run), "the end of an exporter whose launcher and hub are gone")
 
 
-def test_a_textfile_follows_the_run_outlives_its_folder_and_keeps_the_end(tmp_path: Path) -> None:
+def test_a_textfile_follows_the_run_outlives_its_folder_and_keeps_the_end(tmp_path):
     folder, go = tmp_path / "folder", tmp_path / "go"
     folder.mkdir()
     file = folder / "run.prom"
@@ -244,7 +242,7 @@ def test_a_textfile_follows_the_run_outlives_its_folder_and_keeps_the_end(tmp_pa
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_promtool_accepts_every_metric_and_a_nan_fires_both_rules(tmp_path: Path) -> None:
+def test_promtool_accepts_every_metric_and_a_nan_fires_both_rules(tmp_path):
     figures, registry = RunFigures(), CollectorRegistry()
     for seq, message in enumerate(EXAMPLES, 1):
         figures.apply(Frame(seq, 1.0, message), True)
@@ -275,7 +273,7 @@ def test_promtool_accepts_every_metric_and_a_nan_fires_both_rules(tmp_path: Path
 
 
 @pytest.mark.skipif(shutil.which("trace_processor_shell") is None, reason="trace_processor_shell is not installed")
-def test_trace_processor_finds_slices_flows_and_counters_without_a_fault(tmp_path: Path) -> None:
+def test_trace_processor_finds_slices_flows_and_counters_without_a_fault(tmp_path):
     stream = Stream(ranks=2, steps=20)
     recording, trace = write(tmp_path / "r.sqlite", stream.frames()), tmp_path / "run.pftrace"
     assert main(["export", str(recording), "perfetto", "-o", str(trace)]) == 0

@@ -170,12 +170,12 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     )
 
 
-def test_the_rows_tell_a_mean_over_tokens_from_a_mean_of_means(launched: Launched) -> None:
+def test_the_rows_tell_a_mean_over_tokens_from_a_mean_of_means(launched):
     assert distance(launched.reference.mean_of_means, launched.reference.grads) > 0.1
 
 
 @pytest.mark.parametrize("case", CASES, ids=[name_of(*case) for case in CASES])
-def test_gradients_and_figures_equal_plain_pytorch(launched: Launched, case: tuple[int, int, int, int]) -> None:
+def test_gradients_and_figures_equal_plain_pytorch(launched, case):
     reference = launched.reference
     assert distance(launched.saved[name_of(*case)]["grads"], reference.grads) < 1e-6
     text = launched.text[name_of(*case)]
@@ -192,9 +192,7 @@ def representable_in_bf16(grads: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bf16_gradients_are_accumulated_and_reduced_in_fp32_unless_bf16_is_asked_for(
-    launched: Launched, stage: int
-) -> None:
+def test_bf16_gradients_are_accumulated_and_reduced_in_fp32_unless_bf16_is_asked_for(launched, stage):
     fp32, bf16 = launched.saved[f"bf16-stage-{stage}"], launched.saved[f"bf16-throughout-stage-{stage}"]
     assert fp32["reduced"] == [torch.float32]
     assert bf16["reduced"] == [torch.bfloat16]
@@ -202,18 +200,18 @@ def test_bf16_gradients_are_accumulated_and_reduced_in_fp32_unless_bf16_is_asked
     assert representable_in_bf16(bf16["grads"]) > 0.95
 
 
-def test_without_partitioning_bf16_gradients_are_reduced_in_fp32(launched: Launched) -> None:
+def test_without_partitioning_bf16_gradients_are_reduced_in_fp32(launched):
     assert launched.saved["bf16-stage-0"]["reduced"] == [torch.float32]
 
 
 @pytest.mark.parametrize("name", BF16)
-def test_bf16_gradients_are_near_those_of_fp32(launched: Launched, name: str) -> None:
+def test_bf16_gradients_are_near_those_of_fp32(launched, name):
     assert distance(launched.saved[name]["grads"], launched.reference.grads) < 0.1
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("mode", ["layers", "selective"])
-def test_recomputing_under_adapters_with_dropout_changes_no_gradient(launched: Launched, stage: int, mode: str) -> None:
+def test_recomputing_under_adapters_with_dropout_changes_no_gradient(launched, stage, mode):
     grads, others = (launched.saved[name]["grads"] for name in (f"lora-stage-{stage}", f"lora-stage-{stage}-{mode}"))
     learned = [name for name in grads if grads[name].any()]
     assert learned
@@ -222,7 +220,7 @@ def test_recomputing_under_adapters_with_dropout_changes_no_gradient(launched: L
 
 
 @pytest.mark.parametrize("name", ["packed-ranks", "packed-lora"])
-def test_compiled_layers_of_partitioned_parameters_give_the_same_gradients(launched: Launched, name: str) -> None:
+def test_compiled_layers_of_partitioned_parameters_give_the_same_gradients(launched, name):
     # The first gradients of an adapter's A are 0, as its B is.
     grads, compiled = (
         {key: grad for key, grad in launched.saved[one]["grads"].items() if grad.any()}
@@ -237,9 +235,7 @@ def test_compiled_layers_of_partitioned_parameters_give_the_same_gradients(launc
 
 
 @pytest.mark.parametrize("name", SLICED)
-def test_ranks_that_share_sequences_give_the_gradients_and_the_loss_of_whole_ones(
-    launched: Launched, name: str
-) -> None:
+def test_ranks_that_share_sequences_give_the_gradients_and_the_loss_of_whole_ones(launched, name):
     whole = {"packed": "packed-whole", "lora": "lora-whole"}.get(name.partition("-")[0])
     expected = launched.saved[whole]["grads"] if whole else launched.reference.grads
     learned = {name: grad for name, grad in expected.items() if grad.any()}

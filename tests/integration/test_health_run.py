@@ -42,7 +42,7 @@ def health(messages: list[Message]) -> dict[str, Alert]:
     return {str(one.evidence["finding"]): one for one in messages if isinstance(one, Alert) and one.kind == "health"}
 
 
-def test_a_healthy_run_has_known_disks_and_no_finding(home: Ftmon) -> None:
+def test_a_healthy_run_has_known_disks_and_no_finding(home):
     run, messages, _ = played(home, "", STEPS="60")
     disks = [one for one in messages if isinstance(one, DiskSpace)]
     mine = [one for one in health(messages).values() if one.evidence["finding"] != "disk_filling"]
@@ -52,7 +52,7 @@ def test_a_healthy_run_has_known_disks_and_no_finding(home: Ftmon) -> None:
     assert all(one.workers == 0 and one.cpus >= 1 for one in loaders)
 
 
-def test_waiting_for_data_nan_and_recompilations_are_told_with_their_figures(home: Ftmon) -> None:
+def test_waiting_for_data_nan_and_recompilations_are_told_with_their_figures(home):
     run, messages, output = played(home, "loader,nan,compile", STEPS="110", AT="15", TORCHDYNAMO_DISABLE="0")
     found = health(messages)
     data = found["input_bound"]
@@ -91,7 +91,7 @@ for step in range(95):
 """
 
 
-def test_a_script_that_keeps_memory_in_every_step_is_told_so_with_the_rate(home: Ftmon, tmp_path: Path) -> None:
+def test_a_script_that_keeps_memory_in_every_step_is_told_so_with_the_rate(home, tmp_path):
     script = tmp_path / "leaky.py"
     script.write_text(LEAKS)
     done = home.run("run", "--", sys.executable, str(script), seconds=480)
@@ -126,9 +126,7 @@ def memory_group(limit: int) -> Iterator[Path]:
     pytest.skip("no control group with a memory limit can be made here")
 
 
-def test_an_evaluation_that_keeps_all_logits_is_told_before_the_memory_of_its_group_is_full(
-    home: Ftmon, tmp_path: Path
-) -> None:
+def test_an_evaluation_that_keeps_all_logits_is_told_before_the_memory_of_its_group_is_full(home, tmp_path):
     script, enough = Path(__file__).parent / "scripts" / "kept_logits.py", tmp_path / "enough"
     with memory_group(1400 * 2**20) as group:
         inside = f'echo $$ > "{group}/cgroup.procs" && exec "$@"'

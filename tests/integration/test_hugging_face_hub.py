@@ -4,11 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import fake_hub
-import pytest
 from ftmon.trainer.recipe.data_check import __main__ as data_check
 from ftmon.trainer.recipe.preflight.resolve import hub_refusal
 
@@ -57,8 +55,8 @@ NOWHERE = "http://127.0.0.1:9"
 
 
 def test_a_model_is_pushed_to_a_private_repository_by_rank_0_outside_of_its_group_and_a_hub_that_is_gone_is_a_line(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     model = tmp_path / "model"
     model.mkdir()
     written = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 100, "README.md": b"---\n---\n# model\n"}
@@ -90,9 +88,7 @@ def test_a_model_is_pushed_to_a_private_repository_by_rank_0_outside_of_its_grou
     assert all("hub" in line.lower() or "connect" in line.lower() for line in (data, base)), lines
 
 
-def test_a_name_on_an_unreachable_hub_is_refused_in_one_line_without_retries(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_on_an_unreachable_hub_is_refused_in_one_line_without_retries(tmp_path, monkeypatch, capsys):
     """By a process and within this one; a chat's is in its unit test, a prediction's in test_predict_config."""
     for name, value in {"HF_ENDPOINT": NOWHERE, "HF_HOME": str(tmp_path), "FTMON_HOME": str(tmp_path / "runs")}.items():
         monkeypatch.setenv(name, value)
@@ -109,7 +105,7 @@ def test_a_name_on_an_unreachable_hub_is_refused_in_one_line_without_retries(
     assert said in errors
 
 
-def test_without_a_connection_the_cache_is_used_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_connection_the_cache_is_used_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", NOWHERE)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
@@ -120,7 +116,7 @@ def test_without_a_connection_the_cache_is_used_at_once(tmp_path: Path, monkeypa
     assert hub_refusal("me/other") == "", "the libraries refuse it at once"
 
 
-def test_a_reachable_hub_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reachable_hub_is_asked(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with fake_hub.serving() as hub:

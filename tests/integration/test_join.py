@@ -3,11 +3,9 @@
 import os
 import signal
 import stat
-from pathlib import Path
 
-import pytest
 from ftmon.protocol.link.sockets import join_path, read_join
-from ftmon.protocol.run.rundir import MultiHost, RunDir
+from ftmon.protocol.run.rundir import MultiHost
 from ftmon.trainer.launch import environment
 from ftmon.trainer.launch.environment import prepare, push
 
@@ -21,7 +19,7 @@ sh -c "$(echo "$last" | sed 's|{runs}|{other}|g')"
 """
 
 
-def test_hosts_that_share_no_files_are_given_the_key_over_sshs_input(run: RunDir, tmp_path: Path) -> None:
+def test_hosts_that_share_no_files_are_given_the_key_over_sshs_input(run, tmp_path):
     path = prepare(run, "0.0.0.0:7420")
     other, log, program = tmp_path / "other", tmp_path / "log", tmp_path / "ssh"
     program.write_text(SSH.format(other=other, log=log, runs=run.path.parent))
@@ -38,7 +36,7 @@ def test_hosts_that_share_no_files_are_given_the_key_over_sshs_input(run: RunDir
     assert not read_join(path).pushed, "the file of a shared directory was replaced"
 
 
-def test_where_the_directory_is_shared_the_file_stays(run: RunDir, tmp_path: Path) -> None:
+def test_where_the_directory_is_shared_the_file_stays(run, tmp_path):
     path = prepare(run, "0.0.0.0:7420")
     program = tmp_path / "ssh"
     program.write_text('#!/bin/sh\nfor word; do last=$word; done\nsh -c "$last"\n')
@@ -48,9 +46,7 @@ def test_where_the_directory_is_shared_the_file_stays(run: RunDir, tmp_path: Pat
     assert path.exists()
 
 
-def test_a_host_that_hangs_holds_up_neither_the_launcher_nor_the_other_hosts(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_hangs_holds_up_neither_the_launcher_nor_the_other_hosts(run, tmp_path, monkeypatch):
     prepare(run, "0.0.0.0:7420")
     program, got = tmp_path / "ssh", tmp_path / "got"
     # As ssh does with ControlPersist, both leave a child behind that holds their error output.
@@ -70,7 +66,7 @@ def test_a_host_that_hangs_holds_up_neither_the_launcher_nor_the_other_hosts(
             os.kill(int(pid), signal.SIGKILL)
 
 
-def test_in_a_slurm_job_srun_brings_the_key_to_every_node(run: RunDir, tmp_path: Path) -> None:
+def test_in_a_slurm_job_srun_brings_the_key_to_every_node(run, tmp_path):
     path = prepare(run, "0.0.0.0:7420")
     other, log = tmp_path / "other", tmp_path / "log"
     program = tmp_path / "srun"

@@ -58,7 +58,7 @@ def shown(app: Any) -> str:
     return "\n".join(widget.plain for widget in app.screen.query(Canvas) if widget.display)
 
 
-async def test_what_comes_is_shown_and_what_is_asked_for_is_told(run: RunDir, hub: SmallHub) -> None:
+async def test_what_comes_is_shown_and_what_is_asked_for_is_told(run, hub):
     put(hub, FRAMES[:HALF])
     source = LiveSource(run)
     app = FtmonApp(source)
@@ -90,7 +90,7 @@ async def test_what_comes_is_shown_and_what_is_asked_for_is_told(run: RunDir, hu
         source.close()
 
 
-async def test_a_read_only_app_asks_for_nothing(run: RunDir, hub: SmallHub) -> None:
+async def test_a_read_only_app_asks_for_nothing(run, hub):
     put(hub, FRAMES[:HALF])
     source = LiveSource(run)
     app = FtmonApp(source, read_only=True)
@@ -106,9 +106,7 @@ async def test_a_read_only_app_asks_for_nothing(run: RunDir, hub: SmallHub) -> N
         source.close()
 
 
-async def test_native_frames_that_cannot_be_read_are_told_and_so_are_stacks_that_were_read(
-    run: RunDir, hub: SmallHub
-) -> None:
+async def test_native_frames_that_cannot_be_read_are_told_and_so_are_stacks_that_were_read(run, hub):
     put(hub, FRAMES[:HALF])
     hub.put(Stacks(0, RUN.created + 30, STACKS, "asked"))
     hub.completes = False
@@ -141,7 +139,7 @@ async def test_native_frames_that_cannot_be_read_are_told_and_so_are_stacks_that
         source.close()
 
 
-def test_followed_events_come_through_a_pipe_and_end_with_the_run(run: RunDir, tmp_path: Path) -> None:
+def test_followed_events_come_through_a_pipe_and_end_with_the_run(run, tmp_path):
     hub = SmallHub(run)
     put(hub, FRAMES[:HALF])
     with Ftmon(tmp_path).start("events", str(run.path), "--follow", "--json") as process:
@@ -158,7 +156,7 @@ def test_followed_events_come_through_a_pipe_and_end_with_the_run(run: RunDir, t
         assert process.stdout.read() == ""
 
 
-def test_ctrl_c_ends_following_with_130(run: RunDir, hub: SmallHub, tmp_path: Path) -> None:
+def test_ctrl_c_ends_following_with_130(run, hub, tmp_path):
     put(hub, FRAMES[:HALF])
     with Ftmon(tmp_path).start("events", run.id, "--follow") as process:
         assert process.stdout is not None
@@ -170,7 +168,7 @@ def test_ctrl_c_ends_following_with_130(run: RunDir, hub: SmallHub, tmp_path: Pa
         assert process.wait(timeout=200) == 130
 
 
-def test_following_ends_once_the_runs_launcher_and_hub_are_gone(run: RunDir, tmp_path: Path) -> None:
+def test_following_ends_once_the_runs_launcher_and_hub_are_gone(run, tmp_path):
     dead = ProcessId(1, 1)
     run.write_run(msgspec.structs.replace(RUN, launcher=dead))
     hub = SmallHub(run, dead)
@@ -182,7 +180,7 @@ def test_following_ends_once_the_runs_launcher_and_hub_are_gone(run: RunDir, tmp
     assert "its launcher and its hub are gone" in ended.stderr
 
 
-def test_a_run_directory_asks_the_ranks_of_its_run_for_their_stacks(run: RunDir, hub: SmallHub, tmp_path: Path) -> None:
+def test_a_run_directory_asks_the_ranks_of_its_run_for_their_stacks(run, hub, tmp_path):
     run.write_run(msgspec.structs.replace(RUN, host=socket.gethostname()))
     with Ftmon(tmp_path).start("stacks", str(run.path)) as process:
         eventually(lambda: [command.verb for command in hub.commands] == ["stacks"], "the command")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from eventually import eventually
-from ftmon_process import Ftmon, follow_to_end
+from ftmon_process import follow_to_end
 
 TESTS = Path(__file__).parents[1]
 PRINTS = """
@@ -58,7 +58,7 @@ print(json.dumps(found))
 """
 
 
-def test_on_a_full_disk_the_hub_is_replaced_signals_are_passed_on_and_the_status_is_the_scripts(tmp_path: Path) -> None:
+def test_on_a_full_disk_the_hub_is_replaced_signals_are_passed_on_and_the_status_is_the_scripts(tmp_path):
     if shutil.which("unshare") is None:
         pytest.skip("no unshare: a small file system cannot be mounted")
     (tmp_path / "disk").mkdir()
@@ -79,9 +79,7 @@ def is_removed(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("how", ["removed", "moved"])
-def test_without_its_directory_a_run_goes_on_gets_its_signals_and_gives_its_status(
-    home: Ftmon, tmp_path: Path, how: str
-) -> None:
+def test_without_its_directory_a_run_goes_on_gets_its_signals_and_gives_its_status(home, tmp_path, how):
     command = home.start("run", "--plain", "--", sys.executable, "-c", PRINTS)
     assert command.stdout is not None
     next(line for line in command.stdout if "a line of output" in line)

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from ftmon.protocol.run.notices import Notice, Notify
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.trainer.hub import notify
 from ftmon.trainer.hub.notify import DeliveryError, Notifier, deliver
-from ftmon_process import Ftmon, wait_until_nothing_is_left
+from ftmon_process import wait_until_nothing_is_left
 
 NOTICE = Notice("oom", "train-1", "node", 5.0, "rank 0 out of memory", "try a smaller batch")
 
@@ -63,9 +62,7 @@ def rules(run: RunDir) -> list[str]:
         return [alert.evidence["rule"] for alert in reader.alerts()]
 
 
-def test_a_run_that_fails_notifies_a_command_and_a_webhook_and_keeps_the_address_secret(
-    home: Ftmon, tmp_path: Path, server: Server
-):
+def test_a_run_that_fails_notifies_a_command_and_a_webhook_and_keeps_the_address_secret(home, tmp_path, server):
     script = tmp_path / "early.py"
     script.write_text("raise SystemExit('no data at /nowhere')\n")
     kept = tmp_path / "notices"
@@ -91,7 +88,7 @@ def test_a_run_that_fails_notifies_a_command_and_a_webhook_and_keeps_the_address
     assert not [path for path in files if b"/secret" in path.read_bytes()]
 
 
-def test_targets_that_do_not_take_a_notice_say_why(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_targets_that_do_not_take_a_notice_say_why(server, monkeypatch, tmp_path):
     deliver(f'test "$FTMON_NOTICE_EVENT" = oom && cat > {tmp_path}/body', NOTICE)
     assert json.loads((tmp_path / "body").read_text())["title"] == "rank 0 out of memory"
     server.refusals = 1
@@ -107,9 +104,7 @@ def test_targets_that_do_not_take_a_notice_say_why(server: Server, monkeypatch: 
         deliver("sleep 60 & wait", NOTICE)
 
 
-def test_a_server_that_speaks_no_http_is_reported_and_the_next_target_still_notified(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_server_that_speaks_no_http_is_reported_and_the_next_target_still_notified(monkeypatch, tmp_path):
     monkeypatch.setattr(notify, "TRY_AGAIN_SECONDS", ())
     failed: list[tuple[str, str]] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -141,7 +136,7 @@ def test_a_server_that_speaks_no_http_is_reported_and_the_next_target_still_noti
         (["--notify-on", "finish"], "needs --notify"),
     ],
 )
-def test_wrong_targets_and_events_are_refused_before_anything_starts(home: Ftmon, words: list[str], complaint: str):
+def test_wrong_targets_and_events_are_refused_before_anything_starts(home, words, complaint):
     done = home.run("run", *words, "--", "true")
     assert (done.returncode, done.stderr.count("\n")) == (RUN_USAGE, 1)
     assert complaint in done.stderr

@@ -13,11 +13,11 @@ from ftmon.protocol.errors import RecordingError
 from ftmon.protocol.messages.control import RankState
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.exits import HANG
-from ftmon_process import Ftmon, follow_to_end, wait_until_nothing_is_left
+from ftmon_process import follow_to_end, wait_until_nothing_is_left
 from sleeping_loader import WHERE, job, store_is_back
 
 
-def test_stacks_are_saved_and_the_run_goes_on_when_the_stall_is_over(home: Ftmon, tmp_path: Path) -> None:
+def test_stacks_are_saved_and_the_run_goes_on_when_the_stall_is_over(home, tmp_path):
     with home.start("run", "--on-hang", "stacks", "--hang-grace", "1", "--", *job(tmp_path)) as process:
         run = home.newest()
 
@@ -75,9 +75,7 @@ def slow_disk(folder: Path) -> str:
     return f"{library} {before}".strip()
 
 
-def test_stop_interrupts_the_ranks_so_that_they_can_end_by_themselves_in_time_though_the_disk_is_slow(
-    home: Ftmon, tmp_path: Path
-) -> None:
+def test_stop_interrupts_the_ranks_so_that_they_can_end_by_themselves_in_time_though_the_disk_is_slow(home, tmp_path):
     home.environ["LD_PRELOAD"] = slow_disk(tmp_path)
     done = home.run("run", "--on-hang", "stop", "--hang-grace", "1", "--", *job(tmp_path), seconds=500)
     assert done.returncode == HANG, done.stdout + done.stderr

@@ -164,7 +164,7 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> Predictions:
 
 
 @pytest.mark.parametrize(("stage", "adam"), MEASURED)
-def test_a_step_takes_what_was_measured_on_a_gpu(predictions: Predictions, stage: int, adam: str) -> None:
+def test_a_step_takes_what_was_measured_on_a_gpu(predictions, stage, adam):
     prediction = predictions.found(f"measured-{stage}")
     line = measured(stage, adam)
     rows = {row["seq_len"]: row for row in line["rows"]}
@@ -181,7 +181,7 @@ def test_a_step_takes_what_was_measured_on_a_gpu(predictions: Predictions, stage
     assert (point["fits"], point["fails_in"]) == (False, "forward")
 
 
-def test_deepspeeds_estimate_and_sums_made_by_hand_are_beside_the_prediction(predictions: Predictions) -> None:
+def test_deepspeeds_estimate_and_sums_made_by_hand_are_beside_the_prediction(predictions):
     found = predictions.found("measured-3")
     count, vocabulary, hidden = found["parameters"], QWEN["vocab_size"], QWEN["hidden_size"]
     assert found["made"]["estimate"]["bytes"] == 18 * count + 4 * vocabulary * hidden  # stage3.py, one rank
@@ -200,7 +200,7 @@ def test_deepspeeds_estimate_and_sums_made_by_hand_are_beside_the_prediction(pre
     assert parts["logits"]["predicted_bytes"] == highest
 
 
-def test_ranks_that_hold_other_layers_take_other_memory(predictions: Predictions) -> None:
+def test_ranks_that_hold_other_layers_take_other_memory(predictions):
     # As measured with an 8B on 4 H200s: with offloaded states the first and the last rank, which hold the embedding's
     # and the head's gradients, peak higher than those between.
     (point,) = predictions.found("layers")["points"]
@@ -210,14 +210,14 @@ def test_ranks_that_hold_other_layers_take_other_memory(predictions: Predictions
     assert point["nvml_bytes"] == max(rank["nvml_bytes"] for rank in point["ranks"])
 
 
-def test_a_dry_run_writes_none_of_deepspeeds_outputs(predictions: Predictions) -> None:
+def test_a_dry_run_writes_none_of_deepspeeds_outputs(predictions):
     for stage in (2, 3):
         assert predictions.found(f"outputs-{stage}")["points"]
     assert (predictions.folder / "profile.txt").read_text() == "kept"
     assert not (predictions.folder / "logs").exists()
 
 
-def test_what_deepspeed_refuses_is_one_line_with_status_2(predictions: Predictions) -> None:
+def test_what_deepspeed_refuses_is_one_line_with_status_2(predictions):
     answer = predictions.answers["refused"]
     assert answer["status"] == 2
     (line,) = answer["output"].splitlines()
@@ -235,7 +235,7 @@ def point(found: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["loop", "trainer"])
-def test_a_script_has_the_states_of_its_model_and_configuration(predictions: Predictions, name: str) -> None:
+def test_a_script_has_the_states_of_its_model_and_configuration(predictions, name):
     # A Trainer of transformers has filled in what its configuration leaves to it (auto), under another ZeRO stage.
     parts = point(predictions.found(name))["ranks"][0]["phases"]["optimizer"]["parts"]
     assert parts["master_copies"] == pytest.approx(4 * PARAMETERS, rel=0.03)
@@ -243,9 +243,7 @@ def test_a_script_has_the_states_of_its_model_and_configuration(predictions: Pre
     assert 2 * PARAMETERS <= parts["parameters"] <= 4.2 * PARAMETERS
 
 
-def test_changes_of_a_script_are_predicted_each_and_named_as_the_script_would_make_them(
-    predictions: Predictions,
-) -> None:
+def test_changes_of_a_script_are_predicted_each_and_named_as_the_script_would_make_them(predictions):
     found = predictions.found("changed")
     changes = {one["name"]: one for one in found["what_if"]}
     assert set(changes) == {"expandable segments", "checkpointing", "micro-batch 2", "optimizer offload"}
@@ -260,12 +258,12 @@ def test_changes_of_a_script_are_predicted_each_and_named_as_the_script_would_ma
     assert any("LoRA" in note and "are not among the changes" in note for note in found["notes"])
 
 
-def test_no_script_is_run_beyond_the_engine_and_no_weights_are_read(predictions: Predictions) -> None:
+def test_no_script_is_run_beyond_the_engine_and_no_weights_are_read(predictions):
     assert not (predictions.folder / "trained").exists()
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_cannot_be_followed_is_one_line_with_the_flags_to_use(predictions: Predictions, name: str) -> None:
+def test_what_cannot_be_followed_is_one_line_with_the_flags_to_use(predictions, name):
     answer = predictions.answers[name]
     assert answer["status"] == 2
     assert len(answer["output"].splitlines()) == 1, answer["output"]
@@ -274,7 +272,7 @@ def test_what_cannot_be_followed_is_one_line_with_the_flags_to_use(predictions: 
     assert answer["output"].strip().endswith("use --model and --deepspeed instead")
 
 
-def test_a_script_that_decides_by_a_tensors_value_is_refused_with_its_line(predictions: Predictions) -> None:
+def test_a_script_that_decides_by_a_tensors_value_is_refused_with_its_line(predictions):
     answer = predictions.answers["branches"]
     line = next(number for number, text in enumerate((SCRIPTS / "dry_loop.py").read_text().splitlines(), 1)
                 if "arguments.branch and" in text)  # fmt: skip

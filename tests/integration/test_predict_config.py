@@ -176,7 +176,7 @@ def point(answer: dict[str, Any]) -> dict[str, int]:
     return {name: phase["allocated_peak_bytes"] for name, phase in found["ranks"][0]["phases"].items()}
 
 
-def test_the_optimizer_phase_holds_weights_gradients_and_states(predictions: dict[str, Any]) -> None:
+def test_the_optimizer_phase_holds_weights_gradients_and_states(predictions):
     rest = WORKSPACES + BUCKETS
     share = PARAMETERS / RANKS
     # Weights in bf16, whole and as a share; two running averages in bf16; gradients as they were reduced, and flat.
@@ -190,7 +190,7 @@ def test_the_optimizer_phase_holds_weights_gradients_and_states(predictions: dic
     assert held <= point(predictions["lora"])["optimizer"] <= 1.1 * held + rest
 
 
-def test_what_a_layer_and_two_show_of_a_change_is_what_its_own_dry_run_finds(predictions: dict[str, Any]) -> None:
+def test_what_a_layer_and_two_show_of_a_change_is_what_its_own_dry_run_finds(predictions):
     changes = {one["name"]: one for one in json.loads(predictions["many"]["output"])["what_if"]}
     assert all(changes[name]["fitted"] for name in ("selective checkpointing", "fused loss", "parameter offload"))
     assert not changes["nothing kept gathered"]["fitted"]  # a small model's parameters are gathered once
@@ -201,7 +201,7 @@ def test_what_a_layer_and_two_show_of_a_change_is_what_its_own_dry_run_finds(pre
     assert adapted["needed_bytes"] == pytest.approx(own["needed_bytes"], rel=0.1)
 
 
-def test_changes_of_recomputed_layers_are_their_own_dry_runs_or_like_one_of_these(predictions: dict[str, Any]) -> None:
+def test_changes_of_recomputed_layers_are_their_own_dry_runs_or_like_one_of_these(predictions):
     changes = {one["name"]: one for one in json.loads(predictions["recomputed"]["output"])["what_if"]}
     own = [json.loads(predictions[f"recomputed, {name}"]["output"])["points"][0] for name in ("adapted", "in 8 bit")]
     adapted, in_8_bit = changes["LoRA of rank 16"], changes["optimizer in 8 bit"]
@@ -212,7 +212,7 @@ def test_changes_of_recomputed_layers_are_their_own_dry_runs_or_like_one_of_thes
     assert in_8_bit["needed_bytes"] == pytest.approx(own[1]["needed_bytes"], abs=2 * SEGMENT)
 
 
-def test_more_micro_steps_take_more_time_and_no_more_memory(predictions: dict[Any, Any]) -> None:
+def test_more_micro_steps_take_more_time_and_no_more_memory(predictions):
     two, three, eight = (json.loads(predictions[count]["output"])["points"][0] for count in MICRO_STEPS)
     for phase in ("forward", "backward", "optimizer"):
         assert eight["ranks"][0]["phases"][phase] == three["ranks"][0]["phases"][phase]
@@ -221,7 +221,7 @@ def test_more_micro_steps_take_more_time_and_no_more_memory(predictions: dict[An
         assert eight["time"][part] == pytest.approx(two["time"][part] + 6 * middle)
 
 
-def test_a_peak_consists_of_what_the_memory_screen_calls_it(predictions: dict[str, Any]) -> None:
+def test_a_peak_consists_of_what_the_memory_screen_calls_it(predictions):
     for case in ("small", "logits", "zero 3", "lora"):
         for phase in ("forward", "backward", "optimizer"):
             found = _phases(predictions[case])[phase]
@@ -251,7 +251,7 @@ def _phases(answer: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return json.loads(answer["output"])["points"][0]["ranks"][0]["phases"]
 
 
-def test_a_step_takes_its_matrix_products_and_costs_its_gpus(predictions: dict[str, Any]) -> None:
+def test_a_step_takes_its_matrix_products_and_costs_its_gpus(predictions):
     prediction = json.loads(predictions["small"]["output"])
     point = prediction["points"][0]
     seconds, time = point["step_seconds"], point["time"]
@@ -271,7 +271,7 @@ def test_a_step_takes_its_matrix_products_and_costs_its_gpus(predictions: dict[s
     assert prediction["gpu"] == "H200 141 GB"
 
 
-def test_it_says_which_gpus_hold_the_run(predictions: dict[str, Any]) -> None:
+def test_it_says_which_gpus_hold_the_run(predictions):
     small, logits = (json.loads(predictions[name]["output"])["points"][0] for name in ("small", "logits"))
     for point in (small, logits):
         peaks = [phase for rank in point["ranks"] for phase in rank["phases"].values()]
@@ -282,7 +282,7 @@ def test_it_says_which_gpus_hold_the_run(predictions: dict[str, Any]) -> None:
     assert "RTX 4060 8 GB" not in small["fits_on"]
 
 
-def test_the_fused_loss_saves_the_logits(predictions: dict[str, Any]) -> None:
+def test_the_fused_loss_saves_the_logits(predictions):
     logits = LENGTH * VOCABULARY
     saved = point(predictions["logits"])["backward"] - point(predictions["small"])["backward"]
     # fp32 log-probabilities, their gradients, and logits in bf16; less a chunk of 256 MiB and its copies.
@@ -290,7 +290,7 @@ def test_the_fused_loss_saves_the_logits(predictions: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes, for the weights in 4 bits")
-def test_weights_in_4_bits_take_half_a_byte_and_their_scales(predictions: dict[str, Any]) -> None:
+def test_weights_in_4_bits_take_half_a_byte_and_their_scales(predictions):
     assert predictions["quantized"]["status"] == 0, predictions["quantized"]["output"]
     found = json.loads(predictions["quantized"]["output"])
     linear = 2 * (2 * WIDTH * WIDTH + 2 * WIDTH * 1024 + 3 * WIDTH * 11008)
@@ -306,9 +306,7 @@ def test_weights_in_4_bits_take_half_a_byte_and_their_scales(predictions: dict[s
     assert found["checkpoint_bytes"] == pytest.approx(14 * adapters, rel=0.01), "the adapters' alone"
 
 
-def test_each_of_several_lengths_of_packed_rows_has_the_figures_of_a_run_of_its_own(
-    predictions: dict[str, Any],
-) -> None:
+def test_each_of_several_lengths_of_packed_rows_has_the_figures_of_a_run_of_its_own(predictions):
     several, alone = (json.loads(predictions[lengths]["output"])["points"] for lengths in LENGTHS)
     assert [point["sequence_length"] for point in several] == [125, 1024]
     assert several[0] == alone[0]
@@ -316,7 +314,7 @@ def test_each_of_several_lengths_of_packed_rows_has_the_figures_of_a_run_of_its_
     assert last - first > (1024 - 125) * 8192 * 2, "at least the logits of the other tokens"
 
 
-def test_the_largest_length_and_micro_batch_that_fit_a_capacity_are_found(predictions: dict[str, Any]) -> None:
+def test_the_largest_length_and_micro_batch_that_fit_a_capacity_are_found(predictions):
     assert predictions["largest"]["status"] == 0, predictions["largest"]["output"]
     found = msgspec.json.decode(predictions["largest"]["output"], type=Answer)
     (holds,) = found.largest
@@ -334,7 +332,7 @@ def test_the_largest_length_and_micro_batch_that_fit_a_capacity_are_found(predic
     assert [piece.phase for piece in found.batch_pieces] == ["backward"]
 
 
-def test_ranks_that_share_sequences_hold_a_slice_of_the_activations(predictions: dict[str, Any]) -> None:
+def test_ranks_that_share_sequences_hold_a_slice_of_the_activations(predictions):
     whole, shared = (_phases(predictions[name])["forward"]["parts"] for name in ("small", "shared"))
     # Each of the two layers holds its attention's output twice, before and after it is exchanged.
     again = 2 * LENGTH // 2 * WIDTH * 2
@@ -350,7 +348,7 @@ def test_ranks_that_share_sequences_hold_a_slice_of_the_activations(predictions:
     assert any(note.startswith("2 ranks share each sequence") for note in prediction["notes"])
 
 
-def test_compiled_layers_keep_less_and_take_less_time(predictions: dict[str, Any]) -> None:
+def test_compiled_layers_keep_less_and_take_less_time(predictions):
     compiled, plain = (_phases(predictions[case]) for case in ("zero 3", "uncompiled"))
     same = "optimizer_states", "master_copies", "gradients"
     assert [compiled["optimizer"]["parts"][part] for part in same] == [
@@ -367,20 +365,20 @@ def test_compiled_layers_keep_less_and_take_less_time(predictions: dict[str, Any
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_wrong_model_or_file_is_refused_in_one_line(predictions: dict[str, Any], case: str) -> None:
+def test_a_wrong_model_or_file_is_refused_in_one_line(predictions, case):
     answer = predictions[case]
     assert answer["status"] == 2
     assert len(answer["output"].splitlines()) == 1, answer["output"]
     assert answer["output"].startswith(f"ftmon: {REFUSED[case][1]}")
 
 
-def test_a_prediction_says_what_it_assumed(predictions: dict[str, Any]) -> None:
+def test_a_prediction_says_what_it_assumed(predictions):
     prediction = json.loads(predictions["small"]["output"])
     assert prediction["parameters"] == PARAMETERS
     assert any("packed row" in note for note in prediction["notes"])
 
 
-def test_the_steps_of_a_data_set_that_do_not_fit_are_named(predictions: dict[str, Any]) -> None:
+def test_the_steps_of_a_data_set_that_do_not_fit_are_named(predictions):
     assert predictions["data"]["status"] == 0, predictions["data"]["output"]
     prediction = json.loads(predictions["data"]["output"])
     risk, words = prediction["data"], render(msgspec.convert(prediction, Answer))
@@ -404,7 +402,7 @@ def test_the_steps_of_a_data_set_that_do_not_fit_are_named(predictions: dict[str
     )
 
 
-def test_packed_rows_consist_of_the_documents_of_the_data_set(predictions: dict[str, Any]) -> None:
+def test_packed_rows_consist_of_the_documents_of_the_data_set(predictions):
     assert predictions["documents"]["status"] == 0, predictions["documents"]["output"]
     one, many = (json.loads(predictions[case]["output"]) for case in ("small", "documents"))
     before, after = one["points"][0]["time"]["total"], many["points"][0]["time"]["total"]
@@ -418,7 +416,7 @@ def test_packed_rows_consist_of_the_documents_of_the_data_set(predictions: dict[
     assert flops[0] - flops[1] == pytest.approx(less / H200, rel=0.01)
 
 
-def test_the_loss_takes_time_for_the_tokens_that_carry_it(predictions: dict[str, Any]) -> None:
+def test_the_loss_takes_time_for_the_tokens_that_carry_it(predictions):
     whole, answers = (json.loads(predictions[case]["output"]) for case in ("documents", "answers"))
     assert any("50% of the tokens carry loss" in note for note in answers["notes"])
     # Half of the tokens: three products with the last layer's weight, and the kernel that replaces logits by gradients.
@@ -429,7 +427,7 @@ def test_the_loss_takes_time_for_the_tokens_that_carry_it(predictions: dict[str,
     assert point(predictions["answers"]) == point(predictions["documents"]), "some micro-batch may consist of answers"
 
 
-def test_the_prediction_beside_a_run_has_the_figures_of_the_command(predictions: dict[str, Any]) -> None:
+def test_the_prediction_beside_a_run_has_the_figures_of_the_command(predictions):
     assert predictions["live"]["status"] == 0, predictions["live"]["output"]
     found = msgspec.json.decode(predictions["live"]["output"], type=Prediction)
     assert not found.refused
@@ -443,6 +441,6 @@ def test_the_prediction_beside_a_run_has_the_figures_of_the_command(predictions:
     assert found.nvml_bytes == pytest.approx(point["nvml_bytes"], rel=0.01)
 
 
-def test_a_data_set_of_the_hub_is_needed_only_with_data(predictions: dict[str, Any]) -> None:
+def test_a_data_set_of_the_hub_is_needed_only_with_data(predictions):
     assert predictions["hub"]["status"] == 0, predictions["hub"]["output"]
     assert json.loads(predictions["hub"]["output"])["points"][0]["sequence_length"] == 64

@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -35,8 +33,8 @@ def recorded(run: RunDir) -> list[Prediction]:
 
 
 def test_a_configuration_that_was_predicted_before_is_sent_and_kept_once_whatever_becomes_of_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
     kept = cache_file(CONFIG + "output: {dir: /before}\n", "NVIDIA H200")
     kept.parent.mkdir(parents=True)
@@ -69,7 +67,7 @@ time.sleep(600)
 PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 
 
-def test_a_background_process_yields_to_everything_and_ends_with_its_parent() -> None:
+def test_a_background_process_yields_to_everything_and_ends_with_its_parent():
     words = [sys.executable, "-c", PARENT, BACKGROUND]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
         told = parent.stdout.readline()
@@ -78,7 +76,7 @@ def test_a_background_process_yields_to_everything_and_ends_with_its_parent() ->
         assert parent.stdout.read() == ""  # the other end is closed once the child has gone, too
 
 
-def test_a_refusal_in_a_ranks_process_is_raised_here() -> None:
+def test_a_refusal_in_a_ranks_process_is_raised_here():
     def refuse(rank: int) -> DryRun:
         raise ConfigError(f"rank {rank}: no such stage")
 
@@ -86,7 +84,7 @@ def test_a_refusal_in_a_ranks_process_is_raised_here() -> None:
         ranks.run(refuse, [3], [8])
 
 
-def test_a_ranks_process_that_dies_is_told_by_its_signal() -> None:
+def test_a_ranks_process_that_dies_is_told_by_its_signal():
     def die(rank: int) -> DryRun:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
@@ -108,9 +106,7 @@ def _raise() -> None:
         (_raise, "the dry run failed; its traceback is above", True),
     ],
 )
-def test_how_a_process_without_a_result_ended_is_reported(
-    call: Callable[[], None], words: str, traceback: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_how_a_process_without_a_result_ended_is_reported(call, words, traceback, capfd):
     with pytest.raises(ConfigError) as refusal:
         ranks.once(call, type(None))
     assert str(refusal.value) == words

@@ -115,9 +115,7 @@ print("done")
 """
 
 
-def test_each_collective_counts_once_and_is_named_while_it_runs_and_torchscript_compiles_what_hooks_replace(
-    tmp_path: Path,
-):
+def test_each_collective_counts_once_and_is_named_while_it_runs_and_torchscript_compiles_what_hooks_replace(tmp_path):
     script = tmp_path / "scripted.py"  # TorchScript reads the source
     script.write_text(OVERLAPPING + CODE + SCRIPTED)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
@@ -215,7 +213,7 @@ stuck()
 
 
 @pytest.mark.parametrize("script", ["leaves the signal alone", "takes"])
-def test_a_signal_to_one_thread_has_the_stacks_written_while_native_code_holds_the_lock(tmp_path: Path, script: str):
+def test_a_signal_to_one_thread_has_the_stacks_written_while_native_code_holds_the_lock(tmp_path, script):
     path = tmp_path / "stacks"
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(DUMPED), str(path), script], stdout=subprocess.PIPE, text=True

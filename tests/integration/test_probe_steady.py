@@ -5,7 +5,6 @@ import resource
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from ftmon.trainer.host.processes import INJECT_DIR
@@ -33,9 +32,7 @@ def limit_files() -> None:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("of_the_run", [True, False])
-def test_what_the_runs_log_does_not_take_is_lost_and_the_script_goes_on(
-    tmp_path: Path, unbuffered: str, of_the_run: bool
-) -> None:
+def test_what_the_runs_log_does_not_take_is_lost_and_the_script_goes_on(tmp_path, unbuffered, of_the_run):
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / ("launcher.log" if of_the_run else "the-persons-own.log")
     environment = {**os.environ, "FTMON_RUN": str(tmp_path), "PYTHONPATH": str(INJECT_DIR)}

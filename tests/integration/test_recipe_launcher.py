@@ -51,7 +51,7 @@ def pids(folder: Path) -> list[int]:
     return [pid for path in folder.glob("pids-?") for pid in json.loads(path.read_text())]
 
 
-def test_ranks_have_the_environment_of_deepspeeds_launcher_and_their_gpus(tmp_path: Path) -> None:
+def test_ranks_have_the_environment_of_deepspeeds_launcher_and_their_gpus(tmp_path):
     assert start(tmp_path, "ends", "3", "GPU-aa").wait(60) == 0
     common = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for rank in ("0", "1"):
@@ -61,20 +61,18 @@ def test_ranks_have_the_environment_of_deepspeeds_launcher_and_their_gpus(tmp_pa
 
 
 @pytest.mark.parametrize(("how", "status"), [("fails", 3), ("killed", 256 - signal.SIGKILL)])
-def test_the_first_rank_that_fails_ends_the_others_with_all_that_they_started(
-    tmp_path: Path, how: str, status: int
-) -> None:
+def test_the_first_rank_that_fails_ends_the_others_with_all_that_they_started(tmp_path, how, status):
     assert start(tmp_path, how).wait(60) == status
     assert not [pid for pid in pids(tmp_path) if psutil.pid_exists(pid)]
 
 
-def test_ranks_that_fail_together_report_it_before_they_are_ended(tmp_path: Path) -> None:
+def test_ranks_that_fail_together_report_it_before_they_are_ended(tmp_path):
     assert start(tmp_path, "last words").wait(60) == 2
     assert (tmp_path / "words-0").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_ends_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_to_the_launcher_ends_the_ranks(tmp_path, number):
     process = start(tmp_path, "stays")
     eventually(lambda: len(pids(tmp_path)) == 4, "both ranks", 60)
     process.send_signal(number)
@@ -82,6 +80,6 @@ def test_a_signal_to_the_launcher_ends_the_ranks(tmp_path: Path, number: signal.
     assert not [pid for pid in pids(tmp_path) if psutil.pid_exists(pid)]
 
 
-def test_it_imports_no_torch() -> None:
+def test_it_imports_no_torch():
     program = "import sys, ftmon.trainer.recipe.launcher; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

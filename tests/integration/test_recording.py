@@ -58,13 +58,11 @@ def rank_steps(frames: list[Frame], rank: int) -> list[Frame]:
     return [frame for frame in frames if isinstance(frame.message, Step) and frame.message.rank == rank]
 
 
-def test_the_stream_comes_back_exactly_and_in_order(reader: Reader, recorded: list[Frame]) -> None:
+def test_the_stream_comes_back_exactly_and_in_order(reader, recorded):
     assert read_all(reader) == recorded
 
 
-def test_ranks_on_the_cpu_and_every_type_of_message_are_recorded_exactly_but_heartbeats_and_history(
-    tmp_path: Path,
-) -> None:
+def test_ranks_on_the_cpu_and_every_type_of_message_are_recorded_exactly_but_heartbeats_and_history(tmp_path):
     frames = list(Stream(ranks=2, steps=40, cuda=False).frames())
     with Reader(write(tmp_path / "cpu.sqlite", frames)) as reader:
         assert read_all(reader) == frames
@@ -74,12 +72,12 @@ def test_ranks_on_the_cpu_and_every_type_of_message_are_recorded_exactly_but_hea
         assert read_all(reader) == kept
 
 
-def test_a_rank_step_takes_less_than_570_bytes_with_all_that_goes_with_it(tmp_path: Path) -> None:
+def test_a_rank_step_takes_less_than_570_bytes_with_all_that_goes_with_it(tmp_path):
     path = write(tmp_path / "r.sqlite", Stream(ranks=8, steps=2500, step_s=0.5).frames(), commit_every=20)
     assert path.stat().st_size / 20_000 < 570
 
 
-def test_info_tells_what_there_is(reader: Reader, recorded: list[Frame]) -> None:
+def test_info_tells_what_there_is(reader, recorded):
     info = reader.info()
     assert (info.run_id, info.name, info.command, info.started) == (RUN.id, RUN.name, RUN.command, RUN.created)
     assert (info.first_seq, info.last_seq) == (recorded[0].seq, recorded[-1].seq)
@@ -89,18 +87,18 @@ def test_info_tells_what_there_is(reader: Reader, recorded: list[Frame]) -> None
     assert (info.complete, info.missing, info.live) == (True, "", False)
 
 
-def test_a_closed_recording_is_one_file_that_can_be_copied_alone(path: Path) -> None:
+def test_a_closed_recording_is_one_file_that_can_be_copied_alone(path):
     assert not list(path.parent.glob("*-wal"))
     assert not list(path.parent.glob("*-shm"))
 
 
-def test_frames_stop_at_a_time(reader: Reader, recorded: list[Frame]) -> None:
+def test_frames_stop_at_a_time(reader, recorded):
     until = recorded[len(recorded) // 3].t
     expected = [frame for frame in recorded if frame.seq > 100 and frame.t <= until]
     assert reader.frames(100, 10**6, until) == expected
 
 
-def test_seq_at_is_the_last_message_there_was(reader: Reader, recorded: list[Frame]) -> None:
+def test_seq_at_is_the_last_message_there_was(reader, recorded):
     draw = random.Random(3)
     times = [draw.uniform(recorded[0].t - 1, recorded[-1].t + 1) for _ in range(100)]
     for t in [*times, *(frame.t for frame in draw.sample(recorded, 100)), float("inf")]:
@@ -121,9 +119,7 @@ def key_of(frame: Frame) -> object:
     return (type(message), getattr(message, "rank", None))
 
 
-def test_the_state_at_a_time_is_the_last_of_everything_and_each_ranks_highest_step(
-    reader: Reader, recorded: list[Frame]
-) -> None:
+def test_the_state_at_a_time_is_the_last_of_everything_and_each_ranks_highest_step(reader, recorded):
     draw = random.Random(4)
     for _ in range(25):
         t = draw.uniform(recorded[0].t, recorded[-1].t)
@@ -149,9 +145,7 @@ def peak(frame: Frame) -> int:
 
 
 @pytest.mark.parametrize("columns", [1, 7, 60, 400])
-def test_memory_is_pooled_by_maximum_and_never_loses_a_spike(
-    reader: Reader, recorded: list[Frame], columns: int
-) -> None:
+def test_memory_is_pooled_by_maximum_and_never_loses_a_spike(reader, recorded, columns):
     draw = random.Random(columns)
     first, last = recorded[0].t, recorded[-1].t
     for t0, t1 in [(first, last), *(sorted(draw.uniform(first, last) for _ in range(2)) for _ in range(6))]:
@@ -172,7 +166,7 @@ def test_memory_is_pooled_by_maximum_and_never_loses_a_spike(
         assert {(column.rank, column.index) for column in found if column.spike} == spikes & set(expected)
 
 
-def test_a_long_window_is_pooled_from_rollups_and_each_peak_stays_in_its_column(tmp_path: Path) -> None:
+def test_a_long_window_is_pooled_from_rollups_and_each_peak_stays_in_its_column(tmp_path):
     frames = list(Stream(ranks=1, steps=10_000, step_s=0.05, devices=False).frames())
     with Reader(write(tmp_path / "r.sqlite", frames)) as reader:
         t0, t1 = frames[0].t, frames[-1].t
@@ -188,7 +182,7 @@ def test_a_long_window_is_pooled_from_rollups_and_each_peak_stays_in_its_column(
     assert sum(found[index] == max(true[index]) for index in found) >= 45
 
 
-def test_a_series_has_every_step_when_they_are_few(reader: Reader, recorded: list[Frame]) -> None:
+def test_a_series_has_every_step_when_they_are_few(reader, recorded):
     t0, t1 = recorded[0].t + 20, recorded[0].t + 60
     expected = [f for f in rank_steps(recorded, 2) if t0 <= f.t <= t1]
     points = reader.series(2, t0, t1, 500)
@@ -200,7 +194,7 @@ def test_a_series_has_every_step_when_they_are_few(reader: Reader, recorded: lis
 
 
 @pytest.mark.parametrize("limit", [1, 10, 100])
-def test_a_pooled_series_keeps_the_sums_and_the_maxima(reader: Reader, recorded: list[Frame], limit: int) -> None:
+def test_a_pooled_series_keeps_the_sums_and_the_maxima(reader, recorded, limit):
     steps = rank_steps(recorded, 1)
     points = reader.series(1, recorded[0].t, recorded[-1].t, limit)
     assert len(points) <= limit
@@ -211,7 +205,7 @@ def test_a_pooled_series_keeps_the_sums_and_the_maxima(reader: Reader, recorded:
     assert points[-1].step == 700
 
 
-def test_a_step_is_found_by_number(reader: Reader, recorded: list[Frame]) -> None:
+def test_a_step_is_found_by_number(reader, recorded):
     for number in (1, 2, 16, 17, 128, 399, 689, 700):
         expected = max(f.t for f in recorded if isinstance(f.message, Step) and f.message.step == number)
         assert reader.step_time(number) == expected
@@ -219,7 +213,7 @@ def test_a_step_is_found_by_number(reader: Reader, recorded: list[Frame]) -> Non
     assert reader.step_time(0) is None
 
 
-def test_alerts_stand_as_they_did(tmp_path: Path) -> None:
+def test_alerts_stand_as_they_did(tmp_path):
     writer = Writer(tmp_path / "r.sqlite")
     raised = Alert(id=1, kind="hang", severity="error", time=100.0, title="rank 1 hung 34 s")
     other = Alert(id=2, kind="spike", severity="warning", time=105.0, title="spike")
@@ -233,7 +227,7 @@ def test_alerts_stand_as_they_did(tmp_path: Path) -> None:
         assert reader.alerts(t0=101.0) == [other]
 
 
-def test_logs_are_found_backwards_by_rank_and_text(tmp_path: Path) -> None:
+def test_logs_are_found_backwards_by_rank_and_text(tmp_path):
     writer = Writer(tmp_path / "r.sqlite")
     lines = [LogLine(rank=n % 3, time=float(n), stream="out", text=f"Line {n} is 100%_done") for n in range(30)]
     for seq, line in enumerate(lines, 1):
@@ -249,7 +243,7 @@ def test_logs_are_found_backwards_by_rank_and_text(tmp_path: Path) -> None:
         assert reader.logs(text="0%d") == []
 
 
-def test_an_empty_recording_answers_everything(tmp_path: Path) -> None:
+def test_an_empty_recording_answers_everything(tmp_path):
     Writer(tmp_path / "r.sqlite").close()
     with Reader(tmp_path / "r.sqlite") as reader:
         assert (reader.info().steps, reader.info().first_t, reader.info().ranks) == (0, 0.0, [])
@@ -257,7 +251,7 @@ def test_an_empty_recording_answers_everything(tmp_path: Path) -> None:
         assert (reader.seq_at(5.0), reader.step_time(1), reader.alerts(), reader.logs()) == (0, None, [], [])
 
 
-def test_the_view_of_phases_is_in_plain_units(path: Path, recorded: list[Frame]) -> None:
+def test_the_view_of_phases_is_in_plain_units(path, recorded):
     connection = sqlite3.connect(path)
     for frame in random.Random(5).sample(rank_steps(recorded, 3), 20):
         assert isinstance(frame.message, Step)
@@ -273,7 +267,7 @@ def test_the_view_of_phases_is_in_plain_units(path: Path, recorded: list[Frame])
     connection.close()
 
 
-def test_a_second_writer_continues_where_the_first_ended(tmp_path: Path, frames: list[Frame], path: Path) -> None:
+def test_a_second_writer_continues_where_the_first_ended(tmp_path, frames, path):
     target = tmp_path / "r.sqlite"
     for part in (frames[:4001], frames[4001:9000], frames[9000:]):
         write(target, part)
@@ -285,7 +279,7 @@ def test_a_second_writer_continues_where_the_first_ended(tmp_path: Path, frames:
     assert parts == whole, "pooled rows do not depend on how often the hub was restarted"
 
 
-def test_a_later_writer_leaves_numbers_out_that_heartbeats_may_have_used(tmp_path: Path) -> None:
+def test_a_later_writer_leaves_numbers_out_that_heartbeats_may_have_used(tmp_path):
     write(tmp_path / "r.sqlite", Stream(ranks=1, steps=3).frames())
     writer = Writer(tmp_path / "r.sqlite")
     assert writer.next_seq == writer.last_seq + RESTART_LEAP
@@ -319,7 +313,7 @@ def next_commit(child: "subprocess.Popen[str]", *, go_on: bool = True) -> int:
     return seq
 
 
-def test_a_killed_writer_loses_nothing_it_committed_and_the_file_says_it_was_not_closed(tmp_path: Path) -> None:
+def test_a_killed_writer_loses_nothing_it_committed_and_the_file_says_it_was_not_closed(tmp_path):
     path = tmp_path / "r.sqlite"
     child = writing_child(path)
     try:
@@ -344,7 +338,7 @@ def test_a_killed_writer_loses_nothing_it_committed_and_the_file_says_it_was_not
         assert reader.info().complete
 
 
-def test_an_answer_is_of_one_moment_though_a_commit_comes_between_its_reads(tmp_path: Path) -> None:
+def test_an_answer_is_of_one_moment_though_a_commit_comes_between_its_reads(tmp_path):
     frames = list(Stream(ranks=2, steps=40).frames())
     writer = Writer(tmp_path / "r.sqlite", RUN)
     rest = iter(frames)
@@ -363,7 +357,7 @@ def test_an_answer_is_of_one_moment_though_a_commit_comes_between_its_reads(tmp_
     assert [frame.seq for frame in seen] == [frame.seq for frame in frames]
 
 
-def test_readers_in_other_threads_see_a_growing_recording(tmp_path: Path) -> None:
+def test_readers_in_other_threads_see_a_growing_recording(tmp_path):
     path = tmp_path / "r.sqlite"
     child = writing_child(path)
     try:
@@ -404,9 +398,7 @@ def test_readers_in_other_threads_see_a_growing_recording(tmp_path: Path) -> Non
         child.wait(200)
 
 
-def test_columns_and_tables_of_a_later_minor_version_do_not_hurt(
-    path: Path, tmp_path: Path, recorded: list[Frame]
-) -> None:
+def test_columns_and_tables_of_a_later_minor_version_do_not_hurt(path, tmp_path, recorded):
     later = Path(shutil.copy(path, tmp_path / "later.sqlite"))
     connection = sqlite3.connect(later)
     for table in ("steps", "device_samples", "alerts", "logs", "ranks", "events", "rollups"):
@@ -426,7 +418,7 @@ def test_columns_and_tables_of_a_later_minor_version_do_not_hurt(
         assert after.alerts() == before.alerts()
 
 
-def test_the_command_is_kept_as_json_for_everybody(path: Path) -> None:
+def test_the_command_is_kept_as_json_for_everybody(path):
     connection = sqlite3.connect(path)
     meta = dict(connection.execute("SELECT key, value FROM meta"))
     assert json.loads(meta["command"]) == RUN.command

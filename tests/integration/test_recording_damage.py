@@ -38,9 +38,7 @@ def one_line(error: BaseException, path: Path) -> str:
     return text
 
 
-def test_a_file_cut_short_at_any_byte_gives_what_is_left_or_one_line(
-    path: Path, frames: list[Frame], tmp_path: Path
-) -> None:
+def test_a_file_cut_short_at_any_byte_gives_what_is_left_or_one_line(path, frames, tmp_path):
     whole = path.read_bytes()
     torn = tmp_path / "torn.sqlite"
     read: list[int] = []
@@ -75,7 +73,7 @@ def test_a_file_cut_short_at_any_byte_gives_what_is_left_or_one_line(
     assert torn.read_bytes() == whole[:-1], "the file is never changed"
 
 
-def test_a_hole_in_the_middle_is_passed_over(path: Path, frames: list[Frame], tmp_path: Path) -> None:
+def test_a_hole_in_the_middle_is_passed_over(path, frames, tmp_path):
     holed = tmp_path / "holed.sqlite"
     shutil.copy(path, holed)
     size = path.stat().st_size // 8192
@@ -91,7 +89,7 @@ def test_a_hole_in_the_middle_is_passed_over(path: Path, frames: list[Frame], tm
         assert reader.info().missing.startswith("the file is damaged: only the parts that are whole were read")
 
 
-def test_a_copy_without_its_log_says_that_it_was_not_closed(tmp_path: Path, frames: list[Frame]) -> None:
+def test_a_copy_without_its_log_says_that_it_was_not_closed(tmp_path, frames):
     writer = Writer(tmp_path / "live.sqlite", RUN)
     append(writer, frames, commit_every=100)
     writer._end_checkpointer()  # it moves pages into the file, also while that is copied
@@ -107,7 +105,7 @@ def test_a_copy_without_its_log_says_that_it_was_not_closed(tmp_path: Path, fram
     writer.close()
 
 
-def test_a_log_that_is_cut_short_costs_only_its_end(tmp_path: Path, frames: list[Frame]) -> None:
+def test_a_log_that_is_cut_short_costs_only_its_end(tmp_path, frames):
     writer = Writer(tmp_path / "live.sqlite", RUN)
     writer._end_checkpointer()  # else the file may have what is cut off from the log
     append(writer, frames, commit_every=100)
@@ -148,7 +146,7 @@ def public_dir() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_read_only_folder_is_no_obstacle(public_dir: Path, frames: list[Frame], closed: bool) -> None:
+def test_a_read_only_folder_is_no_obstacle(public_dir, frames, closed):
     writer = Writer(public_dir / "live.sqlite", RUN)
     append(writer, frames[:300])
     writer.commit()
@@ -170,7 +168,7 @@ def test_a_read_only_folder_is_no_obstacle(public_dir: Path, frames: list[Frame]
         target.chmod(0o755)
 
 
-def test_a_file_we_may_not_read_is_refused(public_dir: Path, path: Path) -> None:
+def test_a_file_we_may_not_read_is_refused(public_dir, path):
     secret = Path(shutil.copy(path, public_dir / "secret.sqlite"))
     secret.chmod(0)
     with as_nobody(), pytest.raises(RecordingError) as error:
@@ -178,7 +176,7 @@ def test_a_file_we_may_not_read_is_refused(public_dir: Path, path: Path) -> None
     assert "Permission denied" in one_line(error.value, secret)
 
 
-def test_what_is_no_recording_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_what_is_no_recording_is_refused_in_one_line(tmp_path):
     other = tmp_path / "other.sqlite"
     connection = sqlite3.connect(other)
     connection.execute("CREATE TABLE steps(seq)")
@@ -199,7 +197,7 @@ def test_what_is_no_recording_is_refused_in_one_line(tmp_path: Path) -> None:
         assert words in one_line(error.value, tmp_path / name)
 
 
-def test_a_newer_schema_is_refused_with_the_remedy(path: Path, tmp_path: Path) -> None:
+def test_a_newer_schema_is_refused_with_the_remedy(path, tmp_path):
     newer = Path(shutil.copy(path, tmp_path / "newer.sqlite"))
     connection = sqlite3.connect(newer)
     connection.execute(f"PRAGMA user_version={SCHEMA_VERSION + 1}")
@@ -211,7 +209,7 @@ def test_a_newer_schema_is_refused_with_the_remedy(path: Path, tmp_path: Path) -
         Writer(newer)
 
 
-def test_a_writer_continues_nothing_but_a_whole_recording(path: Path, tmp_path: Path) -> None:
+def test_a_writer_continues_nothing_but_a_whole_recording(path, tmp_path):
     torn = Path(shutil.copy(path, tmp_path / "torn.sqlite"))
     os.truncate(torn, path.stat().st_size // 2)
     with pytest.raises(RecordingError, match="is cut short and cannot be continued; move it out of the way"):
@@ -225,7 +223,7 @@ def test_a_writer_continues_nothing_but_a_whole_recording(path: Path, tmp_path: 
 ENDLESS = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT"
 
 
-def test_a_query_ends_at_ctrl_c(tmp_path: Path) -> None:
+def test_a_query_ends_at_ctrl_c(tmp_path):
     code = (
         "import sqlite3, sys\nfrom pathlib import Path\nfrom ftmon.protocol.recording.opening import Guard\n"
         "guard = Guard(Path('r'), seconds=60)\nconnection = guard.harden(sqlite3.connect(':memory:'))\n"

@@ -90,7 +90,7 @@ def on_a_small_disk(script: str, disk: Path) -> str:
     return done.stdout
 
 
-def test_a_disk_that_was_full_for_a_while_costs_nothing(tmp_path: Path) -> None:
+def test_a_disk_that_was_full_for_a_while_costs_nothing(tmp_path):
     found = json.loads(on_a_small_disk(REAL_FULL_DISK, tmp_path / "disk"))
     errors, same, missing, error, lost, recorded, count = found
     told = [words for _, words in errors if words]
@@ -110,14 +110,12 @@ def frames() -> list[Frame]:
     return list(Stream(ranks=4, steps=400, spike_every=20).frames())
 
 
-def test_how_a_job_ended_is_written_though_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_a_job_ended_is_written_though_the_disk_is_full(tmp_path, monkeypatch):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "disk" / "home"))
     assert "exit_code=3" in on_a_small_disk(FULL_AT_THE_END, tmp_path / "disk")
 
 
-def test_beyond_the_limit_bulk_is_let_go_and_counted_and_alerts_are_kept(
-    tmp_path: Path, frames: list[Frame], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beyond_the_limit_bulk_is_let_go_and_counted_and_alerts_are_kept(tmp_path, frames, monkeypatch):
     monkeypatch.setattr(writer_module, "RETRY_S", 0.0)
     monkeypatch.setattr(writer_module, "PENDING_LIMIT", 300)
     writer = Writer(tmp_path / "r.sqlite", RUN)
@@ -154,9 +152,7 @@ def test_beyond_the_limit_bulk_is_let_go_and_counted_and_alerts_are_kept(
             reader.state_at(frame.t)
 
 
-def test_a_refusing_disk_is_left_alone_for_a_while(
-    tmp_path: Path, frames: list[Frame], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusing_disk_is_left_alone_for_a_while(tmp_path, frames, monkeypatch):
     monkeypatch.setattr(writer_module, "RETRY_S", 3600.0)
     writer = Writer(tmp_path / "r.sqlite", RUN)
     limit_pages(writer, 1)
@@ -172,9 +168,7 @@ def test_a_refusing_disk_is_left_alone_for_a_while(
     assert writer.recorded == 200
 
 
-def test_a_folder_that_is_not_there_yet_is_waited_for(
-    tmp_path: Path, frames: list[Frame], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path, frames, monkeypatch):
     monkeypatch.setattr(writer_module, "RETRY_S", 0.0)
     writer = Writer(tmp_path / "later" / "r.sqlite", RUN)
     assert "unable to open database file; recording resumes by itself" in writer.error
@@ -189,7 +183,7 @@ def test_a_folder_that_is_not_there_yet_is_waited_for(
         assert reader.frames(limit=1000) == frames[:200]
 
 
-def test_what_no_column_can_hold_is_counted_and_the_rest_is_recorded(tmp_path: Path, frames: list[Frame]) -> None:
+def test_what_no_column_can_hold_is_counted_and_the_rest_is_recorded(tmp_path, frames):
     writer = Writer(tmp_path / "r.sqlite", RUN)
     nonsense = [
         LogLine(rank=2**63, time=0.0, stream="out", text="a rank beyond 64 bits"),
@@ -209,7 +203,7 @@ def test_what_no_column_can_hold_is_counted_and_the_rest_is_recorded(tmp_path: P
         assert reader.frames(limit=1000) == good
 
 
-def test_a_writer_that_had_to_open_its_file_again_pools_nothing_twice(tmp_path: Path, frames: list[Frame]) -> None:
+def test_a_writer_that_had_to_open_its_file_again_pools_nothing_twice(tmp_path, frames):
     writer = Writer(tmp_path / "r.sqlite", RUN)
     for count, frame in enumerate(frames, 1):
         writer.append(frame.seq, frame.t, frame.message)
@@ -226,9 +220,7 @@ def test_a_writer_that_had_to_open_its_file_again_pools_nothing_twice(tmp_path: 
 
 
 @pytest.mark.parametrize("logs", [True, False])
-def test_what_explains_the_run_is_carried_over_and_the_rest_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: bool
-) -> None:
+def test_what_explains_the_run_is_carried_over_and_the_rest_is_counted(tmp_path, monkeypatch, logs):
     monkeypatch.setattr(writer_module, "SETTLE_S", 0.0)
     frames = list(Stream(ranks=2, steps=200, spike_every=20).frames())
     writer = Writer(tmp_path / "r.sqlite", RUN)
@@ -261,7 +253,7 @@ def test_what_explains_the_run_is_carried_over_and_the_rest_is_counted(
     assert not os.path.exists(tmp_path / "r.sqlite-wal")
 
 
-def test_a_directory_on_its_way_out_gets_no_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_on_its_way_out_gets_no_new_file(tmp_path, monkeypatch):
     monkeypatch.setattr(writer_module, "SETTLE_S", 0.0)
     (tmp_path / "run.json").touch()
     frames = list(Stream(ranks=2, steps=20).frames())
@@ -275,7 +267,7 @@ def test_a_directory_on_its_way_out_gets_no_new_file(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.usefixtures("private_home")
-def test_a_live_runs_recording_that_is_removed_goes_on_in_a_new_file_and_apps_have_its_history() -> None:
+def test_a_live_runs_recording_that_is_removed_goes_on_in_a_new_file_and_apps_have_its_history():
     with started(fake_ranks({"rate": 50}, {"rate": 50})) as run:
         with App(run) as app:
             app.wait_for(Step, lambda step: step.rank == 1 and step.step > 20)

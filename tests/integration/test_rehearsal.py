@@ -119,7 +119,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_weights_are_bitwise_those_without_rehearsal(outcome: Outcome, name: str) -> None:
+def test_losses_and_weights_are_bitwise_those_without_rehearsal(outcome, name):
     rehearsed, plain = f"{name}-rehearsed", f"{name}-plain"
     assert "rehearsal: " in outcome.text[rehearsed]
     assert "rehearsal: " not in outcome.text[plain]
@@ -129,7 +129,7 @@ def test_losses_and_weights_are_bitwise_those_without_rehearsal(outcome: Outcome
         assert torch.equal(outcome.saved[rehearsed][key], weight), key
 
 
-def test_zero_3_keeps_for_the_backward_what_is_used_again_soon(outcome: Outcome) -> None:
+def test_zero_3_keeps_for_the_backward_what_is_used_again_soon(outcome):
     # Two forwards a step, of which the first teaches DeepSpeed the order of modules; four steps.
     first, *others = outcome.gathered["stage-3-plain"]
     assert first == 0
@@ -140,7 +140,7 @@ def test_zero_3_keeps_for_the_backward_what_is_used_again_soon(outcome: Outcome)
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_is_rehearsed_and_repeats_the_uninterrupted_one(outcome: Outcome, name: str) -> None:
+def test_a_resumed_run_is_rehearsed_and_repeats_the_uninterrupted_one(outcome, name):
     resumed, plain = f"{name}-resumed", f"{name}-plain"
     text = outcome.text[resumed]
     assert text.index("rehearsal: ") < text.index("resumed from ") < text.index("step 3/4")
@@ -150,7 +150,7 @@ def test_a_resumed_run_is_rehearsed_and_repeats_the_uninterrupted_one(outcome: O
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_checkpoint_is_written_read_back_compared_and_gone(outcome: Outcome, name: str) -> None:
+def test_a_checkpoint_is_written_read_back_compared_and_gone(outcome, name):
     text = outcome.text[f"{name}-rehearsed"]
     assert "the largest evaluation batch; a sample of a checkpoint written and read back" in text
     found = re.search(
@@ -164,7 +164,7 @@ def test_a_checkpoint_is_written_read_back_compared_and_gone(outcome: Outcome, n
     assert not (outcome.out / f"{name}-rehearsed" / "checkpoints").exists()
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_where_one_is_planned(outcome: Outcome) -> None:
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_where_one_is_planned(outcome):
     (line,) = re.findall("^refused: (.*)", outcome.text["full-disk"], re.MULTILINE)
     assert re.match(
         r"rehearsal: a checkpoint could not be written to \S+/checkpoints: rank 0: File too large; free", line
@@ -175,19 +175,19 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_where_one_is_planned(o
     assert "step 4/4" in text
 
 
-def test_a_model_that_cannot_be_written_leaves_a_checkpoint_of_the_last_step(outcome: Outcome) -> None:
+def test_a_model_that_cannot_be_written_leaves_a_checkpoint_of_the_last_step(outcome):
     (line,) = re.findall("^refused: (.*)", outcome.text["full-disk-at-export"], re.MULTILINE)
     kept = outcome.out / "full-disk-at-export" / "checkpoints" / "step-4"
     assert re.match(rf"the final model cannot be written to \S+/model: .*; step 4 is in {kept}; to write it", line)
     assert (kept / "manifest.json").exists()
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(outcome: Outcome) -> None:
+def test_a_disk_without_room_is_refused_before_anything_is_written(outcome):
     (line,) = re.findall("^refused: (.*)", outcome.text["no-room"], re.MULTILINE)
     assert re.match(r"rehearsal: a checkpoint takes [\d.]+ MiB, and the disk of \S+ has 0.1 MiB free; free space", line)
 
 
-def test_a_disk_that_is_short_of_keep_costs_the_oldest_checkpoints_and_not_the_run(outcome: Outcome) -> None:
+def test_a_disk_that_is_short_of_keep_costs_the_oldest_checkpoints_and_not_the_run(outcome):
     text = outcome.of_small_disk("small-disk-0-26")
     assert re.search(
         r"note: rehearsal: 3 checkpoints of \S+ MiB take \S+ MiB \(checkpoint.keep=2 and one being written\), and the "
@@ -202,7 +202,7 @@ def test_a_disk_that_is_short_of_keep_costs_the_oldest_checkpoints_and_not_the_r
     assert "final model: " in text
 
 
-def test_the_best_checkpoint_stays_when_the_disk_is_short(outcome: Outcome) -> None:
+def test_the_best_checkpoint_stays_when_the_disk_is_short(outcome):
     text = outcome.of_small_disk("small-disk-0-22-best")
     losses = re.findall(r"^evaluation after step \d+: loss (\S+)", text, re.MULTILINE)
     best = 1 + losses.index(min(losses, key=float))
@@ -210,9 +210,7 @@ def test_the_best_checkpoint_stays_when_the_disk_is_short(outcome: Outcome) -> N
     assert "final model: " in text
 
 
-def test_a_disk_that_fills_up_later_ends_no_training_and_the_model_takes_the_place_of_an_old_one(
-    outcome: Outcome,
-) -> None:
+def test_a_disk_that_fills_up_later_ends_no_training_and_the_model_takes_the_place_of_an_old_one(outcome):
     text = outcome.of_small_disk("small-disk-12-24")
     # The only checkpoint stays during the training; every later one has no room.
     assert len(re.findall("^checkpoint: ", text, re.MULTILINE)) == 1
@@ -221,25 +219,25 @@ def test_a_disk_that_fills_up_later_ends_no_training_and_the_model_takes_the_pla
     assert "final model: " in text
 
 
-def test_the_model_that_does_not_fit_beside_the_last_checkpoint_is_named_with_it(outcome: Outcome) -> None:
+def test_the_model_that_does_not_fit_beside_the_last_checkpoint_is_named_with_it(outcome):
     text = outcome.of_small_disk("small-disk-3-15-at-end")
     (line,) = re.findall("^refused: (.*)", text, re.MULTILINE)
     assert re.match(r"the final model cannot be written to \S+: it takes \S+ MiB, and the disk of \S+ has \S+", line)
     assert re.search(r"; step 4 is in \S+/step-4; to write it, resume with checkpoint.resume=\S+-at-end$", line)
 
 
-def test_a_disk_without_room_for_the_final_model_is_refused_before_the_first_step(outcome: Outcome) -> None:
+def test_a_disk_without_room_for_the_final_model_is_refused_before_the_first_step(outcome):
     text = outcome.of_small_disk("small-disk-0-2")
     (line,) = re.findall("^refused: (.*)", text, re.MULTILINE)
     assert re.match(r"rehearsal: the final model takes \S+ MiB, and the disk of \S+ has \S+ MiB free; free space", line)
 
 
-def test_the_checkpoint_can_be_left_out(outcome: Outcome) -> None:
+def test_the_checkpoint_can_be_left_out(outcome):
     assert "rehearsal: " in outcome.text["left-out"]
     assert "read back" not in outcome.text["left-out"]
 
 
-def test_memory_that_runs_out_is_found_before_the_first_step_and_names_the_row(outcome: Outcome) -> None:
+def test_memory_that_runs_out_is_found_before_the_first_step_and_names_the_row(outcome):
     text = outcome.text["out-of-memory"]
     assert re.search(
         r"^rehearsal: out of memory on the longest micro-batch, 1 x 4,\d+ tokens \(training rows 1\); lower "

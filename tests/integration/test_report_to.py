@@ -1,9 +1,8 @@
 """Targets of ``--report-to`` that are dead or silent: they delay nothing, are reported once, and no key is shown."""
 
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -44,9 +43,7 @@ def recorded(run: RunDir) -> list[Message]:
 
 
 @pytest.mark.parametrize(("endpoint", "reason"), [(dead, "ConnectionError"), (silent, "ReadTimeout")])
-def test_an_endpoint_that_takes_nothing_is_reported_once_and_delays_nothing(
-    endpoint: Callable[[], AbstractContextManager[int]], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_endpoint_that_takes_nothing_is_reported_once_and_delays_nothing(endpoint, reason, monkeypatch, tmp_path):
     go = tmp_path / "go"
     job = fake_ranks({"rate": 50, "steps": 100, "awaits": str(go)})
     with endpoint() as port:

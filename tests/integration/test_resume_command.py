@@ -33,7 +33,7 @@ def planted(home: Ftmon, kind: str, *, config: bool = True, alive: bool = False,
     return run
 
 
-def test_a_run_that_crashed_continues_with_its_configuration_from_its_newest_checkpoint(home: Ftmon) -> None:
+def test_a_run_that_crashed_continues_with_its_configuration_from_its_newest_checkpoint(home):
     failed = home.run("demo", *SMALL, "checkpoint={every: 2, background: false}", "--fault", "crash:step=5")
     assert failed.returncode not in (0, 2, *exits.OWN), failed.stderr
     before = home.newest()
@@ -72,14 +72,7 @@ def test_a_run_that_crashed_continues_with_its_configuration_from_its_newest_che
     ],
     ids=["another script", "no configuration", "running", "no checkpoint"],
 )
-def test_what_cannot_be_resumed_is_refused_in_one_line(
-    home: Ftmon,
-    kind: str,
-    facts: dict[str, bool],
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_cannot_be_resumed_is_refused_in_one_line(home, kind, facts, text, monkeypatch, capsys):
     monkeypatch.setenv("FTMON_HOME", str(home.home))
     run = planted(home, kind, **facts)
     assert main(["resume", "planted", "--plain"]) == 2

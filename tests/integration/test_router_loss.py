@@ -103,9 +103,7 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_router_s_loss_is_added_to_the_mean_over_label_tokens(
-    launched: tuple[Path, dict[str, str]], name: str
-) -> None:
+def test_the_router_s_loss_is_added_to_the_mean_over_label_tokens(launched, name):
     folder, texts = launched
     kind, _, _, micro, _, words = CASES[name]
     saved = torch.load(folder / f"{name}.pt")

@@ -33,7 +33,7 @@ def sleeping(run: RunDir) -> list[psutil.Process]:
     return [process for process in processes_of(run) if command_line(process)[:1] == ["sleep"]]
 
 
-def test_the_exit_status_is_the_scripts_own_and_no_outcome_of_ftmons_is_taken_for_it(home: Ftmon) -> None:
+def test_the_exit_status_is_the_scripts_own_and_no_outcome_of_ftmons_is_taken_for_it(home):
     started = {name: launch(home, "--", sys.executable, "-c", script) for name, (script, _) in ENDS.items()}
     refused = home.run("run", "--no-such-option", "--", "true")
     absent = home.run("run", "--", "no-such-program")
@@ -42,9 +42,7 @@ def test_the_exit_status_is_the_scripts_own_and_no_outcome_of_ftmons_is_taken_fo
     assert (refused.returncode, absent.returncode) == (exits.RUN_USAGE, exits.NOT_STARTED)
 
 
-def test_a_script_of_an_environment_whose_path_has_a_space_is_started_by_its_interpreter(
-    home: Ftmon, tmp_path: Path
-) -> None:
+def test_a_script_of_an_environment_whose_path_has_a_space_is_started_by_its_interpreter(home, tmp_path):
     folder = tmp_path / "my venv"
     folder.mkdir()
     (folder / "python3").symlink_to(sys.executable)
@@ -59,7 +57,7 @@ def test_a_script_of_an_environment_whose_path_has_a_space_is_started_by_its_int
         assert "['a b']" in output
 
 
-def test_a_command_that_ends_before_what_it_started_is_the_alert_and_its_processes_are_ended(home: Ftmon) -> None:
+def test_a_command_that_ends_before_what_it_started_is_the_alert_and_its_processes_are_ended(home):
     status, output, errors = follow_to_end(launch(home, "--", "sh", "-c", "sleep 300 & exit 3"))
     assert status == 3, errors
     assert "the job's command ended (exit code 3) before its ranks" in output
@@ -69,7 +67,7 @@ def test_a_command_that_ends_before_what_it_started_is_the_alert_and_its_process
     assert sleeping(run) == []
 
 
-def test_what_a_job_left_is_ended_and_its_end_recorded_where_the_connection_file_cannot_be_read(home: Ftmon) -> None:
+def test_what_a_job_left_is_ended_and_its_end_recorded_where_the_connection_file_cannot_be_read(home):
     damage = "until test -s $FTMON_RUN/hub.json; do sleep 0.05; done; echo '{' > $FTMON_RUN/hub.json"
     follow_to_end(launch(home, "--", "sh", "-c", f"{damage}; sleep 300 & exit 3"))
     run = home.newest()
@@ -78,7 +76,7 @@ def test_what_a_job_left_is_ended_and_its_end_recorded_where_the_connection_file
     assert sleeping(run) == []
 
 
-def test_signals_reach_the_script_its_answer_is_the_status_and_it_reads_the_commands_input(home: Ftmon) -> None:
+def test_signals_reach_the_script_its_answer_is_the_status_and_it_reads_the_commands_input(home):
     begun = [PROGRAM, "run", "--plain", "--", sys.executable, PRINTS_SIGNALS]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(begun, text=True, env=home.environ, **pipes)  # pyright: ignore
@@ -96,9 +94,7 @@ def test_signals_reach_the_script_its_answer_is_the_status_and_it_reads_the_comm
     assert "stopped by SIGTERM (exit code 5)" in output
 
 
-def test_a_command_that_was_killed_and_one_under_timeout_leave_no_process_and_a_detached_run_lives(
-    home: Ftmon, tmp_path: Path
-) -> None:
+def test_a_command_that_was_killed_and_one_under_timeout_leave_no_process_and_a_detached_run_lives(home, tmp_path):
     stubborn = [sys.executable, PRINTS_SIGNALS, "stubborn"]
     kept = home.run("run", "--detach", "--name", "kept", "--", *stubborn)
     assert kept.returncode == 0, kept.stderr
@@ -124,7 +120,7 @@ def test_a_command_that_was_killed_and_one_under_timeout_leave_no_process_and_a_
     assert processes_of(runs["kept"])
 
 
-def test_a_reader_that_goes_away_ends_the_printing_and_not_the_run(home: Ftmon, tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_ends_the_printing_and_not_the_run(home, tmp_path):
     go, lines = tmp_path / "go", tmp_path / "lines"
     lines.touch()
     script = f"import time, pathlib; go, lines = pathlib.Path({str(go)!r}), open({str(lines)!r}, 'a', 1)\n"
@@ -139,7 +135,7 @@ def test_a_reader_that_goes_away_ends_the_printing_and_not_the_run(home: Ftmon, 
     assert process.wait(LONG_SECONDS) == 7
 
 
-def test_a_hangup_under_nohup_is_nobodys(home: Ftmon, tmp_path: Path) -> None:
+def test_a_hangup_under_nohup_is_nobodys(home, tmp_path):
     go = tmp_path / "go"
     script = f"import os, time; print('up', flush=True)\nwhile not os.path.exists({str(go)!r}): time.sleep(0.05)\n"
     process = launch(

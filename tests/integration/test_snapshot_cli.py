@@ -4,7 +4,6 @@ import json
 import pickle
 from pathlib import Path
 
-import pytest
 from caching_allocator import MIB, CachingAllocator
 from ftmon.tui.cli.main import main
 from snapshot_files import DATA
@@ -12,9 +11,7 @@ from snapshot_files import DATA
 OOM, STEP = str(DATA / "oom_backward.pickle.gz"), str(DATA / "step_zero3.pickle.gz")
 
 
-def test_json_has_every_field_that_scripts_may_count_on_and_of_two_files_the_difference(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_json_has_every_field_that_scripts_may_count_on_and_of_two_files_the_difference(capsys):
     assert main(["snapshot", OOM, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     device = "device allocated_bytes active_bytes requested_bytes reserved_bytes segments blocks free_bytes peak_index"
@@ -34,7 +31,7 @@ def test_json_has_every_field_that_scripts_may_count_on_and_of_two_files_the_dif
     assert told["difference"]["devices"][0]["allocated_bytes"] == 19630109184 - 8491010560
 
 
-def test_text_names_the_peak_the_error_and_what_holds_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_names_the_peak_the_error_and_what_holds_the_memory(capsys):
     assert main(["snapshot", OOM, "--text"]) == 0
     out = capsys.readouterr().out
     assert "highest allocated 18.28 GiB at entry 3,338" in out
@@ -45,9 +42,7 @@ def test_text_names_the_peak_the_error_and_what_holds_the_memory(capsys: pytest.
     assert capsys.readouterr().out.startswith(f"from {STEP} to {OOM}"), "text, without a terminal"
 
 
-def test_a_file_or_device_that_is_none_ends_with_one_line_and_status_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_or_device_that_is_none_ends_with_one_line_and_status_2(tmp_path, capsys):
     path = tmp_path / "nothing"
     path.write_bytes(b"")
     for words in ((str(path), "--json"), (str(tmp_path / "missing"), "--json"), (str(tmp_path),), (OOM, "--device=3")):
@@ -58,7 +53,7 @@ def test_a_file_or_device_that_is_none_ends_with_one_line_and_status_2(
     assert "no device 3" in captured.err
 
 
-def test_a_snapshot_without_anything_in_it_is_told_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_snapshot_without_anything_in_it_is_told_as_that(tmp_path, capsys):
     path = tmp_path / "empty.pickle"
     path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[]]}))
     assert main(["snapshot", str(path), "--text"]) == 0
@@ -68,7 +63,7 @@ def test_a_snapshot_without_anything_in_it_is_told_as_that(tmp_path: Path, capsy
     assert (told["oom"], told["devices"][0]["peak_index"]) == (None, -1)
 
 
-def test_one_device_of_several_can_be_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_device_of_several_can_be_looked_at(tmp_path, capsys):
     allocator = CachingAllocator(device=1)
     allocator.alloc(4 * MIB)
     snapshot = allocator.snapshot()
@@ -83,7 +78,7 @@ def test_one_device_of_several_can_be_looked_at(tmp_path: Path, capsys: pytest.C
     assert [one["device"] for one in json.loads(capsys.readouterr().out)["devices"]] == [0, 1]
 
 
-def test_a_files_own_name_does_not_write_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_files_own_name_does_not_write_to_the_terminal(tmp_path, capsys):
     path = tmp_path / "\x1b]0;title\x07\x1b[31mred.pickle"
     path.write_bytes(Path(STEP).read_bytes())
     for words in ([str(path)], [str(path), STEP], [STEP, str(path)]):
@@ -93,7 +88,7 @@ def test_a_files_own_name_does_not_write_to_the_terminal(tmp_path: Path, capsys:
         assert "\x07" not in out
 
 
-def test_the_command_prints_the_report_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_report_of_a_file(capsys):
     assert main(["oom", OOM]) == 0
     text = capsys.readouterr().out
     assert "verdict: logits and loss" in text
@@ -105,14 +100,14 @@ def test_the_command_prints_the_report_of_a_file(capsys: pytest.CaptureFixture[s
     assert found["reports"][0]["oom"]["requested_bytes"] == 4_978_638_848
 
 
-def test_a_file_without_an_oom_is_one_line_and_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_an_oom_is_one_line_and_a_failure(capsys):
     assert main(["oom", STEP]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert err == f"ftmon: {STEP}: no out-of-memory error is recorded\n"
 
 
-def test_a_file_that_is_no_snapshot_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_snapshot_is_refused_in_one_line(tmp_path, capsys):
     path = tmp_path / "notes.txt"
     path.write_text("nothing")
     assert main(["oom", str(path)]) in (1, 2)

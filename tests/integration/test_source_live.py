@@ -100,7 +100,7 @@ def shows(source: LiveSource, sent: list[Frame], model: Callable[[], RunModel] |
     pump(source, lambda: not sent or found().last_seq == sent[-1].seq)
 
 
-def test_a_late_join_shows_history_the_live_tail_and_what_a_hole_left_out_of_it(run: RunDir) -> None:
+def test_a_late_join_shows_history_the_live_tail_and_what_a_hole_left_out_of_it(run):
     frames = now_frames(200)
     with SmallHub(run) as hub:
         sent = feed(hub, frames[:100])
@@ -114,7 +114,7 @@ def test_a_late_join_shows_history_the_live_tail_and_what_a_hole_left_out_of_it(
             same(source, sent)
 
 
-def test_what_is_published_while_joining_is_there_once(run: RunDir) -> None:
+def test_what_is_published_while_joining_is_there_once(run):
     # Fewer numbers than a join looks back: it is complete however late it comes.
     frames = now_frames(100, heartbeats=True)
     with SmallHub(run) as hub, closing(LiveSource(run)) as source:
@@ -136,9 +136,7 @@ def test_what_is_published_while_joining_is_there_once(run: RunDir) -> None:
             assert [step.step for step in source.model.ranks[number].steps] == mine[-240:]
 
 
-def test_after_a_hole_too_long_to_be_fetched_the_charts_have_their_past(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_hole_too_long_to_be_fetched_the_charts_have_their_past(run, monkeypatch):
     monkeypatch.setattr(feed_module, "_MAX_FETCHED", 100)
     frames = now_frames(900)
     with SmallHub(run) as hub:
@@ -152,7 +150,7 @@ def test_after_a_hole_too_long_to_be_fetched_the_charts_have_their_past(
             pump(source, lambda: source.model.moments[0].first_step in range(10))
 
 
-def test_heartbeats_that_did_not_come_are_no_loss(run: RunDir, process: ProcessId) -> None:
+def test_heartbeats_that_did_not_come_are_no_loss(run, process):
     frames = now_frames(60)
     hub = SmallHub(run, process)
     sent = feed(hub, frames[:100])
@@ -170,7 +168,7 @@ def test_heartbeats_that_did_not_come_are_no_loss(run: RunDir, process: ProcessI
         assert source.connection.lost == 0
 
 
-def test_what_was_neither_published_nor_recorded_is_told_as_lost_at_once(run: RunDir) -> None:
+def test_what_was_neither_published_nor_recorded_is_told_as_lost_at_once(run):
     frames = now_frames(60)
     with SmallHub(run) as hub:
         feed(hub, frames[:100])
@@ -186,7 +184,7 @@ def test_what_was_neither_published_nor_recorded_is_told_as_lost_at_once(run: Ru
             assert source.connection.lost == 7
 
 
-def test_a_command_gets_both_of_its_answers(run: RunDir) -> None:
+def test_a_command_gets_both_of_its_answers(run):
     with SmallHub(run) as hub:
         feed(hub, now_frames(5))
         with watching(run) as source:
@@ -200,7 +198,7 @@ def test_a_command_gets_both_of_its_answers(run: RunDir) -> None:
             pump(source, lambda: len(source.model.results) == 1)
 
 
-def test_without_a_hub_a_command_is_refused_in_words(run: RunDir) -> None:
+def test_without_a_hub_a_command_is_refused_in_words(run):
     with closing(LiveSource(run)) as source:
         source.start()
         record = source.commands[source.send(control.Kill())]
@@ -209,7 +207,7 @@ def test_without_a_hub_a_command_is_refused_in_words(run: RunDir) -> None:
         assert source.connection.state == "connecting"
 
 
-def test_rewinding_a_live_run_and_returning_loses_nothing(run: RunDir) -> None:
+def test_rewinding_a_live_run_and_returning_loses_nothing(run):
     frames = now_frames(120)
     with SmallHub(run) as hub:
         sent = feed(hub, frames[:200])
@@ -231,7 +229,7 @@ def test_rewinding_a_live_run_and_returning_loses_nothing(run: RunDir) -> None:
             same(source, sent)
 
 
-def test_pausing_holds_the_view_while_the_run_goes_on(run: RunDir) -> None:
+def test_pausing_holds_the_view_while_the_run_goes_on(run):
     frames = now_frames(100)
     with SmallHub(run) as hub:
         sent = feed(hub, frames[:200])
@@ -251,7 +249,7 @@ def test_pausing_holds_the_view_while_the_run_goes_on(run: RunDir) -> None:
             same(source, sent)
 
 
-def test_from_the_live_end_the_alert_before_is_reached_and_nothing_is_ahead(run: RunDir) -> None:
+def test_from_the_live_end_the_alert_before_is_reached_and_nothing_is_ahead(run):
     with SmallHub(run) as hub:
         sent = feed(hub, now_frames(120))
         with watching(run, sent) as source:
@@ -270,9 +268,7 @@ def test_from_the_live_end_the_alert_before_is_reached_and_nothing_is_ahead(run:
             assert source.transport.position == list(raised.values())[-1]
 
 
-def test_of_a_dead_hub_the_past_is_read_from_the_file_until_a_new_one_is_taken_up(
-    run: RunDir, process: ProcessId
-) -> None:
+def test_of_a_dead_hub_the_past_is_read_from_the_file_until_a_new_one_is_taken_up(run, process):
     frames = now_frames(100)
     hub = SmallHub(run, process)
     sent = feed(hub, frames[:200])
@@ -292,9 +288,7 @@ def test_of_a_dead_hub_the_past_is_read_from_the_file_until_a_new_one_is_taken_u
             same(source, sent)
 
 
-def test_after_a_restart_of_the_hub_the_steps_before_it_are_shown_to_early_and_late(
-    run: RunDir, process: ProcessId
-) -> None:
+def test_after_a_restart_of_the_hub_the_steps_before_it_are_shown_to_early_and_late(run, process):
     frames = now_frames(100)
     hub = SmallHub(run, process)
     sent = feed(hub, frames[:200])
@@ -313,7 +307,7 @@ def test_after_a_restart_of_the_hub_the_steps_before_it_are_shown_to_early_and_l
                     assert [step.step for step in rank.steps] == list(range(1, 101))
 
 
-def test_a_hole_that_a_dying_hub_could_not_fill_is_filled_by_the_next(run: RunDir, process: ProcessId) -> None:
+def test_a_hole_that_a_dying_hub_could_not_fill_is_filled_by_the_next(run, process):
     frames = now_frames(200)
     with SmallHub(run, process) as hub:
         sent = feed(hub, frames[:100])
@@ -331,7 +325,7 @@ def test_a_hole_that_a_dying_hub_could_not_fill_is_filled_by_the_next(run: RunDi
             same(source, sent)
 
 
-def test_a_run_that_ends_while_watched_is_shown_to_its_end(run: RunDir, process: ProcessId) -> None:
+def test_a_run_that_ends_while_watched_is_shown_to_its_end(run, process):
     frames = now_frames(60, finished=True)
     hub = SmallHub(run, process)
     sent = feed(hub, frames[:100])
@@ -347,7 +341,7 @@ def test_a_run_that_ends_while_watched_is_shown_to_its_end(run: RunDir, process:
         assert source.model.step == 0
 
 
-def test_a_run_that_was_over_before_opens_as_its_recording(run: RunDir, process: ProcessId) -> None:
+def test_a_run_that_was_over_before_opens_as_its_recording(run, process):
     hub = SmallHub(run, process)
     sent = feed(hub, now_frames(60, finished=True))
     end(hub, process)
@@ -364,9 +358,7 @@ def test_a_run_that_was_over_before_opens_as_its_recording(run: RunDir, process:
         assert source.model.step < 60
 
 
-def test_a_hub_that_comes_up_after_the_job_is_waited_for_while_the_launcher_lives(
-    run: RunDir, process: ProcessId, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_comes_up_after_the_job_is_waited_for_while_the_launcher_lives(run, process, monkeypatch):
     run.write_run(msgspec.structs.replace(run.read_run(), launcher=process))
     run.write_exit(ExitFile(1, time.time(), "failed"))
     looks: list[object] = []
@@ -391,7 +383,7 @@ def end(hub: SmallHub, process: ProcessId) -> None:
     kill(process)
 
 
-def test_a_source_closes_while_it_waits_for_a_hub_that_is_silent(run: RunDir, process: ProcessId) -> None:
+def test_a_source_closes_while_it_waits_for_a_hub_that_is_silent(run, process):
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     silent = sockets.hub_socket(context, "query")
     sockets.bind(silent, run.ipc_address("query"))

@@ -9,7 +9,7 @@ from ftmon.protocol.errors import FtmonError
 from ftmon.protocol.messages.control import Alert
 from ftmon.protocol.messages.telemetry import Step
 from ftmon.protocol.recording.reader import Reader
-from ftmon_process import Ftmon, wait_until_nothing_is_left
+from ftmon_process import wait_until_nothing_is_left
 
 SCRIPT = Path(__file__).parent / "scripts" / "straggler.py"
 
@@ -23,9 +23,7 @@ def slow(recording: Path) -> list[Alert]:
 
 
 @pytest.mark.parametrize(("library", "where"), [("ddp", "data"), ("fsdp", "idle")])
-def test_the_rank_that_loses_time_is_named_with_where_and_the_one_that_waits_is_not(
-    home: Ftmon, library: str, where: str
-) -> None:
+def test_the_rank_that_loses_time_is_named_with_where_and_the_one_that_waits_is_not(home, library, where):
     home.run("run", "--detach", "--", *start_ranks.command(2, str(SCRIPT), library, where))
     run = home.newest()
     eventually(lambda: slow(run.recording), "an alert about a slow rank", 400, every=0.5)

@@ -77,7 +77,7 @@ def commands(run: RunDir) -> list[Command]:
         return [frame.message for frame in app.history() if isinstance(frame.message, Command)]
 
 
-def test_a_run_that_was_not_told_to_listen_is_on_no_network(home: Path) -> None:
+def test_a_run_that_was_not_told_to_listen_is_on_no_network(home):
     run = rundir.create("closed", ["true"], "watch")
     hub = start_hub(run)
     try:
@@ -96,7 +96,7 @@ STRANGE = (
 )
 
 
-def test_a_stranger_on_loopback_gets_no_word_out_of_it(listening: RunDir) -> None:
+def test_a_stranger_on_loopback_gets_no_word_out_of_it(listening):
     lines: list[socket.socket] = []
     for address in hub_of(listening).listen.values():
         for words in STRANGE:
@@ -136,7 +136,7 @@ def knock(
     return line
 
 
-def test_only_a_key_that_is_let_in_is_answered(listening: RunDir, context: "zmq.Context[Any]") -> None:
+def test_only_a_key_that_is_let_in_is_answered(listening, context):
     hub = hub_of(listening)
     stranger, friend = keys.make_pair(), keys.client_pair()
     wrong = {
@@ -159,9 +159,7 @@ def test_only_a_key_that_is_let_in_is_answered(listening: RunDir, context: "zmq.
     assert commands(listening) == []
 
 
-def test_who_may_watch_may_neither_run_code_nor_speak_for_a_rank(
-    listening: RunDir, context: "zmq.Context[Any]"
-) -> None:
+def test_who_may_watch_may_neither_run_code_nor_speak_for_a_rank(listening, context):
     hub = hub_of(listening)
     line = peer_socket(context, "control")
     secure_client(line, keys.client_pair(), hub.server_key)
@@ -215,9 +213,7 @@ class Relay:
             return
 
 
-def test_what_was_said_is_read_by_no_eavesdropper_and_does_nothing_when_it_is_said_again(
-    listening: RunDir, context: "zmq.Context[Any]"
-) -> None:
+def test_what_was_said_is_read_by_no_eavesdropper_and_does_nothing_when_it_is_said_again(listening, context):
     hub = hub_of(listening)
     relay = Relay(place(hub.listen["control"]))
     line = peer_socket(context, "control")
@@ -255,7 +251,7 @@ def test_what_was_said_is_read_by_no_eavesdropper_and_does_nothing_when_it_is_sa
 
 
 @pytest.mark.parametrize("case", ["open to others", "a symbolic link", "another user's"])
-def test_a_run_directory_that_others_could_have_made_is_refused_by_hub_and_commands(home: Path, case: str) -> None:
+def test_a_run_directory_that_others_could_have_made_is_refused_by_hub_and_commands(home, case):
     run = rundir.create("planted", ["true"], "watch")
     if case == "open to others":
         run.path.chmod(0o755)
@@ -283,9 +279,7 @@ def test_a_run_directory_that_others_could_have_made_is_refused_by_hub_and_comma
         run.path.unlink() if run.path.is_symlink() else shutil.rmtree(run.path)
 
 
-def test_a_short_socket_directory_that_somebody_else_made_first_is_refused(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_socket_directory_that_somebody_else_made_first_is_refused(home, monkeypatch):
     if os.getuid() != 0:
         pytest.skip("only root can give a directory to somebody else")
     deep = home / ("d" * 60) / ("e" * 60)

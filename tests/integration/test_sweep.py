@@ -15,7 +15,7 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir
 from ftmon.protocol.sweep.rows import Row, read
 from ftmon.trainer.recipe.start import DATA
-from ftmon_process import PROGRAM, Ftmon, wait_until_nothing_is_left
+from ftmon_process import PROGRAM, wait_until_nothing_is_left
 from terminal import command, open_terminal, wait_for
 
 SCRIPT = Path(__file__).parent / "scripts" / "sweep_loop.py"
@@ -36,7 +36,7 @@ def write_sweep(folder: Path, whats: str, **keys: str) -> Path:
     return path
 
 
-def test_a_killed_sweep_goes_on_and_what_failed_is_a_row(home: Ftmon, tmp_path: Path) -> None:
+def test_a_killed_sweep_goes_on_and_what_failed_is_a_row(home, tmp_path):
     sweep = write_sweep(tmp_path, "ok, oom, hang", columns="[backward.peak, step_ms, loss]")
     results = tmp_path / "faults.results.jsonl"
 
@@ -83,7 +83,7 @@ def test_a_killed_sweep_goes_on_and_what_failed_is_a_row(home: Ftmon, tmp_path: 
     assert answer["used_seconds"] >= sum(row["seconds"] for row in answer["rows"]) + killed.seconds - 0.1
 
 
-def test_a_sweep_that_its_budget_does_not_cover_runs_nothing_more(home: Ftmon, tmp_path: Path) -> None:
+def test_a_sweep_that_its_budget_does_not_cover_runs_nothing_more(home, tmp_path):
     sweep = write_sweep(tmp_path, "ok, oom", budget="{hours: 0.000001}")
     sweep.write_text(sweep.read_text().replace("budget: {money: 10, price_per_gpu_hour: 10, gpus: 2}\n", ""))
     done = home.run("sweep", str(sweep))
@@ -95,7 +95,7 @@ def test_a_sweep_that_its_budget_does_not_cover_runs_nothing_more(home: Ftmon, t
     assert len(json.loads(shown.stdout)["runs"]) == 2
 
 
-def test_a_sweep_goes_on_without_its_screen_until_it_is_ended_there(home: Ftmon, tmp_path: Path) -> None:
+def test_a_sweep_goes_on_without_its_screen_until_it_is_ended_there(home, tmp_path):
     path = tmp_path / "sleeps.yaml"
     script = "import time; time.sleep({s})"
     path.write_text(f"command: [{sys.executable}, -c, '{script}']\naxes: {{s: [0, 900, 901]}}\n")
@@ -138,9 +138,7 @@ run: {ranks: 1, device: cpu}
 """
 
 
-def test_lengths_in_one_process_are_rows_of_their_own_until_one_fails_and_nothing_else_is_measured(
-    home: Ftmon, tmp_path: Path
-) -> None:
+def test_lengths_in_one_process_are_rows_of_their_own_until_one_fails_and_nothing_else_is_measured(home, tmp_path):
     (tmp_path / "train.yaml").write_text(TRAIN.replace("DATA", str(DATA)))
     sweep = tmp_path / "lengths.yaml"
     axes = "axes: {training.sequence_length: [40, 16, 48, 24]}\n"

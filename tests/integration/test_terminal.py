@@ -38,7 +38,7 @@ def terminal(home: Ftmon, tmp_path: Path) -> Iterator[Terminal]:
         yield opened
 
 
-def test_a_demo_from_its_first_step_to_its_kill(home: Ftmon, terminal: Terminal) -> None:
+def test_a_demo_from_its_first_step_to_its_kill(home, terminal):
     command(terminal, PROGRAM, "demo", "--steps", "100000", *SMALL)
     wait_for(terminal, "rank 0", "rank 1", "training", seconds=LONG_SECONDS)
     run = home.newest()
@@ -75,7 +75,7 @@ def kill_the_run(terminal: Terminal, run: RunDir) -> None:
     wait_until_gone(terminal, "escape: close")
 
 
-def test_a_snapshot_opens_in_the_explorer_and_a_terminal_that_cannot_draw_gets_lines(terminal: Terminal) -> None:
+def test_a_snapshot_opens_in_the_explorer_and_a_terminal_that_cannot_draw_gets_lines(terminal):
     command(terminal, PROGRAM, "snapshot", str(SNAPSHOT))
     wait_for(terminal, "libraries folded", "q quit")
     terminal.press("q")
@@ -85,7 +85,7 @@ def test_a_snapshot_opens_in_the_explorer_and_a_terminal_that_cannot_draw_gets_l
     wait_for(terminal, "no runs in")
 
 
-def test_a_terminal_too_small_gets_lines_and_the_reason_first(home: Ftmon, tmp_path: Path) -> None:
+def test_a_terminal_too_small_gets_lines_and_the_reason_first(home, tmp_path):
     write(tmp_path / "recording.sqlite", Stream(ranks=2, steps=20).frames())
     with open_terminal(58, 60, {**home.environ, "PYTHONUNBUFFERED": "1"}, tmp_path) as narrow:
         command(narrow, PROGRAM, "replay", str(tmp_path / "recording.sqlite"))
@@ -93,9 +93,7 @@ def test_a_terminal_too_small_gets_lines_and_the_reason_first(home: Ftmon, tmp_p
     assert text.index("needs 60x16") < text.index("rank"), text
 
 
-def test_ftmon_alone_lists_runs_and_opens_the_chosen_one(
-    home: Ftmon, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ftmon_alone_lists_runs_and_opens_the_chosen_one(home, terminal, monkeypatch):
     monkeypatch.setenv("FTMON_HOME", str(home.home))
     run = rundir.create("recorded", ["train.py"], "run")
     write(run.recording, Stream(ranks=2, steps=20).frames())
@@ -110,9 +108,7 @@ def test_ftmon_alone_lists_runs_and_opens_the_chosen_one(
     wait_for(terminal, "$ ")
 
 
-def test_a_recording_is_replayed_and_ctrl_z_goes_back_to_the_shell_and_fg_to_the_app(
-    home: Ftmon, terminal: Terminal, tmp_path: Path
-) -> None:
+def test_a_recording_is_replayed_and_ctrl_z_goes_back_to_the_shell_and_fg_to_the_app(home, terminal, tmp_path):
     write(tmp_path / "recording.sqlite", Stream(ranks=2, steps=20, finished=False).frames())
     command(terminal, PROGRAM, "replay", str(tmp_path / "recording.sqlite"))
     wait_for(terminal, "rank 0", "rank 1", "play", "q detach")
@@ -125,7 +121,7 @@ def test_a_recording_is_replayed_and_ctrl_z_goes_back_to_the_shell_and_fg_to_the
 
 
 @pytest.mark.parametrize(("variable", "keys"), [("LC_ALL", list(SCREENS)), ("LANG", ["Enter"])])
-def test_in_the_c_locale_every_byte_is_ascii(tmp_path: Path, variable: str, keys: list[str]) -> None:
+def test_in_the_c_locale_every_byte_is_ascii(tmp_path, variable, keys):
     frames = Stream(ranks=2, steps=60, spike_every=10, finished=False).frames()
     write(tmp_path / "recording.sqlite", frames)
     with ftmon_home(tmp_path / "home") as ftmon:

@@ -38,14 +38,12 @@ def shows(plays: Callable[..., bool], recording: Callable[[str], Path]) -> Calla
     return partial(plays, Commanded(recording("hang"), at_end=True))
 
 
-def test_picture(shows: Callable[..., bool], picture: tuple[Any, Any]) -> None:
+def test_picture(shows, picture):
     assert shows(*picture[0], **picture[1])
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_the_list_of_runs(
-    snap_compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
-) -> None:
+def test_the_list_of_runs(snap_compare, tmp_path, monkeypatch, size):
     home = tmp_path / "home"
     monkeypatch.setenv("FTMON_HOME", str(home))
     monkeypatch.setattr(runs, "home", lambda: Path("~/ftmon"))

@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from ftmon.protocol import checks
@@ -26,9 +25,7 @@ def names(checks: list[doctor.Check]) -> dict[str, doctor.Check]:
         ("Hopper", "warning", "unset TORCH_CUDA_ARCH_LIST"),
     ],
 )
-def test_an_architecture_list_that_deepspeed_cannot_read_gets_a_correction(
-    setting: str | None, state: str, remedy: str
-) -> None:
+def test_an_architecture_list_that_deepspeed_cannot_read_gets_a_correction(setting, state, remedy):
     check = doctor.arch_list(setting)
     assert (check.state, check.remedy) == (state, remedy)
 
@@ -46,9 +43,7 @@ def test_an_architecture_list_that_deepspeed_cannot_read_gets_a_correction(
         ("peft", "0.1", "ok", "0.1"),
     ],
 )
-def test_versions_outside_the_tested_ones_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch, library: str, version: str, state: str, text: str
-) -> None:
+def test_versions_outside_the_tested_ones_are_warned_of(monkeypatch, library, version, state, text):
     tested = {"torch": ("2.7", "2.14"), "deepspeed": ("0.19.8", "0.19.8")}
     monkeypatch.setattr(checks, "tested_versions", lambda: tested)
     monkeypatch.setattr(checks, "watched_versions", lambda: {"torch": "2.6"})
@@ -56,7 +51,7 @@ def test_versions_outside_the_tested_ones_are_warned_of(
     assert (check.state, check.text) == (state, text)
 
 
-def test_the_table_of_tested_versions_has_both_ends_in_order() -> None:
+def test_the_table_of_tested_versions_has_both_ends_in_order():
     tested = checks.tested_versions()
     assert {"torch", "transformers", "deepspeed"} <= tested.keys()
     parts = checks.version_parts
@@ -64,7 +59,7 @@ def test_the_table_of_tested_versions_has_both_ends_in_order() -> None:
     assert all(parts(watched) <= parts(tested[name][0]) for name, watched in checks.watched_versions().items())
 
 
-def test_missing_packages_are_findings_and_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_findings_and_break_nothing(monkeypatch):
     def nothing(name: str) -> str:
         raise doctor.metadata.PackageNotFoundError(name)
 
@@ -81,7 +76,7 @@ def test_missing_packages_are_findings_and_break_nothing(monkeypatch: pytest.Mon
     assert found["shared memory"].text
 
 
-def test_a_check_that_breaks_is_itself_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_breaks_is_itself_a_finding(monkeypatch):
     def broken() -> Iterator[doctor.Check]:
         yield doctor.Check("first", "ok", "fine")
         raise RuntimeError("libcuda is of another world\nand more")
@@ -93,7 +88,7 @@ def test_a_check_that_breaks_is_itself_a_finding(monkeypatch: pytest.MonkeyPatch
     assert second.text == "cannot be checked: libcuda is of another world"
 
 
-def test_without_compiler_and_ninja_there_are_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_compiler_and_ninja_there_are_remedies(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.version, "cuda", None)  # or nvcc is run
     monkeypatch.setenv("PATH", "/nowhere")
@@ -103,7 +98,7 @@ def test_without_compiler_and_ninja_there_are_remedies(monkeypatch: pytest.Monke
     assert found["ninja"].remedy == "pip install ninja"
 
 
-def test_a_lock_that_a_killed_build_left_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_lock_that_a_killed_build_left_is_found(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert [check.state for check in doctor.extension_locks()] == ["ok"]
     lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
@@ -115,7 +110,7 @@ def test_a_lock_that_a_killed_build_left_is_found(monkeypatch: pytest.MonkeyPatc
     assert (found.state, found.remedy) == ("warning", f"if nothing is being built: rm {lock}")
 
 
-def test_a_small_shared_memory_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_shared_memory_is_flagged(monkeypatch):
     class Small:
         f_blocks, f_frsize, f_bavail = 16384, 4096, 16000
 

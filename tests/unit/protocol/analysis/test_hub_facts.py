@@ -1,7 +1,5 @@
 """What the hub itself finds: rules and evidence stay as scripts and recordings know them, words come from here."""
 
-from typing import Any
-
 import pytest
 from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.findings.alerts import AlertStore
@@ -95,9 +93,7 @@ TAKEN = {"port": 29500, "pid": 9, "user": "anna", "command": "python train.py"}
         ),
     ],
 )
-def test_a_finding_of_the_hub_is_the_alert_that_it_has_always_been(
-    facts: Any, kind: str, rule: str, evidence: dict[str, Any], title: str
-) -> None:
+def test_a_finding_of_the_hub_is_the_alert_that_it_has_always_been(facts, kind, rule, evidence, title):
     known = next(one for one in KINDS.values() if one.facts is type(facts))
     finding = Finding(known.name, facts, key=rule.removeprefix(known.rule).strip())
     (alert,) = FindingAlerts(AlertStore()).put(10.0, [finding])
@@ -107,7 +103,7 @@ def test_a_finding_of_the_hub_is_the_alert_that_it_has_always_been(
     assert not alert.ranks
 
 
-def test_a_holder_that_cannot_be_inspected_and_the_default_port() -> None:
+def test_a_holder_that_cannot_be_inspected_and_the_default_port():
     alerts = FindingAlerts(AlertStore())
     found = [Finding("port_taken", PortFacts(port, 0, "EADDRINUSE"), key=str(port)) for port in (1, 2, 1)]
     assert [alert.id for alert in alerts.put(10.0, found)] == [1, 2], "one alert per port"
@@ -158,9 +154,7 @@ HOOKED = "so without ftmon's import hook;"
         ),
     ],
 )
-def test_a_run_without_a_step_is_described_by_what_is_known(
-    ranks: int, more: dict[str, Any], title: str, text: str
-) -> None:
+def test_a_run_without_a_step_is_described_by_what_is_known(ranks, more, title, text):
     words = kinds.words_of(Finding("no_step", NoStepFacts("exit code 1", 1, ranks, **more)))
     remedy = "The last lines of its output may show the cause." if "last_lines" in more else ""
     assert words[:3] == (title, text, remedy)
@@ -169,7 +163,7 @@ def test_a_run_without_a_step_is_described_by_what_is_known(
         assert done.remedy.startswith("A script without an optimizer has no steps: 'ftmon memory RUN' shows")
 
 
-def test_leftovers_are_named_with_what_they_wait_for_and_hold() -> None:
+def test_leftovers_are_named_with_what_they_wait_for_and_hold():
     said = kinds.words_of(Finding("leftover_processes", LeftoverFacts([ASLEEP], {7: 2**30})))
     assert "pid 7 (python) is in uninterruptible sleep in nfs_wait: it ends when the kernel returns" in said.title
     assert "They hold 1.00 GiB of GPU memory." in said.text

@@ -89,7 +89,7 @@ def keys_of(evidence: dict[str, Any], by: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("finding", ALL)
-def test_it_has_words_for_itself_its_resolutions_and_its_evidence(finding: Finding) -> None:
+def test_it_has_words_for_itself_its_resolutions_and_its_evidence(finding):
     words = kinds.words_of(finding)
     assert words.title
     assert "\n" not in words.title
@@ -103,7 +103,7 @@ def test_it_has_words_for_itself_its_resolutions_and_its_evidence(finding: Findi
 
 
 @pytest.mark.parametrize("finding", ALL)
-def test_its_alert_leads_back_to_it_and_goes_on_under_its_id_after_a_restart(finding: Finding) -> None:
+def test_its_alert_leads_back_to_it_and_goes_on_under_its_id_after_a_restart(finding):
     (alert,) = FindingAlerts(AlertStore()).put(10.0, [finding])
     later = FindingAlerts(store := AlertStore())
     store.restore(alert)
@@ -118,7 +118,7 @@ def test_its_alert_leads_back_to_it_and_goes_on_under_its_id_after_a_restart(fin
     assert (again.id, again.evidence) == (alert.id, {**alert.evidence, "log": ["last"]})
 
 
-def test_kinds_cannot_contradict_each_other() -> None:
+def test_kinds_cannot_contradict_each_other():
     known = KINDS["leak"]
     with pytest.raises(ValueError, match="exists"):
         kinds.register(known)
@@ -128,14 +128,12 @@ def test_kinds_cannot_contradict_each_other() -> None:
     assert "another" not in KINDS
 
 
-def test_the_table_of_thresholds_in_the_document_is_that_of_the_records() -> None:
+def test_the_table_of_thresholds_in_the_document_is_that_of_the_records():
     text = limits_table.DOCUMENT.read_text()
     assert text == limits_table.rewritten(text), "run: python tests/support/limits_table.py"
 
 
-def test_the_detector_of_the_document_raises_and_resolves_its_alert(
-    monkeypatch: pytest.MonkeyPatch, make_sim: Any
-) -> None:
+def test_the_detector_of_the_document_raises_and_resolves_its_alert(monkeypatch, make_sim):
     (code,) = re.findall(r"```python\n(.*?)```", limits_table.DOCUMENT.read_text(), re.S)
     assert code.count("\n") <= 50
     module = ModuleType("documented")

@@ -5,7 +5,6 @@ import os
 import socket
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
@@ -35,9 +34,7 @@ def loopback() -> str:
 
 
 @pytest.mark.parametrize("name", ["loopback", "127.0.0.1", "localhost"])
-def test_a_rank_reaches_the_hub_at_any_kind_of_address(
-    name: str, request: pytest.FixtureRequest, context: "zmq.Context[Any]"
-) -> None:
+def test_a_rank_reaches_the_hub_at_any_kind_of_address(name, request, context):
     host = request.getfixturevalue(name) if name == "loopback" else name
     with sockets.hub_socket(context, "telemetry") as hub, sockets.peer_socket(context, "telemetry") as rank:
         sockets.bind(hub, f"tcp://{host}:*")
@@ -48,7 +45,7 @@ def test_a_rank_reaches_the_hub_at_any_kind_of_address(
         assert hub.recv() == b"a step"
 
 
-def test_whether_an_address_is_bound_is_seen_without_a_message(context: "zmq.Context[Any]", tmp_path: Path) -> None:
+def test_whether_an_address_is_bound_is_seen_without_a_message(context, tmp_path):
     address = f"ipc://{tmp_path}/telemetry"
     assert not sockets.is_listening(address)
     socket = context.socket(zmq.PULL)
@@ -67,7 +64,7 @@ REFUSALS = (
 
 
 @pytest.mark.usefixtures("private_home")
-def test_nobody_comes_in_where_no_authenticator_guards_the_server(context: "zmq.Context[Any]") -> None:
+def test_nobody_comes_in_where_no_authenticator_guards_the_server(context):
     server, made = keys.make_pair(), sockets.hub_socket(context, "control")
     sockets.secure_server(made, server)
     sockets.bind(made, "tcp://127.0.0.1:*")
@@ -81,7 +78,7 @@ def test_nobody_comes_in_where_no_authenticator_guards_the_server(context: "zmq.
     assert not made.poll(100)
 
 
-def test_a_server_key_that_is_none_and_a_taken_port_are_refused_in_words(context: "zmq.Context[Any]") -> None:
+def test_a_server_key_that_is_none_and_a_taken_port_are_refused_in_words(context):
     client = sockets.peer_socket(context, "control")
     with pytest.raises(UsageError, match=r"not a hub's public key.*hub\.json"):
         sockets.secure_client(client, keys.make_pair(), "abc")
@@ -96,7 +93,7 @@ def run(private_home: Path) -> RunDir:
     return rundir.create("two", ["deepspeed", "train.py"], "run", RunOptions(on_oom="hold", listen="0.0.0.0:7420"))
 
 
-def test_the_file_tells_where_the_hub_is_and_holds_a_key_for_agents_alone(run: RunDir) -> None:
+def test_the_file_tells_where_the_hub_is_and_holds_a_key_for_agents_alone(run):
     path = prepare(run, "0.0.0.0:7420")
     join = read_join(path)
     assert (join.run, join.host, join.port) == (str(run.path), os.uname().nodename, 7420)
@@ -108,7 +105,7 @@ def test_the_file_tells_where_the_hub_is_and_holds_a_key_for_agents_alone(run: R
     assert read_join(path).addresses == ["10.1.2.3"]
 
 
-def test_a_file_that_others_can_read_is_refused(run: RunDir, tmp_path: Path) -> None:
+def test_a_file_that_others_can_read_is_refused(run, tmp_path):
     path = prepare(run, "0.0.0.0:7420")
     path.chmod(0o644)
     with pytest.raises(RunDirError, match="chmod 600"):
@@ -121,7 +118,7 @@ def test_a_file_that_others_can_read_is_refused(run: RunDir, tmp_path: Path) -> 
         read_join(tmp_path / "none.json")
 
 
-def test_the_environment_names_the_file_and_never_holds_the_key(run: RunDir) -> None:
+def test_the_environment_names_the_file_and_never_holds_the_key(run):
     path = prepare(run, "0.0.0.0:7420")
     environment = job_environment(run, {"PATH": "/bin"})
     secret = read_join(path).secret
@@ -134,9 +131,7 @@ def test_the_environment_names_the_file_and_never_holds_the_key(run: RunDir) -> 
     assert JOIN_ENV not in monitor_environment(environment)
 
 
-def test_a_further_host_gets_the_same_marks_and_options(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_further_host_gets_the_same_marks_and_options(run, tmp_path, monkeypatch):
     path = prepare(run, "0.0.0.0:7420").rename(tmp_path / "join.json")
     join = read_join(path)
     environment = joined_environment(path, join, {"PATH": "/bin"})

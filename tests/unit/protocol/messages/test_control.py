@@ -39,20 +39,20 @@ VERBS = [verb for verb, _ in FULL]
 NAMES = [verb.name for verb in VERBS]
 
 
-def test_every_verb_is_tested_here() -> None:
+def test_every_verb_is_tested_here():
     assert tuple(map(type, VERBS)) == control.ALL
     assert {*control.HUB, *control.RANK, *control.AGENT} == {*control.ALL}
 
 
 @pytest.mark.parametrize(("verb", "args"), FULL, ids=NAMES)
-def test_all_arguments_cross_the_wire(verb: control.Verb, args: dict[str, Any]) -> None:
+def test_all_arguments_cross_the_wire(verb, args):
     command = wire.decode_body(wire.encode_body(verb.command("1")))
     assert command == Command("1", verb.name, args)
     assert control.decode(command, control.ALL) == verb
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=NAMES)
-def test_absent_and_nil_arguments_have_their_defaults_and_unknown_ones_are_ignored(verb: control.Verb) -> None:
+def test_absent_and_nil_arguments_have_their_defaults_and_unknown_ones_are_ignored(verb):
     required = {"code": "x"} if isinstance(verb, control.Console) else {}
     default = type(verb)(**required)
     assert default.command("1").args == required
@@ -82,22 +82,20 @@ def test_absent_and_nil_arguments_have_their_defaults_and_unknown_ones_are_ignor
         ("look", {"silent": 0}, "look: silent must be a list of numbers, not 0"),
     ],
 )
-def test_a_wrong_argument_is_refused_with_its_name_and_what_it_must_be(
-    verb: str, args: dict[str, Any], words: str
-) -> None:
+def test_a_wrong_argument_is_refused_with_its_name_and_what_it_must_be(verb, args, words):
     with pytest.raises(UsageError) as refused:
         control.decode(Command("1", verb, args), control.ALL)
     assert str(refused.value) == words
 
 
-def test_an_unknown_verb_is_refused_with_those_that_the_receiver_accepts() -> None:
+def test_an_unknown_verb_is_refused_with_those_that_the_receiver_accepts():
     for verb in ("identify", "dance"):
         with pytest.raises(UsageError) as refused:
             control.decode(Command("1", verb), control.AGENT)
         assert str(refused.value) == f"unknown command '{verb}'; known here: kill, stop, ping, look"
 
 
-def test_numbers_and_truths_in_other_spellings_are_read() -> None:
+def test_numbers_and_truths_in_other_spellings_are_read():
     armed = control.decode(Command("1", "arm", {"steps": "2", "from_step": 8.0}), control.ALL)
     assert armed == control.Arm([], "", 2, 8)
     assert control.decode(Command("1", "stacks", {"native": 1}), control.ALL) == control.Stacks(native=True)
@@ -106,6 +104,6 @@ def test_numbers_and_truths_in_other_spellings_are_read() -> None:
 @pytest.mark.parametrize(
     ("name", "number"), [("", None), ("INT", signal.SIGINT), ("SIGTERM", signal.SIGTERM), ("KILL", signal.SIGKILL)]
 )
-def test_a_kill_names_its_signal_with_or_without_sig(name: str, number: signal.Signals | None) -> None:
+def test_a_kill_names_its_signal_with_or_without_sig(name, number):
     assert control.decode(Command("1", "kill", {"signal": name}), control.HUB) == control.Kill(signal=name)
     assert control.Kill(signal=name).number == number

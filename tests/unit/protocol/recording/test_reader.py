@@ -59,19 +59,19 @@ def expected(frames: list[Frame]) -> list[PeakMark]:
     return sorted(found, key=lambda mark: (mark.rank, mark.step, mark.phase))
 
 
-def test_the_marks_read_are_those_that_the_steps_set(reader: Reader, frames: list[Frame]) -> None:
+def test_the_marks_read_are_those_that_the_steps_set(reader, frames):
     assert reader.marks() == expected(frames)
     assert decode_answer("marks", answer_query(reader, "marks", {})) == reader.marks()
 
 
-def test_a_phase_that_stays_where_it_is_sets_one_mark_for_each_size_of_batch(reader: Reader) -> None:
+def test_a_phase_that_stays_where_it_is_sets_one_mark_for_each_size_of_batch(reader):
     optimizer = [mark for mark in reader.marks() if mark.rank == 0 and mark.phase == "optimizer"]
     assert len({mark.bytes for mark in optimizer}) == 1
     assert len(optimizer) <= STEPS
     assert len({mark.shape[-1] // 4 for mark in optimizer}) == len(optimizer)
 
 
-def test_marks_go_on_where_an_earlier_writer_left_off(tmp_path: Path, frames: list[Frame]) -> None:
+def test_marks_go_on_where_an_earlier_writer_left_off(tmp_path, frames):
     path = tmp_path / "recording.sqlite"
     half = len(frames) // 2
     write(path, frames[:half])
@@ -84,9 +84,7 @@ def test_marks_go_on_where_an_earlier_writer_left_off(tmp_path: Path, frames: li
         assert reader.marks() == expected(frames)
 
 
-def test_the_state_at_a_time_has_the_last_events_and_what_explains_the_highest_peak(
-    reader: Reader, frames: list[Frame]
-) -> None:
+def test_the_state_at_a_time_has_the_last_events_and_what_explains_the_highest_peak(reader, frames):
     for t in (frames[len(frames) // 2].t, frames[-1].t):
         so_far = [f.message for f in frames if f.t <= t and isinstance(f.message, Composition) and f.message.rank == 1]
         found = [f.message for f in reader.state_at(t) if isinstance(f.message, Composition) and f.message.rank == 1]
@@ -98,7 +96,7 @@ def test_the_state_at_a_time_has_the_last_events_and_what_explains_the_highest_p
     assert {message.rank: message.step for message in state if isinstance(message, AllocatorEvents)} == {0: 40, 1: 40}
 
 
-def test_samples_are_spread_over_the_recording_and_end_with_its_last(reader: Reader) -> None:
+def test_samples_are_spread_over_the_recording_and_end_with_its_last(reader):
     sampled = reader.sampled("events", 0, 3)
     answer = answer_query(reader, "sampled", {"kind": "events", "rank": 0, "limit": 3})
     assert decode_answer("sampled", answer) == sampled
@@ -109,7 +107,7 @@ def test_samples_are_spread_over_the_recording_and_end_with_its_last(reader: Rea
     assert reader.sampled("events", 7) == []
 
 
-def test_marks_are_made_again_for_what_is_left_of_a_damaged_recording(tmp_path: Path, frames: list[Frame]) -> None:
+def test_marks_are_made_again_for_what_is_left_of_a_damaged_recording(tmp_path, frames):
     path = write(tmp_path / "recording.sqlite", Explained(RANKS, 400).frames())
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * 0.8)])
@@ -128,7 +126,7 @@ def highest(frames: list[Frame], rank: int) -> int | None:
 
 
 @pytest.mark.parametrize("cuda", [True, False])
-def test_the_step_of_the_highest_peak_is_found_at_any_place_of_the_stream(tmp_path: Path, cuda: bool) -> None:
+def test_the_step_of_the_highest_peak_is_found_at_any_place_of_the_stream(tmp_path, cuda):
     frames = list(Stream(ranks=3, steps=400, cuda=cuda).frames())
     write(tmp_path / "run.sqlite", frames)
     chosen = random.Random(7)
@@ -161,7 +159,7 @@ IMPOSSIBLE = msgspec.msgpack.encode({**msgspec.msgpack.decode(wire.encode_body(F
     ids=["nothing", "no msgpack", "text", "nested", "zeros", "rank 2^40", "a string", "a number", "null",
          "lists", "long lists", "extensions"],
 )  # fmt: skip
-def test_one_message_that_cannot_be_costs_that_message(tmp_path: Path, body: object) -> None:
+def test_one_message_that_cannot_be_costs_that_message(tmp_path, body):
     if callable(body):
         body = body()
     frames = list(Stream(ranks=2, steps=20, finished=False).frames())
@@ -177,7 +175,7 @@ def test_one_message_that_cannot_be_costs_that_message(tmp_path: Path, body: obj
 
 @pytest.mark.parametrize("column", ["loss", "host_us", "rest", "started"])
 @pytest.mark.parametrize("value", ["text", b"\xff\xff", 9e999, -(2**63)])
-def test_one_step_that_cannot_be_ends_nothing(tmp_path: Path, column: str, value: object) -> None:
+def test_one_step_that_cannot_be_ends_nothing(tmp_path, column, value):
     path, frames = stream(tmp_path)
     with sqlite3.connect(path) as connection:
         connection.execute(f"UPDATE steps SET {column} = ? WHERE step = 10", (value,))
@@ -198,9 +196,7 @@ AS_TEXT = AS_ANY_TYPE.replace("reasons TEXT'", "reasons,'").replace("reasons')",
     [(AS_ANY_TYPE, "UPDATE device_samples SET throttle_reasons = 7", AS_TEXT), ("UPDATE clock SET seq = 9e999",)],
     ids=["a number as a text", "infinite numbers of messages"],
 )
-def test_samples_and_a_clock_that_cannot_be_end_no_command(
-    tmp_path: Path, damage: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_and_a_clock_that_cannot_be_end_no_command(tmp_path, damage, capsys):
     path, _ = stream(tmp_path)
     for statements in damage:
         with contextlib.closing(sqlite3.connect(path)) as connection:
@@ -225,9 +221,7 @@ def costly(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("words", [["status"], ["memory"], ["replay", "--plain"], ["stacks"]], ids=" ".join)
-def test_a_command_shows_part_of_a_recording_that_costs_too_much_and_says_so(
-    costly: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_shows_part_of_a_recording_that_costs_too_much_and_says_so(costly, words, capsys, monkeypatch):
     monkeypatch.setattr(opening, "_MESSAGE_SECONDS", 0.05)
     status = main([*words, str(costly)])
     printed = capsys.readouterr()
@@ -238,9 +232,7 @@ def test_a_command_shows_part_of_a_recording_that_costs_too_much_and_says_so(
         assert "messages were left out" in printed.err
 
 
-def test_all_questions_of_a_command_share_what_the_file_justifies(
-    costly: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_questions_of_a_command_share_what_the_file_justifies(costly, monkeypatch):
     monkeypatch.setattr(opening, "_MESSAGE_SECONDS", 0.05)
     with Reader(costly, once=True) as reader:
         found = len(reader.frames(limit=100_000))
@@ -255,9 +247,7 @@ def test_all_questions_of_a_command_share_what_the_file_justifies(
         assert min(len(reader.frames(limit=100_000)) for _ in range(2)) > 50
 
 
-def test_a_recording_that_goes_away_while_it_is_opened_is_a_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recording_that_goes_away_while_it_is_opened_is_a_state(tmp_path, monkeypatch, capfd):
     """Between the look at its header and the next the file is removed, for the overview's thread."""
     path = write(tmp_path / "r.sqlite", list(Stream(ranks=2, steps=20).frames()))
     check, looks = salvage.read_header, list[Path]()
@@ -284,9 +274,7 @@ def test_a_recording_that_goes_away_while_it_is_opened_is_a_state(
 
 
 @pytest.mark.parametrize("value", [9e999, -9e999, 1e300, -1.0])
-def test_times_that_no_clock_has_are_shown_as_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float
-) -> None:
+def test_times_that_no_clock_has_are_shown_as_none(tmp_path, capsys, value):
     write(tmp_path / "r.sqlite", list(Stream(ranks=2, steps=5).frames()))
     with sqlite3.connect(tmp_path / "r.sqlite") as connection:
         for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
@@ -300,7 +288,7 @@ def test_times_that_no_clock_has_are_shown_as_none(
     assert capsys.readouterr().err.count("\n") <= 3
 
 
-def test_the_end_is_found_by_its_time_after_the_clock_was_set_back(tmp_path: Path) -> None:
+def test_the_end_is_found_by_its_time_after_the_clock_was_set_back(tmp_path):
     frames = list(Stream(ranks=3, steps=150).frames())
     half = len(frames) // 2
     frames[half:] = [Frame(frame.seq, frame.t - 3600, frame.message) for frame in frames[half:]]

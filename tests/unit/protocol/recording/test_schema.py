@@ -58,7 +58,7 @@ def read_all(path: Path) -> None:
 
 @pytest.mark.parametrize("table", ["meta", "steps", "logs", "events", "rollups", "clock", "gaps", "marks"])
 @pytest.mark.parametrize("value", ["n", HUGE], ids=["endless", "huge"])
-def test_a_view_in_the_place_of_a_table_is_refused_before_it_runs(path: Path, table: str, value: str) -> None:
+def test_a_view_in_the_place_of_a_table_is_refused_before_it_runs(path, table, value):
     change(path, f"DROP TABLE {table}", endless(table, value))
     begun = time.thread_time()
     with pytest.raises(RecordingError, match=f"refused: '{table}' in it is a view, not a table"):
@@ -66,7 +66,7 @@ def test_a_view_in_the_place_of_a_table_is_refused_before_it_runs(path: Path, ta
     assert time.thread_time() - begun < 1
 
 
-def test_a_view_that_the_schema_calls_a_table_is_not_read(path: Path) -> None:
+def test_a_view_that_the_schema_calls_a_table_is_not_read(path):
     view = endless("logs", "n").replace("'", "''")
     planted = f"UPDATE sqlite_schema SET sql = '{view}', rootpage = 0 WHERE name = 'logs'"
     change(path, "PRAGMA writable_schema=ON", planted)
@@ -90,13 +90,13 @@ def test_a_view_that_the_schema_calls_a_table_is_not_read(path: Path) -> None:
     ],
     ids=["virtual", "generated", "renamed", "untyped"],
 )  # fmt: skip
-def test_what_no_recording_has_is_named_in_one_line(path: Path, statements: list[str], words: str) -> None:
+def test_what_no_recording_has_is_named_in_one_line(path, statements, words):
     change(path, *statements)
     with pytest.raises(RecordingError, match=rf"^{re.escape(str(path))}: refused: [^\n]*{words}[^\n]*$"):
         read_all(path)
 
 
-def test_what_is_not_read_is_no_obstacle(path: Path) -> None:
+def test_what_is_not_read_is_no_obstacle(path):
     change(path, "CREATE INDEX by_step ON steps(step)", "CREATE VIEW mine AS SELECT step, loss FROM steps")
     change(path, "CREATE TRIGGER t AFTER INSERT ON logs BEGIN DELETE FROM logs; END")
     change(path, "DROP VIEW phases", f"CREATE VIEW phases AS {ENDLESS} n FROM r")
@@ -106,7 +106,7 @@ def test_what_is_not_read_is_no_obstacle(path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_value_as_large_as_a_file_cannot_be_is_never_made(path: Path) -> None:
+def test_a_value_as_large_as_a_file_cannot_be_is_never_made(path):
     change(path, "UPDATE logs SET text = zeroblob(40000000) WHERE seq = (SELECT min(seq) FROM logs)")
     read_all(path)
     with Reader(path) as reader:
@@ -115,7 +115,7 @@ def test_a_value_as_large_as_a_file_cannot_be_is_never_made(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["repeated", "shifted"])
-def test_pages_in_a_wrong_place_are_read_in_part_and_soon(path: Path, damage: str) -> None:
+def test_pages_in_a_wrong_place_are_read_in_part_and_soon(path, damage):
     """Salvage went from a row back to one that it had passed, for ever."""
     whole = path.read_bytes()
     page = int.from_bytes(whole[16:18], "big")
@@ -130,7 +130,7 @@ def test_pages_in_a_wrong_place_are_read_in_part_and_soon(path: Path, damage: st
         assert [frame.seq for frame in frames] == sorted({frame.seq for frame in frames})
 
 
-def test_an_index_out_of_order_does_not_lead_in_a_circle(path: Path) -> None:
+def test_an_index_out_of_order_does_not_lead_in_a_circle(path):
     """The ranks are found by hopping through an index: what it gives must ascend."""
     with Reader(path) as reader:
         page = reader._connection.execute("PRAGMA page_size").fetchone()[0]
@@ -148,7 +148,7 @@ def test_an_index_out_of_order_does_not_lead_in_a_circle(path: Path) -> None:
     assert time.thread_time() - begun < QUICK
 
 
-def test_a_query_ends_when_its_time_is_spent(tmp_path: Path) -> None:
+def test_a_query_ends_when_its_time_is_spent(tmp_path):
     guard = Guard(tmp_path / "r.sqlite", seconds=0.3)
     connection = guard.harden(sqlite3.connect(":memory:"))
     guard.begin()
@@ -159,7 +159,7 @@ def test_a_query_ends_when_its_time_is_spent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "log"])
-def test_a_pipe_is_refused_before_it_is_opened(path: Path, kind: str) -> None:
+def test_a_pipe_is_refused_before_it_is_opened(path, kind):
     place = path if kind == "fifo" else Path(f"{path}-wal")
     place.unlink(missing_ok=True)
     os.mkfifo(place)
@@ -179,9 +179,7 @@ def old(tmp_path: Path) -> Path:
     return path
 
 
-def test_commands_show_its_state_steps_alerts_and_the_cause_of_a_spike(
-    old: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_show_its_state_steps_alerts_and_the_cause_of_a_spike(old, capsys):
     def printed(*words: str) -> str:
         assert main([words[0], str(old), *words[1:]]) == 0
         return capsys.readouterr().out
@@ -199,7 +197,7 @@ def test_commands_show_its_state_steps_alerts_and_the_cause_of_a_spike(
     assert lines[-1].endswith("finished")
 
 
-def test_every_step_of_it_is_read_exactly_and_it_is_neither_changed_nor_continued(old: Path) -> None:
+def test_every_step_of_it_is_read_exactly_and_it_is_neither_changed_nor_continued(old):
     before = old.read_bytes()
     with Reader(old) as reader:
         assert reader.marks()

@@ -6,7 +6,6 @@ import os
 import pickle
 import resource
 import tracemalloc
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from snapshot_files import DATA, ELEMENTS, bomb, compact, read_snapshot, refusal
 
 
 @pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
-def test_a_packed_file_of_small_objects_is_refused_before_they_are_made(tmp_path: Path, element: bytes) -> None:
+def test_a_packed_file_of_small_objects_is_refused_before_they_are_made(tmp_path, element):
     path = bomb(tmp_path, element)
     assert path.stat().st_size < 2**20
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -32,7 +31,7 @@ def test_a_packed_file_of_small_objects_is_refused_before_they_are_made(tmp_path
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000
 
 
-def test_a_packed_file_that_expands_more_than_snapshots_do_is_refused_early(tmp_path: Path) -> None:
+def test_a_packed_file_that_expands_more_than_snapshots_do_is_refused_early(tmp_path):
     path = tmp_path / "zeros.pickle.gz"
     part = gzip.compress(bytes(2**24))
     path.write_bytes(gzip.compress(b"\x80\x04\x8e" + (2**32).to_bytes(8, "little")) + part * 256)
@@ -40,7 +39,7 @@ def test_a_packed_file_that_expands_more_than_snapshots_do_is_refused_early(tmp_
         read_pickle(path)
 
 
-def test_what_is_granted_is_bounded_by_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_granted_is_bounded_by_the_host(tmp_path, monkeypatch):
     for name in ("oom_backward", "step_zero3"):  # real ones are far below the bound
         real = DATA / f"{name}.pickle.gz"
         check_cost(real, most_memory=real.stat().st_size * 200)
@@ -77,7 +76,7 @@ def taken(data: bytes) -> int:
 
 
 @pytest.mark.parametrize("element", OBJECTS.values(), ids=OBJECTS)
-def test_no_object_takes_more_than_its_opcodes_are_counted_for(element: bytes) -> None:
+def test_no_object_takes_more_than_its_opcodes_are_counted_for(element):
     data = b"\x80\x04]\x94" + b"(" + element * 5000 + (b"t" * 5000 if element == b"(" else b"") + b"e."
     assert taken(data) < estimate(data) + 100_000
 
@@ -89,7 +88,7 @@ def plain() -> st.SearchStrategy[Any]:
 
 
 @given(plain(), st.integers(0, pickle.HIGHEST_PROTOCOL))
-def test_plain_data_take_less_than_is_counted_in_every_protocol(value: Any, protocol: int) -> None:
+def test_plain_data_take_less_than_is_counted_in_every_protocol(value, protocol):
     data = pickle.dumps([value] * 3, protocol)
     assert taken(data) < estimate(data) + 100_000
 
@@ -101,7 +100,7 @@ def small() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_any_pickle_protocol_is_read_packed_or_not(tmp_path: Path, protocol: int) -> None:
+def test_any_pickle_protocol_is_read_packed_or_not(tmp_path, protocol):
     data = pickle.dumps(small(), protocol)
     for name, content in (("plain", data), ("packed", gzip.compress(data))):
         (tmp_path / name).write_bytes(content)
@@ -130,13 +129,13 @@ def test_any_pickle_protocol_is_read_packed_or_not(tmp_path: Path, protocol: int
         (pickle.dumps({"segments": [{"device": True, "total_size": True, "blocks": []}]}), "not a memory snapshot"),
     ],
 )
-def test_what_is_no_snapshot_is_refused_in_words(tmp_path: Path, content: bytes, words: str) -> None:
+def test_what_is_no_snapshot_is_refused_in_words(tmp_path, content, words):
     path = tmp_path / "file"
     path.write_bytes(content)
     assert words in refusal(path)
 
 
-def test_a_directory_a_missing_file_an_empty_one_and_a_pipe_are_refused_in_words(tmp_path: Path) -> None:
+def test_a_directory_a_missing_file_an_empty_one_and_a_pipe_are_refused_in_words(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").touch()
     assert "empty" in refusal(tmp_path / "file", open_snapshot)
@@ -146,7 +145,7 @@ def test_a_directory_a_missing_file_an_empty_one_and_a_pipe_are_refused_in_words
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
-def test_a_file_without_permission_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_file_without_permission_is_refused_in_words(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(pickle.dumps(small()))
     path.chmod(0)
@@ -155,9 +154,7 @@ def test_a_file_without_permission_is_refused_in_words(tmp_path: Path) -> None:
 
 @given(st.data())
 @settings(deadline=None, max_examples=150)
-def test_a_damaged_snapshot_is_read_or_refused_but_never_anything_else(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_a_damaged_snapshot_is_read_or_refused_but_never_anything_else(tmp_path_factory, data):
     content = bytearray(pickle.dumps(small(), data.draw(st.integers(0, 5))))
     # No opcode that asks for memory by a number: those are for the child process alone.
     for _ in range(data.draw(st.integers(1, 6))):
@@ -185,9 +182,7 @@ PLAIN = st.recursive(
 
 @given(PLAIN, st.lists(st.dictionaries(st.sampled_from(KEYS), PLAIN, max_size=8), max_size=6))
 @settings(deadline=None, max_examples=60)
-def test_any_plain_data_is_read_or_refused_and_what_is_read_is_consistent(
-    segments: Any, entries: list[dict[str, Any]]
-) -> None:
+def test_any_plain_data_is_read_or_refused_and_what_is_read_is_consistent(segments, entries):
     with contextlib.suppress(SnapshotError):
         read = compact({"segments": segments, "device_traces": [entries]}, "made")
         for device in read.devices():
@@ -198,7 +193,7 @@ def test_any_plain_data_is_read_or_refused_and_what_is_read_is_consistent(
                 fragmentation(layout_at(replay, index))
 
 
-def test_what_older_versions_lack_is_no_error_and_their_history_has_request_and_stack() -> None:
+def test_what_older_versions_lack_is_no_error_and_their_history_has_request_and_stack():
     snapshot = small()
     for entry in snapshot["device_traces"][0]:
         del entry["time_us"], entry["frames"]
@@ -220,7 +215,7 @@ def test_what_older_versions_lack_is_no_error_and_their_history_has_request_and_
     assert read.frames[0].filename == "train.py"
 
 
-def test_several_devices_each_have_their_own_replay() -> None:
+def test_several_devices_each_have_their_own_replay():
     one, other = CachingAllocator(device=0), CachingAllocator(device=2)
     one.alloc(MIB)
     other.alloc(7 * MIB)
@@ -231,7 +226,7 @@ def test_several_devices_each_have_their_own_replay() -> None:
     assert [Replay(read, device).allocated[-1] for device in (0, 2)] == [MIB, 7 * MIB]
 
 
-def test_names_that_would_write_to_the_terminal_are_made_harmless() -> None:
+def test_names_that_would_write_to_the_terminal_are_made_harmless():
     allocator = CachingAllocator()
     allocator.alloc(512, frames=[{"name": "\x1b]0;title\x07f\ud800", "filename": "a\nb.py", "line": 1}])
     frame = compact(allocator.snapshot(), "made").frames[0]
@@ -240,7 +235,7 @@ def test_names_that_would_write_to_the_terminal_are_made_harmless() -> None:
     frame.name.encode()
 
 
-def test_a_failed_allocation_may_be_larger_than_any_memory_and_no_other_entry() -> None:
+def test_a_failed_allocation_may_be_larger_than_any_memory_and_no_other_entry():
     made = CachingAllocator()
     made.alloc(512)
     raw = made.snapshot()

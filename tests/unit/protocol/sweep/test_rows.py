@@ -11,9 +11,7 @@ from ftmon.trainer.sweep import plan
 from ftmon.trainer.sweep.__main__ import main
 
 
-def test_only_rows_of_its_own_plan_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_rows_of_its_own_plan_are_counted(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # main() handles signals of this process
     monkeypatch.chdir(tmp_path)
     Path("s.yaml").write_text("command: python {seq}\naxes: {seq: [8, 16]}\n")
@@ -46,7 +44,7 @@ def written(path: Path) -> Path:
     return path
 
 
-def test_a_session_that_was_killed_loses_the_run_without_a_row(tmp_path: Path) -> None:
+def test_a_session_that_was_killed_loses_the_run_without_a_row(tmp_path):
     path = written(tmp_path / "r.jsonl")
     with path.open("ab") as file:
         file.write(b'{"type":"row","settings":{"seq":16},"verd')
@@ -69,7 +67,7 @@ def test_a_session_that_was_killed_loses_the_run_without_a_row(tmp_path: Path) -
     [(b"seq,peak\n1,2\n", "is not a results file of a sweep"), (b"", "is not a results file"),
      (b'{"type":"sweep","format":9}\n', "has results of format 9, this version reads 1")],
 )  # fmt: skip
-def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_other_files_are_refused_in_one_line(tmp_path, content, reason):
     path = tmp_path / "r.jsonl"
     path.write_bytes(content)
     with pytest.raises(ResultsError, match=reason) as refused:
@@ -78,7 +76,7 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes, rea
 
 
 @pytest.mark.parametrize("place", ["settings", "peak"])
-def test_a_number_that_no_run_has_is_refused_with_its_line(tmp_path: Path, place: str) -> None:
+def test_a_number_that_no_run_has_is_refused_with_its_line(tmp_path, place):
     path = written(tmp_path / "r.jsonl")
     line = path.read_text().count("\n") + 1
     figures = {"allocated_peak_bytes": 10**400 if place == "peak" else 1}
@@ -91,7 +89,7 @@ def test_a_number_that_no_run_has_is_refused_with_its_line(tmp_path: Path, place
     assert "\n" not in str(refused.value)
 
 
-def test_two_sweeps_do_not_write_one_file(tmp_path: Path) -> None:
+def test_two_sweeps_do_not_write_one_file(tmp_path):
     path = written(tmp_path / "r.jsonl")
     before = path.read_bytes()
     with pytest.raises(ResultsError, match=r"results of another sweep.*--output"):
@@ -104,6 +102,6 @@ def test_two_sweeps_do_not_write_one_file(tmp_path: Path) -> None:
     Writer(path, header()).close()
 
 
-def test_settings_are_named_whatever_their_order_and_true_is_not_1() -> None:
+def test_settings_are_named_whatever_their_order_and_true_is_not_1():
     assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
     assert key_of({"a": 1}) != key_of({"a": True})

@@ -28,9 +28,7 @@ def agent(run: RunDir) -> Agent:
     return Agent(run, read_join(path), path)
 
 
-def test_the_key_stays_for_the_next_agent_where_this_one_failed_and_goes_with_an_orderly_end(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_stays_for_the_next_agent_where_this_one_failed_and_goes_with_an_orderly_end(run, monkeypatch):
     def fail(*_: object) -> None:
         raise ValueError("too many failures")
 

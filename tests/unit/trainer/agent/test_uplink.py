@@ -98,9 +98,7 @@ def taken(hub: Hub, uplink: Uplink, count: int, limit: int) -> None:
     eventually(lambda: len(hub.texts) >= count, f"{count} messages taken", each=take, every=0.005)
 
 
-def test_a_cut_link_costs_nothing_and_repeats_nothing_and_what_is_confirmed_is_forgotten(
-    hub: Hub, uplink: Uplink
-) -> None:
+def test_a_cut_link_costs_nothing_and_repeats_nothing_and_what_is_confirmed_is_forgotten(hub, uplink):
     uplink.connect(hub.address)
     put(uplink, *map(str, range(500)))
     taken(hub, uplink, 200, limit=50)
@@ -113,7 +111,7 @@ def test_a_cut_link_costs_nothing_and_repeats_nothing_and_what_is_confirmed_is_f
     assert (uplink.waiting_bytes, uplink.connected) == (0, True)
 
 
-def test_a_new_hub_is_sent_what_the_old_one_did_not_confirm(run: rundir.RunDir, hub: Hub, uplink: Uplink) -> None:
+def test_a_new_hub_is_sent_what_the_old_one_did_not_confirm(run, hub, uplink):
     uplink.connect(hub.address)
     put(uplink, "one", "two")
     turning(hub, uplink, lambda: not uplink.waiting)
@@ -130,9 +128,7 @@ def test_a_new_hub_is_sent_what_the_old_one_did_not_confirm(run: rundir.RunDir, 
         other.destroy(linger=0)
 
 
-def test_when_too_much_waits_the_oldest_go_and_are_counted(
-    hub: Hub, uplink: Uplink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_when_too_much_waits_the_oldest_go_and_are_counted(hub, uplink, monkeypatch):
     monkeypatch.setattr(uplink_module, "KEPT_BYTES", 30_000)
     put(uplink, *map(str, range(1_000)))
     assert uplink.waiting_bytes <= 30_000
@@ -142,7 +138,7 @@ def test_when_too_much_waits_the_oldest_go_and_are_counted(
     assert hub.texts == list(map(str, range(uplink.dropped, 1_000)))
 
 
-def test_what_was_lost_on_the_way_is_waited_for(hub: Hub, uplink: Uplink, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_lost_on_the_way_is_waited_for(hub, uplink, monkeypatch):
     monkeypatch.setattr(uplink_module, "SILENT_SECONDS", 0.3)
     uplink.connect(hub.address)
     put(uplink, "one", "two", "three")
@@ -157,7 +153,7 @@ def test_what_was_lost_on_the_way_is_waited_for(hub: Hub, uplink: Uplink, monkey
     assert hub.texts == ["one", "two", "three", "four", "five", "six"]
 
 
-def test_a_beat_introduces_the_host_measures_its_clock_and_tells_of_its_ranks(hub: Hub, uplink: Uplink) -> None:
+def test_a_beat_introduces_the_host_measures_its_clock_and_tells_of_its_ranks(hub, uplink):
     uplink.connect(hub.address)
 
     def beat_once() -> None:
@@ -185,9 +181,7 @@ def test_a_beat_introduces_the_host_measures_its_clock_and_tells_of_its_ranks(hu
     assert uplink.run_end.grace == 2.0
 
 
-def test_a_host_that_is_not_heard_is_cut_off_until_it_is(
-    hub: Hub, uplink: Uplink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_is_not_heard_is_cut_off_until_it_is(hub, uplink, monkeypatch):
     uplink.connect(hub.address)
     turning(hub, uplink, lambda: uplink.send_beat(beat()) or hub.agents.all())
     assert states(hub) == ["reachable"]
@@ -200,9 +194,7 @@ def test_a_host_that_is_not_heard_is_cut_off_until_it_is(
     assert [agent.state for agent in hub.agents.all()] == ["reachable"]
 
 
-def test_a_host_that_is_cut_off_when_the_run_ends_is_told_once_it_is_back(
-    hub: Hub, uplink: Uplink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_is_cut_off_when_the_run_ends_is_told_once_it_is_back(hub, uplink, monkeypatch):
     uplink.connect(hub.address)
     turning(hub, uplink, lambda: uplink.send_beat(beat(ALIVE)) or hub.agents.all())
     hub.agents.run_is_over(2.0)
@@ -227,7 +219,7 @@ def states(hub: Hub) -> list[str]:
     return [state.state for state in hub.agents.tick()]
 
 
-def test_what_is_left_on_a_connection_that_a_newer_one_replaced_is_no_other_agent(hub: Hub, uplink: Uplink) -> None:
+def test_what_is_left_on_a_connection_that_a_newer_one_replaced_is_no_other_agent(hub, uplink):
     uplink.connect(hub.address)
     turning(hub, uplink, lambda: uplink.send_beat(beat()) or hub.agents.all())
     (known,) = hub.agents.all()
@@ -241,7 +233,7 @@ def test_what_is_left_on_a_connection_that_a_newer_one_replaced_is_no_other_agen
     assert hub.agents.all() == [known]
 
 
-def test_an_agent_started_again_takes_the_place_of_the_one_before(hub: Hub) -> None:
+def test_an_agent_started_again_takes_the_place_of_the_one_before(hub):
     for pid in (7, 8):
         frames = wire.encode("agent", 0, 1.0, AgentBeat("nodeb", pid, 70, "1", 1.0, boot_id="b"))
         agent = agents_module.Agent(f"agent-nodeb-{pid}-70".encode(), hub.socket, time.monotonic())
@@ -250,9 +242,7 @@ def test_an_agent_started_again_takes_the_place_of_the_one_before(hub: Hub) -> N
     assert [agent.identity for agent in hub.agents.all()] == [b"agent-nodeb-8-70"]
 
 
-def test_a_hub_that_was_killed_before_it_could_confirm_what_it_had_recorded_is_followed_by_one_that_knows(
-    hub: Hub, uplink: Uplink
-) -> None:
+def test_a_hub_that_was_killed_before_it_could_confirm_what_it_had_recorded_is_followed_by_one_that_knows(hub, uplink):
     uplink.connect(hub.address)
     put(uplink, "a", "b", "c")
     taken(hub, uplink, 3, limit=100)
@@ -265,9 +255,7 @@ def test_a_hub_that_was_killed_before_it_could_confirm_what_it_had_recorded_is_f
 
 
 @pytest.mark.parametrize("who", ["an app", "a stranger", "nobody's key", "an agent at an app's channel"])
-def test_only_the_runs_own_agents_come_in_and_an_agents_key_opens_no_app_channel(
-    context: "zmq.Context[Any]", run: rundir.RunDir, hub: Hub, who: str
-) -> None:
+def test_only_the_runs_own_agents_come_in_and_an_agents_key_opens_no_app_channel(context, run, hub, who):
     server, address = hub.socket, hub.address
     pair = keys.client_pair() if who == "an app" else keys.make_pair()
     if who == "an agent at an app's channel":
@@ -286,7 +274,7 @@ def test_only_the_runs_own_agents_come_in_and_an_agents_key_opens_no_app_channel
     assert not server.poll(100)
 
 
-def test_a_silent_address_is_given_up(uplink: Uplink, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_address_is_given_up(uplink, monkeypatch):
     monkeypatch.setattr(uplink_module, "SILENT_SECONDS", 60.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         uplink.connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
@@ -296,7 +284,7 @@ def test_a_silent_address_is_given_up(uplink: Uplink, monkeypatch: pytest.Monkey
         assert not uplink.connected
 
 
-def test_a_hub_that_was_restarted_while_a_host_was_cut_off_knows_of_it(hub: Hub, uplink: Uplink) -> None:
+def test_a_hub_that_was_restarted_while_a_host_was_cut_off_knows_of_it(hub, uplink):
     hub.agents.restore([HELLO, HostState("nodeb", "reachable", 1.0), HostState("nodeb", "cut off", 2.0, 3, [3])])
     hub.agents.tick()
     (known,) = hub.agents.all()
@@ -311,9 +299,7 @@ def test_a_hub_that_was_restarted_while_a_host_was_cut_off_knows_of_it(hub: Hub,
     assert states(hub) == ["reachable"]
 
 
-def test_a_hub_that_was_restarted_gives_a_host_it_has_not_heard_yet_some_seconds(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_was_restarted_gives_a_host_it_has_not_heard_yet_some_seconds(hub, monkeypatch):
     hub.agents.restore([HELLO, HostState("nodeb", "reachable", time.time(), 3, [3])])
     assert hub.agents.tick() == []
     monkeypatch.setattr(agents_module, "CUT_OFF_SECONDS", float("-inf"))

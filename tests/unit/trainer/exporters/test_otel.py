@@ -45,7 +45,7 @@ def send(*batches: list[Sent]) -> None:
     target.close()
 
 
-def test_all_spans_of_a_flood_arrive_in_requests_of_512(receiver: Receiver) -> None:
+def test_all_spans_of_a_flood_arrive_in_requests_of_512(receiver):
     feed = Feed(otel.OpenTelemetry(), RUN)
     feed.start()
     for number in range(1, 2001):
@@ -60,7 +60,7 @@ def test_all_spans_of_a_flood_arrive_in_requests_of_512(receiver: Receiver) -> N
     assert (feed.error, feed.dropped) == ("", 0)
 
 
-def test_series_of_a_rank_that_is_gone_and_losses_that_are_not_finite_end(receiver: Receiver) -> None:
+def test_series_of_a_rank_that_is_gone_and_losses_that_are_not_finite_end(receiver):
     alert = Alert(1, "health", "error", 1.0, "loss is NaN", 1, evidence={"finding": "nan_loss"})
     target = otel.OpenTelemetry()
     target.open(RUN)
@@ -94,35 +94,31 @@ def test_series_of_a_rank_that_is_gone_and_losses_that_are_not_finite_end(receiv
         ("OTEL_SDK_DISABLED", "true", False, False),
     ],
 )
-def test_variables_that_turn_a_signal_off_are_honoured(
-    variable: str, value: str, spans: bool, metrics: bool, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_that_turn_a_signal_off_are_honoured(variable, value, spans, metrics, receiver, monkeypatch):
     monkeypatch.setenv(variable, value)
     send(sent(step(1)))
     assert (bool(receiver.spans()), bool(receiver.values("ftmon.loss"))) == (spans, metrics)
 
 
-def test_counters_are_deltas_where_that_is_preferred(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_are_deltas_where_that_is_preferred(receiver, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "delta")
     send(sent(step(2)), sent(step(2)), sent(step(3)))
     assert [value for value, _ in receiver.values("ftmon.skipped_steps")][:3] == [1, 1, 0]
 
 
-def test_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_protocol_is_refused(monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(UsageError, match="OTEL_EXPORTER_OTLP_PROTOCOL=grpc: ftmon sends http/protobuf"):
         otel.OpenTelemetry().open(RUN)
 
 
-def test_a_refusal_names_the_status_and_no_key(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_names_the_status_and_no_key(receiver, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://me:key@127.0.0.1:{receiver.port}/none?key=key")
     with pytest.raises(TargetError, match=r"^http://127.0.0.1:[0-9]+ does not accept traces: HTTP status 404$"):
         send(sent(step(1)))
 
 
-def test_a_signal_that_is_refused_stays_an_error_until_it_is_accepted_and_the_other_is_sent(
-    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_that_is_refused_stays_an_error_until_it_is_accepted_and_the_other_is_sent(receiver, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", f"http://127.0.0.1:{receiver.port}/later")
     target = otel.OpenTelemetry()
     target.open(RUN)

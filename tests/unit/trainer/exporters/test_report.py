@@ -53,7 +53,7 @@ class Kept:
         self.closed = True
 
 
-def test_messages_with_figures_arrive_in_order_and_each_state_of_an_alert_once() -> None:
+def test_messages_with_figures_arrive_in_order_and_each_state_of_an_alert_once():
     target = Kept()
     feed = Feed(target, RUN)
     feed.start()
@@ -72,9 +72,7 @@ def test_messages_with_figures_arrive_in_order_and_each_state_of_an_alert_once()
 
 
 @pytest.mark.parametrize("silent_in", ["open", "points", "close"])
-def test_a_target_that_never_returns_is_reported_and_what_does_not_fit_is_dropped_and_counted(
-    silent_in: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_that_never_returns_is_reported_and_what_does_not_fit_is_dropped_and_counted(silent_in, monkeypatch):
     monkeypatch.setattr(report, "QUEUED", 100)
     monkeypatch.setattr(report, "SILENT_SECONDS", 0.0)
     monkeypatch.setattr(report, "OPEN_SECONDS", 0.0)
@@ -100,7 +98,7 @@ def test_a_target_that_never_returns_is_reported_and_what_does_not_fit_is_droppe
     release.set()
 
 
-def test_a_target_that_raises_loses_what_it_was_given_and_gets_the_rest_once_it_works() -> None:
+def test_a_target_that_raises_loses_what_it_was_given_and_gets_the_rest_once_it_works():
     failing = [TargetError("http://there: HTTP status 503"), ValueError("key=SECRET")]
     said: list[str] = []
     gate = threading.Semaphore(0)
@@ -128,7 +126,7 @@ def test_a_target_that_raises_loses_what_it_was_given_and_gets_the_rest_once_it_
     assert feed.error == ""
 
 
-def test_a_target_that_cannot_be_opened_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_cannot_be_opened_is_tried_again(monkeypatch):
     monkeypatch.setattr(report, "_FIRST_RETRY_SECONDS", 0.01)
     tries = iter((True, True, False))
 
@@ -145,9 +143,7 @@ def test_a_target_that_cannot_be_opened_is_tried_again(monkeypatch: pytest.Monke
     assert feed.error == ""
 
 
-def test_a_target_of_long_intervals_is_called_early_if_messages_wait_and_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_target_of_long_intervals_is_called_early_if_messages_wait_and_at_the_end(monkeypatch):
     monkeypatch.setattr(report, "QUEUED", 100)
     target = Kept()
     target.seconds = 3600.0
@@ -163,9 +159,7 @@ def test_a_target_of_long_intervals_is_called_early_if_messages_wait_and_at_the_
     assert feed.dropped == 0
 
 
-def test_a_target_that_accepts_nothing_gets_no_more_than_some_seconds_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_target_that_accepts_nothing_gets_no_more_than_some_seconds_at_the_end(monkeypatch):
     monkeypatch.setattr(report, "SILENT_SECONDS", 0.0)
     blocked, release, calls = threading.Event(), threading.Event(), iter(range(100))
 

@@ -70,7 +70,7 @@ def rows(*messages: Message, float32: bool = False, every: float = 0.1) -> list[
     return [*found, *made.end(len(messages) * every)]
 
 
-def test_a_step_of_all_ranks_is_one_row_whose_values_are_joined_by_their_kind() -> None:
+def test_a_step_of_all_ranks_is_one_row_whose_values_are_joined_by_their_kind():
     (row,) = rows(*hello(2), step(0, 1, loss=1.0, tokens=10, peak=GIB), step(1, 1, loss=4.0, tokens=20, peak=2 * GIB))
     assert row.step == 1
     assert row.values["train/loss"] == 3.0, "weighted by label tokens"
@@ -82,14 +82,14 @@ def test_a_step_of_all_ranks_is_one_row_whose_values_are_joined_by_their_kind() 
 
 
 @pytest.mark.parametrize("loss", [NAN, math.inf])
-def test_a_loss_of_one_rank_that_is_no_number_is_flagged(loss: float) -> None:
+def test_a_loss_of_one_rank_that_is_no_number_is_flagged(loss):
     (row,) = rows(*hello(2), step(0, 1), step(1, 1, loss=loss))
     assert not math.isfinite(row.values["train/loss"])
     assert row.values["train/loss_finite"] == 0.0
     assert row.values["train/grad_norm_finite"] == 1.0
 
 
-def test_a_client_with_seven_digits_gets_gib_and_no_time_since_the_epoch() -> None:
+def test_a_client_with_seven_digits_gets_gib_and_no_time_since_the_epoch():
     row, devices = rows(step(0, 1, peak=3 * GIB), device("node-1", "gpu", 0, 5 * GIB), float32=True)
     assert row.values["system/memory_allocated_peak_gib"] == 3.0
     assert devices.values["system/device_memory_used_gib/gpu0"] == 5.0
@@ -100,7 +100,7 @@ def device(host: str, kind: str, index: int, used: int) -> DeviceSample:
     return DeviceSample(host, kind, index, "H200", 1.0, used, 80 * GIB)  # type: ignore[arg-type]
 
 
-def test_devices_have_a_row_each_ten_seconds_with_the_host_in_other_hosts_names() -> None:
+def test_devices_have_a_row_each_ten_seconds_with_the_host_in_other_hosts_names():
     samples = [device("node-1", "gpu", 1, 1), device("node-2", "gpu", 0, 2), device("node-1", "host", 0, 3)]
     found = rows(*samples * 10, every=1.0)
     assert [row.time for row in found] == [0.0, 10.0, 20.0, 30.0]
@@ -109,7 +109,7 @@ def test_devices_have_a_row_each_ten_seconds_with_the_host_in_other_hosts_names(
     assert used == {f"{stem}gpu1": 1, f"{stem}node-2/gpu0": 2, f"{stem}host": 3}
 
 
-def test_evaluations_have_the_names_of_the_trainer_of_transformers() -> None:
+def test_evaluations_have_the_names_of_the_trainer_of_transformers():
     default, named = rows(
         Evaluation(0, 7, 1.0, loss=NAN, metrics={"accuracy": 0.5}), Evaluation(0, 7, 1.0, "squad", loss=2.0)
     )
@@ -117,7 +117,7 @@ def test_evaluations_have_the_names_of_the_trainer_of_transformers() -> None:
     assert named.values["eval/squad_loss"] == 2.0
 
 
-def test_a_step_waits_for_no_rank_that_has_ended_or_is_ten_seconds_late() -> None:
+def test_a_step_waits_for_no_rank_that_has_ended_or_is_ten_seconds_late():
     ended = rows(*hello(2), RankState(1, "gone", 1.0), step(0, 1), step(0, 2))
     assert [row.step for row in ended] == [1, 2]
     late = Rows("", 0.0, False)
@@ -127,14 +127,14 @@ def test_a_step_waits_for_no_rank_that_has_ended_or_is_ten_seconds_late() -> Non
     assert [row.step for row in late.apply(Frame(3, 11.5, step(0, 3)))] == [1]
 
 
-def test_steps_that_fall_after_a_restart_are_rows_again() -> None:
+def test_steps_that_fall_after_a_restart_are_rows_again():
     restarted = Job(2, 1.0, "training", 1.0, restart=1)
     found = rows(*hello(2), step(0, 5), step(1, 5), step(0, 6), restarted, step(0, 3), step(1, 3))
     assert [row.step for row in found] == [5, 6, 3]
     assert [row.step for row in rows(step(0, 5), step(0, 6), step(0, 5))] == [5, 6, 5]
 
 
-def test_a_tracker_gets_a_run_from_its_first_message_to_its_end() -> None:
+def test_a_tracker_gets_a_run_from_its_first_message_to_its_end():
     client = Kept()
     tracker = Tracker(client)
     tracker.replayed = True
@@ -155,9 +155,7 @@ def test_a_tracker_gets_a_run_from_its_first_message_to_its_end() -> None:
     assert tracker.written == len(client.rows) + 1
 
 
-def test_what_a_client_raises_in_a_replay_is_one_line_without_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_client_raises_in_a_replay_is_one_line_without_keys(tmp_path, monkeypatch):
     class Full(Kept):
         def open(self, about: About) -> None:
             raise sqlite3.OperationalError("database or disk is full of s3cr3t\n[SQL: CREATE TABLE experiments]")
@@ -170,7 +168,7 @@ def test_what_a_client_raises_in_a_replay_is_one_line_without_keys(
     assert str(caught.value) == "mlflow: OperationalError: database or disk is full of ***"
 
 
-def test_what_is_not_live_and_alerts_of_an_earlier_process_are_not_written_again() -> None:
+def test_what_is_not_live_and_alerts_of_an_earlier_process_are_not_written_again():
     client = Kept()
     tracker = Tracker(client)
     tracker.open(RUN)
@@ -181,16 +179,14 @@ def test_what_is_not_live_and_alerts_of_an_earlier_process_are_not_written_again
     assert client.facts
 
 
-def test_texts_of_clients_are_shown_without_keys_and_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_of_clients_are_shown_without_keys_and_users(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "abcdef123")
     text = "cannot reach http://me:secret@host:5000/api?key=abcdef123\nsecond line"
     assert without_secrets(text) == "cannot reach http://host:5000/api?key=***"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_full_disk_is_an_error_of_one_line_and_what_follows_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_of_one_line_and_what_follows_is_written(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     monkeypatch.chdir(tmp_path)
     client = TensorBoard()

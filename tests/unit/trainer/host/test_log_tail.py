@@ -38,7 +38,7 @@ def texts(lines: list[LogLine]) -> list[str]:
     return [line.text for line in lines]
 
 
-def test_lines_carry_their_rank_and_stream_and_other_files_are_left_alone(run: RunDir):
+def test_lines_carry_their_rank_and_stream_and_other_files_are_left_alone(run):
     append(run, "rank-12.out", b"step 1\n")
     append(run, "rank-0.err", b"warning\n")
     append(run, "launcher.log", b"launching\n")
@@ -50,7 +50,7 @@ def test_lines_carry_their_rank_and_stream_and_other_files_are_left_alone(run: R
     assert found == {*ours, (1, "out", "one"), (1, "out", "red plain")}
 
 
-def test_a_line_is_given_once_and_only_when_it_is_whole(run: RunDir, tail: LogTail, clock: list[float]):
+def test_a_line_is_given_once_and_only_when_it_is_whole(run, tail, clock):
     append(run, "rank-0.out", b"first\nsec")
     assert texts(tail.poll()) == ["first"]
     append(run, "rank-0.out", b"ond\n")
@@ -58,9 +58,7 @@ def test_a_line_is_given_once_and_only_when_it_is_whole(run: RunDir, tail: LogTa
     assert tail.poll() == []
 
 
-def test_a_line_without_end_is_given_after_a_while_and_at_the_end_of_the_run(
-    run: RunDir, tail: LogTail, clock: list[float]
-):
+def test_a_line_without_end_is_given_after_a_while_and_at_the_end_of_the_run(run, tail, clock):
     append(run, "rank-0.out", b"Continue? [y/n] ")
     assert tail.poll() == []
     clock[0] += log_tail.PARTIAL_S
@@ -69,7 +67,7 @@ def test_a_line_without_end_is_given_after_a_while_and_at_the_end_of_the_run(
     assert texts(tail.poll(last=True)) == ["last words"]
 
 
-def test_a_progress_bar_counts_by_its_last_state(run: RunDir, tail: LogTail, clock: list[float]):
+def test_a_progress_bar_counts_by_its_last_state(run, tail, clock):
     for percent in range(0, 90, 3):
         append(run, "rank-0.err", f"\r{percent:3d}%|###| loss 1.2".encode())
     assert texts(tail.poll()) == [" 87%|###| loss 1.2"]
@@ -86,7 +84,7 @@ def test_a_progress_bar_counts_by_its_last_state(run: RunDir, tail: LogTail, clo
     assert tail.poll() == [], "it ends as it was last shown"
 
 
-def test_bars_below_each_other_are_one_bar_and_lines_between_them_stay(run: RunDir, tail: LogTail, clock: list[float]):
+def test_bars_below_each_other_are_one_bar_and_lines_between_them_stay(run, tail, clock):
     up = "\x1b[A"
     for step in range(30):
         append(run, "rank-0.err", f"\rtrain {step}/30\n\rshard {step}/30{up}\n\n\rfiles {step}/30{up}{up}".encode())
@@ -95,7 +93,7 @@ def test_bars_below_each_other_are_one_bar_and_lines_between_them_stay(run: RunD
     assert texts(tail.poll(last=True)) == ["saved at step 30", "train 30/30", "all done"]
 
 
-def test_a_huge_line_is_cut_and_the_next_one_is_whole(run: RunDir, tail: LogTail):
+def test_a_huge_line_is_cut_and_the_next_one_is_whole(run, tail):
     append(run, "rank-0.out", b"x" * 300_000)
     (line,) = tail.poll()
     assert len(line.text) == log_tail.LINE_LIMIT
@@ -104,7 +102,7 @@ def test_a_huge_line_is_cut_and_the_next_one_is_whole(run: RunDir, tail: LogTail
     assert texts(tail.poll()) == ["next"]
 
 
-def test_a_flood_of_lines_loses_its_middle_and_a_backlog_of_many_mebibytes_is_skipped(run: RunDir, tail: LogTail):
+def test_a_flood_of_lines_loses_its_middle_and_a_backlog_of_many_mebibytes_is_skipped(run, tail):
     append(run, "rank-0.out", b"".join(b"line %d\n" % number for number in range(5000)))
     found = texts(tail.poll())
     assert found[0] == "line 0"
@@ -118,7 +116,7 @@ def test_a_flood_of_lines_loses_its_middle_and_a_backlog_of_many_mebibytes_is_sk
     assert all(set(text) <= {"z"} for text in found[1:-1] if not text.startswith("...")), "no torn line"
 
 
-def test_a_truncated_or_replaced_file_is_read_from_its_beginning(run: RunDir, tail: LogTail):
+def test_a_truncated_or_replaced_file_is_read_from_its_beginning(run, tail):
     append(run, "rank-0.out", b"before the cut\n")
     tail.poll()
     (run.logs / "rank-0.out").write_bytes(b"anew\n")
@@ -128,7 +126,7 @@ def test_a_truncated_or_replaced_file_is_read_from_its_beginning(run: RunDir, ta
     assert texts(tail.poll()) == ["another file, longer"]
 
 
-def test_a_new_hub_goes_on_behind_the_last_recorded_line(run: RunDir):
+def test_a_new_hub_goes_on_behind_the_last_recorded_line(run):
     append(run, "rank-0.out", b"a\nb\nc\nd\n")
     append(run, "rank-1.err", b"never read before\n")
     recorded = [LogLine(0, 1.0, "out", "a"), LogLine(0, 1.0, "out", "b")]
@@ -145,9 +143,7 @@ def test_a_new_hub_goes_on_behind_the_last_recorded_line(run: RunDir):
     ),
     cut=st.integers(1, 7),
 )
-def test_whatever_the_writes_are_cut_into_the_lines_come_out_whole(
-    tmp_path_factory: pytest.TempPathFactory, expected: list[str], cut: int
-):
+def test_whatever_the_writes_are_cut_into_the_lines_come_out_whole(tmp_path_factory, expected, cut):
     run = RunDir(tmp_path_factory.mktemp("run"))
     run.logs.mkdir()
     tail = LogTail(run)
@@ -162,7 +158,7 @@ def test_whatever_the_writes_are_cut_into_the_lines_come_out_whole(
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.lists(st.binary(max_size=400), max_size=8))
-def test_any_bytes_give_safe_bounded_lines(tmp_path_factory: pytest.TempPathFactory, data: list[bytes]):
+def test_any_bytes_give_safe_bounded_lines(tmp_path_factory, data):
     run = RunDir(tmp_path_factory.mktemp("run"))
     run.logs.mkdir()
     tail = LogTail(run)

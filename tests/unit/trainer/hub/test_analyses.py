@@ -71,7 +71,7 @@ def alerts_of(given: Sequence[Frame], *, one_by_one: bool) -> dict[tuple[Any, ..
     return {(one.kind, one.rank, one.phase, one.evidence.get("rule")): one for one in alerts}
 
 
-def test_a_batch_of_steps_raises_the_same_alerts_as_single_steps() -> None:
+def test_a_batch_of_steps_raises_the_same_alerts_as_single_steps():
     given = frames()
     assert max(given.index(one) for one in given[:300] if isinstance(one.message, Step)) > 64
     found = alerts_of(given, one_by_one=True)
@@ -79,7 +79,7 @@ def test_a_batch_of_steps_raises_the_same_alerts_as_single_steps() -> None:
     assert alerts_of(given, one_by_one=False) == found
 
 
-def test_collected_steps_are_processed_before_a_message_of_another_type(steps: list[Frame]) -> None:
+def test_collected_steps_are_processed_before_a_message_of_another_type(steps):
     analysis = made()
     seen: list[int] = []
     analysis._detectors.steps = lambda steps, _failed: [seen.extend(step.step for _, step in steps)][:0]  # type: ignore[method-assign]
@@ -89,9 +89,7 @@ def test_collected_steps_are_processed_before_a_message_of_another_type(steps: l
     assert seen == [frame.message.step for frame in steps]
 
 
-def test_a_detector_that_fails_for_one_step_still_gets_the_others(
-    steps: list[Frame], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_detector_that_fails_for_one_step_still_gets_the_others(steps, monkeypatch, capsys):
     first, later = [], []
 
     class FailsOnce(Detector):

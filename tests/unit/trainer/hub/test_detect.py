@@ -10,7 +10,7 @@ from ftmon.protocol.analysis.stalls.tracker import ProcessFact
 from ftmon.protocol.errors import RunDirError
 from ftmon.protocol.messages.telemetry import DeviceInfo, Hello
 from ftmon.protocol.run.end import LAUNCHER, write_end_request
-from ftmon.protocol.run.rundir import LeftoversFile, RunDir, RunFile
+from ftmon.protocol.run.rundir import LeftoversFile, RunFile
 from ftmon.trainer.host.supervisor import Supervisor
 from ftmon.trainer.hub.analyses import Analysis
 from ftmon.trainer.hub.detect import PATIENCE_SECONDS, MissingRanks, ProcessFacts
@@ -22,7 +22,7 @@ def hello(rank: int, world: int) -> Hello:
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:7420", ""])
-def test_ranks_that_are_missing_for_a_minute_are_told_of_until_they_come(listen: str) -> None:
+def test_ranks_that_are_missing_for_a_minute_are_told_of_until_they_come(listen):
     said: list[Any] = []
     file = RunFile("r", "r", 1.0, [], "/", "node", "run")
     analysis = Analysis(file, lambda message: said.append(message) or (1, 1.0))
@@ -48,9 +48,7 @@ def test_ranks_that_are_missing_for_a_minute_are_told_of_until_they_come(listen:
     assert said[-1].resolved is not None
 
 
-def test_a_death_counts_though_the_record_of_leftovers_cannot_be_read(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_death_counts_though_the_record_of_leftovers_cannot_be_read(run, monkeypatch):
     (run.path / "left.json").write_text("{")
     with pytest.raises(RunDirError):
         run.read_leftovers()
@@ -70,9 +68,7 @@ def test_a_death_counts_though_the_record_of_leftovers_cannot_be_read(
     assert [(fact.rank, fact.alive) for fact in found] == [(3, False)]
 
 
-def test_what_a_job_left_behind_is_never_seen_without_the_request_to_end_it(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_job_left_behind_is_never_seen_without_the_request_to_end_it(run, monkeypatch):
     seen: list[str] = []
     emit: Any = lambda message: seen.append(message.verb)  # noqa: E731
     analysis: Any = SimpleNamespace(job_ended_first=lambda _: seen.append("left"), fact=lambda _: None)

@@ -108,7 +108,7 @@ class Bench:
         return [path.read_text() for path in folder.iterdir()] if folder.exists() else []
 
 
-def test_a_hang_is_acted_on_once_it_has_stood_and_its_stacks_are_saved_first(run: RunDir):
+def test_a_hang_is_acted_on_once_it_has_stood_and_its_stacks_are_saved_first(run):
     bench = Bench(run, on_hang="kill", hang_grace=10.0)
     bench.hang(quiet=60.0)
     assert (bench.after(9.0), bench.saved) == (0, [])
@@ -123,7 +123,7 @@ def test_a_hang_is_acted_on_once_it_has_stood_and_its_stacks_are_saved_first(run
     assert bench.after(100.0) == 1
 
 
-def test_a_stall_that_ends_in_time_is_left_alone(run: RunDir):
+def test_a_stall_that_ends_in_time_is_left_alone(run):
     bench = Bench(run, on_hang="kill", hang_grace=10.0)
     for _ in range(5):
         bench.tracker.verdict = HANG
@@ -133,7 +133,7 @@ def test_a_stall_that_ends_in_time_is_left_alone(run: RunDir):
     assert bench.hands.killed == 0
 
 
-def test_stop_interrupts_and_kills_what_has_not_ended(run: RunDir):
+def test_stop_interrupts_and_kills_what_has_not_ended(run):
     bench = Bench(run, on_hang="stop", hang_grace=1.0)
     bench.hang(quiet=60.0)
     bench.wait(3.0)
@@ -142,7 +142,7 @@ def test_stop_interrupts_and_kills_what_has_not_ended(run: RunDir):
     assert (bench.hands.interrupted, bench.hands.killed) == (1, 1)
 
 
-def test_stacks_are_all_that_is_saved_where_no_more_is_wanted(run: RunDir):
+def test_stacks_are_all_that_is_saved_where_no_more_is_wanted(run):
     bench = Bench(run, on_hang="stacks", hang_grace=1.0)
     bench.tracker.verdict = HANG
     bench.wait(60.0)
@@ -151,7 +151,7 @@ def test_stacks_are_all_that_is_saved_where_no_more_is_wanted(run: RunDir):
 
 
 @pytest.mark.parametrize("state", ["stopped", "held"])
-def test_what_somebody_paused_is_no_hang(run: RunDir, state: Any):
+def test_what_somebody_paused_is_no_hang(run, state):
     bench = Bench(run, on_hang="kill", hang_grace=1.0)
     for rank in (0, 1):
         bench.hello(rank)
@@ -176,9 +176,7 @@ def test_what_somebody_paused_is_no_hang(run: RunDir, state: Any):
         ("backward", None, False),
     ],
 )
-def test_nothing_is_ended_before_a_ranks_processes_rested_for_the_patience_of_its_phase(
-    run: RunDir, phase: str, quiet: float | None, ended: bool
-):
+def test_nothing_is_ended_before_a_ranks_processes_rested_for_the_patience_of_its_phase(run, phase, quiet, ended):
     bench = Bench(run, on_hang="kill", hang_grace=1.0)
     bench.hang(quiet, phase=phase)
     assert bench.after(60.0) == ended
@@ -186,7 +184,7 @@ def test_nothing_is_ended_before_a_ranks_processes_rested_for_the_patience_of_it
     assert len(notes) == (not ended), "said once, and why"
 
 
-def test_the_rest_may_go_on_for_so_long_after_a_rank_has_finished(run: RunDir):
+def test_the_rest_may_go_on_for_so_long_after_a_rank_has_finished(run):
     bench = Bench(run, exit_timeout=20.0)
     bench.hello(0)
     bench.analysis.feed(2, time.time() - 60.0, Goodbye(0, 1.0, 9, "finished"))

@@ -21,7 +21,7 @@ def bench(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(run, monkeypatch)
 
 
-def test_what_the_flight_recorder_said_stays_while_the_rank_stands_and_says_less(bench: Bench) -> None:
+def test_what_the_flight_recorder_said_stays_while_the_rank_stands_and_says_less(bench):
     assert [bench.look(calls) for calls in (RECORDED, COUNTED, {})] == ["recorder"] * 3
     bench.rank.progress.moved(time.time() + 1.0)
     assert bench.look(COUNTED) == "calls"
@@ -37,7 +37,7 @@ def asleep(at: float, **more: Any) -> Activity:
     return Activity(at, "S", "futex_do_wait", 1.0, 0, False, 10)._replace(**more)
 
 
-def test_stacks_written_on_a_signal_stand_while_the_training_thread_has_not_run(bench: Bench) -> None:
+def test_stacks_written_on_a_signal_stand_while_the_training_thread_has_not_run(bench):
     inspected(bench, ({0: STACKS}, asleep(1.0)))
     for at in (2.0, 5.0):
         inspected(bench, ({}, asleep(at)))
@@ -48,7 +48,7 @@ def test_stacks_written_on_a_signal_stand_while_the_training_thread_has_not_run(
         assert bench.rank.evidence.place.text == ""
 
 
-def test_an_answer_that_comes_late_leaves_a_rank_asleep_that_has_not_run(bench: Bench) -> None:
+def test_an_answer_that_comes_late_leaves_a_rank_asleep_that_has_not_run(bench):
     bench.patch("_text_of", lambda answer: (STACKS, "", "probe") if answer else ("", "", ""))
     seen: list[tuple[str, float, bool]] = []
     for calls, each in (({}, asleep(1.0)), ({}, asleep(5.0)), (None, asleep(6.0)), ({}, asleep(7.0))):
@@ -74,8 +74,8 @@ def judged(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stacks_that_a_named_rank_writes_after_the_verdict_are_saved_and_not_those_from_before_it_ran_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bench, monkeypatch
+):
     later = STACKS.replace("line 7", "line 99")
     inspected(bench, ({0: STACKS}, asleep(1.0)), ({}, asleep(2.0, switches=50)))
     judged(bench, monkeypatch)
@@ -94,12 +94,12 @@ def observe(bench: Bench, *activities: Activity, stacks: str = "", calls: Any = 
     return bench.rank.evidence
 
 
-def test_sleep_and_rest_are_measured_from_one_observation_to_the_next(bench: Bench) -> None:
+def test_sleep_and_rest_are_measured_from_one_observation_to_the_next(bench):
     found = observe(bench, asleep(1.0), asleep(2.0), asleep(6.0))
     assert (found.asleep, found.quiet, found.work, found.is_asleep) == (5.0, 5.0, "", True)
 
 
-def test_what_wakes_up_again_is_restless_and_at_work(bench: Bench) -> None:
+def test_what_wakes_up_again_is_restless_and_at_work(bench):
     bench.patch("WORK_KEPT_SECONDS", 1e9)
     found = observe(bench, asleep(1.0), asleep(5.0), asleep(6.0, switches=11), asleep(10.0, switches=11))
     assert (found.restless, found.is_asleep, found.work, found.quiet) == (True, False, "works", 4.0)
@@ -115,19 +115,17 @@ def test_what_wakes_up_again_is_restless_and_at_work(bench: Bench) -> None:
         ("poll_schedule_timeout", 0, WAITS_FOR_WORKER, False),
     ],
 )
-def test_a_sleep_for_a_set_time_is_seen_in_the_rank_and_in_the_worker_it_waits_for(
-    bench: Bench, wchan: str, naps: int, place: str, timed: bool
-) -> None:
+def test_a_sleep_for_a_set_time_is_seen_in_the_rank_and_in_the_worker_it_waits_for(bench, wchan, naps, place, timed):
     assert observe(bench, asleep(1.0, wchan=wchan, worker_naps=naps), stacks=place).timed is timed
 
 
-def test_a_retry_is_restless_before_a_whole_sleep_was_observed(bench: Bench) -> None:
+def test_a_retry_is_restless_before_a_whole_sleep_was_observed(bench):
     switches = {1.5: 10, 2.25: 10, 3.0: 11, 3.75: 11, 4.5: 11, 6.0: 12, 9.0: 13, 11.8: 13}
     found = observe(bench, *(asleep(at, switches=count) for at, count in switches.items()))
     assert (found.asleep >= ASLEEP_S, found.is_asleep) == (True, False)
 
 
-def test_a_rank_that_sleeps_much_longer_than_before_it_woke_is_no_longer_restless(bench: Bench) -> None:
+def test_a_rank_that_sleeps_much_longer_than_before_it_woke_is_no_longer_restless(bench):
     bench.patch("WORK_KEPT_SECONDS", -1.0)
     woken = [asleep(1.0), asleep(4.0), asleep(5.0, switches=11)]  # after at most 4 s
     found = observe(bench, *woken, asleep(21.0, switches=11))
@@ -153,9 +151,7 @@ COLLECTIVE = """Current thread 0x00007f (most recent call first):
 
 
 @pytest.mark.parametrize(("stacks", "work"), [(BACKWARD, "device"), (STACKS, ""), (COLLECTIVE, "")])
-def test_a_device_that_computes_is_work_only_of_a_rank_that_waits_for_it_outside_of_a_collective(
-    bench: Bench, stacks: str, work: str
-) -> None:
+def test_a_device_that_computes_is_work_only_of_a_rank_that_waits_for_it_outside_of_a_collective(bench, stacks, work):
     bench.patch("DEVICE_FRESH_SECONDS", 1e9)
     sample: Any = SimpleNamespace(kind="gpu", utilization_percent=80.0, processes=[SimpleNamespace(rank=0)])
     bench.stall_probe.sample(sample)
@@ -178,9 +174,7 @@ SPINS = """Current thread 0x00007f (most recent call first):
     ],
     ids=["its collective is not finished", "other threads compute", "every collective is finished"],
 )
-def test_a_thread_that_spins_with_an_unfinished_collective_stands(
-    bench: Bench, calls: Any, others: float, found: tuple[str, float]
-) -> None:
+def test_a_thread_that_spins_with_an_unfinished_collective_stands(bench, calls, others, found):
     spent = [Activity(at, "R", "", at + others * at, 0, False, 10, training_seconds=at) for at in (1.0, 5.0)]
     evidence = observe(bench, *spent, stacks=SPINS, calls=calls)
     assert (evidence.work, evidence.stands) == found

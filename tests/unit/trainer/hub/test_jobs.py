@@ -108,7 +108,7 @@ def figures(jobs: Sequence[Job]) -> list[tuple[int, str, int, int]]:
     return [(job.number, job.state, job.steps, job.allocated_peak // MIB) for job in jobs]
 
 
-def test_each_start_of_a_driver_script_is_a_job_with_its_own_steps_and_peaks(driver: Driver) -> None:
+def test_each_start_of_a_driver_script_is_a_job_with_its_own_steps_and_peaks(driver):
     first = driver.start(100, words=("--batch", "32"))
     driver.train(first, range(1, 7), peak=500)
     driver.finish(first, 6)
@@ -127,7 +127,7 @@ def test_each_start_of_a_driver_script_is_a_job_with_its_own_steps_and_peaks(dri
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)])
-def test_a_rank_that_starts_the_others_is_of_their_job(order: tuple[int, ...]) -> None:
+def test_a_rank_that_starts_the_others_is_of_their_job(order):
     driver = Driver()
     hellos = [
         structs.replace(hello, launch="99-1" if hello.rank == 0 else f"{hello.pid - hello.rank}-{hello.start_ticks}")
@@ -138,7 +138,7 @@ def test_a_rank_that_starts_the_others_is_of_their_job(order: tuple[int, ...]) -
     assert [sorted(job.ranks) for job in driver.table.jobs.values()] == [[0, 1, 2]]
 
 
-def test_a_restart_by_torchrun_is_a_job_and_the_attempt_before_failed(driver: Driver) -> None:
+def test_a_restart_by_torchrun_is_a_job_and_the_attempt_before_failed(driver):
     first = driver.start(100)
     driver.train(first, range(1, 4))
     driver.fail(first[1], "RuntimeError: bad batch\nin a worker")
@@ -156,7 +156,7 @@ def test_a_restart_by_torchrun_is_a_job_and_the_attempt_before_failed(driver: Dr
     assert [rank.exit_code for rank in jobs[0].ranks] == [1, 1]
 
 
-def test_a_job_that_runs_beside_another_is_counted_and_comes_into_the_stream_after_it(driver: Driver) -> None:
+def test_a_job_that_runs_beside_another_is_counted_and_comes_into_the_stream_after_it(driver):
     first = driver.start(100)
     driver.train(first, range(1, 3))
     second = driver.start(200)
@@ -177,7 +177,7 @@ def test_a_job_that_runs_beside_another_is_counted_and_comes_into_the_stream_aft
     assert (told[3].state, told[3].text) == ("ended", "its processes are gone")
 
 
-def test_ranks_that_count_their_steps_anew_begin_a_job(driver: Driver) -> None:
+def test_ranks_that_count_their_steps_anew_begin_a_job(driver):
     ranks = driver.start(100)
     assert driver.train(ranks, range(1, 6), peak=500) == []
     began = driver.train(ranks, range(1, 4), peak=200)
@@ -189,9 +189,7 @@ def test_ranks_that_count_their_steps_anew_begin_a_job(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize(("begins_at", "models"), [(1, ["small", "large"]), (6, ["large"])])
-def test_a_model_introduced_between_two_trainings_is_that_of_the_second(
-    driver: Driver, begins_at: int, models: list[str]
-) -> None:
+def test_a_model_introduced_between_two_trainings_is_that_of_the_second(driver, begins_at, models):
     small, large = ([structs.replace(hello, model=name) for hello in driver.start(100)] for name in ("small", "large"))
     for hellos, steps in ((small, range(1, 6)), (large, range(begins_at, begins_at + 3))):
         for hello in hellos:
@@ -200,9 +198,7 @@ def test_a_model_introduced_between_two_trainings_is_that_of_the_second(
     assert [job.model for job in driver.described()] == models
 
 
-def test_a_training_that_resumes_at_a_later_step_is_the_same_job_and_a_rank_started_again_alone_stays_in_it(
-    driver: Driver,
-) -> None:
+def test_a_training_that_resumes_at_a_later_step_is_the_same_job_and_a_rank_started_again_alone_stays_in_it(driver):
     ranks = driver.start(100)
     assert driver.train(ranks, range(100, 104)) == []
     assert driver.train(ranks, range(110, 112)) == []
@@ -213,7 +209,7 @@ def test_a_training_that_resumes_at_a_later_step_is_the_same_job_and_a_rank_star
     assert list(driver.table.jobs) == [1]
 
 
-def test_what_comes_after_the_last_step_counts_for_the_peaks(driver: Driver) -> None:
+def test_what_comes_after_the_last_step_counts_for_the_peaks(driver):
     ranks = driver.trained(range(1, 3))
     save = [PhaseRecord("save", 0, 10, Span(0, 0, 900 * MIB), Span(0, 0, 901 * MIB))]
     closing = Closing(rank=1, step=2, started=driver.now, host_us=10, phases=save)
@@ -223,7 +219,7 @@ def test_what_comes_after_the_last_step_counts_for_the_peaks(driver: Driver) -> 
     assert (job.peak_rank.rank, job.peak_rank.peak_phase.name) == (1, "save")
 
 
-def test_a_rank_that_never_reported_fails_its_job(driver: Driver) -> None:
+def test_a_rank_that_never_reported_fails_its_job(driver):
     ranks = driver.start(100, world=2)
     alone = Driver()
     alone.table.hello(ranks[0], alone.now)
@@ -233,7 +229,7 @@ def test_a_rank_that_never_reported_fails_its_job(driver: Driver) -> None:
     assert [(job.state, job.text) for job in told] == [("failed", "1 of 2 ranks never reported")]
 
 
-def test_a_rank_that_reports_after_another_has_finished_is_of_the_same_job(driver: Driver) -> None:
+def test_a_rank_that_reports_after_another_has_finished_is_of_the_same_job(driver):
     early, late = (structs.replace(rank, launch="") for rank in driver.start(100, world=2))
     alone = Driver()
     alone.table.hello(early, alone.now)
@@ -244,7 +240,7 @@ def test_a_rank_that_reports_after_another_has_finished_is_of_the_same_job(drive
     assert [(job.number, job.state) for job in alone.table.poll(alone.now + 1.0)] == [(1, "finished")]
 
 
-def test_a_job_that_steps_is_described_every_few_seconds_and_at_its_end(driver: Driver) -> None:
+def test_a_job_that_steps_is_described_every_few_seconds_and_at_its_end(driver):
     ranks = driver.start(100)
     driver.table.describe(driver.table.jobs[1], driver.now)
     driver.train(ranks, range(1, 3))
@@ -256,7 +252,7 @@ def test_a_job_that_steps_is_described_every_few_seconds_and_at_its_end(driver: 
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_another_hub_goes_on_counting_a_job_where_the_first_left_off(driver: Driver, beside: bool) -> None:
+def test_another_hub_goes_on_counting_a_job_where_the_first_left_off(driver, beside):
     if beside:
         driver.train(driver.start(300), range(1, 3))
     ranks = driver.start(100)
@@ -275,7 +271,7 @@ def test_another_hub_goes_on_counting_a_job_where_the_first_left_off(driver: Dri
     assert (driver.table.poll(driver.now)[-1].state, len(driver.table.jobs)) == ("finished", 1 + beside)
 
 
-def test_how_a_rank_ended_is_known_to_the_next_hub(driver: Driver) -> None:
+def test_how_a_rank_ended_is_known_to_the_next_hub(driver):
     ranks = driver.trained(range(1, 3))
     driver.finish(ranks[:1], 2)
     driver.fail(ranks[1], "ValueError: no labels")
@@ -294,19 +290,19 @@ def failed(driver: Driver, errors: dict[int, str]) -> tuple[Job, list[Hello]]:
     return job, ranks
 
 
-def test_a_rank_that_lost_its_peer_is_not_the_first_to_fail_though_its_message_is_the_first(driver: Driver) -> None:
+def test_a_rank_that_lost_its_peer_is_not_the_first_to_fail_though_its_message_is_the_first(driver):
     job, _ = failed(driver, {0: "RuntimeError: Connection closed by peer", 1: "ValueError: no labels"})
     assert (job.failed_rank, job.text) == (1, "rank 1: ValueError: no labels")
 
 
-def test_which_rank_failed_first_is_known_to_the_next_hub(driver: Driver) -> None:
+def test_which_rank_failed_first_is_known_to_the_next_hub(driver):
     before, ranks = failed(driver, {1: "ValueError: of rank 1", 0: "ValueError: of rank 0"})
     assert (before.failed_rank, before.text) == (1, "rank 1: ValueError: of rank 1")
     driver.restarted([before, *ranks])
     assert driver.described() == [before]
 
 
-def test_a_job_whose_processes_went_on_to_another_stays_finished_for_the_next_hub(driver: Driver) -> None:
+def test_a_job_whose_processes_went_on_to_another_stays_finished_for_the_next_hub(driver):
     ranks = driver.trained(range(1, 5))
     driver.train(ranks, range(1, 3))
     before = driver.described()

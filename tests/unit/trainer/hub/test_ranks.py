@@ -51,9 +51,7 @@ def rig(context: "zmq.Context[Any]", tmp_path: Path) -> Rig:
     return Rig(context, tmp_path)
 
 
-def test_a_rank_whose_command_socket_comes_late_is_asked_all_the_same(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_whose_command_socket_comes_late_is_asked_all_the_same(rig, monkeypatch):
     rig.link.register(HELLO)
     rig.link.ask(Stop(), [0], 60.0).then(rig.done.append)
     assert rig.done == []
@@ -69,7 +67,7 @@ def test_a_rank_whose_command_socket_comes_late_is_asked_all_the_same(
     assert rig.done[1] == {}, "one that is gone holds nobody up"
 
 
-def test_who_has_left_is_not_waited_for(rig: Rig) -> None:
+def test_who_has_left_is_not_waited_for(rig):
     left: set[int] = set()
     rig.link.ask_agents(Kill(), {AGENT: 0}, 200.0, left=left.__contains__).then(rig.done.append)
     rig.link.expire()
@@ -80,8 +78,8 @@ def test_who_has_left_is_not_waited_for(rig: Rig) -> None:
 
 
 def test_an_agent_is_asked_when_it_is_there_and_again_while_it_owes_an_answer_and_another_in_its_place(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    rig, monkeypatch
+):
     monkeypatch.setattr(ranks, "_AGAIN_SECONDS", 0.1)
     rig.link.ask_agents(Kill(), {AGENT: 0}, 200.0).then(rig.done.append)
     rig.link.expire()

@@ -45,7 +45,7 @@ def sources():
     made.close()
 
 
-def test_the_first_source_is_served_before_the_second_in_each_round(sources) -> None:
+def test_the_first_source_is_served_before_the_second_in_each_round(sources):
     sources.add(lambda: sources.seen.append("control"), lambda: sources.seen.append("data"))
     sources.loop.run()
     seen = [one for one in sources.seen if one != "tick"]
@@ -54,7 +54,7 @@ def test_the_first_source_is_served_before_the_second_in_each_round(sources) -> 
     assert seen == ["wait", "control", "data", "read"] * rounds
 
 
-def test_one_failure_costs_its_round_and_no_more(sources, capsys) -> None:
+def test_one_failure_costs_its_round_and_no_more(sources, capsys):
     def fails_once() -> None:
         if "failed" not in sources.seen:
             sources.seen.append("failed")
@@ -67,7 +67,7 @@ def test_one_failure_costs_its_round_and_no_more(sources, capsys) -> None:
     assert capsys.readouterr().err.count("ValueError: a bad message") == 1
 
 
-def test_what_fails_without_end_ends_the_loop(sources, capsys) -> None:
+def test_what_fails_without_end_ends_the_loop(sources, capsys):
     sources.ticks = 1_000_000
     sources.add(lambda: 1 / 0, lambda: None)
     with pytest.raises(ZeroDivisionError):
@@ -76,16 +76,14 @@ def test_what_fails_without_end_ends_the_loop(sources, capsys) -> None:
 
 
 @pytest.mark.parametrize(("every_seconds", "ends"), [(TICK_SECONDS, True), (1.0, False)])
-def test_a_tick_that_always_fails_ends_the_loop_and_a_rare_failure_never_does(
-    every_seconds: float, ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tick_that_always_fails_ends_the_loop_and_a_rare_failure_never_does(every_seconds, ends, monkeypatch):
     clock = itertools.count(1000.0, every_seconds / 2)  # read twice a turn
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with pytest.raises(ZeroDivisionError) if ends else contextlib.nullcontext():
         loop.serve(lambda _: 1 // 0, lambda _: None, lambda: next(clock) > 1500.0)
 
 
-def test_what_arrived_while_the_loop_was_held_up_is_read_before_the_tick(sources) -> None:
+def test_what_arrived_while_the_loop_was_held_up_is_read_before_the_tick(sources):
     def held_up_once() -> None:
         sources.seen.append("data")
         if sources.seen.count("data") == 2:

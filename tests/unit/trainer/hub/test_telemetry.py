@@ -193,9 +193,7 @@ def put(recorder: Recorder, frames: list) -> None:
         recorder.writer.append(frame.seq, frame.t, frame.message)
 
 
-def test_nobody_waits_for_a_disk_that_takes_its_time_which_is_told_of_and_nothing_is_lost(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_nobody_waits_for_a_disk_that_takes_its_time_which_is_told_of_and_nothing_is_lost(path, monkeypatch):
     monkeypatch.setattr(module, "_STUCK_SECONDS", 0.05)
     recorder = Recorder(SlowWriter(path, RUN))
     assert recorder.error == ""
@@ -217,9 +215,7 @@ def test_nobody_waits_for_a_disk_that_takes_its_time_which_is_told_of_and_nothin
         assert reader.info().complete
 
 
-def test_what_cannot_be_held_is_let_go_and_counted_and_what_explains_the_run_stays(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_cannot_be_held_is_let_go_and_counted_and_what_explains_the_run_stays(path, monkeypatch):
     monkeypatch.setattr(batches, "PENDING_LIMIT", 50)
     recorder = Recorder(SlowWriter(path, RUN))
     recorder.commit()
@@ -235,9 +231,7 @@ def test_what_cannot_be_held_is_let_go_and_counted_and_what_explains_the_run_sta
     assert recorder.writer.recorded == len(FRAMES) - len(bulky)
 
 
-def test_a_mistake_in_one_batch_is_counted_and_does_not_end_the_recording(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_mistake_in_one_batch_is_counted_and_does_not_end_the_recording(path, monkeypatch, capsys):
     def mistaken(*_: object) -> int:
         raise RuntimeError("a mistake")
 
@@ -257,7 +251,7 @@ def test_a_mistake_in_one_batch_is_counted_and_does_not_end_the_recording(
         assert "10 messages" in reader.info().missing
 
 
-def test_what_a_sender_numbered_is_kept_with_what_it_said(path: Path):
+def test_what_a_sender_numbered_is_kept_with_what_it_said(path):
     numbers = {"a": 7}
     recorder = Recorder(Writer(path, RUN))
     recorder.agent_numbers = lambda: dict(numbers)

@@ -113,9 +113,7 @@ def chosen(space: Space, fit: Callable[[int, bool], Fit], more: float = 1.0) -> 
         pytest.param("H100", 8, (70e9, 80, 8192), 0, "LoRA", False, id="70B on eight GPUs of 80 GB"),
     ],
 )
-def test_the_choice_is_the_best_of_all_combinations(
-    name: str, ranks: int, model: tuple[float, int, int], host_gib: int, adapters: str, offload: bool
-) -> None:
+def test_the_choice_is_the_best_of_all_combinations(name, ranks, model, host_gib, adapters, offload):
     space, fit = space_of(name, ranks, host_gib), fit_of(*model, ranks)
     choice, ran = chosen(space, fit)
     best = choice.ranked[0]
@@ -133,7 +131,7 @@ def test_the_choice_is_the_best_of_all_combinations(
     assert best.needed_bytes <= MARGIN * space.capacity_bytes
 
 
-def test_a_stage_takes_the_time_of_its_collectives_and_of_what_it_copies_for_them() -> None:
+def test_a_stage_takes_the_time_of_its_collectives_and_of_what_it_copies_for_them():
     parameters, layers, ranks, micro_steps = 8e9, 32, 8, 8
     space, fit = space_of("H100", ranks), fit_of(parameters, layers, 4096, ranks)(0, False)
 
@@ -161,7 +159,7 @@ def test_a_stage_takes_the_time_of_its_collectives_and_of_what_it_copies_for_the
     assert seconds(3, 2) - seconds(1, 2) == pytest.approx(beside - alone + copies, rel=0.01)
 
 
-def test_a_dry_run_that_needs_more_than_the_pieces_leads_to_a_smaller_choice() -> None:
+def test_a_dry_run_that_needs_more_than_the_pieces_leads_to_a_smaller_choice():
     space, fit = space_of("RTX 4090", 1), fit_of(0.5e9, 24, 896, 1)
     before, _ = chosen(space, fit)
     choice, ran = chosen(space, fit, more=1.5)
@@ -170,7 +168,7 @@ def test_a_dry_run_that_needs_more_than_the_pieces_leads_to_a_smaller_choice() -
     assert choice.ranked[0].needed_bytes <= MARGIN * space.capacity_bytes
 
 
-def test_what_fits_nowhere_is_one_line_with_the_least_that_is_needed() -> None:
+def test_what_fits_nowhere_is_one_line_with_the_least_that_is_needed():
     space, fit = space_of("T4", 1), fit_of(70e9, 80, 8192, 1)
     with pytest.raises(ConfigError) as refused:
         chosen(space, fit)
@@ -179,7 +177,7 @@ def test_what_fits_nowhere_is_one_line_with_the_least_that_is_needed() -> None:
     assert "\n" not in text
 
 
-def test_fixed_settings_are_kept() -> None:
+def test_fixed_settings_are_kept():
     space = space_of("H100", 8)
     fixed = Space(
         space.gpu, 8, space.capacity_bytes, 32, LENGTH, stages=(3,), checkpointing=("layers",), offload=(False,),
@@ -190,7 +188,7 @@ def test_fixed_settings_are_kept() -> None:
     assert len(choice.found) == 1
 
 
-def test_settings_are_written_as_the_configuration_reads_them() -> None:
+def test_settings_are_written_as_the_configuration_reads_them():
     words = Candidate(2, "layers", True, 16, 4, 8).assignments()
     assert "zero.offload_optimizer=true" in words
     assert "model.gradient_checkpointing=layers" in words
@@ -199,7 +197,7 @@ def test_settings_are_written_as_the_configuration_reads_them() -> None:
     assert "model.quantization=nf4" in Candidate(1, "layers", False, 16, 4, 8, True).assignments()
 
 
-def test_a_model_that_cannot_be_held_in_4_bits_is_refused_as_one_that_does_not_fit() -> None:
+def test_a_model_that_cannot_be_held_in_4_bits_is_refused_as_one_that_does_not_fit():
     space, fit = space_of("T4", 1), fit_of(8e9, 32, 4096, 1)
 
     def refused(lora: int, quantized: bool) -> Fit:

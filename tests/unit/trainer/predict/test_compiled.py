@@ -72,23 +72,21 @@ def plain() -> Ran:
     return Ran(False)
 
 
-def test_a_compiled_block_keeps_what_its_backward_reads(compiled: Ran, plain: Ran) -> None:
+def test_a_compiled_block_keeps_what_its_backward_reads(compiled, plain):
     """Of each block: gate's and up's outputs and their product, the input of both, the output and the norm's factor."""
     assert compiled.notes == []
     assert compiled.kept == 2 * (3 * WIDE + 2 * NARROW + TOKENS * 4)
     assert plain.kept >= compiled.kept + 2 * WIDE  # also the gate after its function
 
 
-def test_after_the_backward_gradients_remain_in_both(compiled: Ran, plain: Ran) -> None:
+def test_after_the_backward_gradients_remain_in_both(compiled, plain):
     gradients = 2 * 3 * WIDTH * INNER * 4 + NARROW
     assert plain.after - compiled.after == 0
     assert compiled.after == pytest.approx(gradients + NARROW, rel=0.01)  # and the output
     assert compiled.above < plain.above
 
 
-def test_a_repeated_call_allocates_frees_and_counts_what_running_it_does(
-    compiled: Ran, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_call_allocates_frees_and_counts_what_running_it_does(compiled, monkeypatch):
     monkeypatch.setattr(Plan, "_repeat", lambda *_: pytest.fail("repeated"))
     monkeypatch.setattr("ftmon.trainer.predict.compiled._call", lambda *_: None)
     torch._dynamo.reset()  # it would take the traced block, with its calls
@@ -97,9 +95,7 @@ def test_a_repeated_call_allocates_frees_and_counts_what_running_it_does(
     assert (every.forward_work, every.work) == (compiled.forward_work, compiled.work)
 
 
-def test_a_layer_that_an_earlier_dry_run_has_traced_is_not_traced_again(
-    compiled: Ran, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_an_earlier_dry_run_has_traced_is_not_traced_again(compiled, monkeypatch):
     torch._dynamo.reset()
     first = Ran(True)
     monkeypatch.setattr(Plan, "__init__", lambda *_: pytest.fail("traced"))
@@ -108,7 +104,7 @@ def test_a_layer_that_an_earlier_dry_run_has_traced_is_not_traced_again(
     assert again.work == compiled.work
 
 
-def test_operations_between_products_are_fused(compiled: Ran, plain: Ran) -> None:
+def test_operations_between_products_are_fused(compiled, plain):
     """Counted are kernels on GPUs, and launches of compiled code on any device."""
     fused = [one for one in compiled.work.operations if one.memory == "fused"]
     count = sum(one.count for one in fused)
@@ -120,7 +116,7 @@ def test_operations_between_products_are_fused(compiled: Ran, plain: Ran) -> Non
     assert compiled.work.calls < plain.work.calls / 2
 
 
-def test_patterns_of_attention_are_searched_where_something_is_a_softmax() -> None:
+def test_patterns_of_attention_are_searched_where_something_is_a_softmax():
     fused: Any = importlib.import_module("torch._inductor.fx_passes.fuse_attention")
     real, searched = fused._sfdp_init, []
     functions: list[Any] = [lambda x: x.sigmoid(), lambda x: torch.softmax(x, -1), lambda x: x.amax(-1)]
@@ -131,7 +127,7 @@ def test_patterns_of_attention_are_searched_where_something_is_a_softmax() -> No
     assert fused._sfdp_init is real
 
 
-def test_what_cannot_be_traced_runs_as_it_is_with_the_reason() -> None:
+def test_what_cannot_be_traced_runs_as_it_is_with_the_reason():
     notes: list[str] = []
     mode = FakeTensorMode()
     recorder = Recorder(Trace(Settings()), {}, Counting(1), mode)

@@ -42,7 +42,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
         ("2x4090", "RTX 4090 24 GB", 2),
     ],
 )
-def test_gpus_are_named_as_people_name_them(text: str, name: str, count: int) -> None:
+def test_gpus_are_named_as_people_name_them(text, name, count):
     machine = decide._machine(text)
     assert (machine.gpu.name, machine.number, machine.host_bytes) == (name, count, 0)
 
@@ -57,18 +57,18 @@ def test_gpus_are_named_as_people_name_them(text: str, name: str, count: int) ->
         ("1000000xH200", "must be 1 to 4,096 GPUs"),
     ],
 )
-def test_gpus_that_are_not_one_kind_of_the_table_are_refused(text: str, words: str) -> None:
+def test_gpus_that_are_not_one_kind_of_the_table_are_refused(text, words):
     with pytest.raises(ConfigError, match=words):
         decide._machine(text)
 
 
-def test_any_file_given_as_data_is_a_path_whatever_its_name(tmp_path: Path) -> None:
+def test_any_file_given_as_data_is_a_path_whatever_its_name(tmp_path):
     (tmp_path / "data.bin").write_bytes(b"\0")
     assert f'data.path="{tmp_path / "data.bin"}"' in of_model_and_data("m", str(tmp_path / "data.bin"))
     assert 'data.name="owner/data"' in of_model_and_data("m", "owner/data")
 
 
-def test_a_gpu_without_known_rates_is_ordered_by_those_of_another_with_its_own_memory() -> None:
+def test_a_gpu_without_known_rates_is_ordered_by_those_of_another_with_its_own_memory():
     machine = decide._machine("A10G")
     assert machine.gpu.name == "A100 80 GB"
     assert machine.capacity_bytes < 23 * 2**30
@@ -81,7 +81,7 @@ def test_a_gpu_without_known_rates_is_ordered_by_those_of_another_with_its_own_m
     [(10.0, "4 is as fast within 1%, in 60.0 GiB"), (9.95, "4 is as fast within 1%, in 60.0 GiB"),
      (13.5, "4 needs 1.35 times as long"), (9.4, "4 may need 0.94 times as long, which no dry run checked")],
 )  # fmt: skip
-def test_a_larger_micro_batch_that_is_as_fast_is_not_called_faster(seconds: float, words: str) -> None:
+def test_a_larger_micro_batch_that_is_as_fast_is_not_called_faster(seconds, words):
     machine = decide._machine("A100-80GB")
     space = Space(machine.gpu, 1, machine.capacity_bytes, 32, 2048)
     of = Candidate(1, "none", False, 0, 2, 16)
@@ -91,15 +91,13 @@ def test_a_larger_micro_batch_that_is_as_fast_is_not_called_faster(seconds: floa
     assert decide._reasons(choice, space)["training.micro_batch"] == words
 
 
-def test_the_share_of_padding_is_that_of_batches_in_any_order() -> None:
+def test_the_share_of_padding_is_that_of_batches_in_any_order():
     assert decide._padding([100] * 50) == pytest.approx(0)
     # Of 8 draws from 1 to n, the longest is 8/9 of n on average, and the mean is half of n.
     assert decide._padding(range(1, 10_001)) == pytest.approx(1 - (1 / 2) / (8 / 9), abs=1e-3)
 
 
-def test_the_choice_for_the_cpu_is_written_as_a_file_that_loads(
-    given: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_choice_for_the_cpu_is_written_as_a_file_that_loads(given, tmp_path, capsys):
     file = tmp_path / "train.yaml"
     words = ["--pair", "--init", str(file), "--", *given, "run.device=cpu", "training.epochs=3"]
     assert decide.main(words) == 0
@@ -120,7 +118,7 @@ def test_the_choice_for_the_cpu_is_written_as_a_file_that_loads(
     assert capsys.readouterr().err == f"ftmon: {file}: exists; give another name with --output\n"
 
 
-def test_what_is_read_of_the_data_is_known_to_a_prediction(given: tuple[str, str]) -> None:
+def test_what_is_read_of_the_data_is_known_to_a_prediction(given):
     known = decide.known(["--pair", "--", *of_model_and_data(*given), "run.device=cpu"], lambda what: None)
     assert "training.sequence_length=512" in known.overrides
     lengths = [4 + row * 37 % 88 for row in range(RECORDS)]  # a word is a token, and so is the end
@@ -130,7 +128,7 @@ def test_what_is_read_of_the_data_is_known_to_a_prediction(given: tuple[str, str
     assert known.label_share == pytest.approx(1 - RECORDS / sum(lengths))
 
 
-def test_what_is_given_is_not_chosen(given: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_given_is_not_chosen(given, capsys):
     fixed = ["run.device=cpu", "training.micro_batch=2", "training.sequence_length=128", "zero.stage=0"]
     assert decide.main(["--pair", "--", *given, *fixed]) == 0
     overrides: list[str] = json.loads(capsys.readouterr().out)["overrides"]
@@ -148,9 +146,7 @@ def test_what_is_given_is_not_chosen(given: tuple[str, str], capsys: pytest.Capt
         (["lora.rank=8", "model.quantization=nf4", "zero.stage=1"], (True,)),
     ],
 )
-def test_a_base_in_4_bits_is_chosen_only_if_adapters_are(
-    given: tuple[str, str], more: list[str], quantized: tuple[bool, ...]
-) -> None:
+def test_a_base_in_4_bits_is_chosen_only_if_adapters_are(given, more, quantized):
     pytest.importorskip("bitsandbytes")
     loaded = load(None, [*of_model_and_data(*given), *more])
     config = resolve.resolve(loaded, elsewhere=1).config

@@ -1,7 +1,5 @@
 """DeepSpeed's configuration, as far as a prediction reads it itself."""
 
-from pathlib import Path
-
 import pytest
 from ftmon.protocol.errors import ConfigError
 from ftmon.trainer.predict import deepspeed_file
@@ -37,9 +35,7 @@ from ftmon.trainer.predict import deepspeed_file
         ('{"bf16": {}, "bf16": {}}', "not JSON: bf16 is given twice"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_a_configuration_is_refused_with_its_file_and_key(
-    tmp_path: Path, text: str, reason: str
-) -> None:
+def test_what_cannot_be_a_configuration_is_refused_with_its_file_and_key(tmp_path, text, reason):
     file = tmp_path / "ds.json"
     file.write_text(text)
     with pytest.raises(ConfigError) as refusal:
@@ -48,7 +44,7 @@ def test_what_cannot_be_a_configuration_is_refused_with_its_file_and_key(
     assert len(str(refusal.value).splitlines()) == 1
 
 
-def test_it_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+def test_it_is_read_as_deepspeed_reads_it(tmp_path):
     with pytest.raises(ConfigError, match=r"^--deepspeed /no/such\.json: No such file or directory$"):
         deepspeed_file.read("/no/such.json")
     file = tmp_path / "ds.json"
@@ -58,7 +54,7 @@ def test_it_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     assert deepspeed_file.read(str(file)) == {"zero_optimization": {"stage": 2}}
 
 
-def test_keys_that_deepspeed_ignores_and_entries_that_are_left_out_are_noted(tmp_path: Path) -> None:
+def test_keys_that_deepspeed_ignores_and_entries_that_are_left_out_are_noted(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimisation": {"stage": 2}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}')
     notes: list[str] = []
@@ -73,7 +69,7 @@ def test_keys_that_deepspeed_ignores_and_entries_that_are_left_out_are_noted(tmp
     assert notes == []
 
 
-def test_the_batch_follows_deepspeeds_rules() -> None:
+def test_the_batch_follows_deepspeeds_rules():
     entries = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
     whole = {"train_batch_size": 64}
     for settings, micro, accumulation, batch in (
@@ -89,12 +85,12 @@ def test_the_batch_follows_deepspeeds_rules() -> None:
 
 
 @pytest.mark.parametrize(("device", "offloads"), [("cpu", True), ("none", False)])
-def test_offload_to_none_is_no_offload(device: str, offloads: bool) -> None:
+def test_offload_to_none_is_no_offload(device, offloads):
     zero = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": device}}}
     assert deepspeed_file.offloads(zero) is offloads
 
 
-def test_what_deepspeed_refuses_is_found_in_the_file(tmp_path: Path) -> None:
+def test_what_deepspeed_refuses_is_found_in_the_file(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(
         '{\n"optimizer": {"type": "Sophia"},\n"zero_optimization": {\n"offload_optimizer": {\n"device": "gpu"}}}\n'

@@ -1,7 +1,5 @@
 """The process of ``ftmon predict``."""
 
-from pathlib import Path
-
 import pytest
 from ftmon.protocol.analysis.allocator.settings import Settings
 from ftmon.protocol.errors import ConfigError
@@ -21,16 +19,14 @@ NOT_PREDICTED = (
     ],
 )
 def test_an_allocator_setting_that_is_wrong_or_not_predicted_is_refused_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], setting: str, words: str
-) -> None:
+    monkeypatch, capsys, setting, words
+):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
     assert main(["--model", "m"]) == 2
     assert capsys.readouterr().err == f"ftmon: PYTORCH_CUDA_ALLOC_CONF: {words}\n"
 
 
-def test_a_refused_key_cannot_reach_the_terminal_as_an_escape(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_key_cannot_reach_the_terminal_as_an_escape(tmp_path, capsys):
     (tmp_path / "ds.json").write_text('{"bf16": {}, "\\u001b[2Jx": 1, "\\u001b[2Jx": 2}')
     assert main(["--model", "m", "--deepspeed", str(tmp_path / "ds.json")]) == 2
     error = capsys.readouterr().err
@@ -39,9 +35,7 @@ def test_a_refused_key_cannot_reach_the_terminal_as_an_escape(
 
 
 @pytest.mark.parametrize(("precision", "run"), [("bf16", [0]), ("fp32", [0, 1, 2, 3])])
-def test_ranks_differ_at_stage_1_where_deepspeed_reduces_gradients_as_they_come(
-    tmp_path: Path, precision: str, run: list[int]
-) -> None:
+def test_ranks_differ_at_stage_1_where_deepspeed_reduces_gradients_as_they_come(tmp_path, precision, run):
     sizes = "hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 512"
     (tmp_path / "train.yaml").write_text(
         f"model: {{config: {{model_type: llama, {sizes}}}}}\ndata: {{path: {tmp_path}/d.jsonl}}\n"
@@ -52,7 +46,7 @@ def test_ranks_differ_at_stage_1_where_deepspeed_reduces_gradients_as_they_come(
     assert jobs.prepare(arguments, Settings()).different == run
 
 
-def test_a_gpu_may_be_named_as_people_do() -> None:
+def test_a_gpu_may_be_named_as_people_do():
     assert jobs.find("H200").title == "H200 141 GB"
     with pytest.raises(ConfigError, match=r"A100 can be A100 40 GB or A100 80 GB; say which$"):
         jobs.find("A100")

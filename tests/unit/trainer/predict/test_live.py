@@ -39,7 +39,7 @@ def predicting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_ranks_on_a_cpu_have_no_prediction_and_the_reason_is_sent_once(predicting: Any) -> None:
+def test_ranks_on_a_cpu_have_no_prediction_and_the_reason_is_sent_once(predicting):
     made, sent, begun = predicting()
     made.hello(hello("cpu"))
     made.tick()
@@ -52,7 +52,7 @@ def test_ranks_on_a_cpu_have_no_prediction_and_the_reason_is_sent_once(predictin
     assert not begun
 
 
-def test_a_rank_that_comes_to_use_a_gpu_is_predicted(predicting: Any) -> None:
+def test_a_rank_that_comes_to_use_a_gpu_is_predicted(predicting):
     made, sent, begun = predicting()
     made.hello(hello("cpu"))
     made.hello(hello("cuda"))
@@ -61,7 +61,7 @@ def test_a_rank_that_comes_to_use_a_gpu_is_predicted(predicting: Any) -> None:
     assert not any("on the CPU" in message.refused for message in sent)
 
 
-def test_a_process_that_ends_without_an_answer_is_told_with_its_log(predicting: Any) -> None:
+def test_a_process_that_ends_without_an_answer_is_told_with_its_log(predicting):
     made, sent, begun = predicting("demo")
     made.hello(hello("cuda"))
     made.hello(hello("cuda"))
@@ -77,22 +77,20 @@ def test_a_process_that_ends_without_an_answer_is_told_with_its_log(predicting: 
     [("run", {}, []), ("watch", {}, []), ("train", {"predict": False}, []), ("train", {}, [Prediction(1.0)])],
 )
 def test_foreign_runs_those_with_the_option_and_those_that_an_earlier_hub_predicted_are_left_alone(
-    predicting: Any, kind: str, options: Any, earlier: Any
-) -> None:
+    predicting, kind, options, earlier
+):
     made, sent, begun = predicting(kind, **options)
     made.restore([hello("cuda"), *earlier])
     made.hello(hello("cuda"))
     assert (sent, begun) == ([], [])
 
 
-def test_lengths_are_the_longest_and_its_halves() -> None:
+def test_lengths_are_the_longest_and_its_halves():
     assert lengths(4096) == [256, 512, 1024, 2048, 4096]
     assert lengths(24) == [8, 12, 24]
 
 
-def test_where_results_go_does_not_change_the_cached_prediction_and_the_zero_stage_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_results_go_does_not_change_the_cached_prediction_and_the_zero_stage_does(monkeypatch):
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     config = "zero: {stage: 2}\nrun: {ranks: 2}\n"
     before = cache_file(config, "H200")

@@ -24,7 +24,7 @@ def config(tmp_path: Path) -> str:
     return str(tmp_path / "c.yaml")
 
 
-def test_it_is_settled_for_gpus_that_are_not_here_and_the_longest_length(config: str) -> None:
+def test_it_is_settled_for_gpus_that_are_not_here_and_the_longest_length(config):
     found = read(config, [], None, [])
     assert (found.run.ranks, found.run.device, found.training.precision) == (3, "cuda", "bf16")
     assert read(config, [], 64, []).run.ranks == 64
@@ -32,7 +32,7 @@ def test_it_is_settled_for_gpus_that_are_not_here_and_the_longest_length(config:
     assert read(config, ["training.sequence_length=256"], None, []).training.sequence_length == 256
 
 
-def test_what_training_refuses_is_refused_at_its_line(config: str) -> None:
+def test_what_training_refuses_is_refused_at_its_line(config):
     file = Path(config)
     file.write_text(f"{file.read_text()}zero: {{offload_parameters: true}}\n")
     with pytest.raises(ConfigError, match=r"c\.yaml:5: zero\.offload_parameters needs zero\.stage 3"):
@@ -44,7 +44,7 @@ def test_what_training_refuses_is_refused_at_its_line(config: str) -> None:
 @pytest.mark.parametrize(
     "setting", ["run.device=cpu", "model.activation_offload=all", "model.attention=flash_attention_2"]
 )
-def test_what_a_dry_run_cannot_follow_is_refused_by_its_key(config: str, setting: str) -> None:
+def test_what_a_dry_run_cannot_follow_is_refused_by_its_key(config, setting):
     with pytest.raises(ConfigError, match=rf"^command line: {setting.partition('=')[0]} "):
         read(config, [setting], None, [])
 
@@ -63,14 +63,12 @@ PARTITIONED = ["zero.stage=3", "model.config.num_hidden_layers=8"]
         ([f"deepspeed.zero_optimization.{KEEPS_GATHERED[0]}=100"], False),
     ],
 )
-def test_layers_that_are_many_partitioned_and_alike_repeat(config: str, settings: list[str], expected: bool) -> None:
+def test_layers_that_are_many_partitioned_and_alike_repeat(config, settings, expected):
     assert repeats(read(config, [*PARTITIONED, *settings], None, [])) == expected
 
 
 @pytest.mark.parametrize(("live", "released"), [(10**9, False), (10**6, True)])
-def test_a_few_layers_are_gathered_as_they_are_among_all(
-    config: str, monkeypatch: pytest.MonkeyPatch, live: int, released: bool
-) -> None:
+def test_a_few_layers_are_gathered_as_they_are_among_all(config, monkeypatch, live, released):
     made: list[Config] = []
     monkeypatch.setattr(recipe, "RecipeRun", lambda config, *_: made.append(config))
     monkeypatch.setattr(recipe, "LIVE_PARAMETERS", live)
@@ -87,7 +85,7 @@ def pairs(documents: list[int]) -> int:
     return sum(1 for tokens in documents for query in range(tokens) for key in range(tokens) if key <= query)
 
 
-def test_a_token_attends_to_the_mean_of_all_rows_and_a_row_is_packed_as_densely_as_the_densest() -> None:
+def test_a_token_attends_to_the_mean_of_all_rows_and_a_row_is_packed_as_densely_as_the_densest():
     found = of_rows(ROWS)
     assert found.pairs_a_token == found.pairs(8) == sum(map(pairs, ROWS)) / sum(map(sum, ROWS))
     assert found.pairs(2) == pairs([2]) / 2, "no document is longer than the row"

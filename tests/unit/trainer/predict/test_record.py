@@ -87,9 +87,7 @@ def facts(tensor: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_kept_result_is_what_fake_tensors_compute_at_another_place_of_the_buffer(
-    fake: FakeTensorMode, name: str
-) -> None:
+def test_a_kept_result_is_what_fake_tensors_compute_at_another_place_of_the_buffer(fake, name):
     operation = OPERATIONS[name]
     buffer = torch.empty(4096, device="cpu")
     cached = Cached(ResultCache(fake))
@@ -103,7 +101,7 @@ def test_a_kept_result_is_what_fake_tensors_compute_at_another_place_of_the_buff
         assert (found.untyped_storage()._cdata == buffer.untyped_storage()._cdata) == shares
 
 
-def test_parameters_at_different_places_of_one_buffer_are_computed_once(fake: FakeTensorMode) -> None:
+def test_parameters_at_different_places_of_one_buffer_are_computed_once(fake):
     buffer, x = torch.empty(4096), torch.empty(3, 8)
     cached = Cached(ResultCache(fake))
     asked: list[int] = []
@@ -115,7 +113,7 @@ def test_parameters_at_different_places_of_one_buffer_are_computed_once(fake: Fa
     assert asked[0] == asked[-1] > 0, cached.asked
 
 
-def test_slices_of_equal_lengths_are_computed_once_wherever_they_begin(fake: FakeTensorMode) -> None:
+def test_slices_of_equal_lengths_are_computed_once_wherever_they_begin(fake):
     buffer = torch.empty(4096, dtype=torch.bfloat16)
     cached = Cached(ResultCache(fake))
     with cached:
@@ -135,7 +133,7 @@ def trace() -> Trace:
     return Trace(Settings())
 
 
-def test_a_phases_peak_holds_memory_that_is_freed_before_its_end(trace: Trace) -> None:
+def test_a_phases_peak_holds_memory_that_is_freed_before_its_end(trace):
     kept = trace.allocate(100 * MIB, "cuda")
     trace.begin("forward")
     trace.moment(40 * MIB, 30 * MIB)
@@ -146,7 +144,7 @@ def test_a_phases_peak_holds_memory_that_is_freed_before_its_end(trace: Trace) -
     assert trace.current["cuda"] == 0
 
 
-def test_host_memory_is_no_memory_of_the_gpu(trace: Trace) -> None:
+def test_host_memory_is_no_memory_of_the_gpu(trace):
     trace.begin("init")
     states = trace.allocate(64 * MIB, "cpu")
     trace.move(states, "pinned")
@@ -156,7 +154,7 @@ def test_host_memory_is_no_memory_of_the_gpu(trace: Trace) -> None:
     assert trace.host_peak == 64 * MIB
 
 
-def test_the_phase_that_does_not_fit_is_named(trace: Trace) -> None:
+def test_the_phase_that_does_not_fit_is_named(trace):
     trace.begin("init")
     trace.allocate(100 * MIB, "cuda")
     trace.begin("forward")
@@ -167,7 +165,7 @@ def test_the_phase_that_does_not_fit_is_named(trace: Trace) -> None:
         assert failing_phase(trace.events, Settings(), limits(trace.events, Settings()), capacity * MIB) == phase
 
 
-def test_a_cache_that_is_emptied_makes_room(trace: Trace) -> None:
+def test_a_cache_that_is_emptied_makes_room(trace):
     trace.begin("forward")
     trace.moment(100 * MIB)
     trace.empty_cache()
@@ -176,7 +174,7 @@ def test_a_cache_that_is_emptied_makes_room(trace: Trace) -> None:
     assert trace.peaks().reserved_bytes == 120 * MIB
 
 
-def test_memory_used_on_another_stream_is_free_once_that_stream_is_done(trace: Trace) -> None:
+def test_memory_used_on_another_stream_is_free_once_that_stream_is_done(trace):
     trace.begin("forward")
     gathered = trace.allocate(64 * MIB, "cuda", stream=1)
     trace.use(gathered, 0)
@@ -200,7 +198,7 @@ def _step(trace: Trace, gradient: int, size: int) -> int:
     return new
 
 
-def test_a_repeated_step_has_the_peaks_of_one_that_is_taken() -> None:
+def test_a_repeated_step_has_the_peaks_of_one_that_is_taken():
     taken, repeated = Trace(Settings()), Trace(Settings())
     gradients = [trace.allocate(30 * MIB, "cuda") for trace in (taken, repeated)]
     for size in (50 * MIB, 90 * MIB, 20 * MIB):
@@ -221,7 +219,7 @@ def test_a_repeated_step_has_the_peaks_of_one_that_is_taken() -> None:
     assert limits(repeated.events, Settings()).needed_bytes < 1000 * MIB
 
 
-def test_garbage_that_a_step_frees_is_not_freed_again_by_its_repetition() -> None:
+def test_garbage_that_a_step_frees_is_not_freed_again_by_its_repetition():
     taken, repeated = Trace(Settings()), Trace(Settings())
     for trace in (taken, repeated):
         gradient, garbage = trace.allocate(30 * MIB, "cuda"), trace.allocate(4 * MIB, "cuda")
@@ -240,7 +238,7 @@ def test_garbage_that_a_step_frees_is_not_freed_again_by_its_repetition() -> Non
     assert again[-1][1] == taken.peaks()
 
 
-def test_a_step_that_leaves_more_behind_is_not_repeated(trace: Trace) -> None:
+def test_a_step_that_leaves_more_behind_is_not_repeated(trace):
     trace.begin("forward")
     trace.allocate(10 * MIB, "cuda")
     trace.end("forward")
@@ -268,7 +266,7 @@ def _update(trace: Trace, states: bool) -> None:
     trace.end("optimizer")
 
 
-def test_a_step_is_repeated_around_another_update() -> None:
+def test_a_step_is_repeated_around_another_update():
     taken, repeated = Trace(Settings()), Trace(Settings())
     for trace in (taken, repeated):
         held, begin = _passes(trace, workspace=True), len(trace.events)
@@ -286,7 +284,7 @@ def test_a_step_is_repeated_around_another_update() -> None:
 
 
 @pytest.mark.parametrize("freed_in_update", [True, False])
-def test_passes_that_leave_a_tensor_are_not_repeated(trace: Trace, freed_in_update: bool) -> None:
+def test_passes_that_leave_a_tensor_are_not_repeated(trace, freed_in_update):
     held, begin = _passes(trace, workspace=False), len(trace.events)
     if freed_in_update:
         trace.free(held)
@@ -296,7 +294,7 @@ def test_passes_that_leave_a_tensor_are_not_repeated(trace: Trace, freed_in_upda
     assert trace.events == events
 
 
-def test_less_than_was_reserved_suffices_where_the_cache_can_be_given_back(trace: Trace) -> None:
+def test_less_than_was_reserved_suffices_where_the_cache_can_be_given_back(trace):
     trace.begin("forward")
     trace.allocate(100 * MIB, "cuda")
     # The second does not fit into what the first left, so both are reserved; neither is needed beside the other.
@@ -307,7 +305,7 @@ def test_less_than_was_reserved_suffices_where_the_cache_can_be_given_back(trace
     assert limits(trace.events, Settings()) == (500 * MIB, "forward")
 
 
-def test_the_same_step_is_replayed_with_other_settings_of_the_allocator() -> None:
+def test_the_same_step_is_replayed_with_other_settings_of_the_allocator():
     expandable = Settings(expandable_segments=True)
     plain, other = Trace(Settings()), Trace(expandable)
     for trace in (plain, other):
@@ -335,9 +333,7 @@ STEPS = st.lists(st.tuples(SIZES, st.integers(0, 2), st.integers(0, 30)), min_si
 @given(STEPS, st.booleans(), st.lists(st.integers(0, 1 << 31), min_size=4, max_size=4))
 @example([(60, 2, 0), (90, 2, 0), (41, 0, 0), (130, 2, 0)] * 5, False, [0, 1, 2, 3])
 @settings(max_examples=80, deadline=None)
-def test_a_verdict_is_never_worse_with_more_memory_and_no_allocation_fails_where_it_says_fits(
-    steps: list[tuple[int, int, int]], expandable: bool, sizes: list[int]
-) -> None:
+def test_a_verdict_is_never_worse_with_more_memory_and_no_allocation_fails_where_it_says_fits(steps, expandable, sizes):
     own = Settings(expandable_segments=expandable)
     trace, held = Trace(own), []
     trace.begin("forward")
@@ -374,7 +370,7 @@ def _succeeds(trace: Trace, allocator: CachingAllocator) -> bool:
     return True
 
 
-def test_what_an_allocation_holds_goes_with_it_into_the_repeated_step(trace: Trace) -> None:
+def test_what_an_allocation_holds_goes_with_it_into_the_repeated_step(trace):
     gradient = trace.allocate(30 * MIB, "cuda")
     start = len(trace.events)
     gradient = _step(trace, gradient, 50 * MIB)
@@ -414,7 +410,7 @@ def attention_flops(tokens: int, documents: int, pairs_a_token: float | None = N
     return operation.flops
 
 
-def test_packed_documents_do_not_see_each_other_and_those_of_a_data_set_take_their_own_pairs() -> None:
+def test_packed_documents_do_not_see_each_other_and_those_of_a_data_set_take_their_own_pairs():
     one = attention_flops(4096, 1)
     # Two products of 2 FLOPs for each pair, half of the pairs, and the keys that the kernel computes in vain.
     assert one == 2 * 2 * HEADS * WIDTH * 4096 * (4096 / 2 + 1100)
@@ -424,7 +420,7 @@ def test_packed_documents_do_not_see_each_other_and_those_of_a_data_set_take_the
     assert attention_flops(4096, 1, cudnn=True) == pytest.approx(by_cudnn)
 
 
-def test_the_loss_is_counted_for_the_share_of_the_tokens_that_carry_it() -> None:
+def test_the_loss_is_counted_for_the_share_of_the_tokens_that_carry_it():
     tokens, vocabulary = 64, 1000
     counting = Counting(1)
     counting.label_share = 0.75
@@ -444,7 +440,7 @@ def test_the_loss_is_counted_for_the_share_of_the_tokens_that_carry_it() -> None
     assert (loss.flops, loss.bytes_moved) == (0.75 * flops, 0.75 * moved)
 
 
-def test_the_work_of_a_micro_step_passes_a_pipe_however_its_fetches_divide() -> None:
+def test_the_work_of_a_micro_step_passes_a_pipe_however_its_fetches_divide():
     counting = Counting(2)
     for times in (1, 6, 1):
         counting.begin_micro_step(times)
@@ -466,8 +462,8 @@ def test_the_work_of_a_micro_step_passes_a_pipe_however_its_fetches_divide() -> 
     ],
 )
 def test_the_workspace_of_cudnns_gradients_is_what_it_asked_for_on_an_h200(
-    tokens: int, heads: int, groups: int, width: int, documents: int, asked: int
-) -> None:
+    tokens, heads, groups, width, documents, asked
+):
     found: list[int] = []
     recorder = SimpleNamespace(trace=SimpleNamespace(moment=lambda size, stream: found.append(size)), stream=0)
     with FakeTensorMode() as mode:

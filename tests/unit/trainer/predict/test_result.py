@@ -1,7 +1,6 @@
 """The configuration of the model of a prediction."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from ftmon.trainer.predict.result import Phase, Point, Prediction, Rank
 
 
 @pytest.mark.parametrize(("peaks", "ranks"), [([9, 9, 9], [0]), ([9, 5, 9], [0, 1, 2]), ([9, 9, 5], [0, 1, 2])])
-def test_ranks_that_differ_are_all_in_it(peaks: list[int], ranks: list[int]) -> None:
+def test_ranks_that_differ_are_all_in_it(peaks, ranks):
     every = [Rank(rank, {"backward": Phase(peak, peak)}, 0) for rank, peak in enumerate(peaks)]
     found = Prediction("m", 1, len(every), [Point(64, 1, every, 0, 9)])
     points = _message(found, 1.0).points
@@ -46,9 +45,7 @@ QUANTIZED = {**LLAMA, "quantization_config": {"quant_method": "bitsandbytes", "l
         ('{"model_type": "llama",}', "not JSON: "),
     ],
 )  # fmt: skip
-def test_a_configuration_that_cannot_be_used_is_refused_with_its_file(
-    tmp_path: Path, fields: Any, reason: str, is_folder: bool
-) -> None:
+def test_a_configuration_that_cannot_be_used_is_refused_with_its_file(tmp_path, fields, reason, is_folder):
     file = tmp_path / "config.json"
     file.write_text(fields if isinstance(fields, str) else json.dumps(fields))
     with pytest.raises(ConfigError) as refusal:
@@ -57,7 +54,7 @@ def test_a_configuration_that_cannot_be_used_is_refused_with_its_file(
     assert len(str(refusal.value).splitlines()) == 1
 
 
-def test_a_causal_language_model_is_read_and_one_that_cannot_be_made_refused_with_its_file(tmp_path: Path) -> None:
+def test_a_causal_language_model_is_read_and_one_that_cannot_be_made_refused_with_its_file(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(LLAMA))
     assert [result.read_config(str(path)).hidden_size for path in (tmp_path, file)] == [64, 64]
@@ -68,9 +65,7 @@ def test_a_causal_language_model_is_read_and_one_that_cannot_be_made_refused_wit
     assert str(refusal.value) == f"{file}: 0.0 cannot be raised to a negative power"
 
 
-def test_quantized_weights_of_a_script_are_refused_by_their_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantized_weights_of_a_script_are_refused_by_their_configuration(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", PreTrainedModel.from_pretrained)  # patched below for good

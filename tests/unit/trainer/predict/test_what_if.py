@@ -45,7 +45,7 @@ def needs(limit: int) -> Callable[[list[int]], list[Need]]:
     return lambda lengths: [Need(length, [length <= limit]) for length in lengths]
 
 
-def test_steps_that_do_not_fit_are_those_whose_batches_are_too_long(packed: Config) -> None:
+def test_steps_that_do_not_fit_are_those_whose_batches_are_too_long(packed):
     records, examples = what_if.read(packed)
     collate = Collate(0, packed.training.sequence_length)
     longest: dict[int, int] = {}
@@ -95,7 +95,7 @@ def changes(arguments: argparse.Namespace) -> dict[str, str]:
     return {one.name: one.change for one in what_if.remedies(arguments, Settings())}
 
 
-def test_changes_of_a_configuration_are_assignments(config: str) -> None:
+def test_changes_of_a_configuration_are_assignments(config):
     found = changes(given(config=config))
     assert {
         "checkpointing": "model.gradient_checkpointing=layers",
@@ -106,7 +106,7 @@ def test_changes_of_a_configuration_are_assignments(config: str) -> None:
     assert not {"ZeRO 2", "parameter offload"} & found.keys()
 
 
-def test_what_is_faster_is_a_change_too(config: str) -> None:
+def test_what_is_faster_is_a_change_too(config):
     """Nothing of these changes the batch of a step."""
     slow = ["model.gradient_checkpointing=layers", "zero.stage=3", "zero.offload_optimizer=true", "data.packing=true"]
     slow += ["training.grad_accumulation=4", "model.compile=off"]
@@ -120,7 +120,7 @@ def test_what_is_faster_is_a_change_too(config: str) -> None:
     assert not {"no checkpointing", "no offload", "micro-batch 8"} & changes(given(config=config)).keys()
 
 
-def test_a_base_that_is_loaded_may_be_held_in_4_bits(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_that_is_loaded_may_be_held_in_4_bits(config, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # its name is not looked up
     named = Path(config).with_name("named.yaml")
     named.write_text(Path(config).read_text().replace(MODEL, "model: {name: someone/model}\n"))
@@ -146,8 +146,8 @@ def test_a_base_that_is_loaded_may_be_held_in_4_bits(config: str, monkeypatch: p
     ],
 )
 def test_changes_run_after_the_unchanged_run_where_they_compile_the_same_layers(
-    config: str, more: list[str], uncompiled: set[str], beside: set[str], after: set[str]
-) -> None:
+    config, more, uncompiled, beside, after
+):
     own = ["training.precision=bf16", "model.config.num_hidden_layers=8", "zero.stage=1"]
     arguments = given(config=config, overrides=[*own, *more])
     found = what_if.further(arguments, Settings(), jobs.prepare(arguments, Settings()), 0)
@@ -160,7 +160,7 @@ def test_changes_run_after_the_unchanged_run_where_they_compile_the_same_layers(
         assert not found.beside
 
 
-def test_what_a_run_has_already_is_no_change(config: str) -> None:
+def test_what_a_run_has_already_is_no_change(config):
     has = ["model.gradient_checkpointing=layers", "lora.rank=8", "zero.stage=3", "training.micro_batch=1"]
     found = changes(given(config=config, overrides=has))
     assert "parameter offload" in found
@@ -168,7 +168,7 @@ def test_what_a_run_has_already_is_no_change(config: str) -> None:
     assert not {"checkpointing", "LoRA of rank 16", "ZeRO 3", "micro-batch 2"} & set(found)
 
 
-def test_changes_of_a_script_are_flags_and_keys_of_its_file(tmp_path: Path) -> None:
+def test_changes_of_a_script_are_flags_and_keys_of_its_file(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(
         '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 4}'
@@ -187,9 +187,7 @@ def test_changes_of_a_script_are_flags_and_keys_of_its_file(tmp_path: Path) -> N
     assert deepspeed_file.read(str(file))["zero_optimization"] == {"stage": 1}
 
 
-def test_every_change_is_one_that_the_trainer_takes_and_they_are_joined_unless_they_set_the_same_key(
-    config: str,
-) -> None:
+def test_every_change_is_one_that_the_trainer_takes_and_they_are_joined_unless_they_set_the_same_key(config):
     found = {one.name: one for one in what_if.remedies(given(config=config), Settings())}
     for name, one in found.items():
         job = one.prepare()
@@ -201,9 +199,7 @@ def test_every_change_is_one_that_the_trainer_takes_and_they_are_joined_unless_t
     assert what_if.joined(given(config=config), Settings(), [found["ZeRO 3"], found["ZeRO 3"]]) is None
 
 
-def test_remedies_are_joined_where_none_fits_alone_though_one_is_refused(
-    config: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remedies_are_joined_where_none_fits_alone_though_one_is_refused(config, monkeypatch):
     def predict(job: jobs.Prepared, capacity: int) -> Prediction | ConfigError:
         if job.stage == 3:
             return ConfigError("refused")
@@ -280,9 +276,7 @@ def fitted(config: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], dict
     return at
 
 
-def test_changes_follow_from_the_parts_of_the_unchanged_run_where_they_show_them(
-    fitted: Callable[[int], dict[str, WhatIf]],
-) -> None:
+def test_changes_follow_from_the_parts_of_the_unchanged_run_where_they_show_them(fitted):
     rows = fitted(1 << 30)
     run_dry = {name for name, row in rows.items() if row.refused}
     assert run_dry == {"selective checkpointing", "LoRA of rank 16"}
@@ -298,7 +292,7 @@ def test_changes_follow_from_the_parts_of_the_unchanged_run_where_they_show_them
     assert rows["checkpointing"].step_seconds > 1.0
 
 
-def test_a_change_whose_fitted_need_is_near_the_capacity_is_run_dry(fitted: Callable[[int], dict[str, WhatIf]]) -> None:
+def test_a_change_whose_fitted_need_is_near_the_capacity_is_run_dry(fitted):
     need = fitted(1 << 30)["micro-batch 2"].needed_bytes
     for share, is_fitted in ((0.95, False), (1.05, False), (0.9, True), (1.1, True)):
         row = fitted(round(share * need))["micro-batch 2"]
@@ -333,9 +327,7 @@ def partitioned(
     return {row.name: row for row in rows}
 
 
-def test_parameters_on_the_host_or_not_kept_gathered_follow_from_the_parts_of_the_unchanged_run(
-    config: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_on_the_host_or_not_kept_gathered_follow_from_the_parts_of_the_unchanged_run(config, monkeypatch):
     rows = partitioned(config, monkeypatch, gathers=2)
     offload, released = rows["parameter offload"], rows["nothing kept gathered"]
     assert offload.fitted
@@ -345,9 +337,7 @@ def test_parameters_on_the_host_or_not_kept_gathered_follow_from_the_parts_of_th
     assert (released.saved_bytes, released.host_bytes) == (GATHERED - ONE_LAYER, 500)
 
 
-def test_parameters_that_were_gathered_once_are_gathered_by_other_hooks_if_they_are_not_kept(
-    config: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_that_were_gathered_once_are_gathered_by_other_hooks_if_they_are_not_kept(config, monkeypatch):
     rows = partitioned(config, monkeypatch, gathers=1)
     assert rows["nothing kept gathered"].refused == "run dry"
     assert rows["parameter offload"].fitted
@@ -361,9 +351,7 @@ def few(layers: int, of_layer: int) -> RankRun:
     return RankRun(2_000 + (of_layer + 100) * layers, 100 * layers, outcomes=[outcome])
 
 
-def test_a_change_is_fitted_to_a_layer_and_two_of_it_if_they_make_up_the_unchanged_model(
-    config: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_is_fitted_to_a_layer_and_two_of_it_if_they_make_up_the_unchanged_model(config, monkeypatch):
     of_layer = (PARAMETERS - 2_000) // LAYERS
     rows = partitioned(config, monkeypatch, 1, {"LoRA of rank 16": [few(1, of_layer), few(2, of_layer)]})
     adapted = rows["LoRA of rank 16"]
@@ -376,9 +364,7 @@ def test_a_change_is_fitted_to_a_layer_and_two_of_it_if_they_make_up_the_unchang
     assert others["LoRA of rank 16"].refused == "run dry"
 
 
-def test_more_ranks_than_can_be_gone_through_are_refused_and_more_tokens_than_the_model_has_noted(
-    tmp_path: Path, config: str
-) -> None:
+def test_more_ranks_than_can_be_gone_through_are_refused_and_more_tokens_than_the_model_has_noted(tmp_path, config):
     (tmp_path / "m.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_positions": 512}')
     arguments = given(model=str(tmp_path / "m.json"), sequence_length=[256, 2048])
     (note,) = [note for note in jobs.prepare(arguments, Settings()).notes if "tokens" in note]

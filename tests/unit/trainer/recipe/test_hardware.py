@@ -2,7 +2,6 @@
 
 import os
 import socket
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,11 +24,11 @@ UUIDS = ["GPU-aaaa", "GPU-bbbb", "GPU-bbcc"]
         ("MIG-1234", ["MIG-1234"]),
     ],
 )
-def test_cuda_visible_devices_is_obeyed_as_cuda_does(setting: str | None, visible: list[str]) -> None:
+def test_cuda_visible_devices_is_obeyed_as_cuda_does(setting, visible):
     assert hardware.select_visible(UUIDS, setting) == visible
 
 
-def test_a_free_port_can_be_bound_and_none_is_given_to_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_port_can_be_bound_and_none_is_given_to_two_launches(monkeypatch):
     port = hardware.free_port()
     assert 20000 <= port < 32768
     with socket.create_server(("127.0.0.1", port)):
@@ -55,9 +54,7 @@ def test_a_free_port_can_be_bound_and_none_is_given_to_two_launches(monkeypatch:
         ({"cpu/slurm/cpu.cfs_quota_us": "-1", "cpu/slurm/cpu.cfs_period_us": "100000"}, 64),
     ],
 )
-def test_the_quotas_of_all_groups_above_the_process_limit_its_cores(
-    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_quotas_of_all_groups_above_the_process_limit_its_cores(files, cores, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)), raising=False)  # pyright: ignore
     files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
     for name, text in {"proc/self/cgroup": "3:cpu,cpuacct:/slurm\n0::/job/step\n", **files}.items():

@@ -29,12 +29,10 @@ def batch(ranks: int, rows: int = 0, **training: object) -> tuple[int, int]:
         (1, 20, {"grad_accumulation": 5, "micro_batch": 2}, (5, 10)),
     ],
 )
-def test_a_step_has_the_target_batch(
-    ranks: int, rows: int, training: dict[str, int], expected: tuple[int, int]
-) -> None:
+def test_a_step_has_the_target_batch(ranks, rows, training, expected):
     assert batch(ranks, rows, **training) == expected
 
 
-def test_numbers_of_ranks_that_divide_the_batch_take_the_same_one() -> None:
+def test_numbers_of_ranks_that_divide_the_batch_take_the_same_one():
     for rows, expected in ((0, 32), (40, 4), (100, 8), (500, 32)):
         assert {batch(ranks, rows)[1] for ranks in (1, 2, 4)} == {expected}

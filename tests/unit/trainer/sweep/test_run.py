@@ -3,7 +3,6 @@
 import os
 import socket
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -30,9 +29,7 @@ def resumed(frame: Frame) -> Frame:
     return msgspec.structs.replace(frame, message=msgspec.structs.replace(step, step=step.step + 1000))
 
 
-def test_steps_of_a_resumed_script_are_counted_from_its_own_first_and_by_the_rank_with_the_fewest(
-    tmp_path: Path,
-) -> None:
+def test_steps_of_a_resumed_script_are_counted_from_its_own_first_and_by_the_rank_with_the_fewest(tmp_path):
     frames = [resumed(frame) for frame in Stream(ranks=2, steps=40).frames()]
     last = [frame for frame in frames if isinstance(frame.message, Step)][-1]
     (tmp_path / "other").mkdir()
@@ -42,7 +39,7 @@ def test_steps_of_a_resumed_script_are_counted_from_its_own_first_and_by_the_ran
     assert (progress(run, 0.0).steps, progress(other, 0.0).steps) == (39, 0)
 
 
-def test_a_hang_is_the_one_for_which_the_run_was_ended_not_what_its_end_looks_like(tmp_path: Path) -> None:
+def test_a_hang_is_the_one_for_which_the_run_was_ended_not_what_its_end_looks_like(tmp_path):
     run = RunDir(tmp_path)
     frames = list(Stream(ranks=2, steps=5, finished=False).frames())
     at = frames[-1].t
@@ -59,9 +56,7 @@ def test_a_hang_is_the_one_for_which_the_run_was_ended_not_what_its_end_looks_li
 
 
 @pytest.mark.parametrize(("deadline", "why"), [(0.0, ""), (float("inf"), "hang")], ids=["deadline", "asked for"])
-def test_a_run_that_ends_by_itself_while_it_is_waited_for_was_not_ended(
-    deadline: float, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_ends_by_itself_while_it_is_waited_for_was_not_ended(deadline, why, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "_POLL_SECONDS", 200.0)  # the wait ends with the run, however late that is
     line = CommandEnd()
     launcher = socket.socket(fileno=os.dup(line.launchers_end))
@@ -81,9 +76,7 @@ def test_a_run_that_ends_by_itself_while_it_is_waited_for_was_not_ended(
     assert (ending.ended_for, ending.exit) == ("", end)
 
 
-def test_what_differs_in_more_than_its_length_has_a_process_of_its_own_and_so_has_what_follows_a_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_differs_in_more_than_its_length_has_a_process_of_its_own_and_so_has_what_follows_a_failure(monkeypatch):
     begun: list[list[tuple[object, object]]] = []
 
     class Process:

@@ -35,17 +35,13 @@ def asked(name: str, offload: bool, folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_prediction_is_of_this_hosts_gpus_and_what_is_beside_pytorch_on_them(
-    offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prediction_is_of_this_hosts_gpus_and_what_is_beside_pytorch_on_them(offload, tmp_path, monkeypatch):
     gpu, beside = asked(A100, offload, tmp_path, monkeypatch)
     assert gpu == A100
     assert beside == round(beside_pytorch(2, offload=offload).value)
 
 
-def test_of_a_gpu_that_is_not_in_the_table_the_default_is_predicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_gpu_that_is_not_in_the_table_the_default_is_predicted(tmp_path, monkeypatch):
     assert asked("NVIDIA Voodoo 2", False, tmp_path, monkeypatch)[0] == arguments_of(["--model", "m"]).gpu
 
 
@@ -86,9 +82,7 @@ class Machine:
         ("config: train.yaml\nset: {run.ranks: 4}\naxes: {zero.stage: [1, 2]}\n", 4),
     ],
 )
-def test_a_sweep_is_paid_for_the_gpus_of_its_largest_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, gpus: int
-) -> None:
+def test_a_sweep_is_paid_for_the_gpus_of_its_largest_configuration(tmp_path, monkeypatch, text, gpus):
     monkeypatch.chdir(tmp_path)
     for name, content in {"t.py": "", "train.yaml": "run: {ranks: 2}\n", "s.yaml": text}.items():
         (tmp_path / name).write_text(content)
@@ -108,14 +102,14 @@ def search(machine: Any, predictor: Predictor, wanted: Search, *stages: int) -> 
     return searching.search(machine, predictor, wanted, [{"zero": stage} for stage in stages])
 
 
-def test_the_largest_is_searched_for_in_each_combination(predictor: Predictor) -> None:
+def test_the_largest_is_searched_for_in_each_combination(predictor):
     machine = Machine()
     found = search(machine, predictor, Search("largest", "seq", 8, 8192, 8), 2, 3)
     assert found == ["zero=2: the largest seq that fits is 3,000", "zero=3: the largest seq that fits is 5,000"]
     assert len(machine.ran) < 50, "of 2,048 values"
 
 
-def test_where_the_phase_changes_takes_few_of_the_runs_of_a_grid(predictor: Predictor) -> None:
+def test_where_the_phase_changes_takes_few_of_the_runs_of_a_grid(predictor):
     machine = Machine()
     (found,) = search(machine, predictor, Search("phases", "seq", 1, 8192), 3)
     assert found.startswith("zero=3: optimizer leads to 1,02")
@@ -123,7 +117,7 @@ def test_where_the_phase_changes_takes_few_of_the_runs_of_a_grid(predictor: Pred
     assert len(set(machine.ran)) <= 30
 
 
-def test_what_does_not_fit_at_all_and_what_cannot_be_told_are_said(predictor: Predictor) -> None:
+def test_what_does_not_fit_at_all_and_what_cannot_be_told_are_said(predictor):
     assert search(Machine(), predictor, Search("largest", "seq", 6_000, 8192), 3) == ["zero=3: not even seq 6,000 fits"]
     (found,) = search(Machine(), predictor, Search("largest", "seq", 1, 2), 3)
     assert found == "zero=3: the largest seq that fits is 2; larger ones may, too"

@@ -55,9 +55,7 @@ def test_a_hub_that_never_tells_is_not_waited_for_without_end(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["a signal", "the end of the launcher", "the time", "no target"])
-def test_exporters_that_send_the_rest_are_waited_for_and_said(
-    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_exporters_that_send_the_rest_are_waited_for_and_said(how, monkeypatch, tmp_path):
     monkeypatch.setattr(follow, "_QUIET_SECONDS", 0.0)
     monkeypatch.setattr(follow, "EXPORTERS_END_SECONDS", 0.0 if how == "the time" else 3600.0)
     options = RunOptions(report_to=[] if how == "no target" else ["otel", "wandb"])

@@ -7,7 +7,7 @@ import pytest
 from ftmon.protocol.messages import control, telemetry
 from ftmon.protocol.messages.hosts import HostState
 from ftmon.protocol.messages.telemetry import Closing, PhaseRecord, Span, Step, Update
-from ftmon.protocol.messages.wire import Frame, Message
+from ftmon.protocol.messages.wire import Frame
 from ftmon.tui.cli.narrate import Narrator, figure_words
 from ftmon.tui.model.alerts import CAPACITY, AlertHistory
 from ftmon.tui.model.run import RunModel, early_stop_words, status
@@ -25,19 +25,19 @@ def step(rank: int, number: int, loss: float, **more: Any) -> Step:
     return Step(rank, number, 1000.0 + number, 1000, phases, loss=loss, **more)
 
 
-def test_the_loss_is_the_mean_of_the_last_step_that_the_ranks_have_in_common() -> None:
+def test_the_loss_is_the_mean_of_the_last_step_that_the_ranks_have_in_common():
     model = model_of(step(0, 1, 8.0), step(1, 1, 4.0), step(0, 2, 1.0))
     assert model.loss == 6.0
     model.apply(Frame(4, 1010.0, step(1, 2, 2.0)))
     assert model.loss == 1.5
 
 
-def test_a_rank_far_behind_does_not_hold_the_loss_back() -> None:
+def test_a_rank_far_behind_does_not_hold_the_loss_back():
     model = model_of(step(1, 1, 4.0), *(step(0, number, float(number)) for number in range(1, 101)))
     assert model.loss == 100.0
 
 
-def test_ranks_are_weighted_by_their_label_tokens_where_all_know_them() -> None:
+def test_ranks_are_weighted_by_their_label_tokens_where_all_know_them():
     weighted = model_of(step(0, 1, 8.0, label_tokens=300), step(1, 1, 4.0, label_tokens=100))
     assert weighted.loss == pytest.approx(7.0)
     assert weighted.losses_of(0) == [pytest.approx(7.0)]
@@ -46,7 +46,7 @@ def test_ranks_are_weighted_by_their_label_tokens_where_all_know_them() -> None:
     assert model_of(step(0, 1, 8.0, label_tokens=300), step(1, 1, 4.0)).loss == 6.0
 
 
-def test_both_losses_are_shown_where_two_engines_train_also_of_one_that_updates_now_and_then() -> None:
+def test_both_losses_are_shown_where_two_engines_train_also_of_one_that_updates_now_and_then():
     def both(rank: int, number: int, critic: float, actor: float | None) -> Step:
         updates = [Update("Critic", loss=critic)] + ([Update("Actor", loss=actor)] if actor is not None else [])
         return step(rank, number, critic, updates=updates)
@@ -57,7 +57,7 @@ def test_both_losses_are_shown_where_two_engines_train_also_of_one_that_updates_
     assert figure_words(model)[0] == "loss Critic 5.0000, Actor 6.0000"
 
 
-def test_a_final_evaluation_counts_as_the_peak_and_as_no_step() -> None:
+def test_a_final_evaluation_counts_as_the_peak_and_as_no_step():
     record = PhaseRecord("eval", 0, 10, SPAN, SPAN, resident=Span(10, 10, 900))
     model = model_of(step(0, 1, 8.0), Closing(0, 1, 1002.0, 1000, [record]))
     assert (model.step, model.ranks[0].last.step, len(model.ranks[0].steps)) == (1, 1, 1)
@@ -83,7 +83,7 @@ def stepped(lengths: Sequence[float], total: int = 0, pauses: dict[int, float] |
     return model
 
 
-def test_three_slower_steps_give_the_new_speed_and_time_left_also_in_plain_lines() -> None:
+def test_three_slower_steps_give_the_new_speed_and_time_left_also_in_plain_lines():
     model = stepped([3.8] * 30 + [11.6] * 3, total=43)
     assert model.rates.seconds_per_step == pytest.approx(11.6)
     assert model.rates.tokens_per_second == pytest.approx(100 / 11.6)
@@ -101,24 +101,24 @@ def test_three_slower_steps_give_the_new_speed_and_time_left_also_in_plain_lines
         [60.0, 1.0],  # the slow first step counts only while it is the only one
     ],
 )
-def test_the_speed_is_that_of_the_latest_usual_steps(lengths: list[float]) -> None:
+def test_the_speed_is_that_of_the_latest_usual_steps(lengths):
     assert stepped(lengths).rates.seconds_per_step == pytest.approx(1.0)
     assert stepped([60.0]).rates.seconds_per_step == pytest.approx(60.0)
 
 
-def test_evaluations_are_part_of_time_left_and_of_no_step() -> None:
+def test_evaluations_are_part_of_time_left_and_of_no_step():
     model = stepped([1.0] * 40, total=80, pauses={11: 20.0, 21: 20.0, 31: 20.0})
     assert model.rates.seconds_per_step == pytest.approx(1.0)
     assert model.seconds_left == pytest.approx(40 * (1.0 + 60.0 / 40))
 
 
-def test_steps_that_were_not_recorded_share_the_time_in_between() -> None:
+def test_steps_that_were_not_recorded_share_the_time_in_between():
     model = stepped([1.0] * 10)
     model.apply(Frame(100, BEGAN + 15, Step(0, 15, BEGAN + 14, 1_000_000, [], tokens=100)))
     assert model.rates.seconds_per_step == pytest.approx(1.0)
 
 
-def test_an_ended_run_has_the_mean_over_its_steps_without_the_first() -> None:
+def test_an_ended_run_has_the_mean_over_its_steps_without_the_first():
     lengths = [60.0, *[1.0] * 50, *[3.0] * 50]
     model = stepped(lengths, pauses={70: 500.0})
     assert model.rates.seconds_per_step == pytest.approx(3.0)
@@ -147,14 +147,14 @@ def streamed() -> tuple[list[Frame], RunModel]:
     return frames, model
 
 
-def test_a_frame_already_folded_changes_nothing(streamed: tuple[list[Frame], RunModel]) -> None:
+def test_a_frame_already_folded_changes_nothing(streamed):
     frames, model = streamed
     before = status(model)
     assert not any(model.apply(frame) for frame in frames[-50:])
     assert status(model) == before
 
 
-def test_the_runs_peak_is_the_highest_true_peak_of_any_phase(streamed: tuple[list[Frame], RunModel]) -> None:
+def test_the_runs_peak_is_the_highest_true_peak_of_any_phase(streamed):
     frames, model = streamed
     steps = [frame.message for frame in frames if isinstance(frame.message, Step)]
     expected = max((record.peak_span.peak, each.rank) for each in steps for record in each.phases)
@@ -167,12 +167,12 @@ def test_the_runs_peak_is_the_highest_true_peak_of_any_phase(streamed: tuple[lis
         assert rank.reserved_peak == max(whole.reserved)
 
 
-def test_the_runs_step_is_that_of_the_slowest_rank() -> None:
+def test_the_runs_step_is_that_of_the_slowest_rank():
     model = model_of(run_model_step(0, 1), run_model_step(1, 1), run_model_step(0, 2))
     assert (model.step, model.leading_step) == (1, 2)
 
 
-def test_speed_counts_the_tokens_of_all_ranks_and_the_pauses_between_steps() -> None:
+def test_speed_counts_the_tokens_of_all_ranks_and_the_pauses_between_steps():
     model = RunModel()
     for seq in range(60):
         begun = STARTED + seq // 2 * 2.0
@@ -205,9 +205,7 @@ def fast_steps(model: RunModel) -> float:
     ],
     ids=["on the way", "silence", "planned end", "export", "finished", "hung in an export", "a clock behind"],
 )
-def test_a_run_keeps_its_speed_only_where_no_step_is_due(
-    later: Sequence[Message], seconds: float, speed: float
-) -> None:
+def test_a_run_keeps_its_speed_only_where_no_step_is_due(later, seconds, speed):
     model = RunModel()
     end = fast_steps(model)
     for number, message in enumerate(later, 1):
@@ -219,18 +217,18 @@ def test_a_run_keeps_its_speed_only_where_no_step_is_due(
     assert model.rates.seconds_per_step == pytest.approx(0.1)
 
 
-def test_a_step_counts_as_reported_once_its_figures_are_there() -> None:
+def test_a_step_counts_as_reported_once_its_figures_are_there():
     model = model_of(run_model_step(0, 1), telemetry.Heartbeat(0, 3, "data", STARTED, 1, STARTED))
     assert (model.step, model.reported_step) == (2, 1)
 
 
-def test_a_run_that_resumed_begins_at_the_step_it_resumed_from() -> None:
+def test_a_run_that_resumed_begins_at_the_step_it_resumed_from():
     model = model_of(telemetry.Plan(0, total_steps=6, first_step=6))
     assert (model.step, model.leading_step, model.reported_step) == (6, 6, 0)
     assert model.seconds_left is None
 
 
-def test_no_time_is_left_after_an_early_stop() -> None:
+def test_no_time_is_left_after_an_early_stop():
     plan = telemetry.Plan(0, total_steps=300, evaluate_every=10)
     model = model_of(plan, run_model_step(0, 1, started=STARTED + 1), every=1.0)
     assert model.seconds_left is not None
@@ -248,7 +246,7 @@ def test_no_time_is_left_after_an_early_stop() -> None:
 
 
 @pytest.mark.parametrize("state", ["hung", "stopped", "gone", "unreachable"])
-def test_no_time_is_left_to_tell_while_a_rank_stands(state: str) -> None:
+def test_no_time_is_left_to_tell_while_a_rank_stands(state):
     model = RunModel()
     model.apply(Frame(1, STARTED, telemetry.Plan(0, total_steps=110)))
     for number in range(1, 11):
@@ -259,7 +257,7 @@ def test_no_time_is_left_to_tell_while_a_rank_stands(state: str) -> None:
     assert model.seconds_left is not None
 
 
-def test_an_alert_sent_again_replaces_itself_and_marks_its_rank_once() -> None:
+def test_an_alert_sent_again_replaces_itself_and_marks_its_rank_once():
     first = control.Alert(7, "spike", "warning", STARTED, "rank 1 optimizer +0.9 GiB", rank=1, step=3)
     again = control.Alert(7, "spike", "warning", STARTED, "rank 1 optimizer +0.9 GiB", rank=1, step=4, count=2)
     error = control.Alert(8, "hang", "error", STARTED - 5, "rank 0 hangs", rank=0)
@@ -272,7 +270,7 @@ def test_an_alert_sent_again_replaces_itself_and_marks_its_rank_once() -> None:
     assert model.alerts.counts() == {"info": 0, "warning": 0, "error": 0}
 
 
-def test_of_too_many_alerts_the_one_updated_least_recently_is_dropped() -> None:
+def test_of_too_many_alerts_the_one_updated_least_recently_is_dropped():
     history = AlertHistory()
     for number in (*range(CAPACITY), 0, CAPACITY):
         history.put(control.Alert(number, "spike", "info", STARTED, "a spike"))
@@ -280,7 +278,7 @@ def test_of_too_many_alerts_the_one_updated_least_recently_is_dropped() -> None:
     assert {0, 1} & {alert.id for alert in history} == {0}
 
 
-def test_shares_are_of_device_time_where_every_phase_has_it_else_waiting_in_collectives_is_a_share() -> None:
+def test_shares_are_of_device_time_where_every_phase_has_it_else_waiting_in_collectives_is_a_share():
     waits = phase("backward", 9, 100_000, 300_000, collective_us=200_000)
     shares = model_of(run_model_step(0, 1, phase("forward", 9), waits)).ranks[0].shares
     assert (shares.clock, shares.step_ms) == ("host", pytest.approx(500.0))
@@ -293,7 +291,7 @@ def test_shares_are_of_device_time_where_every_phase_has_it_else_waiting_in_coll
     assert shares.parts["other"] == pytest.approx(0.1)
 
 
-def test_start_up_is_in_no_step_s_time_and_a_rollout_is_a_share_of_its_own() -> None:
+def test_start_up_is_in_no_step_s_time_and_a_rollout_is_a_share_of_its_own():
     first = run_model_step(
         0, 1, phase("init", 1, -3_000_000, 3_000_000), phase("generate", 9, 0, 300_000), phase("forward", 9)
     )
@@ -303,12 +301,12 @@ def test_start_up_is_in_no_step_s_time_and_a_rollout_is_a_share_of_its_own() -> 
     assert sum(shares.parts.values()) == pytest.approx(1)
 
 
-def test_a_phase_of_several_seconds_shows_in_each_of_its_columns() -> None:
+def test_a_phase_of_several_seconds_shows_in_each_of_its_columns():
     rank = model_of(run_model_step(0, 1, phase("forward", 70, 0, 3_200_000), started=STARTED)).ranks[0]
     assert rank.timeline.window(5, STARTED + 4).allocated[:4] == [70] * 4
 
 
-def test_a_device_is_matched_by_uuid_before_index_and_a_cpu_rank_to_its_host() -> None:
+def test_a_device_is_matched_by_uuid_before_index_and_a_cpu_rank_to_its_host():
     hello = Stream(ranks=1, steps=1).hello(0, STARTED)
     wrong = telemetry.DeviceSample(hello.host, "gpu", 0, "H200", STARTED, 1, 2, uuid="GPU-other")
     right = telemetry.DeviceSample(hello.host, "gpu", 5, "H200", STARTED, 3, 4, uuid=hello.device.uuid)
@@ -320,7 +318,7 @@ def test_a_device_is_matched_by_uuid_before_index_and_a_cpu_rank_to_its_host() -
     assert model.device_of(model.ranks[0]) == host
 
 
-def test_memory_of_a_rank_that_is_gone_ends() -> None:
+def test_memory_of_a_rank_that_is_gone_ends():
     hello = Stream(ranks=1, steps=1).hello(0, STARTED)
     model = model_of(
         hello,
@@ -331,7 +329,7 @@ def test_memory_of_a_rank_that_is_gone_ends() -> None:
     assert not model.ranks[0].alive
 
 
-def test_a_rank_that_begins_anew_forgets_how_it_ended_and_keeps_its_history() -> None:
+def test_a_rank_that_begins_anew_forgets_how_it_ended_and_keeps_its_history():
     first = Stream(ranks=1, steps=1).hello(0, STARTED)
     second = telemetry.Hello(**{**{name: getattr(first, name) for name in first.__struct_fields__}, "pid": 99})
     model = model_of(
@@ -342,7 +340,7 @@ def test_a_rank_that_begins_anew_forgets_how_it_ended_and_keeps_its_history() ->
     assert rank.peak is not None
 
 
-def test_whether_it_fits_is_unknown_until_adam_has_its_states() -> None:
+def test_whether_it_fits_is_unknown_until_adam_has_its_states():
     hello = Stream(ranks=1, steps=1).hello(0, STARTED)
     capacity = hello.device.capacity_bytes
     assert model_of(hello, run_model_step(0, 1, phase("forward", GIB))).fit.verdict == "unknown"
@@ -355,14 +353,14 @@ def test_whether_it_fits_is_unknown_until_adam_has_its_states() -> None:
     )
 
 
-def test_log_lines_filter_by_rank_and_text() -> None:
+def test_log_lines_filter_by_rank_and_text():
     lines = [telemetry.LogLine(rank, STARTED, "out", text) for rank, text in ((0, "Loss 1"), (1, "loss 2"), (1, "x"))]
     model = model_of(*lines)
     assert [entry.text for entry in model.logs.select(text="LOSS")] == ["Loss 1", "loss 2"]
     assert [entry.text for entry in model.logs.select(rank=1, limit=1)] == ["x"]
 
 
-def test_a_status_is_plain_json_with_every_rank_in_it() -> None:
+def test_a_status_is_plain_json_with_every_rank_in_it():
     model = folded(Stream(ranks=3, steps=50, finished=False).frames())
     told = json.loads(json.dumps(status(model)))
     assert (told["step"], told["total_steps"]) == (50, 50)

@@ -39,7 +39,7 @@ def steps_of(view: ChartView, moments: list[HistoryPoint]) -> tuple[int, int]:
     return seen[0].step, seen[-1].step
 
 
-def test_all_is_in_view_and_follows_the_run_until_a_person_zooms() -> None:
+def test_all_is_in_view_and_follows_the_run_until_a_person_zooms():
     view = ChartView()
     assert steps_of(view, course(100)) == (1, 100)
     assert steps_of(view, course(200)) == (1, 200)
@@ -48,7 +48,7 @@ def test_all_is_in_view_and_follows_the_run_until_a_person_zooms() -> None:
     assert steps_of(view, course(300)) == (201, 300), "the newest steps stay in view"
 
 
-def test_the_cursor_keeps_its_place_while_zooming() -> None:
+def test_the_cursor_keeps_its_place_while_zooming():
     view, moments = ChartView(), course(1000)
     view.to(499, moments)
     view.zoom(1, moments)
@@ -63,7 +63,7 @@ def test_the_cursor_keeps_its_place_while_zooming() -> None:
     assert steps_of(view, moments) == (993, 1000), "not fewer"
 
 
-def test_the_window_moves_within_the_run_and_follows_again_at_its_end() -> None:
+def test_the_window_moves_within_the_run_and_follows_again_at_its_end():
     view, moments = ChartView(), course(100)
     view.zoom(1, moments)
     view.pan(-0.5, moments)
@@ -75,7 +75,7 @@ def test_the_window_moves_within_the_run_and_follows_again_at_its_end() -> None:
     assert (steps_of(view, moments), view.end) == ((51, 100), None)
 
 
-def test_the_cursor_goes_by_columns_and_takes_the_window_along() -> None:
+def test_the_cursor_goes_by_columns_and_takes_the_window_along():
     view, moments = ChartView(), course(100)
     view.move(-1, moments, 50, BEGUN)
     assert view.cursor == 98, "two steps share a column"
@@ -90,7 +90,7 @@ def test_the_cursor_goes_by_columns_and_takes_the_window_along() -> None:
     assert (view.cursor, view.end) == (None, None), "at the newest step it follows again"
 
 
-def test_axis_figure_and_smoothing_go_round() -> None:
+def test_axis_figure_and_smoothing_go_round():
     view = ChartView()
     seen = [view.axis]
     for _ in range(3):
@@ -110,7 +110,7 @@ def test_axis_figure_and_smoothing_go_round() -> None:
     assert view.smoothed_steps(10_000) == 10
 
 
-def test_nothing_to_show_moves_nothing() -> None:
+def test_nothing_to_show_moves_nothing():
     view = ChartView()
     view.zoom(1, [])
     view.pan(1, [])
@@ -118,7 +118,7 @@ def test_nothing_to_show_moves_nothing() -> None:
     assert (view.visible([]), view.at_cursor([])) == ([], None)
 
 
-def test_one_far_value_does_not_flatten_the_others() -> None:
+def test_one_far_value_does_not_flatten_the_others():
     low, high = value_range([1.0 + index / 100 for index in range(100)] + [5000.0])
     assert low < 1.0
     assert 2.0 < high < 10.0
@@ -138,7 +138,7 @@ def point(step: int, **fields: object) -> TrainingPoint:
     return TrainingPoint(step=step, **known)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_moment_has_the_figures_of_its_step_over_all_ranks() -> None:
+def test_a_moment_has_the_figures_of_its_step_over_all_ranks():
     course = TrainingHistory()
     for rank, loss in enumerate((1.0, 2.0)):
         labels = 10 * (rank + 1)
@@ -158,7 +158,7 @@ def test_a_moment_has_the_figures_of_its_step_over_all_ranks() -> None:
     assert course.moments(8)[0].tokens_per_second == 8 * 100 / 0.5
 
 
-def test_a_long_course_is_bounded_and_loses_neither_tokens_nor_extremes() -> None:
+def test_a_long_course_is_bounded_and_loses_neither_tokens_nor_extremes():
     course = TrainingHistory()
     steps = 3 * CAPACITY
     for step in range(1, steps + 1):
@@ -177,7 +177,7 @@ def test_a_long_course_is_bounded_and_loses_neither_tokens_nor_extremes() -> Non
     assert max(means) > means[0] == 1.0, "the outlier is in one of them"
 
 
-def test_pooled_history_and_live_steps_join_without_a_hole_or_a_token_twice() -> None:
+def test_pooled_history_and_live_steps_join_without_a_hole_or_a_token_twice():
     past, live = TrainingHistory(), TrainingHistory()
     for first in range(1, 200, 16):
         past.add(point(first + 15, first_step=first, count=16, tokens=1600, training_us=8_000_000))
@@ -191,7 +191,7 @@ def test_pooled_history_and_live_steps_join_without_a_hole_or_a_token_twice() ->
     assert [moment.tokens for moment in moments] == sorted(moment.tokens for moment in moments)
 
 
-def test_the_smoothed_loss_is_an_unbiased_moving_average() -> None:
+def test_the_smoothed_loss_is_an_unbiased_moving_average():
     course = TrainingHistory()
     for step, loss in enumerate((4.0, 2.0, 3.0), 1):
         course.add(point(step, loss=loss))
@@ -221,9 +221,7 @@ def test_the_smoothed_loss_is_an_unbiased_moving_average() -> None:
         (50, True, 200, 200, 0),
     ],
 )
-def test_what_is_done_every_so_many_steps_is_counted_to_the_end(
-    every: int, at_end: bool, step: int, total: int, left: int
-) -> None:
+def test_what_is_done_every_so_many_steps_is_counted_to_the_end(every, at_end, step, total, left):
     assert times_left(every, at_end, step, total) == left
 
 
@@ -241,7 +239,7 @@ def stepping(model: RunModel, steps: int, pause_s: float = 0.0) -> None:
         model.apply(Frame(seq, t, step))
 
 
-def test_time_left_has_the_evaluations_that_are_still_to_come() -> None:
+def test_time_left_has_the_evaluations_that_are_still_to_come():
     model = RunModel()
     model.apply(Frame(1, STARTED, Plan(0, 100, 2.0, evaluate_every=10, evaluate_at_end=True)))
     stepping(model, 55, pause_s=6.0)
@@ -252,7 +250,7 @@ def test_time_left_has_the_evaluations_that_are_still_to_come() -> None:
     assert epoch_words(model) == "1.10 / 2"
 
 
-def test_a_long_evaluation_is_no_slow_down() -> None:
+def test_a_long_evaluation_is_no_slow_down():
     model = RunModel()
     stepping(model, 30)
     now = model.now
@@ -261,7 +259,7 @@ def test_a_long_evaluation_is_no_slow_down() -> None:
     assert activity_words(model) == "evaluation"
 
 
-def test_results_are_kept_by_step_and_name_and_the_best_is_known() -> None:
+def test_results_are_kept_by_step_and_name_and_the_best_is_known():
     training = Training()
     for step, loss in ((10, 2.0), (30, 1.5), (20, 1.0), (30, 1.6)):
         training.on_evaluation(Evaluation(0, step, STARTED, "validation", loss))
@@ -274,7 +272,7 @@ def test_results_are_kept_by_step_and_name_and_the_best_is_known() -> None:
     assert training.evaluation.step == 40
 
 
-def test_an_activity_is_named_until_it_is_over() -> None:
+def test_an_activity_is_named_until_it_is_over():
     model = RunModel()
     model.apply(Frame(1, STARTED, Activity(0, STARTED, "rehearsal", done=1, total=4)))
     assert activity_words(model) == "rehearsal 1/4"
@@ -286,7 +284,7 @@ def test_an_activity_is_named_until_it_is_over() -> None:
     assert activity_words(model) == ""
 
 
-def test_settings_and_notes_are_shown_before_the_first_step_and_below_the_curves_where_there_is_room() -> None:
+def test_settings_and_notes_are_shown_before_the_first_step_and_below_the_curves_where_there_is_room():
     before, after = RunModel(), folded(Stream(ranks=1, steps=5, finished=False).frames())
     for model in (before, after):
         for seq in (10_001, 10_002):
@@ -306,7 +304,7 @@ def with_rank_1_until(step: int) -> RunModel:
     return folded(frame for frame, one in late if not (isinstance(one, Step) and one.rank == 1 and one.step > step))
 
 
-def test_a_step_is_drawn_once_all_ranks_that_live_have_reported_it() -> None:
+def test_a_step_is_drawn_once_all_ranks_that_live_have_reported_it():
     model = with_rank_1_until(10)
     assert (model.leading_step, model.complete_step) == (12, 10)
     assert model.moments[-1].step == 10
@@ -315,7 +313,7 @@ def test_a_step_is_drawn_once_all_ranks_that_live_have_reported_it() -> None:
     assert with_rank_1_until(3).moments[-1].step == 12, "nor is a rank waited for that is far behind"
 
 
-def test_a_loss_that_was_not_finite_is_told_from_one_that_is_unknown() -> None:
+def test_a_loss_that_was_not_finite_is_told_from_one_that_is_unknown():
     history = TrainingHistory()
     for step, loss in enumerate((2.0, math.nan, None), 1):
         history.add(point_of(Step(0, step, STARTED, 100, [], loss=loss), BEGUN + step))

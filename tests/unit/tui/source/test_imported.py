@@ -59,7 +59,7 @@ def written(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_a_resumed_run_has_each_step_once(written: Callable[..., Path]) -> None:
+def test_a_resumed_run_has_each_step_once(written):
     made = import_log(written(HISTORY), None)
     assert (made.steps, made.last_step, made.evaluations, made.repeated) == (10, 100, 3, 3)
     found = RecordedRun(made.run.recording)
@@ -76,13 +76,13 @@ def test_a_resumed_run_has_each_step_once(written: Callable[..., Path]) -> None:
     assert found.info.run_id.startswith("llama-checkpoint-100-")
 
 
-def test_of_the_same_entry_twice_the_last_counts_also_after_others_of_its_step() -> None:
+def test_of_the_same_entry_twice_the_last_counts_also_after_others_of_its_step():
     first, second = trained(5, 1.0), trained(5, 2.0)
     assert without_repeated([first, evaluated(5, 3.0), second]) == [evaluated(5, 3.0), second]
     assert without_repeated([trained(3), trained(4), trained(1)]) == [trained(1)]
 
 
-def test_an_imported_run_is_listed_reported_compared_and_replayed(written, tmp_path, capsys) -> None:
+def test_an_imported_run_is_listed_reported_compared_and_replayed(written, tmp_path, capsys):
     assert main(["import", str(written(HISTORY)), "--name", "theirs"]) == 0
     *_, last = capsys.readouterr().out.splitlines()
     name = last.removeprefix("ftmon report ")
@@ -113,7 +113,7 @@ def test_an_imported_run_is_listed_reported_compared_and_replayed(written, tmp_p
     assert main(["report", name, "--csv", str(tmp_path / "rows.csv")]) == 2
 
 
-def test_losses_that_are_not_finite_and_entries_of_other_callbacks_are_kept_out_of_nothing(written) -> None:
+def test_losses_that_are_not_finite_and_entries_of_other_callbacks_are_kept_out_of_nothing(written):
     history = [
         trained(1, math.nan),
         trained(2, grad_norm=math.inf),
@@ -144,7 +144,7 @@ def test_losses_that_are_not_finite_and_entries_of_other_callbacks_are_kept_out_
         ('{"log_history": []}', "log_history has no loss and no evaluation: nothing to import"),
     ],
 )
-def test_a_file_that_is_no_log_is_one_line_and_makes_no_run(tmp_path, capsys, content, words) -> None:
+def test_a_file_that_is_no_log_is_one_line_and_makes_no_run(tmp_path, capsys, content, words):
     path = tmp_path / "trainer_state.json"
     if content is not None:
         path.write_text(content)
@@ -168,7 +168,7 @@ def events(folder: Path, rows: list[tuple[int, dict[str, float]]], started: floa
     writer.close()
 
 
-def test_event_files_of_a_run_and_its_resumed_part_are_one_run_with_each_step_once(tmp_path: Path) -> None:
+def test_event_files_of_a_run_and_its_resumed_part_are_one_run_with_each_step_once(tmp_path):
     folder = tmp_path / "runs" / "llama"
     rows = [(step, {"train/loss": 3.0 - step / 100, "train/learning_rate": 1e-3}) for step in range(1, 51)]
     evaluated = (40, {"eval/loss": 2.5, "eval/runtime": 4.0, "eval/squad_loss": 1.5, "eval/accuracy": 0.5})
@@ -202,9 +202,7 @@ the script's own line
 """
 
 
-def test_what_deepspeed_prints_becomes_steps_with_their_phases(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_deepspeed_prints_becomes_steps_with_their_phases(tmp_path, capsys):
     path = tmp_path / "train.log"
     path.write_text(DEEPSPEED)
     found = RecordedRun(import_log(path, "ds").run.recording)
@@ -223,7 +221,7 @@ def test_what_deepspeed_prints_becomes_steps_with_their_phases(
     assert "is no log that can be imported" in capsys.readouterr().err
 
 
-def test_a_folder_is_read_by_its_state_or_that_of_its_last_checkpoint(written: Callable[..., Path]) -> None:
+def test_a_folder_is_read_by_its_state_or_that_of_its_last_checkpoint(written):
     written([trained(10)], "llama/checkpoint-90")
     last = written([trained(20)], "llama/checkpoint-100").parent
     for folder in (last, last.parent):
@@ -240,7 +238,7 @@ def test_a_folder_is_read_by_its_state_or_that_of_its_last_checkpoint(written: C
         read_log(tracker.parent)
 
 
-def test_a_pipe_is_refused_and_a_line_without_an_end_is_read_in_parts(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_and_a_line_without_an_end_is_read_in_parts(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(UsageError, match="is not a regular file"):

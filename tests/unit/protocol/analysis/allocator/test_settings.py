@@ -24,7 +24,7 @@ def sizes(model: CachingAllocator) -> list[int]:
     return sorted(one.size_bytes for one in model.segments())
 
 
-def test_requests_are_rounded_and_packed_into_small_segments_and_empty_tensors_take_nothing() -> None:
+def test_requests_are_rounded_and_packed_into_small_segments_and_empty_tensors_take_nothing():
     model = CachingAllocator()
     model.free(model.allocate(0))
     assert (model.allocated, model.reserved) == (0, 0)
@@ -33,7 +33,7 @@ def test_requests_are_rounded_and_packed_into_small_segments_and_empty_tensors_t
     assert (model.requested, model.allocated, model.reserved) == (2100, 3 * 1024, 2 * MIB)
 
 
-def test_cached_memory_is_released_before_the_error() -> None:
+def test_cached_memory_is_released_before_the_error():
     model = CachingAllocator(capacity_bytes=100 * MIB)
     model.free(model.allocate(60 * MIB))
     model.allocate(90 * MIB)
@@ -46,7 +46,7 @@ def test_cached_memory_is_released_before_the_error() -> None:
     model.allocate(10 * MIB)
 
 
-def test_memory_fraction_limits_what_is_reserved() -> None:
+def test_memory_fraction_limits_what_is_reserved():
     model = CachingAllocator(capacity_bytes=100 * MIB)
     model.set_per_process_memory_fraction(0.5)
     model.allocate(40 * MIB)
@@ -59,7 +59,7 @@ def test_memory_fraction_limits_what_is_reserved() -> None:
         CachingAllocator().set_per_process_memory_fraction(0.5)
 
 
-def test_blocks_above_max_split_size_are_neither_split_nor_given_to_small_requests() -> None:
+def test_blocks_above_max_split_size_are_neither_split_nor_given_to_small_requests():
     settings = Settings(max_split_size_bytes=32 * MIB)
     model = CachingAllocator(settings)
     model.free(model.allocate(64 * MIB))
@@ -70,7 +70,7 @@ def test_blocks_above_max_split_size_are_neither_split_nor_given_to_small_reques
     assert CachingAllocator(settings).allocate(12 * MIB)
 
 
-def test_oversize_blocks_of_expandable_segments_are_unmapped_and_not_released() -> None:
+def test_oversize_blocks_of_expandable_segments_are_unmapped_and_not_released():
     settings = Settings(expandable_segments=True, max_split_size_bytes=32 * MIB)
     model = CachingAllocator(settings, capacity_bytes=150 * MIB)
     first = model.allocate(100 * MIB)
@@ -80,7 +80,7 @@ def test_oversize_blocks_of_expandable_segments_are_unmapped_and_not_released() 
     assert (model.reserved, model.retries) == (100 * MIB, 1)
 
 
-def test_only_oversize_blocks_are_released_where_that_is_enough() -> None:
+def test_only_oversize_blocks_are_released_where_that_is_enough():
     model = CachingAllocator(Settings(max_split_size_bytes=32 * MIB), capacity_bytes=150 * MIB)
     held = [model.allocate(size * MIB) for size in (20, 40, 60)]
     for handle in held:
@@ -89,7 +89,7 @@ def test_only_oversize_blocks_are_released_where_that_is_enough() -> None:
     assert (sizes(model), model.retries) == ([20 * MIB, 90 * MIB], 0)
 
 
-def test_garbage_collection_releases_the_segments_that_were_unused_longest() -> None:
+def test_garbage_collection_releases_the_segments_that_were_unused_longest():
     model = CachingAllocator(Settings(garbage_collection_threshold=0.7), capacity_bytes=320 * MIB)
     model.set_per_process_memory_fraction(300 / 320)
     old, new = model.allocate(60 * MIB), model.allocate(50 * MIB)
@@ -101,7 +101,7 @@ def test_garbage_collection_releases_the_segments_that_were_unused_longest() -> 
     assert sizes(model) == [50 * MIB, 62 * MIB, 62 * MIB, 64 * MIB]
 
 
-def test_expandable_segments_grow_by_pages_in_one_range() -> None:
+def test_expandable_segments_grow_by_pages_in_one_range():
     model = CachingAllocator(EXPANDABLE, capacity_bytes=2**30)
     model.allocate(30 * MIB)
     assert model.reserved == 40 * MIB
@@ -112,7 +112,7 @@ def test_expandable_segments_grow_by_pages_in_one_range() -> None:
     assert sizes(model) == [2 * MIB, 60 * MIB]
 
 
-def test_free_pages_inside_an_expandable_segment_are_unmapped_and_filled_again() -> None:
+def test_free_pages_inside_an_expandable_segment_are_unmapped_and_filled_again():
     model = CachingAllocator(EXPANDABLE, capacity_bytes=160 * MIB)
     first, middle, last = (model.allocate(50 * MIB) for _ in range(3))
     address = model.address(middle)
@@ -129,7 +129,7 @@ def test_free_pages_inside_an_expandable_segment_are_unmapped_and_filled_again()
     assert model.segments() == []
 
 
-def test_expandable_segments_stop_at_the_capacity() -> None:
+def test_expandable_segments_stop_at_the_capacity():
     model = CachingAllocator(EXPANDABLE, capacity_bytes=100 * MIB)
     model.allocate(70 * MIB)
     with pytest.raises(DeviceOutOfMemory) as error:
@@ -139,7 +139,7 @@ def test_expandable_segments_stop_at_the_capacity() -> None:
     assert model.reserved == 100 * MIB
 
 
-def test_peaks_are_those_since_the_last_reset() -> None:
+def test_peaks_are_those_since_the_last_reset():
     model = CachingAllocator()
     model.free(model.allocate(30 * MIB))
     model.allocate(5 * MIB)
@@ -200,9 +200,7 @@ def check(model: CachingAllocator, held: dict[int, int]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(kind=KINDS, limited=st.booleans(), program=st.lists(ACTS, max_size=60))
-def test_accounting_agrees_with_the_segments(
-    kind: Settings, limited: bool, program: list[tuple[str, int, int]]
-) -> None:
+def test_accounting_agrees_with_the_segments(kind, limited, program):
     model = CachingAllocator(kind, capacity_bytes=CAPACITY)
     if limited:
         model.set_per_process_memory_fraction(0.9)
@@ -235,7 +233,7 @@ def test_accounting_agrees_with_the_segments(
 
 @settings(max_examples=60, deadline=None)
 @given(program=st.lists(SIZES, min_size=1, max_size=30))
-def test_a_repeated_step_reserves_nothing_more_with_expandable_segments(program: list[int]) -> None:
+def test_a_repeated_step_reserves_nothing_more_with_expandable_segments(program):
     model = CachingAllocator(Settings(expandable_segments=True))
 
     def step() -> None:
@@ -263,7 +261,7 @@ class RisingDriver(Driver):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(ACTS, max_size=60))
-def test_an_independent_miniature_gives_every_block_the_same_address(program: list[tuple[str, int, int]]) -> None:
+def test_an_independent_miniature_gives_every_block_the_same_address(program):
     model, miniature = CachingAllocator(driver=RisingDriver()), Miniature()
     held: dict[int, int] = {}
     waiting: list[int] = []
@@ -291,7 +289,7 @@ def test_an_independent_miniature_gives_every_block_the_same_address(program: li
         assert figures == miniature.now()
 
 
-def test_options_are_read_with_their_units() -> None:
+def test_options_are_read_with_their_units():
     settings = Settings.parse(
         "expandable_segments:True, max_split_size_mb:128,garbage_collection_threshold:0.8,backend:native,"
         "pinned_use_background_threads:True,max_non_split_rounding_mb:64,per_process_memory_fraction:0.5"
@@ -301,7 +299,7 @@ def test_options_are_read_with_their_units() -> None:
     assert Settings.parse("") == Settings()
 
 
-def test_divisions_hold_from_their_size_on() -> None:
+def test_divisions_hold_from_their_size_on():
     settings = Settings.parse("roundup_power2_divisions:[256:1,512:2,1024:4,>:8],expandable_segments:False")
     assert settings.roundup_power2_divisions == (1,) * 8 + (1, 2, 4) + (8,) * 5
     assert settings.rounded(600 * MIB) == 768 * MIB
@@ -325,14 +323,14 @@ def test_divisions_hold_from_their_size_on() -> None:
         ("expandable_segments", "must be OPTION:VALUE"),
     ],
 )
-def test_text_that_cannot_be_used_is_refused_with_the_option(text: str, said: str) -> None:
+def test_text_that_cannot_be_used_is_refused_with_the_option(text, said):
     with pytest.raises(ValueError, match="PYTORCH_CUDA_ALLOC_CONF: ") as refused:
         Settings.parse(text)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_segment_sizes_follow_the_size_classes() -> None:
+def test_segment_sizes_follow_the_size_classes():
     settings = Settings()
     assert settings.segment_size(512) == settings.segment_size(MIB) == 2 * MIB
     assert settings.segment_size(MIB + 512) == settings.segment_size(10 * MIB - 512) == 20 * MIB
@@ -341,7 +339,7 @@ def test_segment_sizes_follow_the_size_classes() -> None:
 
 
 @pytest.mark.parametrize("recorded_addresses", [True, False])
-def test_a_training_up_to_its_out_of_memory_error_gives_the_recorded_segments(recorded_addresses: bool) -> None:
+def test_a_training_up_to_its_out_of_memory_error_gives_the_recorded_segments(recorded_addresses):
     snapshot = read_snapshot(DATA / "oom_backward.pickle.gz")
     found = compare(snapshot, 0, Settings(), 20 * GIB, recorded_addresses)
     assert (found.recorded_changes, found.first_difference) == (232, None)
@@ -354,7 +352,7 @@ def test_a_training_up_to_its_out_of_memory_error_gives_the_recorded_segments(re
         assert not compare(snapshot, 0, EXPANDABLE, 20 * GIB).same_segments, "with other settings than the recorded"
 
 
-def test_a_steady_step_is_served_from_the_recorded_addresses() -> None:
+def test_a_steady_step_is_served_from_the_recorded_addresses():
     found = compare(read_snapshot(DATA / "step_zero3.pickle.gz"), 0, Settings())
     assert found.same_address == found.requests == 3862
     assert found.same_segments
@@ -362,7 +360,7 @@ def test_a_steady_step_is_served_from_the_recorded_addresses() -> None:
     assert found.modelled_reserved_peak_bytes == found.recorded_reserved_peak_bytes
 
 
-def test_expandable_segments_with_unmapped_pages_between_mapped_ones_are_continued() -> None:
+def test_expandable_segments_with_unmapped_pages_between_mapped_ones_are_continued():
     snapshot = read_snapshot(DATA / "expandable_zero2.pickle.gz")
     found = compare(snapshot, 0, EXPANDABLE, device_bytes=150_109_880_320)
     assert found.same_address == found.requests == 6290

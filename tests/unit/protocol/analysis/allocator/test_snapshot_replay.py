@@ -49,14 +49,14 @@ def raw(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_end_is_what_the_segments_say(replays: dict[str, Replay], name: str) -> None:
+def test_the_end_is_what_the_segments_say(replays, name):
     replay, segments = replays[name], raw(name)["segments"]
     keys = ("allocated_size", "active_size", "requested_size", "total_size")
     assert found(replay, replay.last) == Figures(*(sum(segment[key] for segment in segments) for key in keys))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_live_blocks_add_up_to_the_figure_at_every_moment(replays: dict[str, Replay], name: str) -> None:
+def test_live_blocks_add_up_to_the_figure_at_every_moment(replays, name):
     replay = replays[name]
     for index in range(-1, replay.entries, 97):
         live = live_stacks(replay, index)
@@ -65,14 +65,14 @@ def test_live_blocks_add_up_to_the_figure_at_every_moment(replays: dict[str, Rep
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_layout_at_the_end_has_the_snapshots_own_blocks(replays: dict[str, Replay], name: str) -> None:
+def test_the_layout_at_the_end_has_the_snapshots_own_blocks(replays, name):
     pieces = layout_at(replays[name], replays[name].last)
     laid_out = [(block.address, block.size) for piece in pieces for block in piece.blocks]
     told = [(block["address"], block["size"]) for segment in raw(name)["segments"] for block in segment["blocks"]]
     assert sorted(laid_out) == sorted(told)
 
 
-def test_sizes_worked_out_from_the_rules_are_those_of_the_blocks_that_stand_at_the_end() -> None:
+def test_sizes_worked_out_from_the_rules_are_those_of_the_blocks_that_stand_at_the_end():
     replay = Replay(read_snapshot(path_of("oom_backward")), 0)
     of = replay.allocations
     known = dict(of.known)
@@ -85,7 +85,7 @@ def test_sizes_worked_out_from_the_rules_are_those_of_the_blocks_that_stand_at_t
     assert {number: of.sizes[number] for number in known} == known
 
 
-def test_the_out_of_memory_error_is_as_the_allocators_message_told_it(replays: dict[str, Replay]) -> None:
+def test_the_out_of_memory_error_is_as_the_allocators_message_told_it(replays):
     """Tried to allocate 4.64 GiB; 18.28 GiB allocated by PyTorch; 183.27 MiB reserved but unallocated."""
     oom = report_of(replays["oom_backward"].snapshot, [replays["oom_backward"]]).oom
     figures = oom.requested_bytes / 2**30, oom.allocated_bytes / 2**30, (oom.reserved_bytes - oom.allocated_bytes) / MIB
@@ -93,14 +93,14 @@ def test_the_out_of_memory_error_is_as_the_allocators_message_told_it(replays: d
     assert report_of(replays["step_zero3"].snapshot, [replays["step_zero3"]]) is None
 
 
-def test_a_steady_step_ends_where_it_began_and_peaks_in_between(replays: dict[str, Replay]) -> None:
+def test_a_steady_step_ends_where_it_began_and_peaks_in_between(replays):
     replay = replays["step_zero3"]
     assert replay.allocated[0] == replay.allocated[-1]
     assert replay.peak_bytes > replay.allocated[-1]
     assert replay.at(replay.allocated, replay.peak_index) == replay.peak_bytes
 
 
-def test_json_has_the_documented_fields(replays: dict[str, Replay]) -> None:
+def test_json_has_the_documented_fields(replays):
     replay = replays["oom_backward"]
     told = report(replay.snapshot, [replay], 5) | {"oom": description(replay.snapshot, [replay])}
     text = (DOCS / "snapshot.md").read_text()
@@ -112,7 +112,7 @@ def test_json_has_the_documented_fields(replays: dict[str, Replay]) -> None:
     assert told["oom"]["stack"][0]["name"] == "cross_entropy"
 
 
-def test_a_snapshot_does_not_differ_from_itself_and_changes_add_up(replays: dict[str, Replay]) -> None:
+def test_a_snapshot_does_not_differ_from_itself_and_changes_add_up(replays):
     one, other = replays["oom_backward"], replays["step_zero3"]
     assert difference(one, one.last, one, one.last) == []
     changes = difference(one, one.last, other, other.last)
@@ -120,7 +120,7 @@ def test_a_snapshot_does_not_differ_from_itself_and_changes_add_up(replays: dict
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pytorchs_own_viewer_counts_the_same(replays: dict[str, Replay], name: str) -> None:
+def test_pytorchs_own_viewer_counts_the_same(replays, name):
     viewer = pytest.importorskip("torch.cuda._memory_viz")
     text = viewer.segsum(raw(name))
     found = fragmentation(layout_at(replays[name], replays[name].last))
@@ -133,7 +133,7 @@ def test_pytorchs_own_viewer_counts_the_same(replays: dict[str, Replay], name: s
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pytorchs_flame_graph_has_the_same_bytes_a_stack(replays: dict[str, Replay], name: str) -> None:
+def test_pytorchs_flame_graph_has_the_same_bytes_a_stack(replays, name):
     viewer = pytest.importorskip("torch.cuda._memory_viz")
     graph = viewer.memory(raw(name), format_flamegraph=lambda text: text)
     told: dict[str, int] = {}
@@ -186,7 +186,7 @@ def found(replay: Replay, index: int) -> Figures:
 
 @given(STEPS, st.booleans())
 @settings(deadline=None, max_examples=150)
-def test_every_figure_at_every_entry_is_the_allocators(steps: list[tuple[str, int, int]], expandable: bool) -> None:
+def test_every_figure_at_every_entry_is_the_allocators(steps, expandable):
     allocator = history(steps, expandable)
     replay = replay_of(allocator)
     assert [found(replay, index) for index in range(replay.entries)] == allocator.figures
@@ -196,7 +196,7 @@ def test_every_figure_at_every_entry_is_the_allocators(steps: list[tuple[str, in
 
 @given(STEPS)
 @settings(deadline=None, max_examples=100)
-def test_what_is_live_adds_up_to_the_allocated_figure_at_every_entry(steps: list[tuple[str, int, int]]) -> None:
+def test_what_is_live_adds_up_to_the_allocated_figure_at_every_entry(steps):
     allocator = history(steps)
     replay = replay_of(allocator)
     for index in range(-1, replay.entries):
@@ -211,9 +211,7 @@ def test_what_is_live_adds_up_to_the_allocated_figure_at_every_entry(steps: list
 
 @given(STEPS, st.integers(0, 40))
 @settings(deadline=None, max_examples=150)
-def test_a_window_cut_off_at_its_beginning_is_exact_or_says_by_how_much_it_may_be_low(
-    steps: list[tuple[str, int, int]], last: int
-) -> None:
+def test_a_window_cut_off_at_its_beginning_is_exact_or_says_by_how_much_it_may_be_low(steps, last):
     allocator = history(steps)
     last = min(last, len(allocator.trace))
     replay = replay_of(allocator, last)
@@ -229,9 +227,7 @@ def test_a_window_cut_off_at_its_beginning_is_exact_or_says_by_how_much_it_may_b
 
 @given(STEPS, st.integers(-1, 80), st.integers(-1, 80))
 @settings(deadline=None, max_examples=60)
-def test_between_two_marks_what_stayed_less_what_went_is_the_change(
-    steps: list[tuple[str, int, int]], one: int, other: int
-) -> None:
+def test_between_two_marks_what_stayed_less_what_went_is_the_change(steps, one, other):
     allocator = history(steps)
     replay = replay_of(allocator)
     one, other = min(one, replay.last), min(other, replay.last)
@@ -240,7 +236,7 @@ def test_between_two_marks_what_stayed_less_what_went_is_the_change(
     assert total(part.stayed).bytes - total(part.gone).bytes == change
 
 
-def test_checkpoints_give_the_same_live_set_as_walking_from_the_start() -> None:
+def test_checkpoints_give_the_same_live_set_as_walking_from_the_start():
     chosen = random.Random(3)
     kinds = ["alloc", "alloc", "free", "free", "wait", "complete"]
     allocator = history([(chosen.choice(kinds), chosen.randrange(1, 3000), 0) for _ in range(9000)])
@@ -252,7 +248,7 @@ def test_checkpoints_give_the_same_live_set_as_walking_from_the_start() -> None:
         assert set(replay.active_at(index)) == walked
 
 
-def test_a_free_that_was_not_recorded_is_counted_and_the_end_still_holds() -> None:
+def test_a_free_that_was_not_recorded_is_counted_and_the_end_still_holds():
     allocator = history([("alloc", 4096, 0)] * 4)
     snapshot = allocator.snapshot()
     first = next(entry for entry in snapshot["device_traces"][0] if entry["action"] == "alloc")
@@ -262,13 +258,13 @@ def test_a_free_that_was_not_recorded_is_counted_and_the_end_still_holds() -> No
     assert replay.allocated[-1] == allocator.now().allocated
 
 
-def test_the_peak_is_the_first_entry_at_the_highest_figure() -> None:
+def test_the_peak_is_the_first_entry_at_the_highest_figure():
     allocator = history([("alloc", 3 * MIB, 0), ("free", 0, 0), ("alloc", 3 * MIB, 0)])
     replay = replay_of(allocator)
     assert (replay.peak_bytes, replay.peak_index) == (3 * MIB, 1)
 
 
-def test_without_history_the_figures_are_those_of_the_segments() -> None:
+def test_without_history_the_figures_are_those_of_the_segments():
     allocator = history([("alloc", 5 * MIB, 0), ("alloc", 100, 0), ("free", 1, 0)])
     replay = replay_of(allocator, 0)
     assert found(replay, -1) == allocator.now()
@@ -279,7 +275,7 @@ def test_without_history_the_figures_are_those_of_the_segments() -> None:
     ("asked", "device_free", "kind"),
     [(30 * MIB, 10 * MIB, "fragmentation"), (30 * MIB, 200 * MIB, "limit"), (900 * MIB, 10 * MIB, "too_large")],
 )
-def test_an_out_of_memory_error_gets_its_verdict_from_the_numbers(asked: int, device_free: int, kind: str) -> None:
+def test_an_out_of_memory_error_gets_its_verdict_from_the_numbers(asked, device_free, kind):
     allocator = CachingAllocator()
     blocks = [allocator.alloc(20 * MIB) for _ in range(6)]
     if kind == "fragmentation":
@@ -293,7 +289,7 @@ def test_an_out_of_memory_error_gets_its_verdict_from_the_numbers(asked: int, de
     assert oom["largest_free_block_bytes"] == (20 * MIB if kind == "fragmentation" else 0)
 
 
-def test_layouts_follow_segments_that_were_freed_and_expandable_ranges_that_were_unmapped() -> None:
+def test_layouts_follow_segments_that_were_freed_and_expandable_ranges_that_were_unmapped():
     for expandable in (False, True):
         allocator = CachingAllocator(expandable)
         address = allocator.alloc(30 * MIB)
@@ -319,9 +315,7 @@ BLOCKS = st.lists(st.sampled_from(["inactive", "active_allocated", "active_pendi
 
 @given(ENTRIES, BLOCKS)
 @settings(deadline=None, max_examples=300)
-def test_a_trace_that_contradicts_itself_is_replayed_without_contradictions(
-    entries: list[tuple[str, int, int]], states: list[str]
-) -> None:
+def test_a_trace_that_contradicts_itself_is_replayed_without_contradictions(entries, states):
     """Frees that are missing, doubled or of nothing: the live blocks still add up to the figure at every entry."""
     base, room = 2**40, 4 * MIB
     trace = [{"action": what, "addr": base + at * room, "size": size, "stream": 0} for what, at, size in entries]
@@ -385,9 +379,7 @@ def failed(made: int) -> CachingAllocator:
 
 
 @pytest.mark.parametrize(("made", "verdict"), [(73, "optimizer_states"), (195, "fragmentation")])
-def test_free_memory_in_pieces_is_to_blame_only_where_it_would_have_sufficed_for_the_states_to_come(
-    made: int, verdict: str
-) -> None:
+def test_free_memory_in_pieces_is_to_blame_only_where_it_would_have_sufficed_for_the_states_to_come(made, verdict):
     snapshot = compact(failed(made).snapshot(), "made")
     replay = Replay(snapshot, 0)
     report = report_of(snapshot, [replay])
@@ -401,7 +393,7 @@ def test_free_memory_in_pieces_is_to_blame_only_where_it_would_have_sufficed_for
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_states_are_told_by_the_sizes_of_what_they_are_made_after(width: int, count: int) -> None:
+def test_states_are_told_by_the_sizes_of_what_they_are_made_after(width, count):
     parameters = [1000 * number for number in range(1, 41)]
     all_states = [size * width for size in parameters for _ in range(count)]
     made = all_states[:30]

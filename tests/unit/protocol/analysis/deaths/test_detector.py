@@ -73,7 +73,7 @@ def test_a_rank_that_a_library_aborts_is_the_cause_with_the_library_s_reason_alt
 
 
 @pytest.mark.parametrize(("ended", "reason"), [({"code": -6}, REASON), ({"signal": 9}, "")])
-def test_a_reason_that_is_read_after_an_abort_is_added_to_it_with_what_followed(ended: Any, reason: str):
+def test_a_reason_that_is_read_after_an_abort_is_added_to_it_with_what_followed(ended, reason):
     deaths = DeathDetector(OomDetector())
     (found,) = deaths.process_gone(10.0, gone(0, **ended), set())
     assert found.facts.reason == ""
@@ -88,7 +88,7 @@ def test_a_reason_that_is_read_after_an_abort_is_added_to_it_with_what_followed(
 
 
 @pytest.mark.parametrize(("peer_gone_at", "signal"), [(10.8, 15), (None, 15), (10.4, 11)])
-def test_a_death_that_may_have_come_first_or_that_no_launcher_causes_is_the_alert(peer_gone_at: Any, signal: int):
+def test_a_death_that_may_have_come_first_or_that_no_launcher_causes_is_the_alert(peer_gone_at, signal):
     deaths = DeathDetector(OomDetector())
     deaths.failure(10.0, Failure(1, 7, "backward", 10.0, LOST), set())
     if peer_gone_at is not None:
@@ -112,7 +112,7 @@ def test_a_death_that_may_have_come_first_or_that_no_launcher_causes_is_the_aler
     ],
 )
 def test_a_rank_that_was_ended_by_what_had_started_it_is_no_trouble_of_a_run_that_succeeds(
-    ended: RankState, phase: str, asked: set[int], end: float, succeeded: bool, resolves: bool
+    ended, phase, asked, end, succeeded, resolves
 ):
     deaths = DeathDetector(OomDetector())
     (found,) = deaths.process_gone(10.0, ended, asked, phase=phase)
@@ -121,7 +121,7 @@ def test_a_rank_that_was_ended_by_what_had_started_it_is_no_trouble_of_a_run_tha
 
 
 @pytest.mark.parametrize("lost_first", [True, False], ids=["in an earlier poll", "in the same poll"])
-def test_a_rank_whose_script_had_ended_is_the_one_that_ended_early_however_its_process_ends(lost_first: bool):
+def test_a_rank_whose_script_had_ended_is_the_one_that_ended_early_however_its_process_ends(lost_first):
     deaths = DeathDetector(OomDetector(), lambda: {1: 39})
     deaths.failure(10.0, Failure(0, 40, "backward", 10.0, LOST), set())
     if lost_first:
@@ -138,7 +138,7 @@ def test_a_rank_whose_script_had_ended_is_the_one_that_ended_early_however_its_p
     assert found.facts == EndedEarly({1: 5, 2: 6}, 0, LOST, "", []), "the step of each"
 
 
-def test_what_becomes_known_after_a_restart_of_the_hub_is_added_to_the_alerts_of_the_recording(make_sim: Any):
+def test_what_becomes_known_after_a_restart_of_the_hub_is_added_to_the_alerts_of_the_recording(make_sim):
     old = make_sim(2)
     old.begin()
     old.train(1, 6)
@@ -157,7 +157,7 @@ def test_what_becomes_known_after_a_restart_of_the_hub_is_added_to_the_alerts_of
     assert new.alerts("died") == []
 
 
-def test_what_ended_an_earlier_job_is_not_the_matter_of_a_later_one_after_a_restart_of_the_hub(make_sim: Any):
+def test_what_ended_an_earlier_job_is_not_the_matter_of_a_later_one_after_a_restart_of_the_hub(make_sim):
     old = make_sim(1)
     old.begin()
     old.feed(Job(number=1, time=old.now, state="training", started=old.now))
@@ -196,7 +196,7 @@ def test_what_ended_an_earlier_job_is_not_the_matter_of_a_later_one_after_a_rest
     ids=["the same error", "a nearer cause", "the same lost peer", "nothing else", "died", "died, lost peer", "nearer"],
 )
 def test_a_run_that_ended_before_its_first_step_does_not_repeat_the_alert_of_a_failure_or_death(
-    make_sim: Any, ends: list[Any], signal: int | None, error: str, exits: int
+    make_sim, ends, signal, error, exits
 ):
     sim = make_sim(2)
     sim.begin()
@@ -239,14 +239,14 @@ def lost(rank: int, error: str = LOST) -> Failure:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_death_by_an_own_exit_status_names_other_ranks_only_if_there_are_some(make_sim: Any, world: int):
+def test_a_death_by_an_own_exit_status_names_other_ranks_only_if_there_are_some(make_sim, world):
     sim = play(make_sim, world, Goodbye(0, 0.0, 6, "failed", "sys.exit(3)"), (0, {"exit_code": 3}), 5.0)
     (alert,) = sim.alerts("died")
     assert ("other ranks" in alert.text) == (world > 1)
     assert (alert.rank, alert.evidence["exit_code"]) == (0, 3)
 
 
-def test_an_oom_gives_the_allocators_numbers_and_is_resolved_by_the_next_step_and_no_earlier_one(make_sim: Any):
+def test_an_oom_gives_the_allocators_numbers_and_is_resolved_by_the_next_step_and_no_earlier_one(make_sim):
     sim = play(make_sim, 1, OOM, cuda=True)
     (alert,) = sim.alerts("oom")
     assert (alert.severity, alert.rank, alert.step, alert.phase) == ("error", 0, 7, "backward")
@@ -271,9 +271,7 @@ def test_an_oom_gives_the_allocators_numbers_and_is_resolved_by_the_next_step_an
     ],
 )
 @pytest.mark.parametrize("report", [[], [OOM]], ids=["without an allocator's message", "with it"])
-def test_an_oom_that_ends_the_script_is_one_alert_with_the_traceback_and_the_exit_status(
-    make_sim: Any, error: str, report: list[Oom]
-):
+def test_an_oom_that_ends_the_script_is_one_alert_with_the_traceback_and_the_exit_status(make_sim, error, report):
     ends = (Failure(0, 7, "backward", 0.0, error, "Traceback ..."), Goodbye(0, 0.0, 6, "failed"))
     sim = play(make_sim, 2, *report, *ends, (0, {"exit_code": 1}), (1, {"signal": 15}), 10.0)
     (alert,) = sim.alerts("oom")
@@ -286,7 +284,7 @@ def test_an_oom_that_ends_the_script_is_one_alert_with_the_traceback_and_the_exi
     assert sim.alerts("failure") == sim.alerts("died") == []
 
 
-def test_a_death_names_its_signal_and_carries_the_last_lines(make_sim: Any):
+def test_a_death_names_its_signal_and_carries_the_last_lines(make_sim):
     lines = (LogLine(1, 0.0, "err", f"line {number}") for number in range(20))
     sim = play(make_sim, 2, *lines, (1, {"signal": 9}), 1.5, LogLine(1, 0.0, "err", "last words"), 5.0)
     (alert,) = sim.alerts("died")
@@ -294,7 +292,7 @@ def test_a_death_names_its_signal_and_carries_the_last_lines(make_sim: Any):
     assert (alert.rank, alert.evidence["signal"], alert.evidence["pid"]) == (1, 9, 101)
 
 
-def test_what_a_launcher_ends_after_the_first_death_is_evidence_not_alerts(make_sim: Any):
+def test_what_a_launcher_ends_after_the_first_death_is_evidence_not_alerts(make_sim):
     others = [0, 1, 2, 3, 4, 6, 7]
     sim = play(make_sim, 8, (5, {"exit_code": 17}), 0.5, *((rank, {"signal": 15}) for rank in others), 8.0)
     (alert,) = sim.alerts("died")
@@ -310,9 +308,7 @@ def test_what_a_launcher_ends_after_the_first_death_is_evidence_not_alerts(make_
     ],
 )
 @pytest.mark.parametrize("exception_first", [True, False])
-def test_the_peers_broken_connection_is_blamed_on_the_rank_that_died_first(
-    make_sim: Any, error: str, exception_first: bool
-):
+def test_the_peers_broken_connection_is_blamed_on_the_rank_that_died_first(make_sim, error, exception_first):
     first = [(1, {"signal": 11}), lost(0, error)]
     ends = (Goodbye(0, 0.0, 6, "failed", error), (0, {"exit_code": 1}), 8.0)
     sim = play(make_sim, 2, *(first[::-1] if exception_first else first), *ends)
@@ -323,7 +319,7 @@ def test_the_peers_broken_connection_is_blamed_on_the_rank_that_died_first(
     assert "\n" not in sim.state(0).text
 
 
-def test_a_kill_that_was_asked_for_and_the_peer_lost_to_it_are_information(make_sim: Any):
+def test_a_kill_that_was_asked_for_and_the_peer_lost_to_it_are_information(make_sim):
     sim = play(make_sim, 2, Command("c", "kill", {"ranks": [1], "signal": "KILL"}), (1, {"signal": 9}), 3.0)
     (alert,) = sim.alerts("died")
     assert (alert.severity, alert.rank, alert.evidence["signal"]) == ("info", 1, 9)
@@ -333,7 +329,7 @@ def test_a_kill_that_was_asked_for_and_the_peer_lost_to_it_are_information(make_
     assert (alert.rank, alert.severity) == (0, "info")
 
 
-def test_a_broken_connection_with_no_other_trouble_is_a_failure_of_its_own(make_sim: Any):
+def test_a_broken_connection_with_no_other_trouble_is_a_failure_of_its_own(make_sim):
     sim = play(make_sim, 2, lost(0, "RuntimeError: Connection reset by peer"), 5.0)
     assert [alert.rank for alert in sim.alerts("failure")] == [0]
     sim = play(make_sim, 2, lost(0))
@@ -341,13 +337,13 @@ def test_a_broken_connection_with_no_other_trouble_is_a_failure_of_its_own(make_
     assert [alert.rank for alert in sim.alerts("failure")] == [0], "reported before the next job begins"
 
 
-def test_two_different_failures_are_two_alerts(make_sim: Any):
+def test_two_different_failures_are_two_alerts(make_sim):
     sim = play(make_sim, 2, *(Failure(rank, 7, "data", 0.0, f"KeyError: 'field {rank}'") for rank in range(2)))
     found = [(alert.rank, alert.phase, alert.evidence["error"]) for alert in sim.alerts("failure")]
     assert found == [(0, "data", "KeyError: 'field 0'"), (1, "data", "KeyError: 'field 1'")]
 
 
-def test_lost_telemetry_and_a_failing_recording_are_each_one_alert_that_counts_and_ends(make_sim: Any):
+def test_lost_telemetry_and_a_failing_recording_are_each_one_alert_that_counts_and_ends(make_sim):
     sim = play(make_sim, 2)
 
     def alerts(lost: int) -> list[Any]:
@@ -367,9 +363,7 @@ def test_lost_telemetry_and_a_failing_recording_are_each_one_alert_that_counts_a
     assert sim.alerts("disk")[0].resolved is not None
 
 
-def test_a_target_of_an_exporter_that_fails_or_is_slow_is_one_alert_until_it_has_dropped_nothing_for_a_while(
-    make_sim: Any,
-):
+def test_a_target_of_an_exporter_that_fails_or_is_slow_is_one_alert_until_it_has_dropped_nothing_for_a_while(make_sim):
     sim = play(make_sim, 2)
 
     def alert(seconds: float, dropped: int = 0, error: str = "", target: str = "otel") -> list[tuple[str, bool]]:
@@ -392,7 +386,7 @@ def test_a_target_of_an_exporter_that_fails_or_is_slow_is_one_alert_until_it_has
     assert [active for title, active in alert(70, 900) if title == slow] == [False]
 
 
-def test_an_ordinary_end_raises_nothing(make_sim: Any):
+def test_an_ordinary_end_raises_nothing(make_sim):
     ends = ((Goodbye(rank, 0.0, 6, "finished"), (rank, {"exit_code": 0})) for rank in range(2))
     sim = play(make_sim, 2, *(event for end in ends for event in end), 2.0)
     sim.sent += sim.tracker.ended(sim.now, "finished", 0)
@@ -400,7 +394,7 @@ def test_an_ordinary_end_raises_nothing(make_sim: Any):
     assert [alert for kind in ("died", "failure", "exit", "hang", "note", "slow") for alert in sim.alerts(kind)] == []
 
 
-def test_ranks_of_a_job_that_slurm_cancelled_died_of_nothing(make_sim: Any):
+def test_ranks_of_a_job_that_slurm_cancelled_died_of_nothing(make_sim):
     words = "slurmstepd: error: *** STEP 5.0 ON nodea CANCELLED AT 2026-11-21T12:00:00 DUE TO TIME LIMIT ***"
     sim = play(make_sim, 2, LogLine(-1, 0.0, "launcher", words), (0, {"signal": 15}), (1, {"signal": 15}), 6.0)
     assert (sim.tracker.run_state.state, sim.tracker.run_state.text) == ("stopping", "cancelled by SLURM: time limit")
@@ -413,9 +407,7 @@ def test_ranks_of_a_job_that_slurm_cancelled_died_of_nothing(make_sim: Any):
     [({"signal": 6}, {"signal": 15}), ({"signal": 9}, {}), ({"time": -0.01}, {"signal": 6})],
     ids=["the other was asked to end", "nothing is known of the other", "seen earlier, though nothing is known of it"],
 )
-def test_of_two_deaths_in_one_poll_the_known_or_earlier_one_is_where_it_began(
-    make_sim: Any, first: int, ended: dict[str, Any], follows: dict[str, Any]
-):
+def test_of_two_deaths_in_one_poll_the_known_or_earlier_one_is_where_it_began(make_sim, first, ended, follows):
     sim = play(make_sim, 2)
     for rank in (0, 1):
         fact = {"time": 0.0, **(ended if rank == first else follows)}
@@ -426,7 +418,7 @@ def test_of_two_deaths_in_one_poll_the_known_or_earlier_one_is_where_it_began(
     assert list(alert.evidence["then"]) == [str(1 - first)]
 
 
-def test_a_run_that_ends_before_its_dead_were_told_has_them_in_the_order_of_their_deaths(make_sim: Any):
+def test_a_run_that_ends_before_its_dead_were_told_has_them_in_the_order_of_their_deaths(make_sim):
     sim = play(make_sim, 3)
     for after, rank in enumerate((2, 1, 0)):
         sim.fact(rank, alive=False, signal=15 if after else 9, time=sim.now + after / 10)
@@ -436,7 +428,7 @@ def test_a_run_that_ends_before_its_dead_were_told_has_them_in_the_order_of_thei
     assert (alert.rank, list(alert.evidence["then"])) == (2, ["1", "0"])
 
 
-def test_a_launcher_that_ends_before_its_ranks_is_the_trouble_and_no_rank_is_blamed_for_being_ended(make_sim: Any):
+def test_a_launcher_that_ends_before_its_ranks_is_the_trouble_and_no_rank_is_blamed_for_being_ended(make_sim):
     sim = play(make_sim, 2)
     sim.sent += sim.detectors.job_ended_first(sim.now, -9, 2, ["100 (python)", "101 (python)"])
     for rank in (1, 0):
@@ -448,14 +440,14 @@ def test_a_launcher_that_ends_before_its_ranks_is_the_trouble_and_no_rank_is_bla
 
 
 @pytest.mark.parametrize(("code", "ended", "alerts"), [(0, 2, 0), (0, 1, 1), (1, 2, 1)])
-def test_helpers_that_outlive_every_rank_are_no_trouble(make_sim: Any, code: int, ended: int, alerts: int):
+def test_helpers_that_outlive_every_rank_are_no_trouble(make_sim, code, ended, alerts):
     sim = play(make_sim, 2, *(Goodbye(rank, 0.0, 6, "finished") for rank in range(ended)))
     sim.sent += sim.detectors.job_ended_first(sim.now, code, 1, ["100 (python)"])
     assert len(sim.alerts("died")) == alerts
 
 
 @pytest.mark.parametrize("how", ["waits", "the run ends", "its launcher ends it"])
-def test_a_lost_connection_to_a_rank_whose_script_ended_names_that_rank(make_sim: Any, how: str):
+def test_a_lost_connection_to_a_rank_whose_script_ended_names_that_rank(make_sim, how):
     ends = (Goodbye(0, 0.0, 6, "failed", LOST), (0, {"exit_code": 1}))
     sim = play(make_sim, 3, Goodbye(1, 0.0, 6, "finished"), lost(0), lost(2), *(ends if how != "waits" else [4.0]))
     if how == "the run ends":

@@ -43,9 +43,7 @@ def stops(alerts: list[Any]) -> list[Alert]:
     ],
     ids=["as the last one", "by its batches", "no batch yet", "too long", "too long by its batches"],
 )
-def test_a_request_in_an_evaluation_is_reported_at_once_with_the_time_that_is_left(
-    seconds: float, batches: dict[str, Any], title: str, severity: str
-) -> None:
+def test_a_request_in_an_evaluation_is_reported_at_once_with_the_time_that_is_left(seconds, batches, title, severity):
     sim = run(seconds=seconds)
     (alert,) = stops(sim.feed(asked(sim, **batches)))
     assert (alert.title, alert.severity) == (f"stop requested at step 40: {title}", severity)
@@ -54,7 +52,7 @@ def test_a_request_in_an_evaluation_is_reported_at_once_with_the_time_that_is_le
 
 
 @pytest.mark.parametrize("resumed", [0, 40])
-def test_a_request_before_the_first_step_loses_nothing(resumed: int) -> None:
+def test_a_request_before_the_first_step_loses_nothing(resumed):
     sim = Sim(ranks=1)
     sim.feed(Plan(0, sim.now, 100, 1.0, "out", first_step=resumed))
     (alert,) = stops(sim.feed(StopAsked(0, sim.now, 0, "init", sim.now - 3.0, grace_s=30.0)))
@@ -63,7 +61,7 @@ def test_a_request_before_the_first_step_loses_nothing(resumed: int) -> None:
     assert "No step is done, and nothing is lost" in alert.text
 
 
-def test_what_is_lost_is_told_by_the_latest_checkpoint_whose_time_counts() -> None:
+def test_what_is_lost_is_told_by_the_latest_checkpoint_whose_time_counts():
     sim = run(seconds=25.0)
     sim.feed(Checkpoint(0, 30, sim.now, "step-30", 1, 20.0))
     (alert,) = stops(sim.feed(asked(sim)))
@@ -78,7 +76,7 @@ def test_what_is_lost_is_told_by_the_latest_checkpoint_whose_time_counts() -> No
     assert "the last checkpoint is of step 20" in alert.text
 
 
-def test_a_request_waits_for_all_its_ranks_and_is_over_when_they_act() -> None:
+def test_a_request_waits_for_all_its_ranks_and_is_over_when_they_act():
     sim = run(seconds=12.0)
     first, second = stops([*sim.feed(asked(sim)), *sim.feed(asked(sim, 1))])
     assert (first.ranks, second.ranks, second.count) == ([0], [0, 1], 1)
@@ -88,7 +86,7 @@ def test_a_request_waits_for_all_its_ranks_and_is_over_when_they_act() -> None:
     assert stops(sim.feed(Goodbye(0, sim.now, 40, "stopped"))) == []
 
 
-def test_a_step_under_way_is_reported_if_it_does_not_end_and_not_if_it_does() -> None:
+def test_a_step_under_way_is_reported_if_it_does_not_end_and_not_if_it_does():
     sim = run()
     assert stops([*sim.feed(asked(sim, phase="forward")), *sim.wait(2.0)]) == []
     (alert,) = stops(sim.wait(2.0))
@@ -100,7 +98,7 @@ def test_a_step_under_way_is_reported_if_it_does_not_end_and_not_if_it_does() ->
     assert stops(quick.wait(10.0)) == []
 
 
-def test_a_rank_that_is_killed_while_it_waits_keeps_its_alert() -> None:
+def test_a_rank_that_is_killed_while_it_waits_keeps_its_alert():
     sim = run(seconds=120.0)
     sim.feed(asked(sim))
     sim.fact(0, alive=False, signal=9)

@@ -27,9 +27,7 @@ class Runs:
     flat=st.integers(0, 10_000), slope=st.integers(1, 50), kink=st.integers(1, 5000), bend=st.integers(0, 100),
     capacities=st.lists(st.integers(0, 300_000), min_size=1, max_size=4), step=st.sampled_from([1, 8, 64]),
 )  # fmt: skip
-def test_each_result_fits_and_the_next_value_does_not(
-    flat: int, slope: int, kink: int, bend: int, capacities: list[int], step: int
-) -> None:
+def test_each_result_fits_and_the_next_value_does_not(flat, slope, kink, bend, capacities, step):
     def peak(x: int) -> float:
         return max(flat, slope * x, slope * kink + (slope + bend) * (x - kink))
 
@@ -46,7 +44,7 @@ def test_each_result_fits_and_the_next_value_does_not(
     assert len(runs.rounds) <= 1 + 3 + 12, "the ends, lines, and halving 4,097 values"
 
 
-def test_a_flat_then_straight_curve_takes_few_rounds_for_many_capacities() -> None:
+def test_a_flat_then_straight_curve_takes_few_rounds_for_many_capacities():
     capacities = [1000 * gib for gib in (8, 12, 16, 24, 40, 48, 80, 96, 141, 180, 288)]
     runs = Runs(lambda x: max(10_000.0, 4000 + 2.9 * x), capacities)
     found = largest_that_fit(round_numbers(131_072), capacities, runs)
@@ -61,7 +59,7 @@ def test_a_flat_then_straight_curve_takes_few_rounds_for_many_capacities() -> No
     assert len(runs.rounds) <= 4
 
 
-def test_a_value_that_fails_although_larger_ones_fit_is_not_passed() -> None:
+def test_a_value_that_fails_although_larger_ones_fit_is_not_passed():
     def fails(first: int, end: int) -> Callable[[list[int]], list[Need]]:
         return lambda values: [Need(10.0 * x, [10.0 * x <= 40_000 and not first <= x < end]) for x in values]
 
@@ -72,7 +70,7 @@ def test_a_value_that_fails_although_larger_ones_fit_is_not_passed() -> None:
     assert shares == [Largest(3869, 3870)], "shares of a result that do not fit lower it"
 
 
-def test_steps_of_memory_do_not_stop_the_search_and_one_value_is_settled_by_one_run() -> None:
+def test_steps_of_memory_do_not_stop_the_search_and_one_value_is_settled_by_one_run():
     (found,) = largest_that_fit(range(1, 8193), [100_000], Runs(lambda x: x // 512 * 512 * 100.0, [100_000]))
     assert found == Largest(1023, 1024)
     runs = Runs(float, [10])
@@ -80,7 +78,7 @@ def test_steps_of_memory_do_not_stop_the_search_and_one_value_is_settled_by_one_
     assert runs.rounds == [[8]]
 
 
-def test_round_numbers_reach_the_end_and_are_near_each_other() -> None:
+def test_round_numbers_reach_the_end_and_are_near_each_other():
     assert round_numbers(1) == [1]
     assert round_numbers(300)[:256] == [*range(1, 256), 256]
     assert round_numbers(300)[-3:] == [296, 298, 300]

@@ -30,7 +30,7 @@ H200 = find_gpu("NVIDIA H200")
 assert H200 is not None
 
 
-def test_nvml_less_reserved_is_met_on_every_measured_rank() -> None:
+def test_nvml_less_reserved_is_met_on_every_measured_rank():
     checked = 0
     for line in (DATA / "h200_peaks.jsonl").read_text().splitlines():
         one = json.loads(line)
@@ -44,7 +44,7 @@ def test_nvml_less_reserved_is_met_on_every_measured_rank() -> None:
     assert checked >= 5
 
 
-def test_what_was_not_measured_has_a_larger_error_and_says_so() -> None:
+def test_what_was_not_measured_has_a_larger_error_and_says_so():
     one, two, four, eight = (beside_pytorch(ranks, 1, offload=False) for ranks in (1, 2, 4, 8))
     assert one.value < two.value < four.value == eight.value
     assert eight.error > four.error
@@ -54,7 +54,7 @@ def test_what_was_not_measured_has_a_larger_error_and_says_so() -> None:
     assert "several hosts" in beside_pytorch(4, 2, offload=False).basis
 
 
-def test_the_fit_table_goes_from_8_to_288_gigabytes_in_order_and_bandwidths_are_known() -> None:
+def test_the_fit_table_goes_from_8_to_288_gigabytes_in_order_and_bandwidths_are_known():
     sizes = [gpu.memory_gib for gpu in FIT_TABLE]
     assert sizes == sorted(sizes)
     assert (FIT_TABLE[0].title, FIT_TABLE[-1].title) == ("RTX 4060 8 GB", "B300 288 GB")
@@ -62,7 +62,7 @@ def test_the_fit_table_goes_from_8_to_288_gigabytes_in_order_and_bandwidths_are_
     assert all(gpu.memory_gbs > gpu.link_gbs >= 16 and gpu.host_gbs >= 16 for gpu in GPUS)
 
 
-def test_every_gpu_is_found_by_its_title_and_variants_differ() -> None:
+def test_every_gpu_is_found_by_its_title_and_variants_differ():
     assert all(find_gpu(gpu.title) is gpu for gpu in FIT_TABLE)
     for name, gib in (
         ("NVIDIA A100-SXM4-80GB", 79.25), ("NVIDIA A100 80GB PCIe", 79.25), ("NVIDIA A100-SXM4-40GB", 39.39),
@@ -98,7 +98,7 @@ GATHERED = 450e9 * 0.4 * 0.3
         (Work([TENTH], [Communication("all_gather", GATHERED, 4)]), 0.325, "communication"),
     ],
 )
-def test_a_step_takes_what_bounds_it(work: Work, seconds: float, bound_by: str) -> None:
+def test_a_step_takes_what_bounds_it(work, seconds, bound_by):
     """An operation takes its arithmetic or its traffic, a step what its device or its host needs."""
     found = step_time(work, H200)
     assert found.total.value == pytest.approx(seconds, abs=0.003)  # and some 2 ms around the optimizer
@@ -107,14 +107,12 @@ def test_a_step_takes_what_bounds_it(work: Work, seconds: float, bound_by: str) 
 
 
 @pytest.mark.parametrize(("gathered", "seconds"), [(0.1, 0.1 + 0.7 * 0.075), (1.0, 0.75)])
-def test_most_of_a_collective_beside_computation_takes_time_and_all_that_exceeds_it(
-    gathered: float, seconds: float
-) -> None:
+def test_most_of_a_collective_beside_computation_takes_time_and_all_that_exceeds_it(gathered, seconds):
     work = Work([TENTH], [Communication("all_gather", 450e9 * 0.4 * gathered, 4, overlapped=True)])
     assert step_time(work, H200).total.value == pytest.approx(seconds, abs=0.003)
 
 
-def test_a_step_whose_host_is_nearly_the_limit_has_a_wider_range() -> None:
+def test_a_step_whose_host_is_nearly_the_limit_has_a_wider_range():
     far, near = (step_time(Work([TENTH], [], calls=calls), H200).total for calls in (1_000, 7_600))
     assert far.error == 0.1
     assert near.value == far.value
@@ -125,9 +123,7 @@ def test_a_step_whose_host_is_nearly_the_limit_has_a_wider_range() -> None:
     ("case", "calls", "launches", "fetches"),
     [("0.5b batch 1", 2933, 1008, 0), ("0.5b batch 2, held out", 2945, 1008, 0), ("0.5b stage 3", 7496, 1032, 175)],
 )
-def test_the_range_of_a_step_that_its_host_limits_has_the_measured_time(
-    case: str, calls: int, launches: int, fetches: int
-) -> None:
+def test_the_range_of_a_step_that_its_host_limits_has_the_measured_time(case, calls, launches, fetches):
     """Counts of dry runs of the configurations that ``bench/gpu/step_times.py`` measured."""
     lines = map(json.loads, (ROOT / "bench/data/step_times_h200.jsonl").read_text().splitlines())
     measured = next(line["median_ms"] for line in lines if line["case"] == case) / 1e3
@@ -137,14 +133,14 @@ def test_the_range_of_a_step_that_its_host_limits_has_the_measured_time(
     assert found.lowest_seconds < measured < found.highest_seconds < 2 * found.lowest_seconds
 
 
-def test_products_of_few_columns_take_the_time_of_their_traffic() -> None:
+def test_products_of_few_columns_take_the_time_of_their_traffic():
     wide, narrow = Operation(1e12, 1e9), Operation(1e12, 100e9)
     (first, second) = (step_time(Work([one], []), H200).compute_seconds for one in (wide, narrow))
     assert first < 0.004
     assert second == pytest.approx(100e9 / BYTES / MEMORY["fused"], abs=0.003)
 
 
-def test_works_are_added_with_factors() -> None:
+def test_works_are_added_with_factors():
     first = Work([Operation(1.0, 2.0, count=3)], [], calls=10, launches=2)
     second = Work([Operation(1.0, 2.0, count=5), Operation(7.0)], [], calls=20, launches=2)
     assert combined([(first, -1), (second, 2)]) == Work(
@@ -152,26 +148,26 @@ def test_works_are_added_with_factors() -> None:
     )
 
 
-def test_an_all_reduce_takes_twice_a_gather_and_one_rank_nothing() -> None:
+def test_an_all_reduce_takes_twice_a_gather_and_one_rank_nothing():
     assert collective_seconds("all_reduce", 1e12, 8, 450) == pytest.approx(
         2 * collective_seconds("all_gather", 1e12, 8, 450), rel=1e-4
     )
     assert collective_seconds("all_reduce", 1e12, 1, 450) == 0
 
 
-def test_a_gpu_without_known_rates_is_refused_for_time() -> None:
+def test_a_gpu_without_known_rates_is_refused_for_time():
     unknown = find_gpu("NVIDIA A10G")
     assert unknown is not None
     with pytest.raises(ValueError, match="no rates are known of A10G"):
         step_time(Work([Operation(flops=1.0)], []), unknown)
 
 
-def test_checkpoints_take_fourteen_bytes_a_trained_parameter_and_one_more_while_written() -> None:
+def test_checkpoints_take_fourteen_bytes_a_trained_parameter_and_one_more_while_written():
     assert checkpoint_bytes(10**9, 10**9, kept=1) == 2 * 14 * 10**9
     assert checkpoint_bytes(10**9, 10**6, kept=2, state_bytes=0) == 3 * 2 * 10**9
 
 
-def test_an_epochs_price_is_that_of_its_gpu_hours() -> None:
+def test_an_epochs_price_is_that_of_its_gpu_hours():
     found = epoch_cost(1.8, 16_000, 16, 4, 2.5, tokens=8_000_000)
     assert (found.steps, found.seconds, found.price) == (1000, 1800, 5.0)
     assert found.price_per_million_tokens == pytest.approx(0.625)
@@ -179,7 +175,7 @@ def test_an_epochs_price_is_that_of_its_gpu_hours() -> None:
         epoch_cost(1.0, 10, 0, 1, 1.0)
 
 
-def test_the_cheapest_option_that_fits_comes_first() -> None:
+def test_the_cheapest_option_that_fits_comes_first():
     base = Option("as it is", 100 * GIB, 1.0, samples_per_step=8, gpus=4)
     options = [
         Option("offload", 30 * GIB, 3.0, 8, 4),
@@ -215,7 +211,7 @@ PREDICTION = Prediction(
 )
 
 
-def test_a_prediction_is_that_of_the_nearest_rank_on_the_line_between_two_lengths() -> None:
+def test_a_prediction_is_that_of_the_nearest_rank_on_the_line_between_two_lengths():
     found = predicted(PREDICTION, 0, "backward", 2 * 2048)
     assert found.allocated_peak_bytes == 12 * GIB
     assert found.parts == {"parameters": 10 * GIB, "activations": 2 * GIB}
@@ -232,7 +228,7 @@ def one(name: str, measured: int, parts: dict[str, int] | None = None, length: i
     return found
 
 
-def test_within_the_expected_error_figures_stand_alone() -> None:
+def test_within_the_expected_error_figures_stand_alone():
     found = [one("backward", 14 * GIB + GIB // 5), one("optimizer", 10 * GIB)]
     assert not any(each.parted for each in found)
     assert comparison_sentences(found, 0.02) == [
@@ -240,7 +236,7 @@ def test_within_the_expected_error_figures_stand_alone() -> None:
     ]
 
 
-def test_beyond_it_the_parts_that_make_it_are_named() -> None:
+def test_beyond_it_the_parts_that_make_it_are_named():
     parts = {"parameters": 10 * GIB, "activations": 5 * GIB, "buckets": GIB}
     found = [one("backward", 16 * GIB, parts), one("optimizer", 10 * GIB)]
     assert found[0].parts == (("activations", GIB), ("buckets", GIB))
@@ -250,7 +246,7 @@ def test_beyond_it_the_parts_that_make_it_are_named() -> None:
     )
 
 
-def test_without_parts_the_phases_tell_where_it_is() -> None:
+def test_without_parts_the_phases_tell_where_it_is():
     assert comparison_sentences([one("backward", 16 * GIB), one("optimizer", 10 * GIB)], 0.02)[1].endswith(
         "; optimizer agrees"
     )
@@ -259,7 +255,7 @@ def test_without_parts_the_phases_tell_where_it_is() -> None:
     assert alike.endswith("; all phases by the same amount, so this memory stays allocated")
 
 
-def test_a_few_mebibytes_of_a_small_run_are_no_difference() -> None:
+def test_a_few_mebibytes_of_a_small_run_are_no_difference():
     small = Prediction(1.0, [PredictedPoint(0, 8, [PredictedPhase("backward", 2**26)])], micro_batch=1, error=0.02)
     found = compared(small, 0, "backward", 2**26 + 2**22, 8)
     assert not found.parted

@@ -41,7 +41,7 @@ def watched(
 
 
 @pytest.mark.parametrize("interval", [1.0, 1.5])
-def test_an_evaluation_that_keeps_its_logits_is_told_long_before_the_kernel_ends_it(interval: float) -> None:
+def test_an_evaluation_that_keeps_its_logits_is_told_long_before_the_kernel_ends_it(interval):
     used = [20 + 1.0 * place for place in range(40)]
     (first,) = watched(used, "eval", interval=interval)
     assert first[1] == "raised"
@@ -63,24 +63,24 @@ def evaluations(*rises: int) -> list[tuple[int, str]]:
     return found
 
 
-def test_an_evaluation_that_takes_what_the_one_before_took_is_not_told_again() -> None:
+def test_an_evaluation_that_takes_what_the_one_before_took_is_not_told_again():
     told = [(0, "raised"), (1, "resolved")]
     assert evaluations(15, 15, 16) == told
     assert evaluations(15, 15, 25) == [*told, (2, "raised")]
 
 
-def test_an_evaluation_for_whose_usual_growth_too_little_is_free_is_told_again() -> None:
+def test_an_evaluation_for_whose_usual_growth_too_little_is_free_is_told_again():
     assert evaluations(32, 12) == [(0, "raised"), (1, "resolved"), (1, "raised")]
 
 
-def test_memory_that_other_programs_take_is_a_late_warning_that_blames_no_rank() -> None:
+def test_memory_that_other_programs_take_is_a_late_warning_that_blames_no_rank():
     ((first, _),) = watched([30 + 0.25 * place for place in range(130)], "eval", own=0.01)
     assert TOTAL / GIB - (30 + 0.25 * first) <= 60 * 0.25
     assert watched([30 + 0.25 * place for place in range(60)], "eval", own=0.01) == []
 
 
 @pytest.mark.parametrize("used", [[40, 41, 42] * 7, [20 + 2 * second for second in range(20)]], ids=["free", "take"])
-def test_growth_of_a_rank_is_seen_whether_other_programs_free_memory_or_take_more(used: list[int]) -> None:
+def test_growth_of_a_rank_is_seen_whether_other_programs_free_memory_or_take_more(used):
     detector = HostMemory()
     detector.hello(Sim(1).hello(0))
     found = list[Finding]()
@@ -93,9 +93,7 @@ def test_growth_of_a_rank_is_seen_whether_other_programs_free_memory_or_take_mor
 
 
 @pytest.mark.parametrize(("first", "at_once"), [(0, 6), (4, 1)], ids=["uneven", "sampled-late"])
-def test_growth_of_a_rank_is_its_own_though_it_is_less_even_or_sampled_later_than_the_hosts(
-    first: int, at_once: int
-) -> None:
+def test_growth_of_a_rank_is_its_own_though_it_is_less_even_or_sampled_later_than_the_hosts(first, at_once):
     detector = HostMemory()
     detector.hello(Sim(1).hello(0))
     found = list[Finding]()
@@ -107,22 +105,22 @@ def test_growth_of_a_rank_is_its_own_though_it_is_less_even_or_sampled_later_tha
     assert [(one.facts.growing_rank, one.severity) for one in found] == [(0, "error")]
 
 
-def test_memory_that_rises_at_once_is_no_growth() -> None:
+def test_memory_that_rises_at_once_is_no_growth():
     assert watched([40 + 8.0 * (second > 30) + 0.001 * second for second in range(90)], "forward") == []
 
 
-def test_a_data_set_that_grows_is_told_and_resolved_when_it_stops() -> None:
+def test_a_data_set_that_grows_is_told_and_resolved_when_it_stops():
     grows = [40 + 0.1 * second for second in range(150)]
     found = watched([*grows, *[grows[-1]] * 120], "forward")
     assert [state for _, state in found] == ["raised", "resolved"]
 
 
 @pytest.mark.parametrize("phase", ["init", "checkpoint"])
-def test_loading_and_saving_take_much_and_stop(phase: str) -> None:
+def test_loading_and_saving_take_much_and_stop(phase):
     assert watched([20 + 1.0 * second for second in range(40)], phase) == []
 
 
-def test_an_evaluation_that_ends_in_time_and_steady_or_little_memory_are_fine() -> None:
+def test_an_evaluation_that_ends_in_time_and_steady_or_little_memory_are_fine():
     used = [20 + 1.0 * second for second in range(20)]
     ends = Activity(0, 10.0, "evaluation", done=90, total=100, seconds=9.0)
     assert watched(used, "eval", ends) == []

@@ -1,6 +1,5 @@
 """GPUs: throttling, memory errors, XIDs, as NVML and the driver's log report them; checkpoints that failed."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from ftmon.trainer.host.hardware.gpus import Xids, read_xid
 FULL = "No space left on device"
 
 
-def test_failed_checkpoints_are_one_error_that_counts_them_and_the_next_complete_one_resolves() -> None:
+def test_failed_checkpoints_are_one_error_that_counts_them_and_the_next_complete_one_resolves():
     judge = Checkpoints()
 
     def fail(step: int, kept: str = "") -> Finding:
@@ -61,9 +60,7 @@ def test_heat_that_slows_a_gpu_down_is_told_and_resolves():
         (("hardware slowdown",), 99.0, 4),
     ],
 )
-def test_a_power_cap_set_clocks_an_idle_gpu_and_a_short_slowdown_are_no_findings(
-    reasons: tuple[str, ...], busy: float, of_20: int
-):
+def test_a_power_cap_set_clocks_an_idle_gpu_and_a_short_slowdown_are_no_findings(reasons, busy, of_20):
     gpus = Gpus()
     slow = [sample(t, *(reasons if t % 20 < of_20 else ()), busy=busy) for t in range(60)]
     assert [found for one in slow for found in gpus.sample(one)] == []
@@ -100,7 +97,7 @@ LINE = "NVRM: Xid (PCI:0000:3b:00): {}, pid=1234, name=python, GPU has fallen of
         (999, "warning", "see NVIDIA's list of XID errors"),
     ],
 )
-def test_an_xid_is_told_with_what_it_means(code: int, severity: str, meaning: str):
+def test_an_xid_is_told_with_what_it_means(code, severity, meaning):
     (found,) = Gpus().xid(Xid("n", 1.0, code, -1, "0000:3b:00", LINE.format(code)))
     assert (found.kind, found.state, found.severity) == ("gpu_xid", "raised", severity)
     assert found.facts == XidFacts("n", code, -1, "0000:3b:00", 1, LINE.format(code), meaning)
@@ -116,7 +113,7 @@ def test_the_xid_of_a_killed_process_is_passed_over_and_a_repeated_one_is_counte
     assert (other.state, other.facts.count, other.key) == ("raised", 1, "n:1:13"), "another GPU, from NVML"
 
 
-def test_the_kernels_log_is_read_from_now_on(tmp_path: Path):
+def test_the_kernels_log_is_read_from_now_on(tmp_path):
     log = tmp_path / "kmsg"
     log.write_text("4,1,1,-;" + LINE.format(13) + "\n")
     xids = Xids("n", str(log))

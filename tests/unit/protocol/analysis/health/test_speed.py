@@ -49,7 +49,7 @@ def test_a_function_that_is_compiled_again_and_again_is_told_with_the_reason():
     assert [one.state for one in judge.step(200)] == ["resolved"]
 
 
-def test_dynamos_own_metrics_are_read_once_each(monkeypatch: pytest.MonkeyPatch):
+def test_dynamos_own_metrics_are_read_once_each(monkeypatch):
     def metric(name: str, began: float, reason: str = "") -> Any:
         return SimpleNamespace(
             co_name=name, co_filename="/a/model.py", co_firstlineno=40, recompile_reason=reason, fail_type=None,
@@ -144,7 +144,7 @@ def test_the_first_rank_is_that_of_the_lowest_step_whichever_message_comes_first
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
-def test_a_loss_that_is_nan_in_the_step_that_ruins_the_weights_of_all_ranks_is_named_in_any_order(ranks: Any):
+def test_a_loss_that_is_nan_in_the_step_that_ruins_the_weights_of_all_ranks_is_named_in_any_order(ranks):
     rows = {
         0: step(5, 0, loss=1.0, signs=Signs(weights="nan")),
         1: step(5, 1, loss=math.nan, signs=Signs(weights="nan")),
@@ -178,7 +178,7 @@ def test_a_loss_over_no_labels_is_no_nan_loss_though_the_labels_of_the_next_step
 
 
 @pytest.mark.parametrize("how", ["time", "end"])
-def test_nan_is_raised_though_the_other_rank_reports_no_more(how: str):
+def test_nan_is_raised_though_the_other_rank_reports_no_more(how):
     monitor = HealthMonitor()
     for rank in (0, 1):
         monitor.hello(hello(rank, 2))
@@ -191,7 +191,7 @@ def test_nan_is_raised_though_the_other_rank_reports_no_more(how: str):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_norm_that_is_no_number_counts_unless_the_scaler_skipped_that_update(value: float):
+def test_a_norm_that_is_no_number_counts_unless_the_scaler_skipped_that_update(value):
     skipped = [step(at, loss=1.0, grad_norm=value if at == 5 else 1.0, overflow=at == 5) for at in range(1, 20)]
     assert fed(skipped) == []
     taken = [step(at, loss=1.0, grad_norm=value if at == 5 else 1.0) for at in range(1, 20)]
@@ -206,7 +206,7 @@ def test_a_norm_that_is_no_number_counts_unless_the_scaler_skipped_that_update(v
     [lambda at: 4 * math.exp(min(3.0, at / 15)), lambda at: 10.8, lambda at: 2 * (1 + 3 * min(1.0, at / 120))],
     ids=["exponential", "back to chance", "slow"],
 )
-def test_a_loss_that_rises_and_stays_is_divergence(after: Callable[[int], float]):
+def test_a_loss_that_rises_and_stays_is_divergence(after):
     steps = series(500, lambda at: falling(at) if at < 300 else after(at - 300))
     found = fed(steps)
     assert kinds(found) == ["diverging_loss"]
@@ -280,9 +280,7 @@ SERIES: dict[str, tuple[int, dict[str, Callable[[int], float]], list[str]]] = {
 
 
 @pytest.mark.parametrize(("count", "fields", "raised"), SERIES.values(), ids=SERIES)
-def test_a_series_raises_only_what_is_wrong_with_it(
-    count: int, fields: dict[str, Callable[[int], float]], raised: list[str]
-):
+def test_a_series_raises_only_what_is_wrong_with_it(count, fields, raised):
     assert kinds(fed(series(count, **fields))) == raised
 
 
@@ -370,7 +368,7 @@ def test_a_loss_that_never_fell_says_so_and_a_second_plateau_is_compared_with_th
         (lambda n: 0.0, "gradient_collapse"),
     ],
 )
-def test_norms_that_explode_or_collapse_are_found_and_resolve(after: Callable[[float], float], kind: str):
+def test_norms_that_explode_or_collapse_are_found_and_resolve(after, kind):
     steps = series(400, grad_norm=lambda at: after(norm(at)) if 200 <= at < 260 else norm(at))
     found = [one for one in fed(steps) if one.kind == kind]
     assert [one.state for one in found] == ["raised", "resolved"]
@@ -440,7 +438,7 @@ def test_the_first_batch_of_an_epoch_and_a_wait_that_the_gpu_does_not_see_are_no
     ("workers", "wait", "whole", "needed"),
     [(0, 100, 200, 2), (0, 300, 400, 4), (4, 50, 150, 6), (2, 100, 100, 0), (8, 190, 200, 160)],
 )
-def test_the_workers_that_hide_a_wait(workers: int, wait: float, whole: float, needed: int):
+def test_the_workers_that_hide_a_wait(workers, wait, whole, needed):
     assert workers_needed(DataLoaderInfo(workers=workers), wait * 1e3, whole * 1e3) == needed
 
 

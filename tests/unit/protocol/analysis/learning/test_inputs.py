@@ -47,13 +47,11 @@ def states(detector: Inputs, steps: list[Step]) -> list[tuple[int, str, str]]:
     ],
     ids=["from the start", "in a row", "half of them", "one in six is too long", "three long ones", "fine"],
 )
-def test_rows_without_labels_are_raised_when_they_are_no_exception(
-    signs: list[dict[str, int]], expected: list[tuple[int, str, str]]
-) -> None:
+def test_rows_without_labels_are_raised_when_they_are_no_exception(signs, expected):
     assert states(Inputs(), [step(number, micro_steps=2, **each) for number, each in enumerate(signs, 1)]) == expected
 
 
-def test_one_micro_batch_without_labels_whose_loss_is_lost_is_raised_at_once_and_resolved_after_forty_others() -> None:
+def test_one_micro_batch_without_labels_whose_loss_is_lost_is_raised_at_once_and_resolved_after_forty_others():
     detector = Inputs()
     lost = msgspec.structs.replace(step(4, labelled=1, unlabelled=1), loss=nan)
     found = [one for each in (*map(step, range(1, 4)), lost) for one in detector.step(each)]
@@ -62,7 +60,7 @@ def test_one_micro_batch_without_labels_whose_loss_is_lost_is_raised_at_once_and
     assert states(detector, [step(number) for number in range(5, 60)]) == [(44, "no_labels", "resolved")]
 
 
-def test_each_rank_without_labels_is_named_with_the_figures_of_its_end() -> None:
+def test_each_rank_without_labels_is_named_with_the_figures_of_its_end():
     detector = Inputs()
     for number in range(1, 41):
         detector.step(step(number, 0, 2))
@@ -75,7 +73,7 @@ def test_each_rank_without_labels_is_named_with_the_figures_of_its_end() -> None
     assert last.state == "resolved"
 
 
-def test_steps_that_were_not_examined_are_no_steps_with_labels() -> None:
+def test_steps_that_were_not_examined_are_no_steps_with_labels():
     detector = Inputs()
     looked_at = {50: EMPTY | {"labelled_after": 16}, **dict.fromkeys(range(56, 60), EMPTY | {"labelled_after": 55})}
     looked_at[55] = EMPTY | {"labelled_after": 50}
@@ -84,13 +82,13 @@ def test_steps_that_were_not_examined_are_no_steps_with_labels() -> None:
     assert words_of(found).title == "no label tokens in 8 of 8 micro-batches on rank 0 since a step from 17 to 50"
 
 
-def test_half_of_the_micro_batches_without_labels_are_named_with_the_first_of_them() -> None:
+def test_half_of_the_micro_batches_without_labels_are_named_with_the_first_of_them():
     detector = Inputs()
     found = [one for at in range(1, 70) for one in detector.step(step(at, 0, 2, **(HALF if at > 9 else {})))]
     assert [(one.state, one.step) for one in found] == [("raised", 10)]
 
 
-def test_an_end_that_is_among_the_inputs_and_never_a_label_is_raised_until_it_is_one() -> None:
+def test_an_end_that_is_among_the_inputs_and_never_a_label_is_raised_until_it_is_one():
     detector = Inputs()
     found = states(detector, [step(number, ends=4) for number in range(1, 11)])
     assert found == [(ENDS // 4, "end_never_learned", "raised")]
@@ -98,7 +96,7 @@ def test_an_end_that_is_among_the_inputs_and_never_a_label_is_raised_until_it_is
     assert states(Inputs(), [step(number, ends=4, learned_ends=4) for number in range(1, 50)]) == []
 
 
-def test_padding_among_the_labels_of_several_steps_is_told_once_with_its_share() -> None:
+def test_padding_among_the_labels_of_several_steps_is_told_once_with_its_share():
     detector = Inputs()
     steps = [step(number, padding=6 * (number >= 3), padding_of=20) for number in range(1, 20)]
     ((at, one),) = [(each.step, one) for each in steps for one in detector.step(each)]
@@ -107,7 +105,7 @@ def test_padding_among_the_labels_of_several_steps_is_told_once_with_its_share()
     assert states(Inputs(), [step(1, padding=100, padding_of=200), step(2, padding=1, padding_of=200)]) == []
 
 
-def test_rows_that_begin_twice_are_told_once() -> None:
+def test_rows_that_begin_twice_are_told_once():
     detector = Inputs()
     steps = [step(number, begun_twice=number >= 3) for number in range(1, 20)]
     found = [(each.step, one) for each in steps for one in detector.step(each)]
@@ -122,7 +120,7 @@ def test_rows_that_begin_twice_are_told_once() -> None:
         *(("4-D mask", "4-D mask lets"), ("numbers", "documents' numbers")),
     ],
 )
-def test_documents_that_see_each_other_are_told_with_their_cause_once_for_each_rank(by: str, words: str) -> None:
+def test_documents_that_see_each_other_are_told_with_their_cause_once_for_each_rank(by, words):
     detector = Inputs()
     found = [each for rank in (1, 0, 1) for each in detector.step(step(3, rank, mixed=2, mixed_by=by))]
     assert [each.ranks for each in found] == [(1,), (0, 1)]
@@ -159,9 +157,7 @@ FIFTY = list(range(101, 151))
         (31, FIFTY[40:], "the training was resumed at step 31 and leaves batches out: it has those of step 41"),
     ],
 )
-def test_batches_that_come_again_or_are_left_out_after_a_resume_are_named(
-    first: int, batches: list[int], title: str
-) -> None:
+def test_batches_that_come_again_or_are_left_out_after_a_resume_are_named(first, batches, title):
     (finding,) = found(first, batches, FIFTY)
     assert (finding.step, words_of(finding).title) == (first, title)
 
@@ -184,11 +180,11 @@ def test_batches_that_come_again_or_are_left_out_after_a_resume_are_named(
         *("the same in each pass", "one batch", "too few alike", "unknown"),
     ],
 )
-def test_a_resume_with_its_own_data_raises_nothing(first: int, batches: list[int], before: list[int]) -> None:
+def test_a_resume_with_its_own_data_raises_nothing(first, batches, before):
     assert found(first, batches, before) == []
 
 
-def test_steps_without_an_update_which_an_optimizer_does_not_count_leave_no_batches_out() -> None:
+def test_steps_without_an_update_which_an_optimizer_does_not_count_leave_no_batches_out():
     def told(overflows: int) -> list[Finding]:
         detector = Resumes()
         detector.hello(hello(1))
@@ -202,7 +198,7 @@ def test_steps_without_an_update_which_an_optimizer_does_not_count_leave_no_batc
     assert len(told(1)) == 1
 
 
-def test_it_is_over_with_the_next_training() -> None:
+def test_it_is_over_with_the_next_training():
     detector = Resumes()
     steps = [(1, FIFTY), (41, FIFTY), (41, FIFTY[40:])]
     states = []
@@ -229,7 +225,7 @@ def on_ranks(
 SAME = [[number, number] for number in range(1, 30)]
 
 
-def test_ranks_that_train_on_the_same_batches_are_named_until_they_do_not() -> None:
+def test_ranks_that_train_on_the_same_batches_are_named_until_they_do_not():
     (finding, over) = on_ranks([[90, 91], *SAME, [92, 93]], config={"sequence_parallel_size": "auto"})
     assert (finding.state, finding.ranks, finding.step) == ("raised", (0, 1), 2)
     assert words_of(finding).title == "all 2 ranks train on the same batches since step 2"
@@ -250,13 +246,11 @@ def test_ranks_that_train_on_the_same_batches_are_named_until_they_do_not() -> N
         (SAME[: COPIES - 1], {}),
     ],
 )
-def test_ranks_that_have_other_batches_or_share_them_on_purpose_are_fine(
-    batches: list[list[int]], options: Any
-) -> None:
+def test_ranks_that_have_other_batches_or_share_them_on_purpose_are_fine(batches, options):
     assert on_ranks(batches, **options) == []
 
 
-def test_steps_that_some_ranks_never_end_are_forgotten() -> None:
+def test_steps_that_some_ranks_never_end_are_forgotten():
     detector = Copies()
     detector.hello(replace(hello(1), world_size=3))
     for number in range(1, 1000):
@@ -278,7 +272,7 @@ def fed(workers: int, every: int, micro_steps: int = 1, *, iterable: bool = True
 
 
 @pytest.mark.parametrize(("workers", "micro_steps"), [(2, 1), (2, 4), (4, 1), (8, 2)])
-def test_batches_that_come_once_from_each_worker_are_named(workers: int, micro_steps: int) -> None:
+def test_batches_that_come_once_from_each_worker_are_named(workers, micro_steps):
     (finding,) = fed(workers, workers, micro_steps, steps=OF_EACH * workers)
     title = f"each batch comes {workers} times in a row: the loader's {workers} workers read the same data"
     assert (words_of(finding).title, finding.step) == (title, 1)
@@ -288,11 +282,11 @@ def test_batches_that_come_once_from_each_worker_are_named(workers: int, micro_s
     ("workers", "every", "options"),
     [(2, 1, {}), (2, 10**6, {}), (4, 2, {}), (2, 2, {"iterable": False}), (0, 2, {}), (8, 10**6, {})],
 )
-def test_batches_that_differ_or_are_repeated_otherwise_are_fine(workers: int, every: int, options: Any) -> None:
+def test_batches_that_differ_or_are_repeated_otherwise_are_fine(workers, every, options):
     assert fed(workers, every, **options, steps=400) == []
 
 
-def test_labels_that_are_not_the_next_tokens_are_told_until_they_are() -> None:
+def test_labels_that_are_not_the_next_tokens_are_told_until_they_are():
     detector = Shifts()
     looked_at = {5: "twice", 50: "twice", 100: "never", 150: "once", 200: "never", 250: "never", 300: "never"}
     steps = [step(number, shifted=looked_at.get(number, "")) for number in range(1, 310)]

@@ -25,7 +25,7 @@ def found(detector: Updates, steps: list[Step]) -> list[tuple[int, str, str, int
     return [(each.step, one.kind, one.state, one.step) for each in steps for one in detector.step(each)]
 
 
-def test_three_skipped_updates_in_a_row_are_told_where_there_is_no_scaler_and_counted_at_the_end() -> None:
+def test_three_skipped_updates_in_a_row_are_told_where_there_is_no_scaler_and_counted_at_the_end():
     detector = Updates()
     steps = [step(number, overflow=number >= 21, grad_norm=INF if number >= 21 else 1.0) for number in range(1, 61)]
     assert found(detector, steps) == [(23, "updates_skipped", "raised", 21)]
@@ -36,14 +36,14 @@ def test_three_skipped_updates_in_a_row_are_told_where_there_is_no_scaler_and_co
     assert found(detector, [step(61)]) == [(61, "updates_skipped", "resolved", 21)]
 
 
-def test_a_loss_scaler_that_looks_for_its_scale_skips_on_purpose() -> None:
+def test_a_loss_scaler_that_looks_for_its_scale_skips_on_purpose():
     assert found(Updates(), [step(number, overflow=True, loss_scale=1024.0) for number in range(1, 30)]) == []
     detector = Updates()
     detector.hello(Sim(1).hello(0, precision="fp16"))
     assert found(detector, [step(number, overflow=True) for number in range(1, 30)]) == []
 
 
-def test_batches_that_are_left_out_one_after_another_are_told_by_heartbeats_until_the_next_update() -> None:
+def test_batches_that_are_left_out_one_after_another_are_told_by_heartbeats_until_the_next_update():
     detector = Updates()
     assert found(detector, [step(20), step(21)]) == []
     beats = [Heartbeat(0, 22, "data", 1.0, 1, 1.0, left_out=left_out) for left_out in (3, 99, 100, 300)]
@@ -56,7 +56,7 @@ def test_batches_that_are_left_out_one_after_another_are_told_by_heartbeats_unti
     assert Updates().beat(beats[-1]) == [], "nothing was trained on before"
 
 
-def test_weights_that_are_not_finite_are_told_at_their_step_once_and_not_where_the_loss_was_not_finite() -> None:
+def test_weights_that_are_not_finite_are_told_at_their_step_once_and_not_where_the_loss_was_not_finite():
     bad = Signs(weights="nan")
     steps = [step(20), step(21, signs=bad), step(21, 1, signs=bad), step(22, loss=math.nan, signs=bad)]
     assert found(Updates(), steps) == [(21, "weights_not_finite", "raised", 21)]
@@ -74,14 +74,14 @@ def test_weights_that_are_not_finite_are_told_at_their_step_once_and_not_where_t
         (0.0, Signs(weights="same"), ZERO),
     ],
 )
-def test_steps_that_change_nothing_are_told_with_the_learning_rate(lr: float, signs: Signs | None, raised: int) -> None:
+def test_steps_that_change_nothing_are_told_with_the_learning_rate(lr, signs, raised):
     detector = Updates()
     steps = [step(number, lr=lr, signs=signs) for number in range(1, 100)]
     assert found(detector, steps) == ([(raised, "weights_unchanged", "raised", 1)] if raised else [])
     assert bool(found(detector, [step(100)])) == bool(raised)
 
 
-def test_where_weights_are_sampled_in_some_steps_the_others_break_no_row() -> None:
+def test_where_weights_are_sampled_in_some_steps_the_others_break_no_row():
     sim = Sim(1)
     coarse = [replace(sim.phase("forward"), coarse=True)]
 
@@ -99,7 +99,7 @@ def test_where_weights_are_sampled_in_some_steps_the_others_break_no_row() -> No
     ]
 
 
-def test_a_schedule_that_begins_and_ends_at_0_and_weights_that_rest_for_a_while_are_fine() -> None:
+def test_a_schedule_that_begins_and_ends_at_0_and_weights_that_rest_for_a_while_are_fine():
     rates = [0.0] + [1e-3] * 50 + [0.0]
     assert found(Updates(), [step(number, lr=rate) for number, rate in enumerate(rates, 1)]) == []
     # The first sampled parameter has no gradient, the others are looked at in every eighth step.
@@ -107,12 +107,12 @@ def test_a_schedule_that_begins_and_ends_at_0_and_weights_that_rest_for_a_while_
     assert found(Updates(), [step(number, signs=each) for number, each in enumerate(signs, 1)]) == []
 
 
-def test_a_model_left_in_evaluation_mode_is_told_and_resolved() -> None:
+def test_a_model_left_in_evaluation_mode_is_told_and_resolved():
     steps = [step(number, signs=Signs(evaluating=True) if 42 <= number < 60 else None) for number in range(40, 70)]
     assert found(Updates(), steps) == [(46, "evaluation_mode", "raised", 42), (60, "evaluation_mode", "resolved", 42)]
 
 
-def test_a_mode_that_is_read_at_the_end_of_a_block_may_have_changed_in_a_step_before() -> None:
+def test_a_mode_that_is_read_at_the_end_of_a_block_may_have_changed_in_a_step_before():
     detector, coarse = Updates(), [PhaseRecord("backward", 0, 1, Span(0, 0, 0), Span(0, 0, 0), coarse=True)]
     for number in range(40, 42):
         detector.step(replace(step(number), phases=coarse))
@@ -122,7 +122,7 @@ def test_a_mode_that_is_read_at_the_end_of_a_block_may_have_changed_in_a_step_be
     assert words_of(one).title == "the model trains in evaluation mode since step 42, or one of the 7 before"
 
 
-def test_a_part_left_in_evaluation_mode_is_told_by_the_steps_in_which_modes_are_looked_at() -> None:
+def test_a_part_left_in_evaluation_mode_is_told_by_the_steps_in_which_modes_are_looked_at():
     sim = Sim(1)
     coarse = [replace(sim.phase("forward"), coarse=True)]
     signs = Signs(evaluating_part="encoder")
@@ -138,7 +138,7 @@ def test_a_part_left_in_evaluation_mode_is_told_by_the_steps_in_which_modes_are_
     assert (raised.facts.steps, resolved.state) == (5, "resolved")
 
 
-def test_weights_that_were_lost_before_an_update_are_told_with_the_step_before() -> None:
+def test_weights_that_were_lost_before_an_update_are_told_with_the_step_before():
     lost = step(22, loss=math.nan, signs=Signs(weights_lost=True))
     detector = Updates()
     (one,) = (found for each in (step(21, loss=0.5), lost, lost) for found in detector.step(each))
@@ -146,7 +146,7 @@ def test_weights_that_were_lost_before_an_update_are_told_with_the_step_before()
     assert Updates().step(lost) == [], "nothing is known of the step before: its loss is told"
 
 
-def test_in_bf16_a_loss_scaler_looks_for_no_scale() -> None:
+def test_in_bf16_a_loss_scaler_looks_for_no_scale():
     detector = Updates()
     detector.hello(Sim(1).hello(0, matmul_precision="bf16"))
     steps = [step(number, overflow=number > 9, loss_scale=2.0**16) for number in range(1, 30)]
@@ -155,7 +155,7 @@ def test_in_bf16_a_loss_scaler_looks_for_no_scale() -> None:
     assert "bf16 needs no loss scaler" in words_of(one).text
 
 
-def test_micro_batches_that_join_the_next_pass_and_those_that_are_never_applied() -> None:
+def test_micro_batches_that_join_the_next_pass_and_those_that_are_never_applied():
     detector = Updates()
     steps = [step(number, rank, signs=Signs(pending=2)) for number in (2, 4, 6) for rank in (1, 0)]
     joined = [one for each in steps for one in detector.step(each)]
@@ -178,7 +178,7 @@ def test_micro_batches_that_join_the_next_pass_and_those_that_are_never_applied(
     assert detector.goodbye(Goodbye(0, 2.0, 9, "failed", pending=3)) == []
 
 
-def test_a_learning_rate_that_no_optimizer_is_meant_for_is_in_the_title_and_the_first_thing_to_try() -> None:
+def test_a_learning_rate_that_no_optimizer_is_meant_for_is_in_the_title_and_the_first_thing_to_try():
     def told(lr: float) -> Words:
         (one,) = Updates().step(step(4, lr=lr, signs=Signs(weights="nan")))
         return words_of(one)
@@ -190,7 +190,7 @@ def test_a_learning_rate_that_no_optimizer_is_meant_for_is_in_the_title_and_the_
 
 
 @pytest.mark.parametrize(("overwritten", "why"), [(True, "fp32 copy"), (False, "modifier_rank")])
-def test_a_change_inside_gathered_parameters_is_told_with_its_line(overwritten: bool, why: str) -> None:
+def test_a_change_inside_gathered_parameters_is_told_with_its_line(overwritten, why):
     detector = Updates()
     edit = LostEdit(0, 7, 1.0, ["0.weight"], 1, "train.py:52 main", overwritten)
     (told,) = detector.edit(edit)
@@ -211,9 +211,7 @@ def test_a_change_inside_gathered_parameters_is_told_with_its_line(overwritten: 
         (0.6931, None, False, False),
     ],
 )
-def test_a_loss_that_stays_the_same_is_told_where_its_gradients_are_0(
-    loss: float, norm: float | None, zero: bool, raised: bool
-) -> None:
+def test_a_loss_that_stays_the_same_is_told_where_its_gradients_are_0(loss, norm, zero, raised):
     signs = Signs(zero_gradients=zero)
     steps = [
         step(number, loss=loss if number < 40 else 1.0, grad_norm=norm, signs=signs if 1 < number < 6 else None)
@@ -224,7 +222,7 @@ def test_a_loss_that_stays_the_same_is_told_where_its_gradients_are_0(
     assert found(Updates(), [replace(each, loss=loss + each.step / 1000) for each in steps]) == []
 
 
-def test_a_norm_of_0_is_told_once_where_gradients_are_looked_for_in_some_steps() -> None:
+def test_a_norm_of_0_is_told_once_where_gradients_are_looked_for_in_some_steps():
     coarse = [PhaseRecord("backward", 0, 1, Span(0, 0, 0), Span(0, 0, 0), coarse=True)]
     steps = [step(number, loss=2.0, grad_norm=0.0) for number in range(1, 60)]
     bare = [
@@ -236,7 +234,7 @@ def test_a_norm_of_0_is_told_once_where_gradients_are_looked_for_in_some_steps()
     assert [kind for _, kind, _, _ in found(Updates(), bare)] == ["weights_unchanged"]
 
 
-def test_a_loss_or_a_norm_that_is_0_from_the_first_step_on_is_told_until_it_is_not() -> None:
+def test_a_loss_or_a_norm_that_is_0_from_the_first_step_on_is_told_until_it_is_not():
     steps = [step(number, loss=float(number > 30), grad_norm=float(number > 30)) for number in range(1, 60)]
     loss = [(ZERO, "zero_loss", "raised", 1), (31, "zero_loss", "resolved", 1)]
     assert found(Updates(), steps) == loss
@@ -250,7 +248,7 @@ def test_a_loss_or_a_norm_that_is_0_from_the_first_step_on_is_told_until_it_is_n
     assert found(Updates(), [step(number, signs=still, loss=2.0, grad_norm=0.0) for number in range(1, 60)]) == []
 
 
-def test_a_body_without_gradients_is_told_once_by_its_first_parameter() -> None:
+def test_a_body_without_gradients_is_told_once_by_its_first_parameter():
     detector = Updates()
     signs = Signs(detached=3, detached_first="body.0.weight")
     (one,) = (found for number in (101, 102) for found in detector.step(step(number, signs=signs)))
@@ -259,7 +257,7 @@ def test_a_body_without_gradients_is_told_once_by_its_first_parameter() -> None:
 
 
 @pytest.mark.parametrize(("reduced", "told"), [((), [(600, "gradients_apart", "raised", 1)]), ((10,), [])])
-def test_gradients_that_are_never_reduced_are_told_and_not_where_ranks_average_now_and_then(reduced, told) -> None:
+def test_gradients_that_are_never_reduced_are_told_and_not_where_ranks_average_now_and_then(reduced, told):
     coarse = replace(Sim(1).phase("forward"), coarse=True)
     steps = [
         step(number, signs=None if number in reduced else Signs(apart=True), memory_every=200)
@@ -270,13 +268,13 @@ def test_gradients_that_are_never_reduced_are_told_and_not_where_ranks_average_n
     assert found(Updates(), steps) == told
 
 
-def test_weights_that_are_put_back_are_told_once() -> None:
+def test_weights_that_are_put_back_are_told_once():
     detector = Updates()
     steps = [step(number, rank, signs=Signs(put_back=number == 4)) for number in range(1, 9) for rank in range(2)]
     assert found(detector, steps) == [(4, "weights_put_back", "raised", 1)]
 
 
-def test_weights_that_an_engine_overwrites_or_does_not_load_are_told_once_unless_the_edit_was() -> None:
+def test_weights_that_an_engine_overwrites_or_does_not_load_are_told_once_unless_the_edit_was():
     steps = [step(3, rank, signs=Signs(unloaded=True)) for rank in range(2)]
     assert found(Updates(), steps) == [(3, "weights_not_loaded", "raised", 3)]
     steps = [step(1, rank, signs=Signs(overwritten=True)) for rank in range(2)]
@@ -287,19 +285,19 @@ def test_weights_that_an_engine_overwrites_or_does_not_load_are_told_once_unless
 
 
 @pytest.mark.parametrize("how", ["zero", "scaled", "discarded", "replaced", "kept"])
-def test_gradients_that_are_clipped_by_mistake_are_told_once_with_the_first_step(how: Any) -> None:
+def test_gradients_that_are_clipped_by_mistake_are_told_once_with_the_first_step(how):
     detector = Updates()
     steps = [step(number, signs=Signs(clipped=how) if number in (2, 3, 9, 20) else None) for number in range(1, 30)]
     assert found(detector, steps) == [(9, "clipping", "raised", 2)]
 
 
-def test_clipping_after_the_update_is_told_if_there_are_gradients() -> None:
+def test_clipping_after_the_update_is_told_if_there_are_gradients():
     steps = [step(number, grad_norm=0.5, signs=Signs(clipped="late")) for number in range(2, 6)]
     assert found(Updates(), steps) == [(4, "clipping", "raised", 2)]
     assert found(Updates(), [replace(each, grad_norm=0.0, lr=None) for each in steps]) == []
 
 
-def test_weights_that_were_not_looked_at_in_each_step_are_lost_since_a_step_after_the_last_look() -> None:
+def test_weights_that_were_not_looked_at_in_each_step_are_lost_since_a_step_after_the_last_look():
     detector, coarse = Updates(), [PhaseRecord("backward", 0, 1, Span(0, 0, 0), Span(0, 0, 0), coarse=True)]
     steps = [step(number) for number in range(1, 11)]
     steps += [replace(step(number), phases=coarse, memory_every=50) for number in range(11, 30)]
@@ -307,7 +305,7 @@ def test_weights_that_were_not_looked_at_in_each_step_are_lost_since_a_step_afte
     assert words_of(told).title == "weights are not finite since a step from 11 to 30: the backward"
 
 
-def test_parameters_that_no_optimizer_has_are_told_once_with_the_first_one() -> None:
+def test_parameters_that_no_optimizer_has_are_told_once_with_the_first_one():
     detector = Updates()
     steps = [step(1, rank, signs=Signs(left_out=3, left_out_first="lm_head.weight")) for rank in range(2)]
     (told,) = [one for each in steps for one in detector.step(each)]

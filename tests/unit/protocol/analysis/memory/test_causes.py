@@ -42,9 +42,7 @@ WITHOUT_REQUESTS = [each for each in GATHERED[3:] if each["action"] != "free_req
 
 
 @pytest.mark.parametrize(("trace", "found"), [(GATHERED, [3]), (WITHOUT_REQUESTS, [0])])
-def test_a_block_whose_free_was_requested_before_the_phase_does_not_lower_the_peak(
-    trace: list[Entry], found: list[int]
-) -> None:
+def test_a_block_whose_free_was_requested_before_the_phase_does_not_lower_the_peak(trace, found):
     # As the allocator's counter, which follows the request; without requests the completed frees count.
     assert blocks_at_peak(trace, [Span(10, 20, 500 * MIB)]) == (2000 * MIB, found, frozenset())
 
@@ -77,14 +75,14 @@ def cause_of(trace: list[Entry], call: str) -> Cause:
     return Cause(0, 3, call, 0.0, "spike", blocks.total_bytes, groups, attributed_bytes=told, **sizes)
 
 
-def test_the_update_of_zero_3_is_the_gradients_copied_and_upcast(trace: list[Entry]) -> None:
+def test_the_update_of_zero_3_is_the_gradients_copied_and_upcast(trace):
     named = name_cause(cause_of(trace, "step"), TOKENS)
     assert named.pattern == "gradient_upcast"
     assert named.parts[0].bytes == pytest.approx(named.total, rel=0.01)
     assert named.parts[0].where == "stage3.py:2686 _prepare_fp32_grad_for_sub_group"
 
 
-def test_logits_are_told_in_the_forward_by_their_stack_and_in_the_backward_by_their_size(trace: list[Entry]) -> None:
+def test_logits_are_told_in_the_forward_by_their_stack_and_in_the_backward_by_their_size(trace):
     forward = name_cause(cause_of(trace, "forward"), TOKENS)
     assert forward.pattern == "fp32_logits"
     # Logits in bf16, once more in fp32, and their logarithms in fp32: 2 + 4 + 4 bytes for each.
@@ -96,7 +94,7 @@ def test_logits_are_told_in_the_forward_by_their_stack_and_in_the_backward_by_th
     assert name_cause(cause_of(trace, "backward"), TOKENS * 3).pattern == ""
 
 
-def test_every_known_pattern_of_the_real_step_is_found(trace: list[Entry]) -> None:
+def test_every_known_pattern_of_the_real_step_is_found(trace):
     found = {
         pattern_of([f"{f['filename']}:{f['line']} {f['name']}" for f in reversed(entry["frames"])])[0]
         for entry in trace
@@ -123,13 +121,13 @@ def test_every_known_pattern_of_the_real_step_is_found(trace: list[Entry]) -> No
         ("no frame at all", ""),
     ],
 )
-def test_a_frame_is_known_by_its_file_and_function(innermost: str, pattern: str) -> None:
+def test_a_frame_is_known_by_its_file_and_function(innermost, pattern):
     outer = ["/home/user/train.py:80 main", f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py:2200 step"]
     assert pattern_of([outer[0], innermost])[0] == pattern
     assert pattern_of([*outer, innermost])[0] == (pattern or "gradient_upcast"), "the innermost known frame decides"
 
 
-def test_a_place_is_the_persons_own_code_where_there_is_some() -> None:
+def test_a_place_is_the_persons_own_code_where_there_is_some():
     library = [f"{SITE}/peft/model.py:5 forward", f"{SITE}/torch/nn/modules/linear.py:1 forward"]
     frames = ["/home/user/train.py:80 main", *library]
     places = ["train.py:80 main", "model.py:5 forward", "linear.py:1 forward", ""]
@@ -137,7 +135,7 @@ def test_a_place_is_the_persons_own_code_where_there_is_some() -> None:
     assert parse_frame("C:\\run\\train.py:80 main").short == "train.py:80 main"
 
 
-def test_two_patterns_are_both_named_and_a_small_share_is_not() -> None:
+def test_two_patterns_are_both_named_and_a_small_share_is_not():
     groups = [
         StackGroup(900 * MIB, 1, [f"{SITE}/torch/optim/adam.py:640 _multi_tensor_adam"]),
         StackGroup(880 * MIB, 1, [f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py:2200 step"]),
@@ -148,7 +146,7 @@ def test_two_patterns_are_both_named_and_a_small_share_is_not() -> None:
     assert named.elsewhere.bytes == 20 * MIB
 
 
-def test_what_stayed_counts_only_where_nothing_else_made_the_peak() -> None:
+def test_what_stayed_counts_only_where_nothing_else_made_the_peak():
     logits = StackGroup(600 * MIB, 1, [f"{SITE}/torch/nn/functional.py:3504 cross_entropy"], kept_bytes=600 * MIB)
     gather = StackGroup(500 * MIB, 1, [f"{SITE}/deepspeed/runtime/zero/partition_parameters.py:1329 _all_gather_dtype"])
     for size, groups, pattern in ((500, [gather, logits], "allgather_bucket"), (600, [logits], "fp32_logits")):
@@ -189,9 +187,7 @@ def hello(**fields: Any) -> Hello:
         ("checkpoint_saving", {}, "save less often", 0),
     ],
 )
-def test_a_remedy_names_the_option_and_what_it_saves_where_the_numbers_say(
-    pattern: str, fields: dict[str, Any], words: str, saves: int
-) -> None:
+def test_a_remedy_names_the_option_and_what_it_saves_where_the_numbers_say(pattern, fields, words, saves):
     remedy = remedy_of(pattern, GIB, hello(**fields))
     assert words in remedy.text
     assert remedy.frees_bytes == saves

@@ -61,7 +61,7 @@ def test_a_spike_that_does_not_make_the_steps_peak_says_so():
 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 7, 13])
-def test_a_spike_is_found_from_the_third_step_of_history_on_and_the_first_step_is_none(step: int):
+def test_a_spike_is_found_from_the_third_step_of_history_on_and_the_first_step_is_none(step):
     sim = optimizer_steps({step: 30 * GIB}, last=step + 11)
     assert [alert.step for alert in sim.alerts("spike")] == [step] * (step > 1)
 
@@ -88,7 +88,7 @@ def test_growth_is_the_optimizer_s_states_and_gradients_do_not_count():
 
 
 @pytest.mark.parametrize(("states", "alerts"), [(0, 0), (800, 1)])
-def test_gradients_of_a_closure_are_no_growth_of_the_optimizer(states: int, alerts: int):
+def test_gradients_of_a_closure_are_no_growth_of_the_optimizer(states, alerts):
     forward = Span(1000 * MIB, 1100 * MIB, 1100 * MIB)
     backward = Span(1100 * MIB, 1400 * MIB, 1500 * MIB)
     phases = [
@@ -118,9 +118,7 @@ def test_growth_after_skipped_first_updates_is_still_growth():
         (31651, 31651, 37394, "info"),  # llama-3-8b ZeRO-3 on four
     ],
 )
-def test_a_large_transient_of_every_step_is_told_once_for_all_ranks(
-    start_mib: int, end_mib: int, peak_mib: int, severity: str
-):
+def test_a_large_transient_of_every_step_is_told_once_for_all_ranks(start_mib, end_mib, peak_mib, severity):
     span = Span(start_mib * MIB, end_mib * MIB, peak_mib * MIB)
     sim = steps(60, lambda *_: [update(span, device_us=15_000)], 4)
     (alert,) = sim.alerts("spike")
@@ -145,13 +143,13 @@ LENGTHS = [128, 512, 1024, 256, 768, 900, 300, 640, 1024, 128, 400]
     ],
     ids=["optimizer offload without a transient", "batches of different length"],
 )
-def test_no_spike(phases: Any):
+def test_no_spike(phases):
     assert steps(120, phases).alerts("spike") == []
 
 
 @settings(max_examples=60, deadline=None)
 @given(noise=st.lists(st.integers(0, 40), min_size=60, max_size=60), usual=st.integers(0, 400))
-def test_noise_of_the_resident_set_is_never_a_spike(noise: list[int], usual: int):
+def test_noise_of_the_resident_set_is_never_a_spike(noise, usual):
     sizes = {step: (usual + extra) * MIB for step, extra in enumerate(noise, 1)}
     sim = optimizer_steps(sizes, last=60, cuda=False)
     assert sim.alerts("spike") == []
@@ -159,7 +157,7 @@ def test_noise_of_the_resident_set_is_never_a_spike(noise: list[int], usual: int
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(-5, 5), min_size=50, max_size=50), st.integers(10, 3000), st.integers(10, 50))
-def test_a_spike_twice_the_usual_plus_half_a_gibibyte_is_always_found(noise: list[int], usual: int, at: int):
+def test_a_spike_twice_the_usual_plus_half_a_gibibyte_is_always_found(noise, usual, at):
     sizes = {step: (usual + extra) * MIB for step, extra in enumerate(noise, 1)}
     sizes[at] = (2 * usual + 512) * MIB
     found = [alert for alert in optimizer_steps(sizes, last=50).alerts("spike") if alert.evidence["rule"] == "recent"]

@@ -22,7 +22,7 @@ def tried(oom: Oom, around: OomContext = ALONE) -> list[Remedy]:
     return remedies(oom, OomVerdict(judge(oom, around).kind, "", ""), around)
 
 
-def test_enough_that_lies_in_pieces_is_fragmentation_and_expandable_segments_fix_it() -> None:
+def test_enough_that_lies_in_pieces_is_fragmentation_and_expandable_segments_fix_it():
     oom = of(allocated_bytes=65 * GIB, usable_free_bytes=12 * GIB, reserved_free_bytes=12 * GIB, free_blocks=900)
     verdict = judge(oom, OomContext(HELLO))
     assert (verdict.kind, verdict.sure) == ("fragmentation", True)
@@ -34,7 +34,7 @@ def test_enough_that_lies_in_pieces_is_fragmentation_and_expandable_segments_fix
     assert "expandable_segments" not in [remedy.kind for remedy in tried(expandable)]
 
 
-def test_a_batch_longer_than_any_before_is_told_with_both_and_what_it_adds() -> None:
+def test_a_batch_longer_than_any_before_is_told_with_both_and_what_it_adds():
     oom = of(batch_shape=[4, 8192], parts={"activations": 50 * GIB, "parameters": 27 * GIB})
     verdict = judge(oom, OomContext(HELLO))
     assert (verdict.kind, verdict.sure) == ("longer_batch", True)
@@ -46,7 +46,7 @@ def test_a_batch_longer_than_any_before_is_told_with_both_and_what_it_adds() -> 
 
 
 @pytest.mark.parametrize("width", [2, 4])
-def test_a_request_of_the_size_of_the_logits_is_for_them(width: int) -> None:
+def test_a_request_of_the_size_of_the_logits_is_for_them(width):
     size = 4 * 2048 * 152_064 * width
     oom = of(requested_bytes=-(-size // (2 * MIB)) * 2 * MIB, vocabulary=152_064)
     verdict = judge(oom, OomContext(HELLO))
@@ -55,7 +55,7 @@ def test_a_request_of_the_size_of_the_logits_is_for_them(width: int) -> None:
     assert (first.kind, first.frees_bytes) == ("chunked_loss", 4 * 2048 * 152_064 * 4)
 
 
-def test_the_first_optimizer_step_creates_states_and_later_ones_temporaries() -> None:
+def test_the_first_optimizer_step_creates_states_and_later_ones_temporaries():
     stack = ["train.py:80 main", "optim/adamw.py:200 step", "optim/adamw.py:140 _init_group"]
     oom = of(phase="optimizer", steps_done=0, stack=stack, stack_of="failing", trainable=10**9, optimizer_class="AdamW")
     verdict = judge(oom, OomContext(HELLO))
@@ -68,7 +68,7 @@ def test_the_first_optimizer_step_creates_states_and_later_ones_temporaries() ->
     assert kind(later) == "optimizer_temporaries"
 
 
-def test_foreach_temporaries_cost_one_parameter_size_that_a_fused_optimizer_spares() -> None:
+def test_foreach_temporaries_cost_one_parameter_size_that_a_fused_optimizer_spares():
     oom = of(phase="optimizer", optimizer_class="AdamW", optimizer_implementation="foreach", parameter_bytes=7 * GIB)
     first = tried(oom, OomContext(HELLO))[0]
     assert (kind(oom), first.kind, first.frees_bytes) == ("optimizer_temporaries", "fused", 7 * GIB)
@@ -76,28 +76,28 @@ def test_foreach_temporaries_cost_one_parameter_size_that_a_fused_optimizer_spar
     assert "fused" not in [remedy.kind for remedy in tried(fused)]
 
 
-def test_steps_that_begin_with_ever_more_are_a_leak_whatever_lies_outside_of_the_allocator() -> None:
+def test_steps_that_begin_with_ever_more_are_a_leak_whatever_lies_outside_of_the_allocator():
     starts = [20 * GIB, 30 * GIB, *(30 * GIB + step * 200 * MIB for step in range(60))]
     listed = OomContext(HELLO, [ProcessMemory(HELLO.pid, 78 * GIB, HELLO.rank)])
     verdict = judge(of(starts=starts), listed)
     assert (verdict.kind, verdict.sure, "outside" in verdict.figures) == ("leak", False, True)
 
 
-def test_growth_that_came_at_once_or_that_falls_back_is_no_leak() -> None:
+def test_growth_that_came_at_once_or_that_falls_back_is_no_leak():
     assert steady_growth([10, 20, 30, 30, 30, 30, 30, 30, 30, 30, 30, 90]) is None
     assert steady_growth([10, 20, *[30, 40] * 8]) is None
     assert steady_growth([0, 50, *range(50, 60)]) == 9
 
 
 @pytest.mark.parametrize("cause", get_args(OomKind))
-def test_a_run_sharded_by_pytorch_gets_no_options_of_deepspeed(cause: OomKind) -> None:
+def test_a_run_sharded_by_pytorch_gets_no_options_of_deepspeed(cause):
     around = OomContext(msgspec.structs.replace(HELLO, framework="fsdp", zero_stage=None))
     for remedy in remedies(of(phase="backward"), OomVerdict(cause, "", ""), around):
         assert "zero" not in (remedy.text + remedy.setting).lower()
         assert "stage3" not in remedy.setting
 
 
-def test_memory_of_another_process_is_told_only_where_the_rank_itself_is_listed() -> None:
+def test_memory_of_another_process_is_told_only_where_the_rank_itself_is_listed():
     other = ProcessMemory(77, 40 * GIB, None, "python")
     oom = of(allocated_bytes=37 * GIB, reserved_bytes=37 * GIB, peak_bytes=37 * GIB)
     listed = OomContext(HELLO, [other, ProcessMemory(11, 38 * GIB, 0)])
@@ -111,7 +111,7 @@ def test_memory_of_another_process_is_told_only_where_the_rank_itself_is_listed(
     assert unlisted.figures["elsewhere"] == 42 * GIB
 
 
-def test_a_model_that_fills_the_device_is_too_large_and_more_sharding_is_tried_first() -> None:
+def test_a_model_that_fills_the_device_is_too_large_and_more_sharding_is_tried_first():
     oom = of(
         parts={"parameters": 20 * GIB, "gradients": 20 * GIB, "optimizer_states": 35 * GIB, "activations": 2 * GIB}
     )
@@ -121,7 +121,7 @@ def test_a_model_that_fills_the_device_is_too_large_and_more_sharding_is_tried_f
     assert first.frees_bytes == 15 * GIB  # the gradients, three quarters of them
 
 
-def test_a_limit_on_the_process_is_named_and_what_lies_beyond_it() -> None:
+def test_a_limit_on_the_process_is_named_and_what_lies_beyond_it():
     limit = "torch.cuda.set_per_process_memory_fraction allows 20.00 GiB"
     oom = of(phase="idle", device_free_bytes=58 * GIB, device_total_bytes=20 * GIB, room_bytes=0, limit=limit,
              allocated_bytes=19 * GIB, reserved_bytes=20 * GIB, starts=[], peak_bytes=0)  # fmt: skip
@@ -133,7 +133,7 @@ def test_a_limit_on_the_process_is_named_and_what_lies_beyond_it() -> None:
     assert tried(longer)[-1].kind == "limit"
 
 
-def test_what_others_hold_is_not_why_a_limit_refused() -> None:
+def test_what_others_hold_is_not_why_a_limit_refused():
     # Two ranks of other jobs on an H200 with 107 GiB free; this one may take 12.
     around = OomContext(HELLO, [ProcessMemory(11, 12 * GIB, 0), ProcessMemory(99, 21 * GIB, None)])
     oom = of(phase="backward", device_total_bytes=12 * GIB, capacity_bytes=140 * GIB, device_free_bytes=107 * GIB,
@@ -143,7 +143,7 @@ def test_what_others_hold_is_not_why_a_limit_refused() -> None:
     assert kind(msgspec.structs.replace(oom, limit="", device_free_bytes=GIB), around) == "other_process"
 
 
-def test_certainty_of_a_limit_of_the_host_of_too_large_a_request_and_without_numbers() -> None:
+def test_certainty_of_a_limit_of_the_host_of_too_large_a_request_and_without_numbers():
     host = of(measure="glibc", device_free_bytes=15 * GIB, room_bytes=15 * GIB, limit="RLIMIT_AS is 9 GiB")
     assert (judge(host).kind, judge(host).sure) == ("limit", True)
     assert kind(msgspec.structs.replace(host, device_free_bytes=GIB, limit="", phase="")) == "unknown"
@@ -153,9 +153,7 @@ def test_certainty_of_a_limit_of_the_host_of_too_large_a_request_and_without_num
 
 
 @given(OOMS, PROCESSES)
-def test_any_numbers_have_a_verdict_and_no_remedy_frees_less_than_nothing(
-    oom: Oom, processes: list[ProcessMemory]
-) -> None:
+def test_any_numbers_have_a_verdict_and_no_remedy_frees_less_than_nothing(oom, processes):
     around = OomContext(HELLO, processes)
     verdict, said = judge(oom, around), explain(oom, around)
     assert (said.kind, said.sure, said.short_bytes) == (verdict.kind, verdict.sure, verdict.short_bytes)
@@ -174,7 +172,7 @@ def test_any_numbers_have_a_verdict_and_no_remedy_frees_less_than_nothing(
         assert max(oom.usable_free_bytes, oom.reserved_bytes - oom.allocated_bytes) + oom.room_bytes > 0
 
 
-def test_little_free_memory_in_pieces_is_not_why_a_first_optimizer_step_fails() -> None:
+def test_little_free_memory_in_pieces_is_not_why_a_first_optimizer_step_fails():
     """Of 201 states 73 were made: gigabytes more were to come, and 99.5 % of reserved memory was allocated."""
     stack = ["train.py:9 main", "stage_1_and_2.py:600 initialize_optimizer_states"]
     oom = of(phase="optimizer", steps_done=1, stack=stack, stack_of="failing", requested_bytes=64 * MIB,
@@ -188,9 +186,7 @@ def test_little_free_memory_in_pieces_is_not_why_a_first_optimizer_step_fails() 
 
 
 @pytest.mark.parametrize(("made", "expected"), [(3 * GIB, "optimizer_states"), (14 * GIB, "fragmentation")])
-def test_fragmentation_of_a_first_optimizer_step_needs_that_its_other_states_would_have_fitted(
-    made: int, expected: str
-) -> None:
+def test_fragmentation_of_a_first_optimizer_step_needs_that_its_other_states_would_have_fitted(made, expected):
     """Two billion numbers under Adam with fp32 masters: 16 GB of states, and 6 GiB free in pieces."""
     stack = ["train.py:9 main", "adamw.py:150 _init_group"]
     oom = of(phase="optimizer", steps_done=0, stack=stack, stack_of="failing", allocated_bytes=71 * GIB,

@@ -76,12 +76,12 @@ def drawn(noise: random.Random, seconds: list[float]) -> Make:
 
 
 @pytest.mark.parametrize(("excess", "steps", "found"), [(100.0, 20, 1), (50.0, 20, 0), (50.0, 60, 1), (20.0, 300, 0)])
-def test_the_smaller_the_excess_the_longer_it_must_last(excess: float, steps: int, found: int) -> None:
+def test_the_smaller_the_excess_the_longer_it_must_last(excess, steps, found):
     _, findings = play(slow(1, forward=excess), steps=steps)
     assert len(findings) == found
 
 
-def test_a_rank_grossly_slower_than_the_others_is_found_after_four_long_steps() -> None:
+def test_a_rank_grossly_slower_than_the_others_is_found_after_four_long_steps():
     judge, found = play(slow(-1), steps=40)
     _, found = play(slow(1, data=900.0), steps=5, judge=judge, first=41)
     assert [(one.facts.rank, one.facts.slow_at, one.facts.steps) for one in found] == [(1, "data", 4)]
@@ -91,9 +91,7 @@ def test_a_rank_grossly_slower_than_the_others_is_found_after_four_long_steps() 
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_random_lengths_of_two_values_do_not_make_a_straggler_of_who_draws_the_longer_one_four_times(
-    ranks: int,
-) -> None:
+def test_random_lengths_of_two_values_do_not_make_a_straggler_of_who_draws_the_longer_one_four_times(ranks):
     alarms = 0
     for seed in range(40):
         lengths = drawn(random.Random(seed), [0.5, 0.5, 0.5, 2.0])
@@ -101,17 +99,17 @@ def test_random_lengths_of_two_values_do_not_make_a_straggler_of_who_draws_the_l
     assert alarms <= 1
 
 
-def test_four_long_steps_that_differ_do_not_make_a_straggler() -> None:
+def test_four_long_steps_that_differ_do_not_make_a_straggler():
     assert play(lambda rank, step: {"data": 500.0 + rank * (1_000.0, 8_000.0)[step % 2]}, steps=9)[1] == []
 
 
-def test_a_rank_that_is_slow_in_all_phases_is_slow_everywhere() -> None:
+def test_a_rank_that_is_slow_in_all_phases_is_slow_everywhere():
     _, found = play(slow(1, **{name: 2 * ms for name, ms in PARTS.items() if ms >= 8}))
     assert found[0].facts.slow_at == EVERYWHERE
     assert said(found).title.startswith("rank 1 is slow everywhere: 29")
 
 
-def test_of_two_slow_ranks_the_one_that_others_wait_for_is_found() -> None:
+def test_of_two_slow_ranks_the_one_that_others_wait_for_is_found():
     base = slow(2, forward=200.0)
     _, found = play(lambda rank, step: base(rank, step) | ({"data": 80.0} if rank == 1 else {}), ranks=4)
     assert [finding.facts.rank for finding in found] == [2]
@@ -119,18 +117,18 @@ def test_of_two_slow_ranks_the_one_that_others_wait_for_is_found() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("sigma", [0.1, 0.25, 0.5, 1.0])
-def test_ranks_that_draw_their_work_at_random_are_never_stragglers(ranks: int, sigma: float) -> None:
+def test_ranks_that_draw_their_work_at_random_are_never_stragglers(ranks, sigma):
     noise = random.Random(7)
     _, found = play(lambda rank, step: {"forward": 400 * noise.lognormvariate(0, sigma)}, ranks=ranks, steps=500)
     assert found == []
 
 
-def test_steps_of_a_tenth_of_a_second_to_eight_seconds_by_each_ranks_own_draw_are_no_stragglers() -> None:
+def test_steps_of_a_tenth_of_a_second_to_eight_seconds_by_each_ranks_own_draw_are_no_stragglers():
     for seed in range(20):
         assert play(drawn(random.Random(seed), [0.1, 0.1, 0.1, 0.2, 0.5, 1, 2, 4, 8]), steps=100)[1] == []
 
 
-def test_spells_of_slowness_raise_a_handful_of_findings_however_long_the_run() -> None:
+def test_spells_of_slowness_raise_a_handful_of_findings_however_long_the_run():
     def make(rank: int, step: int) -> Parts:
         return {"forward": 300.0 + (400.0 if step // 30 % 2 == rank else 0.0)}
 
@@ -138,7 +136,7 @@ def test_spells_of_slowness_raise_a_handful_of_findings_however_long_the_run() -
     assert len(found) <= 4
 
 
-def test_a_straggler_ends_once_it_is_as_fast_and_is_found_again() -> None:
+def test_a_straggler_ends_once_it_is_as_fast_and_is_found_again():
     judge, found = play(slow(1, data=150.0), steps=40)
     assert [finding.state for finding in found] == ["raised"]
     _, found = play(slow(-1), steps=60, judge=judge, first=41)
@@ -151,20 +149,20 @@ def test_a_straggler_ends_once_it_is_as_fast_and_is_found_again() -> None:
 @pytest.mark.parametrize(
     ("waited", "walls"), [(0, (205_000, 205_000)), (5000, (105_000, 205_000))], ids=["is not seen", "in no common step"]
 )
-def test_ranks_whose_waiting_supports_no_verdict_are_not_compared(waited: int, walls: tuple[int, int]) -> None:
+def test_ranks_whose_waiting_supports_no_verdict_are_not_compared(waited, walls):
     judge = Stragglers()
     for step in range(1, 80):
         for rank, own in enumerate((100_000, 200_000)):
             assert judge.step(step, rank, step, Work({"forward": own}, waited, True, walls[rank])) == []
 
 
-def test_more_micro_steps_are_not_slowness() -> None:
+def test_more_micro_steps_are_not_slowness():
     for excess, findings in ((90.0, 0), (400.0, 1)):
         _, found = play(slow(1, forward=excess), more=lambda rank, step: {"micro_steps": 2 if rank else 1})
         assert len(found) == findings
 
 
-def test_steps_with_an_evaluation_on_one_rank_are_left_out() -> None:
+def test_steps_with_an_evaluation_on_one_rank_are_left_out():
     def make(rank: int, step: int) -> Parts:
         return {"forward": 100.0, "eval": 300.0 if rank == 0 else 0.0}
 
@@ -176,7 +174,7 @@ def test_steps_with_an_evaluation_on_one_rank_are_left_out() -> None:
     assert found == [], "nor do a few long steps make a straggler where the phase is not known"
 
 
-def test_a_lost_step_or_a_rank_that_comes_and_goes_stops_nothing() -> None:
+def test_a_lost_step_or_a_rank_that_comes_and_goes_stops_nothing():
     judge = Stragglers()
     make = slow(1, forward=150.0)
     found: list[StragglerFinding] = []
@@ -192,7 +190,7 @@ def test_a_lost_step_or_a_rank_that_comes_and_goes_stops_nothing() -> None:
     assert judge.step(60.0, 0, 60, Work({"forward": 1}, 0, True, 1)) == []
 
 
-def test_the_words_hold_the_figures_and_what_is_known_of_the_cause() -> None:
+def test_the_words_hold_the_figures_and_what_is_known_of_the_cause():
     _, found = play(slow(1, idle=100.0), more=lambda rank, _: {"cpu": 100_000, "tokens": 900 if rank else 512})
     title, text, *_ = said(found)
     assert title == "rank 1 is slow between phases: 102 ms a step, others 2 ms"
@@ -206,14 +204,14 @@ def record(name: str, host: int, device: int | None = None, **fields: Any) -> Ph
     return PhaseRecord(name, 0, host, NOTHING, NOTHING, device, **fields)
 
 
-def test_on_the_cpu_time_in_collectives_is_waiting_and_time_between_phases_is_work() -> None:
+def test_on_the_cpu_time_in_collectives_is_waiting_and_time_between_phases_is_work():
     phases = [record("data", 100), record("forward", 200), record("backward", 500, collective_us=400)]
     work = work_of(Step(0, 3, 0.0, 1000, phases), device=False)
     assert work.own == {"data": 100, "forward": 200, "backward": 100, "idle": 200}
     assert (work.waited, work.wall, work.measured, work.comparable) == (400, 1000, True, True)
 
 
-def test_on_a_device_measured_waiting_is_taken_off_and_gaps_count_where_they_are() -> None:
+def test_on_a_device_measured_waiting_is_taken_off_and_gaps_count_where_they_are():
     phases = [record("idle", 40, 45), record("data", 10, 0), record("forward", 5, 30)]
     phases += [record("backward", 5, 90, waited_us=50), record("optimizer", 3, 5)]
     work = work_of(Step(0, 3, 0.0, 170, phases, device_us=170), device=True)
@@ -221,7 +219,7 @@ def test_on_a_device_measured_waiting_is_taken_off_and_gaps_count_where_they_are
     assert (work.waited, work.measured, work.comparable) == (50, True, True)
 
 
-def test_on_a_device_without_measured_waits_only_what_precedes_the_collectives_is_compared() -> None:
+def test_on_a_device_without_measured_waits_only_what_precedes_the_collectives_is_compared():
     phases = [record("data", 10, 0), record("forward", 5, 30), record("backward", 5, 100, collectives=3)]
     work = work_of(Step(0, 3, 0.0, 160, phases, device_us=160), device=True)
     assert work.own == {"idle": 20, "data": 10, "forward": 30}
@@ -236,7 +234,7 @@ def test_on_a_device_without_measured_waits_only_what_precedes_the_collectives_i
         [record("forward", 5, 30), record("eval", 5, 30), record("backward", 5, 90, collectives=3)],
     ],
 )
-def test_on_a_device_a_step_that_supports_no_verdict_is_not_compared(phases: list[PhaseRecord]) -> None:
+def test_on_a_device_a_step_that_supports_no_verdict_is_not_compared(phases):
     assert not work_of(Step(0, 3, 0.0, 160, phases, device_us=160), device=True).comparable
     assert not work_of(Step(0, 3, 0.0, 160, phases), device=True).comparable, "nor one without device times"
 
@@ -273,7 +271,7 @@ def train(sim: Sim, first: int, last: int, slow: int = -1, at: str = "forward") 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer"])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_an_alert_names_the_slow_rank_its_phase_and_both_figures_and_ends(ranks: int, phase: str):
+def test_an_alert_names_the_slow_rank_its_phase_and_both_figures_and_ends(ranks, phase):
     sim = begun(ranks)
     train(sim, 1, 19)
     train(sim, 20, 48, ranks - 1, phase)
@@ -287,7 +285,7 @@ def test_an_alert_names_the_slow_rank_its_phase_and_both_figures_and_ends(ranks:
 
 
 @pytest.mark.parametrize(("in_loader", "where"), [(0.98, "data"), (0.02, "batch")])
-def test_the_loader_is_told_apart_from_work_on_the_batch_it_delivered(in_loader: float, where: str):
+def test_the_loader_is_told_apart_from_work_on_the_batch_it_delivered(in_loader, where):
     sim = begun()
     phases = cpu_step(sim, {0: 100.0, 1: 200.0}, random.Random(3), "data")
     for number in range(1, 49):
@@ -386,7 +384,7 @@ CAPPED = {"throttle_reasons": ["power cap"]}
         (CAPPED, CAPPED, ""),
     ],
 )
-def test_a_slow_rank_is_told_with_what_hinders_its_gpu_and_not_the_others(slow: Any, others: Any, words: str):
+def test_a_slow_rank_is_told_with_what_hinders_its_gpu_and_not_the_others(slow, others, words):
     assert hindrance(slow, others) == words
 
 

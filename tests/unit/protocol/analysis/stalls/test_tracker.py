@@ -102,7 +102,7 @@ def test_under_nccl_the_last_rank_by_count_is_hung():
 
 
 @pytest.mark.parametrize(("phase", "seconds"), [("checkpoint", 300), ("eval", 200), ("idle", 50)])
-def test_a_long_checkpoint_evaluation_or_pause_of_one_rank_is_no_hang(phase: str, seconds: float):
+def test_a_long_checkpoint_evaluation_or_pause_of_one_rank_is_no_hang(phase, seconds):
     sim = trained(4)
     hang(sim, seconds, guilty=0, phase=phase)
     assert sim.alerts("hang") == []
@@ -159,9 +159,7 @@ def held_up(sim: Any, rounds: int, *, slept: bool = False, first: bool = True) -
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(("slept", "hung"), [(False, [[1]]), (True, [])])
-def test_a_hub_that_is_kept_from_its_work_tells_who_hangs_and_accuses_no_rank_that_slept_with_it(
-    first: bool, slept: bool, hung: list[list[int]]
-):
+def test_a_hub_that_is_kept_from_its_work_tells_who_hangs_and_accuses_no_rank_that_slept_with_it(first, slept, hung):
     sim = trained(3)
     held_up(sim, 3, first=first, slept=slept)
     assert [alert.evidence["hung"] for alert in sim.alerts("hang")] == hung
@@ -190,7 +188,7 @@ def test_a_rank_that_is_stopped_and_continued_many_times_a_second_is_not_stopped
 
 
 @pytest.mark.parametrize(("proc_state", "by_signal"), [("T", True), ("t", False)])
-def test_signal_cont_is_named_only_for_a_rank_that_it_continues(proc_state: str, by_signal: bool):
+def test_signal_cont_is_named_only_for_a_rank_that_it_continues(proc_state, by_signal):
     sim = trained(1, 0)
     for _ in range(8):
         sim.fact(0, proc_state=proc_state)
@@ -353,7 +351,7 @@ def test_a_new_hub_goes_on_with_the_recorded_states_and_alerts():
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 512])
-def test_states_are_sent_only_when_they_change(ranks: int):
+def test_states_are_sent_only_when_they_change(ranks):
     sim = trained(ranks, 4 if ranks > 8 else 40, cuda=True)
     sim.wait(3, lambda: sim.feed(*(sim.beat(rank, 41, moved=True) for rank in range(ranks))))
     assert all(sim.states(rank) == ["starting", "training"] for rank in range(ranks))
@@ -378,9 +376,7 @@ def waits_for_the_other(sim: Sim, step: int, collectives: int) -> None:
 
 
 @pytest.mark.parametrize(("heard", "limit"), [(0, 60.0), (1, 8.0)])
-def test_a_rank_that_went_silent_before_its_steps_were_heard_is_judged_by_those_of_the_ranks_that_wait(
-    heard: int, limit: float
-):
+def test_a_rank_that_went_silent_before_its_steps_were_heard_is_judged_by_those_of_the_ranks_that_wait(heard, limit):
     sim = trained(2, 0)
     for step in range(1, 9):
         sim.feed(*(sim.step(rank, step) for rank in (range(2) if step <= heard else (0,))))

@@ -1,17 +1,13 @@
 """The escalation of a kill, where its own thread does not run for a while."""
 
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 from ftmon.trainer.host.end import kill as module
 from ftmon.trainer.host.end.kill import Kill, KillScope
 
 
-def test_processes_that_ended_in_time_are_not_killed_by_a_thread_that_looks_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_ended_in_time_are_not_killed_by_a_thread_that_looks_late(tmp_path, monkeypatch):
     kill = Kill(KillScope(tmp_path, [], [], whole_run=True), signal.SIGTERM, False)
     now = iter([0.0, *[100.0] * 9])
     monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda _: None, monotonic=lambda: next(now)))

@@ -65,9 +65,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     return found
 
 
-def test_cuda_that_comes_up_is_met_once_and_what_its_allocator_refuses_is_reported(
-    core: Core, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-):
+def test_cuda_that_comes_up_is_met_once_and_what_its_allocator_refuses_is_reported(core, monkeypatch, tmp_path):
     rank = RankContext(1, 1, 2, RunDir(tmp_path))
     training = Training(rank, Counts())
     outbox, tracker, phases, hold = training.outbox, training.tracker, training.phases, Hold(rank.options)
@@ -118,7 +116,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_a_value_that_is_never_read_returns_its_buffer(made: list[int]) -> None:
+def test_a_value_that_is_never_read_returns_its_buffer(made):
     for number in range(100):
         cuda.fetch_scalar(torch.tensor(7.0))
         norm = cuda.fetch_scalar(torch.tensor(float(number)))
@@ -137,9 +135,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return answer
 
 
-def test_kept_scalars_are_copied_together_but_for_those_that_were_overwritten(
-    made: list[int], passed: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_scalars_are_copied_together_but_for_those_that_were_overwritten(made, passed, monkeypatch):
     values = [torch.tensor(float(number)) for number in range(4)]
     kept = [cuda.Kept(value) for value in values]
     assert all(cuda.can_be_kept(value) for value in values)
@@ -160,9 +156,7 @@ def test_kept_scalars_are_copied_together_but_for_those_that_were_overwritten(
     assert not cuda.can_be_kept(values[0]), "a replay overwrites it unseen"
 
 
-def test_a_step_is_sent_once_its_kept_loss_is_here_though_events_of_its_block_have_passed(
-    made: list[int], passed: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_sent_once_its_kept_loss_is_here_though_events_of_its_block_have_passed(made, passed, monkeypatch):
     def step(number: int, loss: Any) -> StepRaw:
         mark = Mark("idle", 0, None, SimpleNamespace(query=lambda: True), 0, 0)
         return StepRaw(number, [mark, mark], 0.0, Notes(losses=[loss]), 0, 0, 200, True, True)
@@ -188,9 +182,7 @@ def test_a_step_is_sent_once_its_kept_loss_is_here_though_events_of_its_block_ha
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool])
-def test_a_number_has_arrived_once_its_bytes_are_other_ones(
-    dtype: torch.dtype, made: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_has_arrived_once_its_bytes_are_other_ones(dtype, made, monkeypatch):
     with monkeypatch.context() as device:
         device.setattr(cuda, "_begin_copy", lambda buffer, _, *others: cuda.Fetched(buffer, *others))
         slow: Any = cuda.fetch_scalar(torch.ones((), dtype=dtype))
@@ -209,7 +201,7 @@ def test_a_number_has_arrived_once_its_bytes_are_other_ones(
     assert len(made) == 4
 
 
-def test_a_value_on_its_way_keeps_its_buffer_and_the_longest_free_one_is_used_first(made: list[int]) -> None:
+def test_a_value_on_its_way_keeps_its_buffer_and_the_longest_free_one_is_used_first(made):
     values: deque[Any] = deque(cuda.fetch(torch.full((100,), float(number))) for number in range(4))
     assert [int(value.tensor()[99]) for value in values] == [0, 1, 2, 3]
     first = values.popleft().buffer.address
@@ -220,7 +212,7 @@ def test_a_value_on_its_way_keeps_its_buffer_and_the_longest_free_one_is_used_fi
     assert made == [512] * 4
 
 
-def test_beyond_the_limit_nothing_is_fetched(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_the_limit_nothing_is_fetched(made, monkeypatch):
     monkeypatch.setattr(cuda, "MOST_BYTES", 2 * cuda.SMALLEST)
     kept = [cuda.fetch_scalar(torch.tensor(1.0)) for _ in range(3)]
     assert [each is None for each in kept] == [False, False, True]

@@ -46,13 +46,13 @@ def sent(tmp_path: Path) -> Iterator[Sent]:
     context.destroy(linger=0)
 
 
-def test_labels_of_a_loss_that_have_not_arrived_are_not_read() -> None:
+def test_labels_of_a_loss_that_have_not_arrived_are_not_read():
     seen, mark = Seen(None, None, "of the batch", "on their way"), Mark("idle", 0, None, None, 0, 0)
     raw = publisher.without_device(StepRaw(1, [mark, mark], 0.0, Notes(seen=[seen]), 0))
     assert raw.notes.seen == [Seen(None, None, "of the batch")]
 
 
-def test_a_message_that_cannot_be_encoded_is_dropped_and_counted(sent: Sent) -> None:
+def test_a_message_that_cannot_be_encoded_is_dropped_and_counted(sent):
     unencodable: Any = 1 << 70
     sent.publisher.send(Checkpoint(0, 1, 0.0, "a", unencodable))
     sent.publisher.send(Checkpoint(0, 1, 0.0, "b"))
@@ -60,7 +60,7 @@ def test_a_message_that_cannot_be_encoded_is_dropped_and_counted(sent: Sent) -> 
     assert sent.publisher.dropped == 1
 
 
-def test_a_step_that_makes_no_message_is_dropped_and_the_next_one_is_sent(sent: Sent) -> None:
+def test_a_step_that_makes_no_message_is_dropped_and_the_next_one_is_sent(sent):
     unreadable: Any = object()
     sent.tracker.notes.tokens.append(unreadable)
     sent.tracker.end_step()
@@ -71,9 +71,7 @@ def test_a_step_that_makes_no_message_is_dropped_and_the_next_one_is_sent(sent: 
     assert [(step.step, step.dropped) for step in steps] == [(2, 1)]
 
 
-def test_last_steps_that_the_device_has_finished_are_sent_whole_though_the_thread_stood_still(
-    sent: Sent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_last_steps_that_the_device_has_finished_are_sent_whole_though_the_thread_stood_still(sent, monkeypatch):
     def refused(_: Any) -> Any:
         raise AssertionError("the device has finished it")
 
@@ -85,7 +83,7 @@ def test_last_steps_that_the_device_has_finished_are_sent_whole_though_the_threa
     assert [message.step for message in sent.messages() if isinstance(message, Step)] == [1]
 
 
-def test_an_agent_that_cannot_be_started_is_logged_once_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_cannot_be_started_is_logged_once_and_ends_nothing(monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as place:  # a short path: sockets are in the folder itself
         for name in ("logs", "agent.lock"):
             (Path(place) / name).mkdir()
@@ -99,7 +97,7 @@ def test_an_agent_that_cannot_be_started_is_logged_once_and_ends_nothing(monkeyp
     assert "agent cannot be started: IsADirectoryError" in line
 
 
-def test_ranks_agree_on_the_step_to_stop_after(tmp_path: Path) -> None:
+def test_ranks_agree_on_the_step_to_stop_after(tmp_path):
     first = agree_on_step(tmp_path / "stop-after", 40, 0.1)
     second = agree_on_step(tmp_path / "stop-after", 42, 0.2)
     assert first == second == 53

@@ -53,9 +53,7 @@ def test_the_newest_collectives_of_each_group_are_told():
     assert found[-1][:2] == ["b", 199]
 
 
-def test_a_recorder_that_is_missing_or_does_not_answer_is_replaced_by_counted_calls_and_holds_one_thread(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_recorder_that_is_missing_or_does_not_answer_is_replaced_by_counted_calls_and_holds_one_thread(monkeypatch):
     asked, answers = [], threading.Event()
 
     def dump():
@@ -102,7 +100,7 @@ def run_code(path: Path, code: str = "look()") -> list[dict[str, list[tuple[int,
     return found
 
 
-def test_a_line_has_the_loops_around_it_and_one_behind_them_has_none(tmp_path: Path) -> None:
+def test_a_line_has_the_loops_around_it_and_one_behind_them_has_none(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     inside, behind = run_code(path, SCRIPT + "main(look, look)")
@@ -110,7 +108,7 @@ def test_a_line_has_the_loops_around_it_and_one_behind_them_has_none(tmp_path: P
     assert behind[f"{tmp_path}/train.py:6"] == []
 
 
-def test_a_file_that_is_gone_or_whose_disk_does_not_answer_is_left_out(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_or_whose_disk_does_not_answer_is_left_out(tmp_path):
     assert f"{tmp_path}/gone.py:1" not in run_code(tmp_path / "gone.py")[0]
     os.mkfifo(tmp_path / "slow.py")
     assert f"{tmp_path}/slow.py:1" not in run_code(tmp_path / "slow.py")[0]
@@ -132,7 +130,7 @@ EMPTY: "queue.Queue[int]" = queue.Queue()
     ],
     ids=["event", "seconds by name", "queue", "event without a limit", "queue without a limit"],
 )
-def test_a_wait_with_a_limit_is_told_from_one_without(wait: Callable[[], object], timed: bool) -> None:
+def test_a_wait_with_a_limit_is_told_from_one_without(wait, timed):
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     try:
@@ -176,7 +174,7 @@ def state(thread: int) -> str:
     ],
     ids=["sleep", "wait with a limit", "wait without one"],
 )
-def test_the_end_of_a_sleep_is_read_from_the_kernel(sleep: Callable[[], object], known: bool) -> None:
+def test_the_end_of_a_sleep_is_read_from_the_kernel(sleep, known):
     thread = thread_asleep(sleep)
     if not known:
         assert seconds_until_awake(os.getpid(), thread) is None
@@ -187,6 +185,6 @@ def test_the_end_of_a_sleep_is_read_from_the_kernel(sleep: Callable[[], object],
     assert 400.0 < left < 500.5
 
 
-def test_a_thread_that_runs_or_is_gone_does_not_sleep() -> None:
+def test_a_thread_that_runs_or_is_gone_does_not_sleep():
     assert seconds_until_awake(os.getpid(), threading.get_native_id()) is None
     assert seconds_until_awake(os.getpid(), 1 << 22) is None

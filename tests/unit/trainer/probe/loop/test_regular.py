@@ -1018,8 +1018,7 @@ def as_it_should_be(generator, critic):
 
 
 @pytest.mark.parametrize(
-    ("second", "expected"),
-    [(of_the_other_model, [(2, 0)]), (of_a_detached_loss, [(0, 2)]), (as_it_should_be, [])],
+    ("second", "expected"), [(of_the_other_model, [(2, 0)]), (of_a_detached_loss, [(0, 2)]), (as_it_should_be, [])]
 )
 def test_the_parameters_of_a_second_optimizer_that_does_not_train_its_model_are_noted(second, expected, training):
     hooks_torch.install(torch)

@@ -48,7 +48,7 @@ def script_records(**options: Any) -> None:
     memory._record_memory_history(**options)
 
 
-def test_going_to_stacks_and_back_keeps_the_history_and_the_size_of_the_ring(calls: Calls) -> None:
+def test_going_to_stacks_and_back_keeps_the_history_and_the_size_of_the_ring(calls):
     recording = Recording()
     assert [recording.numbers(), recording.stacks(), recording.numbers()] == [True] * 3
     assert recording.cleared == 1
@@ -61,7 +61,7 @@ def test_going_to_stacks_and_back_keeps_the_history_and_the_size_of_the_ring(cal
     assert [call[1] for call in calls] == [fewer, {"clear": False, "skip": None}, fewer]
 
 
-def test_a_ring_of_another_size_is_cleared_first_and_keeps_every_action(calls: Calls) -> None:
+def test_a_ring_of_another_size_is_cleared_first_and_keeps_every_action(calls):
     recording = Recording()
     recording.numbers()
     recording.stacks(long=True, frees=True)
@@ -72,7 +72,7 @@ def test_a_ring_of_another_size_is_cleared_first_and_keeps_every_action(calls: C
     assert recording.cleared == 3
 
 
-def test_the_ring_is_as_large_as_a_step_asks_for_except_while_stacks_are_read(calls: Calls) -> None:
+def test_the_ring_is_as_large_as_a_step_asks_for_except_while_stacks_are_read(calls):
     recording = Recording()
     recording.fit(4_000)
     recording.numbers()
@@ -89,7 +89,7 @@ def test_the_ring_is_as_large_as_a_step_asks_for_except_while_stacks_are_read(ca
         assert recording.entries == entries
 
 
-def test_an_older_torch_clears_at_every_switch_and_is_known_to(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_clears_at_every_switch_and_is_known_to(calls, monkeypatch):
     def record(enabled: str | None = "all", context: str | None = "all", stacks: str = "all", max_entries: int = 0):
         calls.append(((enabled, context, stacks, max_entries), {}))
 
@@ -102,7 +102,7 @@ def test_an_older_torch_clears_at_every_switch_and_is_known_to(calls: Calls, mon
 
 
 @pytest.mark.parametrize("switched", [True, False], ids=["after the probe", "before it"])
-def test_a_recorder_that_the_script_switched_is_left_alone(calls: Calls, switched: bool) -> None:
+def test_a_recorder_that_the_script_switched_is_left_alone(calls, switched):
     recording = Recording()
     if switched:
         recording.numbers()
@@ -125,9 +125,7 @@ class Recorder:
     off = release = lambda self: None
 
 
-def test_a_snapshot_that_cannot_be_written_is_answered_and_the_next_one_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_that_cannot_be_written_is_answered_and_the_next_one_is_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [[{}, {}]], "segments": []})
     monkeypatch.setattr(snapshots, "LEAST_SECONDS", 0.0)
     sent: list[Any] = []
@@ -161,7 +159,7 @@ def mark(phase: str, ns: int) -> Mark:
     return Mark(phase, ns, None, None, 0, 0)
 
 
-def test_the_last_steps_and_the_one_under_way_are_spans_of_the_device() -> None:
+def test_the_last_steps_and_the_one_under_way_are_spans_of_the_device():
     begun, now = time.time(), time.perf_counter_ns()
     marks = PhaseMarks()
     ms = 1_000_000
@@ -181,7 +179,7 @@ def test_the_last_steps_and_the_one_under_way_are_spans_of_the_device() -> None:
     assert (begun - 1) * 1e6 < spans[-1].end_us < (time.time() + 1) * 1e6
 
 
-def test_only_so_many_steps_are_remembered_and_none_is_no_trouble() -> None:
+def test_only_so_many_steps_are_remembered_and_none_is_no_trouble():
     marks = PhaseMarks()
     found: dict[str, Any] = {"segments": [], "device_traces": [[]]}
     marks.annotate(found, 0, 1, [])

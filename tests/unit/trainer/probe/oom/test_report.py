@@ -4,7 +4,6 @@ import gzip
 import os
 import pickle
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ def allocated(found: dict[str, Any]) -> int:
     return sum(segment["allocated_size"] for segment in found["segments"])
 
 
-def test_a_snapshot_s_segments_give_the_free_memory_for_a_request_and_who_held_most(found: dict[str, Any]) -> None:
+def test_a_snapshot_s_segments_give_the_free_memory_for_a_request_and_who_held_most(found):
     segments = found["segments"]
     free = pieces(segments, 5 * GIB, segments[0]["stream"])
     assert free.free == sum(segment["total_size"] - segment["active_size"] for segment in segments)
@@ -40,9 +39,7 @@ def test_a_snapshot_s_segments_give_the_free_memory_for_a_request_and_who_held_m
     assert groups == sorted(groups, key=lambda group: -group.bytes)
 
 
-def test_parts_add_up_to_what_is_allocated_and_without_a_trace_follow_from_the_failing_phase(
-    found: dict[str, Any],
-) -> None:
+def test_parts_add_up_to_what_is_allocated_and_without_a_trace_follow_from_the_failing_phase(found):
     segments, trace = found["segments"], found["device_traces"][0]
     biggest = max(
         (block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"),
@@ -62,8 +59,8 @@ def test_parts_add_up_to_what_is_allocated_and_without_a_trace_follow_from_the_f
 
 
 def test_the_snapshot_is_written_for_its_owner_alone_with_its_newest_entries_or_the_problem_is_said(
-    found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    found, tmp_path, monkeypatch
+):
     path, size, note = snapshots.write_snapshot(tmp_path / "own.pickle", dict(found))
     assert path is not None
     assert path == tmp_path / "own.pickle"
@@ -94,7 +91,7 @@ def step(number: int, start: int, shape: list[int], peak: int) -> Step:
     return Step(0, number, 0.0, 1, [PhaseRecord("forward", 0, 1, span, span)], batch_shape=shape)
 
 
-def test_the_largest_batch_the_highest_peak_and_beginnings_of_steps_back_to_the_first_are_kept() -> None:
+def test_the_largest_batch_the_highest_peak_and_beginnings_of_steps_back_to_the_first_are_kept():
     history = OomHistory()
     for number, shape in enumerate(([4, 100], [2, 900], [4, 300], *[[1]] * 5_000)):
         history.note(step(number, number, shape, 9_000 - number))

@@ -55,9 +55,7 @@ def caught_exit(status: int) -> None:
 
 
 @pytest.mark.parametrize(("statuses", "end"), [((2, None), ("finished", "")), ((0, 2), ("failed", "sys.exit(2)"))])
-def test_an_exit_that_the_script_has_caught_counts_unless_a_step_follows(
-    training: Training, told: Told, statuses: tuple[int | None, ...], end: tuple[str, str]
-) -> None:
+def test_an_exit_that_the_script_has_caught_counts_unless_a_step_follows(training, told, statuses, end):
     for status in statuses:
         training.tracker.end_step()
         if status is not None:
@@ -74,9 +72,7 @@ def test_an_exit_that_the_script_has_caught_counts_unless_a_step_follows(
         ("os._exit(3) alone", ("failed", "os._exit(3)")),
     ],
 )
-def test_an_exit_for_an_exception_is_told_as_the_exception(
-    told: Told, leaves: list[int], ways: str, end: tuple[str, str]
-) -> None:
+def test_an_exit_for_an_exception_is_told_as_the_exception(told, leaves, ways, end):
     try:
         if "alone" not in ways:
             raise KeyError("labels")
@@ -93,7 +89,7 @@ def test_an_exit_for_an_exception_is_told_as_the_exception(
 
 
 @pytest.mark.parametrize("interactive", [True, False])
-def test_an_error_ends_a_script_and_no_notebook(told: Told, monkeypatch: pytest.MonkeyPatch, interactive: bool) -> None:
+def test_an_error_ends_a_script_and_no_notebook(told, monkeypatch, interactive):
     if interactive:
         monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     error = NameError("a cell before")
@@ -102,9 +98,7 @@ def test_an_error_ends_a_script_and_no_notebook(told: Told, monkeypatch: pytest.
     assert told()[0] == ("finished" if interactive else "failed")
 
 
-def test_a_sigterm_that_the_script_handles_is_reported_once_and_its_handlers_stay_its_own(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sigterm_that_the_script_handles_is_reported_once_and_its_handlers_stay_its_own(training, monkeypatch):
     calls: list[str] = []
 
     def before(*_: object) -> None:
@@ -132,7 +126,7 @@ def test_a_sigterm_that_the_script_handles_is_reported_once_and_its_handlers_sta
     assert (asked.phase, asked.by, asked.grace_s) == ("eval", "SIGTERM", training.rank.options.stop_grace)
 
 
-def test_a_request_by_ftmon_stop_is_reported_without_a_grace(training: Training) -> None:
+def test_a_request_by_ftmon_stop_is_reported_without_a_grace(training):
     stop = StopRequest()
     stop.asked = partial(training.asked_to_stop, "ftmon stop")
     stop.ask(7)

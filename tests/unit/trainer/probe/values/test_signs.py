@@ -2,7 +2,6 @@
 
 import sys
 import weakref
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,9 +60,7 @@ def read(reader: SignReader, **notes: Any) -> tuple[int, Signs]:
         (None, ONES, RESTARTS, False, ""),
     ],
 )
-def test_documents_see_each_other_where_the_model_ignores_their_beginnings(
-    implementation: str | None, mask: Any, positions: Any, cached: bool, by: str
-) -> None:
+def test_documents_see_each_other_where_the_model_ignores_their_beginnings(implementation, mask, positions, cached, by):
     found = attended(SimpleNamespace(_attn_implementation=implementation), mask, positions, cached)
     _, signs = read(SignReader(Trained()), attended=[] if found is None else [found])
     assert (signs.mixed_by, signs.mixed) == (by, int(bool(by)))
@@ -81,8 +78,8 @@ def test_documents_see_each_other_where_the_model_ignores_their_beginnings(
     ids=["packed", "one document", "no positions", "attention to another model", "kernels for packed rows"],
 )
 def test_documents_of_an_encoder_s_row_see_each_other_wherever_its_positions_restart(
-    implementation: str, position_ids: Any, encoder_hidden_states: Any, by: str
-) -> None:
+    implementation, position_ids, encoder_hidden_states, by
+):
     found: list[Any] = []
 
     def create_bidirectional_mask(encoder_hidden_states: Any) -> None:
@@ -97,7 +94,7 @@ def test_documents_of_an_encoder_s_row_see_each_other_wherever_its_positions_res
     assert (signs.mixed_by, signs.mixed) == (by, int(bool(by)))
 
 
-def test_a_batch_has_one_number_however_it_is_held_and_other_data_another() -> None:
+def test_a_batch_has_one_number_however_it_is_held_and_other_data_another():
     reader = SignReader(Trained())
     ids = torch.arange(64).reshape(4, 16)
     numbers = [read(reader, seen=[Seen(each, None, None)])[0] for each in (ids, ids.t().contiguous().t(), ids + 1)]
@@ -107,13 +104,13 @@ def test_a_batch_has_one_number_however_it_is_held_and_other_data_another() -> N
     assert read(reader, seen=[Seen(ids.bfloat16(), None, None)])[0]
 
 
-def test_tensors_that_nobody_foresaw_end_the_signs_and_nothing_else() -> None:
+def test_tensors_that_nobody_foresaw_end_the_signs_and_nothing_else():
     reader = SignReader(Trained())
     assert reader.of_step(1, Notes(seen=[Seen(torch.ones(2, 3).to_sparse(), None, None)])) == (0, None)
     assert reader.of_step(2, Notes(seen=[Seen(ONES, None, None)])) == (0, None)
 
 
-def test_weights_are_sampled_at_three_places_and_a_change_or_a_value_that_is_not_finite_is_seen() -> None:
+def test_weights_are_sampled_at_three_places_and_a_change_or_a_value_that_is_not_finite_is_seen():
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(5)))
     trained = Trained()
     trained.model = weakref.ref(model)
@@ -138,9 +135,7 @@ def test_weights_are_sampled_at_three_places_and_a_change_or_a_value_that_is_not
 @pytest.mark.parametrize(
     ("undone", "changes", "put_back"), [(True, 0.5, True), (False, 0.5, False), (True, 0.0, False)]
 )
-def test_weights_that_are_the_same_before_updates_that_change_them_are_put_back(
-    undone: bool, changes: float, put_back: bool
-) -> None:
+def test_weights_that_are_the_same_before_updates_that_change_them_are_put_back(undone, changes, put_back):
     model = torch.nn.Linear(4, 4)
     torch.nn.init.ones_(model.weight)
     trained = Trained()
@@ -166,8 +161,8 @@ def test_weights_that_are_the_same_before_updates_that_change_them_are_put_back(
     ],
 )
 def test_an_engine_s_update_that_moves_weights_further_than_adam_has_overwritten_others(
-    kind: Any, dtype: Any, moved: float, overwritten: bool
-) -> None:
+    kind, dtype, moved, overwritten
+):
     model = torch.nn.Linear(4, 4).to(dtype)
     torch.nn.init.ones_(model.weight)
     trained, engine = Trained(), SimpleNamespace(optimizer=SimpleNamespace(optimizer=kind(model.parameters(), lr=1e-3)))
@@ -185,12 +180,12 @@ def test_an_engine_s_update_that_moves_weights_further_than_adam_has_overwritten
 @pytest.mark.parametrize(
     ("gradients", "zero"), [((torch.zeros(3),), True), ((torch.ones(3),), False), ((), False), ((None,), False)]
 )
-def test_sampled_gradients_that_are_all_0_are_told(gradients: tuple[Any, ...], zero: bool) -> None:
+def test_sampled_gradients_that_are_all_0_are_told(gradients, zero):
     assert read(SignReader(Trained()), gradients=(gradients, gradients))[1].zero_gradients == zero
 
 
 @pytest.mark.parametrize("owner", [torch.nn.Linear(1, 1), None, SimpleNamespace()])
-def test_only_a_module_s_forward_has_received_labels(owner: Any) -> None:
+def test_only_a_module_s_forward_has_received_labels(owner):
     def forward(self: Any, labels: Any) -> Any:
         return received(sys._getframe(), lambda module: module is owner)
 
@@ -218,7 +213,7 @@ def test_only_a_module_s_forward_has_received_labels(owner: Any) -> None:
         *("a part beside another term", "row by row", "no labels", "no graph"),
     ],
 )
-def test_the_labels_of_a_loss_are_those_of_its_whole_batch(make: Callable[[Any, Any], Any], found: int) -> None:
+def test_the_labels_of_a_loss_are_those_of_its_whole_batch(make, found):
     ids = torch.arange(12).reshape(2, 6)
     loss = make(torch.randn(2, 6, 12, requires_grad=True), ids)
     labels = labels_of(loss, ids)
@@ -226,7 +221,7 @@ def test_the_labels_of_a_loss_are_those_of_its_whole_batch(make: Callable[[Any, 
     assert labels is None or (3 in labels) == (-100 not in labels), "the ignored label is the one of ftmon"
 
 
-def test_the_token_ids_of_a_loss_are_the_rows_that_its_graph_has_embedded() -> None:
+def test_the_token_ids_of_a_loss_are_the_rows_that_its_graph_has_embedded():
     ids, source = torch.arange(12).reshape(2, 6), torch.arange(8).reshape(2, 4)
     words, places = (torch.nn.Embedding(number, 4) for number in (12, 40))
     loss = (words(ids) + places(torch.arange(6)) + words(source).mean() + places(ids)).square().mean()
@@ -235,7 +230,7 @@ def test_the_token_ids_of_a_loss_are_the_rows_that_its_graph_has_embedded() -> N
     assert ids_of(places(torch.arange(6)).sum()) == ids_of(torch.zeros(())) == []
 
 
-def test_parameters_of_a_loss_that_are_no_part_of_the_model_may_be_left_out() -> None:
+def test_parameters_of_a_loss_that_are_no_part_of_the_model_may_be_left_out():
     model, hidden = torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)
     hidden(model(torch.ones(4))).sum().backward()
     updated = {id(each) for each in model.parameters()}
@@ -247,14 +242,14 @@ def test_parameters_of_a_loss_that_are_no_part_of_the_model_may_be_left_out() ->
     assert left_out(model, {id(model.bias)})[1] == "weight"
 
 
-def test_tokens_whose_losses_are_multiplied_by_0_have_no_label() -> None:
+def test_tokens_whose_losses_are_multiplied_by_0_have_no_label():
     ids, mask = torch.arange(12).reshape(2, 6), torch.tensor([[0.0] * 4 + [0.5, 1.0], [1.0] * 6])
     each = cross_entropy(torch.randn(2, 12, 6, requires_grad=True), ids, reduction="none")
     loss = (each * mask).sum() / mask.sum().clamp(min=1)
     assert labels_of(loss, None).tolist() == [[-100] * 4 + list(range(4, 12))]
 
 
-def test_ends_of_a_batch_without_labels_are_told_by_the_missing_labels_alone() -> None:
+def test_ends_of_a_batch_without_labels_are_told_by_the_missing_labels_alone():
     ids = torch.full((2, 8), 2)
     trained = Trained()
     trained.found = lambda: SimpleNamespace(config=SimpleNamespace(eos_token_id=2))
@@ -262,7 +257,7 @@ def test_ends_of_a_batch_without_labels_are_told_by_the_missing_labels_alone() -
     assert (signs.unlabelled, signs.ends) == (1, 0)
 
 
-def test_a_step_with_packed_documents_names_the_last_one_that_was_examined_before() -> None:
+def test_a_step_with_packed_documents_names_the_last_one_that_was_examined_before():
     reader = SignReader(Trained())
     config = SimpleNamespace(_attn_implementation="sdpa")
     fine, packed = (attended(config, ONES, each, False) for each in (torch.arange(16)[None], RESTARTS))
@@ -271,7 +266,7 @@ def test_a_step_with_packed_documents_names_the_last_one_that_was_examined_befor
         assert signs is None or signs.mixed_after == after
 
 
-def test_labels_that_are_lost_in_the_loop_may_be_lost_since_the_loss_was_looked_at_last() -> None:
+def test_labels_that_are_lost_in_the_loop_may_be_lost_since_the_loss_was_looked_at_last():
     ids, ignored = torch.ones(2, 4, dtype=torch.long), torch.full((1, 8), -100)
     looked_at, changed = Seen(ids, None, ids, ids.reshape(1, -1)), Seen(ids, None, ids, ignored)
     reader = SignReader(Trained())
@@ -286,7 +281,7 @@ def test_labels_that_are_lost_in_the_loop_may_be_lost_since_the_loss_was_looked_
     assert (signs.unlabelled, signs.labelled_after) == (1, 0)
 
 
-def test_labels_of_a_forward_count_where_the_noted_batch_has_none() -> None:
+def test_labels_of_a_forward_count_where_the_noted_batch_has_none():
     reader = SignReader(Trained())
     ids = torch.arange(16).reshape(2, 8)
     ignored = torch.full_like(ids, -100)

@@ -1,7 +1,5 @@
 """What a person may name for a chat, and which of several runs is meant."""
 
-from pathlib import Path
-
 import pytest
 from ftmon.protocol.errors import SeveralRunsError, UsageError
 from ftmon.protocol.run import rundir
@@ -18,7 +16,7 @@ def trained(name: str) -> str:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 40])
-def test_an_answer_ends_before_the_first_stop_however_it_is_cut_into_tokens(size: int) -> None:
+def test_an_answer_ends_before_the_first_stop_however_it_is_cut_into_tokens(size):
     answer, stops = "a # b ### c ### Human: d", ["### Human:", "\nUser"]
     shown, held, is_stopped = "", "", False
     for begin in range(0, len(answer), size):
@@ -32,7 +30,7 @@ def test_an_answer_ends_before_the_first_stop_however_it_is_cut_into_tokens(size
     assert session.before_stop("done ##", []) == ("done ##", "", False)
 
 
-def test_answers_are_shown_in_columns_or_below_each_other() -> None:
+def test_answers_are_shown_in_columns_or_below_each_other():
     answers = {"base": "one two three four five six seven", "poems": "a\n\nb"}
     lines = adapters.side_by_side(answers, 45).splitlines()
     assert lines == [
@@ -45,9 +43,7 @@ def test_answers_are_shown_in_columns_or_below_each_other() -> None:
     assert adapters.side_by_side(answers, 30) == "base:\none two three four five six seven\n\npoems:\na\n\nb"
 
 
-def test_the_run_that_was_taken_is_named_and_a_name_of_several_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_that_was_taken_is_named_and_a_name_of_several_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
     one = trained("demo")
     found = session.find("dem")
@@ -60,9 +56,7 @@ def test_the_run_that_was_taken_is_named_and_a_name_of_several_refused(
         session.find("other")
 
 
-def test_a_folder_without_a_model_and_a_name_on_an_unreachable_hub_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_a_model_and_a_name_on_an_unreachable_hub_are_refused(tmp_path, monkeypatch):
     for name, value in {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=r"holds neither a model \(config.json\) nor a complete checkpoint"):

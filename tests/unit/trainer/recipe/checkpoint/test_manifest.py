@@ -45,14 +45,14 @@ def write(
     return path
 
 
-def test_the_newest_complete_one_comes_first_whatever_its_step(tmp_path: Path) -> None:
+def test_the_newest_complete_one_comes_first_whatever_its_step(tmp_path):
     for step, time in ((30, 1.0), (10, 3.0), (20, 2.0)):
         write(tmp_path / "checkpoints", step, time)
     found, notes = manifest.candidates("auto", tmp_path)
     assert ([one.path.name for one in found], notes) == (["step-10", "step-20", "step-30"], [])
 
 
-def test_torn_ones_are_skipped_with_a_note_and_a_flipped_byte_found_by_the_checksum(tmp_path: Path) -> None:
+def test_torn_ones_are_skipped_with_a_note_and_a_flipped_byte_found_by_the_checksum(tmp_path):
     parent = tmp_path / "checkpoints"
     write(parent, 10, 1.0)
     (write(parent, 20, 2.0) / "model.pt").write_bytes(b"weig")
@@ -99,9 +99,7 @@ BASE = ["model.config={model_type: llama, hidden_size: 64}", "data.path=a.jsonl"
         ),
     ],
 )
-def test_a_configuration_is_the_same_where_it_makes_the_same_training(
-    tmp_path: Path, words: list[str], expected: list[str]
-) -> None:
+def test_a_configuration_is_the_same_where_it_makes_the_same_training(tmp_path, words, expected):
     path = write(tmp_path, 10, 1.0)
     before = manifest.read(path)
     assert before is not None
@@ -114,7 +112,7 @@ def test_a_configuration_is_the_same_where_it_makes_the_same_training(
     assert all(text in change for text, change in zip(expected, changes, strict=True))
 
 
-def test_a_path_without_a_complete_one_is_refused_and_auto_begins_anew(tmp_path: Path) -> None:
+def test_a_path_without_a_complete_one_is_refused_and_auto_begins_anew(tmp_path):
     with pytest.raises(ConfigError, match="no complete checkpoint is there"):
         manifest.candidates(str(tmp_path), tmp_path)
     assert manifest.candidates("auto", tmp_path) == ([], [])
@@ -126,7 +124,7 @@ def test_a_path_without_a_complete_one_is_refused_and_auto_begins_anew(tmp_path:
     assert manifest.examine(tmp_path / "step-20") == (None, "manifest.json is damaged, or of another version")
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_the_newest_and_the_best_are_kept(tmp_path):
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)):
         write(tmp_path, step, float(step), loss)
     for keep_best, kept in ((True, ["step-2", "step-4", "step-5"]), (False, ["step-4", "step-5"])):
@@ -134,7 +132,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
-def test_an_unchanged_run_goes_on_at_the_same_place() -> None:
+def test_an_unchanged_run_goes_on_at_the_same_place():
     assert position() == (STATE, [])
 
 
@@ -150,14 +148,14 @@ def test_an_unchanged_run_goes_on_at_the_same_place() -> None:
         ("ranks", {"ranks": 2}),
     ],
 )
-def test_a_change_is_refused_unless_it_is_allowed(name: str, values: dict[str, object]) -> None:
+def test_a_change_is_refused_unless_it_is_allowed(name, values):
     assert refusal(**values).endswith(f"checkpoint.allow=[{name}]")
     resumed, notes = position(name, **values)
     assert (resumed.step, len(notes)) == (STATE.step, 1)
     assert {key: getattr(resumed, key) for key in values} == values
 
 
-def test_another_global_batch_on_the_same_ranks_says_what_it_means_and_how_to_keep_it() -> None:
+def test_another_global_batch_on_the_same_ranks_says_what_it_means_and_how_to_keep_it():
     text = refusal(micro_batch=4)
     assert "training.micro_batch was 2 and is 4, with 16 examples a step then and 32 now" in text
     assert "(training.grad_accumulation=1 keeps it): global batches have another size" in text
@@ -166,14 +164,14 @@ def test_another_global_batch_on_the_same_ranks_says_what_it_means_and_how_to_ke
     assert "another size" not in text
 
 
-def test_fewer_ranks_with_as_much_more_accumulation_are_no_change_of_the_batches() -> None:
+def test_fewer_ranks_with_as_much_more_accumulation_are_no_change_of_the_batches():
     resumed, notes = position(ranks=2, grad_accumulation=4)
     assert resumed.batches == STATE.batches
     assert "the global batches are the same" in notes[0]
     assert "training.grad_accumulation=4 keeps it" in refusal(ranks=2)
 
 
-def test_ranks_that_share_sequences_count_once_in_the_batches() -> None:
+def test_ranks_that_share_sequences_count_once_in_the_batches():
     resumed, (note,) = position(sequence_parallel_size=2, grad_accumulation=4)
     assert (resumed.batches, resumed.sequence_parallel_size) == (STATE.batches, 2)
     assert note.startswith("training.sequence_parallel_size was 1 and is 2: the global batches are the same")
@@ -183,7 +181,7 @@ def test_ranks_that_share_sequences_count_once_in_the_batches() -> None:
 
 
 @given(st.integers(0, 60), st.sampled_from([1, 2, 4, 8]))
-def test_another_global_batch_goes_on_within_the_same_epoch_and_skips_nothing(batches: int, ranks: int) -> None:
+def test_another_global_batch_goes_on_within_the_same_epoch_and_skips_nothing(batches, ranks):
     saved, now = changed(batches=batches), changed(ranks=ranks)
     resumed, _ = position("ranks", saved=saved, ranks=ranks)
     before, after = 100 // saved.global_batch, 100 // now.global_batch
@@ -199,14 +197,14 @@ def test_another_global_batch_goes_on_within_the_same_epoch_and_skips_nothing(ba
         ({"a": [2], "b": [3, 4], "z": [1]}, "z is not there"),
     ],
 )
-def test_another_model_is_named_by_its_first_difference(here: dict[str, list[int]], words: str) -> None:
+def test_another_model_is_named_by_its_first_difference(here, words):
     there = {"a": [2], "b": [3, 4]}
     restore.check_parameters(there, dict(there), Path("c"))
     with pytest.raises(ConfigError, match=words):
         restore.check_parameters(there, here, Path("c"))
 
 
-def test_with_other_evaluation_examples_the_lowest_loss_is_determined_anew(tmp_path: Path) -> None:
+def test_with_other_evaluation_examples_the_lowest_loss_is_determined_anew(tmp_path):
     rated = {"best_evaluation": 1.5, "best_evaluation_step": 4, "evaluations_without_best": 2}
     saved = msgspec.structs.replace(STATE, evaluation_key="a", **rated)
     for key, wanted in (("a", (1.5, 4, 2)), ("", (1.5, 4, 2)), ("b", (math.inf, 0, 0))):

@@ -17,9 +17,7 @@ from ftmon.trainer.recipe.state import TrainState
         (0, "fp32", "adamw", 2, "was written with ZeRO-0; set zero.stage=0"),
     ],
 )
-def test_stages_1_and_2_resume_from_each_other(
-    written: int, precision: str, states: str, stage: int, refusal: str
-) -> None:
+def test_stages_1_and_2_resume_from_each_other(written, precision, states, stage, refusal):
     state = TrainState()
     content = Manifest(
         0.0, state, written, precision, parameters={}, trained=[], files={}, settings={}, optimizer=states

@@ -1,7 +1,5 @@
 """What a run will have on its disk, by configuration."""
 
-from pathlib import Path
-
 import pytest
 from ftmon.trainer.recipe.checkpoint import space
 from ftmon.trainer.recipe.config.load import load
@@ -28,27 +26,25 @@ def planned(words: list[str], steps: range = range(1, 101), model: int = GIB) ->
         (["checkpoint={keep: 2, keep_best: false}", "evaluation={share: 0.1, every: 10}"], 0, (0, True), (0, True)),
     ],
 )
-def test_what_a_run_has_on_the_disk(
-    words: list[str], saves: int, most: tuple[int, bool], least: tuple[int, bool]
-) -> None:
+def test_what_a_run_has_on_the_disk(words, saves, most, least):
     found = planned(words)
     assert (found.saves, found.most, found.least) == (saves, most, least)
 
 
-def test_a_resumed_run_counts_the_steps_that_are_left_and_the_checkpoints_that_are_there() -> None:
+def test_a_resumed_run_counts_the_steps_that_are_left_and_the_checkpoints_that_are_there():
     assert planned(["checkpoint.every=10"], range(96, 101)).saves == 1
     assert planned(["checkpoint.every=10"], range(91, 101)).saves == 1
     assert planned(["checkpoint.every=10"], range(90, 101)).saves == 2
 
 
-def test_a_large_model_counts_more_than_the_checkpoint_being_written() -> None:
+def test_a_large_model_counts_more_than_the_checkpoint_being_written():
     found = planned(["checkpoint={every: 10, keep: 2}"], model=20 * GIB)
     assert found.words(found.most) == "2 checkpoints of 4.0 GiB and the final model of 20.0 GiB take 28.0 GiB"
     assert found.words(found.least) == "a checkpoint of 4.0 GiB and the final model of 20.0 GiB take 24.0 GiB"
     assert found.words(space.Amount(1, model=False)) == "a checkpoint takes 4.0 GiB"
 
 
-def test_a_reserved_file_has_its_size_and_one_too_large_for_the_disk_is_an_error(tmp_path: Path) -> None:
+def test_a_reserved_file_has_its_size_and_one_too_large_for_the_disk_is_an_error(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"x")
     space.reserve(path, 5 << 20)

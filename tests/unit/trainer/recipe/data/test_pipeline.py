@@ -79,9 +79,7 @@ def documents(examples: Examples) -> list[list[int]]:
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("length", [16, 64, 300])
-def test_of_texts_every_token_is_trained_on_exactly_once(
-    tmp_path: Path, tokenizer: Any, packing: bool, length: int
-) -> None:
+def test_of_texts_every_token_is_trained_on_exactly_once(tmp_path, tokenizer, packing, length):
     made = texts(tmp_path / "a.jsonl", 60, 120)
     examples = build(of(tmp_path / "a.jsonl", length, packing=packing), tokenizer)
     wanted = [[tokenizer.bos_token_id, *tokenizer(t, add_special_tokens=False)["input_ids"]] for t in made]
@@ -94,7 +92,7 @@ def test_of_texts_every_token_is_trained_on_exactly_once(
         assert documents(examples) == sorted(wanted)
 
 
-def test_packing_loses_none_of_eight_documents_much_longer_than_a_sequence(tmp_path: Path, tokenizer: Any) -> None:
+def test_packing_loses_none_of_eight_documents_much_longer_than_a_sequence(tmp_path, tokenizer):
     made = texts(tmp_path / "a.jsonl", 8, 4000)
     examples = build(of(tmp_path / "a.jsonl", 64, packing=True), tokenizer)
     total = sum(len(tokenizer(text)["input_ids"]) + 1 for text in made)
@@ -103,7 +101,7 @@ def test_packing_loses_none_of_eight_documents_much_longer_than_a_sequence(tmp_p
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_the_counts_of_a_row_are_those_of_its_labels(tmp_path: Path, tokenizer: Any, packing: bool) -> None:
+def test_the_counts_of_a_row_are_those_of_its_labels(tmp_path, tokenizer, packing):
     path = chats(tmp_path / "a.jsonl", *["red blue " * count for count in range(1, 30)])
     examples = build(of(path, packing=packing), tokenizer)
     for index, row in enumerate(examples.rows):
@@ -113,9 +111,7 @@ def test_the_counts_of_a_row_are_those_of_its_labels(tmp_path: Path, tokenizer: 
         assert (row["labels"][starts] == IGNORED).all()
 
 
-def test_records_that_are_refused_are_counted_by_line_and_too_many_refuse_the_run(
-    tmp_path: Path, tokenizer: Any
-) -> None:
+def test_records_that_are_refused_are_counted_by_line_and_too_many_refuse_the_run(tmp_path, tokenizer):
     path = chats(tmp_path / "a.jsonl", "red", None, "blue", "")
     path.write_text(path.read_text() + "{broken\n")
     with pytest.raises(ConfigError) as raised:
@@ -130,7 +126,7 @@ def test_records_that_are_refused_are_counted_by_line_and_too_many_refuse_the_ru
     assert examples.report.notes()[0].startswith("3 of 5 records refused, the first a.jsonl:2: response is null")
 
 
-def test_records_whose_labels_are_all_cut_away_are_counted_and_listed(tmp_path: Path, tokenizer: Any) -> None:
+def test_records_whose_labels_are_all_cut_away_are_counted_and_listed(tmp_path, tokenizer):
     long = {"prompt": "hello " * 50, "response": "never reached"}
     path = write(tmp_path / "a.jsonl", {"prompt": "hello", "response": "red"}, long)
     report = build(of(path, 24), tokenizer).report
@@ -142,9 +138,7 @@ def test_records_whose_labels_are_all_cut_away_are_counted_and_listed(tmp_path: 
         build(of(chats(path, "red"), 8), tokenizer)
 
 
-def test_tokens_on_disk_are_used_again_until_anything_they_depend_on_changes(
-    tmp_path: Path, tokenizer: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_on_disk_are_used_again_until_anything_they_depend_on_changes(tmp_path, tokenizer, cache, monkeypatch):
     path = chats(tmp_path / "a.jsonl", "red", "blue")
     key = build(of(path), tokenizer).key
 
@@ -170,9 +164,7 @@ def test_tokens_on_disk_are_used_again_until_anything_they_depend_on_changes(
     assert last != key
 
 
-def test_a_tokenization_that_fails_leaves_nothing_and_damaged_tokens_are_made_anew(
-    tmp_path: Path, tokenizer: Any, cache: Path
-) -> None:
+def test_a_tokenization_that_fails_leaves_nothing_and_damaged_tokens_are_made_anew(tmp_path, tokenizer, cache):
     config = of(chats(tmp_path / "a.jsonl", "red", "blue"))
 
     def interrupt(done: int) -> None:
@@ -188,7 +180,7 @@ def test_a_tokenization_that_fails_leaves_nothing_and_damaged_tokens_are_made_an
     assert documents(build(config, tokenizer)) == before
 
 
-def test_a_weight_says_how_often_each_record_of_a_file_is_used(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_weight_says_how_often_each_record_of_a_file_is_used(tmp_path, tokenizer):
     one, two = chats(tmp_path / "a.jsonl", "red", "blue"), chats(tmp_path / "b.jsonl", *["four"] * 10)
     files = [File(str(one), 2.0), File(str(two), 0.3)]
     config = Config(data=Data(files=files), training=Training(sequence_length=64))
@@ -198,7 +190,7 @@ def test_a_weight_says_how_often_each_record_of_a_file_is_used(tmp_path: Path, t
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_no_copy_of_a_record_that_is_set_aside_is_trained_on(tmp_path: Path, tokenizer: Any, packing: bool) -> None:
+def test_no_copy_of_a_record_that_is_set_aside_is_trained_on(tmp_path, tokenizer, packing):
     one, two = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     # Long texts are split: their pieces must stay on one side.
     wanted = [*texts(one, 40, 60, seed=1), *texts(two, 40, 60, seed=2)]
@@ -245,8 +237,8 @@ def test_no_copy_of_a_record_that_is_set_aside_is_trained_on(tmp_path: Path, tok
     ],
 )
 def test_the_held_out_records_are_those_of_a_plain_draw_and_none_is_trained_on(
-    tmp_path: Path, tokenizer: Any, records: int, settings: Evaluation, held_out: int
-) -> None:
+    tmp_path, tokenizer, records, settings, held_out
+):
     texts(tmp_path / "a.jsonl", records, 3)
     for seed in (42, 7):
         training = Training(sequence_length=16, seed=seed)
@@ -268,7 +260,7 @@ def test_the_held_out_records_are_those_of_a_plain_draw_and_none_is_trained_on(
             assert [aside.rows.records(row) for row in range(held_out)] == [[record] for record in expected]
 
 
-def test_of_a_part_of_an_epoch_a_part_of_the_held_out_examples_is_evaluated(tmp_path: Path, tokenizer: Any) -> None:
+def test_of_a_part_of_an_epoch_a_part_of_the_held_out_examples_is_evaluated(tmp_path, tokenizer):
     texts(tmp_path / "a.jsonl", 2_000, 3)
     config = Config(data=Data(path=str(tmp_path / "a.jsonl")), training=Training(sequence_length=16))
     folder, _ = encoded(config, tokenizer)
@@ -283,7 +275,7 @@ def test_of_a_part_of_an_epoch_a_part_of_the_held_out_examples_is_evaluated(tmp_
     assert len(evaluate.held_out(given, unused, tokenizer, folder, 0.1).rows) == 40  # type: ignore[union-attr]
 
 
-def test_evaluation_batches_hold_each_row_once_and_no_more_tokens_than_a_packed_micro_batch() -> None:
+def test_evaluation_batches_hold_each_row_once_and_no_more_tokens_than_a_packed_micro_batch():
     lengths = numpy.random.default_rng(1).integers(1, 65, 200)
     for packing, given in ((True, 0), (True, 3), (False, 0)):
         config = Config(
@@ -302,7 +294,7 @@ def test_evaluation_batches_hold_each_row_once_and_no_more_tokens_than_a_packed_
             assert {len(rows) for rows in batches} <= {given or 2, 200 % (given or 2)}
 
 
-def test_a_share_of_a_single_record_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_share_of_a_single_record_is_refused(tmp_path, tokenizer):
     texts(tmp_path / "a.jsonl", 1, 200)
     config = msgspec.structs.replace(of(tmp_path / "a.jsonl", 16), evaluation=Evaluation(share=0.5))
     with pytest.raises(ConfigError, match="1 records cannot be split"):
@@ -314,8 +306,8 @@ def test_a_share_of_a_single_record_is_refused(tmp_path: Path, tokenizer: Any) -
     [(3_200, 130, 2, 1), (3_200, 130, 16, 1), (3_200, 180, 16, 12), (3_200, 180, 4, 4), (20, 9_000, 16, 1)],
 )
 def test_data_are_encoded_beside_the_rank_where_that_takes_longer_than_the_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: int, letters: int, cores: int, processes: int
-) -> None:
+    tmp_path, monkeypatch, records, letters, cores, processes
+):
     monkeypatch.setattr(pipeline.hardware, "cores", lambda: cores)
     for name in ("_LETTERS_ALONE", "_LETTERS_OF_A_PROCESS"):
         monkeypatch.setattr(pipeline, name, getattr(pipeline, name) // 100)

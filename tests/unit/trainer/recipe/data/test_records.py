@@ -39,9 +39,7 @@ def write(path: Path) -> None:
     ("suffix", "first", "second"),
     [("jsonl", 2, 3), ("json", "record 1", "record 2"), ("csv", 2, 3), ("tsv", 2, 3), ("parquet", "row 1", "row 2")],
 )
-def test_each_kind_of_file_is_read_with_the_place_of_each_record(
-    tmp_path: Path, suffix: str, first: object, second: object
-) -> None:
+def test_each_kind_of_file_is_read_with_the_place_of_each_record(tmp_path, suffix, first, second):
     path = tmp_path / f"data.{suffix}"
     write(path)
     records = read(path)
@@ -50,7 +48,7 @@ def test_each_kind_of_file_is_read_with_the_place_of_each_record(
     assert len(read(path, limit=1)) == 1
 
 
-def test_a_text_file_has_a_text_a_line(tmp_path: Path) -> None:
+def test_a_text_file_has_a_text_a_line(tmp_path):
     (tmp_path / "data.txt").write_bytes(b"one\r\n\n  \ntwo")
     records = read(tmp_path / "data.txt")
     assert [record for _, record in records] == [{"text": "one"}, {"text": "two"}]
@@ -78,9 +76,7 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
     ],
     ids=["json", "utf-8", "deep", "digits", "fields"],
 )
-def test_a_broken_record_is_refused_by_line_and_does_not_end_the_reading(
-    tmp_path: Path, name: str, content: bytes, index: int, reason: str
-) -> None:
+def test_a_broken_record_is_refused_by_line_and_does_not_end_the_reading(tmp_path, name, content, index, reason):
     (tmp_path / name).write_bytes(content)
     records = read(tmp_path / name)
     with pytest.raises(RefusedError, match=reason):
@@ -89,7 +85,7 @@ def test_a_broken_record_is_refused_by_line_and_does_not_end_the_reading(
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.csv", "data.tsv", "data.txt"])
-def test_records_that_are_not_utf_8_are_refused_by_line(tmp_path: Path, name: str) -> None:
+def test_records_that_are_not_utf_8_are_refused_by_line(tmp_path, name):
     record = '{"text": "%s"}' if name == "data.jsonl" else "%s"
     lines = ["text"] * name.endswith("sv") + [record % text for text in ("one", "caf\xe9", "three")]
     (tmp_path / name).write_bytes("\n".join(lines).encode("latin-1"))
@@ -103,22 +99,20 @@ def test_records_that_are_not_utf_8_are_refused_by_line(tmp_path: Path, name: st
             read(tmp_path / name).record(0)
 
 
-def test_nulls_that_arrow_fills_in_are_left_out(tmp_path: Path) -> None:
+def test_nulls_that_arrow_fills_in_are_left_out(tmp_path):
     calls = [[{"name": "f", "arguments": {"a": 1}}], [{"name": "g", "arguments": {"b": "x"}}]]
     parquet.write_table(pyarrow.Table.from_pylist([{"calls": call} for call in calls]), tmp_path / "a.parquet")
     assert [record["calls"] for _, record in read(tmp_path / "a.parquet")] == calls
 
 
-def test_a_broken_parquet_file_is_refused_without_the_words_of_a_library(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_parquet_file_is_refused_without_the_words_of_a_library(tmp_path, capfd, caplog):
     (tmp_path / "a.parquet").write_bytes(b"nothing of the kind, and long enough")
     with pytest.raises(ConfigError, match=r"data\.path: .*a\.parquet cannot be read: Parquet magic bytes not found"):
         read(tmp_path / "a.parquet")
     assert (capfd.readouterr().err, caplog.messages) == ("", [])
 
 
-def test_groups_without_rows_of_a_parquet_file_are_passed_over(tmp_path: Path) -> None:
+def test_groups_without_rows_of_a_parquet_file_are_passed_over(tmp_path):
     rows = pyarrow.table({"text": ["one", "two"]})
     for name, parts in {"a.parquet": [rows[:0], rows], "none.parquet": [rows[:0]]}.items():
         with parquet.ParquetWriter(tmp_path / name, rows.schema) as file:
@@ -129,7 +123,7 @@ def test_groups_without_rows_of_a_parquet_file_are_passed_over(tmp_path: Path) -
         read(tmp_path / "none.parquet")
 
 
-def test_a_hash_names_the_content_and_not_the_file(tmp_path: Path) -> None:
+def test_a_hash_names_the_content_and_not_the_file(tmp_path):
     for name, content in (("a", "1\n2\n"), ("b", "1\n2\n"), ("c", "1\n3\n")):
         (tmp_path / f"{name}.jsonl").write_text(content)
     one, same, other = (read(tmp_path / f"{name}.jsonl").digest for name in "abc")
@@ -137,7 +131,7 @@ def test_a_hash_names_the_content_and_not_the_file(tmp_path: Path) -> None:
     assert read(tmp_path / "a.jsonl", limit=1).digest != one
 
 
-def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
+def test_several_files_are_read_one_after_the_other(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     (tmp_path / "b.txt").write_text("c\n")
     files = [File(str(tmp_path / "a.jsonl")), File(str(tmp_path / "b.txt"), 0.5)]
@@ -160,7 +154,7 @@ def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
     ],
     ids=["json", "empty json", "deep json", "empty csv", "names", "open quote", "open header", "blank lines"],
 )
-def test_a_file_that_holds_no_records_is_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+def test_a_file_that_holds_no_records_is_refused(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"{name}.*{words}"):
         read(tmp_path / name)
@@ -197,7 +191,7 @@ def hub_read(name: Path, **data: Any) -> Records:
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize("subset", ["plain", "loud"])
-def test_a_data_set_is_read_by_its_name_its_configuration_and_split(repository: Path, subset: str, split: str) -> None:
+def test_a_data_set_is_read_by_its_name_its_configuration_and_split(repository, subset, split):
     wanted = rows(f"{subset} {split}", 6 if split == "train" else 4)
     assert [record for _, record in hub_read(repository, subset=subset, split=split)] == wanted
     half = hub_read(repository, subset=subset, split=f"{split}[50%:]")
@@ -213,9 +207,7 @@ def test_a_data_set_is_read_by_its_name_its_configuration_and_split(repository: 
         ({}, "data.subset: {} has several, name one: plain, loud"),
     ],
 )
-def test_a_split_or_configuration_that_is_not_there_is_refused_with_those_that_are(
-    repository: Path, data: dict[str, str], words: str
-) -> None:
+def test_a_split_or_configuration_that_is_not_there_is_refused_with_those_that_are(repository, data, words):
     with pytest.raises(ConfigError) as refused:
         hub_read(repository, **data)
     assert re.fullmatch(words.format(re.escape(str(repository))) + ".*", str(refused.value))
@@ -225,9 +217,7 @@ DATES = [{"prompt": f"2024-01-0{day}", "response": f"00{day}.50"} for day in ran
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "tsv"])
-def test_a_folder_is_read_as_its_files_are_whatever_datasets_would_make_of_the_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
+def test_a_folder_is_read_as_its_files_are_whatever_datasets_would_make_of_the_values(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "words"
     folder.mkdir()
@@ -247,13 +237,13 @@ def test_a_folder_is_read_as_its_files_are_whatever_datasets_would_make_of_the_v
         hub_read(folder, split="valid")
 
 
-def test_a_data_set_of_save_to_disk_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
+def test_a_data_set_of_save_to_disk_is_refused_with_what_to_write_instead(tmp_path):
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(ConfigError, match=r"was written by save_to_disk.* as data.path"):
         read_records(Config(data=Data(name=str(tmp_path / "saved"))))
 
 
-def test_a_folder_with_settings_for_datasets_is_read_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_settings_for_datasets_is_read_by_it(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "a.csv").write_text("text;more\nred;x\n")

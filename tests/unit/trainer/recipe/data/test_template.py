@@ -36,9 +36,7 @@ def small_model(tokenizer: Any) -> Any:
 
 @pytest.mark.parametrize("adds_bos", [False, True])
 @pytest.mark.parametrize("name", [*FAMILIES, *(f"shipped {name}" for name in shipped())])
-def test_chat_sends_the_tokens_that_training_saw_before_an_answer_and_stops_at_its_end(
-    name: str, adds_bos: bool
-) -> None:
+def test_chat_sends_the_tokens_that_training_saw_before_an_answer_and_stops_at_its_end(name, adds_bos):
     by_name = name.removeprefix("shipped ") if name.startswith("shipped ") else ""
     tokenizer = family_tokenizer(None if by_name else FAMILIES[name][0], adds_bos=adds_bos)
     document = one(encoder(tokenizer, chat_template=by_name), {"messages": ENDS})
@@ -56,7 +54,7 @@ def test_chat_sends_the_tokens_that_training_saw_before_an_answer_and_stops_at_i
     assert tokenizer.eos_token_id in prompts.stops
 
 
-def test_the_exported_model_and_a_sample_stop_at_the_templates_end_too() -> None:
+def test_the_exported_model_and_a_sample_stop_at_the_templates_end_too():
     tokenizer = family_tokenizer(FAMILIES["chatml"][0])
     model = small_model(tokenizer)
     export._settle_config(model, tokenizer, Config())
@@ -73,12 +71,12 @@ def test_the_exported_model_and_a_sample_stop_at_the_templates_end_too() -> None
     assert answer == "<|im_end|>"
 
 
-def test_a_template_that_refuses_the_probe_adds_no_end() -> None:
+def test_a_template_that_refuses_the_probe_adds_no_end():
     tokenizer = family_tokenizer("{{ raise_exception('no') }}")
     assert end_tokens(None, tokenizer) == [tokenizer.eos_token_id]
 
 
-def test_bos_is_put_before_those_of_several_templates_that_lack_it() -> None:
+def test_bos_is_put_before_those_of_several_templates_that_lack_it():
     tools = "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
     tokenizer = family_tokenizer({"default": FAMILIES["chatml"][0], "tool_use": tools}, adds_bos=True)
     document = one(encoder(tokenizer), {"messages": CHAT[1:]})
@@ -140,7 +138,7 @@ def reference(tokenizer: Any, written: Written) -> tuple[list[int], list[bool]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_is_masked_as_it_writes_its_turns(name: str) -> None:
+def test_every_family_is_masked_as_it_writes_its_turns(name):
     tokenizer = family(name)
     _, written, takes_system = FAMILIES[name]
     chat = CHAT if takes_system else CHAT[1:]
@@ -159,7 +157,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<[\0
 @given(
     st.sampled_from(sorted(FAMILIES)), st.lists(TEXT.filter(lambda text: bool(text.strip())), min_size=1, max_size=6)
 )
-def test_labels_equal_the_slow_reference_for_any_content(name: str, contents: list[str]) -> None:
+def test_labels_equal_the_slow_reference_for_any_content(name, contents):
     tokenizer = family(name)
     if len(contents) % 2:
         contents = [*contents, "yes"]
@@ -171,7 +169,7 @@ def test_labels_equal_the_slow_reference_for_any_content(name: str, contents: li
     assert (document.ids, document.learned) == (ids, wanted)
 
 
-def test_one_turn_and_two_turn_records_of_qwen3_keep_its_own_format() -> None:
+def test_one_turn_and_two_turn_records_of_qwen3_keep_its_own_format():
     tokenizer = family("qwen3")
     for chat, wanted in (
         (CHAT[1:3], "<think>\n\n</think>\n\nRed.<|im_end|>"),
@@ -183,7 +181,7 @@ def test_one_turn_and_two_turn_records_of_qwen3_keep_its_own_format() -> None:
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
-def test_values_of_the_template_s_own_variables_are_those_that_transformers_passes(adds_bos: bool) -> None:
+def test_values_of_the_template_s_own_variables_are_those_that_transformers_passes(adds_bos):
     closed = "{% if add_generation_prompt and not enable_thinking|default(true) %}<think>\n\n</think>\n\n{% endif %}"
     source = "\n{% if style %}{{ style.name }}{% endif %}" + FAMILIES["chatml"][0] + closed
     plain = family_tokenizer(source)
@@ -202,7 +200,7 @@ def test_values_of_the_template_s_own_variables_are_those_that_transformers_pass
         assert tokenizer.apply_chat_template(CHAT[:2], **asked, **other) == bos + wanted
 
 
-def test_a_variable_that_the_template_does_not_read_is_refused() -> None:
+def test_a_variable_that_the_template_does_not_read_is_refused():
     tokenizer = family_tokenizer(FAMILIES["chatml"][0] + "{% if enable_thinking %}{% endif %}")
     with pytest.raises(ConfigError) as refused:
         encoder(tokenizer, chat_template_kwargs={"enable_thought": False})
@@ -212,7 +210,7 @@ def test_a_variable_that_the_template_does_not_read_is_refused() -> None:
     )
 
 
-def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
+def test_reasoning_that_the_template_leaves_out_is_counted():
     tokenizer = family("qwen3")
     chat = [{**message} for message in CHAT[1:]]
     chat[3]["content"] = "<think>\nhello rank\n</think>\n\nBlue."
@@ -234,7 +232,7 @@ def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
         ("completion", "Blue is another.<|im_end|>"),
     ],
 )
-def test_train_on_chooses_the_turns_that_carry_loss(train_on: str, wanted: str) -> None:
+def test_train_on_chooses_the_turns_that_carry_loss(train_on, wanted):
     tokenizer = family("chatml")
     assert answers(tokenizer, CHAT, train_on=train_on) == wanted
     document = one(encoder(tokenizer, train_on="all"), {"messages": CHAT})
@@ -254,7 +252,7 @@ def test_train_on_chooses_the_turns_that_carry_loss(train_on: str, wanted: str) 
     ],
     ids=["its own marks, the end behind them", "without a loop variable, by its stable prefixes"],
 )
-def test_turns_are_found_by_marks_and_by_prefixes(template: str) -> None:
+def test_turns_are_found_by_marks_and_by_prefixes(template):
     tokenizer = family_tokenizer(template)
     assert answers(tokenizer, CHAT) == "Red.<|im_end|>Blue is another.<|im_end|>"
 
@@ -280,14 +278,14 @@ def test_turns_are_found_by_marks_and_by_prefixes(template: str) -> None:
         ),
     ],
 )
-def test_a_template_that_cannot_be_masked_is_refused_with_what_to_do(template: str | None, words: str) -> None:
+def test_a_template_that_cannot_be_masked_is_refused_with_what_to_do(template, words):
     with pytest.raises(ConfigError) as raised:
         encoder(family_tokenizer(template))
     assert words in str(raised.value)
     assert str(raised.value).startswith("data.chat_template: ")
 
 
-def test_a_chat_that_the_template_rejects_or_cuts_is_a_refused_record() -> None:
+def test_a_chat_that_the_template_rejects_or_cuts_is_a_refused_record():
     tool = {"role": "tool", "content": "the weather is fine"}
     weather = [*CALLS, {"role": "user", "content": "weather?"}, {"role": "assistant", "content": "weather, Paris."}]
     for name, chat, words in (
@@ -304,7 +302,7 @@ def test_a_chat_that_the_template_rejects_or_cuts_is_a_refused_record() -> None:
 
 
 @pytest.mark.parametrize("name", shipped())
-def test_the_shipped_templates_can_be_used_by_name(name: str) -> None:
+def test_the_shipped_templates_can_be_used_by_name(name):
     tokenizer = family_tokenizer(None)
     document = one(encoder(tokenizer, chat_template=name), {"messages": CHAT[1:]})
     assert (document.turns, document.ends_learned) == (2, 2)
@@ -313,7 +311,7 @@ def test_the_shipped_templates_can_be_used_by_name(name: str) -> None:
     assert tokenizer.chat_template
 
 
-def test_a_template_with_a_token_that_the_tokenizer_lacks_is_refused_with_what_to_give() -> None:
+def test_a_template_with_a_token_that_the_tokenizer_lacks_is_refused_with_what_to_give():
     tokenizer = family_tokenizer(None)
     tokenizer.bos_token = None
     words = "'bos_token' is undefined; the tokenizer has none: give another template"
@@ -347,9 +345,7 @@ CONTENTS = {
 @pytest.mark.parametrize("arguments", ["call.function.arguments | tojson", "'' + call.function.arguments"])
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("as_text", [False, True])
-def test_tool_calls_and_tools_reach_the_template_and_null_is_never_a_word(
-    content: str, arguments: str, as_text: bool
-) -> None:
+def test_tool_calls_and_tools_reach_the_template_and_null_is_never_a_word(content, arguments, as_text):
     template = TOOL_TEMPLATE.replace("CONTENT", CONTENTS[content]).replace("ARGUMENTS", arguments)
     tokenizer = family_tokenizer(template)
     record: Any = {"messages": CALLS, "tools": TOOLS}
@@ -363,7 +359,7 @@ def test_tool_calls_and_tools_reach_the_template_and_null_is_never_a_word(
     assert "None" not in tokenizer.decode(document.ids)
 
 
-def test_a_text_is_learned_whole_with_its_end_and_begins_as_the_tokenizer_begins_it() -> None:
+def test_a_text_is_learned_whole_with_its_end_and_begins_as_the_tokenizer_begins_it():
     tokenizer = family_tokenizer(None, adds_bos=True)
     for text in ("hello world", "<s>hello world", "hello world</s>"):
         document = one(encoder(tokenizer, "text"), {"text": text})
@@ -372,7 +368,7 @@ def test_a_text_is_learned_whole_with_its_end_and_begins_as_the_tokenizer_begins
         assert learned(tokenizer, document).endswith("hello world</s>")
 
 
-def test_the_end_is_learned_when_it_is_also_the_padding() -> None:
+def test_the_end_is_learned_when_it_is_also_the_padding():
     tokenizer = family_tokenizer(FAMILIES["mistral"][0])
     tokenizer.pad_token = tokenizer.eos_token
     row = row_of(one(encoder(tokenizer), {"messages": CHAT[1:]}))
@@ -380,7 +376,7 @@ def test_the_end_is_learned_when_it_is_also_the_padding() -> None:
     assert batch["labels"][0].tolist().count(tokenizer.eos_token_id) == 2
 
 
-def test_without_a_template_prompt_and_response_are_joined_as_they_stand_when_asked() -> None:
+def test_without_a_template_prompt_and_response_are_joined_as_they_stand_when_asked():
     tokenizer = family_tokenizer(None)
     record = {"prompt": "2 + 2 =", "completion": " 4"}
     document = one(encoder(tokenizer, "instruction", chat_template="none"), record)
@@ -393,7 +389,7 @@ def test_without_a_template_prompt_and_response_are_joined_as_they_stand_when_as
 @pytest.mark.parametrize(
     ("policy", "text", "ends"), [("keep_start", r"<s>\[INST\] Name.*", 0), ("keep_end", r"<s>.*colour\.</s>", 1)]
 )
-def test_long_chats_are_cut_as_configured(policy: str, text: str, ends: int) -> None:
+def test_long_chats_are_cut_as_configured(policy, text, ends):
     tokenizer = family_tokenizer(FAMILIES["mistral"][0], adds_bos=True)
     chat = [CHAT[1], {"role": "assistant", "content": "Red is " * 20 + "a colour."}]
     document = one(encoder(tokenizer, length=8, truncation=policy), {"messages": chat})
@@ -403,7 +399,7 @@ def test_long_chats_are_cut_as_configured(policy: str, text: str, ends: int) -> 
     assert re.fullmatch(text, tokenizer.decode(document.ids))
 
 
-def test_long_records_are_dropped_or_split_as_configured() -> None:
+def test_long_records_are_dropped_or_split_as_configured():
     tokenizer = family_tokenizer(None, adds_bos=True)
     text = "hello world, hello rank; " * 9
     assert encoder(tokenizer, "text", 16, truncation="drop").encode([({"text": text}, 0)]) == [[]]
@@ -514,9 +510,7 @@ def gemma4_tokenizer(scan: str) -> Any:
 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(sorted(SCANS)), st.lists(SIMILAR, min_size=4, max_size=4))
-def test_no_output_of_a_tool_is_learned_whatever_it_has_in_common_with_other_messages(
-    scan: str, contents: list[str]
-) -> None:
+def test_no_output_of_a_tool_is_learned_whatever_it_has_in_common_with_other_messages(scan, contents):
     asked, looking, output, answer = (content.strip() for content in contents)
     tokenizer = gemma4_tokenizer(scan)
     chat = [{**CALLS[0], "content": asked}, {**CALLS[1], "content": looking}, {**CALLS[2], "content": output}]
@@ -528,7 +522,7 @@ def test_no_output_of_a_tool_is_learned_whatever_it_has_in_common_with_other_mes
 @pytest.mark.parametrize("end", ENDS_OF_TURN)
 @pytest.mark.parametrize("header", HEADERS)
 @pytest.mark.parametrize("scan", SCANS)
-def test_the_output_of_a_tool_inside_the_turn_that_calls_it_is_not_learned(scan: str, header: str, end: str) -> None:
+def test_the_output_of_a_tool_inside_the_turn_that_calls_it_is_not_learned(scan, header, end):
     tokenizer = marked_tokenizer(gemma4(scan, header, end))
     made = encoder(tokenizer)
     called, answer = CALLED + "<|tool_response>", "It is.<turn|>"
@@ -564,7 +558,7 @@ def test_the_output_of_a_tool_inside_the_turn_that_calls_it_is_not_learned(scan:
         ),
     ],
 )
-def test_the_system_message_is_not_learned_where_a_template_writes_it_into_an_answer(written: str, last: str) -> None:
+def test_the_system_message_is_not_learned_where_a_template_writes_it_into_an_answer(written, last):
     tokenizer = family_tokenizer(FAMILIES["chatml"][0].replace("m.content | trim", written))
     assert "Be brief" in tokenizer.decode(one(encoder(tokenizer), {"messages": CHAT[:3]}).ids)
     assert answers(tokenizer, CHAT) == "Red.<|im_end|>" + last
@@ -583,7 +577,7 @@ INSIDE = "{% if loop.last and add_generation_prompt %}<|im_start|>assistant\n{% 
 
 
 @pytest.mark.parametrize("asked", ["", INSIDE], ids=["prompt behind the loop", "prompt inside the loop"])
-def test_what_a_template_writes_before_a_conversation_that_the_assistant_begins_is_not_learned(asked: str) -> None:
+def test_what_a_template_writes_before_a_conversation_that_the_assistant_begins_is_not_learned(asked):
     preamble = "{% if loop.first and m.role != 'system' %}<|im_start|>system\nhello rank<|im_end|>\n{% endif %}"
     turn = "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     outside = "" if asked else "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -593,7 +587,7 @@ def test_what_a_template_writes_before_a_conversation_that_the_assistant_begins_
 
 @pytest.mark.parametrize("between", ["", "\n"], ids=["end next", "end on a new line"])
 @pytest.mark.parametrize("space", ["", " ", "\n", " \n\n", "\t "])
-def test_an_answer_that_ends_in_white_space_keeps_its_end_behind_the_generation_marks(space: str, between: str) -> None:
+def test_an_answer_that_ends_in_white_space_keeps_its_end_behind_the_generation_marks(space, between):
     tokenizer = family_tokenizer(END_OUTSIDE.replace("BETWEEN", between and "{{ '\n' }}"))
     chat = [{**message, "content": message["content"] + space} for message in CHAT]
     document = one(encoder(tokenizer), {"messages": chat})
@@ -612,7 +606,7 @@ GLM4 = (
 )
 
 
-def test_an_answer_ends_with_the_token_of_the_next_role_where_the_template_writes_no_other() -> None:
+def test_an_answer_ends_with_the_token_of_the_next_role_where_the_template_writes_no_other():
     tokenizer = marked_tokenizer(GLM4)
     made = encoder(tokenizer)
     called = '\n\nweather{"city": "Paris", "days": 2}<|observation|>'
@@ -638,7 +632,7 @@ CLOSED_LATER = (
 )
 
 
-def test_an_answer_s_end_is_learned_where_the_next_message_or_the_end_of_the_chat_writes_it() -> None:
+def test_an_answer_s_end_is_learned_where_the_next_message_or_the_end_of_the_chat_writes_it():
     tokenizer = family_tokenizer(CLOSED_LATER)  # as Apertus writes them
     made = encoder(tokenizer)
     for chat in (CHAT[1:], CHAT[1:3], [*CHAT[1:], CHAT[1]]):
@@ -659,7 +653,7 @@ def test_an_answer_s_end_is_learned_where_the_next_message_or_the_end_of_the_cha
     ],
     ids=["an end but for the last", "BOS before each question"],
 )
-def test_no_token_of_another_role_is_taken_for_an_end_that_is_missing(unended: str) -> None:
+def test_no_token_of_another_role_is_taken_for_an_end_that_is_missing(unended):
     with pytest.raises(ConfigError, match="ends the assistant's turn with no token"):
         encoder(family_tokenizer(unended))
 
@@ -676,7 +670,7 @@ READS = {
 
 @pytest.mark.parametrize("given", ["thinking", "reasoning", "reasoning_content"])
 @pytest.mark.parametrize("name", READS)
-def test_the_reasoning_of_a_record_reaches_the_template_under_the_name_that_it_reads(name: str, given: str) -> None:
+def test_the_reasoning_of_a_record_reaches_the_template_under_the_name_that_it_reads(name, given):
     template = (
         "{% for m in messages %}<|start|>{{ m.role }}{% set thought_of = READ %}{% if thought_of %}"
         "<|channel|>analysis<|message|>{{ thought_of }}<|end|><|start|>assistant{% endif %}<|message|>"
@@ -692,7 +686,7 @@ def test_the_reasoning_of_a_record_reaches_the_template_under_the_name_that_it_r
     assert document.reasoning_lost == 0
 
 
-def test_a_message_of_weight_0_is_not_learned_where_all_tokens_are() -> None:
+def test_a_message_of_weight_0_is_not_learned_where_all_tokens_are():
     tokenizer = family("chatml")
     chat = [{**message, "weight": int(number not in (2, 3))} for number, message in enumerate(CHAT)]
     document = one(encoder(tokenizer, train_on="all"), {"messages": chat})
@@ -718,7 +712,7 @@ DEEPSEEK3 = (
 )
 
 
-def test_records_with_tools_of_deepseek_are_right_or_say_what_the_template_lacks() -> None:
+def test_records_with_tools_of_deepseek_are_right_or_say_what_the_template_lacks():
     tokenizer = marked_tokenizer(DEEPSEEK3)
     called = 'function<|tool_call>weather\n{"city": "Paris", "days": 2}<|end_of_sentence|>'
     assert segments(tokenizer, one(encoder(tokenizer), {"messages": CALLS})) == [called, "It is.<|end_of_sentence|>"]
@@ -736,7 +730,7 @@ KIMI = (
 )
 
 
-def test_a_call_that_is_written_by_its_identifier_alone_is_learned_if_that_holds_the_function_s_name() -> None:
+def test_a_call_that_is_written_by_its_identifier_alone_is_learned_if_that_holds_the_function_s_name():
     tokenizer = marked_tokenizer(KIMI)
 
     def called(identifier: str, name: str = "weather") -> Messages:

@@ -32,7 +32,7 @@ def check(tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]) -> C
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name: str, check: Check) -> None:
+def test_a_planted_fault_is_found(name, check):
     case = FAULTS[name]
     status, out, err = check(case, "--json")
     assert (status, err) == (2 if case.kind == "unusable" else 1, "")  # no training starts with an unusable template
@@ -43,7 +43,7 @@ def test_a_planted_fault_is_found(name: str, check: Check) -> None:
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_nothing_is_found_in_clean_data(name: str, check: Check) -> None:
+def test_nothing_is_found_in_clean_data(name, check):
     status, out, err = check(CLEAN[name], "--json")
     report = json.loads(out)
     assert (status, report["findings"], err) == (0, [], "")
@@ -52,7 +52,7 @@ def test_nothing_is_found_in_clean_data(name: str, check: Check) -> None:
     assert facts["bos_counts"] == {"1": 5}
 
 
-def test_trained_tokens_are_marked_with_and_without_colour(check: Check) -> None:
+def test_trained_tokens_are_marked_with_and_without_colour(check):
     case = CLEAN["chats of several turns with a system message"]
     status, plain, _ = check(case, "--ascii", "--samples", "1")
     assert status == 0
@@ -67,7 +67,7 @@ def test_trained_tokens_are_marked_with_and_without_colour(check: Check) -> None
     assert "\033[30;42m" in coloured
 
 
-def test_what_is_wrong_is_told_with_lines_and_what_to_do(check: Check, tmp_path: Path) -> None:
+def test_what_is_wrong_is_told_with_lines_and_what_to_do(check, tmp_path):
     status, shown, _ = check(FAULTS["a broken line"], "--ascii")
     fix = "repair or remove them: no training starts with more than 1.00% (data.max_refused)"
     assert status == 1
@@ -79,7 +79,7 @@ def test_what_is_wrong_is_told_with_lines_and_what_to_do(check: Check, tmp_path:
     assert "held-out.jsonl:2: response is null" in shown
 
 
-def test_names_and_reasons_cannot_command_a_terminal_with_colour() -> None:
+def test_names_and_reasons_cannot_command_a_terminal_with_colour():
     found = Finding("refused", 1, "records are refused", "repair them", [("a\x1b]0;x\x07.jsonl:1", "bad \x9b2J")])
     shown = show._findings([found], show.Painter(colour=True, ascii_only=False, width=80))
     assert "a\\x1b]0;x\\x07.jsonl:1: bad \\x9b2J" in shown
@@ -101,9 +101,7 @@ def test_names_and_reasons_cannot_command_a_terminal_with_colour() -> None:
         (["lora.kind=dora"], "lora.kind needs lora.rank above 0"),
     ],
 )
-def test_what_no_training_would_start_with_is_one_line_and_status_2(
-    settings: list[str], said: str, tmp_path: Path, check: Check
-) -> None:
+def test_what_no_training_would_start_with_is_one_line_and_status_2(settings, said, tmp_path, check):
     broken = tmp_path / "broken.jsonl"
     broken.write_text("a\n")
     status, out, err = check(PAIRS, *(word.replace("{broken}", str(broken)) for word in settings))
@@ -111,13 +109,13 @@ def test_what_no_training_would_start_with_is_one_line_and_status_2(
     assert said.replace("{broken}", str(broken)) in err
 
 
-def test_ranks_that_are_not_known_are_those_that_the_batch_asks_for(check: Check) -> None:
+def test_ranks_that_are_not_known_are_those_that_the_batch_asks_for(check):
     status, out, _ = check(PAIRS, "training={micro_batch: 2, total_batch: 4}", "--json")
     assert (status, json.loads(out)["facts"]["rows_a_step"]) == (0, 4)
     assert check(PAIRS, "training.sequence_parallel_size=2", "run.device=auto")[0] == 0
 
 
-def test_wrong_usage_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_status_2(tmp_path, capsys):
     assert main([f"{tmp_path}/no.yaml"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(SystemExit) as raised:

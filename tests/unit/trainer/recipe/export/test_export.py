@@ -73,8 +73,8 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_exported_model_gives_the_logits_of_the_trained_one_and_a_note_names_experts_without_adapters(
-    family: str, merge: bool, tmp_path: Path
-) -> None:
+    family, merge, tmp_path
+):
     model, config = adapted(family, tmp_path, merge=merge)
     note = without_adapters(model)
     assert ("experts.gate_up_proj" in note and "experts.down_proj" in note) == (family in FROZEN), note
@@ -90,9 +90,7 @@ def test_the_exported_model_gives_the_logits_of_the_trained_one_and_a_note_names
 
 @pytest.mark.parametrize("adapts", [True, False])
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_weights_that_transformers_reads_as_fp32_are_exported_as_they_were_trained_in_bf16(
-    family: str, adapts: bool, tmp_path: Path
-) -> None:
+def test_weights_that_transformers_reads_as_fp32_are_exported_as_they_were_trained_in_bf16(family, adapts, tmp_path):
     model, config = adapted(family, tmp_path)
     if not adapts:
         config = Config(model=config.model)
@@ -115,7 +113,7 @@ def test_weights_that_transformers_reads_as_fp32_are_exported_as_they_were_train
             export.compare(model, folder, config, WORLD)
 
 
-def test_each_experts_weights_are_those_of_the_base_plus_its_own_adapter(tmp_path: Path) -> None:
+def test_each_experts_weights_are_those_of_the_base_plus_its_own_adapter(tmp_path):
     model, config = adapted("mixtral", tmp_path)
     before = load_file(tmp_path / "base" / "model.safetensors")
     after = load_file(save(model, config, tmp_path) / "model.safetensors")
@@ -130,7 +128,7 @@ def test_each_experts_weights_are_those_of_the_base_plus_its_own_adapter(tmp_pat
         assert delta.abs().max() > 0.1
 
 
-def test_a_changed_expert_in_the_written_model_is_found(tmp_path: Path) -> None:
+def test_a_changed_expert_in_the_written_model_is_found(tmp_path):
     model, config = adapted("mixtral", tmp_path)
     folder = save(model, config, tmp_path)
     tensors = load_file(folder / "model.safetensors")
@@ -140,9 +138,7 @@ def test_a_changed_expert_in_the_written_model_is_found(tmp_path: Path) -> None:
         export.compare(model, folder, config, WORLD)
 
 
-def test_the_rehearsal_finds_adapters_that_are_merged_in_another_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rehearsal_finds_adapters_that_are_merged_in_another_way(tmp_path, monkeypatch):
     model, config = adapted("qwen3_moe", tmp_path)
     right = ParamWrapper.get_delta_weight
     monkeypatch.setattr(ParamWrapper, "get_delta_weight", lambda self, name: right(self, name).flip(0))
@@ -150,7 +146,7 @@ def test_the_rehearsal_finds_adapters_that_are_merged_in_another_way(
         export.rehearse_export(model, config, WORLD)
 
 
-def test_the_rehearsal_finds_adapters_that_peft_would_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rehearsal_finds_adapters_that_peft_would_not_load(tmp_path, monkeypatch):
     import peft
 
     def without_a_layer(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
@@ -166,7 +162,7 @@ def test_the_rehearsal_finds_adapters_that_peft_would_not_load(tmp_path: Path, m
         export.rehearse_export(model, config, WORLD)
 
 
-def test_the_rehearsal_finds_weights_that_are_not_written(tmp_path: Path) -> None:
+def test_the_rehearsal_finds_weights_that_are_not_written(tmp_path):
     model, config = adapted("llama4_text", tmp_path)
     model.get_base_model().extra = torch.nn.Parameter(torch.zeros(2))
     with pytest.raises(export.ExportError, match="written after the training: extra is missing"):
@@ -183,9 +179,7 @@ def test_the_rehearsal_finds_weights_that_are_not_written(tmp_path: Path) -> Non
         ("falcon_h1", {"targets": ["out_proj"]}, "out_proj cannot be adapted: Mamba's kernels read its weight without"),
     ],
 )
-def test_adapters_that_cannot_work_are_one_clear_line(
-    family: str, lora: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_adapters_that_cannot_work_are_one_clear_line(family, lora, words, tmp_path):
     with pytest.raises(ConfigError) as raised:
         adapted(family, tmp_path, **lora)
     assert words in str(raised.value)
@@ -195,7 +189,7 @@ def text(data: Data) -> str:
     return export.text(Config(data=data), export.Results(TrainState(), "llama", 10, 10))
 
 
-def test_files_are_named_with_their_weight_and_data_sets_of_the_hub_for_the_hub(tmp_path: Path) -> None:
+def test_files_are_named_with_their_weight_and_data_sets_of_the_hub_for_the_hub(tmp_path):
     files = [File("a.jsonl", 2.0), File("b.jsonl", 0.5)]
     assert "| data | a.jsonl (weight 2), b.jsonl (weight 0.5): 0 examples" in text(Data(files=files))
     assert "datasets:\n- me/poems\n" in text(Data(name="me/poems"))

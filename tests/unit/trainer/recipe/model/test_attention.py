@@ -28,7 +28,7 @@ def model_of(kind: str, **values: Any) -> Any:
         ("phi", {}),
     ],
 )
-def test_transformers_own_models_keep_documents_apart(kind: str, values: dict[str, Any]) -> None:
+def test_transformers_own_models_keep_documents_apart(kind, values):
     ranks: Any = OneRank()
     assert attention.set_up(model_of(kind, **values), Config(), ranks) is False
     assert ranks.said == []
@@ -54,7 +54,7 @@ def shifted(plain: Any, *inputs: Any, position_ids: Any, **others: Any) -> Any:
         ("llama", shifted, r"a document gives other logits in a packed row than alone in llama \(.*\)"),
     ],
 )
-def test_models_in_which_documents_depend_on_each_other_refuse_packing(kind: str, forward: Any, words: str) -> None:
+def test_models_in_which_documents_depend_on_each_other_refuse_packing(kind, forward, words):
     settings = AutoConfig.for_model("mamba", vocab_size=320, hidden_size=32, state_size=4, num_hidden_layers=1)
     model: Any = AutoModelForCausalLM.from_config(settings) if kind == "mamba" else model_of(kind)
     if forward is not None:
@@ -70,7 +70,7 @@ WITHIN_ATTENTION = {"num_local_experts": 8, "num_key_value_heads": 4, "kv_channe
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "jetmoe"])
-def test_a_mixture_whose_experts_round_by_their_number_of_tokens_isolates_documents(kind: str) -> None:
+def test_a_mixture_whose_experts_round_by_their_number_of_tokens_isolates_documents(kind):
     model = model_of(kind, **MIXTURE, **(WITHIN_ATTENTION if kind == "jetmoe" else {"num_local_experts": 4}))
     ids = torch.arange(10)[None]
     before = model(input_ids=ids).logits
@@ -80,7 +80,7 @@ def test_a_mixture_whose_experts_round_by_their_number_of_tokens_isolates_docume
     assert "see each other" in attention.crossing(model, cast(Any, OneRank()), varlen=False)
 
 
-def test_logits_in_fp32_of_weights_in_bf16_have_the_rounding_of_bf16() -> None:
+def test_logits_in_fp32_of_weights_in_bf16_have_the_rounding_of_bf16():
     model = model_of("llama", hidden_size=256, head_dim=64).bfloat16()
     plain = model.forward
 
@@ -127,8 +127,8 @@ def by_document(query: Any, key: Any, value: Any, borders: Any, *_: Any, **named
     ],
 )
 def test_variable_length_attention_is_not_used_where_windows_or_chunks_are_in_masks_alone(
-    kind: str, values: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, values, problem, monkeypatch
+):
     monkeypatch.setattr(attention, "_varlen_attn", by_document)
     model = model_of(kind, **{**MIXTURE, "hidden_size": 32, "num_local_experts": 4, **values})
     before = model.config._attn_implementation
@@ -167,9 +167,7 @@ class Kernels:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("window", [None, 5])
-def test_cudnn_gets_the_documents_and_its_gradients_arrive(
-    window: int | None, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cudnn_gets_the_documents_and_its_gradients_arrive(window, compiled, monkeypatch):
     monkeypatch.setitem(sys.modules, f"{attention.__package__}.kernels", cast(Any, Kernels))
     monkeypatch.setattr(attention, "_varlen_attn", by_document)
     torch.manual_seed(0)
@@ -189,14 +187,14 @@ def test_cudnn_gets_the_documents_and_its_gradients_arrive(
         assert torch.allclose(expected, found, atol=1e-5)
 
 
-def test_ranks_that_cannot_divide_the_heads_of_one_layer_cannot_share_sequences() -> None:
+def test_ranks_that_cannot_divide_the_heads_of_one_layer_cannot_share_sequences():
     heads = {"hidden_size": 96, "num_attention_heads": 12, "per_layer_config": {1: {"num_key_value_heads": 3}}}
     settings = AutoConfig.for_model("llama", **SMALL_SHAPE | {"num_key_value_heads": 4} | heads)
     assert "cannot divide the model's 3 key/value heads" in attention.refusal(settings, 64, 4)
     assert attention.refusal(settings, 64, 12) == ""
 
 
-def test_borders_are_those_of_documents_rows_and_padding() -> None:
+def test_borders_are_those_of_documents_rows_and_padding():
     numbers = torch.tensor([[1, 1, 2, 0], [1, 1, 1, 1]])
     batch = attention.isolate({"input_ids": numbers, "sequence_ids": numbers}, varlen=True)
     assert batch["cu_seq_lens"].tolist() == [0, 2, 3, 4, 8]
@@ -208,7 +206,7 @@ def test_borders_are_those_of_documents_rows_and_padding() -> None:
 
 
 @pytest.mark.parametrize(("kind", "values"), [("llama", {}), ("mistral", {"sliding_window": 4})])
-def test_without_borders_the_registered_attention_is_that_of_sdpa(kind: str, values: dict[str, Any]) -> None:
+def test_without_borders_the_registered_attention_is_that_of_sdpa(kind, values):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     model = model_of(kind, **values)

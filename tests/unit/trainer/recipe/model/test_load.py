@@ -34,7 +34,7 @@ def config(*words: str) -> Config:
     return load_config(None, ["training.precision=fp32", *words]).config
 
 
-def test_overrides_give_the_loss_of_the_configuration_that_transformers_makes_of_them(tmp_path: Path) -> None:
+def test_overrides_give_the_loss_of_the_configuration_that_transformers_makes_of_them(tmp_path):
     name = saved(tmp_path)
     yarn = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32}"
     words = f"model.overrides={{rope_scaling: {yarn}, output_router_logits: true, router_aux_loss_coef: 0.5}}"
@@ -74,14 +74,14 @@ THETAS = {kind: {"rope_type": "default", "rope_theta": 7.0} for kind in ("full_a
         ("gemma4_text", "{sliding_window: 16}", {}),
     ],
 )
-def test_overrides_of_rotary_settings_keep_the_others(kind: str, words: str, rope: Any, tmp_path: Path) -> None:
+def test_overrides_of_rotary_settings_keep_the_others(kind, words, rope, tmp_path):
     own = {"rope_theta": 7.0} if kind == "llama" else {"rope_parameters": THETAS}
     AutoConfig.for_model(kind, **own).save_pretrained(tmp_path)
     made = shape.named_config(config(f"model.name={tmp_path}", f"model.overrides={words}").model)
     assert made.rope_parameters == (rope if kind == "llama" else {**THETAS, **rope})
 
 
-def test_rotary_settings_of_a_kind_of_layer_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
+def test_rotary_settings_of_a_kind_of_layer_that_the_model_lacks_are_refused(tmp_path):
     AutoConfig.for_model("gemma3_text").save_pretrained(tmp_path)
     words = "model.overrides={rope_parameters: {full: {rope_theta: 9.0}}}"
     with pytest.raises(
@@ -99,14 +99,14 @@ def test_rotary_settings_of_a_kind_of_layer_that_the_model_lacks_are_refused(tmp
         ("{tie_word_embeddings: true}", "model.overrides: lm_head.weight is [320, 32] in"),
     ],
 )
-def test_overrides_that_the_model_or_its_weights_do_not_have_are_refused(words: str, text: str, tmp_path: Path) -> None:
+def test_overrides_that_the_model_or_its_weights_do_not_have_are_refused(words, text, tmp_path):
     with pytest.raises(ConfigError) as refused:
         shape.check(config(f"model.name={saved(tmp_path)}", f"model.overrides={words}"))
     assert str(refused.value).startswith(text)
 
 
 @pytest.mark.parametrize("count", [2, 60])
-def test_new_special_tokens_have_the_rows_that_transformers_resizes_to(count: int, tmp_path: Path) -> None:
+def test_new_special_tokens_have_the_rows_that_transformers_resizes_to(count, tmp_path):
     name = saved(tmp_path, tie_word_embeddings=True)
     tokens = [f"<|new {number}|>" for number in range(count)]
     given = config(f"model.name={name}", f"tokenizer.special_tokens={tokens}")
@@ -133,9 +133,7 @@ FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
 
 
 @pytest.mark.parametrize("targets", [[], FEED_FORWARD])
-def test_dense_layers_and_shared_experts_that_have_the_names_of_experts_get_adapters(
-    targets: list[str], tmp_path: Path
-) -> None:
+def test_dense_layers_and_shared_experts_that_have_the_names_of_experts_get_adapters(targets, tmp_path):
     torch.manual_seed(0)
     sizes = {**SMALL_SHAPE, "head_dim": 8, "n_shared_experts": 1, **GLM}
     base: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **sizes))
@@ -165,15 +163,13 @@ TIED = {**SMALL_SHAPE, "tie_word_embeddings": True}
 
 
 @pytest.mark.parametrize(("target", "merge"), [("embed_tokens", True), ("embed_tokens", False), ("lm_head", True)])
-def test_embeddings_and_an_output_layer_that_merging_would_untie_are_refused_as_targets(
-    target: str, merge: bool
-) -> None:
+def test_embeddings_and_an_output_layer_that_merging_would_untie_are_refused_as_targets(target, merge):
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TIED))
     with pytest.raises(ConfigError, match=rf"lora\.targets: \S*{target} cannot be adapted: it"):
         load.add_lora(model, Config(lora=Lora(rank=4, targets=["q_proj", target], merge=merge)))
 
 
-def test_layers_that_share_a_weight_are_not_adapted_if_each_adapter_is_to_be_merged_into_it() -> None:
+def test_layers_that_share_a_weight_are_not_adapted_if_each_adapter_is_to_be_merged_into_it():
     blocks = {"layer_types": ["hybrid", "mamba", "hybrid"], "num_hidden_layers": 3, "num_mem_blocks": 1}
     mamba = {"mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 8, "adapter_rank": 4}
     sizes = {name: size for name, size in SMALL_SHAPE.items() if name != "head_dim"}
@@ -187,7 +183,7 @@ def test_layers_that_share_a_weight_are_not_adapted_if_each_adapter_is_to_be_mer
             load.add_lora(model, given)
 
 
-def test_a_tied_output_layer_has_adapters_where_they_are_kept_apart() -> None:
+def test_a_tied_output_layer_has_adapters_where_they_are_kept_apart():
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TIED))
     load.add_lora(model, Config(lora=Lora(rank=4, targets=["lm_head"], merge=False)))
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -218,7 +214,7 @@ def on_meta(kind: str, **values: Any) -> Any:
         ("opt", ["zero.stage=1", "training.precision=bf16"], 2, ""),
     ],
 )
-def test_ranks_whose_gradients_would_differ_are_refused(kind: str, words: list[str], ranks: int, refused: str) -> None:
+def test_ranks_whose_gradients_would_differ_are_refused(kind, words, ranks, refused):
     dropping = {"layerdrop": 0.1, "word_embed_proj_dim": 32} if kind == "opt" else {}
     given, model = config("model.name=x", *words), on_meta(kind, **dropping)
     by_turn = any(True for _ in load.experts_by_turn(model))
@@ -227,7 +223,7 @@ def test_ranks_whose_gradients_would_differ_are_refused(kind: str, words: list[s
         load.refuse_left_out(model, by_turn, given, ranks)
 
 
-def test_experts_that_call_their_modules_by_expert_are_gathered_whole_under_zero_3() -> None:
+def test_experts_that_call_their_modules_by_expert_are_gathered_whole_under_zero_3():
     pytest.importorskip("deepspeed")
     for kind, expected in (("longcat_flash", {"model.layers.0.mlp.experts"}), ("mixtral", set()), ("jetmoe", set())):
         model = on_meta(kind)

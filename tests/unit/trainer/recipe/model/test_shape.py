@@ -1,7 +1,6 @@
 """Sequences longer than a model has positions for are refused before anything starts, and answers end before."""
 
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_more_tokens_than_a_table_has_positions_are_refused_with_the_name_of_its_size(kind: str) -> None:
+def test_more_tokens_than_a_table_has_positions_are_refused_with_the_name_of_its_size(kind):
     words = f"model.config={{model_type: {kind}, {SIZES[kind]}}}"
     setting = "max_position_embeddings" if kind == "opt" else "n_positions"
     with pytest.raises(ConfigError) as raised:
@@ -34,7 +33,7 @@ def test_more_tokens_than_a_table_has_positions_are_refused_with_the_name_of_its
     assert shape.check(load(None, [words, "training.sequence_length=32"]).config)[1] == ""
 
 
-def test_the_positions_of_a_model_s_folder_are_checked(tmp_path: Path) -> None:
+def test_the_positions_of_a_model_s_folder_are_checked(tmp_path):
     made: Any = AutoConfig.for_model("gpt2", n_layer=1, n_embd=32, n_head=2, n_positions=32)
     made.save_pretrained(tmp_path)
     words = [f"model.name={tmp_path}", "training.sequence_length=128"]
@@ -48,7 +47,7 @@ def test_the_positions_of_a_model_s_folder_are_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "xglm"])
-def test_positions_that_are_computed_go_on_with_a_note(kind: str) -> None:
+def test_positions_that_are_computed_go_on_with_a_note(kind):
     words = f"model.config={{model_type: {kind}, max_position_embeddings: 64}}"
     _, note = shape.check(load(None, [words, "training.sequence_length=128"]).config)
     assert note == "128 tokens are more than the model's max_position_embeddings, 64"
@@ -66,9 +65,7 @@ LONGROPE = "{rope_type: longrope, rope_theta: 1e4, short_factor: [1, 1], long_fa
         ("{rope_type: linear, rope_theta: 1e4, factor: 2}", 512, 512, ""),
     ],
 )
-def test_embeddings_that_follow_the_longest_document_of_a_micro_batch_are_noted(
-    rope: str, most: int, length: int, kind: str
-) -> None:
+def test_embeddings_that_follow_the_longest_document_of_a_micro_batch_are_noted(rope, most, length, kind):
     sizes = f"hidden_size: 16, num_attention_heads: 4, max_position_embeddings: {most}"
     words = f"model.config={{model_type: llama, {sizes}, rope_parameters: {rope}}}"
     _, note = shape.check(load(None, [words, f"training.sequence_length={length}"]).config)
@@ -91,9 +88,7 @@ NF4 = ["lora.rank=4", "model.quantization=nf4"]
         ({"quant_method": "fp8"}, [], ""),
     ],
 )
-def test_quantized_weights_are_refused_but_in_4_bits_under_adapters(
-    held: dict[str, Any], words: list[str], refused: str, tmp_path: Path
-) -> None:
+def test_quantized_weights_are_refused_but_in_4_bits_under_adapters(held, words, refused, tmp_path):
     AutoConfig.for_model("llama", quantization_config=held).save_pretrained(tmp_path)
     config = load(None, [f"model.name={tmp_path}", *words]).config
     expected = pytest.raises(ConfigError, match=rf"^model\.name: \S+ has quantized weights {refused}$")
@@ -105,7 +100,7 @@ def test_quantized_weights_are_refused_but_in_4_bits_under_adapters(
             shape.refuse_quantized(config, AutoConfig.from_pretrained(tmp_path))
 
 
-def test_a_sample_ends_where_the_model_has_no_more_positions() -> None:
+def test_a_sample_ends_where_the_model_has_no_more_positions():
     made: Any = AutoConfig.for_model(
         "gpt2", n_layer=1, n_embd=32, n_head=2, n_positions=32, vocab_size=64, eos_token_id=None, bos_token_id=None
     )
@@ -125,7 +120,7 @@ def test_a_sample_ends_where_the_model_has_no_more_positions() -> None:
         ("gpt2", {"n_embd": 256, "n_layer": 4, "n_head": 4}),
     ],
 )
-def test_a_model_is_small_by_the_sizes_of_its_configuration(kind: str, sizes: dict[str, Any]) -> None:
+def test_a_model_is_small_by_the_sizes_of_its_configuration(kind, sizes):
     fields = {"model_type": kind, "vocab_size": 1000, **sizes}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))

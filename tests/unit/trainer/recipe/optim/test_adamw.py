@@ -20,7 +20,7 @@ def bits(count: int, *numbers: int) -> "torch.Tensor":
     return random_bits(torch.arange(count, dtype=torch.int32), torch.tensor(salt(*numbers), dtype=torch.int32))
 
 
-def test_the_random_bits_are_those_of_the_published_hash() -> None:
+def test_the_random_bits_are_those_of_the_published_hash():
     def lowbias32(value: int) -> int:
         value = ((value ^ value >> 16) * 0x7FEB352D) & 0xFFFFFFFF
         value = ((value ^ value >> 15) * 0x846CA68B) & 0xFFFFFFFF
@@ -31,7 +31,7 @@ def test_the_random_bits_are_those_of_the_published_hash() -> None:
     assert [value & 0xFFFFFFFF for value in bits(1000, 1, 2, 3).tolist()] == wanted
 
 
-def test_rounding_gives_a_neighbour_and_the_mean_is_the_value() -> None:
+def test_rounding_gives_a_neighbour_and_the_mean_is_the_value():
     values = torch.randn(500, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(-20, 30, 0.1)
     down = (values.view(torch.int32) & -65536).view(torch.float32)
     up = ((values.view(torch.int32) & -65536) + 65536).view(torch.float32)
@@ -46,7 +46,7 @@ def test_rounding_gives_a_neighbour_and_the_mean_is_the_value() -> None:
     assert error.mean().abs() < 5 * 0.5 / (times * 500) ** 0.5
 
 
-def test_numbers_that_bf16_has_stay_and_what_is_no_number_stays_so() -> None:
+def test_numbers_that_bf16_has_stay_and_what_is_no_number_stays_so():
     exact = torch.tensor([0.0, -0.0, 1.0, -3.5, float("inf"), -float("inf"), 2.0**-130])
     payload = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
     for time in range(50):
@@ -55,7 +55,7 @@ def test_numbers_that_bf16_has_stay_and_what_is_no_number_stays_so() -> None:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_a_block_is_quantized_between_neighbours_and_its_mean_is_the_value(signed: bool) -> None:
+def test_a_block_is_quantized_between_neighbours_and_its_mean_is_the_value(signed):
     table = adamw.code(signed, torch.device("cpu"))
     assert table.shape == (256,)
     assert (table.diff() > 0).all()
@@ -96,7 +96,7 @@ def give_gradients(those: "list[torch.nn.Parameter]", step: int) -> None:
 
 
 @pytest.mark.parametrize(("states", "near"), [("bf16", 0.02), ("8bit", 0.15)])
-def test_the_update_is_adamws(states: Any, near: float) -> None:
+def test_the_update_is_adamws(states, near):
     ours, theirs = parameters(torch.float32), parameters(torch.float32)
     groups = [{"params": ours[:1], "weight_decay": 0.1}, {"params": ours[1:]}]
     small = SmallStateAdamW(groups, states=states, **SETTINGS)
@@ -116,9 +116,7 @@ def test_the_update_is_adamws(states: Any, near: float) -> None:
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pieces_do_not_matter_but_to_the_random_bits_and_a_loaded_state_goes_on_bitwise(
-    states: Any, dtype: "torch.dtype", monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_do_not_matter_but_to_the_random_bits_and_a_loaded_state_goes_on_bitwise(states, dtype, monkeypatch):
     monkeypatch.setattr(adamw, "_PIECE", 256)
     whole = parameters(dtype)
     optimizer = SmallStateAdamW(whole, states=states, **SETTINGS)
@@ -144,9 +142,7 @@ def test_pieces_do_not_matter_but_to_the_random_bits_and_a_loaded_state_goes_on_
 
 
 @pytest.mark.parametrize(("states", "dtype"), [("bf16", torch.bfloat16), ("8bit", torch.float32)])
-def test_tensors_that_are_updated_together_come_out_as_each_alone(
-    states: Any, dtype: "torch.dtype", monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_that_are_updated_together_come_out_as_each_alone(states, dtype, monkeypatch):
     # Random bits depend on the place in a bundle: here all are the same.
     monkeypatch.setattr(adamw, "random_bits", lambda positions, _: torch.full_like(positions, 0x40004000))
     generator = torch.Generator().manual_seed(5)
@@ -165,7 +161,7 @@ def test_tensors_that_are_updated_together_come_out_as_each_alone(
         assert torch.equal(other, alone)
 
 
-def test_a_transposed_weight_is_updated_and_one_without_a_gradient_left_alone() -> None:
+def test_a_transposed_weight_is_updated_and_one_without_a_gradient_left_alone():
     plain = torch.nn.Parameter(torch.randn(8, 4))
     turned = torch.nn.Parameter(plain.detach().t().contiguous().t())
     alone = torch.nn.Parameter(torch.ones(3))
@@ -177,7 +173,7 @@ def test_a_transposed_weight_is_updated_and_one_without_a_gradient_left_alone() 
     assert torch.equal(alone, torch.ones(3))
 
 
-def test_small_updates_of_bf16_weights_arrive_on_average() -> None:
+def test_small_updates_of_bf16_weights_arrive_on_average():
     weight = torch.nn.Parameter(torch.ones(20_000, dtype=torch.bfloat16))
     optimizer = SmallStateAdamW([weight], states="bf16", lr=1e-4, betas=(0.9, 0.99), eps=1e-8, seed=1)
     for _ in range(50):
@@ -188,7 +184,7 @@ def test_small_updates_of_bf16_weights_arrive_on_average() -> None:
 
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
-def test_a_dry_run_sees_the_states_and_no_temporaries_of_the_models_size(states: Any) -> None:
+def test_a_dry_run_sees_the_states_and_no_temporaries_of_the_models_size(states):
     with FakeTensorMode():
         weight = torch.nn.Parameter(torch.empty(1 << 27, dtype=torch.bfloat16))
         weight.grad = torch.empty_like(weight)
@@ -203,7 +199,7 @@ def test_a_dry_run_sees_the_states_and_no_temporaries_of_the_models_size(states:
         assert own + held < peak < own + held + 18 * 4 * adamw._PIECE
 
 
-def test_the_trial_whether_it_compiles_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_whether_it_compiles_is_no_step(monkeypatch):
     with monkeypatch.context() as switched:
         switched.setenv("TORCHDYNAMO_DISABLE", "1")
         assert not adamw.compiles(torch.device("cpu"), "bf16")
@@ -218,7 +214,7 @@ def test_the_trial_whether_it_compiles_is_no_step(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("kind", ["torch", "adamw_bf16", "adamw_8bit"])
-def test_the_bytes_predicted_of_states_in_a_checkpoint_are_those_that_the_optimizer_keeps(kind: str) -> None:
+def test_the_bytes_predicted_of_states_in_a_checkpoint_are_those_that_the_optimizer_keeps(kind):
     parameter = torch.nn.Parameter(torch.zeros(512 * 256))
     parameter.grad = torch.ones_like(parameter)
     made: torch.optim.Optimizer = torch.optim.AdamW([parameter])

@@ -17,7 +17,7 @@ KINDS = ["constant", "linear", "cosine"]
 
 
 @given(st.sampled_from(KINDS), st.integers(0, 50), st.integers(1, 200), st.floats(0, 1))
-def test_it_stays_within_its_bounds_and_ends_where_it_should(kind: str, warmup: int, total: int, final: float) -> None:
+def test_it_stays_within_its_bounds_and_ends_where_it_should(kind, warmup, total, final):
     schedule = Schedule(kind=kind, warmup_steps=warmup, final_ratio=final)  # type: ignore[arg-type]
     factors = [factor(schedule, step, total) for step in range(total)]
     assert all(0 <= value <= 1 for value in factors)
@@ -27,14 +27,14 @@ def test_it_stays_within_its_bounds_and_ends_where_it_should(kind: str, warmup: 
         assert factors[-1] == pytest.approx(final)
 
 
-def test_warm_up_rises_linearly_to_the_peak_and_cosine_is_half_way_down_in_the_middle() -> None:
+def test_warm_up_rises_linearly_to_the_peak_and_cosine_is_half_way_down_in_the_middle():
     schedule = Schedule(kind="constant", warmup_steps=4)
     assert [factor(schedule, step, 10) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert factor(Schedule(kind="cosine", warmup_steps=0, final_ratio=0.0), 50, 101) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("total", [1, 33, 34, 200, 1000])
-def test_without_a_number_of_steps_the_warm_up_is_a_share_of_all_rounded_down(total: int) -> None:
+def test_without_a_number_of_steps_the_warm_up_is_a_share_of_all_rounded_down(total):
     steps = 3 * total // 100
     wanted = [factor(Schedule(warmup_steps=steps), step, total) for step in range(total)]
     assert [factor(Schedule(), step, total) for step in range(total)] == wanted
@@ -42,7 +42,7 @@ def test_without_a_number_of_steps_the_warm_up_is_a_share_of_all_rounded_down(to
     assert factor(Schedule(warmup_ratio=0.0), 0, total) == 1.0
 
 
-def test_adapters_have_ten_times_the_learning_rate_of_all_weights_unless_one_is_given() -> None:
+def test_adapters_have_ten_times_the_learning_rate_of_all_weights_unless_one_is_given():
     words = ["model.config={model_type: llama}", f"data.path={DATA}", "run={device: cpu, ranks: 1}"]
     given = (["lora.rank=4"], []), (["lora.rank=4"], ["optimizer.lr=3e-5"]), ([], [])
     rates = [resolve(load(None, [*words, *lora, *more])).config.optimizer.lr for lora, more in given]
@@ -55,9 +55,7 @@ def test_adapters_have_ten_times_the_learning_rate_of_all_weights_unless_one_is_
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
-def test_step_counts_are_separate_and_beside_the_weights_of_fused_optimizers_alone(
-    fused: bool, device: str, stage: int
-) -> None:
+def test_step_counts_are_separate_and_beside_the_weights_of_fused_optimizers_alone(fused, device, stage):
     weights = [torch.nn.Parameter(torch.empty(3, device="meta")) for _ in range(2)]
     optimizer = torch.optim.AdamW(weights, fused=None)
     optimizer.param_groups[0]["fused"] = fused

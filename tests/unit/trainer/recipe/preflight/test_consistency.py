@@ -1,8 +1,6 @@
 """Ranks that share sequences: what is refused before anything starts, and slices that lose nothing."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from ftmon.protocol.errors import ConfigError
@@ -21,7 +19,7 @@ MUON = ["optimizer.kind=muon", "optimizer.max_grad_norm=0"]
 
 
 @pytest.mark.parametrize("kind", ["adamw_bf16", "adamw_8bit", "muon"])
-def test_fp16_is_refused(kind: str) -> None:
+def test_fp16_is_refused(kind):
     config = load(None, [*BASE, f"optimizer.kind={kind}"]).config
     assert optimizer_refusal(config, "fp16") == (
         "training.precision",
@@ -31,7 +29,7 @@ def test_fp16_is_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw_bf16", "adamw_8bit"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_rest_goes_together(kind: str, stage: int) -> None:
+def test_the_rest_goes_together(kind, stage):
     words = [f"optimizer.kind={kind}", f"zero.stage={stage}"]
     for more in ([], [BF16], [BF16, NONE], ["lora.rank=4"]):
         resolve.resolve(load(None, [*BASE, *words, *more]))
@@ -51,7 +49,7 @@ def refused(words: list[str]) -> str:
     return str(raised.value)
 
 
-def test_ranks_and_batches_are_those_of_groups_of_ranks() -> None:
+def test_ranks_and_batches_are_those_of_groups_of_ranks():
     text = f"command line: {KEY} is 3, but 4 ranks are not a multiple of it; use run.ranks=3"
     assert refused([*FOUR, LLAMA, f"{KEY}=3"]) == text
     text = "but 1 rank is not a multiple of it; use run.ranks=2"
@@ -80,11 +78,11 @@ def test_ranks_and_batches_are_those_of_groups_of_ranks() -> None:
         (1, 1, 2, "is 2, which cannot divide the model's 1 attention heads; use 1"),
     ],
 )
-def test_heads_are_divided_or_key_value_heads_repeated(heads: int, groups: int, size: int, text: str) -> None:
+def test_heads_are_divided_or_key_value_heads_repeated(heads, groups, size, text):
     assert heads_refusal(heads, groups, size) == text
 
 
-def test_heads_of_a_bare_configuration_and_of_a_folder_are_read_before_anything_starts(tmp_path: Path) -> None:
+def test_heads_of_a_bare_configuration_and_of_a_folder_are_read_before_anything_starts(tmp_path):
     eight, folder = [*FOUR, f"{KEY}=8", "run.ranks=8"], f"model.name={tmp_path}"
     assert "cannot divide the model's 12 attention heads" in refused([*eight, LLAMA])
     for inner in ({"num_attention_heads": 6}, {"text_config": {"num_attention_heads": 6}}, {"n_head": 6}):
@@ -104,7 +102,7 @@ def test_heads_of_a_bare_configuration_and_of_a_folder_are_read_before_anything_
         ([], "fp16", "training.precision"),
     ],
 )
-def test_combinations_that_were_not_tested_are_refused_by_name(words: list[str], precision: str, path: str) -> None:
+def test_combinations_that_were_not_tested_are_refused_by_name(words, precision, path):
     alone = load(None, [LLAMA, *words]).config
     assert alone.training.sequence_parallel_size == 1
     assert consistency.refusal(alone, 3, precision) is None
@@ -131,9 +129,7 @@ def test_combinations_that_were_not_tested_are_refused_by_name(words: list[str],
         ),
     ],
 )
-def test_layers_are_compiled_on_gpus_unless_something_excludes_it(
-    words: list[str], compiler: bool, chosen: str, reason: str
-) -> None:
+def test_layers_are_compiled_on_gpus_unless_something_excludes_it(words, compiler, chosen, reason):
     said: list[str] = []
     found = consistency.settle_compile(load(None, [LLAMA, *words]).config, compiler, said.append)
     assert found.model.compile == chosen
@@ -150,9 +146,7 @@ def test_layers_are_compiled_on_gpus_unless_something_excludes_it(
         ({"num_key_value_heads": 3, "num_attention_heads": 6}, "cannot divide the model's 3 key/value heads"),
     ],
 )
-def test_what_a_short_row_would_not_show_is_refused_by_the_models_configuration(
-    values: dict[str, Any], text: str
-) -> None:
+def test_what_a_short_row_would_not_show_is_refused_by_the_models_configuration(values, text):
     problem = refusal(AutoConfig.for_model("llama", **{"hidden_size": 48, "num_attention_heads": 4, **values}), 64, 2)
     assert text in problem
     assert bool(problem) == bool(text)

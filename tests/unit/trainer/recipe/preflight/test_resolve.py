@@ -42,7 +42,7 @@ def refusal(data: Path, *overrides: str) -> str:
     return str(raised.value)
 
 
-def test_what_was_left_to_choose_is_settled(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_left_to_choose_is_settled(data, monkeypatch):
     monkeypatch.chdir(data.parent)
     resolved = resolve.resolve(loaded(Path(data.name), "output.dir=out"))
     config = resolved.config
@@ -74,15 +74,11 @@ WIDE = "model.config={model_type: llama, hidden_size: 4096, intermediate_size: 1
         (2, [FEW, "lora.rank=8"], 1),
     ],
 )
-def test_small_models_keep_whole_gradients_on_several_gpus_unless_a_stage_is_given(
-    ranks: int, overrides: list[str], stage: int, data: Path
-) -> None:
+def test_small_models_keep_whole_gradients_on_several_gpus_unless_a_stage_is_given(ranks, overrides, stage, data):
     assert resolve.resolve(loaded(data, *overrides), elsewhere=ranks).config.zero.stage == stage
 
 
-def test_all_gpus_are_taken_unless_fewer_and_ranks_have_few_threads_unless_the_host_computes(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_gpus_are_taken_unless_fewer_and_ranks_have_few_threads_unless_the_host_computes(data, monkeypatch):
     monkeypatch.setattr(hardware, "usable_gpus", lambda: ["0", "1", "2", "3"])
     monkeypatch.setattr(hardware, "cores", lambda: 64)
     for words, gpus, precision, threads in (
@@ -97,9 +93,7 @@ def test_all_gpus_are_taken_unless_fewer_and_ranks_have_few_threads_unless_the_h
         assert (found.config.training.precision, found.config.run.threads) == (precision, threads)
 
 
-def test_a_data_sets_folder_is_found_in_the_home_directory_and_settled(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_sets_folder_is_found_in_the_home_directory_and_settled(data, monkeypatch):
     monkeypatch.setenv("HOME", str(data.parent))
     (data.parent / "poems").mkdir()
     settled = resolve.resolve(loaded(data, "data.path=", "data.name=~/poems", "run.device=cpu")).config
@@ -108,7 +102,7 @@ def test_a_data_sets_folder_is_found_in_the_home_directory_and_settled(
     assert named.data.name == "me/poems"
 
 
-def test_more_ranks_than_gpus_and_a_port_that_is_taken_are_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_and_a_port_that_is_taken_are_refused(data, monkeypatch):
     monkeypatch.setattr(hardware, "usable_gpus", lambda: ["0"])
     assert refusal(data, "run.ranks=2") == "command line: run.ranks is 2, but 1 GPU is visible"
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -117,14 +111,14 @@ def test_more_ranks_than_gpus_and_a_port_that_is_taken_are_refused(data: Path, m
 
 
 @pytest.mark.parametrize("line", (DATA / "refusals.txt").read_text().splitlines()[1:])
-def test_what_does_not_hold_is_refused_in_one_line(data: Path, line: str) -> None:
+def test_what_does_not_hold_is_refused_in_one_line(data, line):
     overrides, _, words = line.partition(" -> ")
     text = refusal(data, *overrides.split(" & "))
     assert words in text
     assert text.startswith("command line: ")
 
 
-def test_without_a_compiler_compilation_is_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_compilation_is_refused(data, monkeypatch):
     words = ("model.compile=layers", "data.packing=true")
     assert resolve.resolve(loaded(data, *words)).config.model.compile == "layers"
     monkeypatch.setenv("PATH", str(data.parent))
@@ -132,7 +126,7 @@ def test_without_a_compiler_compilation_is_refused(data: Path, monkeypatch: pyte
     assert re.search(r"model\.compile needs a C\+\+ compiler .*, not found here", refusal(data, *words))
 
 
-def test_a_place_of_the_file_is_named_for_a_value_of_the_file(data: Path) -> None:
+def test_a_place_of_the_file_is_named_for_a_value_of_the_file(data):
     path = data.parent / "train.yaml"
     path.write_text(f"model:\n  config: {{model_type: qwen2}}\ndata:\n  path: {data}x\n")
     with pytest.raises(ConfigError) as raised:
@@ -142,9 +136,7 @@ def test_a_place_of_the_file_is_named_for_a_value_of_the_file(data: Path) -> Non
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le"])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
-def test_a_data_file_in_another_encoding_is_refused_with_how_to_convert_it(
-    data: Path, name: str, encoding: str
-) -> None:
+def test_a_data_file_in_another_encoding_is_refused_with_how_to_convert_it(data, name, encoding):
     text = {"a.jsonl": '{"text": "caf\xe9"}\n', "a.json": '[{"text": "caf\xe9"}]', "a.csv": "text\ncaf\xe9\n"}
     path = data.with_name(name)
     path.write_bytes(text.get(name, "caf\xe9\n").encode(encoding))
@@ -152,7 +144,7 @@ def test_a_data_file_in_another_encoding_is_refused_with_how_to_convert_it(
     assert f"is not text in UTF-8; convert the file, as iconv -f {name} -t UTF-8" in refusal(path)
 
 
-def test_a_file_in_a_models_place_is_no_name_of_the_hub(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_a_models_place_is_no_name_of_the_hub(data, monkeypatch):
     monkeypatch.chdir(data.parent)
     expected = f"tokenizer.name {data.name}: is a file; give the folder that has it"
     assert expected in refusal(data, f"tokenizer.name={data.name}")
@@ -171,9 +163,7 @@ def test_a_file_in_a_models_place_is_no_name_of_the_hub(data: Path, monkeypatch:
         ("a.jsonl", "[1, 2]\n", "line 1 is not a JSON object"),
     ],
 )
-def test_a_first_record_that_cannot_be_read_is_refused_with_its_line(
-    data: Path, name: str, content: str, words: str
-) -> None:
+def test_a_first_record_that_cannot_be_read_is_refused_with_its_line(data, name, content, words):
     path = data.with_name(name)
     path.write_text(content)
     assert re.search(f"data.path {path}: {words}", refusal(path))
@@ -186,7 +176,7 @@ def checkpoint(folder: Path, step: int, config: Config) -> None:
     manifest.write(path, Manifest(float(step), TrainState(step=step), 2, "fp32", {}, [], {}, settings))
 
 
-def test_an_output_folder_is_continued_by_the_same_configuration_and_not_written_over(data: Path) -> None:
+def test_an_output_folder_is_continued_by_the_same_configuration_and_not_written_over(data):
     out = data.parent / "out"
     here = f"output.dir={out}"
     assert resolve.resolve(loaded(data)).config.checkpoint.resume == "never"
@@ -216,7 +206,7 @@ def test_an_output_folder_is_continued_by_the_same_configuration_and_not_written
     assert "earlier run; begin anew with output.overwrite=true, or give another folder" in refusal(data, here)
 
 
-def test_without_a_complete_checkpoint_a_run_begins_anew_unless_one_is_damaged(data: Path) -> None:
+def test_without_a_complete_checkpoint_a_run_begins_anew_unless_one_is_damaged(data):
     here = f"output.dir={data.parent / 'out'}"
     (data.parent / "out" / "checkpoints" / "step-3.part").mkdir(parents=True)
     assert resolve.resolve(loaded(data, here)).config.checkpoint.resume == "auto"
@@ -225,5 +215,5 @@ def test_without_a_complete_checkpoint_a_run_begins_anew_unless_one_is_damaged(d
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
-def test_an_output_folder_that_cannot_be_written_is_refused(data: Path) -> None:
+def test_an_output_folder_that_cannot_be_written_is_refused(data):
     assert "cannot be written" in refusal(data, "output.dir=/proc/out")
