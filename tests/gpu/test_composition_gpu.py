@@ -51,8 +51,7 @@ def test_a_plain_loop_s_peaks_are_its_parameters_states_gradients_and_foreach_te
         return any(found.step > 6 for found in c.of(Composition)) and c.of(AllocatorEvents)
 
     watch(collector, SCRIPTS / "gpu_loop.py", "wait", until=settled)
-    composition = assert_closed(collector)[-1]
-    phases = {phase.name: phase for phase in composition.phases}
+    phases = {phase.name: phase for phase in assert_closed(collector)[-1].phases}
     assert near(phases["optimizer"].parts["parameters"], 4 * NUMBERS)
     assert near(phases["optimizer"].parts["gradients"], 4 * NUMBERS)
     assert near(phases["optimizer"].parts["optimizer_states"], 8 * NUMBERS)

@@ -76,8 +76,7 @@ def test_cudnns_attention_and_its_gradients_are_those_of_each_document(heads, gr
     if torch.cuda.get_device_capability()[0] not in attention._GENERATIONS:
         pytest.skip("cuDNN is not used on this kind of GPU")
     generator = torch.Generator("cuda").manual_seed(0)
-    lengths = [1, 2, 63, 64, 65, 128, 300, 511, 7, *[3] * 40]
-    borders = [0, *itertools.accumulate(lengths)]
+    borders = [0, *itertools.accumulate([1, 2, 63, 64, 65, 128, 300, 511, 7, *[3] * 40])]
 
     def drawn(count: int) -> Any:
         return torch.randn(borders[-1], count, width, device="cuda", generator=generator).to(dtype).requires_grad_()
@@ -100,8 +99,7 @@ def test_documents_of_packed_rows_have_the_logits_and_gradients_they_have_alone(
     assert attention.set_up(model, Config(), world), world.said
     assert model.config._attn_implementation == attention.VARLEN
     lengths = [[100, 27, 1], [64, 64]]
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, 512, (2, 128), generator=generator)
+    ids = torch.randint(1, 512, (2, 128), generator=torch.Generator().manual_seed(1))
     numbers = torch.tensor([[n for n, length in enumerate(row, 1) for _ in range(length)] for row in lengths])
     positions = torch.tensor([[place for length in row for place in range(length)] for row in lengths])
     batch = {"input_ids": ids, "position_ids": positions, "sequence_ids": numbers}

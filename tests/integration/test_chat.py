@@ -189,8 +189,7 @@ def test_an_answer_ends_before_a_stop(model, monkeypatch, capsys):
     def answer(*words: str) -> str:
         monkeypatch.setattr("sys.stdin", io.StringIO("a few words"))
         given = [str(model), "--temperature", "9", "--seed", "1", "--max-tokens", "60", "--whole", *words]
-        options = _parser().parse_args(given)
-        assert session.Session(loaded, options).answer_lines() == 0
+        assert session.Session(loaded, _parser().parse_args(given)).answer_lines() == 0
         return capsys.readouterr().out.removesuffix("\n")
 
     whole = answer()

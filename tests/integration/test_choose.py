@@ -45,8 +45,7 @@ def test_the_written_choice_is_the_one_of_auto_and_needs_what_it_says(ftmon: Ftm
     config = load(str(here / "train.yaml")).config
     assert (config.run.ranks, config.lora.rank, config.zero.offload_optimizer) == (2, 0, False)
     assert config.training.sequence_length == 256
-    words = of_model_and_data("model", "data.jsonl")
-    asked = (["train.yaml"], ["--ranks", "2", "--", *words])
+    asked = (["train.yaml"], ["--ranks", "2", "--", *of_model_and_data("model", "data.jsonl")])
     answers = rank_jobs.predictions([["--json", "--gpu", "H100 80 GB", *each] for each in asked], here)
     assert [answer["status"] for answer in answers] == [0, 0], answers
     point, auto = (json.loads(answer["output"])["points"][0] for answer in answers)

@@ -53,8 +53,7 @@ def test_the_last_lines_say_where_the_recording_and_the_model_are_which_loads_an
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    inputs = tokenizer("What", return_tensors="pt")
+    inputs = AutoTokenizer.from_pretrained(folder)("What", return_tensors="pt")
     with torch.no_grad():
         logits = model(**inputs).logits
     assert logits.shape[-1] == model.config.vocab_size

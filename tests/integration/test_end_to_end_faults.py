@@ -38,8 +38,7 @@ def test_an_allocation_that_fails_is_an_oom_and_the_run_fails(home: Ftmon) -> No
 
 def test_a_rank_that_stands_still_is_named_and_kill_leaves_nothing(home: Ftmon) -> None:
     demo = home.start("demo", "--fault", f"stop:rank=1,step={FAULT_STEP}", "--steps", "400", *SMALL)
-    title = standing(home, "hang")
-    assert "rank 1" in title
+    assert "rank 1" in standing(home, "hang")
     assert f"{home.newest().id}  hung " in home.run("ls").stdout
     killed = home.run("kill", home.newest().id, "--yes")
     assert killed.returncode == 0, killed.stdout + killed.stderr

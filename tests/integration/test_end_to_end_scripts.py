@@ -146,8 +146,7 @@ def test_a_master_port_that_is_taken_is_named_with_who_holds_it(home: Ftmon) -> 
     assert lines_with(done.stdout, ["failure:", f"port {port} is taken by", f"pid {os.getpid()}"]), done.stdout
     assert lines_with(done.stdout, ["why:", f"port {port} is taken"])
     assert not lines_with(done.stdout, ["ended before its first step"]), "it is said once"
-    told = home.status(home.newest().id)
-    alert = next(alert for alert in told["alerts"] if "is taken" in alert["title"])
+    alert = next(alert for alert in home.status(home.newest().id)["alerts"] if "is taken" in alert["title"])
     assert alert["evidence"]["pid"] == os.getpid()
     assert "--master_port" in alert["text"]
 

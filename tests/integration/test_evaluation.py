@@ -133,8 +133,7 @@ def test_evaluating_changes_no_weight(outcome: Outcome) -> None:
 
 def test_training_stops_when_patience_is_at_its_end(outcome: Outcome) -> None:
     text = outcome.text["patience"]
-    results = outcome.results("patience")
-    last = max(results)
+    last = max(outcome.results("patience"))
     assert last < 4
     assert f"stopped early after step {last}: 1 evaluations without a new lowest loss" in text
     assert f"finished: {last} steps" in text
@@ -167,8 +166,7 @@ def test_the_best_evaluation_has_a_checkpoint_and_is_exported_or_named(outcome: 
 def test_the_best_evaluation_of_the_run_that_this_one_resumed_from_is_exported(outcome: Outcome) -> None:
     before = outcome.results("last")
     best = min(before, key=lambda step: before[step][0])
-    after = outcome.results("resumed")
-    assert min(after) > best
+    assert min(outcome.results("resumed")) > best
     assert f"the model of step {best}, the lowest evaluation loss, {before[best][0]:.4f}\n" in outcome.text["resumed"]
     exported = outcome.reference("resumed", outcome.folder / "out" / "resumed" / "model")[0]
     assert exported == pytest.approx(before[best][0], rel=1e-6, abs=6e-5)

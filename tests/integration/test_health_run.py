@@ -23,8 +23,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "health_loop.py"
 
 def played(home: Ftmon, faults: str, *options: str, **environ: str) -> tuple[RunDir, list[Message], str]:
     home.environ |= {"FAULT": faults, **environ}
-    job = start_ranks.command(2, str(SCRIPT))
-    done = home.run("run", "--plain", *options, "--", *job, seconds=480)
+    done = home.run("run", "--plain", *options, "--", *start_ranks.command(2, str(SCRIPT)), seconds=480)
     assert done.returncode == 0, done.stdout + done.stderr
     run = home.newest()
     wait_until_nothing_is_left(run)
@@ -45,8 +44,7 @@ def health(messages: list[Message]) -> dict[str, Alert]:
 def test_a_healthy_run_has_known_disks_and_no_finding(home):
     run, messages, _ = played(home, "", STEPS="60")
     disks = [one for one in messages if isinstance(one, DiskSpace)]
-    mine = [one for one in health(messages).values() if one.evidence["finding"] != "disk_filling"]
-    assert mine == []
+    assert [one for one in health(messages).values() if one.evidence["finding"] != "disk_filling"] == []
     assert any(str(run.path).startswith(volume.path) or volume.use for volume in disks[0].volumes)
     loaders = [one.loader for one in messages if isinstance(one, Hello) and one.loader is not None]
     assert all(one.workers == 0 and one.cpus >= 1 for one in loaders)

@@ -108,8 +108,7 @@ def test_ranks_that_a_new_hub_does_not_know_are_asked_who_they_are_and_two_hubs_
         eventually(lambda: (hub := run.living_hub()) is not None and hub.process != before.process, "a new hub")
         with App(run) as app:
             eventually(lambda: sorted(app.hellos()) == [0, 1], "the ranks' introduction")
-            stats = app.wait_for(HubStats)
-            assert stats.lost == {}
+            assert app.wait_for(HubStats).lost == {}
             command = [sys.executable, "-P", "-m", "ftmon.trainer.hub", str(run.path)]
             second = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
             assert second.returncode == 1
@@ -198,8 +197,7 @@ def test_with_a_full_disk_the_stream_goes_on_the_app_is_told_and_recording_resum
         rank.wait(200)
         hub.terminate()
         assert hub.wait(200) == 128 + signal.SIGTERM
-    info = Reader(run.recording).info()
-    assert info.steps > 0
+    assert Reader(run.recording).info().steps > 0
 
 
 def _hub(run, limit: int = 0) -> subprocess.Popen[bytes]:

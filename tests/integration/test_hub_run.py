@@ -169,8 +169,7 @@ def test_what_is_wrong_is_refused_counted_and_told_and_ranks_that_do_not_answer_
             push.send_multipart([foreign, b"\x80"])
         push.send_multipart([wire.encode_header("rank-8-1-1", 1, 0.0), msgspec.msgpack.encode({"type": "new"})])
         push.send_multipart([b"nonsense"])
-        stats = app.wait_for(HubStats, lambda s: s.refused == 6 and s.unknown == 1)
-        assert stats.lost == {}
+        assert app.wait_for(HubStats, lambda s: s.refused == 6 and s.unknown == 1).lost == {}
         alert = app.wait_for(
             Alert, lambda alert: str(alert.evidence.get("rule")).startswith("refused ") and "2.0" in alert.text
         )
@@ -235,8 +234,7 @@ def test_a_run_whose_launcher_died_is_ended_by_its_hub(tmp_path):
     go = tmp_path / "go"
     with started(fake_ranks({"rate": 50, "steps": 60, "awaits": str(go)})) as run, App(run) as app:
         app.told(Step)
-        launcher = eventually(lambda: run.read_run().launcher, "the launcher")
-        os.kill(launcher.pid, signal.SIGKILL)
+        os.kill(eventually(lambda: run.read_run().launcher, "the launcher").pid, signal.SIGKILL)
         go.touch()
         end = exit_of(run)
         assert end.state == "finished"

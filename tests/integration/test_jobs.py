@@ -49,8 +49,7 @@ def test_each_job_of_a_driver_script_has_its_own_steps_peaks_loss_and_end(home: 
     assert lines_with(done.stdout, ["job 3 step 5"])
     assert lines_with(done.stdout, ["  over: rank 1 failed"])
     assert lines_with(done.stdout, ["jobs:", "3, 1 failed"])
-    table = home.run("status", run.id).stdout
-    assert lines_with(table, ["once, restart 1", "finished"])
+    assert lines_with(home.run("status", run.id).stdout, ["once, restart 1", "finished"])
     with Reader(run.recording) as reader:
         _the_recording_agrees(reader)
 

@@ -63,8 +63,7 @@ def test_a_killed_run_leaves_nothing_whatever_its_ranks_do():
 def test_a_run_that_was_killed_without_its_launcher_has_not_succeeded_and_stacks_are_saved_before_the_first_signal():
     with started(fake_ranks({}, {"silent": True})) as run, App(run) as app:
         training(app, 2)
-        launcher = run.read_run().launcher
-        os.kill(launcher.pid, signal.SIGKILL)
+        os.kill(run.read_run().launcher.pid, signal.SIGKILL)
         result = app.command("kill")
         assert result.ok, result.text
         assert result.data["stacks_saved"] == [0]

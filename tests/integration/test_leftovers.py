@@ -49,8 +49,7 @@ def test_it_is_said_watched_and_its_end_is_told(sleeper: processes.Process):
         return len(sent), time.time()
 
     run = RunFile(id="a", name="a", kind="run", command=["x"], cwd="/", created=1.0, host="h")
-    analysis = Analysis(run, emit)
-    left = Leftovers(analysis, list, lambda: False)
+    left = Leftovers(Analysis(run, emit), list, lambda: False)
     left.note([sleeper.pid, os.getpid()])
     (alert,) = sent
     assert f"pid {sleeper.pid}" in alert.title

@@ -150,8 +150,7 @@ def test_a_flame_graph_has_the_memory_of_the_highest_moment_by_stack(tmp_path, r
     assert {text.count(";") + 1 for text, _, size in lines if int(size) == largest["bytes"]} <= {*depths, 1}
     drawn = [element for element in ElementTree.parse(picture).getroot() if element.tag.endswith("}g")]
     boxes = [{name: float(box.attrib[name]) for name in ("x", "y", "width")} for box in (group[1] for group in drawn)]
-    tips = [group[0].text or "" for group in drawn]
-    assert tips[0].startswith(f"all: {peak / 2**30:.2f} GiB, 100.0%")
+    assert (drawn[0][0].text or "").startswith(f"all: {peak / 2**30:.2f} GiB, 100.0%")
     rows: dict[float, list[dict[str, float]]] = defaultdict(list)
     for box in boxes:
         rows[box["y"]].append(box)

@@ -42,8 +42,7 @@ def test_a_rank_is_held_looked_at_and_let_go_and_the_report_is_there_afterwards(
     assert status == 1, text + errors
     assert "can't allocate memory" in text + errors  # the original error, as without ftmon
 
-    found = json.loads(home.run("oom", run, "--json").stdout)
-    (report,) = found["reports"]
+    (report,) = json.loads(home.run("oom", run, "--json").stdout)["reports"]
     oom = report["oom"]
     assert (report["verdict"]["kind"], report["verdict"]["sure"]) == ("too_large", True)
     assert (oom["requested_bytes"], oom["step"], oom["phase"]) == (TOO_MUCH, 4, "forward")

@@ -117,8 +117,7 @@ def test_a_rollout_is_a_phase_of_its_own_and_start_up_is_in_no_step(plain):
     assert found.step_ms < sum(own_ms) / 6 + 750  # start-up took more than 5,000 ms
     generated = sum(step.phase("generate").host_us for step in steps) / sum(step.host_us for step in steps)
     assert found.parts["generate"] == pytest.approx(generated, abs=0.01)
-    beats = {beat.phase for beat in plain[1].of(Heartbeat)}
-    assert "init" in beats
+    assert "init" in {beat.phase for beat in plain[1].of(Heartbeat)}
 
 
 def test_a_trainer_with_a_peft_model_shows_the_model_inside_and_the_loss_that_it_logs(plain):
@@ -165,8 +164,7 @@ def test_short_steps_read_memory_by_phase_now_and_then_and_tell_all_else_as_befo
     coarse = [step for step in later if step.phase("forward").coarse]
     assert len(coarse) > len(later) * 0.6
     for number, step in enumerate(steps):
-        both = losses[2 * number : 2 * number + 2]
-        assert step.loss == pytest.approx(sum(both) / 2, rel=1e-5)
+        assert step.loss == pytest.approx(sum(losses[2 * number : 2 * number + 2]) / 2, rel=1e-5)
         assert (step.micro_steps, step.samples, step.tokens, step.padded_tokens) == (2, 4, 24, 32)
         assert {name: step.phase(name).count for name in ("forward", "backward")} == {"forward": 2, "backward": 2}
     for step in coarse:

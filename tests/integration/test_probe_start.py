@@ -81,8 +81,7 @@ def test_a_rank_writes_into_the_run_s_log_files_from_its_first_line(tmp_path):
 
 def test_with_logs_off_a_rank_keeps_its_output(tmp_path):
     (tmp_path / "run.json").write_text('{"options": {"logs": false}}')
-    done = run_python("print('here')", tmp_path, RANK="0", WORLD_SIZE="1")
-    assert done.stdout == "here\n"
+    assert run_python("print('here')", tmp_path, RANK="0", WORLD_SIZE="1").stdout == "here\n"
 
 
 def test_a_launcher_inside_a_rank_is_refused_in_one_line_before_it_runs(tmp_path):

@@ -134,8 +134,7 @@ def test_a_worker_whose_rank_is_long_gone_is_found_by_its_mark(run, spawn):
 
 def test_another_process_with_that_pid_is_never_touched(run, spawn):
     rank = spawn(rank_code())
-    stale = target(rank)._replace(start_ticks=1)
-    outcome = kill(run, [stale])
+    outcome = kill(run, [target(rank)._replace(start_ticks=1)])
     assert outcome.ok
     assert outcome.text == "no process of the run was left"
     assert rank.poll() is None

@@ -68,8 +68,7 @@ def test_of_run_includes_what_descends_from_a_marked_process_and_leaves_out_the_
 def test_a_signal_meant_for_an_earlier_process_with_that_pid_is_not_sent(spawn):
     child = spawn(SLEEP)
     found = processes.read(child.pid)
-    earlier = found._replace(start_ticks=found.start_ticks - 1)
-    assert processes.send_signal(earlier, signal.SIGKILL) is False
+    assert processes.send_signal(found._replace(start_ticks=found.start_ticks - 1), signal.SIGKILL) is False
     assert child.poll() is None
     assert processes.send_signal(found, signal.SIGKILL) is True
     assert child.wait(200) == -signal.SIGKILL

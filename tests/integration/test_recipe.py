@@ -111,8 +111,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         paths.append(str(path))
     shutil.rmtree(out)
     plan = [{"ranks": 2, "module": "recipe_ranks", "jobs": paths}]
-    text = rank_jobs.forked(plan, rank_jobs.environment_of(resolved, folder / "cache"), 1400)
-    return Outcome(out, text)
+    return Outcome(out, rank_jobs.forked(plan, rank_jobs.environment_of(resolved, folder / "cache"), 1400))
 
 
 @pytest.mark.parametrize("name", ["stage-0", "stage-1", "stage-2", "stage-3", "bf16", "offload", "foreach"])

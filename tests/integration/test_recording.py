@@ -382,8 +382,7 @@ def test_readers_in_other_threads_see_a_growing_recording(tmp_path):
         seen = [0]
         for _ in range(40):
             seq = next_commit(child, go_on=False)
-            frames = reader.frames(seen[-1], 10**6)
-            seen += [frame.seq for frame in frames]
+            seen += [frame.seq for frame in reader.frames(seen[-1], 10**6)]
             assert seen[-1] == seq, "what was committed is there at once"
             child.stdin.write("\n")
             child.stdin.flush()
@@ -420,7 +419,6 @@ def test_columns_and_tables_of_a_later_minor_version_do_not_hurt(path, tmp_path,
 
 def test_the_command_is_kept_as_json_for_everybody(path):
     connection = sqlite3.connect(path)
-    meta = dict(connection.execute("SELECT key, value FROM meta"))
-    assert json.loads(meta["command"]) == RUN.command
+    assert json.loads(dict(connection.execute("SELECT key, value FROM meta"))["command"]) == RUN.command
     assert os.fspath(path)
     connection.close()

@@ -177,8 +177,7 @@ def test_a_file_we_may_not_read_is_refused(public_dir, path):
 
 
 def test_what_is_no_recording_is_refused_in_one_line(tmp_path):
-    other = tmp_path / "other.sqlite"
-    connection = sqlite3.connect(other)
+    connection = sqlite3.connect(tmp_path / "other.sqlite")
     connection.execute("CREATE TABLE steps(seq)")
     connection.commit()
     connection.close()

@@ -215,8 +215,7 @@ def test_a_writer_that_had_to_open_its_file_again_pools_nothing_twice(tmp_path, 
     writer.close()
     with Reader(tmp_path / "r.sqlite") as reader:
         assert reader.frames(limit=10**6) == frames
-        points = reader.series(0, frames[0].t, frames[-1].t, limit=3)
-        assert sum(point.count for point in points) == 400
+        assert sum(point.count for point in reader.series(0, frames[0].t, frames[-1].t, limit=3)) == 400
 
 
 @pytest.mark.parametrize("logs", [True, False])

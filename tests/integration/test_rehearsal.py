@@ -135,8 +135,7 @@ def test_zero_3_keeps_for_the_backward_what_is_used_again_soon(outcome):
     assert first == 0
     assert len(others) == 7
     assert min(others) > 0
-    rehearsed = outcome.gathered["stage-3-rehearsed"]
-    assert rehearsed == [first, *others[:1], *others[:1], *others]
+    assert outcome.gathered["stage-3-rehearsed"] == [first, *others[:1], *others[:1], *others]
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -220,15 +219,13 @@ def test_a_disk_that_fills_up_later_ends_no_training_and_the_model_takes_the_pla
 
 
 def test_the_model_that_does_not_fit_beside_the_last_checkpoint_is_named_with_it(outcome):
-    text = outcome.of_small_disk("small-disk-3-15-at-end")
-    (line,) = re.findall("^refused: (.*)", text, re.MULTILINE)
+    (line,) = re.findall("^refused: (.*)", outcome.of_small_disk("small-disk-3-15-at-end"), re.MULTILINE)
     assert re.match(r"the final model cannot be written to \S+: it takes \S+ MiB, and the disk of \S+ has \S+", line)
     assert re.search(r"; step 4 is in \S+/step-4; to write it, resume with checkpoint.resume=\S+-at-end$", line)
 
 
 def test_a_disk_without_room_for_the_final_model_is_refused_before_the_first_step(outcome):
-    text = outcome.of_small_disk("small-disk-0-2")
-    (line,) = re.findall("^refused: (.*)", text, re.MULTILINE)
+    (line,) = re.findall("^refused: (.*)", outcome.of_small_disk("small-disk-0-2"), re.MULTILINE)
     assert re.match(r"rehearsal: the final model takes \S+ MiB, and the disk of \S+ has \S+ MiB free; free space", line)
 
 

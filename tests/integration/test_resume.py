@@ -271,8 +271,7 @@ def test_adapters_of_a_checkpoint_are_put_on_the_base_they_name(runs: Runs) -> N
 def test_adapters_saved_alone_on_random_weights_bring_those_weights_along(runs: Runs) -> None:
     from transformers import AutoModelForCausalLM
 
-    folder = runs.path / "unmerged" / "model"
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(runs.path / "unmerged" / "model")
     adapters = {name: one for name, one in loaded.named_parameters() if "lora_B" in name}
     assert adapters
     assert all(bool((one != 0).any()) for one in adapters.values())

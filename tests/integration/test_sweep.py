@@ -91,8 +91,7 @@ def test_a_sweep_that_its_budget_does_not_cover_runs_nothing_more(home, tmp_path
     assert "the budget ends the sweep" in done.stdout
     assert "2 runs are missing" in done.stdout
     assert home.runs() == []
-    shown = home.run("sweep", str(sweep), "--plan", "--json")
-    assert len(json.loads(shown.stdout)["runs"]) == 2
+    assert len(json.loads(home.run("sweep", str(sweep), "--plan", "--json").stdout)["runs"]) == 2
 
 
 def test_a_sweep_goes_on_without_its_screen_until_it_is_ended_there(home, tmp_path):

@@ -81,8 +81,7 @@ def test_a_killed_job_runs_again_and_a_killed_sweep_takes_the_rows_of_its_jobs(h
         sweep.until(lambda found: len(found.rows) == 2, "the rows of two jobs")
         sweep.until(waits(home, 1), "the third job waiting")
         (started,) = sweep.read().unanswered
-        controller = psutil.Process(int(started.job))
-        for one in controller.children():  # the job itself, as a node that fails
+        for one in psutil.Process(int(started.job)).children():  # the job itself, as a node that fails
             one.kill()
         sweep.until(unfinished, "the row of the killed job")
         sweep.until(waits(home, 1), "the job, submitted again")

@@ -48,8 +48,7 @@ def written(path: Path, process: ProcessId) -> Path:
 
 
 async def test_the_table_fills_in_beside_time_and_money_left(tmp_path: Path, worker: "subprocess.Popen[bytes]") -> None:
-    me = ProcessId(worker.pid, start_ticks(worker.pid) or 0)
-    app = SweepApp(written(tmp_path / "r.jsonl", me))
+    app = SweepApp(written(tmp_path / "r.jsonl", ProcessId(worker.pid, start_ticks(worker.pid) or 0)))
 
     def shown() -> str:
         return "\n".join(child.plain for child in app.screen.children if isinstance(child, Canvas))

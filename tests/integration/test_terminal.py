@@ -79,8 +79,7 @@ def test_a_snapshot_opens_in_the_explorer_and_a_terminal_that_cannot_draw_gets_l
     command(terminal, PROGRAM, "snapshot", str(SNAPSHOT))
     wait_for(terminal, "libraries folded", "q quit")
     terminal.press("q")
-    shown = wait_for(terminal, "$ ")
-    assert "Traceback" not in shown
+    assert "Traceback" not in wait_for(terminal, "$ ")
     command(terminal, "TERM=dumb", PROGRAM)
     wait_for(terminal, "no runs in")
 
@@ -122,8 +121,7 @@ def test_a_recording_is_replayed_and_ctrl_z_goes_back_to_the_shell_and_fg_to_the
 
 @pytest.mark.parametrize(("variable", "keys"), [("LC_ALL", list(SCREENS)), ("LANG", ["Enter"])])
 def test_in_the_c_locale_every_byte_is_ascii(tmp_path, variable, keys):
-    frames = Stream(ranks=2, steps=60, spike_every=10, finished=False).frames()
-    write(tmp_path / "recording.sqlite", frames)
+    write(tmp_path / "recording.sqlite", Stream(ranks=2, steps=60, spike_every=10, finished=False).frames())
     with ftmon_home(tmp_path / "home") as ftmon:
         environ = {name: value for name, value in ftmon.environ.items() if name[:3] != "LC_" and name != "LANG"}
         terminal = PtyTerminal(80, 24, {**environ, variable: "C"}, tmp_path)

@@ -169,8 +169,7 @@ def test_a_live_run_reaches_its_tracker_although_the_exporter_is_killed(name: st
     pytest.importorskip(name)
     run, folder = live
     found = READERS[name](folder, run.id)
-    losses = dict(found.values["train/loss"])
-    assert losses[LAST] == pytest.approx(1 / LAST)
+    assert dict(found.values["train/loss"])[LAST] == pytest.approx(1 / LAST)
     assert dict(found.values["train/loss_finite"])[LAST] == 1.0
     log = (run.logs / "launcher.log").read_text()
     assert log.count(f"the {name}-exporter ended (killed by SIGKILL); starting another") == 1
@@ -234,8 +233,7 @@ def test_a_recording_is_replayed_with_its_times_its_falling_steps_and_its_alerts
     if name in ("wandb", "tensorboard"):
         monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
         (folder,) = tmp_path.glob({"wandb": "wandb/offline-run-*", "tensorboard": "runs/*"}[name])
-        made = import_log(folder, None)
-        imported = RecordedRun(made.run.recording).steps(0)
+        imported = RecordedRun(import_log(folder, None).run.recording).steps(0)
         assert [step.step for step in imported] == [*range(1, 61)], "each step once"
         recorded = {step.step: step.host_us for step in RecordedRun(recording).steps(0)}
         assert [step.host_us for step in imported] == [pytest.approx(recorded[step.step], rel=0.1) for step in imported]

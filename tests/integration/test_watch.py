@@ -96,8 +96,7 @@ def test_the_probe_begins_inside_a_running_loop(home: Ftmon, tmp_path: Path, mon
 def test_on_python_3_14_the_probe_is_injected(home: Ftmon, spawn) -> None:
     loop = "import torch, time, sys\np = torch.nn.Parameter(torch.zeros(2)); o = torch.optim.SGD([p], lr=0.1)\n"
     loop += "print('ready', flush=True)\nwhile True: p.sum().backward(); o.step(); time.sleep(0.01)"
-    process = spawn(loop)
-    done = home.run("watch", "--detach", str(process.pid))
+    done = home.run("watch", "--detach", str(spawn(loop).pid))
     assert "the probe was injected" in done.stdout, done.stdout + done.stderr
     run = home.newest()
     eventually(lambda: run.recording.exists() and home.status(run.id)["step"] > 5, "steps", every=1.0)

@@ -106,8 +106,7 @@ class Collector:
 
     def _all_said_goodbye(self):
         """Return whether each rank's last message has come."""
-        ranks = {(hello.rank, hello.pid) for hello in self.of(Hello)}
-        return 0 < len(ranks) <= len(self.of(Goodbye))
+        return 0 < len({(hello.rank, hello.pid) for hello in self.of(Hello)}) <= len(self.of(Goodbye))
 
     def _receive(self):
         """Keep one message; in place of a step's trace, what the hub's worker finds in it."""

@@ -170,8 +170,7 @@ class Stream:
         """Make one step of one rank, all fields of its back end in use."""
         draw = self._random
         host_us = int(length * 1e6) - draw.randrange(900)
-        spike = self.is_spike(rank, number)
-        shapes = self._shapes(rank, number, spike)
+        shapes = self._shapes(rank, number, self.is_spike(rank, number))
         phases: list[PhaseRecord] = []
         at = draw.randrange(20, 90)
         for name, share in SHARES.items():

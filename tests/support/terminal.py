@@ -162,8 +162,7 @@ class PtyTerminal:
     def __init__(self, columns: int, lines: int, environ: Mapping[str, str], folder: Path) -> None:
         pid, self._fd = pty.fork()
         if pid == 0:
-            environment = {**environ, "TERM": "xterm-256color", "PS1": "$ "}
-            os.execvpe("sh", ["sh"], environment)
+            os.execvpe("sh", ["sh"], {**environ, "TERM": "xterm-256color", "PS1": "$ "})
         self._pid = pid
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.raw = b""  # everything written so far

@@ -37,8 +37,7 @@ def _messages(frame: Frame, planned: int, cuda: bool) -> Iterator[Message]:
         flops = FLOPS.of(message.tokens, causal_pairs_of_rows(message.tokens, message.samples))
         yield msgspec.structs.replace(message, flops=flops, label_tokens=message.tokens // 2)
         if message.rank == 0 and message.step % EVERY == 0 and message.loss is not None:
-            past = max(0, message.step - 250)
-            loss = message.loss + 0.05 + 0.0008 * past
+            loss = message.loss + 0.05 + 0.0008 * max(0, message.step - 250)
             figures = {"label_tokens": 48_000, "seconds": 4.2, "best": message.step <= 250}
             yield Evaluation(0, message.step, frame.t, "validation", loss, **figures)
         if message.rank == 0 and message.step % 100 == 0:

@@ -8,8 +8,7 @@ from places import ROOT
 
 
 def test_the_list_of_packages_is_the_packages_on_disk() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    listed = project["tool"]["setuptools"]["packages"]
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = {"ftmon"}
     for top in ("protocol", "trainer", "tui"):
         found |= {

@@ -89,8 +89,7 @@ def test_a_check_that_breaks_is_itself_a_finding(monkeypatch):
 
 
 def test_without_compiler_and_ninja_there_are_remedies(monkeypatch):
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch.version, "cuda", None)  # or nvcc is run
+    monkeypatch.setattr(pytest.importorskip("torch").version, "cuda", None)  # or nvcc is run
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     found = names(list(doctor.op_builder()))

@@ -158,8 +158,7 @@ def test_the_detector_of_the_document_raises_and_resolves_its_alert(monkeypatch,
 def test_what_is_added_goes_by_its_name_not_by_the_words_that_are_there():
     condition = Condition("failure", 1, "data")
     error = "RuntimeError: a worker failed. It ended: exit code 1."
-    store = AlertStore()
-    alerts = FindingAlerts(store)
+    alerts = FindingAlerts(AlertStore())
     raised = Finding("failure", ScriptFailure(error, "", []), ranks=(1,), rank=1, phase="data")
     (alert,) = alerts.put(10.0, [raised])
     (said,) = alerts.put(11.0, [added(condition, Ended(1, None))])

@@ -26,12 +26,10 @@ def test_a_real_failure_at_the_loss_is_reported_as_logits_with_who_held_most() -
 def test_free_memory_of_another_stream_serves_no_request() -> None:
     allocator = CachingAllocator()
     held = [allocator.alloc(20 * MIB) for _ in range(8)]
-    other = allocator.alloc(60 * MIB, stream=1)
-    for address in (*held[::2], other):
+    for address in (*held[::2], allocator.alloc(60 * MIB, stream=1)):
         allocator.free(address)
     allocator.fail(40 * MIB, 0)
     snapshot = compact(allocator.snapshot(), "made")
-    replay = Replay(snapshot, 0)
-    report = report_of(snapshot, [replay])
+    report = report_of(snapshot, [Replay(snapshot, 0)])
     assert (report.oom.usable_free_bytes, report.oom.largest_free_bytes) == (80 * MIB, 20 * MIB)
     assert report.verdict.kind == "fragmentation"

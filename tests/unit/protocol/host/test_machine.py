@@ -189,8 +189,7 @@ def test_mfu_of_a_llama_1b_shape_is_the_hand_computed_one() -> None:
     a_second = flops.of(55_296, causal_pairs([4096]) * 13 + causal_pairs([2048]))
     # 55,296 * 7,414,886,400 = 4.100095583e14; pairs 13 * 8,390,656 + 2,098,176 = 111,176,704, times 393,216
     assert a_second == pytest.approx(4.100135583e14 + 4.37164588e13, rel=1e-4)
-    share = mfu(a_second, 1.0, peak_flops("NVIDIA H200", "bf16"))
-    assert share == pytest.approx(0.4586, abs=2e-4)
+    assert mfu(a_second, 1.0, peak_flops("NVIDIA H200", "bf16")) == pytest.approx(0.4586, abs=2e-4)
 
 
 def test_pairs_beyond_a_sliding_window_do_not_count() -> None:

@@ -133,8 +133,7 @@ def test_the_environment_names_the_file_and_never_holds_the_key(run):
 
 def test_a_further_host_gets_the_same_marks_and_options(run, tmp_path, monkeypatch):
     path = prepare(run, "0.0.0.0:7420").rename(tmp_path / "join.json")
-    join = read_join(path)
-    environment = joined_environment(path, join, {"PATH": "/bin"})
+    environment = joined_environment(path, read_join(path), {"PATH": "/bin"})
     assert environment["FTMON_RUN"] == str(run.path)
     assert environment[JOIN_ENV] == str(tmp_path / "join.json")
     assert "inject" in environment["PYTHONPATH"]

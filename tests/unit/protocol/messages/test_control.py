@@ -56,8 +56,7 @@ def test_absent_and_nil_arguments_have_their_defaults_and_unknown_ones_are_ignor
     required = {"code": "x"} if isinstance(verb, control.Console) else {}
     default = type(verb)(**required)
     assert default.command("1").args == required
-    nil = dict.fromkeys(set(verb.__struct_fields__) - set(required))
-    for args in ({}, nil, {"since": 3}):
+    for args in ({}, dict.fromkeys(set(verb.__struct_fields__) - set(required)), {"since": 3}):
         assert control.decode(Command("1", verb.name, {**required, **args}), control.ALL) == default
 
 

@@ -47,8 +47,7 @@ def fold(path: Path) -> None:
 
 
 def test_a_recording_that_was_removed_is_not_made_anew(tmp_path: Path):
-    path = tmp_path / "recording.sqlite"
-    fold(path)
+    fold(tmp_path / "recording.sqlite")
     assert list(tmp_path.iterdir()) == []
 
 

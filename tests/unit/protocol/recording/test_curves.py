@@ -41,8 +41,7 @@ def test_a_pooled_loss_is_weighted_by_label_tokens_and_pauses_are_no_training_ti
     few = point_of(Step(0, 1, STARTED, 100, [], loss=1.0, label_tokens=1), 1.0)
     many = point_of(Step(0, 2, STARTED, 100, [], loss=3.0, label_tokens=3), 2.0)
     assert pool_points([few, many]).loss == 2.5
-    unknown = point_of(Step(0, 2, STARTED, 100, [], loss=3.0), 2.0)
-    assert pool_points([few, unknown]).loss == 2.0
+    assert pool_points([few, point_of(Step(0, 2, STARTED, 100, [], loss=3.0), 2.0)]).loss == 2.0
     pauses = [PhaseRecord(name, 0, us, NO_MEMORY, NO_MEMORY) for name, us in (("eval", 600), ("checkpoint", 300))]
     step = Step(0, 1, STARTED, 1000, [PhaseRecord("data", 900, 50, NO_MEMORY, NO_MEMORY), *pauses], tokens=10)
     point = point_of(step, 1.0)
@@ -120,8 +119,7 @@ def as_schema_2(path: Path) -> Path:
 
 
 def test_a_figure_that_was_nan_is_told_from_one_that_was_not_measured(tmp_path: Path) -> None:
-    path = with_nan(tmp_path / "r.sqlite")
-    connection = sqlite3.connect(path)
+    connection = sqlite3.connect(with_nan(tmp_path / "r.sqlite"))
     flags = (
         "SELECT step, loss, loss_finite, grad_norm, grad_norm_finite FROM steps WHERE rank = 1 AND step BETWEEN 5 AND 8"
     )

@@ -86,8 +86,7 @@ def test_a_lead_that_changes_hands_more_than_once_is_not_forced_into_one_length(
 def test_a_size_that_only_the_first_step_had_says_nothing_of_lengths() -> None:
     first = [PeakMark(0, 1, phase, size * MIB, [1, 4096]) for phase, size in (("backward", 900), ("optimizer", 800))]
     later = [([1, at], {"backward": size, "optimizer": 1000}) for at, size in ((512, 950), (1024, 990))]
-    ranking = judged([*first, *marks_of(later)])
-    assert ranking.crossing.ahead
+    assert judged([*first, *marks_of(later)]).crossing.ahead
 
 
 def test_without_shapes_only_the_standing_is_told() -> None:

@@ -46,8 +46,7 @@ def stored(row: tuple[object, ...]) -> tuple[object, ...]:
 def test_any_step_comes_back_exactly_from_its_columns_and_the_rows_of_other_phases(step: Step) -> None:
     row, extra = step_rows(17, 1.5, step)
     assert repr(step_from_row(stored(row))) == repr(step), "spelled out, as NaN equals NaN then"
-    in_columns = sum(row[14 + position * 8] is not None for position in range(4))
-    assert in_columns + len(extra) == len(step.phases)
+    assert sum(row[14 + position * 8] is not None for position in range(4)) + len(extra) == len(step.phases)
 
 
 @pytest.mark.parametrize("cuda", [True, False])

@@ -15,8 +15,7 @@ from places import ROOT
 
 @pytest.mark.parametrize("name", REPORT_TARGETS)
 def test_a_target_has_an_extra_of_its_name_and_the_methods_of_a_target(name: str) -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras[name]
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][name]
     if not is_installed(REPORT_TARGETS[name].package):
         pytest.skip(f"{name} is not installed")
     check_report_to([name])

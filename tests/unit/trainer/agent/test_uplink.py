@@ -144,8 +144,7 @@ def test_what_was_lost_on_the_way_is_waited_for(hub, uplink, monkeypatch):
     put(uplink, "one", "two", "three")
     turning(hub, uplink, lambda: not uplink.waiting)
     put(uplink, "four", "five", "six")
-    lost = uplink._waiting.popleft()
-    uplink._flying.append(lost)  # sent, as far as it knows
+    uplink._flying.append(uplink._waiting.popleft())  # sent, as far as it knows
     turning(hub, uplink, lambda: uplink.silent)
     assert hub.texts == ["one", "two", "three"], "taken although one before it is missing"
     uplink.connect(hub.address)

@@ -51,8 +51,7 @@ def test_a_run_id_of_torchrun_counts_before_the_port() -> None:
 
 
 def test_a_launcher_that_was_given_the_rank_of_its_host_is_no_rank() -> None:
-    processes = table(p10=1, p11=10)
-    jobs = find_jobs(processes, {NONE + 10: ranked(0), NONE + 11: ranked(0, local=0)})
+    jobs = find_jobs(table(p10=1, p11=10), {NONE + 10: ranked(0), NONE + 11: ranked(0, local=0)})
     assert [job.ranks[0].pid - NONE for job in jobs] == [11]
 
 

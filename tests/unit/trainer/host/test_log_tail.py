@@ -129,8 +129,7 @@ def test_a_truncated_or_replaced_file_is_read_from_its_beginning(run, tail):
 def test_a_new_hub_goes_on_behind_the_last_recorded_line(run):
     append(run, "rank-0.out", b"a\nb\nc\nd\n")
     append(run, "rank-1.err", b"never read before\n")
-    recorded = [LogLine(0, 1.0, "out", "a"), LogLine(0, 1.0, "out", "b")]
-    offsets = offsets_after(run, recorded)
+    offsets = offsets_after(run, [LogLine(0, 1.0, "out", "a"), LogLine(0, 1.0, "out", "b")])
     found = LogTail(run, offsets).poll()
     assert [(line.rank, line.text) for line in found] == [(0, "c"), (0, "d"), (1, "never read before")]
     assert offsets_after(run, [LogLine(0, 1.0, "out", "not in the file")]) == {"rank-0.out": 8}, "its end"

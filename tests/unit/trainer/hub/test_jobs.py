@@ -118,8 +118,7 @@ def test_each_start_of_a_driver_script_is_a_job_with_its_own_steps_and_peaks(dri
     driver.restarted([*before, *first])
     assert driver.described() == before
     assert driver.table.poll(driver.now + 60) == []
-    second = driver.start(200, words=("--batch", "16"))
-    driver.train(second, range(1, 4), peak=200)
+    driver.train(driver.start(200, words=("--batch", "16")), range(1, 4), peak=200)
     assert figures(driver.described()) == [(1, "finished", 6, 506), (2, "training", 3, 203)]
     assert [job.loss for job in driver.described()] == [pytest.approx(1 / 6), pytest.approx(1 / 3)]
     assert driver.table.shown is driver.table.jobs[2]
@@ -171,8 +170,7 @@ def test_a_job_that_runs_beside_another_is_counted_and_comes_into_the_stream_aft
     assert driver.table.next_concurrent() is driver.table.jobs[2]
     assert driver.table.off_stream == senders(first)
     assert [job.shown for job in driver.described()] == [True, True]
-    third = driver.start(300)
-    driver.dead.update(hello.pid for hello in third)
+    driver.dead.update(hello.pid for hello in driver.start(300))
     told = {job.number: job for job in driver.table.poll(driver.now)}
     assert (told[3].state, told[3].text) == ("ended", "its processes are gone")
 

@@ -53,8 +53,7 @@ def fit_of(parameters: float, layers: int, hidden: int, ranks: int) -> Callable[
             phases = {"forward": parts, "backward": parts}
             points.append(FitPoint(tokens, phases, sum(parts.values()), micro, rest))
         run = Candidate(2 if ranks > 1 else 1, "none", False, lora, 1, 8, quantized)
-        sizes = (round(parameters), trainable, layers, hidden, 128_000 * hidden, 2)
-        return Fit(run, *sizes, *points)
+        return Fit(run, round(parameters), trainable, layers, hidden, 128_000 * hidden, 2, *points)
 
     return made
 

@@ -87,8 +87,7 @@ def test_a_larger_micro_batch_that_is_as_fast_is_not_called_faster(seconds, word
     of = Candidate(1, "none", False, 0, 2, 16)
     best = Estimate(of, 40 << 30, 10.0, 6_554.0)
     other = Estimate(of._replace(micro_batch=4, accumulation=8), 60 << 30, seconds, 65_536 / seconds)
-    choice = Choice([best], [best, other], 1, [])
-    assert decide._reasons(choice, space)["training.micro_batch"] == words
+    assert decide._reasons(Choice([best], [best, other], 1, []), space)["training.micro_batch"] == words
 
 
 def test_the_share_of_padding_is_that_of_batches_in_any_order():
@@ -109,8 +108,7 @@ def test_the_choice_for_the_cpu_is_written_as_a_file_that_loads(given, tmp_path,
     # 600 records make some 50 rows of the model's 512 positions, of which a step takes a tenth.
     assert training.sequence_length == 512
     assert training.micro_batch * training.micro_steps == 4
-    text = file.read_text()
-    assert "  # 4 x 1 x 1 rank = 4 sequences, 2,048 tokens (small data)\n" in text
+    assert "  # 4 x 1 x 1 rank = 4 sequences, 2,048 tokens (small data)\n" in file.read_text()
     assert "training.micro_batch=4" in shown
     assert f"written: {file}; start it: ftmon train {file}" in shown
 
@@ -133,8 +131,7 @@ def test_what_is_given_is_not_chosen(given, capsys):
     assert decide.main(["--pair", "--", *given, *fixed]) == 0
     overrides: list[str] = json.loads(capsys.readouterr().out)["overrides"]
     assert {"training.micro_batch=2", "training.sequence_length=128", "zero.stage=0"} < set(overrides)
-    config = load(None, [*of_model_and_data(*given), *fixed, *overrides])
-    assert config.chosen == frozenset()
+    assert load(None, [*of_model_and_data(*given), *fixed, *overrides]).chosen == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +146,6 @@ def test_what_is_given_is_not_chosen(given, capsys):
 def test_a_base_in_4_bits_is_chosen_only_if_adapters_are(given, more, quantized):
     pytest.importorskip("bitsandbytes")
     loaded = load(None, [*of_model_and_data(*given), *more])
-    config = resolve.resolve(loaded, elsewhere=1).config
-    space = decide._space(config, loaded, decide._machine("T4"), 1, 32)
+    space = decide._space(resolve.resolve(loaded, elsewhere=1).config, loaded, decide._machine("T4"), 1, 32)
     assert space.quantized == quantized
     assert {one.quantized for one in candidates(space)} == set(quantized)

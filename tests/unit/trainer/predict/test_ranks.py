@@ -18,8 +18,7 @@ def test_ranks_differ_where_one_buffer_is_cut_into_partitions() -> None:
 
 
 def test_a_rank_that_was_not_run_has_the_figures_of_the_nearest() -> None:
-    found = {rank: Rank(rank, {"init": Phase(rank, rank)}, 0) for rank in (0, 9, 15)}
-    every = ranks.every(found, 16)
+    every = ranks.every({rank: Rank(rank, {"init": Phase(rank, rank)}, 0) for rank in (0, 9, 15)}, 16)
     assert [rank.rank for rank in every] == list(range(16))
     assert [rank.phases["init"].allocated_peak_bytes for rank in every] == [0] * 5 + [9] * 8 + [15] * 3
 

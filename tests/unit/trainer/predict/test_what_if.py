@@ -124,10 +124,8 @@ def test_a_base_that_is_loaded_may_be_held_in_4_bits(config, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # its name is not looked up
     named = Path(config).with_name("named.yaml")
     named.write_text(Path(config).read_text().replace(MODEL, "model: {name: someone/model}\n"))
-    found = changes(given(config=str(named)))
-    assert found["QLoRA of rank 16"] == "lora.rank=16 model.quantization=nf4"
-    adapted = changes(given(config=str(named), overrides=["lora.rank=4"]))
-    assert adapted["QLoRA"] == "model.quantization=nf4"
+    assert changes(given(config=str(named)))["QLoRA of rank 16"] == "lora.rank=16 model.quantization=nf4"
+    assert changes(given(config=str(named), overrides=["lora.rank=4"]))["QLoRA"] == "model.quantization=nf4"
     assert "QLoRA of rank 16" not in changes(given(config=config)), "random weights are not quantized"
 
 

@@ -91,8 +91,7 @@ def test_a_job_on_the_cpu_sees_no_gpu(sweep: Path) -> None:
 def test_starts_without_a_row_are_unanswered(tmp_path: Path) -> None:
     starts = [Started(1.0, {"seq": seq}, job=str(seq)) for seq in (8, 16, 32)]
     again = Started(4.0, {"seq": 8}, job="9")
-    rows = [Row({"seq": 8}, "unfinished", 2.0), Row({"seq": 32}, "done", 3.0)]
-    entries = [*starts, *rows, again]
+    entries = [*starts, Row({"seq": 8}, "unfinished", 2.0), Row({"seq": 32}, "done", 3.0), again]
     found = Results(Header(FORMAT, "s", "", "", ["seq"], 3, 2, 0.0), entries, 0)
     assert {one.job for one in found.unanswered} == {"16", "9"}
 

@@ -122,8 +122,7 @@ def test_an_unknown_run_is_one_line_and_status_2(command, tmp_path, monkeypatch,
 
 
 def test_the_probe_s_budget_is_a_percentage_and_0_is_no_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["run", "--probe-budget", "0", "--", "true"]
-    assert parse(words).probe_budget == 0.0
+    assert parse(["run", "--probe-budget", "0", "--", "true"]).probe_budget == 0.0
     for given in ("-1", "101", "half"):
         with pytest.raises(SystemExit):
             parse(["run", f"--probe-budget={given}", "--", "true"])

@@ -140,8 +140,7 @@ def new_lines(messages: Sequence[tuple[float, wire.Message]], **options: bool) -
     narrator = Narrator(**options)
     lines: list[str] = []
     for seq, (t, message) in enumerate(messages, 1):
-        frame = wire.Frame(seq, START + t, message)
-        model.apply(frame)
+        model.apply(wire.Frame(seq, START + t, message))
         lines += [line[9:] for line in narrator.new_lines(model)]  # without the local time of day
     return lines
 

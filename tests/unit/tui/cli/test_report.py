@@ -185,8 +185,7 @@ def test_a_comparison_names_a_loss_that_became_nan(tmp_path, capsys):
 
 
 def test_runs_of_the_same_figures_share_their_charts_of_loss(tmp_path, sections):
-    paths = [learning(tmp_path / f"{name}.sqlite") for name in ("one", "other")]
-    together = sections(*paths)[0]
+    together = sections(*[learning(tmp_path / f"{name}.sqlite") for name in ("one", "other")])[0]
     assert together["title"] == "in one picture"
     charts = {chart["title"]: chart for chart in together["charts"]}
     assert len(charts["loss"]["curves"]) == 4
@@ -204,8 +203,7 @@ def test_measurements_of_others_stand_in_the_same_picture(tmp_path, sections):
     assert names == ["lengths", "lengths predicted", "theirs allocated"]
     theirs = together["charts"][0]["curves"][2]
     assert (theirs["low"][0], theirs["high"][0]) == (9.0, 10.0)
-    columns = "length=seq_len,allocated=gpu_{rank}_allocated_mib,unit=MiB"
-    assert sections(path, "--columns", columns)
+    assert sections(path, "--columns", "length=seq_len,allocated=gpu_{rank}_allocated_mib,unit=MiB")
 
 
 def test_a_file_without_a_header_is_drawn_with_its_rate_and_what_ran_out_of_memory(tmp_path, sections, shown):

@@ -202,8 +202,7 @@ def test_figures_beyond_the_format_are_left_out(tmp_path, path):
         connection.execute(f"UPDATE steps SET {change} WHERE seq = {number}")
     connection.close()
     assert main(["export", str(damaged), "perfetto", "-o", str(out)]) == 0
-    parsed = Parsed(out)
-    early, late = parsed.slices["rank 9", "steps"]
+    early, late = Parsed(out).slices["rank 9", "steps"]
     assert late[0] - early[0] == pytest.approx(10_000e9, rel=0.01), "a clock of another host may be hours behind"
 
 

@@ -33,8 +33,7 @@ def odd_step(step: Step) -> Step:
     resident = Span(3, 4, 5)
     twice = PhaseRecord("forward", 900, 7, Span(1, 2, 3), Span(4, 5, 6), 8, resident=resident, waited_us=9, coarse=True)
     evaluation = PhaseRecord("eval", 2_000_000, 70, Span(1, 2, 3), Span(4, 5, 6))
-    coarse = [replace(phase, coarse=True) for phase in others]
-    phases = [first, *coarse, twice, evaluation]
+    phases = [first, *[replace(phase, coarse=True) for phase in others], twice, evaluation]
     return replace(step, phases=phases, loss=NAN, grad_norm=math.inf, loss_scale=2.0, overflow=True, fetch_us=4)
 
 
@@ -277,7 +276,6 @@ def test_the_recipes_of_the_documentation_find_the_nan(tmp_path, path, capsys, m
 def test_the_documentation_has_every_column() -> None:
     text = (ROOT / "docs/recording.md").read_text().split("## Export")[1].split("\n## ")[0]
     for series, columns in SERIES.items():
-        rows = re.findall(rf"^\| (?:`{series}`|all) \|.*", text, re.M)
-        named = re.findall(r"`(\w+)`", "".join(rows))
+        named = re.findall(r"`(\w+)`", "".join(re.findall(rf"^\| (?:`{series}`|all) \|.*", text, re.M)))
         assert [name for name in columns if name not in named] == []
     assert tuple(SERIES) == arguments.SERIES

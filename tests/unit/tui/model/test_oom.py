@@ -172,8 +172,7 @@ def test_the_hub_s_verdict_and_the_cause_are_read_from_an_alert() -> None:
 
 
 def test_a_group_names_its_innermost_call_and_one_s_own() -> None:
-    group = evidence_groups(spike(stacks=STACKS))[0]
-    assert group_parts(group) == ("step  adamw.py:5", "main  train.py:3")
+    assert group_parts(evidence_groups(spike(stacks=STACKS))[0]) == ("step  adamw.py:5", "main  train.py:3")
     assert group_parts(StackGroup(1, 1, [])) == ("allocated by native code", "")
     assert [evidence_groups(spike(stacks=each)) for each in ("no", [1], [{"bytes": "x"}], None)] == [[]] * 4
     assert group_parts(StackGroup(1, 1, ["evil\x1b[2J:1 \x07f"]))[0] == "\ufffdf  evil:1"
@@ -188,14 +187,12 @@ def oom_model_folded(*told: Message) -> RunModel:
 
 def test_the_hubs_report_takes_the_place_of_the_ranks_bare_numbers() -> None:
     oom, *rest = messages(T)
-    bare = oom_model_folded(oom)
-    case = bare.ooms.of_rank(1)
+    case = oom_model_folded(oom).ooms.of_rank(1)
     assert (case.report, case.verdict.kind, case.ranks) == (None, "logits", [])
     assert case.remedies
     model = oom_model_folded(oom, *rest)
     assert len(model.ooms) == 1
-    found = model.ooms.of_rank(1)
-    assert [moment.rank for moment in found.ranks] == [0, 1, 2, 3]
+    assert [moment.rank for moment in model.ooms.of_rank(1).ranks] == [0, 1, 2, 3]
 
 
 def test_a_rank_is_held_until_its_state_or_its_heartbeat_says_otherwise() -> None:
@@ -216,11 +213,9 @@ def test_a_rank_is_held_until_its_state_or_its_heartbeat_says_otherwise() -> Non
 
 def test_each_hold_is_told_of_once() -> None:
     model, watch = oom_model_folded(*messages(T)), HeldWatch()
-    first = watch.fresh(model)
-    assert first.oom.rank == 1
+    assert watch.fresh(model).oom.rank == 1
     assert watch.fresh(model) is None
-    later = oom_of(1, T + 900)
-    model.apply(Frame(200, T + 900, later))
+    model.apply(Frame(200, T + 900, oom_of(1, T + 900)))
     assert watch.fresh(model) is not None
 
 
@@ -234,8 +229,7 @@ def test_a_replay_of_the_recording_shows_the_report(tmp_path: Path) -> None:
     source.start()
     try:
         eventually(lambda: source.model.ooms, "the report", each=source.pump, every=0.005)
-        case = source.model.ooms.of_rank(1)
-        assert case.report is not None
+        assert source.model.ooms.of_rank(1).report is not None
         assert source.folder == tmp_path
     finally:
         source.close()
@@ -252,8 +246,7 @@ def session_with(output: str, error: str = "", ok: bool = True, text: str = "") 
 
 @given(st.text(alphabet=st.characters(codec="utf-8"), max_size=200))
 def test_nothing_a_rank_prints_reaches_the_terminal_as_a_control(text: str) -> None:
-    session = session_with(text + "\x1b]0;title\x07\x1b[2J\x9b31m", text)
-    for line in session.lines:
+    for line in session_with(text + "\x1b]0;title\x07\x1b[2J\x9b31m", text).lines:
         assert not {unicodedata.category(character) for character in line.text} & {"Cc", "Cs", "Zl", "Zp"}
 
 

@@ -119,8 +119,7 @@ def test_steps_that_were_not_recorded_share_the_time_in_between():
 
 
 def test_an_ended_run_has_the_mean_over_its_steps_without_the_first():
-    lengths = [60.0, *[1.0] * 50, *[3.0] * 50]
-    model = stepped(lengths, pauses={70: 500.0})
+    model = stepped([60.0, *[1.0] * 50, *[3.0] * 50], pauses={70: 500.0})
     assert model.rates.seconds_per_step == pytest.approx(3.0)
     model.apply(Frame(1000, BEGAN + 1000, control.RunState("finished", BEGAN + 1000)))
     assert model.rates.seconds_per_step == pytest.approx(2.0)
@@ -143,8 +142,7 @@ def run_model_step(rank: int, number: int, *phases: PhaseRecord, started: float 
 @pytest.fixture(scope="module")
 def streamed() -> tuple[list[Frame], RunModel]:
     frames = list(Stream(ranks=4, steps=120).frames())
-    model = folded(frames)
-    return frames, model
+    return frames, folded(frames)
 
 
 def test_a_frame_already_folded_changes_nothing(streamed):
@@ -361,8 +359,7 @@ def test_log_lines_filter_by_rank_and_text():
 
 
 def test_a_status_is_plain_json_with_every_rank_in_it():
-    model = folded(Stream(ranks=3, steps=50, finished=False).frames())
-    told = json.loads(json.dumps(status(model)))
+    told = json.loads(json.dumps(status(folded(Stream(ranks=3, steps=50, finished=False).frames()))))
     assert (told["step"], told["total_steps"]) == (50, 50)
     assert [rank["rank"] for rank in told["ranks"]] == [0, 1, 2]
     assert told["rank_states"] == {"training": 3}

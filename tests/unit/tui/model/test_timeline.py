@@ -115,5 +115,4 @@ def test_the_most_severe_mark_of_a_column_shows() -> None:
     timeline.mark(Mark(12.1, "spike", "warning", 1))
     timeline.mark(Mark(12.2, "hang", "error", 2))
     timeline.mark(Mark(12.3, "growth", "info", 3))
-    mark = timeline.window(10, 19.0).marks[2]
-    assert mark.kind == "hang"
+    assert timeline.window(10, 19.0).marks[2].kind == "hang"

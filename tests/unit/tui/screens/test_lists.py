@@ -22,8 +22,7 @@ def drawn(*texts: str, follow: bool = False, selected: int = 0) -> list[str]:
 
 def test_the_selected_line_is_below_the_list_in_full_if_its_end_is_cut() -> None:
     shown = drawn("short", LONG, selected=1)
-    below = shown[shown.index("─" * 80) + 1 :]
-    assert " ".join(below).split() == LONG.split()
+    assert " ".join(shown[shown.index("─" * 80) + 1 :]).split() == LONG.split()
 
 
 def test_nothing_is_below_a_line_that_is_shown_whole_nor_while_the_view_follows() -> None:

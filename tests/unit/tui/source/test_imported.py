@@ -205,8 +205,7 @@ the script's own line
 def test_what_deepspeed_prints_becomes_steps_with_their_phases(tmp_path, capsys):
     path = tmp_path / "train.log"
     path.write_text(DEEPSPEED)
-    found = RecordedRun(import_log(path, "ds").run.recording)
-    steps = found.steps(0)
+    steps = RecordedRun(import_log(path, "ds").run.recording).steps(0)
     assert [(one.step, one.lr, one.host_us) for one in steps] == [
         (1, None, 129_090), (2, 3e-4, 31_480), (3, None, 60_670), (4, 6e-4, 0)
     ]  # fmt: skip

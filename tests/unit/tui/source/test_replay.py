@@ -116,8 +116,7 @@ def go(source: ReplaySource, place: str) -> None:
 
 def folded_until(t: float, frames: list[Frame] = FRAMES) -> RunModel:
     """Fold up to the last message of a time; what came before it may be of a moment later."""
-    last = max((frame.seq for frame in frames if frame.t <= t), default=0)
-    return folded(frames[:last])
+    return folded(frames[: max((frame.seq for frame in frames if frame.t <= t), default=0)])
 
 
 def same(source: Source, frames: list[Frame] = FRAMES) -> None:

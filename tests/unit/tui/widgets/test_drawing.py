@@ -208,8 +208,7 @@ def test_a_run_that_stands_says_so_in_place_of_the_time_left() -> None:
 def test_the_heat_map_fits_its_width(ranks: int, size: tuple[int, int]) -> None:
     views = [RankView(rank=rank, device="GPU", state="training", capacity=80, peak=rank % 80) for rank in range(ranks)]
     grid = heat.plan(ranks, *size)
-    lines = heat.heat_map(views, grid, 0, size[1], 0, THEME)
-    assert max(line.width for line in lines) <= size[0]
+    assert max(line.width for line in heat.heat_map(views, grid, 0, size[1], 0, THEME)) <= size[0]
     if size[0] >= 80:
         assert grid.rows(ranks) * grid.height <= size[1], "all ranks in view"
     hung = [RankView(rank=0, device="GPU", state="hung", capacity=80, peak=40)]

@@ -68,8 +68,7 @@ def every_line(model: RunModel, width: int, theme: Theme) -> Iterator[Line]:
         yield from memory.course_lines(rank, width, 2, theme)
         yield from memory.unused_lines(rank, width, 1, theme)
         yield memory.retry_line(rank, width, theme)
-    bars = rank_bars(model.ranks.values(), "")
-    yield from peak_bars(bars, EVIL, 0, 2**37, width, 20, theme)
+    yield from peak_bars(rank_bars(model.ranks.values(), ""), EVIL, 0, 2**37, width, 20, theme)
 
 
 def is_safe(text: str) -> bool:

@@ -60,7 +60,6 @@ def test_other_sequences_keep_their_place() -> None:
 
 
 def test_ascii_only_replaces_every_character_by_one_of_its_width() -> None:
-    output = ScreenOutput(ascii_only=True)
-    sent = output.rewrite("\x1b[1;1H╭─┤é漢→…±4 °C⣿🔎\x1b]9;né\x07")
+    sent = ScreenOutput(ascii_only=True).rewrite("\x1b[1;1H╭─┤é漢→…±4 °C⣿🔎\x1b]9;né\x07")
     assert sent.isascii()
     assert "+-+e??>~~4 oC.??" in sent

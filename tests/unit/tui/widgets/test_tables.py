@@ -7,8 +7,7 @@ from ftmon.tui.widgets.tables import detail_lines
 
 
 def details(*ranks: JobRank) -> list[str]:
-    job = Job(1, 5.0, "failed", 0.0, 5.0, ranks=list(ranks))
-    (row,) = job_rows({1: job}, 5.0)
+    (row,) = job_rows({1: Job(1, 5.0, "failed", 0.0, 5.0, ranks=list(ranks))}, 5.0)
     return [line.plain for line in detail_lines(row, [], 100, Theme())]
 
 

@@ -82,8 +82,7 @@ def test_oversize_blocks_of_expandable_segments_are_unmapped_and_not_released():
 
 def test_only_oversize_blocks_are_released_where_that_is_enough():
     model = CachingAllocator(Settings(max_split_size_bytes=32 * MIB), capacity_bytes=150 * MIB)
-    held = [model.allocate(size * MIB) for size in (20, 40, 60)]
-    for handle in held:
+    for handle in [model.allocate(size * MIB) for size in (20, 40, 60)]:
         model.free(handle)
     model.allocate(90 * MIB)  # 60 and 40 go, 20 stays
     assert (sizes(model), model.retries) == ([20 * MIB, 90 * MIB], 0)
@@ -285,8 +284,7 @@ def test_an_independent_miniature_gives_every_block_the_same_address(program):
         elif act == "empty" and not waiting:
             model.empty_cache()
             miniature.empty_cache()
-        figures = Figures(model.allocated, model.active, model.requested, model.reserved)
-        assert figures == miniature.now()
+        assert Figures(model.allocated, model.active, model.requested, model.reserved) == miniature.now()
 
 
 def test_options_are_read_with_their_units():

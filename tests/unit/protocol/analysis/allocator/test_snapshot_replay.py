@@ -103,8 +103,7 @@ def test_a_steady_step_ends_where_it_began_and_peaks_in_between(replays):
 def test_json_has_the_documented_fields(replays):
     replay = replays["oom_backward"]
     told = report(replay.snapshot, [replay], 5) | {"oom": description(replay.snapshot, [replay])}
-    text = (DOCS / "snapshot.md").read_text()
-    documented = set(re.findall(r"`(\w+)`", text))
+    documented = set(re.findall(r"`(\w+)`", (DOCS / "snapshot.md").read_text()))
     fields = {*told, *told["devices"][0], *told["top_stacks"][0], *told["largest_blocks"][0], *told["oom"]}
     fields |= {*told["oom"]["stack"][0], *difference_report([replay], [replay])}
     assert fields <= documented
@@ -197,8 +196,7 @@ def test_every_figure_at_every_entry_is_the_allocators(steps, expandable):
 @given(STEPS)
 @settings(deadline=None, max_examples=100)
 def test_what_is_live_adds_up_to_the_allocated_figure_at_every_entry(steps):
-    allocator = history(steps)
-    replay = replay_of(allocator)
+    replay = replay_of(history(steps))
     for index in range(-1, replay.entries):
         figures = found(replay, index)
         assert sum(tally.bytes for tally in live_stacks(replay, index).values()) == figures.allocated
@@ -228,8 +226,7 @@ def test_a_window_cut_off_at_its_beginning_is_exact_or_says_by_how_much_it_may_b
 @given(STEPS, st.integers(-1, 80), st.integers(-1, 80))
 @settings(deadline=None, max_examples=60)
 def test_between_two_marks_what_stayed_less_what_went_is_the_change(steps, one, other):
-    allocator = history(steps)
-    replay = replay_of(allocator)
+    replay = replay_of(history(steps))
     one, other = min(one, replay.last), min(other, replay.last)
     part = between(replay, one, other)
     change = replay.at(replay.allocated, part.last) - replay.at(replay.allocated, part.first)
@@ -239,8 +236,7 @@ def test_between_two_marks_what_stayed_less_what_went_is_the_change(steps, one, 
 def test_checkpoints_give_the_same_live_set_as_walking_from_the_start():
     chosen = random.Random(3)
     kinds = ["alloc", "alloc", "free", "free", "wait", "complete"]
-    allocator = history([(chosen.choice(kinds), chosen.randrange(1, 3000), 0) for _ in range(9000)])
-    replay = replay_of(allocator)
+    replay = replay_of(history([(chosen.choice(kinds), chosen.randrange(1, 3000), 0) for _ in range(9000)]))
     assert replay.entries > 2 * 4096
     for index in [0, 4094, 4095, 4096, 8191, 8192, replay.last]:
         of = replay.allocations
@@ -259,8 +255,7 @@ def test_a_free_that_was_not_recorded_is_counted_and_the_end_still_holds():
 
 
 def test_the_peak_is_the_first_entry_at_the_highest_figure():
-    allocator = history([("alloc", 3 * MIB, 0), ("free", 0, 0), ("alloc", 3 * MIB, 0)])
-    replay = replay_of(allocator)
+    replay = replay_of(history([("alloc", 3 * MIB, 0), ("free", 0, 0), ("alloc", 3 * MIB, 0)]))
     assert (replay.peak_bytes, replay.peak_index) == (3 * MIB, 1)
 
 

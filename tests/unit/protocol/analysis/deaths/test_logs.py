@@ -83,8 +83,7 @@ def test_native_code_that_a_wrapper_of_the_probe_called_was_called_by_the_code_a
     ]
     found = exception(lines)
     assert found.place.endswith("/distributed_c10d.py:9 in all_reduce, called from /home/me/train.py:10 in <module>")
-    direct = exception([*lines[:2], *lines[3:]])
-    assert direct.place == "/home/me/train.py:10 in <module>"
+    assert exception([*lines[:2], *lines[3:]]).place == "/home/me/train.py:10 in <module>"
     alone = exception([lines[0], *lines[3:]])
     assert alone.place.endswith("collectives.py:89 in call"), "an error of the probe's own"
 

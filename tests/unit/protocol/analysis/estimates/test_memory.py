@@ -213,8 +213,7 @@ def test_a_rate_is_the_median_of_its_iterations_and_belongs_to_every_rank_of_its
 
 def test_the_length_of_a_file_without_a_header_may_be_named_and_columns_of_counts_are_no_rates() -> None:
     assert guess_mapping(UNNAMED, "micro_batch").length == "micro_batch"
-    counted = "seq,steps,iterations,allocated\n8,30,30,5\n"
-    assert set(guess_mapping(counted).figures) == {"allocated"}
+    assert set(guess_mapping("seq,steps,iterations,allocated\n8,30,30,5\n").figures) == {"allocated"}
 
 
 def test_bands_are_over_ranks() -> None:

@@ -127,8 +127,7 @@ def test_the_range_of_a_step_that_its_host_limits_has_the_measured_time(case, ca
     """Counts of dry runs of the configurations that ``bench/gpu/step_times.py`` measured."""
     lines = map(json.loads, (ROOT / "bench/data/step_times_h200.jsonl").read_text().splitlines())
     measured = next(line["median_ms"] for line in lines if line["case"] == case) / 1e3
-    work = Work([], [], calls=calls, launches=launches, graphs=48, fetches=fetches)
-    found = step_time(work, H200)
+    found = step_time(Work([], [], calls=calls, launches=launches, graphs=48, fetches=fetches), H200)
     assert found.bound_by == "host"
     assert found.lowest_seconds < measured < found.highest_seconds < 2 * found.lowest_seconds
 
@@ -215,8 +214,7 @@ def test_a_prediction_is_that_of_the_nearest_rank_on_the_line_between_two_length
     found = predicted(PREDICTION, 0, "backward", 2 * 2048)
     assert found.allocated_peak_bytes == 12 * GIB
     assert found.parts == {"parameters": 10 * GIB, "activations": 2 * GIB}
-    near = predicted(PREDICTION, 3, "backward", 2 * 4096)
-    assert near.parts["activations"] == 8 * GIB
+    assert predicted(PREDICTION, 3, "backward", 2 * 4096).parts["activations"] == 8 * GIB
     for name, elements in (("backward", 2 * 8192), ("backward", 0), ("eval", 2 * 2048)):
         assert predicted(PREDICTION, 0, name, elements) is None
     assert predicted(Prediction(1.0), 0, "backward", 2 * 2048) is None
@@ -257,5 +255,4 @@ def test_without_parts_the_phases_tell_where_it_is():
 
 def test_a_few_mebibytes_of_a_small_run_are_no_difference():
     small = Prediction(1.0, [PredictedPoint(0, 8, [PredictedPhase("backward", 2**26)])], micro_batch=1, error=0.02)
-    found = compared(small, 0, "backward", 2**26 + 2**22, 8)
-    assert not found.parted
+    assert not compared(small, 0, "backward", 2**26 + 2**22, 8).parted

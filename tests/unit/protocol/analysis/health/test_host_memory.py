@@ -122,7 +122,6 @@ def test_loading_and_saving_take_much_and_stop(phase):
 
 def test_an_evaluation_that_ends_in_time_and_steady_or_little_memory_are_fine():
     used = [20 + 1.0 * second for second in range(20)]
-    ends = Activity(0, 10.0, "evaluation", done=90, total=100, seconds=9.0)
-    assert watched(used, "eval", ends) == []
+    assert watched(used, "eval", Activity(0, 10.0, "evaluation", done=90, total=100, seconds=9.0)) == []
     assert watched([50 + (second % 3) * 0.1 for second in range(300)], "forward") == []
     assert watched([2 + 0.1 * second for second in range(100)], "eval") == []

@@ -68,8 +68,7 @@ def test_dynamos_own_metrics_are_read_once_each(monkeypatch):
     assert (first.total, first.functions) == (1, [Compilation("forward (model.py:40)", 1, 0.5)])
     assert facts.compiles() is None
     kept.append(metric("forward", 250.0, "size mismatch"))
-    second = facts.compiles()
-    assert second.functions == [Compilation("forward (model.py:40)", 8, 0.5, "size mismatch")]
+    assert facts.compiles().functions == [Compilation("forward (model.py:40)", 8, 0.5, "size mismatch")]
 
 
 def test_the_settings_of_a_real_dataloader_are_read_off_its_iterator():
@@ -207,8 +206,7 @@ def test_a_norm_that_is_no_number_counts_unless_the_scaler_skipped_that_update(v
     ids=["exponential", "back to chance", "slow"],
 )
 def test_a_loss_that_rises_and_stays_is_divergence(after):
-    steps = series(500, lambda at: falling(at) if at < 300 else after(at - 300))
-    found = fed(steps)
+    found = fed(series(500, lambda at: falling(at) if at < 300 else after(at - 300)))
     assert kinds(found) == ["diverging_loss"]
     facts = found[0].facts
     assert 290 <= facts.since_step <= 420
@@ -422,8 +420,7 @@ def test_a_run_that_waits_for_data_is_told_with_what_would_hide_it():
 
 
 def test_the_first_batch_of_an_epoch_and_a_wait_that_the_gpu_does_not_see_are_no_findings():
-    epochs = [step(at, data_ms=5000 if at % 50 == 0 else 2) for at in range(1, 300)]
-    assert kinds(fed(epochs)) == []
+    assert kinds(fed([step(at, data_ms=5000 if at % 50 == 0 else 2) for at in range(1, 300)])) == []
     refilled = [step(at, data_ms=400 if at % 300 < 20 else 2) for at in range(1, 900)]
     assert kinds(fed(refilled)) == [], "a buffer that is filled again"
     busy = [step(at, data_ms=60, busy_us=155_000, device_us=159_000) for at in range(1, 300)]
@@ -447,8 +444,7 @@ def test_another_job_of_the_run_begins_anew():
     monitor.hello(hello())
     for each in [step(at, loss=math.nan if at > 5 else 1.0) for at in range(1, 10)]:
         monitor.step(each)
-    ended = monitor.hello(hello(pid=900))
-    assert kinds(ended, "resolved") == ["nan_loss"]
+    assert kinds(monitor.hello(hello(pid=900)), "resolved") == ["nan_loss"]
     assert fed([step(at, loss=9.0, grad_norm=9.0) for at in range(1, 50)], hello(), hello(pid=900)) == []
 
 

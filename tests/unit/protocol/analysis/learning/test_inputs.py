@@ -108,8 +108,7 @@ def test_padding_among_the_labels_of_several_steps_is_told_once_with_its_share()
 def test_rows_that_begin_twice_are_told_once():
     detector = Inputs()
     steps = [step(number, begun_twice=number >= 3) for number in range(1, 20)]
-    found = [(each.step, one) for each in steps for one in detector.step(each)]
-    ((at, one),) = found
+    ((at, one),) = [(each.step, one) for each in steps for one in detector.step(each)]
     assert (at, one.kind, one.step) == (5, "begun_twice", 3)
 
 

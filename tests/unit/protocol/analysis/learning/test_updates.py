@@ -82,8 +82,7 @@ def test_steps_that_change_nothing_are_told_with_the_learning_rate(lr, signs, ra
 
 
 def test_where_weights_are_sampled_in_some_steps_the_others_break_no_row():
-    sim = Sim(1)
-    coarse = [replace(sim.phase("forward"), coarse=True)]
+    coarse = [replace(Sim(1).phase("forward"), coarse=True)]
 
     def made(number: int, sign: Signs) -> Step:
         full = number % 10 == 0
@@ -123,8 +122,7 @@ def test_a_mode_that_is_read_at_the_end_of_a_block_may_have_changed_in_a_step_be
 
 
 def test_a_part_left_in_evaluation_mode_is_told_by_the_steps_in_which_modes_are_looked_at():
-    sim = Sim(1)
-    coarse = [replace(sim.phase("forward"), coarse=True)]
+    coarse = [replace(Sim(1).phase("forward"), coarse=True)]
     signs = Signs(evaluating_part="encoder")
     steps = [
         step(number, signs=signs if number < 60 else None)

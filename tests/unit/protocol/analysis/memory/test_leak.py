@@ -136,8 +136,7 @@ def test_a_leak_is_told_with_its_rate_and_the_step_at_which_the_device_is_full()
     for number in range(1, 201):
         for rank in range(2):
             run.step(number, 20 * GIB + 8 * MIB * number, rank)
-    ids = {alert.id for alert in run.sent}
-    assert len(ids) == 1, "all ranks share one alert"
+    assert len({alert.id for alert in run.sent}) == 1, "all ranks share one alert"
     alert = run.last
     assert (alert.kind, alert.severity, alert.ranks, alert.resolved) == ("leak", "warning", [0, 1], None)
     # Full: 118 GiB are left beside the peak of 2 GiB above the level, 8 MiB a step.

@@ -151,8 +151,7 @@ def test_no_spike(phases):
 @given(noise=st.lists(st.integers(0, 40), min_size=60, max_size=60), usual=st.integers(0, 400))
 def test_noise_of_the_resident_set_is_never_a_spike(noise, usual):
     sizes = {step: (usual + extra) * MIB for step, extra in enumerate(noise, 1)}
-    sim = optimizer_steps(sizes, last=60, cuda=False)
-    assert sim.alerts("spike") == []
+    assert optimizer_steps(sizes, last=60, cuda=False).alerts("spike") == []
 
 
 @settings(max_examples=60, deadline=None)

@@ -92,13 +92,11 @@ def test_a_transient_of_every_step_in_words() -> None:
     said = said_of("steady_transient", facts)
     assert said.title == "optimizer +1.0 GiB for 15 ms in every step"
     assert "and gives it back: it makes the peak of the step. Common causes: " in said.text
-    zero = said_of("steady_transient", replace(facts, zero_stage=2))
-    assert "the copy of the gradients" in zero.text
+    assert "the copy of the gradients" in said_of("steady_transient", replace(facts, zero_stage=2)).text
 
 
 def test_the_growth_of_the_first_optimizer_step_in_words() -> None:
-    facts = GrowthFacts(800 * MIB, 400 * MIB, 80 * GIB, {"0": 800 * MIB}, 400 * MIB)
-    said = said_of("state_growth", facts)
+    said = said_of("state_growth", GrowthFacts(800 * MIB, 400 * MIB, 80 * GIB, {"0": 800 * MIB}, 400 * MIB))
     assert said.title == "first optimizer step +0.8 GiB that stays: the optimizer's state"
     assert said.text.endswith("Gradients of 0.39 GiB were freed in the same update.")
 

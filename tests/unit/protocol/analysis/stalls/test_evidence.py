@@ -95,8 +95,7 @@ def test_only_the_dataloader_s_wait_for_a_worker_wakes_up_by_itself():
 
 def test_the_training_thread_is_the_one_that_is_named_else_the_last():
     threads = parse(COLLECTIVE)
-    named = training_thread(threads, "0x7f0000000001")
-    assert named.frames[0].function == "wait"
+    assert training_thread(threads, "0x7f0000000001").frames[0].function == "wait"
     assert training_thread(threads, "0x7") == threads[-1]
     assert training_thread([]) is None
 

@@ -507,8 +507,7 @@ def test_what_the_script_does_is_found_before_any_limit_of_the_phase(frames: Any
 
 
 def test_ranks_at_one_place_are_named_together():
-    verdict = crossed(spins(("0", 1, "barrier"), frames=AFTER_LOOP), phase="idle")
-    spot = cause_of(verdict).others[0]
+    spot = cause_of(crossed(spins(("0", 1, "barrier"), frames=AFTER_LOOP), phase="idle")).others[0]
     assert _together([spot, replace(spot, rank=3)]).startswith("ranks 1 and 3 wait in step 61, in ")
     ended = replace(spot, ended=True)
     assert _together([ended, replace(ended, rank=3)]) == "ranks 1 and 3 have ended in step 61"

@@ -36,8 +36,7 @@ def planned(name: str, peak: int, fits: bool | None) -> Planned:
 
 
 def row(seq: int, repeat: int = 0, ms: float = 100.0, optimizer: int = 10 * GIB) -> Row:
-    backward = 8 * GIB + seq * 2 * MIB
-    phases = {"backward": PhaseFigures(backward), "optimizer": PhaseFigures(optimizer)}
+    phases = {"backward": PhaseFigures(8 * GIB + seq * 2 * MIB), "optimizer": PhaseFigures(optimizer)}
     rank = RankRow(0, 3, ms, ms, ms, seq / ms * 1e3, phases)
     return Row({"seq": seq, "zero": 3}, "done", 0.0, 30.0, repeat, ranks=[rank])
 
@@ -85,8 +84,7 @@ def test_a_plan_has_the_time_of_each_run_and_what_a_coarser_step_saves() -> None
 def test_the_time_of_a_run_is_that_of_the_measured_ones() -> None:
     runs = with_durations(lengths(3), [row(1)], 5)  # 30 s with steps of 100 ms: a start of 29.5 s
     assert [run.seconds for run in runs] == [30.5, 30.0, 30.5]
-    unknown = with_durations([Planned({"seq": 7})], [row(1)], 5)
-    assert unknown[0].seconds == 30.0
+    assert with_durations([Planned({"seq": 7})], [row(1)], 5)[0].seconds == 30.0
     together = with_durations(lengths(3), [], 5, "seq")
     assert [run.seconds for run in together] == [START_SECONDS + 1, 1.0, 1.0], "one process starts once"
 
@@ -148,8 +146,7 @@ def test_repeats_are_pooled_with_their_spread_and_the_curve_names_its_phases() -
     (curve,) = curves(pooled)
     assert curve.axis == "seq"
     assert [piece.phase for piece in curve.pieces] == ["optimizer", "backward"]
-    best = fastest(pooled)
-    assert best.settings["seq"] == 4096
+    assert fastest(pooled).settings["seq"] == 4096
     assert any("optimizer leads to 1,024 tokens" in line for line in result_lines(rows, None))
 
 
@@ -158,8 +155,7 @@ def test_a_run_that_ended_within_its_warm_up_has_no_figures() -> None:
     rows += [row(seq) for seq in (128, 512)]
     assert (pool(rows)[0].peak_bytes, pool(rows)[0].step_ms) == (None, None)
     assert [list(curve.points) for curve in curves(pool(rows))] == [[128, 512]]
-    best = fastest(pool([rows[0], row(128)]))
-    assert best.settings["seq"] == 128
+    assert fastest(pool([rows[0], row(128)])).settings["seq"] == 128
     assert fastest(pool(rows[:2])) is None
     assert result_lines(rows[:2], None) == []
     rows = [

@@ -95,8 +95,7 @@ def test_a_checkpoint_that_will_not_fit_next_time_is_told():
 
 
 def test_little_left_is_told_at_once_and_nothing_left_is_an_error():
-    low = fed([(0, GIB), (2, GIB)])
-    assert [one.severity for _, one in low] == ["warning"]
+    assert [one.severity for _, one in fed([(0, GIB), (2, GIB)])] == ["warning"]
     assert fed([(0, MIB)])[0][1].severity == "error"
 
 

@@ -91,8 +91,7 @@ def test_a_pause_to_read_native_frames_is_no_progress(monkeypatch) -> None:
 
 
 def test_a_process_that_is_gone_or_another_is_not_observed() -> None:
-    observer = Observer(Reads(text_of(SCRIPT)))
-    assert observer.look([this_process()._replace(start_ticks=1)]) == []
+    assert Observer(Reads(text_of(SCRIPT))).look([this_process()._replace(start_ticks=1)]) == []
 
 
 def test_a_rank_without_stacks_has_the_reason() -> None:

@@ -154,8 +154,7 @@ def _waits(thread: threading.Thread) -> bool:
 def thread_asleep(sleep: Callable[[], object]) -> int:
     """Start a thread that sleeps; return its number in the kernel once it does."""
     found: list[int] = []
-    thread = threading.Thread(target=lambda: (found.append(threading.get_native_id()), sleep()), daemon=True)
-    thread.start()
+    threading.Thread(target=lambda: (found.append(threading.get_native_id()), sleep()), daemon=True).start()
     eventually(lambda: bool(found) and state(found[0]) == "S", "the sleep")
     return found[0]
 

@@ -123,8 +123,7 @@ def saving(loop):
 def scaling(loop):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
     for number, batch in enumerate(loop.loader):
-        loss = loop.loss(batch) * (float("inf") if number == 9 else 1.0)
-        scaler.scale(loss).backward()
+        scaler.scale(loop.loss(batch) * (float("inf") if number == 9 else 1.0)).backward()
         scaler.step(loop.optimizer)
         scaler.update()
         loop.optimizer.zero_grad()
@@ -286,8 +285,7 @@ def test_steps_of_blocks_go_on_from_each_other(device, monkeypatch):
 
 
 def test_a_thread_that_waits_for_the_backward_of_a_followed_step_goes_on_in_it(monkeypatch):
-    training = probed(monkeypatch)
-    follows, loop, found = training.regular, Loop(), []
+    follows, loop, found = probed(monkeypatch).regular, Loop(), []
     assert not follows.await_backward(60), "the first step is judged"
     for batch in loop.loader:
         loss = loop.loss(batch)
@@ -463,8 +461,7 @@ def test_the_optimizer_s_memory_is_read_in_each_followed_step(device, block, mon
     if device:
         on_a_device(training, monkeypatch)
     plain(Loop())
-    raws = training.outbox.unsent_steps()
-    for raw in raws[-5:]:
+    for raw in training.outbox.unsent_steps()[-5:]:
         read = [mark.phase for mark in raw.marks if mark.memory is not None]
         assert raw.coarse
         assert read == ["idle", "optimizer", "idle"], "at the step's two ends and where the optimizer begins"
@@ -660,8 +657,7 @@ def test_gradients_that_are_set_to_zero_before_an_update_are_noted(script, how, 
     loop = Loop()
     for batch in loop.loader:
         script(loop, batch)
-    raws = training.outbox.unsent_steps()
-    assert [raw.notes.clipped for raw in raws] == [how] * BATCHES
+    assert [raw.notes.clipped for raw in training.outbox.unsent_steps()] == [how] * BATCHES
 
 
 def test_parameters_that_no_optimizer_has_are_noted_at_the_second_update_if_a_closure_goes_backward(training):
@@ -1033,8 +1029,7 @@ def test_the_parameters_of_a_second_optimizer_that_does_not_train_its_model_are_
         other.zero_grad()
         critic(passed(generator(torch.ones(2, 3)))).mean().backward()
         other.step()
-    raws = training.outbox.unsent_steps()
-    found = [(raw.notes.left_out, raw.notes.detached) for raw in raws]
+    found = [(raw.notes.left_out, raw.notes.detached) for raw in training.outbox.unsent_steps()]
     assert {(left_out[0], detached[0]) for left_out, detached in found} == {(0, 0), *expected}
     assert all(name.startswith("a parameter [4") for notes in found for count, name in notes if count)
 

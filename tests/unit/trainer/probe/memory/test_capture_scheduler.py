@@ -165,8 +165,7 @@ def test_another_user_of_the_recorder_gets_it_and_the_capture_comes_later(rank):
 
 def test_a_script_that_records_for_itself_is_left_alone_and_the_asker_is_told(rank):
     rank.recorder.by_script = True
-    answers = rank.want("asked")
-    assert answers == [(False, "the script records memory history itself; it is left alone", {})]
+    assert rank.want("asked") == [(False, "the script records memory history itself; it is left alone", {})]
     rank.steps(3)
     assert rank.sent == []
 

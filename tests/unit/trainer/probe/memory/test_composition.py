@@ -111,8 +111,7 @@ def test_the_blocks_of_a_plain_step_go_to_the_parts_they_are_of(expandable):
         step.free(block)
     step.mark("optimizer")
     moment = step.alloc(80 * MIB)
-    squares = step.alloc(40 * MIB)
-    step.free(squares)
+    step.free(step.alloc(40 * MIB))
     step.free(gradient)
     step.mark("idle")
     known = {weights: "parameters"}

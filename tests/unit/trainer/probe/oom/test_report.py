@@ -45,8 +45,7 @@ def test_parts_add_up_to_what_is_allocated_and_without_a_trace_follow_from_the_f
         (block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"),
         key=lambda block: block["size"],
     )
-    begin = trace[0]["time_us"] * 1000
-    marks = [Mark("forward", begin, None, None, 0, 0)]
+    marks = [Mark("forward", trace[0]["time_us"] * 1000, None, None, 0, 0)]
     sums, note = parts_of_blocks(segments, trace, {biggest["address"]: "parameters"}, marks, 0, "forward")
     assert sum(sums.values()) == allocated(found)
     assert sums["parameters"] == biggest["size"]

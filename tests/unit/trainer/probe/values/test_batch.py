@@ -151,8 +151,7 @@ def test_the_largest_micro_batch_gives_the_shape():
 
 
 def test_scalars_are_read_as_they_were_when_fetched():
-    loss = torch.tensor(1.5, requires_grad=True)
-    fetched = cuda.fetch_values(loss * 2)
+    fetched = cuda.fetch_values(torch.tensor(1.5, requires_grad=True) * 2)
     norm = torch.tensor([7.0])
     held = cuda.fetch_values(norm)
     norm.zero_()

@@ -47,8 +47,7 @@ def test_a_llama_counts_its_output_layer_once_and_not_its_input_embedding(tied: 
 
 
 def test_positions_that_are_looked_up_do_not_count() -> None:
-    config = GPT2Config(vocab_size=100, n_positions=512, n_embd=16, n_layer=1, n_head=2)
-    model = GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_positions=512, n_embd=16, n_layer=1, n_head=2))
     counted = sum(p.numel() for name, p in model.named_parameters() if "wpe" not in name)
     assert model_flops(model) == ModelFlops(token=6.0 * counted, pair=12.0 * 16)
 

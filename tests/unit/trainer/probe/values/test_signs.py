@@ -189,8 +189,7 @@ def test_only_a_module_s_forward_has_received_labels(owner):
     def forward(self: Any, labels: Any) -> Any:
         return received(sys._getframe(), lambda module: module is owner)
 
-    found = forward(owner, ONES)
-    assert (found is not None) == isinstance(owner, torch.nn.Module)
+    assert (forward(owner, ONES) is not None) == isinstance(owner, torch.nn.Module)
     assert forward(owner, torch.ones(2)) is None
     assert received(sys._getframe(), lambda _: True) is None
 
@@ -215,8 +214,7 @@ def test_only_a_module_s_forward_has_received_labels(owner):
 )
 def test_the_labels_of_a_loss_are_those_of_its_whole_batch(make, found):
     ids = torch.arange(12).reshape(2, 6)
-    loss = make(torch.randn(2, 6, 12, requires_grad=True), ids)
-    labels = labels_of(loss, ids)
+    labels = labels_of(make(torch.randn(2, 6, 12, requires_grad=True), ids), ids)
     assert (0 if labels is None else labels.numel()) == found
     assert labels is None or (3 in labels) == (-100 not in labels), "the ignored label is the one of ftmon"
 

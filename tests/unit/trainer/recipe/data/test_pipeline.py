@@ -107,8 +107,7 @@ def test_the_counts_of_a_row_are_those_of_its_labels(tmp_path, tokenizer, packin
     for index, row in enumerate(examples.rows):
         assert len(row["input_ids"]) == len(row["labels"]) == examples.tokens[index]
         assert (row["labels"][1:] != IGNORED).sum() == examples.label_tokens[index] > 0
-        starts = numpy.cumsum([0, *row.get("lengths", [])[:-1]])
-        assert (row["labels"][starts] == IGNORED).all()
+        assert (row["labels"][numpy.cumsum([0, *row.get("lengths", [])[:-1]])] == IGNORED).all()
 
 
 def test_records_that_are_refused_are_counted_by_line_and_too_many_refuse_the_run(tmp_path, tokenizer):

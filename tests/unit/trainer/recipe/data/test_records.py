@@ -172,8 +172,7 @@ def write_repository(folder: Path) -> None:
         for split, count in (("train", 6), ("validation", 4)):
             path = folder / config / f"{split}-00000-of-00001.parquet"
             path.parent.mkdir(parents=True, exist_ok=True)
-            content = rows(f"{config} {split}", count)
-            parquet.write_table(pyarrow.Table.from_pylist(content), path)
+            parquet.write_table(pyarrow.Table.from_pylist(rows(f"{config} {split}", count)), path)
             card += [f"  - split: {split}", f"    path: {config}/{split}-*.parquet"]
     (folder / "README.md").write_text("\n".join([*card, "---", ""]))
 

@@ -79,8 +79,7 @@ def test_a_template_that_refuses_the_probe_adds_no_end():
 def test_bos_is_put_before_those_of_several_templates_that_lack_it():
     tools = "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
     tokenizer = family_tokenizer({"default": FAMILIES["chatml"][0], "tool_use": tools}, adds_bos=True)
-    document = one(encoder(tokenizer), {"messages": CHAT[1:]})
-    assert document.ids.count(tokenizer.bos_token_id) == 1
+    assert one(encoder(tokenizer), {"messages": CHAT[1:]}).ids.count(tokenizer.bos_token_id) == 1
     assert tokenizer.chat_template == {"default": "{{ bos_token }}" + FAMILIES["chatml"][0], "tool_use": tools}
 
 
@@ -253,8 +252,7 @@ def test_train_on_chooses_the_turns_that_carry_loss(train_on, wanted):
     ids=["its own marks, the end behind them", "without a loop variable, by its stable prefixes"],
 )
 def test_turns_are_found_by_marks_and_by_prefixes(template):
-    tokenizer = family_tokenizer(template)
-    assert answers(tokenizer, CHAT) == "Red.<|im_end|>Blue is another.<|im_end|>"
+    assert answers(family_tokenizer(template), CHAT) == "Red.<|im_end|>Blue is another.<|im_end|>"
 
 
 @pytest.mark.parametrize(

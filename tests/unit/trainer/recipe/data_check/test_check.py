@@ -25,8 +25,7 @@ def check(tmp_path: Path, folders: Any, capsys: pytest.CaptureFixture[str]) -> C
     """Check a case with more words of the command line; return the exit status, the output and the errors."""
 
     def run(case: Case, *more: str) -> tuple[int, str, str]:
-        status = main([*words(case, tmp_path, folders[case.template]), *more])
-        return status, *capsys.readouterr()
+        return main([*words(case, tmp_path, folders[case.template]), *more]), *capsys.readouterr()
 
     return run
 

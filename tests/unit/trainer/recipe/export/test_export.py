@@ -120,9 +120,7 @@ def test_each_experts_weights_are_those_of_the_base_plus_its_own_adapter(tmp_pat
     experts: Any = model.get_base_model().model.layers[0].mlp.experts
     a, b = experts.lora_A["default"].weight, experts.lora_B["default"].weight  # down_proj: rank 2, scale 16 / 2
     for expert in range(4):
-        rows = [2 * expert, 2 * expert + 1]
-        columns = [expert, expert + 4]
-        delta = 8 * (b[:, columns] @ a[rows])
+        delta = 8 * (b[:, [expert, expert + 4]] @ a[[2 * expert, 2 * expert + 1]])
         name = f"model.layers.0.block_sparse_moe.experts.{expert}.w2.weight"
         assert (after[name] - before[name] - delta).abs().max() < 1e-5
         assert delta.abs().max() > 0.1
