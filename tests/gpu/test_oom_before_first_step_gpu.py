@@ -53,8 +53,7 @@ def test_a_trainer_under_zero3_that_fails_before_its_first_step_has_its_report(w
     reports = [frame.message for frame in frames if isinstance(frame.message, OomReport)]
     assert reports
     oom = reports[0].oom
-    assert oom.measure == "cuda"
-    assert oom.step == 1
+    assert (oom.measure, oom.step) == ("cuda", 1)
     assert oom.requested_bytes > 0
     assert oom.reserved_bytes >= oom.allocated_bytes > 0
     assert any("train.py" in frame for frame in oom.stack)

@@ -102,8 +102,7 @@ def test_a_failed_allocation_that_the_script_survives_is_reported(collector):
     assert (oom.requested_bytes, oom.step, oom.phase) == (2**50, 4, "forward")
     assert 0 < oom.allocated_bytes <= oom.reserved_bytes < oom.device_total_bytes
     assert oom.stack[-1].endswith(" main")
-    assert len(collector.of(Step)) == 6
-    assert collector.of(Step)[-1].ooms == 1
+    assert (len(collector.of(Step)), collector.of(Step)[-1].ooms) == (6, 1)
 
 
 def test_a_peak_is_explained_where_blocks_freed_before_are_still_used_by_another_stream(collector):

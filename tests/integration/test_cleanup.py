@@ -62,8 +62,7 @@ def test_ranks_whose_hub_does_not_answer_are_told_and_ended_only_when_asked_for(
     hub.close()
     (found,) = orphans(join)
     monkeypatch.setattr(cleanup, "find", lambda: [found])  # of all that runs on this machine, ours alone
-    assert (found.pid, found.sure) == (rank.pid, False)
-    assert found.why == "whose hub on nodea does not answer"
+    assert (found.pid, found.sure, found.why) == (rank.pid, False, "whose hub on nodea does not answer")
     assert cleanup.main(["--yes"]) == 0
     text = capsys.readouterr().out
     assert found.line in text

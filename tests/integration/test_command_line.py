@@ -168,8 +168,7 @@ def test_a_further_host_becomes_its_command_as_a_part_of_the_run(run, tmp_path):
     assert f"joining {run.id}" in done.stderr
     words[5] = str(tmp_path / "none.json")
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.returncode == exits.RUN_USAGE
-    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stderr.count("\n")) == (exits.RUN_USAGE, 1)
 
 
 @pytest.mark.parametrize("words", [["ls"], ["completion", "bash"], ["train", "--print-config"], ["keys"]])

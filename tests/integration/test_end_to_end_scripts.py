@@ -234,7 +234,6 @@ def test_a_failed_cuda_allocation_before_the_first_step_has_its_report(home: Ftm
     reports = [frame.message for frame in frames if isinstance(frame.message, OomReport)]
     assert len(reports) == 1
     oom = reports[0].oom
-    assert oom.requested_bytes == 20 * 2**30
-    assert oom.measure == "cuda"
+    assert (oom.requested_bytes, oom.measure) == (20 * 2**30, "cuda")
     assert (oom.allocated_bytes, oom.step) == (int(70.10 * 2**30), 1)
     assert any("short_loop.py" in frame for frame in oom.stack)

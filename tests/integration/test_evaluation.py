@@ -181,8 +181,7 @@ def test_a_last_model_that_is_the_best_needs_no_checkpoint_of_its_own(outcome: O
 
 def test_a_share_is_set_aside_and_not_trained_on(outcome: Outcome) -> None:
     assert "6 examples, 2 a step" in outcome.text["share"]
-    assert len(outcome.saved["share"]["rows"]) == 2
-    assert list(outcome.results("share")) == [4]
+    assert (len(outcome.saved["share"]["rows"]), list(outcome.results("share"))) == (2, [4])
 
 
 def test_by_default_a_share_of_large_data_is_evaluated_ten_times_at_most(outcome: Outcome) -> None:

@@ -105,8 +105,7 @@ def test_a_command_that_fails_before_its_first_step_says_so_with_its_last_words(
         assert (end.state, end.exit_code, end.text) == ("failed", 3, "exit code 3")
         hub_gone(run)
         alerts = [alert for alert in Reader(run.recording).alerts() if alert.kind == "exit"]
-        assert len(alerts) == 1
-        assert alerts[0].evidence["rule"] == "before_first_step"
+        assert (len(alerts), alerts[0].evidence["rule"]) == (1, "before_first_step")
         assert "no data at /nowhere" in "\n".join(alerts[0].evidence["last_lines"])
         assert Reader(run.recording).info().state == "failed"
 

@@ -40,8 +40,7 @@ def test_each_job_of_a_driver_script_has_its_own_steps_peaks_loss_and_end(home: 
     assert "the first attempt fails" in jobs[1]["text"]
     assert [job["argv"][-3:] for job in jobs[:2]] == [["6", "32", "ok"], ["5", "16", "once"]]
     assert [rank["rank"] for rank in jobs[0]["ranks"]] == [0, 1]
-    assert told["job"] == 3
-    assert told["step"] == 5
+    assert (told["job"], told["step"]) == (3, 5)
     assert told["alerts"] == [], "what ended the first attempt is over once the second has made a step"
     # Followed as lines: every job to its last step, though steps begin at 1 again.
     for number in (1, 2, 3):

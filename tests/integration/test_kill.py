@@ -46,8 +46,7 @@ def test_a_killed_run_leaves_nothing_whatever_its_ranks_do():
         result = app.command("kill")
         assert result.ok, result.text
         assert members(run) == []
-        assert result.data["left"] == []
-        assert sorted(result.data["ranks"]) == list(range(len(ranks)))
+        assert (result.data["left"], sorted(result.data["ranks"])) == ([], list(range(len(ranks))))
         assert "nothing is left of the run" in result.text
         end = exit_of(run)
         assert end.state == "stopped"
@@ -121,8 +120,7 @@ def test_one_killed_rank_takes_its_workers_with_it_and_its_launcher_ends_the_oth
         training(app, 2)
         result = app.command("kill", ranks=[1], signal="KILL")
         assert result.ok, result.text
-        assert result.data["ranks"] == [1]
-        assert len(result.data["ended"]) == 3
+        assert (result.data["ranks"], len(result.data["ended"])) == ([1], 3)
         app.wait_for(RankState, lambda s: (s.rank, s.state, s.signal) == (1, "gone", 9))
         end = exit_of(run)
         assert end.state == "stopped"
@@ -191,8 +189,7 @@ def test_a_job_that_never_made_a_rank_is_stopped_and_killed_too():
         with started(["sleep", "300"]) as run, App(run) as app:
             eventually(lambda run=run: members(run), "the job's start")
             assert app.command(verb).ok
-            assert exit_of(run).state == "stopped"
-            assert members(run) == []
+            assert (exit_of(run).state, members(run)) == ("stopped", [])
 
 
 def test_stop_ends_an_elastic_launcher_that_starts_its_ranks_again():
@@ -200,5 +197,4 @@ def test_stop_ends_an_elastic_launcher_that_starts_its_ranks_again():
     with started([sys.executable, "-c", again, str(SCRIPTS / "fake_rank.py"), "{}"]) as run, App(run) as app:
         training(app, 1)
         assert app.command("stop").ok
-        assert exit_of(run).state == "stopped"
-        assert members(run) == []
+        assert (exit_of(run).state, members(run)) == ("stopped", [])

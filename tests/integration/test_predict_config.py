@@ -295,8 +295,7 @@ def test_weights_in_4_bits_take_half_a_byte_and_their_scales(predictions):
     found = json.loads(predictions["quantized"]["output"])
     linear = 2 * (2 * WIDTH * WIDTH + 2 * WIDTH * 1024 + 3 * WIDTH * 11008)
     adapters = 8 * 2 * (2 * (WIDTH + WIDTH) + 2 * (WIDTH + 1024) + 3 * (WIDTH + 11008))
-    assert found["trainable"] == adapters
-    assert found["parameters"] == PARAMETERS + adapters
+    assert (found["trainable"], found["parameters"]) == (adapters, PARAMETERS + adapters)
     # NF4 of blocks of 64 whose scales have 8 bits, in blocks of 256 with an fp32 scale each (arXiv 2305.14314).
     packed = linear / 2 + linear / 64 + 4 * linear / 64 / 256
     whole = 2 * (PARAMETERS - linear + adapters)

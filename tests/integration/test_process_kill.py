@@ -72,8 +72,7 @@ def test_a_rank_and_its_worker_are_ended_whatever_it_does(run, spawn, monkeypatc
     assert len(left_of(run)) == 2
     outcome = kill(run, [target(rank)])
     assert outcome.ok, outcome.text
-    assert outcome.data["signal"] == ended_by
-    assert len(outcome.data["ended"]) == 2
+    assert (outcome.data["signal"], len(outcome.data["ended"])) == (ended_by, 2)
     assert left_of(run) == []
 
 

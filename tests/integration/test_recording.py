@@ -106,8 +106,7 @@ def test_seq_at_is_the_last_message_there_was(reader, recorded):
         last = max((frame.seq for frame in recorded if frame.t <= t), default=0)
         # Heartbeats are numbered and not recorded: the answer may lie among those that follow.
         assert last <= seq < min((frame.seq for frame in recorded if frame.t > t), default=1 << 60)
-    assert reader.seq_at(recorded[0].t - 1) == 0
-    assert reader.seq_at(float("-inf")) == 0
+    assert (reader.seq_at(recorded[0].t - 1), reader.seq_at(float("-inf"))) == (0, 0)
 
 
 def key_of(frame: Frame) -> object:
@@ -189,8 +188,7 @@ def test_a_series_has_every_step_when_they_are_few(reader, recorded):
     assert [(point.t, point.step, point.count) for point in points] == [(f.t, f.message.step, 1) for f in expected]
     for point, frame in zip(points, expected, strict=True):
         assert isinstance(frame.message, Step)
-        assert point.host_ms == frame.message.host_us / 1e3
-        assert point.allocated_peak == peak(frame)
+        assert (point.host_ms, point.allocated_peak) == (frame.message.host_us / 1e3, peak(frame))
 
 
 @pytest.mark.parametrize("limit", [1, 10, 100])

@@ -123,8 +123,7 @@ def test_losses_and_weights_are_bitwise_those_without_rehearsal(outcome, name):
     rehearsed, plain = f"{name}-rehearsed", f"{name}-plain"
     assert "rehearsal: " in outcome.text[rehearsed]
     assert "rehearsal: " not in outcome.text[plain]
-    assert len(outcome.losses(plain)) == 6
-    assert outcome.losses(rehearsed) == outcome.losses(plain)
+    assert (len(outcome.losses(plain)), outcome.losses(rehearsed)) == (6, outcome.losses(plain))
     for key, weight in outcome.saved[plain].items():
         assert torch.equal(outcome.saved[rehearsed][key], weight), key
 

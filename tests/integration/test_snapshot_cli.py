@@ -48,8 +48,7 @@ def test_a_file_or_device_that_is_none_ends_with_one_line_and_status_2(tmp_path,
     for words in ((str(path), "--json"), (str(tmp_path / "missing"), "--json"), (str(tmp_path),), (OOM, "--device=3")):
         assert main(["snapshot", *words]) == 2
         captured = capsys.readouterr()
-        assert captured.out == ""
-        assert captured.err.count("\n") == 1
+        assert (captured.out, captured.err.count("\n")) == ("", 1)
     assert "no device 3" in captured.err
 
 
@@ -95,8 +94,7 @@ def test_the_command_prints_the_report_of_a_file(capsys):
     assert "1. Compute the loss in chunks" in text
     assert main(["oom", OOM, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["run"], found["file"]) == ("", OOM)
-    assert found["reports"][0]["verdict"]["kind"] == "logits"
+    assert (found["run"], found["file"], found["reports"][0]["verdict"]["kind"]) == ("", OOM, "logits")
     assert found["reports"][0]["oom"]["requested_bytes"] == 4_978_638_848
 
 

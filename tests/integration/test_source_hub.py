@@ -44,8 +44,7 @@ def test_a_run_is_watched_from_a_late_join_to_its_kill_and_its_replay_is_what_wa
 
         late.transport.goto("10")
         pump(late, lambda: not late.transport.seeking)
-        assert late.transport.mode == "rewound"
-        assert late.model.step == 10
+        assert (late.transport.mode, late.model.step) == ("rewound", 10)
         late.transport.live()
         pump(late, lambda: late.transport.mode == "live" and late.model.step >= 70)
 

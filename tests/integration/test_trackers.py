@@ -99,8 +99,7 @@ def read_tensorboard(folder: Path, run: str) -> Read:
 def read_mlflow(folder: Path, run: str) -> Read:
     client = import_module("mlflow").MlflowClient(f"sqlite:///{folder}/mlflow.db")
     (found,) = client.search_runs([client.get_experiment_by_name("ftmon").experiment_id])
-    assert found.info.run_name == run
-    assert found.info.status == "FINISHED"
+    assert (found.info.run_name, found.info.status) == (run, "FINISHED")
     metrics = {name: client.get_metric_history(found.info.run_id, name) for name in found.data.metrics}
     values = {name: [(each.step, each.value) for each in some] for name, some in metrics.items()}
     return Read(values, str(found.data.tags), {each.step: each.timestamp / 1000 for each in metrics["train/loss"]})

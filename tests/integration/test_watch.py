@@ -104,5 +104,4 @@ def test_on_python_3_14_the_probe_is_injected(home: Ftmon, spawn) -> None:
 
 def test_a_process_that_does_not_train_is_refused_in_one_line(home: Ftmon) -> None:
     done = home.run("watch", str(this_process().pid))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

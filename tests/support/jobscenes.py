@@ -27,7 +27,8 @@ def driven(path: Path) -> Path:
     frames: list[Frame] = []
     t = STARTED
     for number in range(1, len(LENGTHS) + 1):
-        for t, message in _job(number, 2, t + 9):
+        began = t + 9
+        for t, message in _job(number, 2, began):
             frames += [Frame(0, t, told) for told in _counted(table, message, t)]
         frames += [Frame(0, t, told) for told in table.poll(t)]
     frames.append(Frame(0, t, table.describe(table.jobs[len(LENGTHS)], t)))

@@ -82,8 +82,7 @@ def test_values_are_in_base_units_and_what_is_unknown_is_left_out() -> None:
     assert found["step_duration_seconds", ""] == 80e-6
     assert found["phase_duration_seconds", "eval"] == 50e-6
     assert found["tokens_per_second", ""] == pytest.approx(6 / 30e-6), "evaluations do not count"
-    assert found["memory_allocated_bytes", ""] == 5
-    assert found["memory_allocated_peak_bytes", ""] == 9
+    assert (found["memory_allocated_bytes", ""], found["memory_allocated_peak_bytes", ""]) == (5, 9)
     assert not {"loss", "loss_finite", "memory_resident_peak_bytes", "step_device_duration_seconds"} & {
         name for name, _ in found
     }

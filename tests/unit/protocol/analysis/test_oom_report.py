@@ -11,8 +11,7 @@ OOM = DATA / "oom_backward.pickle.gz"
 def test_a_real_failure_at_the_loss_is_reported_as_logits_with_who_held_most() -> None:
     snapshot = read_snapshot(OOM)
     report = report_of(snapshot, [Replay(snapshot, 0)])
-    assert report.phase == "forward"
-    assert (report.verdict.kind, report.verdict.sure) == ("logits", True)
+    assert (report.phase, report.verdict.kind, report.verdict.sure) == ("forward", "logits", True)
     oom, first = report.oom, report.remedies[0]
     assert (first.kind, first.frees_bytes) == ("chunked_loss", oom.requested_bytes)
     assert oom.stack[-1].endswith("functional.py:3504 cross_entropy")

@@ -14,8 +14,7 @@ def test_a_rank_whose_hosts_clock_is_off_is_drawn_by_the_hubs() -> None:
     model.apply(Frame(2, T, HostState("nodeb", "reachable", T, 1, [1, 99], clock_offset=90.0)))
     model.apply(Frame(3, T + 1, Heartbeat(1, 1, "forward", T - 89, 3, T - 89, allocated=10, reserved=20)))
     assert list(model.ranks) == [1], "a host's list makes no ranks"
-    assert model.rank(1).timeline.start == T + 1
-    assert status(model)["hosts"][0]["host"] == "nodeb"
+    assert (model.rank(1).timeline.start, status(model)["hosts"][0]["host"]) == (T + 1, "nodeb")
 
 
 def test_a_host_is_kept_as_it_was_last_told() -> None:

@@ -28,8 +28,7 @@ def test_the_report_has_all_ranks_at_that_moment_and_who_held_memory_of_the_devi
     ]
     assert report.ranks[0].allocated_bytes == 5 * GIB
     assert report.ranks[1].allocated_bytes == 70 * GIB  # its own word, not its last heartbeat
-    assert report.processes == [mine, other]
-    assert report.verdict.kind == "other_process"
+    assert (report.processes, report.verdict.kind) == ([mine, other], "other_process")
     (alert,) = sim.alerts("oom")
     assert alert.evidence["verdict"] == "other_process"
     assert alert.evidence["remedies"][0]["frees_bytes"] == 6 * GIB
@@ -49,9 +48,7 @@ def test_a_rank_that_is_held_is_no_hang_and_what_waits_for_it_is_evidence_of_its
         sim.fact(1)
 
     sim.wait(120.0, beats)
-    assert sim.states(1)[-1] == "held"
-    assert sim.states(0)[-1] == "waiting"
-    assert sim.alerts("hang") == []
+    assert (sim.states(1)[-1], sim.states(0)[-1], sim.alerts("hang")) == ("held", "waiting", [])
     (alert,) = sim.alerts("oom")
     assert alert.evidence["held"] is True
     assert alert.evidence["waiting"] == [0]

@@ -101,8 +101,7 @@ def test_samples_are_spread_over_the_recording_and_end_with_its_last(reader):
     answer = answer_query(reader, "sampled", {"kind": "events", "rank": 0, "limit": 3})
     assert decode_answer("sampled", answer) == sampled
     steps = [frame.message.step for frame in sampled if isinstance(frame.message, AllocatorEvents)]
-    assert len(steps) == 3
-    assert steps[-1] == 40
+    assert (len(steps), steps[-1]) == (3, 40)
     assert steps[0] < 20
     assert reader.sampled("events", 7) == []
 

@@ -41,8 +41,7 @@ def test_the_phase_with_the_highest_peak_leads_and_the_next_one_is_named() -> No
     assert rank_phases([]) is None, "before the first step"
     ranking = judged(measured(512))
     assert (ranking.first.phase, ranking.first.bytes) == ("optimizer", 10753 * MIB)
-    assert ranking.next.phase == "backward"
-    assert ranking.by == (10753 - 9545) * MIB
+    assert (ranking.next.phase, ranking.by) == ("backward", (10753 - 9545) * MIB)
 
 
 def test_a_flat_and_then_rising_curve_is_explained_by_the_length_at_which_the_lead_passes() -> None:
@@ -91,8 +90,7 @@ def test_a_size_that_only_the_first_step_had_says_nothing_of_lengths() -> None:
 
 def test_without_shapes_only_the_standing_is_told() -> None:
     ranking = judged([PeakMark(0, 3, "forward", 2 * GIB), PeakMark(0, 3, "backward", GIB)])
-    assert (ranking.crossing, ranking.slopes) == (None, None)
-    assert len(ranking_sentences(ranking)) == 1
+    assert (ranking.crossing, ranking.slopes, len(ranking_sentences(ranking))) == (None, None, 1)
 
 
 def step(number: int, peak: int, shape: list[int], resident: int | None = None) -> Step:

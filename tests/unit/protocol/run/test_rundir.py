@@ -156,8 +156,7 @@ def test_what_is_no_run_and_a_damaged_neighbour_are_passed_over(private_home: Pa
     (private_home / "runs" / "file").write_text("")
     (damaged.path / "hub.json").write_text("{")
     assert {found.id for found in rundir.all_runs()} == {run.id, damaged.id}
-    assert rundir.find("demo").id == run.id
-    assert rundir.find(None).id == damaged.id
+    assert (rundir.find("demo").id, rundir.find(None).id) == (run.id, damaged.id)
     with pytest.raises(RunDirError, match=r"hub\.json: cannot be read"):
         damaged.living_hub()
 

@@ -64,8 +64,7 @@ def test_wrong_usage_is_one_line_with_a_status_of_its_own_and_leaves_no_run(
     assert start_with(request_) == (exits.NOT_STARTED if "not found" in said else exits.RUN_USAGE)
     printed = capsys.readouterr()
     assert said in printed.err
-    assert printed.err.count("\n") == 1
-    assert printed.out == ""
+    assert (printed.err.count("\n"), printed.out) == (1, "")
     assert rundir.all_runs() == []
 
 

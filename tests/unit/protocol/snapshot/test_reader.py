@@ -242,8 +242,7 @@ def test_a_failed_allocation_may_be_larger_than_any_memory_and_no_other_entry():
     entry = dict(raw["device_traces"][0][-1])
     raw["device_traces"][0].append({**entry, "action": "oom", "size": 2**62, "device_free": 7, "frames": []})
     trace = compact(raw, "made").trace(0)
-    assert memoryview(trace.sizes).cast("q")[-1] == 2**62
-    assert trace.device_free == {len(trace) - 1: 7}
+    assert (memoryview(trace.sizes).cast("q")[-1], trace.device_free) == (2**62, {len(trace) - 1: 7})
     raw["device_traces"][0][-1]["action"] = "alloc"
     with pytest.raises(SnapshotError, match="an invalid size"):
         compact(raw, "made")

@@ -62,8 +62,7 @@ def test_a_state_that_comes_late_fills_what_is_missing_and_replaces_nothing_newe
         step(9),
         state=((50, hello(framework="ddp")), (60, step(8)), (61, step(8, rank=1)), (62, step(5, 1, overflow=True))),
     )
-    assert found["step", "0"] == 9
-    assert found["step", "1"] == 5
+    assert (found["step", "0"], found["step", "1"]) == (9, 5)
     assert found["rank_info", "0,ddp,here,,a CPU,0"] == 1
     assert ("skipped_steps_total", "1") not in found, "a step of the state may have been counted before"
 
@@ -88,8 +87,7 @@ def test_skipped_steps_are_counted_and_alerts_are_gauges_that_return_to_0() -> N
     resolved = Alert(1, "health", "error", 1.0, "loss is NaN", 1, evidence=evidence, resolved=2.0)
     other = Alert(2, "health", "error", 1.0, "loss is NaN", 1, evidence=evidence)
     two = after(step(1, overflow=True), step(2), step(3, overflow=True), raised, other)
-    assert two["skipped_steps_total", "0"] == 2
-    assert two["alerts", "nan_loss,health,1,error"] == 2
+    assert (two["skipped_steps_total", "0"], two["alerts", "nan_loss,health,1,error"]) == (2, 2)
     assert after(raised, resolved)["alerts", "nan_loss,health,1,error"] == 0
 
 
@@ -109,8 +107,7 @@ def test_after_the_end_only_what_stays_true_is_left() -> None:
         figures.apply(Frame(seq, 1.0, message), True)
     figures.end()
     found = samples(figures)
-    assert found["run_state", "failed"] == 1
-    assert found["run_exit_status", ""] == 3
+    assert (found["run_state", "failed"], found["run_exit_status", ""]) == (1, 3)
     assert found["eval_loss", "evaluation"] == 2
     assert not {"step", "rank_state"} & {name for name, _ in found}
 

@@ -122,8 +122,7 @@ def test_a_target_that_raises_loses_what_it_was_given_and_gets_the_rest_once_it_
     assert feed.end(60.0)
     assert said[:4] == ["", "http://there: HTTP status 503", "its client raised ValueError", ""]
     assert target.steps == [2, 3], "the first call had nothing, the second one step 1"
-    assert feed.dropped == POINTS
-    assert feed.error == ""
+    assert (feed.dropped, feed.error) == (POINTS, "")
 
 
 def test_a_target_that_cannot_be_opened_is_tried_again(monkeypatch):

@@ -40,8 +40,7 @@ def test_ranks_that_are_missing_for_a_minute_are_told_of_until_they_come(listen)
         assert not said
         return
     (alert,) = said
-    assert alert.title == "1 of 3 ranks have not reported"
-    assert alert.evidence["missing"] == [1]
+    assert (alert.title, alert.evidence["missing"]) == ("1 of 3 ranks have not reported", [1])
     assert listen in alert.text
     rank_hosts.register(hello(1, 3), away=True)
     missing.tick(20.0 + PATIENCE_SECONDS)

@@ -116,8 +116,7 @@ def test_each_start_of_a_driver_script_is_a_job_with_its_own_steps_and_peaks(dri
     # Another hub between the two jobs keeps the first.
     before = driver.described()
     driver.restarted([*before, *first])
-    assert driver.described() == before
-    assert driver.table.poll(driver.now + 60) == []
+    assert (driver.described(), driver.table.poll(driver.now + 60)) == (before, [])
     driver.train(driver.start(200, words=("--batch", "16")), range(1, 4), peak=200)
     assert figures(driver.described()) == [(1, "finished", 6, 506), (2, "training", 3, 203)]
     assert [job.loss for job in driver.described()] == [pytest.approx(1 / 6), pytest.approx(1 / 3)]

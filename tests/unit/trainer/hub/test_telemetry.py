@@ -58,8 +58,7 @@ def line():
 def test_a_message_is_handed_on_untouched_and_gaps_and_self_declared_drops_are_both_losses(line):
     line.send(1)
     line.drain()
-    assert line.accepted == [(BEAT, "rank-0-1-1", wire.encode_body(BEAT))]
-    assert line.intake.received == 1
+    assert (line.accepted, line.intake.received) == ([(BEAT, "rank-0-1-1", wire.encode_body(BEAT))], 1)
     line.send(5)
     line.send(6, Goodbye(rank=0, time=1.0, step=1, reason="finished", dropped=2))
     line.drain()
@@ -69,8 +68,7 @@ def test_a_message_is_handed_on_untouched_and_gaps_and_self_declared_drops_are_b
 def test_a_first_number_is_counted_from_what_was_recorded_before_and_unknown_without_that(line):
     line.send(4)
     line.drain()
-    assert line.intake.lost == {"rank-0-1-1": 3}
-    assert line.intake.numbers() == {"rank-0-1-1": 4}
+    assert (line.intake.lost, line.intake.numbers()) == ({"rank-0-1-1": 3}, {"rank-0-1-1": 4})
     for known, lost in ((None, {}), ({"rank-0-1-1": 7, "rank-1-1-1": 2}, {"rank-0-1-1": 12, "rank-2-1-1": 1})):
         successor = Line(known)
         successor.send(20)
@@ -79,8 +77,7 @@ def test_a_first_number_is_counted_from_what_was_recorded_before_and_unknown_wit
             successor.send(3, BEAT_1, "rank-1-1-1")
             successor.send(2, BEAT_2, "rank-2-1-1")
         successor.drain()
-        assert successor.intake.lost == lost
-        assert sum(successor.missed) == sum(lost.values())
+        assert (successor.intake.lost, sum(successor.missed)) == (lost, sum(lost.values()))
         successor.context.destroy(linger=0)
 
 
@@ -90,8 +87,7 @@ def test_another_major_version_is_refused_counted_and_told_once(line):
         line.push.send_multipart([foreign, wire.encode_body(BEAT)])
     line.send(1)
     line.drain()
-    assert line.intake.refused == 3
-    assert len(line.refusals) == 1
+    assert (line.intake.refused, len(line.refusals)) == (3, 1)
     assert "protocol 9.0" in line.refusals[0][1]
     assert len(line.accepted) == 1
 
@@ -123,8 +119,7 @@ FORGED = Alert(id=1, kind="note", severity="info", time=1.0, title="forged")
 def test_what_cannot_be_is_refused_and_the_next_message_still_read(line, frames):
     line.push.send_multipart(frames)
     line.send(1)
-    assert line.drain() == 2
-    assert line.intake.refused == 1
+    assert (line.drain(), line.intake.refused) == (2, 1)
     assert [message for message, _, _ in line.accepted] == [BEAT]
 
 

@@ -45,8 +45,7 @@ def test_what_the_estimate_leaves_out_adds_up_to_the_reserved_peak() -> None:
     assert sizes is not None
     assert sum(sizes.values()) == 25 * GIB
     own = PARAMETERS * 2 // 8
-    assert sizes["gathered"] == 3 * GIB - own
-    assert sizes["states"] == own + 8 * GIB
+    assert (sizes["gathered"], sizes["states"]) == (3 * GIB - own, own + 8 * GIB)
     assert (sizes["activations"], sizes["logits"]) == (5 * GIB, 4 * GIB), "logits are no second time in activations"
     assert (sizes["buckets"], sizes["temporaries"], sizes["fragmentation"]) == (GIB, GIB, 3 * GIB)
     whole = explain.left_out(point, found(2))
@@ -91,8 +90,7 @@ def test_the_line_over_lengths_meets_the_estimate(gib: int, words: str) -> None:
 def test_each_part_is_a_sum_made_by_hand() -> None:
     parts = {part.name: part for part in explain.parts(found(), None, {"parameters": 7})}
     weights = parts["parameters"]
-    assert weights.formula == "8.03 B x 2 bytes / 8 ranks"
-    assert weights.bytes == PARAMETERS * 2 // 8
+    assert (weights.formula, weights.bytes) == ("8.03 B x 2 bytes / 8 ranks", PARAMETERS * 2 // 8)
     assert (weights.predicted_bytes, weights.measured_bytes) == (3 * GIB, 7)
     assert parts["optimizer_states"].bytes == PARAMETERS * 8 // 8
     assert parts["gradients"].bytes == PARAMETERS * 2 // 8
@@ -115,8 +113,7 @@ def test_each_part_is_a_sum_made_by_hand() -> None:
 
 def test_gradients_have_a_type_of_their_own() -> None:
     parts = {part.name: part for part in explain.parts(found(gradient_bytes=4), None, {})}
-    assert parts["gradients"].bytes == PARAMETERS * 4 // 8
-    assert parts["buckets"].bytes == 500_000_000 * 4
+    assert (parts["gradients"].bytes, parts["buckets"].bytes) == (PARAMETERS * 4 // 8, 500_000_000 * 4)
     assert "buckets" not in {part.name for part in explain.parts(found(1, bucket_elements=0), None, {})}
 
 

@@ -119,10 +119,8 @@ def test_slices_of_equal_lengths_are_computed_once_wherever_they_begin(fake):
     with cached:
         for start in (0, 64, 1024, -64):
             part = buffer[start : start + 64 or None]
-            assert part.shape == (64,)
-            assert part.view(torch.uint8).storage_offset() == 2 * (start % 4096)
-    assert cached.asked.count("aten.slice.Tensor") == 1
-    assert cached.asked.count("aten.view.dtype") == 1
+            assert (part.shape, part.view(torch.uint8).storage_offset()) == ((64,), 2 * (start % 4096))
+    assert (cached.asked.count("aten.slice.Tensor"), cached.asked.count("aten.view.dtype")) == (1, 1)
 
 
 MIB = 1 << 20
@@ -148,8 +146,7 @@ def test_host_memory_is_no_memory_of_the_gpu(trace):
     trace.begin("init")
     states = trace.allocate(64 * MIB, "cpu")
     trace.move(states, "pinned")
-    assert trace.peaks().allocated_bytes == 0
-    assert trace.current == {"cpu": 0, "pinned": 64 * MIB}
+    assert (trace.peaks().allocated_bytes, trace.current) == (0, {"cpu": 0, "pinned": 64 * MIB})
     trace.free(states)
     assert trace.host_peak == 64 * MIB
 
@@ -279,8 +276,7 @@ def test_a_step_is_repeated_around_another_update():
     _update(taken, states=False)
     taken.free(held)
     assert [event[2:] for event in repeated.events] == [event[2:] for event in taken.events]
-    assert repeated.peaks() == taken.peaks()
-    assert list(repeated.parts.values()) == ["activations"] * 2
+    assert (repeated.peaks(), list(repeated.parts.values())) == (taken.peaks(), ["activations"] * 2)
 
 
 @pytest.mark.parametrize("freed_in_update", [True, False])
@@ -347,8 +343,7 @@ def test_a_verdict_is_never_worse_with_more_memory_and_no_allocation_fails_where
     event(f"some less fits: {found.needed_bytes < reserved}")
     around = [found.needed_bytes - 1, found.needed_bytes, reserved, *(one % (2 * reserved) for one in sizes)]
     fits = [not failing_phase(trace.events, own, found, size) for size in sorted(around)]
-    assert fits == sorted(fits)
-    assert (fits[0], fits[-1]) == (False, True)
+    assert (fits, fits[0], fits[-1]) == (sorted(fits), False, True)
     succeed = [size for size in around if _succeeds(trace, CachingAllocator(own, size, 1 << 42))]
     assert {size for size in around if size >= found.needed_bytes} <= set(succeed)
     least = least_that_fits(trace.events, own, found, trace.peaks().allocated_bytes, every)

@@ -175,8 +175,7 @@ def test_changes_of_a_script_are_flags_and_keys_of_its_file(tmp_path):
     arguments = given(model=str(tmp_path / "m.json"), deepspeed=str(file), ranks=2)
     found = {one.name: one for one in what_if.remedies(arguments, Settings())}
     assert found["checkpointing"].change == "--checkpointing"
-    assert found["ZeRO 3"].change == "zero_optimization.stage=3"
-    assert found["ZeRO 3"].prepare().stage == 3
+    assert (found["ZeRO 3"].change, found["ZeRO 3"].prepare().stage) == ("zero_optimization.stage=3", 3)
     assert found["optimizer offload"].prepare().offload
     half = found["micro-batch 2"].prepare()
     assert (half.micro_batch, half.accumulation) == (2, 2)
@@ -192,8 +191,7 @@ def test_every_change_is_one_that_the_trainer_takes_and_they_are_joined_unless_t
         assert job.micro_batch * job.accumulation * job.ranks == 12, name
         assert job.stage == (int(name[-1]) if name.startswith("ZeRO") else 2)
     joined = what_if.joined(given(config=config), Settings(), [found["checkpointing"], found["ZeRO 3"]])
-    assert joined.name == "checkpointing + ZeRO 3"
-    assert joined.prepare().stage == 3
+    assert (joined.name, joined.prepare().stage) == ("checkpointing + ZeRO 3", 3)
     assert what_if.joined(given(config=config), Settings(), [found["ZeRO 3"], found["ZeRO 3"]]) is None
 
 
@@ -354,8 +352,7 @@ def test_a_change_is_fitted_to_a_layer_and_two_of_it_if_they_make_up_the_unchang
     rows = partitioned(config, monkeypatch, 1, {"LoRA of rank 16": [few(1, of_layer), few(2, of_layer)]})
     adapted = rows["LoRA of rank 16"]
     assert adapted.fitted
-    assert adapted.needed_bytes == 5_000 + 700 * LAYERS + 300
-    assert adapted.host_bytes == 10 * LAYERS
+    assert (adapted.needed_bytes, adapted.host_bytes) == (5_000 + 700 * LAYERS + 300, 10 * LAYERS)
     whole = step_time(Work([Operation(1e12 * LAYERS, 1e6)], [], 4 * LAYERS), jobs.find("H200"))
     assert adapted.step_seconds == pytest.approx(whole.total.value)
     others = partitioned(config, monkeypatch, 1, {"LoRA of rank 16": [few(1, of_layer - 1), few(2, of_layer - 1)]})

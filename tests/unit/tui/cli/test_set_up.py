@@ -16,8 +16,7 @@ def test_terminals_are_known_by_their_environment(capsys):
     assert output.colours({"TERM": "xterm", "COLORTERM": "truecolor"}) == "16 million"
     assert output.colours({"TERM": "xterm-256color", "NO_COLOR": "1"}) == "none (NO_COLOR is set)"
     assert output.multiplexer({"TMUX": "/tmp/tmux-0/default,1,0"}) == "tmux"
-    assert output.multiplexer({"STY": "1.x"}) == "screen"
-    assert output.multiplexer({}) == ""
+    assert (output.multiplexer({"STY": "1.x"}), output.multiplexer({})) == ("screen", "")
 
 
 def test_a_runs_directory_open_to_others_or_not_writable_is_flagged_with_the_remedy(tmp_path, monkeypatch):

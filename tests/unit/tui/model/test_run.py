@@ -39,8 +39,7 @@ def test_a_rank_far_behind_does_not_hold_the_loss_back():
 
 def test_ranks_are_weighted_by_their_label_tokens_where_all_know_them():
     weighted = model_of(step(0, 1, 8.0, label_tokens=300), step(1, 1, 4.0, label_tokens=100))
-    assert weighted.loss == pytest.approx(7.0)
-    assert weighted.losses_of(0) == [pytest.approx(7.0)]
+    assert (weighted.loss, weighted.losses_of(0)) == (pytest.approx(7.0), [pytest.approx(7.0)])
     means = model_of(step(0, 1, 1.0), step(1, 1, 3.0), step(0, 2, 5.0), step(1, 2, math.nan))
     assert means.losses_of(0) == [2.0, 5.0]
     assert model_of(step(0, 1, 8.0, label_tokens=300), step(1, 1, 4.0)).loss == 6.0
@@ -52,8 +51,7 @@ def test_both_losses_are_shown_where_two_engines_train_also_of_one_that_updates_
         return step(rank, number, critic, updates=updates)
 
     model = model_of(both(0, 1, 1.0, 5.0), both(1, 1, 3.0, 7.0), both(0, 2, 4.0, None), both(1, 2, 6.0, None))
-    assert model.losses_by_name == {"Critic": 5.0, "Actor": 6.0}
-    assert model.loss == 5.0
+    assert (model.losses_by_name, model.loss) == ({"Critic": 5.0, "Actor": 6.0}, 5.0)
     assert figure_words(model)[0] == "loss Critic 5.0000, Actor 6.0000"
 
 
@@ -261,8 +259,7 @@ def test_an_alert_sent_again_replaces_itself_and_marks_its_rank_once():
     error = control.Alert(8, "hang", "error", STARTED - 5, "rank 0 hangs", rank=0)
     model = model_of(first, error, again)
     assert [alert.id for alert in model.alerts.unresolved()] == [8, 7]
-    assert list(model.alerts) == [error, again]
-    assert len(model.ranks[1].timeline.marks) == 1
+    assert (list(model.alerts), len(model.ranks[1].timeline.marks)) == ([error, again], 1)
     model = model_of(error, control.Alert(8, "hang", "error", STARTED, "rank 0 hangs", rank=0, resolved=STARTED + 9))
     assert (model.alerts.unresolved(), len(model.alerts)) == ([], 1)
     assert model.alerts.counts() == {"info": 0, "warning": 0, "error": 0}
@@ -284,8 +281,7 @@ def test_shares_are_of_device_time_where_every_phase_has_it_else_waiting_in_coll
     assert shares.parts == pytest.approx(expected)
     timed = phase("forward", 9, device_us=30_000), phase("backward", 9, device_us=60_000)
     shares = model_of(run_model_step(0, 1, *timed, device_us=100_000)).ranks[0].shares
-    assert shares.clock == "device"
-    assert shares.parts["backward"] == pytest.approx(0.6)
+    assert (shares.clock, shares.parts["backward"]) == ("device", pytest.approx(0.6))
     assert shares.parts["other"] == pytest.approx(0.1)
 
 

@@ -29,8 +29,7 @@ def test_a_run_that_ended_has_its_end_from_the_exit_file_and_its_steps_from_the_
     (entry,) = RunList().entries()
     assert (entry.state, entry.live, entry.exit_code, entry.step, entry.ranks) == ("failed", False, 3, 30, 2)
     assert entry.ended is not None
-    assert entry.recording_bytes == run.recording.stat().st_size
-    assert entry.problem == ""
+    assert (entry.recording_bytes, entry.problem) == (run.recording.stat().st_size, "")
 
 
 def test_a_run_is_live_with_its_launcher_before_any_hub_has_written_and_lost_where_nobody_saw_its_end() -> None:

@@ -268,8 +268,7 @@ def test_results_are_kept_by_step_and_name_and_the_best_is_known():
     training.on_checkpoint(Checkpoint(0, 20, STARTED, "a"))
     kept = [(each.step, each.loss) for each in training.evaluations if each.name == "validation"]
     assert kept[:3] == [(10, 2.0), (20, 1.0), (30, 1.6)]
-    assert (training.best.step, training.best.name) == (20, "validation")
-    assert training.evaluation.step == 40
+    assert (training.best.step, training.best.name, training.evaluation.step) == (20, "validation", 40)
 
 
 def test_an_activity_is_named_until_it_is_over():
@@ -292,11 +291,9 @@ def test_settings_and_notes_are_shown_before_the_first_step_and_below_the_curves
     said = " note: layers are not compiled"
     for height, curves in ((20, 0), (55, 1)):
         drawn = [line.plain for line in training_lines(before, ChartView(), 80, height, Theme())]
-        assert drawn.count(said) == 1
-        assert drawn[-1] == said
+        assert (drawn.count(said), drawn[-1]) == (1, said)
         drawn = [line.plain for line in training_lines(after, ChartView(), 80, height, Theme())]
-        assert len(drawn) == height
-        assert drawn.count(said) == curves
+        assert (len(drawn), drawn.count(said)) == (height, curves)
 
 
 def with_rank_1_until(step: int) -> RunModel:
@@ -306,8 +303,7 @@ def with_rank_1_until(step: int) -> RunModel:
 
 def test_a_step_is_drawn_once_all_ranks_that_live_have_reported_it():
     model = with_rank_1_until(10)
-    assert (model.leading_step, model.complete_step) == (12, 10)
-    assert model.moments[-1].step == 10
+    assert (model.leading_step, model.complete_step, model.moments[-1].step) == (12, 10, 10)
     model.apply(Frame(1_000_000, STARTED + 100, RankState(1, "gone", STARTED + 100)))
     assert model.moments[-1].step == 12, "nothing more comes of a rank that is gone"
     assert with_rank_1_until(3).moments[-1].step == 12, "nor is a rank waited for that is far behind"

@@ -114,8 +114,7 @@ def test_memory_and_charts_after_a_seek_have_the_past_and_none_of_what_came_late
 def test_before_the_first_step_there_are_ranks_and_no_steps_and_at_the_first_alert_only_that(reader, overview):
     first_step = next(frame for frame in FRAMES if type(frame.message).__name__ == "Step")
     model = load(reader, first_step.t - 0.2, describe(reader.info()), overview)
-    assert len(model.ranks) == 4
-    assert model.step == 0
+    assert (len(model.ranks), model.step) == (4, 0)
     assert model.peak is None
     first = next(frame for frame in FRAMES if isinstance(frame.message, Alert))
     model = load(reader, first.t, describe(reader.info()))
@@ -164,8 +163,7 @@ def test_a_seek_has_the_course_and_the_results_up_to_its_time(trained, share):
 def test_a_seek_before_the_first_step_has_no_course(trained):
     sought = load(trained, TRAINED[0].t, describe(trained.info()), read_overview(trained, trained.info()))
     assert not any(rank.steps for rank in sought.ranks.values())
-    assert sought.training.course.moments(2) == []
-    assert sought.losses_of(sought.job) == []
+    assert (sought.training.course.moments(2), sought.losses_of(sought.job)) == ([], [])
 
 
 def test_a_late_join_gets_the_course_from_before_it(trained):

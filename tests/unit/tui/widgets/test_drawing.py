@@ -261,10 +261,8 @@ def test_the_course_of_a_figure_has_its_present_value_its_scale_and_its_steps(th
     values = [4.0 - step / 100 for step in range(300)]
     lines = course_lines(Course("loss", "1.010", values, loss, False), (1, 300), 60, 8, theme)
     assert [line.width <= 60 for line in lines] == [True] * 8
-    assert lines[0].plain.split() == ["loss", "1.010"]
-    assert lines[1].plain.split()[0] == "4.250"
-    assert lines[6].plain.split()[0] == "0.750"
-    assert lines[7].plain.split() == ["1", "300"]
+    assert (lines[0].plain.split(), lines[1].plain.split()[0]) == (["loss", "1.010"], "4.250")
+    assert (lines[6].plain.split()[0], lines[7].plain.split()) == ("0.750", ["1", "300"])
     assert all(line.plain.isascii() for line in lines) or not theme.glyphs.is_ascii
 
 

@@ -61,8 +61,7 @@ def test_no_line_is_wider_than_asked_whatever_a_process_says(width: int) -> None
 
 def test_the_job_gets_what_that_gpu_had_and_the_length_of_that_batch() -> None:
     oom = oom_of()
-    assert capacity_of(oom) == oom.reserved_bytes + oom.room_bytes
-    assert length_of(oom) == 4736
+    assert (capacity_of(oom), length_of(oom)) == (oom.reserved_bytes + oom.room_bytes, 4736)
     assert length_of(msgspec.structs.replace(oom, batch_shape=[])) == 0
 
 

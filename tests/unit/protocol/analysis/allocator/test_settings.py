@@ -105,8 +105,7 @@ def test_expandable_segments_grow_by_pages_in_one_range():
     model.allocate(30 * MIB)
     assert model.reserved == 40 * MIB
     model.allocate(30 * MIB)
-    assert model.reserved == 60 * MIB
-    assert sizes(model) == [60 * MIB]
+    assert (model.reserved, sizes(model)) == (60 * MIB, [60 * MIB])
     model.allocate(1000)
     assert sizes(model) == [2 * MIB, 60 * MIB]
 
@@ -117,15 +116,13 @@ def test_free_pages_inside_an_expandable_segment_are_unmapped_and_filled_again()
     address = model.address(middle)
     model.free(middle)
     model.empty_cache()  # pages of 20 MiB wholly within 50 to 100 MiB: two of them
-    assert model.reserved == 120 * MIB
-    assert sizes(model) == [60 * MIB, 60 * MIB]
+    assert (model.reserved, sizes(model)) == (120 * MIB, [60 * MIB, 60 * MIB])
     again = model.allocate(50 * MIB)
     assert (model.address(again), model.reserved) == (address, 160 * MIB)
     for handle in (first, again, last):
         model.free(handle)
     model.empty_cache()
-    assert model.reserved == 0
-    assert model.segments() == []
+    assert (model.reserved, model.segments()) == (0, [])
 
 
 def test_expandable_segments_stop_at_the_capacity():
@@ -144,8 +141,7 @@ def test_peaks_are_those_since_the_last_reset():
     model.allocate(5 * MIB)
     assert model.peaks().allocated_bytes == 30 * MIB
     model.reset_peaks()
-    assert model.peaks().allocated_bytes == 5 * MIB
-    assert model.peaks().reserved_bytes == 30 * MIB
+    assert (model.peaks().allocated_bytes, model.peaks().reserved_bytes) == (5 * MIB, 30 * MIB)
 
 
 CAPACITY = 400 * MIB
@@ -300,8 +296,7 @@ def test_options_are_read_with_their_units():
 def test_divisions_hold_from_their_size_on():
     settings = Settings.parse("roundup_power2_divisions:[256:1,512:2,1024:4,>:8],expandable_segments:False")
     assert settings.roundup_power2_divisions == (1,) * 8 + (1, 2, 4) + (8,) * 5
-    assert settings.rounded(600 * MIB) == 768 * MIB
-    assert settings.rounded(1200 * MIB) == 1280 * MIB
+    assert (settings.rounded(600 * MIB), settings.rounded(1200 * MIB)) == (768 * MIB, 1280 * MIB)
     assert settings.rounded(3 * MIB + 1) == 3 * MIB + 512
     assert Settings.parse("roundup_power2_divisions:4").rounded(1200) == 1536
 
@@ -332,8 +327,7 @@ def test_segment_sizes_follow_the_size_classes():
     settings = Settings()
     assert settings.segment_size(512) == settings.segment_size(MIB) == 2 * MIB
     assert settings.segment_size(MIB + 512) == settings.segment_size(10 * MIB - 512) == 20 * MIB
-    assert settings.segment_size(10 * MIB) == 10 * MIB
-    assert settings.segment_size(11 * MIB) == 12 * MIB
+    assert (settings.segment_size(10 * MIB), settings.segment_size(11 * MIB)) == (10 * MIB, 12 * MIB)
 
 
 @pytest.mark.parametrize("recorded_addresses", [True, False])

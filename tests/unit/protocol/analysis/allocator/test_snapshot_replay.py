@@ -107,8 +107,7 @@ def test_json_has_the_documented_fields(replays):
     fields = {*told, *told["devices"][0], *told["top_stacks"][0], *told["largest_blocks"][0], *told["oom"]}
     fields |= {*told["oom"]["stack"][0], *difference_report([replay], [replay])}
     assert fields <= documented
-    assert len(told["top_stacks"]) == 5
-    assert told["oom"]["stack"][0]["name"] == "cross_entropy"
+    assert (len(told["top_stacks"]), told["oom"]["stack"][0]["name"]) == (5, "cross_entropy")
 
 
 def test_a_snapshot_does_not_differ_from_itself_and_changes_add_up(replays):
@@ -250,8 +249,7 @@ def test_a_free_that_was_not_recorded_is_counted_and_the_end_still_holds():
     first = next(entry for entry in snapshot["device_traces"][0] if entry["action"] == "alloc")
     snapshot["device_traces"][0].append(dict(first))
     replay = Replay(compact(snapshot, "made"), 0)
-    assert replay.allocations.lost == 1
-    assert replay.allocated[-1] == allocator.now().allocated
+    assert (replay.allocations.lost, replay.allocated[-1]) == (1, allocator.now().allocated)
 
 
 def test_the_peak_is_the_first_entry_at_the_highest_figure():
@@ -324,8 +322,7 @@ def test_a_trace_that_contradicts_itself_is_replayed_without_contradictions(entr
     for index in range(-1, replay.entries):
         active = {n for n in range(len(of.begins)) if of.begins[n] <= index < of.ends[n]}
         held = {n for n in active if of.freed[n] > index}
-        assert set(replay.active_at(index)) == active
-        assert set(replay.live_at(index)) == held
+        assert (set(replay.active_at(index)), set(replay.live_at(index))) == (active, held)
         assert replay.at(replay.allocated, index) == sum(of.sizes[n] for n in held)
         assert replay.at(replay.active, index) == sum(of.sizes[n] for n in active)
         assert replay.at(replay.requested, index) == sum(of.requested[n] for n in active)

@@ -76,8 +76,7 @@ def test_a_steady_transient_is_explained_for_all_ranks_by_the_stacks_of_one(make
     sim.feed(cause(12, 2 * GIB, [ADAM]))
     sim.wait(6)
     (alert,) = sim.alerts("spike")
-    assert alert.ranks == [0, 1, 2, 3]
-    assert alert.evidence["cause_pattern"] == "foreach_temporaries"
+    assert (alert.ranks, alert.evidence["cause_pattern"]) == ([0, 1, 2, 3], "foreach_temporaries")
 
 
 def test_stacks_of_a_step_without_the_spike_or_without_a_known_pattern_say_so(make_sim: Any) -> None:

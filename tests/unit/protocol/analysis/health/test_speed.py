@@ -392,8 +392,7 @@ def test_a_scaler_at_its_floor_is_told_from_one_that_skips_too_often():
         ]
 
     floor = fed(steps(1.0, 1.0))
-    assert kinds(floor) == ["scaler_floor"]
-    assert floor[0].severity == "error"
+    assert (kinds(floor), floor[0].severity) == (["scaler_floor"], "error")
     assert kinds(fed(steps(256.0, 0.4))) == ["scaler_skipping"]
     assert kinds(fed(steps(128.0, 1.0), hello(deepspeed_config={"fp16": {"min_loss_scale": 128}}))) == ["scaler_floor"]
     back = steps(256.0, 0.4) + [step(at, loss=2.0, loss_scale=256.0) for at in range(200, 260)]

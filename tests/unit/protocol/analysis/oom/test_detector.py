@@ -37,11 +37,9 @@ def test_enough_that_lies_in_pieces_is_fragmentation_and_expandable_segments_fix
 def test_a_batch_longer_than_any_before_is_told_with_both_and_what_it_adds():
     oom = of(batch_shape=[4, 8192], parts={"activations": 50 * GIB, "parameters": 27 * GIB})
     verdict = judge(oom, OomContext(HELLO))
-    assert (verdict.kind, verdict.sure) == ("longer_batch", True)
-    assert verdict.figures["excess"] == 3 * GIB
+    assert (verdict.kind, verdict.sure, verdict.figures["excess"]) == ("longer_batch", True, 3 * GIB)
     found = {remedy.kind: remedy for remedy in tried(oom, OomContext(HELLO))}
-    assert next(iter(found)) == "sequence"
-    assert found["micro_batch"].frees_bytes == 25 * GIB
+    assert (next(iter(found)), found["micro_batch"].frees_bytes) == ("sequence", 25 * GIB)
     assert (found["checkpointing"].frees_bytes, found["checkpointing"].bound) == (50 * GIB, "at most")
 
 
@@ -62,8 +60,7 @@ def test_the_first_optimizer_step_creates_states_and_later_ones_temporaries():
     assert (verdict.kind, verdict.sure) == ("optimizer_states", True)
     assert "to_come" not in verdict.figures, "the states made so far are not known"
     found = {remedy.kind: remedy.frees_bytes for remedy in tried(oom, OomContext(HELLO))}
-    assert found["offload"] == 8 * 10**9
-    assert found["eight_bit"] == 6 * 10**9
+    assert (found["offload"], found["eight_bit"]) == (8 * 10**9, 6 * 10**9)
     later = of(phase="optimizer", stack=[*stack[:2], "optim/adamw.py:500 _multi_tensor_adamw"], stack_of="failing")
     assert kind(later) == "optimizer_temporaries"
 
@@ -129,8 +126,7 @@ def test_a_limit_on_the_process_is_named_and_what_lies_beyond_it():
     assert (verdict.kind, verdict.sure, verdict.short_bytes) == ("limit", True, 2 * GIB)
     assert tried(oom)[0].frees_bytes == 58 * GIB
     longer = msgspec.structs.replace(oom, phase="backward", batch_shape=[4, 9000], peak_bytes=15 * GIB)
-    assert kind(longer) == "longer_batch"
-    assert tried(longer)[-1].kind == "limit"
+    assert (kind(longer), tried(longer)[-1].kind) == ("longer_batch", "limit")
 
 
 def test_what_others_hold_is_not_why_a_limit_refused():
@@ -179,8 +175,7 @@ def test_little_free_memory_in_pieces_is_not_why_a_first_optimizer_step_fails():
              device_free_bytes=10 * MIB, room_bytes=10 * MIB, allocated_bytes=int(77.1 * GIB),
              reserved_bytes=int(77.5 * GIB), usable_free_bytes=128 * MIB, largest_free_bytes=32 * MIB)  # fmt: skip
     verdict = judge(oom, OomContext(HELLO))
-    assert (verdict.kind, verdict.sure) == ("optimizer_states", True)
-    assert verdict.also == []
+    assert (verdict.kind, verdict.sure, verdict.also) == ("optimizer_states", True, [])
     assert tried(oom, OomContext(HELLO))[0].kind != "expandable_segments"
     assert "fragmentation" not in explain(oom, OomContext(HELLO)).text
 

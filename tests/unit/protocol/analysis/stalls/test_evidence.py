@@ -103,8 +103,7 @@ def test_the_training_thread_is_the_one_that_is_named_else_the_last():
 def test_ranks_with_the_same_stack_are_one_group_and_the_largest_comes_first():
     groups = group({3: (DATA, ""), **dict.fromkeys((0, 1, 2, 4), (COLLECTIVE, "")), 5: ("", "")})
     assert [one.ranks for one in groups] == [[0, 1, 2, 4], [3], [5]]
-    assert groups[1].place.words == "next() of the dataloader"
-    assert groups[2].frames == ()
+    assert (groups[1].place.words, groups[2].frames) == ("next() of the dataloader", ())
 
 
 def test_what_faulthandler_writes_here_is_read():
@@ -202,5 +201,4 @@ def test_an_answer_that_makes_no_sense_is_no_evidence():
     assert read_calls({"recent": 5}) == Calls()
     assert read_calls(None) == Calls()
     good = read_calls({"source": "calls", "recent": [["0", 3, "barrier", 0, None]], "ranks": {"0": [0, 1]}})
-    assert good.last("0") == 3
-    assert good.members == {"0": (0, 1)}
+    assert (good.last("0"), good.members) == (3, {"0": (0, 1)})

@@ -34,8 +34,7 @@ def hang(sim: Any, seconds: float, guilty: int, **where: Any) -> list[Any]:
 def test_a_run_starts_trains_and_finishes():
     sim = trained(2, 0)
     sim.tick()
-    assert sim.run_states() == ["starting"]
-    assert sim.states(0) == ["starting"]
+    assert (sim.run_states(), sim.states(0)) == (["starting"], ["starting"])
     sim.train(1, 3)
     for rank in range(2):
         sim.feed(Goodbye(rank, sim.now, 3, "finished"))
@@ -55,8 +54,7 @@ def test_a_hang_names_the_rank_that_did_not_come_and_ends_when_it_comes():
     assert alert.time - began < 10, "a verdict within ten seconds where steps are short"
     assert (alert.rank, alert.ranks, alert.severity, alert.resolved) == (3, [3], "error", None)
     assert alert.evidence["collective"] == "all_reduce #100"
-    assert alert.evidence["waiting"] == [0, 1, 2]
-    assert alert.evidence["where"]["3"] == "in forward"
+    assert (alert.evidence["waiting"], alert.evidence["where"]["3"]) == ([0, 1, 2], "in forward")
     assert [sim.state(rank).state for rank in range(4)] == ["waiting", "waiting", "waiting", "hung"]
     assert sim.state(3).text == "not in all_reduce #100, in forward"
     sim.train(13, 16)
@@ -105,8 +103,7 @@ def test_under_nccl_the_last_rank_by_count_is_hung():
 def test_a_long_checkpoint_evaluation_or_pause_of_one_rank_is_no_hang(phase, seconds):
     sim = trained(4)
     hang(sim, seconds, guilty=0, phase=phase)
-    assert sim.alerts("hang") == []
-    assert sim.state(0).state == "training"
+    assert (sim.alerts("hang"), sim.state(0).state) == ([], "training")
     assert sim.state(1).state == "waiting", "they do wait, and that is said"
 
 
@@ -119,8 +116,7 @@ def test_a_long_first_step_is_no_hang():
 def test_silence_is_unreachable_not_hung_and_ends_with_the_first_word():
     sim = trained()
     sim.wait(60)
-    assert sim.alerts("hang") == []
-    assert sim.state(0).state == "unreachable"
+    assert (sim.alerts("hang"), sim.state(0).state) == ([], "unreachable")
     assert "process lives" in sim.state(0).text
     (note,) = sim.alerts("note")
     assert note.resolved is None
@@ -262,8 +258,7 @@ def test_a_hang_at_exit_is_recognised():
     sim.wait(40, lambda: sim.feed(sim.beat(1, 13, "idle", collective="barrier", collectives=37)))
     (alert,) = sim.alerts("hang")
     assert alert.evidence["rule"] == "exit"
-    assert sim.state(0).state == "finished"
-    assert sim.state(1).state == "waiting"
+    assert (sim.state(0).state, sim.state(1).state) == ("finished", "waiting")
 
 
 def test_a_process_that_outlives_its_goodbye_is_a_hang_at_exit():

@@ -139,8 +139,7 @@ def test_a_second_optimizer_that_trains_after_the_first_owns_the_steps_in_the_en
     first, second = optimizer(), optimizer()
     loop.update(first)
     loop.updates(OTHERS + 2, second)
-    assert len(loop.steps) == 4
-    assert loop.messages()[1].updates[0].count == OTHERS
+    assert (len(loop.steps), loop.messages()[1].updates[0].count) == (4, OTHERS)
 
 
 def test_short_lived_optimizers_own_their_steps(loop):

@@ -142,8 +142,7 @@ def test_later_captures_wait_until_the_last_one_is_paid_for(rank, monkeypatch, s
     monkeypatch.setattr(capture_scheduler, "TIME_SHARE", share)
     monkeypatch.setattr(capture_scheduler, "HUB_SECONDS", hub_seconds)
     rank.steps(20)
-    assert len(found(rank)) == FIRST_STEPS
-    assert (rank.tracker.watchers, rank.recorder.whole) == ((), False)
+    assert (len(found(rank)), rank.tracker.watchers, rank.recorder.whole) == (FIRST_STEPS, (), False)
     answers = rank.want("spike")
     rank.steps(3)
     rank.watch.tick()

@@ -168,8 +168,7 @@ def test_of_several_occurrences_the_highest_counts_and_the_history_stays() -> No
     assert (cause.note, cause.transient_bytes) == ("the highest of 2 occurrences", 0)
     (group,) = cause.groups
     assert group.kept_bytes == group.bytes == 10 * MIB
-    assert rig.recorder.cleared == cleared
-    assert rig.recorder.switched.count("stacks") == 2
+    assert (rig.recorder.cleared, rig.recorder.switched.count("stacks")) == (cleared, 2)
 
 
 def test_what_steps_left_behind_is_told_from_what_the_next_one_frees() -> None:

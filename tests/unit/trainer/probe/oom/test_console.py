@@ -66,8 +66,7 @@ def test_a_held_thread_waits_until_it_is_released_and_goes_on_with_what_it_had()
     one = Held(HOLDS)
     assert one.hold.since > 0
     one.hold.wait([], 1, CPU)  # a second failure meanwhile is not held
-    assert one.end() == ((256, 1024), 3)
-    assert (one.hold.since, one.hold.release()) == (0.0, False)
+    assert (one.end(), one.hold.since, one.hold.release()) == (((256, 1024), 3), 0.0, False)
 
 
 @pytest.mark.parametrize("options", [{"on_oom": "hold", "hold_timeout": 0.05}, {}])

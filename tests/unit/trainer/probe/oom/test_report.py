@@ -47,8 +47,7 @@ def test_parts_add_up_to_what_is_allocated_and_without_a_trace_follow_from_the_f
     )
     marks = [Mark("forward", trace[0]["time_us"] * 1000, None, None, 0, 0)]
     sums, note = parts_of_blocks(segments, trace, {biggest["address"]: "parameters"}, marks, 0, "forward")
-    assert sum(sums.values()) == allocated(found)
-    assert sums["parameters"] == biggest["size"]
+    assert (sum(sums.values()), sums["parameters"]) == (allocated(found), biggest["size"])
     assert sums["activations"] > 0
     assert note == ""
     for phase, part in (("backward", "activations"), ("optimizer", "temporaries"), ("checkpoint", "other")):

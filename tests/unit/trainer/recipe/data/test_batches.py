@@ -155,8 +155,7 @@ def pairs(*lengths: int) -> int:
 )
 def test_rows_are_counted_as_the_documents_they_hold(limit: int, rows: list[Any], counts: list[int]) -> None:
     batch = WithCounts(Collate(0, limit))(rows)
-    assert batch["input_ids"].shape == (2, 16)
-    assert batch["counts"].tolist() == counts
+    assert (batch["input_ids"].shape, batch["counts"].tolist()) == ((2, 16), counts)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -144,8 +144,7 @@ def test_every_family_is_masked_as_it_writes_its_turns(name):
     document = one(encoder(tokenizer), {"messages": chat})
     ids, wanted = reference(tokenizer, written(chat))
     assert tokenizer.decode(document.ids) == tokenizer.apply_chat_template(chat, tokenize=False)
-    assert document.ids == ids
-    assert document.learned == wanted
+    assert (document.ids, document.learned) == (ids, wanted)
     assert (document.turns, document.ends_learned) == (2, 2)
 
 

@@ -197,8 +197,7 @@ def test_ranks_that_cannot_divide_the_heads_of_one_layer_cannot_share_sequences(
 def test_borders_are_those_of_documents_rows_and_padding():
     numbers = torch.tensor([[1, 1, 2, 0], [1, 1, 1, 1]])
     batch = attention.isolate({"input_ids": numbers, "sequence_ids": numbers}, varlen=True)
-    assert batch["cu_seq_lens"].tolist() == [0, 2, 3, 4, 8]
-    assert batch["cu_seq_lens"].dtype == torch.int32
+    assert (batch["cu_seq_lens"].tolist(), batch["cu_seq_lens"].dtype) == ([0, 2, 3, 4, 8], torch.int32)
     named = attention.attention_arguments(batch)
     assert set(named) == {"input_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
     assert named["max_length_q"] == 4
