@@ -219,6 +219,13 @@ def in_blocks(training, steps):
     training.tracker.budget.block, training.tracker.budget.every = steps, 200
 
 
+def blocks_on_a_device(monkeypatch):
+    training = probed(monkeypatch)
+    in_blocks(training, 8)
+    on_a_device(training, monkeypatch)
+    return training
+
+
 def published(training):
     """Return the messages of the steps that were not sent, and the steps, after the publisher's part of the work."""
     for item in training.outbox.items:
@@ -303,11 +310,8 @@ def test_a_thread_that_waits_for_the_backward_of_a_followed_step_goes_on_in_it(m
 
 
 def test_losses_stay_on_the_device_until_the_end_of_a_block_unless_a_script_overwrites_one(monkeypatch):
-    training = probed(monkeypatch)
-    in_blocks(training, 8)
-    on_a_device(training, monkeypatch)
-    loop = Loop()
-    losses, followed = [], set()
+    training = blocks_on_a_device(monkeypatch)
+    loop, losses, followed = Loop(), [], set()
     for number, batch in enumerate(chain(loop.loader, loop.loader), 1):
         loss = loop.loss(batch)
         loss.backward()
@@ -327,9 +331,7 @@ def test_losses_stay_on_the_device_until_the_end_of_a_block_unless_a_script_over
 
 
 def test_a_device_in_an_error_state_raises_nothing_in_the_script_and_leaves_the_probe_on(monkeypatch):
-    training = probed(monkeypatch)
-    in_blocks(training, 8)
-    on_a_device(training, monkeypatch)
+    training = blocks_on_a_device(monkeypatch)
 
     def failing(_):
         raise RuntimeError("CUDA error: device-side assert triggered")
@@ -341,9 +343,7 @@ def test_a_device_in_an_error_state_raises_nothing_in_the_script_and_leaves_the_
 
 
 def test_what_a_script_reports_belongs_to_its_step_and_a_block_under_way_is_counted(monkeypatch):
-    training = probed(monkeypatch)
-    in_blocks(training, 8)
-    on_a_device(training, monkeypatch)
+    training = blocks_on_a_device(monkeypatch)
     loop = Loop()
     for number, batch in enumerate(loop.loader, 1):
         loop.loss(batch).backward()
@@ -358,9 +358,7 @@ def test_what_a_script_reports_belongs_to_its_step_and_a_block_under_way_is_coun
 
 
 def test_a_batch_of_another_kind_in_a_block_is_noted_at_once(monkeypatch):
-    training = probed(monkeypatch)
-    in_blocks(training, 8)
-    on_a_device(training, monkeypatch)
+    training = blocks_on_a_device(monkeypatch)
     loop = Loop()
     rows = [{"input_ids": ids} for ids in torch.randint(0, 9, (40, 5))]
 
@@ -372,8 +370,7 @@ def test_a_batch_of_another_kind_in_a_block_is_noted_at_once(monkeypatch):
     for batch in torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=collate):
         loop.loss(batch).backward()
         loop.update()
-    raws = training.outbox.unsent_steps()
-    steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
+    steps, raws = published(training)
     assert raws[10].followed
     assert [(step.step, step.samples, step.tokens) for step in steps] == [(n, 2, 10) for n in range(1, 21)]
 
@@ -412,22 +409,23 @@ def test_micro_batches_at_the_end_of_a_pass_join_the_next_one_or_are_dropped_wha
     assert ends == ([(0, 0), (0, 2), (0, 2)] if zeroes else [(0, 0), (2, 0), (0, 0), (0, 0)])
 
 
+def pending(training):
+    return [(raw.notes.pending, raw.notes.micro_steps) for raw in training.outbox.unsent_steps()]
+
+
 def test_no_micro_batch_is_pending_after_whole_accumulations_if_the_model_stays_in_evaluation_mode(monkeypatch):
-    training = probed(monkeypatch, coarse=False)
-    loop = Loop()
+    training, loop = probed(monkeypatch, coarse=False), Loop()
     for _ in range(3):
         for number, batch in enumerate(torch.utils.data.DataLoader(list(loop.loader.dataset[:8]), batch_size=2)):
             loop.loss(batch).backward()
             if number % 2:
                 loop.update()
         loop.model.eval()
-    raws = training.outbox.unsent_steps()
-    assert [(raw.notes.pending, raw.notes.micro_steps) for raw in raws] == [(0, 2)] * 6
+    assert pending(training) == [(0, 2)] * 6
 
 
 def test_micro_batches_that_another_optimizer_has_applied_are_not_pending_at_the_end_of_a_pass(monkeypatch):
-    training = probed(monkeypatch, coarse=False)
-    loop = Loop()
+    training, loop = probed(monkeypatch, coarse=False), Loop()
     generator = torch.nn.Linear(2, 1)
     second = torch.optim.SGD(generator.parameters(), lr=0.1)
     for _ in range(3):
@@ -437,8 +435,7 @@ def test_micro_batches_that_another_optimizer_has_applied_are_not_pending_at_the
             generator(torch.ones(1, 2)).sum().backward()
             second.step()
             second.zero_grad()
-    raws = training.outbox.unsent_steps()
-    assert [(raw.notes.pending, raw.notes.micro_steps) for raw in raws] == [(0, 1)] + [(0, 2)] * 8
+    assert pending(training) == [(0, 1)] + [(0, 2)] * 8
 
 
 class Samples:
@@ -489,8 +486,7 @@ def test_weights_are_sampled_where_each_phase_is_read_as_in_a_captured_step(watc
     training = probed(monkeypatch)
     training.tracker.watchers = (lambda *_: None,) if watched else ()
     plain(Loop())
-    raws = training.outbox.unsent_steps()
-    steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
+    steps, raws = published(training)
     for raw, step in zip(raws[1:], steps[1:], strict=True):
         assert (raw.notes.weights is not None) is watched
         assert step.phase("forward").coarse is not watched
@@ -574,9 +570,7 @@ def test_parameters_with_gradients_that_no_optimizer_has_are_noted_at_the_first_
     for _ in range(2):
         model().backward()
         kept.step()
-    first, second = training.outbox.unsent_steps()
-    assert first.notes.left_out == expected
-    assert second.notes.left_out == (0, "")
+    assert [raw.notes.left_out for raw in training.outbox.unsent_steps()] == [expected, (0, "")]
 
 
 class Engine:
@@ -598,9 +592,7 @@ def test_parameters_with_gradients_that_an_engine_s_optimizer_does_not_have_are_
         model().backward()
         with active.events.update(engine) as update:
             update.done(lambda number=number: {"number": number})
-    first, second = training.outbox.unsent_steps()
-    assert first.notes.left_out == expected
-    assert second.notes.left_out == (0, "")
+    assert [raw.notes.left_out for raw in training.outbox.unsent_steps()] == [expected, (0, "")]
 
 
 def test_the_first_batch_of_a_training_in_evaluation_mode_is_the_step_s_too(training):
@@ -613,8 +605,7 @@ def test_the_first_batch_of_a_training_in_evaluation_mode_is_the_step_s_too(trai
             loss = loop.loss(batch)
         loss.backward()
         loop.update()
-    raws = training.outbox.unsent_steps()
-    steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
+    steps, _ = published(training)
     assert {(step.samples, step.tokens, step.label_tokens) for step in steps} == {(2, 10, 10)}
 
 
@@ -653,8 +644,7 @@ def without_gradients(loop, batch):
     ],
 )
 def test_gradients_that_are_set_to_zero_before_an_update_are_noted(script, how, monkeypatch):
-    training = probed(monkeypatch, coarse=False)
-    loop = Loop()
+    training, loop = probed(monkeypatch, coarse=False), Loop()
     for batch in loop.loader:
         script(loop, batch)
     assert [raw.notes.clipped for raw in training.outbox.unsent_steps()] == [how] * BATCHES
@@ -674,8 +664,8 @@ def test_parameters_that_no_optimizer_has_are_noted_at_the_second_update_if_a_cl
 
     for _ in range(3):
         optimizer.step(closure)
-    noted = [raw.notes.left_out for raw in training.outbox.unsent_steps()]
-    assert noted == [(0, ""), (2, "head.weight"), (0, "")]
+    left_out = [raw.notes.left_out for raw in training.outbox.unsent_steps()]
+    assert left_out == [(0, ""), (2, "head.weight"), (0, "")]
 
 
 def test_what_an_earlier_stage_has_trained_is_not_missed_in_the_next_one_s_optimizer(training):
@@ -696,15 +686,14 @@ def test_what_an_earlier_stage_has_trained_is_not_missed_in_the_next_one_s_optim
 
 
 def test_labels_that_the_loop_changes_are_those_of_its_loss(monkeypatch):
-    training = probed(monkeypatch, coarse=False)
-    loop = Loop()
+    training, loop = probed(monkeypatch, coarse=False), Loop()
     for batch in loop.loader:
         batch["labels"] = torch.full_like(batch["labels"], -100)
         loop.loss(batch).backward()
         loop.update()
-    raws = training.outbox.unsent_steps()
     reader = SignReader(training.trained)
-    assert [reader.of_step(1, raw.notes)[1].unlabelled for raw in raws] == [1] * BATCHES
+    signs = [reader.of_step(1, raw.notes)[1] for raw in training.outbox.unsent_steps()]
+    assert [each.unlabelled for each in signs] == [1] * BATCHES
 
 
 class Adapters(torch.nn.Module):
@@ -793,8 +782,7 @@ def a_batch_left_out(loop, number, batch):
     ],
 )
 def test_micro_batches_whose_gradients_are_set_to_zero_before_each_update_are_noted(script, how, monkeypatch):
-    training = probed(monkeypatch, coarse=False)
-    loop = Loop()
+    training, loop = probed(monkeypatch, coarse=False), Loop()
     for number, batch in enumerate(loop.loader):
         script(loop, number, batch)
     first, *others = training.outbox.unsent_steps()  # in the first the optimizer is not known before its update
@@ -864,14 +852,17 @@ def the_last_of_an_accumulation_in_a_closure(loop, _):
     ],
 )
 def test_gradients_that_are_not_set_to_zero_between_the_first_updates_are_noted(end, noted, monkeypatch):
-    training = probed(monkeypatch, coarse=False)
-    loop = Loop()
+    training, loop = probed(monkeypatch, coarse=False), Loop()
     for number, batch in enumerate(loop.loader):
         loop.loss(batch).backward()
         end(loop, number)
+    assert clipped(training)[:5] == noted
+
+
+def clipped(training):
     reader = SignReader(training.trained)
-    found = [reader.of_step(1, raw.notes)[1] for raw in training.outbox.unsent_steps()[:5]]
-    assert [each.clipped if each else "" for each in found] == noted
+    found = [reader.of_step(1, raw.notes)[1] for raw in training.outbox.unsent_steps()]
+    return [each.clipped if each else "" for each in found]
 
 
 def test_gradients_of_parameters_that_no_optimizer_has_are_not_kept(monkeypatch):
@@ -883,9 +874,7 @@ def test_gradients_of_parameters_that_no_optimizer_has_are_not_kept(monkeypatch)
         loop.loss(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    reader = SignReader(training.trained)
-    found = [reader.of_step(1, raw.notes)[1] for raw in training.outbox.unsent_steps()]
-    assert {each.clipped if each else "" for each in found} == {""}
+    assert set(clipped(training)) == {""}
 
 
 def test_a_generator_s_backward_through_a_discriminator_that_is_zeroed_before_its_own_keeps_nothing(monkeypatch):
@@ -899,9 +888,7 @@ def test_a_generator_s_backward_through_a_discriminator_that_is_zeroed_before_it
         second.zero_grad()
         other(one(torch.ones(2, 4))).mean().backward()
         second.step()
-    reader = SignReader(training.trained)
-    found = [reader.of_step(1, raw.notes)[1] for raw in training.outbox.unsent_steps()]
-    assert {each.clipped if each else "" for each in found} == {""}
+    assert set(clipped(training)) == {""}
 
 
 @pytest.mark.parametrize(
@@ -909,8 +896,7 @@ def test_a_generator_s_backward_through_a_discriminator_that_is_zeroed_before_it
     [(None, 1.0, "late"), (None, math.inf, ""), (1.0, 1.0, ""), (1.0, None, ""), (None, None, "")],
 )
 def test_gradients_that_are_clipped_after_the_update_are_noted(before, after, how, monkeypatch):
-    training = probed(monkeypatch, coarse=False)
-    loop = Loop()
+    training, loop = probed(monkeypatch, coarse=False), Loop()
     for batch in loop.loader:
         loop.loss(batch).backward()
         if before is not None:
@@ -952,30 +938,6 @@ class Detached(Two):
         return self.head(found.detach() if self.until >= 0 else found).mean()
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        (Detached(), (2, "body.weight")),
-        (Detached(until=2), (0, "")),
-        (Detached(until=50), (0, "")),
-        (Detached(frozen=True), (0, "")),
-        (Two(), (0, "")),
-        (Adapters(), (20, "small.0.weight")),
-    ],
-    ids=["always", "twice", "a stage of 50 steps", "frozen on purpose", "not", "small ones"],
-)
-def test_a_body_that_gets_no_gradient_is_noted_after_100_steps(model, expected, training):
-    hooks_torch.install(torch)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    training.trained.find(lambda: model)
-    for _ in range(110):
-        optimizer.zero_grad()
-        model().backward()
-        optimizer.step()
-    found = [raw.notes.detached for raw in training.outbox.unsent_steps()]
-    assert [each for each in found if each[0]] == [expected] * bool(expected[0])
-
-
 class Rare(torch.nn.Module):
     """Each forward uses one of its experts; the first five use the first."""
 
@@ -989,39 +951,44 @@ class Rare(torch.nn.Module):
         return self.experts[used](torch.ones(2, 4)).mean()
 
 
-def test_experts_that_are_used_now_and_then_are_not_noted_as_without_gradient(training):
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (Detached(), (2, "body.weight")),
+        (Detached(until=2), (0, "")),
+        (Detached(until=50), (0, "")),
+        (Detached(frozen=True), (0, "")),
+        (Two(), (0, "")),
+        (Adapters(), (20, "small.0.weight")),
+        (Rare(), (0, "")),
+    ],
+    ids=["always", "twice", "a stage of 50 steps", "frozen on purpose", "not", "small ones", "experts now and then"],
+)
+def test_a_body_that_gets_no_gradient_is_noted_after_100_steps(model, expected, training):
     hooks_torch.install(torch)
-    model = Rare()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     training.trained.find(lambda: model)
     for _ in range(110):
         optimizer.zero_grad()
         model().backward()
         optimizer.step()
-    assert {raw.notes.detached for raw in training.outbox.unsent_steps()} == {(0, "")}
-
-
-def of_the_other_model(generator, critic):
-    return critic.parameters(), lambda fake: fake
-
-
-def of_a_detached_loss(generator, critic):
-    return generator.parameters(), torch.Tensor.detach
-
-
-def as_it_should_be(generator, critic):
-    return generator.parameters(), lambda fake: fake
+    found = [raw.notes.detached for raw in training.outbox.unsent_steps()]
+    assert [each for each in found if each[0]] == [expected] * bool(expected[0])
 
 
 @pytest.mark.parametrize(
-    ("second", "expected"), [(of_the_other_model, [(2, 0)]), (of_a_detached_loss, [(0, 2)]), (as_it_should_be, [])]
+    ("of_critic", "passed", "expected"),
+    [(True, torch.Tensor.clone, [(2, 0)]), (False, torch.Tensor.detach, [(0, 2)]), (False, torch.Tensor.clone, [])],
+    ids=["of the other model", "of a detached loss", "as it should be"],
 )
-def test_the_parameters_of_a_second_optimizer_that_does_not_train_its_model_are_noted(second, expected, training):
+def test_the_parameters_of_a_second_optimizer_that_does_not_train_its_model_are_noted(
+    of_critic, passed, expected, training
+):
     hooks_torch.install(torch)
     generator, critic = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
     training.trained.find(lambda: critic)
-    parameters, passed = second(generator, critic)
-    first, other = (torch.optim.Adam(each, lr=0.01) for each in (critic.parameters(), parameters))
+    models = (critic, critic if of_critic else generator)
+    first, other = (torch.optim.Adam(each.parameters(), lr=0.01) for each in models)
     for _ in range(110):
         first.zero_grad()
         critic(generator(torch.ones(2, 3)).detach()).mean().backward()
