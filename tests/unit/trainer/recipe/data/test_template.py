@@ -169,9 +169,10 @@ def test_labels_equal_the_slow_reference_for_any_content(name, contents):
 
 def test_one_turn_and_two_turn_records_of_qwen3_keep_its_own_format():
     tokenizer = family("qwen3")
+    thought = "<think>\n\n</think>\n\n"
     for chat, wanted in (
-        (CHAT[1:3], "<think>\n\n</think>\n\nRed.<|im_end|>"),
-        (CHAT[1:], "Red.<|im_end|><think>\n\n</think>\n\nBlue is another.<|im_end|>"),
+        (CHAT[1:3], thought + "Red.<|im_end|>"),
+        (CHAT[1:], f"Red.<|im_end|>{thought}Blue is another.<|im_end|>"),
     ):
         document = one(encoder(tokenizer), {"messages": chat})
         assert tokenizer.decode(document.ids).startswith("<|im_start|>user\nName a colour.<|im_end|>\n<|im_start|>")
@@ -200,12 +201,9 @@ def test_values_of_the_template_s_own_variables_are_those_that_transformers_pass
 
 def test_a_variable_that_the_template_does_not_read_is_refused():
     tokenizer = family_tokenizer(FAMILIES["chatml"][0] + "{% if enable_thinking %}{% endif %}")
-    with pytest.raises(ConfigError) as refused:
+    words = "data.chat_template_kwargs.enable_thought: the tokenizer's template reads no such variable; it reads "
+    with pytest.raises(ConfigError, match=f"^{re.escape(words)}enable_thinking$"):
         encoder(tokenizer, chat_template_kwargs={"enable_thought": False})
-    assert str(refused.value) == (
-        "data.chat_template_kwargs.enable_thought: the tokenizer's template reads no such variable; "
-        "it reads enable_thinking"
-    )
 
 
 def test_reasoning_that_the_template_leaves_out_is_counted():
@@ -222,22 +220,21 @@ def test_reasoning_that_the_template_leaves_out_is_counted():
         assert one(encoder(tokenizer), {"messages": chat}).reasoning_lost == lost
 
 
-@pytest.mark.parametrize(
-    ("train_on", "wanted"),
-    [
-        ("assistant", "Red.<|im_end|>Blue is another.<|im_end|>"),
-        ("last", "Blue is another.<|im_end|>"),
-        ("completion", "Blue is another.<|im_end|>"),
-    ],
-)
-def test_train_on_chooses_the_turns_that_carry_loss(train_on, wanted):
-    tokenizer = family("chatml")
-    assert answers(tokenizer, CHAT, train_on=train_on) == wanted
+def test_train_on_chooses_the_turns_that_carry_loss():
+    tokenizer, last = family("chatml"), "Blue is another.<|im_end|>"
+    for train_on, wanted in (("assistant", "Red.<|im_end|>" + last), ("last", last), ("completion", last)):
+        assert answers(tokenizer, CHAT, train_on=train_on) == wanted
     document = one(encoder(tokenizer, train_on="all"), {"messages": CHAT})
     assert all(document.learned)
     assert document.label_tokens == len(document.ids) - 1
     without_red = [{**message, "weight": 0} if message["content"] == "Red." else message for message in CHAT]
-    assert answers(tokenizer, without_red) == "Blue is another.<|im_end|>"
+    assert answers(tokenizer, without_red) == last
+
+
+BY_PREFIX = (
+    "{% for i in range(messages | length) %}{{ '<|im_start|>' + messages[i].role + '\n' + messages[i].content }}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -245,13 +242,15 @@ def test_train_on_chooses_the_turns_that_carry_loss(train_on, wanted):
     [
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
         "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}",
-        "{% for i in range(messages | length) %}{{ '<|im_start|>' + messages[i].role + '\n' + messages[i].content }}"
-        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        BY_PREFIX,
     ],
     ids=["its own marks, the end behind them", "without a loop variable, by its stable prefixes"],
 )
 def test_turns_are_found_by_marks_and_by_prefixes(template):
     assert answers(family_tokenizer(template), CHAT) == "Red.<|im_end|>Blue is another.<|im_end|>"
+
+
+UNMASKED = "does not let the assistant's turns be told from the others"
 
 
 @pytest.mark.parametrize(
@@ -267,11 +266,11 @@ def test_turns_are_found_by_marks_and_by_prefixes(template):
         ("{{ raise_exception('no') }}", "cannot render a chat of user and assistant: no"),
         (
             "{% for i in range(messages | length) %}{{ messages[-1 - i].content + eos_token }}{% endfor %}",
-            "does not let the assistant's turns be told from the others; give another one",
+            UNMASKED + "; give another one",
         ),
         (
             "{% for m in messages %}{{ messages | map(attribute='content') | join(' ') + eos_token }}{% endfor %}",
-            "does not let the assistant's turns be told from the others",
+            UNMASKED,
         ),
     ],
 )
@@ -311,8 +310,7 @@ def test_the_shipped_templates_can_be_used_by_name(name):
 def test_a_template_with_a_token_that_the_tokenizer_lacks_is_refused_with_what_to_give():
     tokenizer = family_tokenizer(None)
     tokenizer.bos_token = None
-    words = "'bos_token' is undefined; the tokenizer has none: give another template"
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match="'bos_token' is undefined; the tokenizer has none: give another template"):
         encoder(tokenizer, chat_template="llama2")
 
 
@@ -424,17 +422,8 @@ def segments(tokenizer: Any, document: Encoded) -> list[str]:
 
 def marked_tokenizer(template: str) -> Any:
     made = family_tokenizer(template)
-    names = [
-        "|tool_call",
-        "tool_call|",
-        "|tool_response",
-        "tool_response|",
-        "|turn",
-        "turn|",
-        "|observation|",
-        "|call|",
-    ]
-    names += ["|start|", "|channel|", "|message|", "|return|"]
+    names = "|tool_call tool_call| |tool_response tool_response| |turn turn| |observation| |call| "
+    names = [*names.split(), "|start|", "|channel|", "|message|", "|return|"]
     made.add_special_tokens({"additional_special_tokens": [f"<{name}>" for name in names]})
     return made
 
@@ -541,21 +530,13 @@ def test_the_output_of_a_tool_inside_the_turn_that_calls_it_is_not_learned(scan,
 @pytest.mark.parametrize(
     ("written", "last"),
     [
-        (
-            "m.content | trim + ('<s>' + messages[0].content if loop.last and messages[0].role == 'system' else '')",
-            "Blue is another.<s>",
-        ),
-        (
-            "(messages[0].content if loop.last and messages[0].role == 'system' else '') + m.content | trim",
-            "Blue is another.<|im_end|>",
-        ),
-        (
-            "(messages[0].content | tojson if loop.last and messages[0].role == 'system' else '') + m.content | trim",
-            "Blue is another.<|im_end|>",
-        ),
+        ("m.content | trim + ('<s>' + messages[0].contentIF)", "Blue is another.<s>"),
+        ("(messages[0].contentIF) + m.content | trim", "Blue is another.<|im_end|>"),
+        ("(messages[0].content | tojsonIF) + m.content | trim", "Blue is another.<|im_end|>"),
     ],
 )
 def test_the_system_message_is_not_learned_where_a_template_writes_it_into_an_answer(written, last):
+    written = written.replace("IF", " if loop.last and messages[0].role == 'system' else ''")
     tokenizer = family_tokenizer(FAMILIES["chatml"][0].replace("m.content | trim", written))
     assert "Be brief" in tokenizer.decode(one(encoder(tokenizer), {"messages": CHAT[:3]}).ids)
     assert answers(tokenizer, CHAT) == "Red.<|im_end|>" + last
@@ -565,11 +546,7 @@ END_OUTSIDE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}BETWEEN<|im_end|>\n{% endfor %}"
 )
-
-
 GREETING = [{"role": "assistant", "content": "Hello."}, *CHAT[1:3]]
-
-
 INSIDE = "{% if loop.last and add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
@@ -588,9 +565,8 @@ def test_an_answer_that_ends_in_white_space_keeps_its_end_behind_the_generation_
     tokenizer = family_tokenizer(END_OUTSIDE.replace("BETWEEN", between and "{{ '\n' }}"))
     chat = [{**message, "content": message["content"] + space} for message in CHAT]
     document = one(encoder(tokenizer), {"messages": chat})
-    assert segments(tokenizer, document) == [
-        f"{text}{space}{between}<|im_end|>" for text in ("Red.", "Blue is another.")
-    ]
+    wanted = [f"{text}{space}{between}<|im_end|>" for text in ("Red.", "Blue is another.")]
+    assert segments(tokenizer, document) == wanted
     assert (document.turns, document.ends_learned) == (2, 2)
 
 
@@ -686,16 +662,12 @@ def test_the_reasoning_of_a_record_reaches_the_template_under_the_name_that_it_r
 def test_a_message_of_weight_0_is_not_learned_where_all_tokens_are():
     tokenizer = family("chatml")
     chat = [{**message, "weight": int(number not in (2, 3))} for number, message in enumerate(CHAT)]
-    document = one(encoder(tokenizer, train_on="all"), {"messages": chat})
-    kept = ["<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName a colour.<|im_end|>\n"]
-    kept += ["<|im_start|>assistant\nBlue is another.<|im_end|>\n"]
-    assert segments(tokenizer, document) == [kept[0], kept[1]]
-    by_prefix = family_tokenizer(
-        "{% for i in range(messages | length) %}{{ '<|im_start|>' + messages[i].role + '\n' + messages[i].content }}"
-        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
+    assert segments(tokenizer, one(encoder(tokenizer, train_on="all"), {"messages": chat})) == [
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName a colour.<|im_end|>\n",
+        "<|im_start|>assistant\nBlue is another.<|im_end|>\n",
+    ]
     words = "message 4 has weight 0, and the chat template does not show which text is its own"
-    assert refusal(encoder(by_prefix, train_on="all"), {"messages": chat}) == words
+    assert refusal(encoder(family_tokenizer(BY_PREFIX), train_on="all"), {"messages": chat}) == words
 
 
 DEEPSEEK3 = (
@@ -713,10 +685,8 @@ def test_records_with_tools_of_deepseek_are_right_or_say_what_the_template_lacks
     tokenizer = marked_tokenizer(DEEPSEEK3)
     called = 'function<|tool_call>weather\n{"city": "Paris", "days": 2}<|end_of_sentence|>'
     assert segments(tokenizer, one(encoder(tokenizer), {"messages": CALLS})) == [called, "It is.<|end_of_sentence|>"]
-    assert (
-        refusal(encoder(tokenizer), {"messages": CALLS, "tools": TOOLS})
-        == "the chat template leaves out the tool weather"
-    )
+    left_out = "the chat template leaves out the tool weather"
+    assert refusal(encoder(tokenizer), {"messages": CALLS, "tools": TOOLS}) == left_out
 
 
 KIMI = (
