@@ -40,10 +40,14 @@ def test_what_is_installed_is_named_by_its_package(path: str, owner: str):
     assert owner_of(path) == owner
 
 
-def test_real_modules_of_this_environment_are_told_apart():
+def test_real_modules_and_the_probes_wrappers_are_told_apart_by_their_package():
     assert library_of(numpy.__file__) == "numpy"
     assert library_of(threading.__file__) == "python"
     assert library_of(__file__) == ""
+    here = Path(code_owner.__file__).resolve().parent.parent
+    assert is_probe(str(here / "trainer" / "probe" / "hooks_torch.py"))
+    assert is_probe(f"{sys.prefix}/lib/python3.11/site-packages/ftmon/trainer/probe/probe.py")
+    assert not is_probe(str(here / "trainer" / "recipe" / "train.py"))
 
 
 def test_a_checkout_that_is_installed_is_a_library_unless_it_is_the_project_itself(tmp_path: Path):
@@ -68,10 +72,3 @@ def test_a_damaged_installation_is_passed_over(tmp_path: Path):
         (info / "direct_url.json").write_text(text)
         found: list[Distribution] = list(distributions(path=[str(tmp_path)]))
         assert list(editable_packages(found, "/")) == []
-
-
-def test_the_probes_wrappers_are_known_by_the_package_they_belong_to():
-    here = Path(code_owner.__file__).resolve().parent.parent
-    assert is_probe(str(here / "trainer" / "probe" / "hooks_torch.py"))
-    assert is_probe(f"{sys.prefix}/lib/python3.11/site-packages/ftmon/trainer/probe/probe.py")
-    assert not is_probe(str(here / "trainer" / "recipe" / "train.py"))

@@ -26,7 +26,7 @@ def step(**fields: object) -> Step:
     return Step(0, 7, 1.0, 80, phases, **fields)  # type: ignore[arg-type]
 
 
-def test_every_name_is_a_prometheus_name_with_its_base_unit_at_the_end_and_is_used_once() -> None:
+def test_every_name_is_a_prometheus_one_with_its_base_unit_or_of_trackers_and_is_used_once():
     names = [PREFIX + figure.name for figure in ALL]
     assert [name for name in names if not re.fullmatch("[a-z][a-z0-9_]*", name)] == []
     assert len(set(names)) == len(names)
@@ -36,6 +36,9 @@ def test_every_name_is_a_prometheus_name_with_its_base_unit_at_the_end_and_is_us
         assert figure.name.endswith("_total") == (figure.kind != "gauge"), figure.name
         assert figure.help[0].isupper(), figure.name
         assert not figure.help.endswith("."), figure.name
+    names = [figure.tracker for figure in ALL if figure.tracker]
+    assert [name for name in names if not re.fullmatch("(train|eval|system)(/[a-z_]+)?", name)] == []
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(
@@ -47,12 +50,6 @@ def test_every_name_is_a_prometheus_name_with_its_base_unit_at_the_end_and_is_us
 )
 def test_the_names_of_other_systems_are_those_they_use(names: list[str], known: set[str]) -> None:
     assert sorted(names) == sorted(known)
-
-
-def test_the_names_for_trackers_have_their_three_prefixes_and_are_used_once() -> None:
-    names = [figure.tracker for figure in ALL if figure.tracker]
-    assert [name for name in names if not re.fullmatch("(train|eval|system)(/[a-z_]+)?", name)] == []
-    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,12 @@ def test_nothing_that_is_left_moves_the_cursor_or_breaks_the_line(text: str) -> 
     left.encode("utf-8")
 
 
-def test_a_long_line_is_cut() -> None:
+def test_a_long_line_is_cut_and_things_are_counted_and_named():
     assert len(sanitize("x" * 10**6)) == 4096
     assert sanitize("abcdef", limit=3) == "abc"
+    assert ranks_counted([4]) == "rank 4"
+    assert ranks_counted([0, 1, 2, 5, 7, 8]) == "6 ranks (0-2, 5, 7-8)"
+    assert [counted(number, "step") for number in (0, 1, 1204)] == ["0 steps", "1 step", "1,204 steps"]
 
 
 @pytest.mark.parametrize(
@@ -76,12 +79,6 @@ def test_durations_are_told_in_their_two_largest_units(seconds: float, text: str
 )
 def test_every_rank_is_named(ranks: list[int], words: str) -> None:
     assert all_ranks(ranks) == words
-
-
-def test_things_are_counted_and_named() -> None:
-    assert ranks_counted([4]) == "rank 4"
-    assert ranks_counted([0, 1, 2, 5, 7, 8]) == "6 ranks (0-2, 5, 7-8)"
-    assert [counted(number, "step") for number in (0, 1, 1204)] == ["0 steps", "1 step", "1,204 steps"]
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_a_finding_of_the_hub_is_the_alert_that_it_has_always_been(facts, kind, 
     assert not alert.ranks
 
 
-def test_a_holder_that_cannot_be_inspected_and_the_default_port():
+def test_a_holder_that_cannot_be_inspected_the_default_port_and_leftovers_with_what_they_hold_in_words():
     alerts = FindingAlerts(AlertStore())
     found = [Finding("port_taken", PortFacts(port, 0, "EADDRINUSE"), key=str(port)) for port in (1, 2, 1)]
     assert [alert.id for alert in alerts.put(10.0, found)] == [1, 2], "one alert per port"
@@ -111,6 +111,9 @@ def test_a_holder_that_cannot_be_inspected_and_the_default_port():
     assert said.title == "port 29500 is taken by a process of user anna whose details need root (ss -ltnp)"
     assert said.text.startswith("The launcher could not listen there: EADDRINUSE. 29500 is the launchers' default")
     assert not said.remedy.endswith("kill 0.")
+    said = kinds.words_of(Finding("leftover_processes", LeftoverFacts([ASLEEP], {7: 2**30})))
+    assert "pid 7 (python) is in uninterruptible sleep in nfs_wait: it ends when the kernel returns" in said.title
+    assert "They hold 1.00 GiB of GPU memory." in said.text
 
 
 HOOKED = "so without ftmon's import hook;"
@@ -161,9 +164,3 @@ def test_a_run_without_a_step_is_described_by_what_is_known(ranks, more, title, 
     if ranks and "error" not in more:
         done = kinds.words_of(Finding("no_step", NoStepFacts("exit code 0", 0, ranks, **more)))
         assert done.remedy.startswith("A script without an optimizer has no steps: 'ftmon memory RUN' shows")
-
-
-def test_leftovers_are_named_with_what_they_wait_for_and_hold():
-    said = kinds.words_of(Finding("leftover_processes", LeftoverFacts([ASLEEP], {7: 2**30})))
-    assert "pid 7 (python) is in uninterruptible sleep in nfs_wait: it ends when the kernel returns" in said.title
-    assert "They hold 1.00 GiB of GPU memory." in said.text

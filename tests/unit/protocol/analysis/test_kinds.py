@@ -118,7 +118,7 @@ def test_its_alert_leads_back_to_it_and_goes_on_under_its_id_after_a_restart(fin
     assert (again.id, again.evidence) == (alert.id, {**alert.evidence, "log": ["last"]})
 
 
-def test_kinds_cannot_contradict_each_other():
+def test_kinds_cannot_contradict_each_other_and_the_document_s_table_of_thresholds_is_theirs():
     known = KINDS["leak"]
     with pytest.raises(ValueError, match="exists"):
         kinds.register(known)
@@ -126,9 +126,6 @@ def test_kinds_cannot_contradict_each_other():
     with pytest.raises(ValueError, match="'place' is shown as"):
         kinds.register(other)
     assert "another" not in KINDS
-
-
-def test_the_table_of_thresholds_in_the_document_is_that_of_the_records():
     text = limits_table.DOCUMENT.read_text()
     assert text == limits_table.rewritten(text), "run: python tests/support/limits_table.py"
 

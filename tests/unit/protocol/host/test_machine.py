@@ -183,26 +183,26 @@ def test_the_flops_of_a_packed_step_count_pairs_within_documents_only() -> None:
     assert flops.of(8, causal_pairs([8])) - flops.of(8, pairs) == 15 * 768
 
 
-def test_mfu_of_a_llama_1b_shape_is_the_hand_computed_one() -> None:
-    # Llama-3.2-1B: 1,235,814,400 parameters, tied; 16 layers, 32 heads of 64; rows of 4,096 tokens.
+def test_mfu_of_a_llama_1b_shape_is_the_hand_computed_one_and_needs_a_type_flops_and_time():
     flops = ModelFlops(token=6 * 1_235_814_400, pair=12 * 16 * 32 * 64)
     a_second = flops.of(55_296, causal_pairs([4096]) * 13 + causal_pairs([2048]))
     # 55,296 * 7,414,886,400 = 4.100095583e14; pairs 13 * 8,390,656 + 2,098,176 = 111,176,704, times 393,216
     assert a_second == pytest.approx(4.100135583e14 + 4.37164588e13, rel=1e-4)
     assert mfu(a_second, 1.0, peak_flops("NVIDIA H200", "bf16")) == pytest.approx(0.4586, abs=2e-4)
+    assert peak_flops("NVIDIA H200", "") is None
+    assert mfu(0.0, 1.0, 1e12) is None
+    assert mfu(1e12, 0.0, 1e12) is None
+    assert mfu(5e11, 1.0, 1e12) == 0.5
 
 
-def test_pairs_beyond_a_sliding_window_do_not_count() -> None:
+def test_rows_of_a_foreign_script_count_as_equal_lengths_and_pairs_beyond_a_sliding_window_do_not():
+    assert machine.causal_pairs_of_rows(4096, 2) == causal_pairs([2048, 2048])
+    assert machine.causal_pairs_of_rows(100, 0) == 0
     flops = ModelFlops(token=0.0, windowed_pair=1.0, window=4)
     # Rows of the mask: 1, 2, 3, 4, 4, 4 ... against 1 .. 4,096; the exact share is (w/n)(2 - w/n) for long documents.
     exact = sum(min(position, 4) for position in range(1, 4097))
     assert flops.of(4096, causal_pairs([4096]), 4096) == pytest.approx(exact, rel=2e-3)
     assert flops.of(4, causal_pairs([4]), 4) == causal_pairs([4])
-
-
-def test_rows_of_a_foreign_script_count_as_rows_of_equal_length() -> None:
-    assert machine.causal_pairs_of_rows(4096, 2) == causal_pairs([2048, 2048])
-    assert machine.causal_pairs_of_rows(100, 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -224,10 +224,3 @@ def test_a_gpu_has_its_data_sheet_peak(name: str, precision: str, tera: float) -
 def test_a_device_or_type_without_a_peak_has_no_mfu(name: str) -> None:
     assert peak_flops(name, "bf16") is None
     assert mfu(1e15, 1.0, peak_flops(name, "bf16")) is None
-
-
-def test_mfu_needs_a_type_flops_and_time() -> None:
-    assert peak_flops("NVIDIA H200", "") is None
-    assert mfu(0.0, 1.0, 1e12) is None
-    assert mfu(1e12, 0.0, 1e12) is None
-    assert mfu(5e11, 1.0, 1e12) == 0.5

@@ -93,7 +93,7 @@ def run(private_home: Path) -> RunDir:
     return rundir.create("two", ["deepspeed", "train.py"], "run", RunOptions(on_oom="hold", listen="0.0.0.0:7420"))
 
 
-def test_the_file_tells_where_the_hub_is_and_holds_a_key_for_agents_alone(run):
+def test_the_file_tells_where_the_hub_is_with_a_key_for_agents_alone_and_the_environment_only_names_it(run):
     path = prepare(run, "0.0.0.0:7420")
     join = read_join(path)
     assert (join.run, join.host, join.port) == (str(run.path), os.uname().nodename, 7420)
@@ -103,6 +103,15 @@ def test_the_file_tells_where_the_hub_is_and_holds_a_key_for_agents_alone(run):
     assert join.secret not in repr(join)
     assert prepare(run, "10.1.2.3:7500") == path
     assert read_join(path).addresses == ["10.1.2.3"]
+    environment = job_environment(run, {"PATH": "/bin"})
+    secret = read_join(path).secret
+    assert environment[JOIN_ENV] == str(path)
+    assert secret not in str(environment)
+    exported = Path(environment["DS_ENV_FILE"]).read_text()
+    assert f"FTMON_JOIN={path}\n" in exported
+    assert secret not in exported
+    assert '"' not in exported, "a quote does not survive a remote shell"
+    assert JOIN_ENV not in monitor_environment(environment)
 
 
 def test_a_file_that_others_can_read_is_refused(run, tmp_path):
@@ -116,19 +125,6 @@ def test_a_file_that_others_can_read_is_refused(run, tmp_path):
         read_join(link)
     with pytest.raises(UsageError, match=r"copy join\.json"):
         read_join(tmp_path / "none.json")
-
-
-def test_the_environment_names_the_file_and_never_holds_the_key(run):
-    path = prepare(run, "0.0.0.0:7420")
-    environment = job_environment(run, {"PATH": "/bin"})
-    secret = read_join(path).secret
-    assert environment[JOIN_ENV] == str(path)
-    assert secret not in str(environment)
-    exported = Path(environment["DS_ENV_FILE"]).read_text()
-    assert f"FTMON_JOIN={path}\n" in exported
-    assert secret not in exported
-    assert '"' not in exported, "a quote does not survive a remote shell"
-    assert JOIN_ENV not in monitor_environment(environment)
 
 
 def test_a_further_host_gets_the_same_marks_and_options(run, tmp_path, monkeypatch):

@@ -87,14 +87,11 @@ def test_a_wrong_argument_is_refused_with_its_name_and_what_it_must_be(verb, arg
     assert str(refused.value) == words
 
 
-def test_an_unknown_verb_is_refused_with_those_that_the_receiver_accepts():
+def test_an_unknown_verb_is_refused_with_those_accepted_and_other_spellings_of_numbers_are_read():
     for verb in ("identify", "dance"):
         with pytest.raises(UsageError) as refused:
             control.decode(Command("1", verb), control.AGENT)
         assert str(refused.value) == f"unknown command '{verb}'; known here: kill, stop, ping, look"
-
-
-def test_numbers_and_truths_in_other_spellings_are_read():
     armed = control.decode(Command("1", "arm", {"steps": "2", "from_step": 8.0}), control.ALL)
     assert armed == control.Arm([], "", 2, 8)
     assert control.decode(Command("1", "stacks", {"native": 1}), control.ALL) == control.Stacks(native=True)

@@ -24,24 +24,21 @@ def tag(message: Message) -> str:
     return str(message.__struct_config__.tag)
 
 
-def test_there_is_an_example_of_every_message_type_with_every_field_off_its_default() -> None:
+def test_every_message_type_has_an_example_off_its_defaults_and_the_header_is_still_the_golden_bytes():
     assert [type(message) for message in EXAMPLES] == list(wire.MESSAGE_TYPES)
     for message in EXAMPLES:
         sent = msgspec.msgpack.decode(wire.encode_body(message))
         names = {"type", *message.__struct_encode_fields__}
         assert set(sent) == names, f"{tag(message)}: a field is left at its default"
+    header = bytes.fromhex(GOLDEN["header"])
+    assert wire.encode_header("rank-3-4321-987654", 17, 1_780_000_000.25) == header
+    assert wire.decode_header(header) == Header((1, 0), "rank-3-4321-987654", 17, 1_780_000_000.25)
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=tag)
 def test_a_message_is_still_sent_and_read_as_the_golden_bytes(message: Message) -> None:
     assert wire.encode_body(message).hex() == GOLDEN[tag(message)]
     assert wire.decode_body(bytes.fromhex(GOLDEN[tag(message)])) == message
-
-
-def test_the_header_is_still_the_golden_bytes() -> None:
-    header = bytes.fromhex(GOLDEN["header"])
-    assert wire.encode_header("rank-3-4321-987654", 17, 1_780_000_000.25) == header
-    assert wire.decode_header(header) == Header((1, 0), "rank-3-4321-987654", 17, 1_780_000_000.25)
 
 
 encode = msgspec.msgpack.encode
@@ -129,13 +126,15 @@ def test_known_types_with_any_fields_never_crash(tag: str, fields: dict[str, obj
         wire.decode_body(encode({**fields, "type": tag}))
 
 
-def test_a_string_that_is_no_text_is_refused() -> None:
-    # msgspec raises Python's own UnicodeDecodeError for it, which is no MsgspecError.
+def test_a_string_that_is_no_text_is_refused_and_bytes_that_are_no_utf_8_are_sent_with_question_marks():
     body = encode({"type": "stacks", "rank": 0, "time": 0.0, "text": "????"}).replace(b"????", b"\xff\xfe\x80\x80")
     with pytest.raises(ProtocolError, match="damaged ftmon message of type 'stacks'"):
         wire.decode_body(body)
     with pytest.raises(ProtocolError):
         wire.decode_header(encode({"v": [1, 0], "src": "??", "seq": 1, "t": 0.0}).replace(b"??", b"\xff\xff"))
+    sent = Evaluation(0, 1, 1.0, "caf\udce9", 1.0, None, 8, metrics={"\udcff": 2.0})
+    received = wire.decode_body(wire.encode_body(sent))
+    assert received == msgspec.structs.replace(sent, name="caf?", metrics={"?": 2.0})
 
 
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\x81\xa4args", b"\xdd\x00\x00\x00\x01"])
@@ -151,9 +150,3 @@ def test_a_length_that_promises_gigabytes_is_refused_without_taking_them() -> No
     for kind in (b"\xdf", b"\xdd", b"\xdb", b"\xc6"):
         with pytest.raises(ProtocolError):
             wire.decode_body(kind + b"\xff\xff\xff\xff")
-
-
-def test_text_from_bytes_that_are_no_utf_8_is_sent_with_question_marks() -> None:
-    sent = Evaluation(0, 1, 1.0, "caf\udce9", 1.0, None, 8, metrics={"\udcff": 2.0})
-    received = wire.decode_body(wire.encode_body(sent))
-    assert received == msgspec.structs.replace(sent, name="caf?", metrics={"?": 2.0})

@@ -46,12 +46,9 @@ def fold(path: Path) -> None:
     assert not checkpointer.is_alive()
 
 
-def test_a_recording_that_was_removed_is_not_made_anew(tmp_path: Path):
+def test_a_recording_that_was_removed_is_not_made_anew_and_a_log_of_any_name_is_folded_into_its_file(tmp_path):
     fold(tmp_path / "recording.sqlite")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_log_of_a_file_of_any_name_is_folded_into_it(tmp_path: Path):
     path = tmp_path / "50% of #1?.sqlite"
     writer = sqlite3.connect(path, isolation_level=None)
     writer.execute("PRAGMA journal_mode=WAL")

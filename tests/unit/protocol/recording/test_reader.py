@@ -59,12 +59,9 @@ def expected(frames: list[Frame]) -> list[PeakMark]:
     return sorted(found, key=lambda mark: (mark.rank, mark.step, mark.phase))
 
 
-def test_the_marks_read_are_those_that_the_steps_set(reader, frames):
+def test_the_marks_read_are_those_the_steps_set_one_for_each_size_of_batch_where_a_phase_stays(reader, frames):
     assert reader.marks() == expected(frames)
     assert decode_answer("marks", answer_query(reader, "marks", {})) == reader.marks()
-
-
-def test_a_phase_that_stays_where_it_is_sets_one_mark_for_each_size_of_batch(reader):
     optimizer = [mark for mark in reader.marks() if mark.rank == 0 and mark.phase == "optimizer"]
     assert len({mark.bytes for mark in optimizer}) == 1
     assert len(optimizer) <= STEPS

@@ -82,15 +82,12 @@ def test_a_lead_that_changes_hands_more_than_once_is_not_forced_into_one_length(
     assert (ranking.slopes, ranking.crossing) == ({"forward": 0.0, "optimizer": 0.0}, None)
 
 
-def test_a_size_that_only_the_first_step_had_says_nothing_of_lengths() -> None:
+def test_without_shapes_only_the_standing_is_told_and_a_size_of_the_first_step_alone_says_nothing():
+    ranking = judged([PeakMark(0, 3, "forward", 2 * GIB), PeakMark(0, 3, "backward", GIB)])
+    assert (ranking.crossing, ranking.slopes, len(ranking_sentences(ranking))) == (None, None, 1)
     first = [PeakMark(0, 1, phase, size * MIB, [1, 4096]) for phase, size in (("backward", 900), ("optimizer", 800))]
     later = [([1, at], {"backward": size, "optimizer": 1000}) for at, size in ((512, 950), (1024, 990))]
     assert judged([*first, *marks_of(later)]).crossing.ahead
-
-
-def test_without_shapes_only_the_standing_is_told() -> None:
-    ranking = judged([PeakMark(0, 3, "forward", 2 * GIB), PeakMark(0, 3, "backward", GIB)])
-    assert (ranking.crossing, ranking.slopes, len(ranking_sentences(ranking))) == (None, None, 1)
 
 
 def step(number: int, peak: int, shape: list[int], resident: int | None = None) -> Step:
@@ -120,13 +117,13 @@ class Source:
         return int(t)
 
 
-def test_every_query_is_a_public_method_of_the_reader() -> None:
+def test_queries_are_the_reader_s_methods_with_answers_of_their_types_without_messages_of_later_versions():
     public = {name for name, found in vars(Reader).items() if callable(found) and not name.startswith("_")}
     assert public - {"close", "part"} == set(RESULTS)  # a part is for commands at the file, not asked of a hub
-
-
-def test_an_answer_comes_back_as_the_type_of_the_query() -> None:
     assert decode_answer("seq_at", answer_query(Source(), "seq_at", {"t": 7.0})) == 7
+    known = Frame(1, 0.5, RunState(state="training", time=0.5))
+    frames = [msgspec.to_builtins(known), {"seq": 2, "t": 0.6, "message": {"type": "hologram"}}]
+    assert decode_answer("frames", msgspec.msgpack.encode(frames)) == [known]
 
 
 @pytest.mark.parametrize(
@@ -136,12 +133,6 @@ def test_an_answer_comes_back_as_the_type_of_the_query() -> None:
 def test_what_is_no_query_is_refused(name: str, args: dict[str, object]) -> None:
     with pytest.raises(ProtocolError):
         answer_query(Source(), name, args)
-
-
-def test_a_message_type_added_later_is_left_out_of_an_answer() -> None:
-    known = Frame(1, 0.5, RunState(state="training", time=0.5))
-    frames = [msgspec.to_builtins(known), {"seq": 2, "t": 0.6, "message": {"type": "hologram"}}]
-    assert decode_answer("frames", msgspec.msgpack.encode(frames)) == [known]
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", msgspec.msgpack.encode({"a": 1}), msgspec.msgpack.encode([1])])

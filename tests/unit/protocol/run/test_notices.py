@@ -68,10 +68,13 @@ def test_nothing_else_is_told(message: Any):
     assert notices().of(message) is None
 
 
-def test_only_the_chosen_events_are_told():
+def test_only_the_chosen_events_are_told_and_the_help_names_every_one(capsys):
     of = notices("finish")
     assert of.of(alert(1, "hang")) is None
     assert of.of(RunState("finished", 100.0)) is not None
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["run", "--help"])
+    assert ",".join(EVENTS) in capsys.readouterr().out
 
 
 def test_the_targets_are_kept_for_their_owner_alone_and_not_in_the_runs_file(run: RunDir):
@@ -93,11 +96,6 @@ def test_the_terminal_tells_what_is_new_since_it_shows_the_run(run: RunDir):
     assert list(watch.fresh(model)) == []
 
 
-def test_a_terminals_sequence_holds_no_escape_of_the_title():
-    text = terminal_sequence(Notice("hang", "train-1", "node", 0.0, "rank 1\x1b]52;c;x\x07\n hangs"))
-    assert text == "\x1b]9;train-1: rank 1� hangs\x1b\\\a"
-
-
 @pytest.mark.parametrize(
     "target",
     ["", "  ", "https://", "http:///path", "http://h/a b", "http://h:x/", "http://[::1/", "http://h/\u00e4",
@@ -109,15 +107,11 @@ def test_a_target_that_cannot_work_is_refused_before_the_run(target: str):
     assert "S3cretPw" not in str(refusal.value)
 
 
-def test_what_may_be_secret_in_a_target_is_not_shown():
+def test_what_may_be_secret_in_a_target_is_not_shown_and_a_terminals_sequence_holds_no_escape():
     assert shown("https://hooks.slack.com/services/T0/B0/SECRET?x=1") == "https://hooks.slack.com"
     assert shown("https://alice:S3cretPw@h/hook") == "https://h"
     assert shown("curl -H 'Authorization: Bearer SECRET' https://h") == "curl"
     assert shown("TOKEN=SECRET notify.sh") == "a command"
     assert shown("desktop") == "desktop"
-
-
-def test_the_help_names_every_event(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        build_parser().parse_args(["run", "--help"])
-    assert ",".join(EVENTS) in capsys.readouterr().out
+    text = terminal_sequence(Notice("hang", "train-1", "node", 0.0, "rank 1\x1b]52;c;x\x07\n hangs"))
+    assert text == "\x1b]9;train-1: rank 1� hangs\x1b\\\a"

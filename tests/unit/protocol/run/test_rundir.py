@@ -199,7 +199,9 @@ def test_a_long_home_gets_short_private_socket_paths(tmp_path: Path, monkeypatch
         path.parent.unlink()
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_written_whole_or_not_at_all_and_a_run_on_a_full_disk_is_refused_with_that_reason(
+    tmp_path, monkeypatch
+):
     target = tmp_path / "file"
     process.write_private(target, b"old")
     with pytest.raises(TypeError):
@@ -207,8 +209,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert target.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["file"]
 
-
-def test_a_run_on_a_full_disk_is_refused_with_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

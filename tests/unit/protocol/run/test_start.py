@@ -96,19 +96,12 @@ def test_metrics_without_the_client_library_name_its_extra(private_home, start_w
     assert "pip install 'ftmon[metrics]'" in capsys.readouterr().err
 
 
-def test_metrics_are_served_to_this_host_only_unless_another_address_is_given():
-    assert parse_metrics("9400") == Listen("127.0.0.1", 9400)
-    assert parse_metrics("0.0.0.0:9400").host == "0.0.0.0"
-    assert parse_metrics("[::1]:9400") == Listen("::1", 9400)
-    assert parse_metrics("x/run.prom") == Path("x/run.prom")
-
-
 def test_a_run_is_named_after_its_script():
     commands = ("deepspeed --num_gpus 2 dir/train.py --x", "bash go.sh", "/usr/bin/env")
     assert [start.default_name(command.split()) for command in commands] == ["train", "go", "env"]
 
 
-def test_listen_gives_every_channel_that_other_hosts_use_a_port_of_its_own():
+def test_listen_gives_every_channel_a_port_of_its_own_and_metrics_are_for_this_host_unless_addressed():
     addresses = parse_listen("127.0.0.1:7420").addresses()
     assert addresses["ranks"] == "tcp://127.0.0.1:7421"
     assert sorted(addresses.values()) == [f"tcp://127.0.0.1:{port}" for port in range(7421, 7426)]
@@ -116,3 +109,7 @@ def test_listen_gives_every_channel_that_other_hosts_use_a_port_of_its_own():
     assert parse_listen("[::1]:7420").addresses()["agents"] == "tcp://[::1]:7425"
     with pytest.raises(UsageError, match="cannot be used"):  # an address of another host
         check_free(parse_listen("192.0.2.1:7420"))
+    assert parse_metrics("9400") == Listen("127.0.0.1", 9400)
+    assert parse_metrics("0.0.0.0:9400").host == "0.0.0.0"
+    assert parse_metrics("[::1]:9400") == Listen("::1", 9400)
+    assert parse_metrics("x/run.prom") == Path("x/run.prom")

@@ -28,11 +28,8 @@ def test_a_target_has_an_extra_of_its_name_and_the_methods_of_a_target(name: str
     assert made.seconds > 0
 
 
-def test_missing_packages_are_named_by_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_separated_by_commas_count_once_and_missing_packages_are_named_by_their_extra(monkeypatch):
+    assert parse_targets(" otel,wandb ,,otel") == ["otel", "wandb"]
     monkeypatch.setitem(targets.REPORT_TARGETS, "other", ReportTarget("other:Other", "no_such_package.sub"))
     with pytest.raises(UsageError, match=r"not installed: pip install 'ftmon\[other\]'"):
         check_report_to(["other"])
-
-
-def test_names_are_separated_by_commas_and_count_once() -> None:
-    assert parse_targets(" otel,wandb ,,otel") == ["otel", "wandb"]

@@ -100,7 +100,7 @@ def test_garbage_collection_releases_the_segments_that_were_unused_longest():
     assert sizes(model) == [50 * MIB, 62 * MIB, 62 * MIB, 64 * MIB]
 
 
-def test_expandable_segments_grow_by_pages_in_one_range():
+def test_expandable_segments_grow_by_pages_in_one_range_and_stop_at_the_capacity():
     model = CachingAllocator(EXPANDABLE, capacity_bytes=2**30)
     model.allocate(30 * MIB)
     assert model.reserved == 40 * MIB
@@ -108,6 +108,13 @@ def test_expandable_segments_grow_by_pages_in_one_range():
     assert (model.reserved, sizes(model)) == (60 * MIB, [60 * MIB])
     model.allocate(1000)
     assert sizes(model) == [2 * MIB, 60 * MIB]
+    model = CachingAllocator(EXPANDABLE, capacity_bytes=100 * MIB)
+    model.allocate(70 * MIB)
+    with pytest.raises(DeviceOutOfMemory) as error:
+        model.allocate(45 * MIB)
+    assert error.value.free_bytes == 20 * MIB
+    model.allocate(30 * MIB)
+    assert model.reserved == 100 * MIB
 
 
 def test_free_pages_inside_an_expandable_segment_are_unmapped_and_filled_again():
@@ -123,16 +130,6 @@ def test_free_pages_inside_an_expandable_segment_are_unmapped_and_filled_again()
         model.free(handle)
     model.empty_cache()
     assert (model.reserved, model.segments()) == (0, [])
-
-
-def test_expandable_segments_stop_at_the_capacity():
-    model = CachingAllocator(EXPANDABLE, capacity_bytes=100 * MIB)
-    model.allocate(70 * MIB)
-    with pytest.raises(DeviceOutOfMemory) as error:
-        model.allocate(45 * MIB)
-    assert error.value.free_bytes == 20 * MIB
-    model.allocate(30 * MIB)
-    assert model.reserved == 100 * MIB
 
 
 def test_peaks_are_those_since_the_last_reset():
@@ -283,7 +280,7 @@ def test_an_independent_miniature_gives_every_block_the_same_address(program):
         assert Figures(model.allocated, model.active, model.requested, model.reserved) == miniature.now()
 
 
-def test_options_are_read_with_their_units():
+def test_options_are_read_with_their_units_divisions_hold_from_their_size_on_and_segments_follow_size_classes():
     settings = Settings.parse(
         "expandable_segments:True, max_split_size_mb:128,garbage_collection_threshold:0.8,backend:native,"
         "pinned_use_background_threads:True,max_non_split_rounding_mb:64,per_process_memory_fraction:0.5"
@@ -291,14 +288,15 @@ def test_options_are_read_with_their_units():
     given = Settings(True, 128 * MIB, 0.8, max_non_split_rounding_bytes=64 * MIB, per_process_memory_fraction=0.5)
     assert settings == given
     assert Settings.parse("") == Settings()
-
-
-def test_divisions_hold_from_their_size_on():
     settings = Settings.parse("roundup_power2_divisions:[256:1,512:2,1024:4,>:8],expandable_segments:False")
     assert settings.roundup_power2_divisions == (1,) * 8 + (1, 2, 4) + (8,) * 5
     assert (settings.rounded(600 * MIB), settings.rounded(1200 * MIB)) == (768 * MIB, 1280 * MIB)
     assert settings.rounded(3 * MIB + 1) == 3 * MIB + 512
     assert Settings.parse("roundup_power2_divisions:4").rounded(1200) == 1536
+    settings = Settings()
+    assert settings.segment_size(512) == settings.segment_size(MIB) == 2 * MIB
+    assert settings.segment_size(MIB + 512) == settings.segment_size(10 * MIB - 512) == 20 * MIB
+    assert (settings.segment_size(10 * MIB), settings.segment_size(11 * MIB)) == (10 * MIB, 12 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -321,13 +319,6 @@ def test_text_that_cannot_be_used_is_refused_with_the_option(text, said):
         Settings.parse(text)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_segment_sizes_follow_the_size_classes():
-    settings = Settings()
-    assert settings.segment_size(512) == settings.segment_size(MIB) == 2 * MIB
-    assert settings.segment_size(MIB + 512) == settings.segment_size(10 * MIB - 512) == 20 * MIB
-    assert (settings.segment_size(10 * MIB), settings.segment_size(11 * MIB)) == (10 * MIB, 12 * MIB)
 
 
 @pytest.mark.parametrize("recorded_addresses", [True, False])

@@ -93,11 +93,15 @@ def test_the_out_of_memory_error_is_as_the_allocators_message_told_it(replays):
     assert report_of(replays["step_zero3"].snapshot, [replays["step_zero3"]]) is None
 
 
-def test_a_steady_step_ends_where_it_began_and_peaks_in_between(replays):
+def test_a_steady_step_ends_where_it_began_a_snapshot_does_not_differ_from_itself_and_changes_add_up(replays):
     replay = replays["step_zero3"]
     assert replay.allocated[0] == replay.allocated[-1]
     assert replay.peak_bytes > replay.allocated[-1]
     assert replay.at(replay.allocated, replay.peak_index) == replay.peak_bytes
+    one, other = replays["oom_backward"], replays["step_zero3"]
+    assert difference(one, one.last, one, one.last) == []
+    changes = difference(one, one.last, other, other.last)
+    assert sum(change.bytes for change in changes) == other.allocated[-1] - one.allocated[-1]
 
 
 def test_json_has_the_documented_fields(replays):
@@ -108,13 +112,6 @@ def test_json_has_the_documented_fields(replays):
     fields |= {*told["oom"]["stack"][0], *difference_report([replay], [replay])}
     assert fields <= documented
     assert (len(told["top_stacks"]), told["oom"]["stack"][0]["name"]) == (5, "cross_entropy")
-
-
-def test_a_snapshot_does_not_differ_from_itself_and_changes_add_up(replays):
-    one, other = replays["oom_backward"], replays["step_zero3"]
-    assert difference(one, one.last, one, one.last) == []
-    changes = difference(one, one.last, other, other.last)
-    assert sum(change.bytes for change in changes) == other.allocated[-1] - one.allocated[-1]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -252,12 +249,9 @@ def test_a_free_that_was_not_recorded_is_counted_and_the_end_still_holds():
     assert (replay.allocations.lost, replay.allocated[-1]) == (1, allocator.now().allocated)
 
 
-def test_the_peak_is_the_first_entry_at_the_highest_figure():
+def test_the_peak_is_the_first_entry_at_the_highest_figure_and_without_history_figures_are_the_segments():
     replay = replay_of(history([("alloc", 3 * MIB, 0), ("free", 0, 0), ("alloc", 3 * MIB, 0)]))
     assert (replay.peak_bytes, replay.peak_index) == (3 * MIB, 1)
-
-
-def test_without_history_the_figures_are_those_of_the_segments():
     allocator = history([("alloc", 5 * MIB, 0), ("alloc", 100, 0), ("free", 1, 0)])
     replay = replay_of(allocator, 0)
     assert found(replay, -1) == allocator.now()

@@ -284,15 +284,12 @@ def test_an_oom_that_ends_the_script_is_one_alert_with_the_traceback_and_the_exi
     assert sim.alerts("failure") == sim.alerts("died") == []
 
 
-def test_a_death_names_its_signal_and_carries_the_last_lines(make_sim):
+def test_a_death_names_its_signal_and_last_lines_and_what_a_launcher_ends_after_it_is_evidence_not_alerts(make_sim):
     lines = (LogLine(1, 0.0, "err", f"line {number}") for number in range(20))
     sim = play(make_sim, 2, *lines, (1, {"signal": 9}), 1.5, LogLine(1, 0.0, "err", "last words"), 5.0)
     (alert,) = sim.alerts("died")
     assert alert.evidence["log"][-2:] == ["line 19", "last words"]
     assert (alert.rank, alert.evidence["signal"], alert.evidence["pid"]) == (1, 9, 101)
-
-
-def test_what_a_launcher_ends_after_the_first_death_is_evidence_not_alerts(make_sim):
     others = [0, 1, 2, 3, 4, 6, 7]
     sim = play(make_sim, 8, (5, {"exit_code": 17}), 0.5, *((rank, {"signal": 15}) for rank in others), 8.0)
     (alert,) = sim.alerts("died")
@@ -329,18 +326,15 @@ def test_a_kill_that_was_asked_for_and_the_peer_lost_to_it_are_information(make_
     assert (alert.rank, alert.severity) == (0, "info")
 
 
-def test_a_broken_connection_with_no_other_trouble_is_a_failure_of_its_own(make_sim):
+def test_two_failures_are_two_alerts_and_a_broken_connection_with_no_other_trouble_is_one_of_its_own(make_sim):
+    sim = play(make_sim, 2, *(Failure(rank, 7, "data", 0.0, f"KeyError: 'field {rank}'") for rank in range(2)))
+    found = [(alert.rank, alert.phase, alert.evidence["error"]) for alert in sim.alerts("failure")]
+    assert found == [(0, "data", "KeyError: 'field 0'"), (1, "data", "KeyError: 'field 1'")]
     sim = play(make_sim, 2, lost(0, "RuntimeError: Connection reset by peer"), 5.0)
     assert [alert.rank for alert in sim.alerts("failure")] == [0]
     sim = play(make_sim, 2, lost(0))
     sim.sent += sim.detectors.begin_job(sim.now)
     assert [alert.rank for alert in sim.alerts("failure")] == [0], "reported before the next job begins"
-
-
-def test_two_different_failures_are_two_alerts(make_sim):
-    sim = play(make_sim, 2, *(Failure(rank, 7, "data", 0.0, f"KeyError: 'field {rank}'") for rank in range(2)))
-    found = [(alert.rank, alert.phase, alert.evidence["error"]) for alert in sim.alerts("failure")]
-    assert found == [(0, "data", "KeyError: 'field 0'"), (1, "data", "KeyError: 'field 1'")]
 
 
 def test_lost_telemetry_and_a_failing_recording_are_each_one_alert_that_counts_and_ends(make_sim):
@@ -386,15 +380,12 @@ def test_a_target_of_an_exporter_that_fails_or_is_slow_is_one_alert_until_it_has
     assert [active for title, active in alert(70, 900) if title == slow] == [False]
 
 
-def test_an_ordinary_end_raises_nothing(make_sim):
+def test_an_ordinary_end_raises_nothing_and_ranks_of_a_job_that_slurm_cancelled_died_of_nothing(make_sim):
     ends = ((Goodbye(rank, 0.0, 6, "finished"), (rank, {"exit_code": 0})) for rank in range(2))
     sim = play(make_sim, 2, *(event for end in ends for event in end), 2.0)
     sim.sent += sim.tracker.ended(sim.now, "finished", 0)
     sim.wait(10)
     assert [alert for kind in ("died", "failure", "exit", "hang", "note", "slow") for alert in sim.alerts(kind)] == []
-
-
-def test_ranks_of_a_job_that_slurm_cancelled_died_of_nothing(make_sim):
     words = "slurmstepd: error: *** STEP 5.0 ON nodea CANCELLED AT 2026-11-21T12:00:00 DUE TO TIME LIMIT ***"
     sim = play(make_sim, 2, LogLine(-1, 0.0, "launcher", words), (0, {"signal": 15}), (1, {"signal": 15}), 6.0)
     assert (sim.tracker.run_state.state, sim.tracker.run_state.text) == ("stopping", "cancelled by SLURM: time limit")

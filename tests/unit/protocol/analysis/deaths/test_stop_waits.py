@@ -76,7 +76,7 @@ def test_what_is_lost_is_told_by_the_latest_checkpoint_whose_time_counts():
     assert "the last checkpoint is of step 20" in alert.text
 
 
-def test_a_request_waits_for_all_its_ranks_and_is_over_when_they_act():
+def test_a_request_waits_for_all_its_ranks_until_they_act_and_a_rank_killed_meanwhile_keeps_its_alert():
     sim = run(seconds=12.0)
     first, second = stops([*sim.feed(asked(sim)), *sim.feed(asked(sim, 1))])
     assert (first.ranks, second.ranks, second.count) == ([0], [0, 1], 1)
@@ -84,6 +84,10 @@ def test_a_request_waits_for_all_its_ranks_and_is_over_when_they_act():
     (over,) = stops(sim.feed(Goodbye(1, sim.now, 40, "stopped")))
     assert over.resolved
     assert stops(sim.feed(Goodbye(0, sim.now, 40, "stopped"))) == []
+    sim = run(seconds=120.0)
+    sim.feed(asked(sim))
+    sim.fact(0, alive=False, signal=9)
+    assert not [each for each in stops(sim.wait(5.0)) if each.resolved]
 
 
 def test_a_step_under_way_is_reported_if_it_does_not_end_and_not_if_it_does():
@@ -96,10 +100,3 @@ def test_a_step_under_way_is_reported_if_it_does_not_end_and_not_if_it_does():
     quick = run()
     quick.feed(asked(quick, phase="forward"), quick.step(0, 41))
     assert stops(quick.wait(10.0)) == []
-
-
-def test_a_rank_that_is_killed_while_it_waits_keeps_its_alert():
-    sim = run(seconds=120.0)
-    sim.feed(asked(sim))
-    sim.fact(0, alive=False, signal=9)
-    assert not [each for each in stops(sim.wait(5.0)) if each.resolved]

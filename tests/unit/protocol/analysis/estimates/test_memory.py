@@ -77,13 +77,18 @@ def test_measured_lengths_that_were_held_out_are_predicted_within_one_percent() 
     assert sorted(errors.values())[len(errors) // 2] < 0.002
 
 
-def test_a_flat_curve_one_point_and_a_small_slope_are_each_one_piece() -> None:
+def test_a_flat_curve_one_point_and_a_small_slope_are_one_piece_and_thousands_of_noisy_points_are_few():
     curve = pieces({length: {"optimizer": 5e9, "backward": 3e9} for length in (1, 2, 3, 900)})
     assert curve == [Piece(1, 900, "optimizer", pytest.approx(0, abs=1e-3), pytest.approx(5e9))]
     assert describe_curve(curve) == "optimizer leads"
     assert pieces({512: {"backward": 7.0}}) == [Piece(512, 512, "backward", 0, 7)]
     small = pieces({x: {"backward": 1e6 + x * 2048.0} for x in (64, 128, 256)})
     assert describe_curve(small) == "backward leads at +2.0 KiB a token"
+    curve = pieces({x: {name: y + (x * 7919 % 13) * MIB for name, y in phases(x).items()} for x in range(1, 4097)})
+    assert curve[0].phase == "optimizer"
+    assert curve[0].end == pytest.approx(500, abs=8)
+    assert len(curve) <= 5
+    assert curve[-1].slope_bytes / MIB == pytest.approx(3.5, rel=0.01)
 
 
 def test_phases_that_are_as_high_as_each_other_tie_and_none_leads() -> None:
@@ -98,26 +103,15 @@ def test_phases_that_are_as_high_as_each_other_tie_and_none_leads() -> None:
     )
 
 
-def test_points_without_a_phase_are_refused() -> None:
+def test_points_without_a_phase_are_refused_and_a_curve_without_phases_is_flat_then_straight():
     with pytest.raises(ValueError, match="same phases"):
         pieces({1: {"forward": 1.0}, 2: {"backward": 1.0}})
     with pytest.raises(ValueError, match="at least one point"):
         pieces({})
-
-
-def test_a_curve_without_phases_is_flat_then_straight() -> None:
     curve = pieces(
         {length: {WHOLE_STEP: max(9800.0, 7000 + 5.6 * length) * MIB} for length in (1, 128, 256, 1024, 2048)}
     )
     assert describe_curve(curve) == "flat to 500 tokens, then at +5.6 MiB a token"
-
-
-def test_thousands_of_noisy_points_become_few_pieces() -> None:
-    curve = pieces({x: {name: y + (x * 7919 % 13) * MIB for name, y in phases(x).items()} for x in range(1, 4097)})
-    assert curve[0].phase == "optimizer"
-    assert curve[0].end == pytest.approx(500, abs=8)
-    assert len(curve) <= 5
-    assert curve[-1].slope_bytes / MIB == pytest.approx(3.5, rel=0.01)
 
 
 def test_a_curve_is_sampled_only_where_it_bends() -> None:

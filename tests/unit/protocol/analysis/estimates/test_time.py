@@ -147,26 +147,20 @@ def test_works_are_added_with_factors():
     )
 
 
-def test_an_all_reduce_takes_twice_a_gather_and_one_rank_nothing():
+def test_an_all_reduce_takes_twice_a_gather_one_rank_nothing_and_a_gpu_without_known_rates_is_refused():
     assert collective_seconds("all_reduce", 1e12, 8, 450) == pytest.approx(
         2 * collective_seconds("all_gather", 1e12, 8, 450), rel=1e-4
     )
     assert collective_seconds("all_reduce", 1e12, 1, 450) == 0
-
-
-def test_a_gpu_without_known_rates_is_refused_for_time():
     unknown = find_gpu("NVIDIA A10G")
     assert unknown is not None
     with pytest.raises(ValueError, match="no rates are known of A10G"):
         step_time(Work([Operation(flops=1.0)], []), unknown)
 
 
-def test_checkpoints_take_fourteen_bytes_a_trained_parameter_and_one_more_while_written():
+def test_checkpoints_take_14_bytes_a_trained_parameter_and_an_epochs_price_is_that_of_its_gpu_hours():
     assert checkpoint_bytes(10**9, 10**9, kept=1) == 2 * 14 * 10**9
     assert checkpoint_bytes(10**9, 10**6, kept=2, state_bytes=0) == 3 * 2 * 10**9
-
-
-def test_an_epochs_price_is_that_of_its_gpu_hours():
     found = epoch_cost(1.8, 16_000, 16, 4, 2.5, tokens=8_000_000)
     assert (found.steps, found.seconds, found.price) == (1000, 1800, 5.0)
     assert found.price_per_million_tokens == pytest.approx(0.625)
@@ -226,15 +220,17 @@ def one(name: str, measured: int, parts: dict[str, int] | None = None, length: i
     return found
 
 
-def test_within_the_expected_error_figures_stand_alone():
+def test_within_the_expected_error_figures_stand_alone_and_a_few_mebibytes_are_no_difference():
     found = [one("backward", 14 * GIB + GIB // 5), one("optimizer", 10 * GIB)]
     assert not any(each.parted for each in found)
     assert comparison_sentences(found, 0.02) == [
         "predicted: backward 14.00 GiB (measured +1.4 %), optimizer 10.00 GiB (measured 0.0 %)"
     ]
+    small = Prediction(1.0, [PredictedPoint(0, 8, [PredictedPhase("backward", 2**26)])], micro_batch=1, error=0.02)
+    assert not compared(small, 0, "backward", 2**26 + 2**22, 8).parted
 
 
-def test_beyond_it_the_parts_that_make_it_are_named():
+def test_beyond_the_expected_error_the_parts_that_make_it_are_named_and_without_parts_the_phases():
     parts = {"parameters": 10 * GIB, "activations": 5 * GIB, "buckets": GIB}
     found = [one("backward", 16 * GIB, parts), one("optimizer", 10 * GIB)]
     assert found[0].parts == (("activations", GIB), ("buckets", GIB))
@@ -242,17 +238,9 @@ def test_beyond_it_the_parts_that_make_it_are_named():
         "backward was 2.00 GiB above its prediction, more than the expected error of 2 %: activations +1.00 GiB, "
         "buckets +1.00 GiB"
     )
-
-
-def test_without_parts_the_phases_tell_where_it_is():
     assert comparison_sentences([one("backward", 16 * GIB), one("optimizer", 10 * GIB)], 0.02)[1].endswith(
         "; optimizer agrees"
     )
     alike = comparison_sentences([one("backward", 12 * GIB), one("optimizer", 8 * GIB)], 0.02)[1]
     assert "backward was 2.00 GiB below its prediction" in alike
     assert alike.endswith("; all phases by the same amount, so this memory stays allocated")
-
-
-def test_a_few_mebibytes_of_a_small_run_are_no_difference():
-    small = Prediction(1.0, [PredictedPoint(0, 8, [PredictedPhase("backward", 2**26)])], micro_batch=1, error=0.02)
-    assert not compared(small, 0, "backward", 2**26 + 2**22, 8).parted

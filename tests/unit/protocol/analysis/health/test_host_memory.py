@@ -63,13 +63,10 @@ def evaluations(*rises: int) -> list[tuple[int, str]]:
     return found
 
 
-def test_an_evaluation_that_takes_what_the_one_before_took_is_not_told_again():
+def test_an_evaluation_like_the_one_before_is_told_again_only_where_too_little_is_free_for_its_growth():
     told = [(0, "raised"), (1, "resolved")]
     assert evaluations(15, 15, 16) == told
     assert evaluations(15, 15, 25) == [*told, (2, "raised")]
-
-
-def test_an_evaluation_for_whose_usual_growth_too_little_is_free_is_told_again():
     assert evaluations(32, 12) == [(0, "raised"), (1, "resolved"), (1, "raised")]
 
 
@@ -105,8 +102,12 @@ def test_growth_of_a_rank_is_its_own_though_it_is_less_even_or_sampled_later_tha
     assert [(one.facts.growing_rank, one.severity) for one in found] == [(0, "error")]
 
 
-def test_memory_that_rises_at_once_is_no_growth():
+def test_memory_that_rises_at_once_steady_memory_and_an_evaluation_that_ends_in_time_are_fine():
     assert watched([40 + 8.0 * (second > 30) + 0.001 * second for second in range(90)], "forward") == []
+    used = [20 + 1.0 * second for second in range(20)]
+    assert watched(used, "eval", Activity(0, 10.0, "evaluation", done=90, total=100, seconds=9.0)) == []
+    assert watched([50 + (second % 3) * 0.1 for second in range(300)], "forward") == []
+    assert watched([2 + 0.1 * second for second in range(100)], "eval") == []
 
 
 def test_a_data_set_that_grows_is_told_and_resolved_when_it_stops():
@@ -118,10 +119,3 @@ def test_a_data_set_that_grows_is_told_and_resolved_when_it_stops():
 @pytest.mark.parametrize("phase", ["init", "checkpoint"])
 def test_loading_and_saving_take_much_and_stop(phase):
     assert watched([20 + 1.0 * second for second in range(40)], phase) == []
-
-
-def test_an_evaluation_that_ends_in_time_and_steady_or_little_memory_are_fine():
-    used = [20 + 1.0 * second for second in range(20)]
-    assert watched(used, "eval", Activity(0, 10.0, "evaluation", done=90, total=100, seconds=9.0)) == []
-    assert watched([50 + (second % 3) * 0.1 for second in range(300)], "forward") == []
-    assert watched([2 + 0.1 * second for second in range(100)], "eval") == []

@@ -221,12 +221,15 @@ def test_what_would_hide_a_wait_for_data(loader: DataLoaderInfo, needed: int, cu
     )
 
 
-def test_a_throttled_gpu_with_what_is_known_of_it() -> None:
+def test_a_throttled_gpu_with_what_is_known_of_it_and_an_xid_of_program_device_or_unknown_gpu():
     words = said("gpu_throttling", replace(GPU, reasons=("hardware slowdown",), sm_clock_mhz=900))
     assert words.title == "GPU 0 of n is throttled: hardware slowdown"
     assert words.text.endswith("while computing: SM clock 900 MHz.")
     hot = said("gpu_throttling", replace(GPU, reasons=("thermal",), temperature_c=91.0))
     assert hot.text.endswith("while computing: 91 °C.")
+    assert "compute-sanitizer" in said("gpu_xid", replace(XID, code=31)).remedy
+    assert "reset the GPU" in said("gpu_xid", XID).remedy
+    assert said("gpu_xid", replace(XID, bus="")).title == "XID 79 on a GPU of n: the GPU has fallen off the bus"
 
 
 def test_memory_errors_that_are_old_new_and_beyond_remapping() -> None:
@@ -243,13 +246,7 @@ def test_memory_errors_that_are_old_new_and_beyond_remapping() -> None:
     )
 
 
-def test_an_xid_of_the_program_of_the_device_and_of_an_unknown_gpu() -> None:
-    assert "compute-sanitizer" in said("gpu_xid", replace(XID, code=31)).remedy
-    assert "reset the GPU" in said("gpu_xid", XID).remedy
-    assert said("gpu_xid", replace(XID, bus="")).title == "XID 79 on a GPU of n: the GPU has fallen off the bus"
-
-
-def test_a_disk_that_is_nearly_full_or_too_small_for_the_next_checkpoint() -> None:
+def test_a_disk_nearly_full_or_too_small_for_the_next_checkpoint_and_ones_that_could_not_be_written():
     volume = replace(VOLUME, free_bytes=6 * GIB, bytes_per_s=0.0, full_in_s=None)
     low = said("disk_filling", replace(volume, why="low"))
     assert low.title == "disk nearly full, 6.00 GiB of 100.00 GiB left: /scratch/run (output) on node-1"
@@ -260,9 +257,6 @@ def test_a_disk_that_is_nearly_full_or_too_small_for_the_next_checkpoint() -> No
     assert burst.text.startswith(
         "6.00 GiB of 100.00 GiB left. The largest single write was 10.00 GiB, more than is left. Most trainings end"
     )
-
-
-def test_further_checkpoints_that_could_not_be_written() -> None:
     again = said("checkpoint_failed", CheckpointFacts("out/step-30", FULL, 20, 30, 2, ""))
     assert again.title == f"2 checkpoints in a row could not be written, at step 30: {FULL}"
     assert again.text.startswith(f"out/step-30: {FULL}. Training continues. There is no complete one. ")

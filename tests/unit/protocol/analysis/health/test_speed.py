@@ -308,9 +308,11 @@ def test_a_step_to_another_level_is_a_warning_once_it_has_stayed():
     assert back[-1].state == "resolved"
 
 
-def test_a_loss_that_turns_while_the_learning_rate_still_rises_is_a_divergence():
+def test_a_loss_that_turns_while_the_rate_rises_is_a_divergence_and_one_that_came_back_is_resolved():
     steps = series(500, lambda at: falling(at) + 8 * min(1.0, max(0, at - 150) / 60), lr=lambda at: 1e-6 * at)
     assert [(one.kind, one.severity) for one in fed(steps) if one.state == "raised"] == [("diverging_loss", "error")]
+    back = fed(series(700, lambda at: falling(at) * (5 if 300 <= at < 400 else 1)))
+    assert kinds(back) == kinds(back, "resolved") == ["diverging_loss"]
 
 
 def test_a_loss_that_leaves_its_range_with_a_rate_that_jumps_is_raised_at_once_with_its_step():
@@ -319,11 +321,6 @@ def test_a_loss_that_leaves_its_range_with_a_rate_that_jumps_is_raised_at_once_w
     assert (found.severity, found.facts.since_step) == ("error", 42)
     assert found.step < 56
     assert "resume from a checkpoint before step 41" in words_of(found).remedy
-
-
-def test_a_divergence_that_came_back_is_resolved():
-    back = fed(series(700, lambda at: falling(at) * (5 if 300 <= at < 400 else 1)))
-    assert kinds(back) == kinds(back, "resolved") == ["diverging_loss"]
 
 
 def test_losses_that_alternate_between_engines_are_not_judged_as_one_series():
@@ -438,16 +435,13 @@ def test_the_workers_that_hide_a_wait(workers, wait, whole, needed):
     assert workers_needed(DataLoaderInfo(workers=workers), wait * 1e3, whole * 1e3) == needed
 
 
-def test_another_job_of_the_run_begins_anew():
+def test_another_job_of_the_run_begins_anew_and_a_rank_that_ended_is_not_waited_for():
     monitor = HealthMonitor()
     monitor.hello(hello())
     for each in [step(at, loss=math.nan if at > 5 else 1.0) for at in range(1, 10)]:
         monitor.step(each)
     assert kinds(monitor.hello(hello(pid=900)), "resolved") == ["nan_loss"]
     assert fed([step(at, loss=9.0, grad_norm=9.0) for at in range(1, 50)], hello(), hello(pid=900)) == []
-
-
-def test_a_rank_that_ended_is_not_waited_for():
     join = Join()
     join.ranks = {0, 1}
     assert join.add(step(1, 0, loss=1.0)) == []

@@ -73,16 +73,13 @@ def test_each_rank_without_labels_is_named_with_the_figures_of_its_end():
     assert last.state == "resolved"
 
 
-def test_steps_that_were_not_examined_are_no_steps_with_labels():
+def test_steps_not_examined_are_none_with_labels_and_half_without_labels_are_named_with_their_first():
     detector = Inputs()
     looked_at = {50: EMPTY | {"labelled_after": 16}, **dict.fromkeys(range(56, 60), EMPTY | {"labelled_after": 55})}
     looked_at[55] = EMPTY | {"labelled_after": 50}
     steps = [step(number, micro_steps=2, **looked_at.get(number, {})) for number in range(1, 60)]
     (found,) = [one for each in steps for one in detector.step(each)]
     assert words_of(found).title == "no label tokens in 8 of 8 micro-batches on rank 0 since a step from 17 to 50"
-
-
-def test_half_of_the_micro_batches_without_labels_are_named_with_the_first_of_them():
     detector = Inputs()
     found = [one for at in range(1, 70) for one in detector.step(step(at, 0, 2, **(HALF if at > 9 else {})))]
     assert [(one.state, one.step) for one in found] == [("raised", 10)]
@@ -96,16 +93,13 @@ def test_an_end_that_is_among_the_inputs_and_never_a_label_is_raised_until_it_is
     assert states(Inputs(), [step(number, ends=4, learned_ends=4) for number in range(1, 50)]) == []
 
 
-def test_padding_among_the_labels_of_several_steps_is_told_once_with_its_share():
+def test_padding_among_the_labels_of_several_steps_and_rows_that_begin_twice_are_told_once():
     detector = Inputs()
     steps = [step(number, padding=6 * (number >= 3), padding_of=20) for number in range(1, 20)]
     ((at, one),) = [(each.step, one) for each in steps for one in detector.step(each)]
     assert (at, one.kind, one.step) == (5, "padding_learned", 3)
     assert words_of(one).title == "padding is learned: 30% of the labels in the loss"
     assert states(Inputs(), [step(1, padding=100, padding_of=200), step(2, padding=1, padding_of=200)]) == []
-
-
-def test_rows_that_begin_twice_are_told_once():
     detector = Inputs()
     steps = [step(number, begun_twice=number >= 3) for number in range(1, 20)]
     ((at, one),) = [(each.step, one) for each in steps for one in detector.step(each)]

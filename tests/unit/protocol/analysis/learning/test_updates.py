@@ -36,11 +36,17 @@ def test_three_skipped_updates_in_a_row_are_told_where_there_is_no_scaler_and_co
     assert found(detector, [step(61)]) == [(61, "updates_skipped", "resolved", 21)]
 
 
-def test_a_loss_scaler_that_looks_for_its_scale_skips_on_purpose():
+def test_a_loss_scaler_that_looks_for_its_scale_skips_on_purpose_and_looks_for_none_in_bf16():
     assert found(Updates(), [step(number, overflow=True, loss_scale=1024.0) for number in range(1, 30)]) == []
     detector = Updates()
     detector.hello(Sim(1).hello(0, precision="fp16"))
     assert found(detector, [step(number, overflow=True) for number in range(1, 30)]) == []
+    detector = Updates()
+    detector.hello(Sim(1).hello(0, matmul_precision="bf16"))
+    steps = [step(number, overflow=number > 9, loss_scale=2.0**16) for number in range(1, 30)]
+    (one,) = (found for each in steps for found in detector.step(each))
+    assert (one.kind, one.step) == ("updates_skipped", 10)
+    assert "bf16 needs no loss scaler" in words_of(one).text
 
 
 def test_batches_that_are_left_out_one_after_another_are_told_by_heartbeats_until_the_next_update():
@@ -111,7 +117,7 @@ def test_a_model_left_in_evaluation_mode_is_told_and_resolved():
     assert found(Updates(), steps) == [(46, "evaluation_mode", "raised", 42), (60, "evaluation_mode", "resolved", 42)]
 
 
-def test_a_mode_that_is_read_at_the_end_of_a_block_may_have_changed_in_a_step_before():
+def test_a_mode_or_weights_read_at_the_end_of_a_block_may_have_changed_since_the_last_look():
     detector, coarse = Updates(), [PhaseRecord("backward", 0, 1, Span(0, 0, 0), Span(0, 0, 0), coarse=True)]
     for number in range(40, 42):
         detector.step(replace(step(number), phases=coarse))
@@ -119,6 +125,11 @@ def test_a_mode_that_is_read_at_the_end_of_a_block_may_have_changed_in_a_step_be
         assert detector.step(step(number, signs=Signs(evaluating=True))) == []
     (one,) = detector.step(step(46, signs=Signs(evaluating=True)))
     assert words_of(one).title == "the model trains in evaluation mode since step 42, or one of the 7 before"
+    detector, coarse = Updates(), [PhaseRecord("backward", 0, 1, Span(0, 0, 0), Span(0, 0, 0), coarse=True)]
+    steps = [step(number) for number in range(1, 11)]
+    steps += [replace(step(number), phases=coarse, memory_every=50) for number in range(11, 30)]
+    (told,) = [one for each in [*steps, step(30, signs=Signs(weights="nan"))] for one in detector.step(each)]
+    assert words_of(told).title == "weights are not finite since a step from 11 to 30: the backward"
 
 
 def test_a_part_left_in_evaluation_mode_is_told_by_the_steps_in_which_modes_are_looked_at():
@@ -142,15 +153,6 @@ def test_weights_that_were_lost_before_an_update_are_told_with_the_step_before()
     (one,) = (found for each in (step(21, loss=0.5), lost, lost) for found in detector.step(each))
     assert (one.kind, one.step, one.facts.loss, one.facts.at_latest) == ("weights_not_finite", 21, 0.5, True)
     assert Updates().step(lost) == [], "nothing is known of the step before: its loss is told"
-
-
-def test_in_bf16_a_loss_scaler_looks_for_no_scale():
-    detector = Updates()
-    detector.hello(Sim(1).hello(0, matmul_precision="bf16"))
-    steps = [step(number, overflow=number > 9, loss_scale=2.0**16) for number in range(1, 30)]
-    (one,) = (found for each in steps for found in detector.step(each))
-    assert (one.kind, one.step) == ("updates_skipped", 10)
-    assert "bf16 needs no loss scaler" in words_of(one).text
 
 
 def test_micro_batches_that_join_the_next_pass_and_those_that_are_never_applied():
@@ -246,12 +248,19 @@ def test_a_loss_or_a_norm_that_is_0_from_the_first_step_on_is_told_until_it_is_n
     assert found(Updates(), [step(number, signs=still, loss=2.0, grad_norm=0.0) for number in range(1, 60)]) == []
 
 
-def test_a_body_without_gradients_is_told_once_by_its_first_parameter():
+def test_a_body_without_gradients_weights_put_back_and_parameters_that_no_optimizer_has_are_told_once():
     detector = Updates()
     signs = Signs(detached=3, detached_first="body.0.weight")
     (one,) = (found for number in (101, 102) for found in detector.step(step(number, signs=signs)))
     assert (one.kind, one.severity, one.step) == ("not_in_optimizer", "warning", 101)
     assert words_of(one).title == "body.0.weight and 2 other parameters get no gradient: not trained"
+    detector = Updates()
+    steps = [step(number, rank, signs=Signs(put_back=number == 4)) for number in range(1, 9) for rank in range(2)]
+    assert found(detector, steps) == [(4, "weights_put_back", "raised", 1)]
+    detector = Updates()
+    steps = [step(1, rank, signs=Signs(left_out=3, left_out_first="lm_head.weight")) for rank in range(2)]
+    (told,) = [one for each in steps for one in detector.step(each)]
+    assert words_of(told).title == "no optimizer updates lm_head.weight and 2 other parameters: not trained"
 
 
 @pytest.mark.parametrize(("reduced", "told"), [((), [(600, "gradients_apart", "raised", 1)]), ((10,), [])])
@@ -264,12 +273,6 @@ def test_gradients_that_are_never_reduced_are_told_and_not_where_ranks_average_n
         for number in range(1, 1000)
     ]
     assert found(Updates(), steps) == told
-
-
-def test_weights_that_are_put_back_are_told_once():
-    detector = Updates()
-    steps = [step(number, rank, signs=Signs(put_back=number == 4)) for number in range(1, 9) for rank in range(2)]
-    assert found(detector, steps) == [(4, "weights_put_back", "raised", 1)]
 
 
 def test_weights_that_an_engine_overwrites_or_does_not_load_are_told_once_unless_the_edit_was():
@@ -293,18 +296,3 @@ def test_clipping_after_the_update_is_told_if_there_are_gradients():
     steps = [step(number, grad_norm=0.5, signs=Signs(clipped="late")) for number in range(2, 6)]
     assert found(Updates(), steps) == [(4, "clipping", "raised", 2)]
     assert found(Updates(), [replace(each, grad_norm=0.0, lr=None) for each in steps]) == []
-
-
-def test_weights_that_were_not_looked_at_in_each_step_are_lost_since_a_step_after_the_last_look():
-    detector, coarse = Updates(), [PhaseRecord("backward", 0, 1, Span(0, 0, 0), Span(0, 0, 0), coarse=True)]
-    steps = [step(number) for number in range(1, 11)]
-    steps += [replace(step(number), phases=coarse, memory_every=50) for number in range(11, 30)]
-    (told,) = [one for each in [*steps, step(30, signs=Signs(weights="nan"))] for one in detector.step(each)]
-    assert words_of(told).title == "weights are not finite since a step from 11 to 30: the backward"
-
-
-def test_parameters_that_no_optimizer_has_are_told_once_with_the_first_one():
-    detector = Updates()
-    steps = [step(1, rank, signs=Signs(left_out=3, left_out_first="lm_head.weight")) for rank in range(2)]
-    (told,) = [one for each in steps for one in detector.step(each)]
-    assert words_of(told).title == "no optimizer updates lm_head.weight and 2 other parameters: not trained"

@@ -135,7 +135,7 @@ def test_a_place_is_the_persons_own_code_where_there_is_some():
     assert parse_frame("C:\\run\\train.py:80 main").short == "train.py:80 main"
 
 
-def test_two_patterns_are_both_named_and_a_small_share_is_not():
+def test_two_patterns_are_named_a_small_share_is_not_and_what_stayed_counts_where_nothing_else_peaked():
     groups = [
         StackGroup(900 * MIB, 1, [f"{SITE}/torch/optim/adam.py:640 _multi_tensor_adam"]),
         StackGroup(880 * MIB, 1, [f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py:2200 step"]),
@@ -144,9 +144,6 @@ def test_two_patterns_are_both_named_and_a_small_share_is_not():
     named = name_cause(Cause(0, 3, "optimizer", 0.0, "spike", 1800 * MIB, groups), 0)
     assert [part.pattern for part in named.parts] == ["foreach_temporaries", "gradient_upcast"]
     assert named.elsewhere.bytes == 20 * MIB
-
-
-def test_what_stayed_counts_only_where_nothing_else_made_the_peak():
     logits = StackGroup(600 * MIB, 1, [f"{SITE}/torch/nn/functional.py:3504 cross_entropy"], kept_bytes=600 * MIB)
     gather = StackGroup(500 * MIB, 1, [f"{SITE}/deepspeed/runtime/zero/partition_parameters.py:1329 _all_gather_dtype"])
     for size, groups, pattern in ((500, [gather, logits], "allgather_bucket"), (600, [logits], "fp32_logits")):

@@ -161,26 +161,20 @@ def test_where_most_steps_are_coarse_a_leak_is_found_by_the_end_of_their_updates
     assert run.last.evidence["bytes_per_step"] == pytest.approx(2 * MIB, rel=0.01)
 
 
-def test_a_leak_that_stops_is_resolved() -> None:
+def test_a_leak_that_stops_is_resolved_and_one_that_the_run_outlives_is_information():
     run = Run().steps(120, lambda n: 8 * n)
     assert run.last.resolved is None
     assert run.steps(60, lambda _: 8 * 120, first=121).last.resolved is not None
-
-
-def test_a_leak_that_the_run_outlives_is_information() -> None:
     last = Run(total=500).steps(300, float).last
     assert (last.severity, last.evidence["ends_at_step"]) == ("info", 500)
 
 
-def test_batches_that_grow_longer_are_not_told_from_a_leak_and_special_steps_count_for_nothing() -> None:
+def test_longer_batches_are_no_leak_and_special_steps_count_for_nothing_unless_each_has_an_evaluation():
     longer, special = Run(), Run()
     for number in range(1, 400):
         longer.step(number, 20 * GIB + 4 * MIB * number, batch=512 + 4 * number)
         special.step(number, 20 * GIB + 9 * MIB * number, extra=("eval", "checkpoint")[number % 2])
     assert longer.sent == special.sent == []
-
-
-def test_steps_count_where_each_has_an_evaluation() -> None:
     last = Run().steps(400, lambda number: 9 * number, extra="eval").last
     assert last.kind == "leak"
     assert last.evidence["bytes_per_step"] == pytest.approx(9 * MIB, rel=0.01)

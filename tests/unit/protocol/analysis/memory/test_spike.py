@@ -78,13 +78,18 @@ def test_first_step_growth_is_growth_with_its_size_not_a_spike():
     assert sim.alerts("spike") == []
 
 
-def test_growth_is_the_optimizer_s_states_and_gradients_do_not_count():
-    # An update that creates 800 MiB of states and frees 400 MiB of gradients grows by 400.
+def test_growth_is_the_optimizer_s_states_without_gradients_also_after_skipped_first_updates():
     sim = steps(1, lambda *_: [update(Span(1000 * MIB, 1400 * MIB, 1800 * MIB))])
     sim.feed(Composition(0, 1, sim.now, "cuda", [], known={"optimizer_states": 800 * MIB, "parameters": 400 * MIB}))
     sim.tick()
     alert = sim.alerts("growth")[-1]
     assert (alert.evidence["growth_bytes"], alert.evidence["net_bytes"]) == (800 * MIB, 400 * MIB)
+    sim = Sim()
+    sim.begin()
+    for step in range(1, 9):
+        end = 3 * GIB if step < 6 else 5 * GIB
+        sim.feed(sim.step(0, step, [update(Span(3 * GIB if step <= 6 else end, end, end))], overflow=step < 6))
+    assert [alert.step for alert in sim.alerts("growth")] == [6]
 
 
 @pytest.mark.parametrize(("states", "alerts"), [(0, 0), (800, 1)])
@@ -98,15 +103,6 @@ def test_gradients_of_a_closure_are_no_growth_of_the_optimizer(states, alerts):
     ]
     sim = steps(1, lambda *_: phases)
     assert [alert.evidence["growth_bytes"] for alert in sim.alerts("growth")] == [states * MIB] * alerts
-
-
-def test_growth_after_skipped_first_updates_is_still_growth():
-    sim = Sim()
-    sim.begin()
-    for step in range(1, 9):
-        end = 3 * GIB if step < 6 else 5 * GIB
-        sim.feed(sim.step(0, step, [update(Span(3 * GIB if step <= 6 else end, end, end))], overflow=step < 6))
-    assert [alert.step for alert in sim.alerts("growth")] == [6]
 
 
 @pytest.mark.parametrize(
@@ -163,14 +159,11 @@ def test_a_spike_twice_the_usual_plus_half_a_gibibyte_is_always_found(noise, usu
     assert [alert.step for alert in found] == [at]
 
 
-def test_a_new_steady_level_stops_being_news():
+def test_a_new_steady_level_stops_being_news_and_many_ranks_spiking_at_once_are_a_handful_of_alerts():
     sim = optimizer_steps(dict.fromkeys(range(40, 200), 600 * MIB), last=120)
     (alert,) = [alert for alert in sim.alerts("spike") if alert.evidence["rule"] == "recent"]
     assert alert.count <= spike.WINDOW
     assert alert.resolved is not None
-
-
-def test_all_of_many_ranks_spiking_at_once_is_a_handful_of_alerts():
     sim = optimizer_steps({12: 3 * GIB}, last=14, ranks=64)
     assert len(sim.alerts("spike")) == spike.RANKS_APART + 1
     sim.wait(6)

@@ -65,12 +65,20 @@ def test_a_spike_whose_stacks_name_the_cause_in_words() -> None:
     assert "took 12 ms in place of 9 ms, and reading them 31 ms in the background" in said.text
 
 
-def test_stacks_that_name_no_cause_in_words() -> None:
+def test_stacks_that_name_no_cause_a_transient_of_every_step_and_the_growth_of_the_first_one_in_words():
     other = explained(StackCause(cause(50 * MIB, [ADAM])))
     assert "Cannot tell the cause: step 22, whose stacks were recorded, took 50.0 MiB only." in other.text
     unknown = cause(950 * MIB, ["/home/user/loop.py:31 main"])
     place = explained(StackCause(unknown, name_cause(unknown, 8192)))
     assert "Cannot tell the cause by the stacks of step 22; most of it, 0.93 GiB, in loop.py:31 main." in place.text
+    facts = SteadyFacts(GIB, 80 * GIB, 1 / 80, 15.0, 40 * GIB, True, "allocated", 10)
+    said = said_of("steady_transient", facts)
+    assert said.title == "optimizer +1.0 GiB for 15 ms in every step"
+    assert "and gives it back: it makes the peak of the step. Common causes: " in said.text
+    assert "the copy of the gradients" in said_of("steady_transient", replace(facts, zero_stage=2)).text
+    said = said_of("state_growth", GrowthFacts(800 * MIB, 400 * MIB, 80 * GIB, {"0": 800 * MIB}, 400 * MIB))
+    assert said.title == "first optimizer step +0.8 GiB that stays: the optimizer's state"
+    assert said.text.endswith("Gradients of 0.39 GiB were freed in the same update.")
 
 
 @pytest.mark.parametrize(
@@ -85,20 +93,6 @@ def test_a_cause_that_the_step_itself_names_in_words(pattern: str, words: str) -
     said = explained(NumbersCause(pattern, remedy_of(pattern, 900 * MIB, None), [4, 4096], [4, 2048]))
     assert words in said.text
     assert "Try: " in said.text
-
-
-def test_a_transient_of_every_step_in_words() -> None:
-    facts = SteadyFacts(GIB, 80 * GIB, 1 / 80, 15.0, 40 * GIB, True, "allocated", 10)
-    said = said_of("steady_transient", facts)
-    assert said.title == "optimizer +1.0 GiB for 15 ms in every step"
-    assert "and gives it back: it makes the peak of the step. Common causes: " in said.text
-    assert "the copy of the gradients" in said_of("steady_transient", replace(facts, zero_stage=2)).text
-
-
-def test_the_growth_of_the_first_optimizer_step_in_words() -> None:
-    said = said_of("state_growth", GrowthFacts(800 * MIB, 400 * MIB, 80 * GIB, {"0": 800 * MIB}, 400 * MIB))
-    assert said.title == "first optimizer step +0.8 GiB that stays: the optimizer's state"
-    assert said.text.endswith("Gradients of 0.39 GiB were freed in the same update.")
 
 
 def test_a_leak_in_words() -> None:

@@ -73,14 +73,11 @@ def test_foreach_temporaries_cost_one_parameter_size_that_a_fused_optimizer_spar
     assert "fused" not in [remedy.kind for remedy in tried(fused)]
 
 
-def test_steps_that_begin_with_ever_more_are_a_leak_whatever_lies_outside_of_the_allocator():
+def test_steps_that_begin_with_ever_more_are_a_leak_and_growth_at_once_or_that_falls_back_is_none():
     starts = [20 * GIB, 30 * GIB, *(30 * GIB + step * 200 * MIB for step in range(60))]
     listed = OomContext(HELLO, [ProcessMemory(HELLO.pid, 78 * GIB, HELLO.rank)])
     verdict = judge(of(starts=starts), listed)
     assert (verdict.kind, verdict.sure, "outside" in verdict.figures) == ("leak", False, True)
-
-
-def test_growth_that_came_at_once_or_that_falls_back_is_no_leak():
     assert steady_growth([10, 20, 30, 30, 30, 30, 30, 30, 30, 30, 30, 90]) is None
     assert steady_growth([10, 20, *[30, 40] * 8]) is None
     assert steady_growth([0, 50, *range(50, 60)]) == 9
@@ -118,7 +115,7 @@ def test_a_model_that_fills_the_device_is_too_large_and_more_sharding_is_tried_f
     assert first.frees_bytes == 15 * GIB  # the gradients, three quarters of them
 
 
-def test_a_limit_on_the_process_is_named_and_what_lies_beyond_it():
+def test_a_limit_on_the_process_is_named_with_what_lies_beyond_it_and_what_others_hold_is_not_why():
     limit = "torch.cuda.set_per_process_memory_fraction allows 20.00 GiB"
     oom = of(phase="idle", device_free_bytes=58 * GIB, device_total_bytes=20 * GIB, room_bytes=0, limit=limit,
              allocated_bytes=19 * GIB, reserved_bytes=20 * GIB, starts=[], peak_bytes=0)  # fmt: skip
@@ -127,10 +124,6 @@ def test_a_limit_on_the_process_is_named_and_what_lies_beyond_it():
     assert tried(oom)[0].frees_bytes == 58 * GIB
     longer = msgspec.structs.replace(oom, phase="backward", batch_shape=[4, 9000], peak_bytes=15 * GIB)
     assert (kind(longer), tried(longer)[-1].kind) == ("longer_batch", "limit")
-
-
-def test_what_others_hold_is_not_why_a_limit_refused():
-    # Two ranks of other jobs on an H200 with 107 GiB free; this one may take 12.
     around = OomContext(HELLO, [ProcessMemory(11, 12 * GIB, 0), ProcessMemory(99, 21 * GIB, None)])
     oom = of(phase="backward", device_total_bytes=12 * GIB, capacity_bytes=140 * GIB, device_free_bytes=107 * GIB,
              room_bytes=GIB, allocated_bytes=10 * GIB, reserved_bytes=11 * GIB, requested_bytes=5 * GIB, starts=[],

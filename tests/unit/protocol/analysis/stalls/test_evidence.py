@@ -88,16 +88,13 @@ def test_a_stack_in_words(frames: Any, doing: str, text: str):
     assert (place.doing, place.text) == (doing, text)
 
 
-def test_only_the_dataloader_s_wait_for_a_worker_wakes_up_by_itself():
-    assert not waits_for_loader_worker(IN_THIS_PROCESS), "a retry every few seconds is the script's own"
-    assert waits_for_loader_worker(parse(DATA)[0].frames)
-
-
-def test_the_training_thread_is_the_one_that_is_named_else_the_last():
+def test_the_training_thread_is_the_named_one_or_the_last_and_only_a_wait_for_a_worker_wakes_by_itself():
     threads = parse(COLLECTIVE)
     assert training_thread(threads, "0x7f0000000001").frames[0].function == "wait"
     assert training_thread(threads, "0x7") == threads[-1]
     assert training_thread([]) is None
+    assert not waits_for_loader_worker(IN_THIS_PROCESS), "a retry every few seconds is the script's own"
+    assert waits_for_loader_worker(parse(DATA)[0].frames)
 
 
 def test_ranks_with_the_same_stack_are_one_group_and_the_largest_comes_first():
@@ -167,7 +164,7 @@ def test_a_phase_may_take_twice_as_long_as_in_the_first_step_until_a_later_one_h
     assert learned(make_sim, [100.0, 100.0], "optimizer").limit() == 500.0
 
 
-def test_a_long_evaluation_seen_in_heartbeats_is_learned(make_sim: Any):
+def test_a_long_evaluation_seen_in_heartbeats_is_learned_and_steps_in_between_teach_nothing_of_it(make_sim):
     sim = make_sim()
     progress = learned(make_sim, [0.1] * 5)
     for start in range(3):
@@ -176,9 +173,6 @@ def test_a_long_evaluation_seen_in_heartbeats_is_learned(make_sim: Any):
         progress.beat(at + 400, sim.beat(0, 6, "forward", moved=True, phase_started=at + 400))
     progress.beat(sim.now, sim.beat(0, 6, "eval", moved=True))
     assert progress.limit() == pytest.approx(2000, rel=0.1)
-
-
-def test_heartbeats_with_steps_in_between_teach_nothing_of_the_time_that_passed(make_sim: Any):
     sim = make_sim()
     progress = learned(make_sim, [0.1] * 5)
     for number in range(3):

@@ -106,8 +106,16 @@ def test_a_rank_that_cannot_come_is_named_with_what_became_of_it(absent: Any, su
     assert verdict.views[2].absent == absent
 
 
-def test_a_rank_that_died_ahead_of_the_others_is_what_they_wait_for():
+def test_a_rank_that_died_ahead_is_what_the_others_wait_for_and_a_chain_of_waits_is_named_by_its_end():
     verdict = judge([view(0, collectives=100), view(1, collectives=100), view(2, collectives=101, absent="gone")])
+    assert (verdict.hung, verdict.waiting) == ((2,), (0, 1))
+    members = {"a": (0, 1), "b": (1, 2)}
+    views = [
+        seen(0, found(("a", 2, "all_reduce"), members=members), inside="all_reduce", group="a"),
+        seen(1, found(("a", 1, "x", 0, True), ("b", 2, "send"), members=members), inside="bcast", group="b"),
+        seen(2, found(("b", 1, "x", 0, True), members=members, frames=SLEEPS), phase="data"),
+    ]
+    verdict = judge(views)
     assert (verdict.hung, verdict.waiting) == ((2,), (0, 1))
 
 
@@ -138,10 +146,12 @@ def test_different_collectives_at_the_same_count_are_a_mismatch_and_nobody_is_na
     assert [verdict.views[rank].inside for rank in range(3)] == ["all_reduce", "all_reduce", "all_gather"]
 
 
-def test_a_run_of_one_rank_names_that_rank():
+def test_a_run_of_one_rank_names_that_rank_and_one_for_which_nobody_waits_has_its_phase_s_patience():
     verdict = judge([view(0, phase="forward", age=11.0)])
     assert (verdict.kind, verdict.hung, verdict.age) == ("alone", (0,), 11.0)
     assert judge([view(0, phase="data", age=31.0)]).hung == (0,)
+    assert judge([seen(0, found(frames=SLEEPS), phase="idle", age=100.0, limit=300.0)]) is None
+    assert judge([seen(0, found(frames=SLEEPS), phase="idle", age=301.0, limit=300.0)]).hung == (0,)
 
 
 def test_ranks_that_outlive_finished_ones_without_progress_are_a_hang_at_exit():
@@ -192,10 +202,13 @@ def test_ranks_are_named_in_a_few_words(ranks: list[int]):
     assert len(ranks_in_words(ranks)) < 40
 
 
-def test_where_no_collective_is_counted_the_rank_that_is_behind_in_the_step_is_likely():
-    # DDP's reducer works in C++: the probe sees no collectives at all.
+def test_where_no_collective_is_counted_a_rank_behind_or_asleep_in_its_own_code_is_likely():
     verdict = judge([view(0), view(1), view(2, phase="data")])
     assert (verdict.kind, verdict.hung, verdict.sure) == ("missing", (2,), False)
+    waits = [seen(rank, found(members={}, frames=BACKWARD, asleep=0.0), age=9.0) for rank in (0, 1)]
+    verdict = judge([*waits, seen(2, found(members={}, frames=SLEEPS), phase="idle")])
+    assert (verdict.kind, verdict.hung, verdict.sure) == ("missing", (2,), False)
+    assert judge([*waits, seen(2, found(members={}, frames=BACKWARD), age=9.0)]).kind == "unclear"
 
 
 TRAIN = "/home/me/train.py"
@@ -254,13 +267,10 @@ def test_work_is_not_sleep_and_has_the_patience_of_its_phase():
     assert judge([*waiting(0, 1, 3), evaluates]) is None
 
 
-def test_a_receive_that_nobody_sends_to_is_a_mismatch_with_the_collective_the_others_are_in():
+def test_a_receive_that_nobody_sends_to_is_a_mismatch_and_one_from_a_rank_asleep_names_that_one():
     verdict = judge([seen(0, found(EIGHT), inside="recv"), *waiting(1)])
     assert (verdict.kind, verdict.hung, verdict.differs) == ("mismatch", (), (0,))
     assert (verdict.facts, verdict.collective) == (OtherRanks((0,)), Collective("all_reduce", 9))
-
-
-def test_a_rank_that_receives_from_the_one_asleep_is_not_named():
     asleep = seen(1, found(EIGHT, frames=SLEEPS), phase="forward")
     assert judge([seen(0, found(EIGHT), inside="recv"), asleep, *waiting(2)]).hung == (1,)
 
@@ -285,17 +295,6 @@ def test_whoever_is_outside_of_the_group_is_not_blamed_for_its_collective():
     assert (verdict.kind, verdict.hung, verdict.waiting) == ("missing", (1,), (0, 2, 3))
 
 
-def test_the_end_of_a_chain_of_waits_is_named_not_its_middle():
-    members = {"a": (0, 1), "b": (1, 2)}
-    views = [
-        seen(0, found(("a", 2, "all_reduce"), members=members), inside="all_reduce", group="a"),
-        seen(1, found(("a", 1, "x", 0, True), ("b", 2, "send"), members=members), inside="bcast", group="b"),
-        seen(2, found(("b", 1, "x", 0, True), members=members, frames=SLEEPS), phase="data"),
-    ]
-    verdict = judge(views)
-    assert (verdict.hung, verdict.waiting) == ((2,), (0, 1))
-
-
 @pytest.mark.parametrize("odd", [("0", 9, "all_gather", 64), ("0", 9, "all_reduce", 32)])
 def test_a_collective_that_one_rank_entered_differently_is_a_mismatch_with_the_odd_one_told(odd: Any):
     views = [seen(rank, found(("0", 9, "all_reduce", 64)), inside="all_reduce", group="0") for rank in (0, 1, 3)]
@@ -303,12 +302,6 @@ def test_a_collective_that_one_rank_entered_differently_is_a_mismatch_with_the_o
     assert (verdict.kind, verdict.hung, verdict.differs) == ("mismatch", (), (2,))
     assert isinstance(verdict.facts, Difference)
     assert [call[:4] for call in verdict.facts.calls.values()] == [*(("0", 9, "all_reduce", 64),) * 3, odd]
-
-
-def test_sizes_may_differ_where_every_rank_may_give_another_one():
-    assert difference([seen(rank, found(("0", 9, "all_to_all_single", 10 + rank))) for rank in (0, 1)]) is None
-    done = [seen(rank, found(("0", 9, "all_reduce", 10 + rank, True))) for rank in (0, 1)]
-    assert difference(done) is None, "it is behind all of them"
 
 
 def test_ddps_collectives_are_seen_through_the_recorder_under_nccl():
@@ -359,25 +352,32 @@ def test_a_silent_rank_is_not_at_fault_if_it_may_work_or_its_last_words_prove_no
     assert fallen_silent(phase="eval", limit=300.0) is None
 
 
-def test_where_counts_do_not_separate_a_rank_asleep_in_its_own_code_is_likely():
-    # DDP without a recorder: no collective is counted, and all others sit in their backward.
-    waits = [seen(rank, found(members={}, frames=BACKWARD, asleep=0.0), age=9.0) for rank in (0, 1)]
-    verdict = judge([*waits, seen(2, found(members={}, frames=SLEEPS), phase="idle")])
-    assert (verdict.kind, verdict.hung, verdict.sure) == ("missing", (2,), False)
-    assert judge([*waits, seen(2, found(members={}, frames=BACKWARD), age=9.0)]).kind == "unclear"
-
-
-def test_all_in_the_same_collective_still_cannot_be_told():
+def test_all_in_the_same_collective_cannot_be_told_and_their_devices_may_compute_for_a_minute():
     assert judge(waiting(*range(4), age=7.5)) is None, "nobody would be named: the ordinary patience holds"
     assert judge(waiting(*range(4), age=9.0)).kind == "unclear"
 
+    def same(age: float) -> Verdict | None:
+        return judge(
+            [seen(rank, spins(("1", 7, "all_reduce"), frames=STEPS), phase="optimizer", age=age) for rank in (0, 1)]
+        )
 
-def test_a_rank_asleep_after_the_end_of_its_script_hangs_at_exit_sooner():
+    assert same(20.0) is None
+    assert same(ENTERED_S + 1).kind == "unclear"
+
+
+def test_a_rank_asleep_after_the_end_of_its_script_hangs_at_exit_sooner_and_one_that_uploads_does_not():
     done = seen(0, finished=True)
     over = found(members={}, frames=[SHUTDOWN])
     assert judge([done, seen(1, over, phase="idle", age=EXIT_SURE_S + 1)]).hung == (1,)
     lingers = seen(1, found(), phase="exit", age=EXIT_SURE_S + 1, limit=EXIT_LIMIT_S)
     assert judge([done, lingers]).kind == "exit"
+
+    def left(age: float, **more: Any) -> RankView:
+        return seen(1, found(asleep=age, **more), phase="exit", age=age, limit=EXIT_LIMIT_S)
+
+    assert judge([done, left(200.0, work="works")]) is None
+    assert judge([done, left(EXIT_WORKING_S + 1, work="works")]).kind == "exit"
+    assert judge([done, left(EXIT_SURE_S + 1)]).kind == "exit"
 
 
 def test_a_rank_in_a_collective_with_a_finished_one_waits_in_vain_and_in_another_group_may_not():
@@ -398,11 +398,6 @@ def test_work_in_the_process_tree_has_its_own_patience_and_retries_are_no_sleep(
     assert late(7.5, restless=True) is None, "it woke up in between"
     assert late(7.5).hung == (2,)
     assert late(8.5, asleep=0.0, work="computes").hung == (2,)
-
-
-def test_a_rank_for_which_nobody_waits_has_the_whole_patience_of_its_phase_asleep_or_not():
-    assert judge([seen(0, found(frames=SLEEPS), phase="idle", age=100.0, limit=300.0)]) is None
-    assert judge([seen(0, found(frames=SLEEPS), phase="idle", age=301.0, limit=300.0)]).hung == (0,)
 
 
 def test_a_rank_that_steps_on_without_the_collective_the_others_wait_in_ran_ahead():
@@ -434,17 +429,6 @@ def test_a_build_lock_that_every_rank_waits_for_without_a_compiler_is_named_at_o
     for builds in (replace(lock, compiler=True), replace(lock, idle_s=1.0)):
         assert judge([at_lock[0], at_start(1, found(lock=builds))]) is None
     assert judge([at_lock[0], at_start(1, found(frames=SLEEPS))]) is None, "it may be the one that builds"
-
-
-def test_a_rank_that_uploads_after_the_others_finished_is_no_hang_at_exit():
-    done = seen(0, finished=True)
-
-    def left(age: float, **more: Any) -> RankView:
-        return seen(1, found(asleep=age, **more), phase="exit", age=age, limit=EXIT_LIMIT_S)
-
-    assert judge([done, left(200.0, work="works")]) is None
-    assert judge([done, left(EXIT_WORKING_S + 1, work="works")]).kind == "exit"
-    assert judge([done, left(EXIT_SURE_S + 1)]).kind == "exit"
 
 
 # Ranks that wait for their device or for others: no phase's limit applies to them.
@@ -569,11 +553,14 @@ def test_gathered_parameters_entered_unequally_are_counted():
     assert title.startswith("GatheredParameters entered 2 times on rank 1, once on rank 0")
 
 
-def test_sizes_that_differ_are_named_with_their_lines():
+def test_sizes_that_differ_are_named_with_their_lines_but_where_every_rank_may_give_another_one():
     sizes = [spins(("0", 1, "all_reduce", size), frames=SLEEPS) for size in (4096, 16)]
     verdict = judge([seen(rank, one, phase="idle", age=4.0, limit=300.0) for rank, one in enumerate(sizes)])
     title = "all_reduce of different sizes: rank 0: 4,096 elements, train.py:52; rank 1: 16 elements, train.py:52"
     assert of_verdict(verdict).title == title
+    assert difference([seen(rank, found(("0", 9, "all_to_all_single", 10 + rank))) for rank in (0, 1)]) is None
+    done = [seen(rank, found(("0", 9, "all_reduce", 10 + rank, True))) for rank in (0, 1)]
+    assert difference(done) is None, "it is behind all of them"
 
 
 def test_ranks_that_still_work_or_have_just_moved_are_not_in_a_deadlock():
@@ -599,24 +586,12 @@ def test_ranks_wait_for_one_whose_script_has_ended_in_an_earlier_step():
     assert ends(stands=0.0) is None, "it computes"
 
 
-def test_while_every_rank_has_entered_the_same_collectives_the_devices_may_compute_for_a_minute():
-    def same(age: float) -> Verdict | None:
-        return judge(
-            [seen(rank, spins(("1", 7, "all_reduce"), frames=STEPS), phase="optimizer", age=age) for rank in (0, 1)]
-        )
-
-    assert same(20.0) is None
-    assert same(ENTERED_S + 1).kind == "unclear"
-
-
-def test_a_rank_whose_device_computes_for_no_collective_has_the_patience_of_one_that_works():
+def test_a_device_that_computes_for_no_collective_or_a_sleep_that_ends_soon_is_work_and_a_day_s_a_hang():
     waits = seen(0, spins(("1", 7, "all_reduce"), frames=STEPS), phase="optimizer", age=20.0)
     busy = spins(("1", 6, "all_reduce", 0, True), frames=STEPS, work="device")
     assert judge([waits, seen(1, busy, phase="forward", age=20.0, working_limit=60.0)]) is None
     assert judge([waits, seen(1, replace(busy, work=""), phase="forward", age=20.0)]).hung == (1,)
 
-
-def test_a_sleep_that_ends_soon_is_work_and_one_of_a_day_is_a_hang():
     def asleep(wakes: float | None) -> Verdict | None:
         waits = seen(0, spins(("1", 7, "all_reduce"), frames=STEPS), phase="optimizer", age=12.0)
         sleeper = found(("1", 6, "all_reduce", 0, True), members=PAIR, frames=SLEEPS, wakes=wakes)
@@ -632,7 +607,7 @@ def by_nccl(count: int) -> Calls:
     return Calls("nccl", (Call("0xab", count, "collective", 0, False if count == 9 else None),), {}, {"0xab": (0, 1)})
 
 
-def test_nccls_own_counts_name_the_rank_behind_where_nothing_was_recorded():
+def test_nccls_own_counts_name_the_rank_behind_and_a_verdict_they_contradict_is_not_sure_and_says_so():
     counted = [
         Evidence(1.0, by="probe", frames=SLEEPS, place=where(SLEEPS), nccl=by_nccl(9 - rank), asleep=6.0 * rank)
         for rank in (0, 1)
@@ -640,8 +615,6 @@ def test_nccls_own_counts_name_the_rank_behind_where_nothing_was_recorded():
     verdict = judge([seen(rank, evidence, age=20.0) for rank, evidence in enumerate(counted)])
     assert (verdict.kind, verdict.hung, verdict.sure) == ("missing", (1,), True)
 
-
-def test_a_verdict_that_nccls_counts_contradict_is_not_sure_and_says_so():
     def judged(first: int, second: int) -> Verdict:
         waits = replace(spins(("1", 7, "all_reduce"), frames=STEPS), nccl=by_nccl(first))
         late = found(("1", 6, "all_reduce", 0, True), members=PAIR, frames=SLEEPS, nccl=by_nccl(second))

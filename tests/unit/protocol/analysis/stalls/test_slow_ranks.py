@@ -22,15 +22,12 @@ def told(views: list[RankView], *, is_hang_from: float = 1e9) -> list[tuple[int,
     ]
 
 
-def test_a_rank_that_polls_at_one_line_is_named_early_and_a_warning_once_it_lasts() -> None:
+def test_a_rank_that_polls_at_one_line_is_named_early_a_warning_once_it_lasts_until_a_hang_is_judged():
     assert told([WAITING, LATE]) == [(int(EARLY_S), "info", "raised"), (int(LONG_S), "warning", "raised")]
     detector = WaitDetector()
     (found,) = [one for second in range(20) for one in detector.tick(float(second), [WAITING, LATE], False)]
     assert words_of(found).title == "rank 0 waits for rank 1: write_cache in cache.py:6 in write_cache"
     assert words_of(found).text.startswith("Rank 1 has polled at that line for")
-
-
-def test_a_verdict_on_a_hang_takes_its_place() -> None:
     assert told([WAITING, LATE], is_hang_from=30) == [(int(EARLY_S), "info", "raised"), (30, "", "resolved")]
 
 

@@ -81,13 +81,14 @@ def test_the_smaller_the_excess_the_longer_it_must_last(excess, steps, found):
     assert len(findings) == found
 
 
-def test_a_rank_grossly_slower_than_the_others_is_found_after_four_long_steps():
+def test_a_rank_grossly_slower_is_found_after_four_long_steps_and_four_that_differ_make_none():
     judge, found = play(slow(-1), steps=40)
     _, found = play(slow(1, data=900.0), steps=5, judge=judge, first=41)
     assert [(one.facts.rank, one.facts.slow_at, one.facts.steps) for one in found] == [(1, "data", 4)]
     assert found[0].facts.own_us == pytest.approx(1_000_000, rel=0.05), "the steps before do not count"
     _, found = play(lambda rank, step: {"data": 500.0 + 8_000.0 * rank}, steps=6)
     assert [finding.facts.rank for finding in found] == [1], "from the start, after the steps of warm-up"
+    assert play(lambda rank, step: {"data": 500.0 + rank * (1_000.0, 8_000.0)[step % 2]}, steps=9)[1] == []
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -98,17 +99,10 @@ def test_random_lengths_of_two_values_do_not_make_a_straggler_of_who_draws_the_l
     assert alarms <= 1
 
 
-def test_four_long_steps_that_differ_do_not_make_a_straggler():
-    assert play(lambda rank, step: {"data": 500.0 + rank * (1_000.0, 8_000.0)[step % 2]}, steps=9)[1] == []
-
-
-def test_a_rank_that_is_slow_in_all_phases_is_slow_everywhere():
+def test_a_rank_slow_in_all_phases_is_slow_everywhere_and_of_two_the_one_others_wait_for_is_found():
     _, found = play(slow(1, **{name: 2 * ms for name, ms in PARTS.items() if ms >= 8}))
     assert found[0].facts.slow_at == EVERYWHERE
     assert said(found).title.startswith("rank 1 is slow everywhere: 29")
-
-
-def test_of_two_slow_ranks_the_one_that_others_wait_for_is_found():
     base = slow(2, forward=200.0)
     _, found = play(lambda rank, step: base(rank, step) | ({"data": 80.0} if rank == 1 else {}), ranks=4)
     assert [finding.facts.rank for finding in found] == [2]
@@ -122,9 +116,12 @@ def test_ranks_that_draw_their_work_at_random_are_never_stragglers(ranks, sigma)
     assert found == []
 
 
-def test_steps_of_a_tenth_of_a_second_to_eight_seconds_by_each_ranks_own_draw_are_no_stragglers():
+def test_steps_of_any_length_by_each_ranks_own_draw_and_more_micro_steps_are_no_stragglers():
     for seed in range(20):
         assert play(drawn(random.Random(seed), [0.1, 0.1, 0.1, 0.2, 0.5, 1, 2, 4, 8]), steps=100)[1] == []
+    for excess, findings in ((90.0, 0), (400.0, 1)):
+        _, found = play(slow(1, forward=excess), more=lambda rank, step: {"micro_steps": 2 if rank else 1})
+        assert len(found) == findings
 
 
 def test_spells_of_slowness_raise_a_handful_of_findings_however_long_the_run():
@@ -153,12 +150,6 @@ def test_ranks_whose_waiting_supports_no_verdict_are_not_compared(waited, walls)
     for step in range(1, 80):
         for rank, own in enumerate((100_000, 200_000)):
             assert judge.step(step, rank, step, Work({"forward": own}, waited, True, walls[rank])) == []
-
-
-def test_more_micro_steps_are_not_slowness():
-    for excess, findings in ((90.0, 0), (400.0, 1)):
-        _, found = play(slow(1, forward=excess), more=lambda rank, step: {"micro_steps": 2 if rank else 1})
-        assert len(found) == findings
 
 
 def test_steps_with_an_evaluation_on_one_rank_are_left_out():
@@ -298,7 +289,12 @@ def test_the_loader_is_told_apart_from_work_on_the_batch_it_delivered(in_loader,
     assert alert.evidence["own_ms_by_phase"][where] == pytest.approx(100, rel=0.1)
 
 
-def test_a_rank_that_ended_is_no_longer_compared():
+def test_new_processes_are_judged_anew_and_a_rank_that_ended_is_no_longer_compared():
+    sim = begun()
+    for generation in range(1, 12):
+        train(sim, 1, 6, generation % 2)
+        sim.feed(*(sim.hello(rank, pid=1000 * generation + rank) for rank in range(2)))
+    assert sim.alerts("slow") == []
     sim = begun(4)
     train(sim, 1, 10)
     sim.fact(0, alive=False, exit_code=0)
@@ -308,14 +304,6 @@ def test_a_rank_that_ended_is_no_longer_compared():
         sim.feed(*(sim.step(rank, step, make(rank, step)) for rank in (1, 2, 3)))
         sim.tick()
     assert [alert.rank for alert in sim.alerts("slow")] == [3]
-
-
-def test_new_processes_under_the_same_ranks_are_judged_anew():
-    sim = begun()
-    for generation in range(1, 12):
-        train(sim, 1, 6, generation % 2)
-        sim.feed(*(sim.hello(rank, pid=1000 * generation + rank) for rank in range(2)))
-    assert sim.alerts("slow") == []
 
 
 def test_a_standing_alert_of_a_hub_that_died_ends_once_the_rank_is_as_fast_again():

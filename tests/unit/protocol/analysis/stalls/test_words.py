@@ -146,14 +146,11 @@ def test_why_nothing_can_be_told_in_words(facts: Unclear, reason: str):
     assert title == f"no progress for 10 s, cannot tell which rank: {reason}"
 
 
-def test_a_collective_is_named_with_its_count_and_its_group():
+def test_a_collective_with_its_count_and_group_and_where_a_rank_is_in_words():
     assert collective(None) == ""
     assert collective(Collective("barrier", None)) == "barrier"
     assert collective(Collective("", 9, (0, 1))) == "#9 of the group of ranks 0 and 1"
     assert collective(Collective("x", 0, (0,), "5")) == "x #0 of group 5 (rank 0)"
-
-
-def test_where_a_rank_is_in_words():
     line = "train.py:52 in main"
     held = found(lock=LockWait("/c/lock", holder="pid 7"))
     assert where(view(0, phase="forward", evidence=found())) == f"in forward: {line}"

@@ -49,16 +49,13 @@ def test_the_risky_come_last_or_first_with_fail_fast_and_without_predictions_the
     assert order(runs, fail_fast=False) == order(runs, fail_fast=True) == runs
 
 
-def test_no_run_begins_that_would_not_end_within_the_budget() -> None:
+def test_no_run_begins_that_would_not_end_within_the_budget_and_what_is_left_is_time_and_money():
     rows = [row(1), row(2)]
     assert why_not_next(Budget(), 1e9, rows, 0.0) == ""
     assert why_not_next(Budget(100.0), 69.0, rows, 0.0) == ""
     assert "29 s are left of the budget, and a run takes 30 s" in why_not_next(Budget(100.0), 71.0, rows, 0.0)
     assert "used up" in why_not_next(Budget(100.0), 100.0, [], 0.0)
     assert "used up" in why_not_next(Budget(100.0), 60.0, [], 40.0)
-
-
-def test_what_is_left_is_told_in_time_and_money() -> None:
     found = left(Budget(7200.0, None, 2.5, 4), 1800.0, [row(1)], 4)
     assert (found.left_seconds, found.used_money, found.left_money) == (5400.0, 5.0, 15.0)
     assert found.expected_seconds == 120.0
@@ -81,15 +78,12 @@ def test_a_plan_has_the_time_of_each_run_and_what_a_coarser_step_saves() -> None
     assert cost_lines(shown, [row(1), row(1, 1)])[0].startswith("time: about 10 m 56 s (5.25) for 16 runs")
 
 
-def test_the_time_of_a_run_is_that_of_the_measured_ones() -> None:
+def test_the_time_of_a_run_is_that_of_the_measured_ones_and_without_rows_a_plan_has_a_limit():
     runs = with_durations(lengths(3), [row(1)], 5)  # 30 s with steps of 100 ms: a start of 29.5 s
     assert [run.seconds for run in runs] == [30.5, 30.0, 30.5]
     assert with_durations([Planned({"seq": 7})], [row(1)], 5)[0].seconds == 30.0
     together = with_durations(lengths(3), [], 5, "seq")
     assert [run.seconds for run in together] == [START_SECONDS + 1, 1.0, 1.0], "one process starts once"
-
-
-def test_without_predictions_and_rows_a_plan_has_a_limit() -> None:
     plan = Plan(0.0, ProcessId(1, 1), [Planned({"seq": 7})], 3, Budget(None, None, 3.6, 2), timeout=600.0)
     (line,) = cost_lines(plan, [])
     assert line.startswith("time: not known before a run is measured; 3 runs take at most 30 m 00 s (3.60)")
