@@ -36,7 +36,8 @@ def test_every_command_is_accepted(document: str, least: int, capsys: pytest.Cap
         assert status_of(words) == 0, f"ftmon {shlex.join(words)}: {capsys.readouterr().err}"
 
 
-def test_each_symptom_has_three_steps_with_a_command_first() -> None:
+def test_the_readme_s_first_screen_leads_to_symptoms_that_have_three_steps_with_a_command_first():
+    assert "docs/symptoms.md" in "".join((ROOT / "README.md").read_text().splitlines()[:20])
     _, *sections = re.split(r"^## (.+)$", (ROOT / "docs/symptoms.md").read_text(), flags=re.M)
     assert tuple(sections[::2]) == SYMPTOMS
     for name, text in zip(sections[::2], sections[1::2], strict=True):
@@ -44,7 +45,3 @@ def test_each_symptom_has_three_steps_with_a_command_first() -> None:
         assert [number for number, _ in steps] == ["1", "2", "3"], name
         assert "ftmon " in text
         assert all(step.startswith(("`ftmon ", "If ")) for _, step in steps), name
-
-
-def test_the_first_screen_of_the_readme_leads_to_the_symptoms() -> None:
-    assert "docs/symptoms.md" in "".join((ROOT / "README.md").read_text().splitlines()[:20])

@@ -7,7 +7,7 @@ import grimp
 from places import ROOT
 
 
-def test_the_list_of_packages_is_the_packages_on_disk() -> None:
+def test_the_list_of_packages_is_that_on_disk_and_every_module_lies_in_one_of_them():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = {"ftmon"}
     for top in ("protocol", "trainer", "tui"):
@@ -15,15 +15,9 @@ def test_the_list_of_packages_is_the_packages_on_disk() -> None:
             ".".join(("ftmon", *path.parent.relative_to(ROOT).parts)) for path in (ROOT / top).rglob("__init__.py")
         }
     assert sorted(listed) == sorted(found)
-
-
-def test_every_module_lies_in_a_listed_package() -> None:
     for top in ("protocol", "trainer", "tui"):
         for path in (ROOT / top).rglob("*.py"):
             assert (path.parent / "__init__.py").exists(), f"{path} is in no package and would not ship"
-
-
-def test_no_other_module_lies_at_the_root() -> None:
     assert [path.name for path in ROOT.glob("[!.]*.py")] == ["__init__.py"]
 
 

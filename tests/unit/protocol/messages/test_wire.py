@@ -127,6 +127,7 @@ def test_known_types_with_any_fields_never_crash(tag: str, fields: dict[str, obj
 
 
 def test_a_string_that_is_no_text_is_refused_and_bytes_that_are_no_utf_8_are_sent_with_question_marks():
+    # msgspec raises Python's own UnicodeDecodeError for it, which is no MsgspecError.
     body = encode({"type": "stacks", "rank": 0, "time": 0.0, "text": "????"}).replace(b"????", b"\xff\xfe\x80\x80")
     with pytest.raises(ProtocolError, match="damaged ftmon message of type 'stacks'"):
         wire.decode_body(body)

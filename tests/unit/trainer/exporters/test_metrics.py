@@ -67,14 +67,11 @@ def test_a_state_that_comes_late_fills_what_is_missing_and_replaces_nothing_newe
     assert ("skipped_steps_total", "1") not in found, "a step of the state may have been counted before"
 
 
-def test_figures_of_a_rank_end_with_its_process_and_its_state_stays() -> None:
+def test_figures_of_a_rank_end_with_its_process_and_those_of_a_job_with_the_next_one():
     found = after(hello(0), step(3, 0), step(3, 1), RankState(0, "gone", 1.0), state=((20, hello(0)), (30, step(2, 0))))
     assert {label for name, label in found if name == "step"} == {"1"}
     assert found["rank_state", "0,gone"] == 1
     assert not any(name == "rank_info" for name, _ in found)
-
-
-def test_figures_of_a_job_end_with_the_next_one() -> None:
     found = after(
         job(1), step(80, 0), step(80, 1), job(2), step(1, 0), job(2), state=((90, job(1)), (102, step(79, 1)))
     )

@@ -106,16 +106,13 @@ def test_counters_are_deltas_where_that_is_preferred(receiver, monkeypatch):
     assert [value for value, _ in receiver.values("ftmon.skipped_steps")][:3] == [1, 1, 0]
 
 
-def test_another_protocol_is_refused(monkeypatch):
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
-    with pytest.raises(UsageError, match="OTEL_EXPORTER_OTLP_PROTOCOL=grpc: ftmon sends http/protobuf"):
-        otel.OpenTelemetry().open(RUN)
-
-
-def test_a_refusal_names_the_status_and_no_key(receiver, monkeypatch):
+def test_a_refusal_names_the_status_and_no_key_and_another_protocol_is_refused(receiver, monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://me:key@127.0.0.1:{receiver.port}/none?key=key")
     with pytest.raises(TargetError, match=r"^http://127.0.0.1:[0-9]+ does not accept traces: HTTP status 404$"):
         send(sent(step(1)))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    with pytest.raises(UsageError, match="OTEL_EXPORTER_OTLP_PROTOCOL=grpc: ftmon sends http/protobuf"):
+        otel.OpenTelemetry().open(RUN)
 
 
 def test_a_signal_that_is_refused_stays_an_error_until_it_is_accepted_and_the_other_is_sent(receiver, monkeypatch):

@@ -88,27 +88,28 @@ def test_a_loss_of_one_rank_that_is_no_number_is_flagged(loss):
     assert (row.values["train/loss_finite"], row.values["train/grad_norm_finite"]) == (0.0, 1.0)
 
 
-def test_a_client_with_seven_digits_gets_gib_and_no_time_since_the_epoch():
+def test_a_client_with_seven_digits_gets_gib_and_steps_that_fall_after_a_restart_are_rows_again():
     row, devices = rows(step(0, 1, peak=3 * GIB), device("node-1", "gpu", 0, 5 * GIB), float32=True)
     assert row.values["system/memory_allocated_peak_gib"] == 3.0
     assert devices.values["system/device_memory_used_gib/gpu0"] == 5.0
     assert not [name for name in row.values | devices.values if "bytes" in name or "timestamp" in name]
+    restarted = Job(2, 1.0, "training", 1.0, restart=1)
+    found = rows(*hello(2), step(0, 5), step(1, 5), step(0, 6), restarted, step(0, 3), step(1, 3))
+    assert [row.step for row in found] == [5, 6, 3]
+    assert [row.step for row in rows(step(0, 5), step(0, 6), step(0, 5))] == [5, 6, 5]
 
 
 def device(host: str, kind: str, index: int, used: int) -> DeviceSample:
     return DeviceSample(host, kind, index, "H200", 1.0, used, 80 * GIB)  # type: ignore[arg-type]
 
 
-def test_devices_have_a_row_each_ten_seconds_with_the_host_in_other_hosts_names():
+def test_devices_have_a_row_each_ten_seconds_and_evaluations_the_names_of_transformers_trainer():
     samples = [device("node-1", "gpu", 1, 1), device("node-2", "gpu", 0, 2), device("node-1", "host", 0, 3)]
     found = rows(*samples * 10, every=1.0)
     assert [row.time for row in found] == [0.0, 10.0, 20.0, 30.0]
     used = {name: value for name, value in found[1].values.items() if "memory_used" in name}
     stem = "system/device_memory_used_bytes/"
     assert used == {f"{stem}gpu1": 1, f"{stem}node-2/gpu0": 2, f"{stem}host": 3}
-
-
-def test_evaluations_have_the_names_of_the_trainer_of_transformers():
     default, named = rows(
         Evaluation(0, 7, 1.0, loss=NAN, metrics={"accuracy": 0.5}), Evaluation(0, 7, 1.0, "squad", loss=2.0)
     )
@@ -124,13 +125,6 @@ def test_a_step_waits_for_no_rank_that_has_ended_or_is_ten_seconds_late():
         assert late.apply(Frame(1, 1.0, message)) == []
     assert late.apply(Frame(2, 10.0, step(0, 2))) == []
     assert [row.step for row in late.apply(Frame(3, 11.5, step(0, 3)))] == [1]
-
-
-def test_steps_that_fall_after_a_restart_are_rows_again():
-    restarted = Job(2, 1.0, "training", 1.0, restart=1)
-    found = rows(*hello(2), step(0, 5), step(1, 5), step(0, 6), restarted, step(0, 3), step(1, 3))
-    assert [row.step for row in found] == [5, 6, 3]
-    assert [row.step for row in rows(step(0, 5), step(0, 6), step(0, 5))] == [5, 6, 5]
 
 
 def test_a_tracker_gets_a_run_from_its_first_message_to_its_end():

@@ -44,15 +44,21 @@ def test_a_shell_around_a_rank_and_a_compiler_that_it_left_are_no_ranks(monkeypa
     assert [{rank: process.pid - NONE for rank, process in job.ranks.items()} for job in jobs] == [{0: 11}]
 
 
-def test_a_run_id_of_torchrun_counts_before_the_port() -> None:
+def test_a_run_id_of_torchrun_counts_before_the_port_and_all_leaves_out_what_ftmon_started():
     processes = table(p10=1, p11=1)
     environments = {NONE + pid: ranked(pid - 10, pid, TORCHELASTIC_RUN_ID="job-7") for pid in (10, 11)}
     assert [job.key for job in find_jobs(processes, environments)] == ["job-7"]
+    processes = table(p10=1, p11=1)
+    environments = {NONE + 10: ranked(0, FTMON_RUN="/runs/a"), NONE + 11: ranked(0, 29501)}
+    assert [job.key for job in all_jobs(processes, environments)] == ["29501"]
 
 
-def test_a_launcher_that_was_given_the_rank_of_its_host_is_no_rank() -> None:
+def test_a_launcher_with_the_rank_of_its_host_is_no_rank_and_the_command_s_own_shell_is_refused(monkeypatch):
     jobs = find_jobs(table(p10=1, p11=10), {NONE + 10: ranked(0), NONE + 11: ranked(0, local=0)})
     assert [job.ranks[0].pid - NONE for job in jobs] == [11]
+    monkeypatch.setattr(os, "getpid", lambda: NONE + 11)
+    with pytest.raises(UsageError, match="runs this command"):
+        jobs_of(NONE + 10, table(p10=1, p11=10), {})
 
 
 @pytest.mark.parametrize("asked", [10, 11, 12, 13], ids=["launcher", "rank", "other rank", "worker"])
@@ -76,15 +82,3 @@ def test_any_process_of_a_run_leads_to_all_its_ranks(asked: int) -> None:
 def test_a_process_that_cannot_be_watched_is_refused_with_the_reason(pid, environments, words) -> None:
     with pytest.raises(UsageError, match=words):
         jobs_of(NONE + pid, table(p10=1), environments)
-
-
-def test_the_shell_that_runs_the_command_is_refused_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getpid", lambda: NONE + 11)
-    with pytest.raises(UsageError, match="runs this command"):
-        jobs_of(NONE + 10, table(p10=1, p11=10), {})
-
-
-def test_all_leaves_out_what_ftmon_started() -> None:
-    processes = table(p10=1, p11=1)
-    environments = {NONE + 10: ranked(0, FTMON_RUN="/runs/a"), NONE + 11: ranked(0, 29501)}
-    assert [job.key for job in all_jobs(processes, environments)] == ["29501"]

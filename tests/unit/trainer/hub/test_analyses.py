@@ -71,15 +71,12 @@ def alerts_of(given: Sequence[Frame], *, one_by_one: bool) -> dict[tuple[Any, ..
     return {(one.kind, one.rank, one.phase, one.evidence.get("rule")): one for one in alerts}
 
 
-def test_a_batch_of_steps_raises_the_same_alerts_as_single_steps():
+def test_a_batch_of_steps_raises_the_alerts_of_single_ones_before_a_message_of_another_type(steps):
     given = frames()
     assert max(given.index(one) for one in given[:300] if isinstance(one.message, Step)) > 64
     found = alerts_of(given, one_by_one=True)
     assert {kind for kind, *_ in found} >= {"spike", "leak", "health"}
     assert alerts_of(given, one_by_one=False) == found
-
-
-def test_collected_steps_are_processed_before_a_message_of_another_type(steps):
     analysis = made()
     seen: list[int] = []
     analysis._detectors.steps = lambda steps, _failed: [seen.extend(step.step for _, step in steps)][:0]  # type: ignore[method-assign]

@@ -99,10 +99,13 @@ def test_sleep_and_rest_are_measured_from_one_observation_to_the_next(bench):
     assert (found.asleep, found.quiet, found.work, found.is_asleep) == (5.0, 5.0, "", True)
 
 
-def test_what_wakes_up_again_is_restless_and_at_work(bench):
+def test_what_wakes_up_again_is_restless_and_so_is_a_retry_before_a_whole_sleep_was_observed(bench):
     bench.patch("WORK_KEPT_SECONDS", 1e9)
     found = observe(bench, asleep(1.0), asleep(5.0), asleep(6.0, switches=11), asleep(10.0, switches=11))
     assert (found.restless, found.is_asleep, found.work, found.quiet) == (True, False, "works", 4.0)
+    switches = {1.5: 10, 2.25: 10, 3.0: 11, 3.75: 11, 4.5: 11, 6.0: 12, 9.0: 13, 11.8: 13}
+    found = observe(bench, *(asleep(at, switches=count) for at, count in switches.items()))
+    assert (found.asleep >= ASLEEP_S, found.is_asleep) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -117,12 +120,6 @@ def test_what_wakes_up_again_is_restless_and_at_work(bench):
 )
 def test_a_sleep_for_a_set_time_is_seen_in_the_rank_and_in_the_worker_it_waits_for(bench, wchan, naps, place, timed):
     assert observe(bench, asleep(1.0, wchan=wchan, worker_naps=naps), stacks=place).timed is timed
-
-
-def test_a_retry_is_restless_before_a_whole_sleep_was_observed(bench):
-    switches = {1.5: 10, 2.25: 10, 3.0: 11, 3.75: 11, 4.5: 11, 6.0: 12, 9.0: 13, 11.8: 13}
-    found = observe(bench, *(asleep(at, switches=count) for at, count in switches.items()))
-    assert (found.asleep >= ASLEEP_S, found.is_asleep) == (True, False)
 
 
 def test_a_rank_that_sleeps_much_longer_than_before_it_woke_is_no_longer_restless(bench):

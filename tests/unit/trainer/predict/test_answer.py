@@ -57,12 +57,18 @@ def test_changes_fit_a_narrow_terminal_whole_with_what_to_set_below() -> None:
     assert " ".join(map(str.strip, table[4:])) == change
 
 
-def test_a_reserved_peak_above_the_gpu_that_suffices_is_explained() -> None:
+def test_a_reserved_peak_above_a_gpu_that_suffices_is_explained_and_a_size_that_just_suffices_is_tight():
     (point,) = FOUND.points
     point = msgspec.structs.replace(point, needed_bytes=60 * GIB, nvml_bytes=81 * GIB, fits_on=["H100 80 GB"])
     for gpu, said in (("H100 80 GB", True), ("H200 141 GB", False)):
         text = render(msgspec.structs.replace(FOUND, points=[point], gpu=gpu))
         assert ("on which PyTorch frees cached blocks instead" in text) is said
+    point = msgspec.structs.replace(point, needed_bytes=3 * GIB, fits=False, fails_in="backward")
+    for tight, verdict in ((True, "tight"), (False, "no: backward")):
+        points = [msgspec.structs.replace(point, tight=tight)]
+        text = render(msgspec.structs.replace(FOUND, points=points, capacity_bytes=2 * GIB))
+        assert table(text, "tokens")[1][-1] == verdict
+        assert ("2.00 GiB or less happen to suffice, but some sizes up to 3.00 GiB do not" in text) is tight
 
 
 def test_the_largest_that_fits_says_where_the_search_ended() -> None:
@@ -75,16 +81,6 @@ def test_the_largest_that_fits_says_where_the_search_ended() -> None:
     assert names == ["largest that fits", "GiB for PyTorch", "tokens at batch 2", "batch at 512 tokens"]
     assert small == ["T4 16 GB", "14.00", "1,136", "none"]
     assert large == ["B300 288 GB", "266.00", "4,096 (the model's)", "1,024 or more"]
-
-
-def test_a_size_that_only_happens_to_suffice_is_tight() -> None:
-    (point,) = FOUND.points
-    point = msgspec.structs.replace(point, needed_bytes=3 * GIB, fits=False, fails_in="backward")
-    for tight, verdict in ((True, "tight"), (False, "no: backward")):
-        points = [msgspec.structs.replace(point, tight=tight)]
-        text = render(msgspec.structs.replace(FOUND, points=points, capacity_bytes=2 * GIB))
-        assert table(text, "tokens")[1][-1] == verdict
-        assert ("2.00 GiB or less happen to suffice, but some sizes up to 3.00 GiB do not" in text) is tight
 
 
 def test_a_slope_between_two_lengths_is_called_an_average() -> None:

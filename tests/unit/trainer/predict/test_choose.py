@@ -158,16 +158,13 @@ def test_a_stage_takes_the_time_of_its_collectives_and_of_what_it_copies_for_the
     assert seconds(3, 2) - seconds(1, 2) == pytest.approx(beside - alone + copies, rel=0.01)
 
 
-def test_a_dry_run_that_needs_more_than_the_pieces_leads_to_a_smaller_choice():
+def test_a_dry_run_that_needs_more_leads_to_a_smaller_choice_and_what_fits_nowhere_is_one_line():
     space, fit = space_of("RTX 4090", 1), fit_of(0.5e9, 24, 896, 1)
     before, _ = chosen(space, fit)
     choice, ran = chosen(space, fit, more=1.5)
     assert len(ran) == 2  # the first one did not fit; what it needed corrects the others of its kind
     assert choice.ranked[0].candidate == ran[1] != before.ranked[0].candidate
     assert choice.ranked[0].needed_bytes <= MARGIN * space.capacity_bytes
-
-
-def test_what_fits_nowhere_is_one_line_with_the_least_that_is_needed():
     space, fit = space_of("T4", 1), fit_of(70e9, 80, 8192, 1)
     with pytest.raises(ConfigError) as refused:
         chosen(space, fit)
@@ -176,7 +173,7 @@ def test_what_fits_nowhere_is_one_line_with_the_least_that_is_needed():
     assert "\n" not in text
 
 
-def test_fixed_settings_are_kept():
+def test_fixed_settings_are_kept_and_settings_are_written_as_the_configuration_reads_them():
     space = space_of("H100", 8)
     fixed = Space(
         space.gpu, 8, space.capacity_bytes, 32, LENGTH, stages=(3,), checkpointing=("layers",), offload=(False,),
@@ -185,9 +182,6 @@ def test_fixed_settings_are_kept():
     choice, _ = chosen(fixed, fit_of(8e9, 32, 4096, 8))
     assert choice.ranked[0].candidate == Candidate(3, "layers", False, 0, 2, 5)
     assert len(choice.found) == 1
-
-
-def test_settings_are_written_as_the_configuration_reads_them():
     words = Candidate(2, "layers", True, 16, 4, 8).assignments()
     assert "zero.offload_optimizer=true" in words
     assert "model.gradient_checkpointing=layers" in words

@@ -72,14 +72,11 @@ def plain() -> Ran:
     return Ran(False)
 
 
-def test_a_compiled_block_keeps_what_its_backward_reads(compiled, plain):
+def test_a_compiled_block_keeps_what_its_backward_reads_and_then_the_gradients_as_the_plain_one(compiled, plain):
     """Of each block: gate's and up's outputs and their product, the input of both, the output and the norm's factor."""
     assert compiled.notes == []
     assert compiled.kept == 2 * (3 * WIDE + 2 * NARROW + TOKENS * 4)
     assert plain.kept >= compiled.kept + 2 * WIDE  # also the gate after its function
-
-
-def test_after_the_backward_gradients_remain_in_both(compiled, plain):
     gradients = 2 * 3 * WIDTH * INNER * 4 + NARROW
     assert plain.after - compiled.after == 0
     assert compiled.after == pytest.approx(gradients + NARROW, rel=0.01)  # and the output

@@ -62,10 +62,13 @@ def test_gpus_that_are_not_one_kind_of_the_table_are_refused(text, words):
         decide._machine(text)
 
 
-def test_any_file_given_as_data_is_a_path_whatever_its_name(tmp_path):
+def test_any_file_is_a_path_of_data_and_the_share_of_padding_is_that_of_batches_in_any_order(tmp_path):
     (tmp_path / "data.bin").write_bytes(b"\0")
     assert f'data.path="{tmp_path / "data.bin"}"' in of_model_and_data("m", str(tmp_path / "data.bin"))
     assert 'data.name="owner/data"' in of_model_and_data("m", "owner/data")
+    assert decide._padding([100] * 50) == pytest.approx(0)
+    # Of 8 draws from 1 to n, the longest is 8/9 of n on average, and the mean is half of n.
+    assert decide._padding(range(1, 10_001)) == pytest.approx(1 - (1 / 2) / (8 / 9), abs=1e-3)
 
 
 def test_a_gpu_without_known_rates_is_ordered_by_those_of_another_with_its_own_memory():
@@ -88,12 +91,6 @@ def test_a_larger_micro_batch_that_is_as_fast_is_not_called_faster(seconds, word
     best = Estimate(of, 40 << 30, 10.0, 6_554.0)
     other = Estimate(of._replace(micro_batch=4, accumulation=8), 60 << 30, seconds, 65_536 / seconds)
     assert decide._reasons(Choice([best], [best, other], 1, []), space)["training.micro_batch"] == words
-
-
-def test_the_share_of_padding_is_that_of_batches_in_any_order():
-    assert decide._padding([100] * 50) == pytest.approx(0)
-    # Of 8 draws from 1 to n, the longest is 8/9 of n on average, and the mean is half of n.
-    assert decide._padding(range(1, 10_001)) == pytest.approx(1 - (1 / 2) / (8 / 9), abs=1e-3)
 
 
 def test_the_choice_for_the_cpu_is_written_as_a_file_that_loads(given, tmp_path, capsys):

@@ -53,7 +53,7 @@ def test_what_the_estimate_leaves_out_adds_up_to_the_reserved_peak() -> None:
     assert whole["gathered"] == 0, "only ZeRO-3 gathers parameters"
 
 
-def test_the_answer_has_the_estimate_beside_the_prediction() -> None:
+def test_the_answer_has_the_estimate_beside_the_prediction_and_many_lengths_fit_80_columns():
     text = render(found())
     assert "DeepSpeed's estimate: 525 M of the largest layer x 4 bytes + states = 20.00 GiB" in text
     assert "(estimate_zero3_model_states_mem_needs, DeepSpeed 0.19.8)" in text
@@ -62,9 +62,6 @@ def test_the_answer_has_the_estimate_beside_the_prediction() -> None:
     assert "estimate" not in render(
         msgspec.structs.replace(found(), made=msgspec.structs.replace(LLAMA, estimate=None))
     )
-
-
-def test_of_many_lengths_those_over_the_whole_range_fit_80_columns_beside_the_estimate() -> None:
     lines = render(found(lengths=tuple(range(64, 64 * 12, 64)))).splitlines()
     head = next(number for number, line in enumerate(lines) if line.startswith("at tokens"))
     assert lines[head].split()[2:] == ["64", "192", "384", "512", "704"]
@@ -111,10 +108,15 @@ def test_each_part_is_a_sum_made_by_hand() -> None:
     )
 
 
-def test_gradients_have_a_type_of_their_own() -> None:
+def test_gradients_have_a_type_of_their_own_and_what_is_offloaded_is_on_the_host():
     parts = {part.name: part for part in explain.parts(found(gradient_bytes=4), None, {})}
     assert (parts["gradients"].bytes, parts["buckets"].bytes) == (PARAMETERS * 4 // 8, 500_000_000 * 4)
     assert "buckets" not in {part.name for part in explain.parts(found(1, bucket_elements=0), None, {})}
+    parts = {part.name: part for part in explain.parts(found(2, offloads_states=True), None, {})}
+    assert {name for name, part in parts.items() if part.formula == "on the host"} == {
+        *("gradients", "master_copies", "optimizer_states")
+    }
+    assert parts["parameters"].bytes == PARAMETERS * 2
 
 
 @pytest.mark.parametrize(("stage", "shared"), [(0, 0), (1, 2), (2, 3), (3, 4)])
@@ -122,14 +124,6 @@ def test_a_higher_stage_shares_more_parts(stage: int, shared: int) -> None:
     parts = explain.parts(found(stage), None, {})
     assert sum("/ 8 ranks" in part.formula for part in parts) == shared
     assert all(part.measured_bytes is None for part in parts)
-
-
-def test_what_is_offloaded_is_on_the_host() -> None:
-    parts = {part.name: part for part in explain.parts(found(2, offloads_states=True), None, {})}
-    assert {name for name, part in parts.items() if part.formula == "on the host"} == {
-        *("gradients", "master_copies", "optimizer_states")
-    }
-    assert parts["parameters"].bytes == PARAMETERS * 2
 
 
 @pytest.mark.parametrize(

@@ -30,36 +30,27 @@ def measured(speeds: dict[int, float], found: list[Estimate]) -> tuple[list[int]
     return tried, [one.candidate.micro_batch for one in result], lines
 
 
-def test_the_fastest_of_the_three_best_is_taken() -> None:
+def test_the_fastest_of_the_three_best_is_taken_and_what_is_a_fifth_slower_is_not_measured():
     tried, order, lines = measured({1: 90, 2: 120, 4: 100, 8: 999}, ranked(110, 109, 108, 107))
     assert (tried, order) == ([1, 2, 4], [2, 4, 1, 8])
     assert lines[0] == "measured all weights, ZeRO 1, micro-batch 1 x 32: 90 tokens/s, 2.0 GiB reserved"
-
-
-def test_what_is_predicted_a_fifth_slower_is_not_measured() -> None:
     tried, order, _ = measured({1: 90}, ranked(100, 79, 50))
     assert (tried, order) == ([1], [1, 2, 4])
 
 
-def test_after_running_out_of_memory_the_next_choice_is_taken() -> None:
+def test_choices_are_measured_until_one_does_not_run_out_of_memory_and_the_best_of_them_taken():
+    tried, order, _ = measured({1: 0, 2: 0, 4: 0, 8: 0, 16: 7}, ranked(100, 99, 98, 97, 20))
+    assert (tried, order) == ([1, 2, 4, 8, 16], [16])
+    assert measured({1: 0, 2: 0}, ranked(100, 99))[1] == []
     tried, order, lines = measured({1: 0, 2: 80, 4: 0}, ranked(100, 99, 98))
     assert (tried, order) == ([1, 2, 4], [2])
     assert lines[0] == "measured all weights, ZeRO 1, micro-batch 1 x 32: out of memory, so it is not chosen"
 
 
-def test_choices_are_measured_until_one_does_not_run_out_of_memory() -> None:
-    tried, order, _ = measured({1: 0, 2: 0, 4: 0, 8: 0, 16: 7}, ranked(100, 99, 98, 97, 20))
-    assert (tried, order) == ([1, 2, 4, 8, 16], [16])
-    assert measured({1: 0, 2: 0}, ranked(100, 99))[1] == []
-
-
-def test_a_training_that_fails_keeps_the_predicted_order() -> None:
+def test_a_training_that_fails_keeps_the_predicted_order_and_a_measurement_without_a_result_says_why():
     tried, order, lines = measured({1: -1}, ranked(100, 99))
     assert (tried, order) == ([1], [1, 2])
     assert lines == ["measured all weights, ZeRO 1, micro-batch 1 x 32: failed: rank 0 was killed by SIGKILL"]
-
-
-def test_a_measurement_without_a_result_says_why() -> None:
     logs = ["settings: none\n", "compiling\nmodel.name: no such folder\n"]
     assert why_no_result([-9, None], logs) == "rank 0 was killed by SIGKILL; last line: settings: none"
     assert why_no_result([2, None], logs[1:]) == "model.name: no such folder"

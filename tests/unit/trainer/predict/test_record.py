@@ -101,7 +101,7 @@ def test_a_kept_result_is_what_fake_tensors_compute_at_another_place_of_the_buff
         assert (found.untyped_storage()._cdata == buffer.untyped_storage()._cdata) == shares
 
 
-def test_parameters_at_different_places_of_one_buffer_are_computed_once(fake):
+def test_parameters_and_equal_slices_at_different_places_of_one_buffer_are_computed_once(fake):
     buffer, x = torch.empty(4096), torch.empty(3, 8)
     cached = Cached(ResultCache(fake))
     asked: list[int] = []
@@ -111,9 +111,6 @@ def test_parameters_at_different_places_of_one_buffer_are_computed_once(fake):
             torch.nn.functional.linear(x, weight).relu_()
         asked.append(sum(name.startswith("aten.") for name in cached.asked))
     assert asked[0] == asked[-1] > 0, cached.asked
-
-
-def test_slices_of_equal_lengths_are_computed_once_wherever_they_begin(fake):
     buffer = torch.empty(4096, dtype=torch.bfloat16)
     cached = Cached(ResultCache(fake))
     with cached:

@@ -323,7 +323,9 @@ def partitioned(
     return {row.name: row for row in rows}
 
 
-def test_parameters_on_the_host_or_not_kept_gathered_follow_from_the_parts_of_the_unchanged_run(config, monkeypatch):
+def test_parameters_on_the_host_or_gathered_once_or_again_follow_from_the_parts_of_the_unchanged_run(
+    config, monkeypatch
+):
     rows = partitioned(config, monkeypatch, gathers=2)
     offload, released = rows["parameter offload"], rows["nothing kept gathered"]
     assert offload.fitted
@@ -331,9 +333,6 @@ def test_parameters_on_the_host_or_not_kept_gathered_follow_from_the_parts_of_th
     assert (offload.saved_bytes, offload.host_bytes) == (SHARE, 500 + 2 * SHARE)
     assert offload.step_seconds > released.step_seconds == pytest.approx(1.0)
     assert (released.saved_bytes, released.host_bytes) == (GATHERED - ONE_LAYER, 500)
-
-
-def test_parameters_that_were_gathered_once_are_gathered_by_other_hooks_if_they_are_not_kept(config, monkeypatch):
     rows = partitioned(config, monkeypatch, gathers=1)
     assert rows["nothing kept gathered"].refused == "run dry"
     assert rows["parameter offload"].fitted

@@ -13,22 +13,19 @@ from ftmon.trainer.recipe.data_check import __main__ as data_check
 from ftmon.trainer.recipe.preflight import resolve
 
 
-def test_the_data_set_is_small_distinct_and_whole() -> None:
+def test_the_demo_s_data_are_small_distinct_and_whole_and_its_overrides_checked_like_others():
     records = [json.loads(line) for line in start.DATA.read_text().splitlines()]
     assert 400 <= len(records) <= 800
     assert len({record["prompt"] for record in records}) == len(records)
     assert all(set(record) == {"prompt", "response"} and all(record.values()) for record in records)
+    with pytest.raises(ConfigError, match=r"^command line: zero\.stage must be"):
+        start.demo_config(["zero.stage=4"])
 
 
 @pytest.mark.parametrize("gpus", [[], ["0"], ["0", "1", "2", "3"]])
 def test_it_takes_all_gpus_or_two_cpu_ranks(gpus: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     settled = resolved(monkeypatch, gpus)
     assert (settled.ranks, settled.gpus, settled.config.zero.stage) == (len(gpus) or 2, gpus, 2)
-
-
-def test_an_override_of_the_demo_is_checked_like_any_other() -> None:
-    with pytest.raises(ConfigError, match=r"^command line: zero\.stage must be"):
-        start.demo_config(["zero.stage=4"])
 
 
 def test_a_long_setting_that_comes_first_is_not_taken_for_a_file(capsys: pytest.CaptureFixture[str]) -> None:

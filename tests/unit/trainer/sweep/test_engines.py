@@ -46,12 +46,14 @@ def test_a_job_with_another_number_of_gpus_is_refused(sweep: Path, monkeypatch, 
     assert row.text == "the job needs 4 GPUs and has 3 (CUDA_VISIBLE_DEVICES: 0,1,2)"
 
 
-def test_a_job_whose_sweep_file_differs_is_refused(sweep: Path) -> None:
+def test_a_job_whose_sweep_file_differs_is_refused_and_one_on_the_cpu_sees_no_gpu(sweep):
     asked = request(sweep, 0)
     sweep.write_text(SWEEP + "steps: 9\n")
     row = msgspec.json.decode(work(msgspec.json.encode(asked)), type=Row)
     assert row.verdict == "refused"
     assert "has changed since the sweep began, or differs on this host" in row.text
+    with engines._gpus_for(request(sweep, 0)):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_jobs_of_a_host_take_different_gpus_and_wait_for_free_ones(sweep: Path, monkeypatch) -> None:
@@ -81,11 +83,6 @@ def test_jobs_of_a_host_take_different_gpus_and_wait_for_free_ones(sweep: Path, 
     assert got.wait(60)
     waiting.join(60)
     assert len(seen[0].split(",")) == 2
-
-
-def test_a_job_on_the_cpu_sees_no_gpu(sweep: Path) -> None:
-    with engines._gpus_for(request(sweep, 0)):
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_starts_without_a_row_are_unanswered(tmp_path: Path) -> None:

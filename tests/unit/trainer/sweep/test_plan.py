@@ -38,9 +38,14 @@ def test_a_grid_is_every_combination_as_overrides_of_the_configuration(tmp_path:
     assert not any(word.startswith("env.") for word in words)
 
 
-def test_a_command_takes_its_values_where_the_placeholders_stand(tmp_path: Path) -> None:
+def test_a_command_takes_its_values_at_its_placeholders_and_what_decides_a_row_decides_whose_it_is(tmp_path):
     found = read(tmp_path, "command: [python, train.py, '--seq={seq}', '--config={\"a\": 1}']\naxes: {seq: [8, 16]}\n")
     assert plan.job(found, {"seq": 16}, "s").request.command[-3:] == ["train.py", "--seq=16", '--config={"a": 1}']
+    base = "config: train.yaml\naxes: {zero.stage: [1]}\n"
+    one = plan.fingerprint(read(tmp_path, base))
+    assert plan.fingerprint(read(tmp_path, base.replace("[1]", "[1, 2]") + "repeats: 3\nbudget: {hours: 1}\n")) == one
+    assert plan.fingerprint(read(tmp_path, base + "steps: 9\n")) != one
+    assert plan.fingerprint(read(tmp_path, base + "set: {training.micro_batch: 2}\n")) != one
 
 
 def test_lengths_that_share_a_process_are_measured_on_data_for_the_longest(tmp_path: Path) -> None:
@@ -74,14 +79,6 @@ def test_a_budget_in_money_is_time_at_its_price(tmp_path: Path) -> None:
     assert plan.priced(found.budget, 1, None).seconds == 3 * 3600
     assert plan.priced(found.budget, 2, 10.0).seconds == 10 / (2 * 10.0) * 3600
     assert (found.timeout, found.capacity_bytes) == (600, 80 * 10**9)
-
-
-def test_what_decides_a_row_decides_whose_results_they_are(tmp_path: Path) -> None:
-    base = "config: train.yaml\naxes: {zero.stage: [1]}\n"
-    one = plan.fingerprint(read(tmp_path, base))
-    assert plan.fingerprint(read(tmp_path, base.replace("[1]", "[1, 2]") + "repeats: 3\nbudget: {hours: 1}\n")) == one
-    assert plan.fingerprint(read(tmp_path, base + "steps: 9\n")) != one
-    assert plan.fingerprint(read(tmp_path, base + "set: {training.micro_batch: 2}\n")) != one
 
 
 @pytest.mark.parametrize(

@@ -102,14 +102,11 @@ def search(machine: Any, predictor: Predictor, wanted: Search, *stages: int) -> 
     return searching.search(machine, predictor, wanted, [{"zero": stage} for stage in stages])
 
 
-def test_the_largest_is_searched_for_in_each_combination(predictor):
+def test_the_largest_is_searched_in_each_combination_and_the_phase_s_change_in_few_runs(predictor):
     machine = Machine()
     found = search(machine, predictor, Search("largest", "seq", 8, 8192, 8), 2, 3)
     assert found == ["zero=2: the largest seq that fits is 3,000", "zero=3: the largest seq that fits is 5,000"]
     assert len(machine.ran) < 50, "of 2,048 values"
-
-
-def test_where_the_phase_changes_takes_few_of_the_runs_of_a_grid(predictor):
     machine = Machine()
     (found,) = search(machine, predictor, Search("phases", "seq", 1, 8192), 3)
     assert found.startswith("zero=3: optimizer leads to 1,02")

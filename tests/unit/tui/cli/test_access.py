@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
     return write(tmp_path / "copied.sqlite", [*frames, Frame(last.seq + 1, last.t, stacks)])
 
 
-def test_logs_of_a_rank_that_failed_before_its_first_message(path, capsys):
+def test_logs_of_a_rank_that_failed_before_its_first_message_and_stacks_recorded_last_are_shown(path, capsys):
     writer = Writer(path, RUN)
     writer.append(100_000, RUN.created, LogLine(5, RUN.created, "err", "ImportError: no module named flash"))
     writer.close()
@@ -41,6 +41,14 @@ def test_logs_of_a_rank_that_failed_before_its_first_message(path, capsys):
     assert capsys.readouterr().out == "rank 5| ImportError: no module named flash\n"
     assert main(["logs", str(path), "--rank", "5", "--text", "nowhere"]) == 0, "the rank is known"
     assert main(["logs", str(path), "--rank", "6"]) == 2
+    assert main(["stacks", str(path)]) == 0
+    assert "rank 1: " in (text := capsys.readouterr().out)
+    assert "train.py:12 in main" in text
+    assert main(["stacks", "--json", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["groups"][0]["ranks"] == [1]
+    for rank, words in (("0", "no stacks were recorded"), ("9", "no rank 9 in this run")):
+        assert main(["stacks", "--rank", rank, str(path)]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_status_and_ls_describe_a_recording_file_and_a_folder_that_holds_one(path, capsys):
@@ -79,17 +87,6 @@ def test_an_empty_name_and_an_empty_folder_are_wrong_usage(tmp_path, monkeypatch
         error = capsys.readouterr().err
         assert told in error
         assert "ftmon ls" in error
-
-
-def test_stacks_of_a_recording_are_those_recorded_last(path, capsys):
-    assert main(["stacks", str(path)]) == 0
-    assert "rank 1: " in (text := capsys.readouterr().out)
-    assert "train.py:12 in main" in text
-    assert main(["stacks", "--json", str(path)]) == 0
-    assert json.loads(capsys.readouterr().out)["groups"][0]["ranks"] == [1]
-    for rank, words in (("0", "no stacks were recorded"), ("9", "no rank 9 in this run")):
-        assert main(["stacks", "--rank", rank, str(path)]) == 2
-        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

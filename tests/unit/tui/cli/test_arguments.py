@@ -43,7 +43,7 @@ def test_overrides_may_stand_between_options(command):
     assert command == "demo" or arguments.config == "mine.yaml"
 
 
-def test_the_watched_command_keeps_its_own_options_untouched_and_may_come_without_dashes():
+def test_the_watched_command_keeps_its_options_ascii_stands_anywhere_and_ftmon_alone_opens_the_list():
     arguments = parse(["run", "--name", "x", "--", "deepspeed", "--num_gpus", "2", "train.py", "--", "--name", "y"])
     assert arguments.name == "x"
     assert arguments.command == ["deepspeed", "--num_gpus", "2", "train.py", "--", "--name", "y"]
@@ -54,6 +54,8 @@ def test_the_watched_command_keeps_its_own_options_untouched_and_may_come_withou
         assert "run" in getattr(parse([command, "run", "--"]), name), "a run called run"
     arguments = parse(["kill", "x", "--rank", "1", "--rank", "3", "--signal", "TERM", "--yes"])
     assert (arguments.rank, arguments.signal, arguments.yes) == ([1, 3], "TERM", True)
+    assert all(parse(words).ascii for words in (["--ascii"], ["--ascii", "attach"], ["attach", "--ascii"]))
+    assert parse([]).handler == "watch:choose"
 
 
 @pytest.mark.parametrize(
@@ -105,11 +107,6 @@ def test_what_names_nothing_to_start_is_wrong_usage(words, complaint, status, ca
     error = capsys.readouterr().err
     assert error.startswith(f"ftmon: {complaint}")
     assert error.count("\n") == 1
-
-
-def test_ascii_works_before_and_after_the_command_and_ftmon_alone_opens_the_list_of_runs():
-    assert all(parse(words).ascii for words in (["--ascii"], ["--ascii", "attach"], ["attach", "--ascii"]))
-    assert parse([]).handler == "watch:choose"
 
 
 @pytest.mark.parametrize("command", ["attach", "status", "logs", "kill", "stop", "replay"])

@@ -45,11 +45,8 @@ def ended(source: LateSource, launcher: ProcessId | None, monkeypatch: pytest.Mo
     return source.model.ended
 
 
-def test_a_hub_that_comes_up_after_the_end_is_waited_for_while_the_launcher_lives(monkeypatch):
+def test_a_hub_that_comes_up_after_the_end_is_waited_for_while_the_launcher_lives_but_not_without_end(monkeypatch):
     assert ended(LateSource(8), this_process(), monkeypatch, late=200.0)
-
-
-def test_a_hub_that_never_tells_is_not_waited_for_without_end(monkeypatch):
     assert not ended(LateSource(math.inf), this_process(), monkeypatch, late=0.5)
     assert not ended(LateSource(math.inf), None, monkeypatch, late=1000.0), "no launcher could wait for a hub"
 

@@ -49,10 +49,13 @@ def test_memory_tells_parts_lead_and_cause_and_as_json_adds_up(path, capsys):
     assert ranks[0]["causes"][0]["phase"] == "optimizer"
 
 
-def test_a_rank_that_there_is_not_is_wrong_usage(path, capsys):
+def test_a_rank_that_there_is_not_and_a_snapshot_of_a_run_that_has_ended_are_refused(path, capsys, run):
     for command in ("memory", "events", "logs"):
         assert main([command, str(path), "--rank", "7"]) == 2
         assert capsys.readouterr().err == "ftmon: no rank 7 in this run; its ranks: 0 to 1\n"
+    run.write_exit(ExitFile(0, RUN.created, "finished"))
+    assert main(["capture", RUN.id]) == 1
+    assert "has ended" in capsys.readouterr().err
 
 
 def test_events_tell_each_phase_of_each_sampled_step_or_as_json_an_object_a_line(path, capsys):
@@ -102,9 +105,3 @@ def test_a_runs_parts_are_compared_with_the_prediction_of_its_configuration(path
     parts = json.loads(measured.removeprefix("--measured="))
     assert parts["optimizer_states"] == 3540 << 20
     assert parts["activations"] == max(phase["parts"].get("activations", 0) for phase in phases)
-
-
-def test_a_snapshot_of_a_run_that_has_ended_is_refused_in_one_line(run, capsys):
-    run.write_exit(ExitFile(0, RUN.created, "finished"))
-    assert main(["capture", RUN.id]) == 1
-    assert "has ended" in capsys.readouterr().err

@@ -76,11 +76,6 @@ def test_a_run_of_the_trainer_is_resumed_with_its_own_configuration(run):
     assert resume not in lines, "nothing is left to train"
 
 
-def test_a_failed_run_shows_its_last_words(run):
-    (run.logs / "launcher.log").write_text("".join(f"line {n}\n" for n in range(100)) + "ValueError: \x1b[1mno\n\n")
-    assert closing(run, 1)[14:] == ["  ValueError: no", "demo-1 failed: exit code 1", f"logs:       {run.logs}"]
-
-
 def test_a_failed_run_shows_the_last_words_of_the_rank_that_failed_first(run):
     run.rank_log(0, "err").write_text("Traceback\nConnectionError: peer\n")
     run.rank_log(1, "err").write_text("data.path: line 7 is not JSON\n" + "x" * 5000 + "\n")
@@ -111,11 +106,13 @@ def test_a_run_that_ran_out_of_memory_names_what_to_try_first_and_the_command_th
     )
 
 
-def test_a_run_directory_that_is_gone_is_reported_instead_of_its_files(tmp_path):
-    run = RunDir(tmp_path / "runs" / "demo-1")
-    gone = f"directory:  {run.path} was moved or removed during the run: no recording and no logs are there"
-    assert closing(run, 0) == ["demo-1 finished: exit code 0", gone]
-    assert closing(run, 1) == ["demo-1 failed: exit code 1", gone]
+def test_a_run_directory_that_is_gone_is_reported_and_a_failed_run_shows_its_last_words(tmp_path, run):
+    missing = RunDir(tmp_path / "runs" / "demo-1")
+    gone = f"directory:  {missing.path} was moved or removed during the run: no recording and no logs are there"
+    assert closing(missing, 0) == ["demo-1 finished: exit code 0", gone]
+    assert closing(missing, 1) == ["demo-1 failed: exit code 1", gone]
+    (run.logs / "launcher.log").write_text("".join(f"line {n}\n" for n in range(100)) + "ValueError: \x1b[1mno\n\n")
+    assert closing(run, 1)[14:] == ["  ValueError: no", "demo-1 failed: exit code 1", f"logs:       {run.logs}"]
 
 
 START = 1_700_000_000.0
@@ -163,16 +160,13 @@ def test_ranks_are_introduced_once_when_all_have_said_hello_on_the_cpu_with_the_
     assert "peak 3.00 GiB" in progress
 
 
-def test_progress_lines_keep_their_distance_but_the_last_step_is_always_told():
+def test_lines_keep_their_distance_but_the_last_step_is_told_and_its_line_waits_for_its_figures():
     plan = (0.0, telemetry.Plan(0, 40))
     steps = [(n * 0.5, step(0, n, START + n * 0.5)) for n in range(1, 41)]
     told = new_lines([(0, hello(0, 1)), plan, *steps])
     numbers = [int(line.split()[1].split("/")[0]) for line in told if line.startswith("step")]
     assert (numbers[0], numbers[-1]) == (1, 40)
     assert 8 <= len(numbers) <= 12
-
-
-def test_the_last_line_waits_for_the_figures_of_the_last_step():
     begun = telemetry.Heartbeat(0, 3, "idle", START + 1, 1, START + 1.1)  # sent before step 2 has been
     last = msgspec.structs.replace(step(0, 2, START + 1.1), loss=1.5)
     before = [(0, hello(0, 1)), (0, telemetry.Plan(0, 2)), (1, step(0, 1, START + 1))]

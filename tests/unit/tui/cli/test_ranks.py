@@ -29,12 +29,9 @@ def test_on_a_terminal_only_yes_is_consent(monkeypatch, answer, consent):
     assert "INT, TERM and KILL in steps to all of demo-1" in question
 
 
-def test_killing_ranks_says_what_follows(monkeypatch):
+def test_killing_ranks_says_what_follows_and_yes_and_scripts_are_not_asked(monkeypatch):
     _, question = ask(monkeypatch, FakeTerminal("n\n"), "--rank", "3", "--rank", "1", "--signal", "TERM")
     assert "TERM to ranks 1, 3 of demo-1" in question
     assert "DeepSpeed ends the whole node" in question
-
-
-def test_yes_and_scripts_are_not_asked(monkeypatch):
     assert ask(monkeypatch, FakeTerminal(""), "--yes") == (True, "")
     assert ask(monkeypatch, io.StringIO("")) == (True, "")

@@ -315,7 +315,12 @@ def test_names_that_are_not_utf_8_are_shown_with_a_mark_and_exact_in_json(tmp_pa
         assert json.loads(capsys.readouterr().out) == {"path": "m\udcff"}
 
 
-def test_a_name_too_long_for_a_file_is_one_that_there_is_not(tmp_path, ftmon, monkeypatch):
+def test_the_ticks_of_a_short_axis_are_its_values_and_a_name_too_long_for_a_file_is_none_there_is(
+    tmp_path, ftmon, monkeypatch
+):
+    chart = Chart("t", "step", "ms", [Curve("", [1.0, 2.0, 3.0, 4.0], [1.0] * 4, [1.0] * 4, [1.0] * 4)])
+    axis = [line.split() for line in chart_lines(chart, 60) if line.split()[:1] == ["1"]]
+    assert axis == [["1", "2", "3", "4"]]
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
     name = "x" * 300
     for words in (["report", f"{name}.csv"], ["compare", f"{name}.csv", "b"], ["run", "--join", name, "--", "true"]):
@@ -323,12 +328,6 @@ def test_a_name_too_long_for_a_file_is_one_that_there_is_not(tmp_path, ftmon, mo
         assert out == ""
         assert err.startswith("ftmon: ")
         assert len(err.splitlines()) == 1
-
-
-def test_the_ticks_of_a_short_axis_are_its_values():
-    chart = Chart("t", "step", "ms", [Curve("", [1.0, 2.0, 3.0, 4.0], [1.0] * 4, [1.0] * 4, [1.0] * 4)])
-    axis = [line.split() for line in chart_lines(chart, 60) if line.split()[:1] == ["1"]]
-    assert axis == [["1", "2", "3", "4"]]
 
 
 @pytest.mark.parametrize(
@@ -376,7 +375,9 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_is(tmp_path, ftm
     assert not Path("made").exists()
 
 
-def test_compare_gates_sweeps_and_runs(tmp_path, ftmon, shown):
+def test_compare_gates_sweeps_and_runs_and_shows_of_many_configurations_only_those_that_differ(
+    tmp_path, ftmon, shown, monkeypatch
+):
     before, after = sweep(tmp_path, "before"), sweep(tmp_path, "after", 1.03)
     status, out, _ = ftmon("compare", before, after, "--gate", "3%")
     assert status == 1
@@ -388,6 +389,14 @@ def test_compare_gates_sweeps_and_runs(tmp_path, ftmon, shown):
     (comparison,) = json.loads(shown("compare", run, run, "--gate", "0.03", "--json"))["comparisons"]
     assert {one["name"] for one in comparison["differences"]} >= {"step time", "highest peak", "reserved", "loss"}
     refused(ftmon("compare", run, before), "compare two runs or two sweeps")
+    _, every, _ = ftmon("compare", before, after, "--gate", "3%")
+    monkeypatch.setattr(report, "_MOST", 5)
+    _, some, _ = ftmon("compare", before, after, "--gate", "3%")
+    assert every.count(" -> ") == 6
+    assert some.count(" -> ") == some.count("regression: ") == 5
+    assert "not shown, equal within their noise: 1 of 6; --json has them" in some
+    _, none, _ = ftmon("compare", before, before)
+    assert none == "not shown, equal within their noise: 6 of 6; --json has them\n6 configurations compared\n"
 
 
 def evaluated(path: Path, steps: int, every: int) -> Path:
@@ -464,18 +473,6 @@ def test_batches_that_a_resumed_loop_has_skipped_before_its_first_step_are_no_ot
         write(path, frames)
     _, out, _ = ftmon("compare", *map(str, paths))
     assert out.splitlines()[1] == f"  steps 36 to 50 of both{told}"
-
-
-def test_of_many_configurations_only_those_that_differ_are_shown(tmp_path, ftmon, monkeypatch):
-    before, after = sweep(tmp_path, "before"), sweep(tmp_path, "after", 1.03)
-    _, every, _ = ftmon("compare", before, after, "--gate", "3%")
-    monkeypatch.setattr(report, "_MOST", 5)
-    _, some, _ = ftmon("compare", before, after, "--gate", "3%")
-    assert every.count(" -> ") == 6
-    assert some.count(" -> ") == some.count("regression: ") == 5
-    assert "not shown, equal within their noise: 1 of 6; --json has them" in some
-    _, none, _ = ftmon("compare", before, before)
-    assert none == "not shown, equal within their noise: 6 of 6; --json has them\n6 configurations compared\n"
 
 
 def test_a_png_is_refused_without_its_package_and_nothing_is_written(tmp_path, ftmon, monkeypatch):

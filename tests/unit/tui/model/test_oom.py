@@ -87,34 +87,28 @@ def test_a_peak_has_no_parts_before_one_was_analysed_nothing_reserved_on_a_cpu_a
     assert (fall.used, fall.context, fall.others, fall.ended) == (None, None, None, True)
 
 
-def test_a_part_that_a_later_version_adds_is_shown_and_counted(model: RunModel) -> None:
+def test_a_part_of_a_later_version_is_counted_and_rates_are_over_the_phase_s_own_time(model):
     parts = {"parameters": GIB, "holograms": GIB}
     composition = Composition(0, 1, 1.0, "cuda", [PhaseComposition("forward", 2 * GIB, parts)])
     fall = waterfall(model.ranks[0], composition, "", None)
     assert sum(part.bytes for part in fall.parts) == fall.peak
     assert "holograms" in [part.label for part in fall.parts]
-
-
-def test_phases_go_round_in_the_order_they_run() -> None:
-    names = ["optimizer", "backward", "forward"]
-    assert next_phase(names, "forward", 1) == "backward"
-    assert next_phase(names, "optimizer", 1) == "forward"
-    assert next_phase(names, "forward", -1) == "optimizer"
-
-
-def test_the_latest_and_the_highest_composition_are_kept_whatever_their_order() -> None:
-    memory = RankMemory()
-    for step, size in ((8, 5), (2, 9), (4, 7)):
-        memory.on_composition(Composition(0, step, 0.0, "cuda", [PhaseComposition("forward", size, {})]))
-    assert (memory.latest.step, memory.highest.step) == (8, 2)
-
-
-def test_rates_are_counted_over_the_phase_s_own_time(model: RunModel) -> None:
     last = model.ranks[0].allocator.last
     assert last is not None
     rates = {row.phase.name: row for row in phase_rates(last)}
     assert list(rates) == ["data", "forward", "backward", "optimizer"]
     assert rates["optimizer"].allocations_per_second == pytest.approx(410 / (0.31 * 0.18), rel=0.01)
+
+
+def test_phases_go_in_the_order_they_run_and_the_latest_and_highest_compositions_are_kept():
+    names = ["optimizer", "backward", "forward"]
+    assert next_phase(names, "forward", 1) == "backward"
+    assert next_phase(names, "optimizer", 1) == "forward"
+    assert next_phase(names, "forward", -1) == "optimizer"
+    memory = RankMemory()
+    for step, size in ((8, 5), (2, 9), (4, 7)):
+        memory.on_composition(Composition(0, step, 0.0, "cuda", [PhaseComposition("forward", size, {})]))
+    assert (memory.latest.step, memory.highest.step) == (8, 2)
 
 
 def test_retries_are_noted_with_their_step_unless_steps_before_it_are_missing(model: RunModel) -> None:
@@ -185,7 +179,7 @@ def oom_model_folded(*told: Message) -> RunModel:
     return models.model_of(*told, t=T, every=1.0)
 
 
-def test_the_hubs_report_takes_the_place_of_the_ranks_bare_numbers() -> None:
+def test_the_hubs_report_takes_the_place_of_bare_numbers_and_each_hold_is_told_of_once():
     oom, *rest = messages(T)
     case = oom_model_folded(oom).ooms.of_rank(1)
     assert (case.report, case.verdict.kind, case.ranks) == (None, "logits", [])
@@ -193,6 +187,11 @@ def test_the_hubs_report_takes_the_place_of_the_ranks_bare_numbers() -> None:
     model = oom_model_folded(oom, *rest)
     assert len(model.ooms) == 1
     assert [moment.rank for moment in model.ooms.of_rank(1).ranks] == [0, 1, 2, 3]
+    model, watch = oom_model_folded(*messages(T)), HeldWatch()
+    assert watch.fresh(model).oom.rank == 1
+    assert watch.fresh(model) is None
+    model.apply(Frame(200, T + 900, oom_of(1, T + 900)))
+    assert watch.fresh(model) is not None
 
 
 def test_a_rank_is_held_until_its_state_or_its_heartbeat_says_otherwise() -> None:
@@ -209,14 +208,6 @@ def test_a_rank_is_held_until_its_state_or_its_heartbeat_says_otherwise() -> Non
     assert not held_cases(model)
     model.apply(Frame(102, T + 61, RankState(1, "gone", T + 61)))
     assert not held_cases(model)
-
-
-def test_each_hold_is_told_of_once() -> None:
-    model, watch = oom_model_folded(*messages(T)), HeldWatch()
-    assert watch.fresh(model).oom.rank == 1
-    assert watch.fresh(model) is None
-    model.apply(Frame(200, T + 900, oom_of(1, T + 900)))
-    assert watch.fresh(model) is not None
 
 
 def test_of_several_errors_the_first_of_the_last_ones_is_shown_unless_one_is_held() -> None:
@@ -263,16 +254,13 @@ def test_a_session_shows_input_output_and_errors_in_order() -> None:
     assert (len(lines), lines[-1].text) == (MOST_LINES, str(MOST_LINES + 99))
 
 
-def test_a_refused_command_says_why_and_is_waited_for_no_more() -> None:
+def test_a_refused_command_says_why_and_history_keeps_what_was_being_typed():
     session = ConsoleSession(1)
     session.sent("a", "x", T)
     assert session.waiting_since == T
     session.receive({"a": CommandRecord("a", Console("1"), T, Accepted("a", False, "read-only hub"))})
     assert session.lines[-1].text == "refused: read-only hub"
     assert not session.waiting_since
-
-
-def test_history_goes_back_and_forth_and_keeps_what_was_being_typed() -> None:
     session = ConsoleSession(1)
     for number, code in enumerate(["a", "b", "a"]):
         session.sent(str(number), code, T)

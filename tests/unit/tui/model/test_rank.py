@@ -24,15 +24,12 @@ def test_ranks_at_the_same_place_are_one_group_the_largest_first() -> None:
     assert rows({}) == []
 
 
-def test_an_unfolded_group_has_all_threads_and_native_frames() -> None:
+def test_an_unfolded_group_has_all_threads_and_native_frames_and_a_rank_that_could_not_answer_is_told():
     native = {3: taken(3, "Thread 1 (idle): python\n    poll (libc.so.6)", taken_by="py-spy")}
     folded, unfolded = rows(ALL), rows(ALL, native, {3})
     assert not any("threading.py" in row.text for row in folded)
     assert any("threading.py" in row.text for row in unfolded)
     assert [row.text for row in unfolded if row.kind == "native"] == ["Thread 1 (idle): python", "    poll (libc.so.6)"]
-
-
-def test_a_rank_that_could_not_answer_is_told() -> None:
     (head, *_) = rows({0: taken(0, WAITS, taken_by="signal")})
     assert head.text.endswith("(could not answer: native code holds Python's lock)")
 

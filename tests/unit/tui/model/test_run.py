@@ -25,19 +25,13 @@ def step(rank: int, number: int, loss: float, **more: Any) -> Step:
     return Step(rank, number, 1000.0 + number, 1000, phases, loss=loss, **more)
 
 
-def test_the_loss_is_the_mean_of_the_last_step_that_the_ranks_have_in_common():
+def test_the_loss_is_the_mean_of_the_last_common_step_weighted_by_label_tokens_but_for_ranks_far_behind():
     model = model_of(step(0, 1, 8.0), step(1, 1, 4.0), step(0, 2, 1.0))
     assert model.loss == 6.0
     model.apply(Frame(4, 1010.0, step(1, 2, 2.0)))
     assert model.loss == 1.5
-
-
-def test_a_rank_far_behind_does_not_hold_the_loss_back():
     model = model_of(step(1, 1, 4.0), *(step(0, number, float(number)) for number in range(1, 101)))
     assert model.loss == 100.0
-
-
-def test_ranks_are_weighted_by_their_label_tokens_where_all_know_them():
     weighted = model_of(step(0, 1, 8.0, label_tokens=300), step(1, 1, 4.0, label_tokens=100))
     assert (weighted.loss, weighted.losses_of(0)) == (pytest.approx(7.0), [pytest.approx(7.0)])
     means = model_of(step(0, 1, 1.0), step(1, 1, 3.0), step(0, 2, 5.0), step(1, 2, math.nan))
@@ -104,13 +98,10 @@ def test_the_speed_is_that_of_the_latest_usual_steps(lengths):
     assert stepped([60.0]).rates.seconds_per_step == pytest.approx(60.0)
 
 
-def test_evaluations_are_part_of_time_left_and_of_no_step():
+def test_evaluations_are_part_of_time_left_and_steps_that_were_not_recorded_share_the_time_in_between():
     model = stepped([1.0] * 40, total=80, pauses={11: 20.0, 21: 20.0, 31: 20.0})
     assert model.rates.seconds_per_step == pytest.approx(1.0)
     assert model.seconds_left == pytest.approx(40 * (1.0 + 60.0 / 40))
-
-
-def test_steps_that_were_not_recorded_share_the_time_in_between():
     model = stepped([1.0] * 10)
     model.apply(Frame(100, BEGAN + 15, Step(0, 15, BEGAN + 14, 1_000_000, [], tokens=100)))
     assert model.rates.seconds_per_step == pytest.approx(1.0)
@@ -143,15 +134,11 @@ def streamed() -> tuple[list[Frame], RunModel]:
     return frames, folded(frames)
 
 
-def test_a_frame_already_folded_changes_nothing(streamed):
+def test_a_frame_folded_already_changes_nothing_and_the_runs_peak_is_the_highest_of_any_phase(streamed):
     frames, model = streamed
     before = status(model)
     assert not any(model.apply(frame) for frame in frames[-50:])
     assert status(model) == before
-
-
-def test_the_runs_peak_is_the_highest_true_peak_of_any_phase(streamed):
-    frames, model = streamed
     steps = [frame.message for frame in frames if isinstance(frame.message, Step)]
     expected = max((record.peak_span.peak, each.rank) for each in steps for record in each.phases)
     assert (model.peak.bytes, model.peak.rank) == expected
@@ -163,9 +150,14 @@ def test_the_runs_peak_is_the_highest_true_peak_of_any_phase(streamed):
         assert rank.reserved_peak == max(whole.reserved)
 
 
-def test_the_runs_step_is_that_of_the_slowest_rank():
+def test_the_runs_step_is_the_slowest_rank_s_with_its_figures_and_begins_where_it_resumed():
     model = model_of(run_model_step(0, 1), run_model_step(1, 1), run_model_step(0, 2))
     assert (model.step, model.leading_step) == (1, 2)
+    model = model_of(run_model_step(0, 1), telemetry.Heartbeat(0, 3, "data", STARTED, 1, STARTED))
+    assert (model.step, model.reported_step) == (2, 1)
+    model = model_of(telemetry.Plan(0, total_steps=6, first_step=6))
+    assert (model.step, model.leading_step, model.reported_step) == (6, 6, 0)
+    assert model.seconds_left is None
 
 
 def test_speed_counts_the_tokens_of_all_ranks_and_the_pauses_between_steps():
@@ -213,17 +205,6 @@ def test_a_run_keeps_its_speed_only_where_no_step_is_due(later, seconds, speed):
     assert model.rates.seconds_per_step == pytest.approx(0.1)
 
 
-def test_a_step_counts_as_reported_once_its_figures_are_there():
-    model = model_of(run_model_step(0, 1), telemetry.Heartbeat(0, 3, "data", STARTED, 1, STARTED))
-    assert (model.step, model.reported_step) == (2, 1)
-
-
-def test_a_run_that_resumed_begins_at_the_step_it_resumed_from():
-    model = model_of(telemetry.Plan(0, total_steps=6, first_step=6))
-    assert (model.step, model.leading_step, model.reported_step) == (6, 6, 0)
-    assert model.seconds_left is None
-
-
 def test_no_time_is_left_after_an_early_stop():
     plan = telemetry.Plan(0, total_steps=300, evaluate_every=10)
     model = model_of(plan, run_model_step(0, 1, started=STARTED + 1), every=1.0)
@@ -253,7 +234,7 @@ def test_no_time_is_left_to_tell_while_a_rank_stands(state):
     assert model.seconds_left is not None
 
 
-def test_an_alert_sent_again_replaces_itself_and_marks_its_rank_once():
+def test_an_alert_sent_again_replaces_itself_and_of_too_many_the_one_updated_least_recently_goes():
     first = control.Alert(7, "spike", "warning", STARTED, "rank 1 optimizer +0.9 GiB", rank=1, step=3)
     again = control.Alert(7, "spike", "warning", STARTED, "rank 1 optimizer +0.9 GiB", rank=1, step=4, count=2)
     error = control.Alert(8, "hang", "error", STARTED - 5, "rank 0 hangs", rank=0)
@@ -263,9 +244,6 @@ def test_an_alert_sent_again_replaces_itself_and_marks_its_rank_once():
     model = model_of(error, control.Alert(8, "hang", "error", STARTED, "rank 0 hangs", rank=0, resolved=STARTED + 9))
     assert (model.alerts.unresolved(), len(model.alerts)) == ([], 1)
     assert model.alerts.counts() == {"info": 0, "warning": 0, "error": 0}
-
-
-def test_of_too_many_alerts_the_one_updated_least_recently_is_dropped():
     history = AlertHistory()
     for number in (*range(CAPACITY), 0, CAPACITY):
         history.put(control.Alert(number, "spike", "info", STARTED, "a spike"))

@@ -55,15 +55,12 @@ def test_other_spans_are_one_row(spans: list[tuple[str, int, int]], bands: list[
     assert rows(snapshot(*spans)) == [bands]
 
 
-def test_spans_of_another_device_or_without_times_have_no_bands() -> None:
+def test_spans_of_another_device_have_no_bands_and_neighbours_with_the_same_user_metadata_are_one():
     assert rows(snapshot(("epoch", 0, 6), device=1)) == []
     made = snapshot(("epoch", 0, 6))
     for entry in made["device_traces"][0]:
         del entry["time_us"]
     assert rows(made) == []
-
-
-def test_neighbouring_entries_with_the_same_user_metadata_are_a_band() -> None:
     made = snapshot()
     for entry, note in zip(made["device_traces"][0], ["", "a", "a", "b", "", "", "a"], strict=False):
         entry["user_metadata"] = note

@@ -18,7 +18,7 @@ def test_the_configuration_under_way_is_shown_with_what_comes_next(current, firs
     assert (len(rows) - below - height + 1, len(rows) - below - 1) == (first, last)
 
 
-def test_columns_stand_below_each_other_whatever_their_letters_take() -> None:
+def test_columns_stand_below_each_other_whatever_their_letters_take_and_a_budget_is_in_words():
     table = [["model", "peak"], ["日本語", "1"], ["e\u0301tude", "2"]]
     text = aligned(table)
     assert {width_of(line[: -len(row[1])]) for line, row in zip(text, table, strict=True)} == {8}
@@ -26,9 +26,6 @@ def test_columns_stand_below_each_other_whatever_their_letters_take() -> None:
     drawn = [line.plain for line in table_lines(table[0], rows, 60, 5, 0, Theme())]
     assert {width_of(line[: line.index(row[1])]) for line, row in zip(drawn, table, strict=True)} == {9}
     assert all(cells_of(one) == width_of(one) for row in table for one in row)
-
-
-def test_a_budget_in_words() -> None:
     found = [budget_text(Budget(7200.0, None, price, 8)) for price in (None, 1.79)]
     assert found == ["2 h 00 m", "2 h 00 m (28.64)"]
     assert budget_text(Budget()) == "no limit"

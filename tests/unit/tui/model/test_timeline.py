@@ -77,12 +77,17 @@ def test_columns_do_not_move_while_time_goes_on() -> None:
     assert after.allocated[-1] == 1000
 
 
-def test_a_gap_takes_its_smaller_neighbour_and_the_end_the_latest_figure() -> None:
+def test_a_gap_takes_its_smaller_neighbour_the_end_the_latest_figure_and_the_worst_mark_shows():
     timeline = Timeline()
     timeline.add(10, 30, 40)
     timeline.add(13, 20, 40)
     timeline.current = (7, 8, EMPTY)
     assert timeline.window(7, 15.0).allocated == [EMPTY, 30, 20, 20, 20, 7, 7]
+    timeline = filled([(second, 0, 1) for second in range(20)], origin=0)
+    timeline.mark(Mark(12.1, "spike", "warning", 1))
+    timeline.mark(Mark(12.2, "hang", "error", 2))
+    timeline.mark(Mark(12.3, "growth", "info", 3))
+    assert timeline.window(10, 19.0).marks[2].kind == "hang"
 
 
 def test_adopted_history_stands_in_front_of_what_is_known_and_loses_nothing() -> None:
@@ -108,11 +113,3 @@ def test_adopting_a_newer_stretch_keeps_the_older_columns_known_already() -> Non
         max(second, 1025) if 1022 <= second <= 1033 else second for second in range(1000, 1040)
     ]
     assert columns.reserved == [6000 if 1022 <= second <= 1033 else 5000 for second in range(1000, 1040)]
-
-
-def test_the_most_severe_mark_of_a_column_shows() -> None:
-    timeline = filled([(second, 0, 1) for second in range(20)], origin=0)
-    timeline.mark(Mark(12.1, "spike", "warning", 1))
-    timeline.mark(Mark(12.2, "hang", "error", 2))
-    timeline.mark(Mark(12.3, "growth", "info", 3))
-    assert timeline.window(10, 19.0).marks[2].kind == "hang"

@@ -39,13 +39,18 @@ def steps_of(view: ChartView, moments: list[HistoryPoint]) -> tuple[int, int]:
     return seen[0].step, seen[-1].step
 
 
-def test_all_is_in_view_and_follows_the_run_until_a_person_zooms():
+def test_all_is_in_view_until_a_person_zooms_and_nothing_to_show_moves_nothing():
     view = ChartView()
     assert steps_of(view, course(100)) == (1, 100)
     assert steps_of(view, course(200)) == (1, 200)
     view.zoom(1, course(200))
     assert steps_of(view, course(200)) == (101, 200)
     assert steps_of(view, course(300)) == (201, 300), "the newest steps stay in view"
+    view = ChartView()
+    view.zoom(1, [])
+    view.pan(1, [])
+    view.move(1, [], 50, BEGUN)
+    assert (view.visible([]), view.at_cursor([])) == ([], None)
 
 
 def test_the_cursor_keeps_its_place_while_zooming():
@@ -63,7 +68,7 @@ def test_the_cursor_keeps_its_place_while_zooming():
     assert steps_of(view, moments) == (993, 1000), "not fewer"
 
 
-def test_the_window_moves_within_the_run_and_follows_again_at_its_end():
+def test_the_window_moves_within_the_run_the_cursor_by_columns_and_both_follow_again_at_its_end():
     view, moments = ChartView(), course(100)
     view.zoom(1, moments)
     view.pan(-0.5, moments)
@@ -73,9 +78,6 @@ def test_the_window_moves_within_the_run_and_follows_again_at_its_end():
     assert steps_of(view, moments) == (1, 50)
     view.pan(9, moments)
     assert (steps_of(view, moments), view.end) == ((51, 100), None)
-
-
-def test_the_cursor_goes_by_columns_and_takes_the_window_along():
     view, moments = ChartView(), course(100)
     view.move(-1, moments, 50, BEGUN)
     assert view.cursor == 98, "two steps share a column"
@@ -108,14 +110,6 @@ def test_axis_figure_and_smoothing_go_round():
     assert [view.smoothed_steps(steps) for steps in (20, 400, 10_000, 10_000_000)] == [5, 8, 200, 1000]
     view.next_smoothing()
     assert view.smoothed_steps(10_000) == 10
-
-
-def test_nothing_to_show_moves_nothing():
-    view = ChartView()
-    view.zoom(1, [])
-    view.pan(1, [])
-    view.move(1, [], 50, BEGUN)
-    assert (view.visible([]), view.at_cursor([])) == ([], None)
 
 
 def test_one_far_value_does_not_flatten_the_others():
@@ -301,15 +295,12 @@ def with_rank_1_until(step: int) -> RunModel:
     return folded(frame for frame, one in late if not (isinstance(one, Step) and one.rank == 1 and one.step > step))
 
 
-def test_a_step_is_drawn_once_all_ranks_that_live_have_reported_it():
+def test_a_step_is_drawn_once_all_living_ranks_have_it_and_a_loss_not_finite_is_not_an_unknown_one():
     model = with_rank_1_until(10)
     assert (model.leading_step, model.complete_step, model.moments[-1].step) == (12, 10, 10)
     model.apply(Frame(1_000_000, STARTED + 100, RankState(1, "gone", STARTED + 100)))
     assert model.moments[-1].step == 12, "nothing more comes of a rank that is gone"
     assert with_rank_1_until(3).moments[-1].step == 12, "nor is a rank waited for that is far behind"
-
-
-def test_a_loss_that_was_not_finite_is_told_from_one_that_is_unknown():
     history = TrainingHistory()
     for step, loss in enumerate((2.0, math.nan, None), 1):
         history.add(point_of(Step(0, step, STARTED, 100, [], loss=loss), BEGUN + step))

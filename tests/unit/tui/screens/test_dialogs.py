@@ -51,11 +51,21 @@ def test_the_rank_of_the_alert_else_stuck_ranks_else_the_one_at_the_cursor_is_of
     assert suggested(of(states), cursor, selected) == offered
 
 
-def test_when_every_rank_is_stuck_the_run_is_offered() -> None:
+def test_when_every_rank_is_stuck_the_run_is_offered_and_one_of_no_later_job_is_drawn_as_ended():
     model = of({0: "hung", 1: "hung"}, ranks=2)
     targets = Targets.of(model, suggested(model, 0))
     assert targets.whole
     assert targets.chosen == []
+    model = of({})
+    targets = Targets.of(model, {3})
+    model.apply(Frame(model.last_seq + 1, NOW, Job(1, NOW, "training", NOW, world_size=4)))
+    model.apply(Frame(model.last_seq + 1, NOW, Job(2, NOW, "training", NOW, world_size=2)))
+    lines = [target_line(targets, row, model, 78, Theme(), False).plain for row in range(5)]
+    assert ["has ended" in line for line in lines] == [False, False, False, True, True]
+    model = of({}, ranks=1)
+    assert ": 1 rank, " in target_line(Targets.of(model, {0}), 0, model, 78, Theme(), False).plain
+    assert stalled_seconds(of({})) is None
+    assert stalled_seconds(of({0: "waiting", 3: "hung"})) == 34
 
 
 @pytest.mark.parametrize(
@@ -77,16 +87,3 @@ def test_the_whole_run_is_offered_where_one_death_ends_it(command, framework, la
     targets.marked, targets.whole = set(), True
     targets.toggle(targets.ranks.index(3) + 1)
     assert targets.chosen == [3], "a single rank can still be chosen"
-
-
-def test_a_rank_that_a_later_job_does_not_have_is_drawn_as_ended() -> None:
-    model = of({})
-    targets = Targets.of(model, {3})
-    model.apply(Frame(model.last_seq + 1, NOW, Job(1, NOW, "training", NOW, world_size=4)))
-    model.apply(Frame(model.last_seq + 1, NOW, Job(2, NOW, "training", NOW, world_size=2)))
-    lines = [target_line(targets, row, model, 78, Theme(), False).plain for row in range(5)]
-    assert ["has ended" in line for line in lines] == [False, False, False, True, True]
-    model = of({}, ranks=1)
-    assert ": 1 rank, " in target_line(Targets.of(model, {0}), 0, model, 78, Theme(), False).plain
-    assert stalled_seconds(of({})) is None
-    assert stalled_seconds(of({0: "waiting", 3: "hung"})) == 34

@@ -20,17 +20,11 @@ def drawn(*texts: str, follow: bool = False, selected: int = 0) -> list[str]:
     return [line.plain.rstrip() for line in shown]
 
 
-def test_the_selected_line_is_below_the_list_in_full_if_its_end_is_cut() -> None:
+def test_the_selected_line_is_below_the_list_in_full_if_its_end_is_cut_and_leaves_it_half_of_the_screen():
     shown = drawn("short", LONG, selected=1)
     assert " ".join(shown[shown.index("─" * 80) + 1 :]).split() == LONG.split()
-
-
-def test_nothing_is_below_a_line_that_is_shown_whole_nor_while_the_view_follows() -> None:
     assert sum("word" in line for line in drawn("short", LONG)) == 1
     assert sum("word" in line for line in drawn("short", LONG, follow=True)) == 1
-
-
-def test_a_very_long_line_leaves_half_of_the_screen_to_the_list() -> None:
     shown = drawn("short", " ".join([LONG] * 9), selected=1)
     assert "short" in shown[1]
     assert len(shown) == 1 + 2 + 1 + 6

@@ -247,7 +247,7 @@ def test_a_jump_lands_there_one_to_nowhere_moves_nothing_and_play_at_the_end_beg
     assert transport.position - transport.first < 0.1 * (transport.last - transport.first)
 
 
-def test_steps_forward_and_back_move_by_one_step(source):
+def test_steps_forward_and_back_move_by_one_step_and_a_held_key_counts_every_press(source):
     source.transport.goto("100")
     for count, step in ((0, 100), (1, 101), (-1, 100)):
         if count:
@@ -255,9 +255,6 @@ def test_steps_forward_and_back_move_by_one_step(source):
         settle(source)
         assert source.model.step == step
     same(source)
-
-
-def test_a_held_key_counts_every_press(source):
     source.transport.goto("100")
     for _ in range(5):
         source.transport.step(-1)

@@ -92,7 +92,7 @@ def test_a_card_and_a_row_have_state_spikes_host_and_of_the_health_what_fits_who
     assert [health_words(VIEW, width, THEME) for width in (24, 22)] == ["util 98 %  612 W  64 °C", "util 98 %  612 W"]
 
 
-def test_every_ascii_card_and_row_is_ascii() -> None:
+def test_every_ascii_card_and_row_is_ascii_which_is_chosen_where_the_locale_cannot_print_blocks(monkeypatch):
     theme = Theme(DARK, ASCII)
     for view in (VIEW, HUNG, replace(HUNG, state="unreachable")):
         lines = card(view, [], 60, 9, Scale(80 * GIB, 40 * GIB), theme, selected=True)
@@ -101,9 +101,6 @@ def test_every_ascii_card_and_row_is_ascii() -> None:
     assert set(ASCII.states) == set(UNICODE.states)
     assert len(ASCII.eighths) == len(UNICODE.eighths) == 9
     assert all(value.isascii() for value in (*ASCII.states.values(), *ASCII.keys.values()))
-
-
-def test_ascii_is_chosen_where_the_locale_cannot_print_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("locale.getpreferredencoding", lambda _: "ANSI_X3.4-1968")
     assert choose(False) is ASCII
     monkeypatch.setattr("locale.getpreferredencoding", lambda _: "UTF-8")
@@ -139,7 +136,7 @@ def evidence_text(evidence: dict[str, Any]) -> list[str]:
     return [" ".join(line.plain.split()) for line in evidence_lines(evidence, 78, THEME)]
 
 
-def test_evidence_is_in_words_with_units() -> None:
+def test_evidence_is_in_words_with_units_also_inside_evidence():
     assert evidence_text({"transient_bytes": 911 * 2**20}) == ["allocated and freed 0.890 GiB"]
     assert evidence_text({"share_of_capacity": 0.042}) == ["share of capacity 4.2 %"]
     assert evidence_text({"read_us": 4000, "age_s": 34.2}) == ["reading the stacks 4 ms", "no progress for 34 s"]
@@ -153,9 +150,6 @@ def test_evidence_is_in_words_with_units() -> None:
     assert evidence_text({"since": 12.5}) == ["since 12.5"]
     found = evidence_text({"spare_bytes": 2 * GIB, "host_us": 4000})
     assert found == ["spare 2.00 GiB", "host 4 ms"], "of another version: the unit of the suffix"
-
-
-def test_evidence_in_evidence_is_in_words_too() -> None:
     assert evidence_text({"gpu_bytes": {4711: 32 * GIB}}) == ["GPU memory by process", "pid 4711 32.00 GiB"]
     assert evidence_text({"own_ms_by_phase": {"forward": 12.5}}) == ["own time by phase", "forward 12 ms"]
     found = evidence_text({"ranks": {"3": {"asleep_s": 31.0, "at": "a.py:3"}}})
@@ -166,19 +160,16 @@ def test_evidence_in_evidence_is_in_words_too() -> None:
     assert evidence_text({"waiting": [0, 2]}) == ["ranks that wait 0, 2"]
 
 
-def test_control_characters_of_an_alert_never_reach_the_terminal() -> None:
+def test_what_to_try_is_shown_once_and_control_characters_of_an_alert_never_reach_the_terminal():
+    alert = Alert(1, "health", "warning", 0.0, "no labels", text="All are ignored. Look.", evidence={"remedy": "Look."})
+    lines = [line.plain.strip() for line in alert_detail(alert, 80, THEME)]
+    assert [line for line in lines if "ignored" in line or "Look" in line] == ["All are ignored.", "try: Look."]
     over = Alert(1, "hang", "error", 1000.0, "rank 3 hangs", resolved=1034.0)
     assert "over after 34 s" in alert_line(over, 80, THEME).plain
     alert = Alert(1, "died", "error", 0.0, "rank \x1b[31m0\x07 died", text="bad\x1b]0;x\x07 text")
     text = "".join(line.plain for line in [alert_line(alert, 80, THEME), *alert_detail(alert, 80, THEME)])
     assert "\x1b" not in text
     assert "\x07" not in text
-
-
-def test_what_to_try_is_shown_once() -> None:
-    alert = Alert(1, "health", "warning", 0.0, "no labels", text="All are ignored. Look.", evidence={"remedy": "Look."})
-    lines = [line.plain.strip() for line in alert_detail(alert, 80, THEME)]
-    assert [line for line in lines if "ignored" in line or "Look" in line] == ["All are ignored.", "try: Look."]
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
@@ -215,13 +206,17 @@ def test_the_heat_map_fits_its_width(ranks: int, size: tuple[int, int]) -> None:
     assert UNICODE.states["hung"] in heat.heat_map(hung, heat.Grid(2, 1, 8), 0, 1, 5, THEME)[0].plain
 
 
-def test_lines_are_cut_and_padded_by_cells() -> None:
+def test_lines_are_cut_and_padded_by_cells_and_text_is_wrapped_at_blanks_and_long_words_anywhere():
     base = THEME.base
     assert Line("日本語", base).fit(5, base).width == 5
     assert cut("日本語", 4) == "日…"
     assert [cut("1.23e+10", 8, ""), cut("1.23e+10!", 8, ""), cut("日本語", 5, "")] == ["1.23e+10", "1.23e+10", "日本"]
     assert [tail("abc", 2), tail("日本語", 5), tail("日本語", 0)] == ["bc", "本語", ""]
     assert spread(Line("left", base), Line("right", base), 12, base).plain == "left   right"
+    assert wrap("one two three", 8) == ["one two", "three"]
+    assert wrap("  x = 1", 20) == ["  x = 1"]
+    assert wrap("in 日本語のファイル now", 10) == ["in 日本語", "のファイル", "now"]
+    assert wrap("", 10) == [""]
 
 
 @given(st.text("ab 日本\u0301-", max_size=60), st.integers(8, 20))
@@ -229,13 +224,6 @@ def test_wrapped_lines_fit_in_their_cells_and_lose_nothing_but_blanks(text: str,
     lines = wrap(text, width)
     assert max(width_of(line) for line in lines) <= width
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")
-
-
-def test_text_is_wrapped_at_blanks_and_long_words_anywhere() -> None:
-    assert wrap("one two three", 8) == ["one two", "three"]
-    assert wrap("  x = 1", 20) == ["  x = 1"]
-    assert wrap("in 日本語のファイル now", 10) == ["in 日本語", "のファイル", "now"]
-    assert wrap("", 10) == [""]
 
 
 @pytest.mark.parametrize(
@@ -250,10 +238,14 @@ def test_only_what_slows_a_gpu_unintended_is_a_warning(reasons, shown: str) -> N
     assert throttle_of(DeviceSample("n", "gpu", 0, "H", 0.0, 1, 2, throttle_reasons=reasons)) == shown
 
 
-def test_a_sparkline_of_nothing_is_blank_and_of_one_value_is_level() -> None:
+def test_a_sparkline_of_nothing_is_blank_of_one_value_level_and_a_figure_without_values_says_so():
     assert spark([], 5, THEME).plain == "     "
     assert spark([1.0, 1.0], 5, THEME).plain == "▄▄"
     assert spark([1.0, None, float("nan"), 2.0], 5, THEME).plain == "▁  █"
+    assert "after the first step" in course_lines(Course("loss", "", [], loss, False), (0, 0), 40, 8, THEME)[1].plain
+    unknown = course_lines(Course("tokens/s", "", [None, None], count, True), (1, 2), 40, 8, THEME)
+    assert "not known" in unknown[1].plain
+    assert len(unknown) == 8
 
 
 @pytest.mark.parametrize("theme", [THEME, Theme(DARK, ASCII), Theme(DARK, color=False)])
@@ -264,13 +256,6 @@ def test_the_course_of_a_figure_has_its_present_value_its_scale_and_its_steps(th
     assert (lines[0].plain.split(), lines[1].plain.split()[0]) == (["loss", "1.010"], "4.250")
     assert (lines[6].plain.split()[0], lines[7].plain.split()) == ("0.750", ["1", "300"])
     assert all(line.plain.isascii() for line in lines) or not theme.glyphs.is_ascii
-
-
-def test_a_figure_without_values_says_so() -> None:
-    assert "after the first step" in course_lines(Course("loss", "", [], loss, False), (0, 0), 40, 8, THEME)[1].plain
-    unknown = course_lines(Course("tokens/s", "", [None, None], count, True), (1, 2), 40, 8, THEME)
-    assert "not known" in unknown[1].plain
-    assert len(unknown) == 8
 
 
 def test_a_new_value_changes_only_the_last_column_of_a_course() -> None:

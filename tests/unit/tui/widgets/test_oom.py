@@ -28,26 +28,26 @@ def done(changes: list[Change], fits: bool = False) -> WhatIf:
     return WhatIf("done", answer=answer)
 
 
-def test_the_cheapest_that_fits_stands_first_with_what_to_set() -> None:
+def test_the_cheapest_change_that_fits_is_first_and_none_or_a_job_that_should_have_fitted_is_told():
     shown = lines(done(CHANGES), 100)
     assert "verified by dry runs of this job" in shown[1]
     assert shown[3].split() == ["as", "it", "is,", "4,736", "tokens", "no", "150.00", "GiB", "x", "1.00"]
     assert shown[4].split()[1:] == ["yes", "61.00", "GiB", "x", "1.31", "model.gradient_checkpointing=layers"]
     assert shown[6].split() == ["fused", "loss", "no", "fake", "kernel"]
     assert "136.00 GiB that PyTorch could have" in shown[-1]
-
-
-def test_no_change_that_fits_and_a_job_that_should_have_fitted_are_told() -> None:
     assert "none of them fits" in lines(done(CHANGES[1:]))[-1]
     assert any("should have fitted" in line for line in lines(done(CHANGES, fits=True)))
 
 
-def test_progress_names_the_dry_run_and_the_key_that_ends_it() -> None:
+def test_progress_names_the_dry_run_and_its_key_and_the_job_gets_that_gpu_and_that_batch_s_length():
     (_, _, line) = lines(WhatIf("running", 0.0, ["the run as it is", "checkpointing"]))
     assert "checkpointing, 1 done, " in line
     assert "w: cancel" in line
     assert lines(WhatIf()) == []
     assert "no prediction: no fake kernel" in lines(WhatIf("failed", text="no fake kernel"))[-1]
+    oom = oom_of()
+    assert (capacity_of(oom), length_of(oom)) == (oom.reserved_bytes + oom.room_bytes, 4736)
+    assert length_of(msgspec.structs.replace(oom, batch_shape=[])) == 0
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
@@ -57,12 +57,6 @@ def test_no_line_is_wider_than_asked_whatever_a_process_says(width: int) -> None
         for line in what_if_lines(found, width, Theme())[2:]:
             assert "\x1b" not in line.plain
             assert line.width <= width
-
-
-def test_the_job_gets_what_that_gpu_had_and_the_length_of_that_batch() -> None:
-    oom = oom_of()
-    assert (capacity_of(oom), length_of(oom)) == (oom.reserved_bytes + oom.room_bytes, 4736)
-    assert length_of(msgspec.structs.replace(oom, batch_shape=[])) == 0
 
 
 START = 1_700_000_000.0

@@ -46,7 +46,7 @@ def test_what_is_shown_already_is_not_sent_again() -> None:
     assert output.rewrite("\x1b[?1049h" + line) == "\x1b[?1049h" + first, "the alternate screen is another one"
 
 
-def test_other_sequences_keep_their_place() -> None:
+def test_other_sequences_keep_their_place_and_ascii_only_replaces_each_character_by_one_of_its_width():
     output = ScreenOutput()
     assert output.rewrite("\x1b[?2026h") == "\x1b[?2026h"
     assert [output.rewrite("\x07"), output.rewrite("\x07")] == ["\x07", "\x07"], "a bell is no cell"
@@ -56,9 +56,6 @@ def test_other_sequences_keep_their_place() -> None:
     assert output.rewrite("\x1b[1;1H漢b") == "\x1b[1;1H漢\x1b[1;3Hb"
     output.size = (4, 2)
     assert output.rewrite("\x1b[2;1Habcdef\x1b[3;1Hrow\x1b[1;1H") == "\x1b[2;1Habcd\x1b[1;1H"
-
-
-def test_ascii_only_replaces_every_character_by_one_of_its_width() -> None:
     sent = ScreenOutput(ascii_only=True).rewrite("\x1b[1;1H╭─┤é漢→…±4 °C⣿🔎\x1b]9;né\x07")
     assert sent.isascii()
     assert "+-+e??>~~4 oC.??" in sent

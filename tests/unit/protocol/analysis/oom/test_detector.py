@@ -124,6 +124,7 @@ def test_a_limit_on_the_process_is_named_with_what_lies_beyond_it_and_what_other
     assert tried(oom)[0].frees_bytes == 58 * GIB
     longer = msgspec.structs.replace(oom, phase="backward", batch_shape=[4, 9000], peak_bytes=15 * GIB)
     assert (kind(longer), tried(longer)[-1].kind) == ("longer_batch", "limit")
+    # Two ranks of other jobs on an H200 with 107 GiB free; this one may take 12.
     around = OomContext(HELLO, [ProcessMemory(11, 12 * GIB, 0), ProcessMemory(99, 21 * GIB, None)])
     oom = of(phase="backward", device_total_bytes=12 * GIB, capacity_bytes=140 * GIB, device_free_bytes=107 * GIB,
              room_bytes=GIB, allocated_bytes=10 * GIB, reserved_bytes=11 * GIB, requested_bytes=5 * GIB, starts=[],

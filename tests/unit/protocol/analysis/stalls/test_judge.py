@@ -203,8 +203,10 @@ def test_ranks_are_named_in_a_few_words(ranks: list[int]):
 
 
 def test_where_no_collective_is_counted_a_rank_behind_or_asleep_in_its_own_code_is_likely():
+    # DDP's reducer works in C++: the probe sees no collectives at all.
     verdict = judge([view(0), view(1), view(2, phase="data")])
     assert (verdict.kind, verdict.hung, verdict.sure) == ("missing", (2,), False)
+    # DDP without a recorder: no collective is counted, and all others sit in their backward.
     waits = [seen(rank, found(members={}, frames=BACKWARD, asleep=0.0), age=9.0) for rank in (0, 1)]
     verdict = judge([*waits, seen(2, found(members={}, frames=SLEEPS), phase="idle")])
     assert (verdict.kind, verdict.hung, verdict.sure) == ("missing", (2,), False)

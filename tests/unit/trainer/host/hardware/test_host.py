@@ -65,12 +65,16 @@ def test_a_checkpoint_that_is_being_written_and_removed_again_is_no_finding():
     assert fed((30.0 * at, free) for at, free in logs) == []
 
 
-def test_the_first_of_a_few_checkpoints_that_are_kept_are_no_rate():
+def test_the_first_of_a_few_checkpoints_are_no_rate_and_one_that_will_not_fit_next_time_is_told():
     # 60 GiB in two of every five minutes, three times
     samples = falling(400 * GIB, range(0, 3000, 2), lambda at: -GIB if at % 300 < 120 and at < 900 else 0)
     assert fed(samples, 2000 * GIB) == []
     steady = [(float(at), 400.0 * GIB - at * 0.2 * GIB) for at in range(0, 1990, 2)]
     assert states(fed(steady, 2000 * GIB))[0] == "raised", "the same rate all the time"
+    samples = falling(36 * GIB, range(0, 1500, 2), lambda t: -GIB if t % 400 < 20 and t < 1200 else 0)  # 3 x 10 GiB
+    found = [one for _, one in fed(samples, total=1000 * GIB) if one.facts.why == "next write"]
+    assert found[0].facts.burst_bytes == pytest.approx(10 * GIB, rel=0.15)
+    assert (found[0].kind, found[0].facts.free_bytes, found[0].facts.full_in_s) == ("disk_filling", 6 * GIB, None)
 
 
 def test_what_was_written_before_a_pause_does_not_delay_a_steady_fall():
@@ -85,13 +89,6 @@ def test_what_was_written_before_a_pause_does_not_delay_a_steady_fall():
     ]
     raised = [t for t, found in fed(slow_before, 500 * GIB) if found.state == "raised"]
     assert 600 < raised[0] < 1100
-
-
-def test_a_checkpoint_that_will_not_fit_next_time_is_told():
-    samples = falling(36 * GIB, range(0, 1500, 2), lambda t: -GIB if t % 400 < 20 and t < 1200 else 0)  # 3 x 10 GiB
-    found = [one for _, one in fed(samples, total=1000 * GIB) if one.facts.why == "next write"]
-    assert found[0].facts.burst_bytes == pytest.approx(10 * GIB, rel=0.15)
-    assert (found[0].kind, found[0].facts.free_bytes, found[0].facts.full_in_s) == ("disk_filling", 6 * GIB, None)
 
 
 def test_little_left_is_told_at_once_and_nothing_left_is_an_error():
@@ -207,14 +204,11 @@ def test_a_process_that_the_log_names_was_surely_killed_by_the_kernel(root: Path
     assert found.resident_bytes > 0
 
 
-def test_a_count_that_rose_just_before_makes_it_probable_and_no_more(root: Path, kills: KernelKills) -> None:
+def test_a_count_that_rose_just_before_makes_a_kill_probable_and_one_long_ago_explains_nothing(root, kills):
     count(root, 1)
     kills.record(PID, 1.0)  # large processes still live for a moment after the kernel killed them
     found = kills.find(PID, 2.0)
     assert (found.sure, found.exhausted, found.kills, found.recent_kills) == (False, "group", 1, 1)
-
-
-def test_a_kill_long_ago_explains_nothing(root: Path, kills: KernelKills) -> None:
     count(root, 3)
     kills.record(PID, 5.0)
     for second in range(6, int(RECENT_SECONDS) + 40):

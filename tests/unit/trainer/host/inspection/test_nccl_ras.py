@@ -37,11 +37,8 @@ def service() -> Iterator[str]:
         one.close()
 
 
-def test_another_process_is_asked_if_the_first_one_is_stopped(service: str) -> None:
+def test_another_process_is_asked_if_the_first_is_stopped_and_nothing_is_known_where_nothing_answers(service):
     assert set(nccl_ras.launched(nccl_ras.query(service), PIDS)) == {0, 1}
-
-
-def test_nothing_is_known_where_nothing_answers() -> None:
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
     assert nccl_ras.query(f"localhost:{port}") == ""
@@ -49,14 +46,11 @@ def test_nothing_is_known_where_nothing_answers() -> None:
     assert nccl_ras.launched("", PIDS) == {}
 
 
-def test_each_rank_has_its_count_of_each_communicator_and_the_rank_ahead_is_not_done() -> None:
+def test_each_rank_has_its_count_of_each_communicator_and_processes_of_other_jobs_are_left_out():
     found = nccl_ras.launched(ANSWER, PIDS)
     first, second = "0x8af9549a5789929", "0xbaec0244dd796cfd"
     assert found[0].members == {first: (0, 1), second: (0, 1)}
     calls = [{call.group: (call.number, call.done) for call in found[rank].recent} for rank in (0, 1)]
     assert calls == [{first: (60, None), second: (248, False)}, {first: (61, False), second: (246, None)}]
-
-
-def test_processes_of_other_jobs_are_left_out_and_a_missing_one_says_nothing_of_its_rank() -> None:
     assert nccl_ras.launched(ANSWER, {0: 1937, 1: 4}) == {}
     assert nccl_ras.launched(MISSING[MISSING.index("{") :], {0: 3061, 1: 3062}) == {}

@@ -65,10 +65,13 @@ def progress_of(observer: Observer) -> int:
     return seen.progress
 
 
-def test_another_stack_is_progress() -> None:
+def test_another_stack_is_progress_and_a_process_that_is_gone_or_another_is_not_observed():
     observer = Observer(Reads(text_of(BACKWARD, SCRIPT), text_of(LOADER, SCRIPT), text_of(ADAM, SCRIPT)))
     first = progress_of(observer)
     assert progress_of(observer) > first
+    assert Observer(Reads(text_of(SCRIPT))).look([this_process()._replace(start_ticks=1)]) == []
+    observer = Observer(lambda pid: ("", "py-spy is not installed here"))
+    assert observer.stacks([this_process()]) == ({}, {0: "py-spy is not installed here"})
 
 
 def test_waking_up_at_one_place_is_progress_only_for_a_while(monkeypatch) -> None:
@@ -88,12 +91,3 @@ def test_a_pause_to_read_native_frames_is_no_progress(monkeypatch) -> None:
     observer.forgive()
     (second,) = observer.look([this_process()])
     assert second.progress == first.progress
-
-
-def test_a_process_that_is_gone_or_another_is_not_observed() -> None:
-    assert Observer(Reads(text_of(SCRIPT))).look([this_process()._replace(start_ticks=1)]) == []
-
-
-def test_a_rank_without_stacks_has_the_reason() -> None:
-    observer = Observer(lambda pid: ("", "py-spy is not installed here"))
-    assert observer.stacks([this_process()]) == ({}, {0: "py-spy is not installed here"})

@@ -37,15 +37,12 @@ RECORDED = json.dumps(
 )
 
 
-def test_the_flight_recorders_collectives_are_read_with_group_number_size_and_whether_they_are_done():
+def test_collectives_of_the_flight_recorder_are_read_whole_and_the_newest_of_each_group_are_told():
     assert stacks.parse(RECORDED) == [
         ["0", 1, "all_gather_base", 20, True],
         ["0", 2, "all_reduce", 3, True],
         ["7", 3, "barrier", 0, False],
     ]
-
-
-def test_the_newest_collectives_of_each_group_are_told():
     entries = [entry(number, "gloo:x", [[1]], group) for number in range(1, 200) for group in ("a", "b")]
     found = stacks.parse(json.dumps({"entries": entries}))
     assert (len(found), found[0][1]) == (2 * stacks.KEPT, 200 - stacks.KEPT)
@@ -99,15 +96,12 @@ def run_code(path: Path, code: str = "look()") -> list[dict[str, list[tuple[int,
     return found
 
 
-def test_a_line_has_the_loops_around_it_and_one_behind_them_has_none(tmp_path):
+def test_a_line_has_the_loops_around_it_and_a_file_that_is_gone_or_does_not_answer_is_left_out(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     inside, behind = run_code(path, SCRIPT + "main(look, look)")
     assert inside[f"{tmp_path}/train.py:5"] == [(4, 5), (3, 5)]
     assert behind[f"{tmp_path}/train.py:6"] == []
-
-
-def test_a_file_that_is_gone_or_whose_disk_does_not_answer_is_left_out(tmp_path):
     assert f"{tmp_path}/gone.py:1" not in run_code(tmp_path / "gone.py")[0]
     os.mkfifo(tmp_path / "slow.py")
     assert f"{tmp_path}/slow.py:1" not in run_code(tmp_path / "slow.py")[0]

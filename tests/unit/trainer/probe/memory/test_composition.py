@@ -354,7 +354,7 @@ class Engine:
         self.module, self.optimizer = model, Zero(model, torch.optim.Adam(masters))
 
 
-def test_a_plain_optimizer_s_storages_are_found_each_once():
+def test_a_plain_or_a_zero_optimizer_s_parts_are_told_apart_and_a_gradient_in_a_bucket_is_bucket():
     model = torch.nn.Linear(100, 50)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.zeros(3, 100)).sum().backward()
@@ -367,9 +367,6 @@ def test_a_plain_optimizer_s_storages_are_found_each_once():
         "gradients": 4 * 5050,
         "optimizer_states": 2 * 4 * 5050 + 2 * 4,  # and a step counter each
     }
-
-
-def test_a_zero_optimizer_s_parts_are_told_apart_and_a_gradient_in_a_bucket_is_bucket():
     engine = Engine(torch.nn.Linear(100, 50, bias=False))
     bucket = engine.optimizer.ipg_buckets[torch.float32].buffer[0]
     engine.module.weight.grad = torch.zeros(50, 100)
@@ -379,14 +376,11 @@ def test_a_zero_optimizer_s_parts_are_told_apart_and_a_gradient_in_a_bucket_is_b
     assert found.by_part() == {"parameters": 20_000, "buckets": 4000, "gradients": 20_000, "master_copies": 20_000}
 
 
-def test_a_tensor_that_is_none_or_nested_or_on_another_device_does_no_harm():
+def test_a_tensor_that_is_none_or_on_another_device_does_no_harm_and_unwritten_memory_is_not_resident():
     assert list(tensors({"a": [None, (torch.zeros(1),)], "b": 3, "c": object()})) == [torch.zeros(1)]
     found = Storages(None)
     found.add("parameters", [torch.zeros(4, device="meta"), torch.zeros(0), None])
     assert found.held == {}
-
-
-def test_memory_that_nobody_wrote_is_not_resident():
     found = Storages(None)
     found.add("parameters", written := torch.ones(2**22))
     found.add("buckets", empty := torch.empty(2**25))
@@ -424,11 +418,15 @@ def test_the_first_step_is_joined_where_its_first_phase_begins():
     assert [mark.phase for mark in capture.marks] == ["init", "optimizer", "forward", "idle"]
 
 
-def test_a_look_made_before_cuda_was_there_does_not_begin():
+def test_a_look_made_before_cuda_was_there_does_not_begin_and_an_error_in_one_stays_in_it():
     tracker, capture = capturing(Roots(None, None, None), "glibc")
     tracker.memory = Memory("cuda")
     tracker.end_step()
     assert capture.walks == []
+    tracker, capture = capturing(None, "glibc")
+    tracker.end_step()
+    assert (capture.done, tracker.watchers) == (True, ())
+    assert "NoneType" in capture.failed
 
 
 def test_what_is_laid_over_deepspeed_s_calls_is_gone_after_the_step_and_where_the_look_is_given_up():
@@ -481,13 +479,6 @@ def test_a_look_at_a_step_with_too_many_storages_fails_and_keeps_no_more_of_them
     tracker.enter("forward")
     assert (capture.done, tracker.watchers) == (True, ())
     assert capture.failed
-
-
-def test_an_error_in_a_look_stays_in_it():
-    tracker, capture = capturing(None, "glibc")
-    tracker.end_step()
-    assert (capture.done, tracker.watchers) == (True, ())
-    assert "NoneType" in capture.failed
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

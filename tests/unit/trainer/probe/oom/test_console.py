@@ -85,13 +85,6 @@ def test_code_runs_in_the_held_thread_sees_the_failing_frame_and_assigns_in_it(h
     assert held.end() == ((256, 1024), 7)
 
 
-def test_up_and_down_move_along_the_stack(held: Held) -> None:
-    assert "_allocate" in held.run("frame")["output"]
-    assert held.run("up()")["output"].strip().endswith("_train")
-    assert held.run("batch.numel()")["output"] == "262144\n"
-    assert held.run("down()")["place"].endswith("_allocate")
-
-
 def test_freeing_a_name_gives_it_up_in_the_frame_itself_and_in_the_callers(held: Held) -> None:
     assert "None now" in held.run("free('batch')")["output"]
     held.run("up()")
@@ -136,13 +129,17 @@ def test_retrying_says_whether_it_fits_now_and_output_is_bounded(held: Held) -> 
     assert output.endswith("(cut)")
 
 
-def test_errors_are_text_and_end_nothing(held: Held) -> None:
+def test_errors_are_text_and_up_and_down_move_along_the_stack(held):
     found = held.run("1 / 0")
     assert found["error"] == "ZeroDivisionError: division by zero"
     assert "<console>" in found["output"]
     assert held.run("1 +")["error"].startswith("SyntaxError")
     assert held.run("raise SystemExit")["error"].startswith("SystemExit")
     assert held.run("'alive'")["output"] == "'alive'\n"
+    assert "_allocate" in held.run("frame")["output"]
+    assert held.run("up()")["output"].strip().endswith("_train")
+    assert held.run("batch.numel()")["output"] == "262144\n"
+    assert held.run("down()")["place"].endswith("_allocate")
 
 
 def test_code_that_does_not_end_is_interrupted_by_a_release() -> None:

@@ -54,13 +54,11 @@ def test_what_followed_steps_cost_is_the_mean_of_their_block_and_blocks_are_shor
         assert (budget.every, budget.block) == (every, block)
 
 
-def test_another_share_has_another_limit():
+def test_another_share_has_another_limit_without_one_all_steps_are_full_and_examined_ones_always():
     budget = Budget(0.02)
     full_steps(budget, 200, 100_000, full_us=390)
     assert budget.every == 1, "400 us are 2 % of 20 ms"
-
-
-def test_the_steps_that_are_examined_are_full_ones():
+    assert all(full_steps(Budget(0.0), 100, 1))
     for every in CHOICES:
         full = [number for number in range(1, 3000) if number % every == 0]
         examined = [number for number in range(1, 3000) if is_examined(number, every)]
@@ -68,20 +66,13 @@ def test_the_steps_that_are_examined_are_full_ones():
         assert len(examined) == 2999 // max(EVERY, every)
 
 
-def test_without_a_budget_all_steps_are_full():
-    assert all(full_steps(Budget(0.0), 100, 1))
-
-
-def test_a_suspicion_makes_the_next_steps_full():
+def test_a_suspicion_makes_the_next_steps_full_and_the_recorder_is_afforded_by_a_step_s_entries():
     budget = Budget(0.005)
     full_steps(budget, 200, 2_000)
     budget.suspect()
     full_steps(budget, 1, 2_000, first=201)
     assert all(full_steps(budget, SUSPICIOUS - 1, 2_000, first=202))
     assert not any(full_steps(budget, CHOICES[-1] - SUSPICIOUS - 1, 2_000, first=201 + SUSPICIOUS))
-
-
-def test_the_recorder_is_afforded_by_the_entries_and_the_time_of_a_step():
     budget = Budget(0.005)
     assert budget.affords(10**6), "nothing is known of the steps yet"
     full_steps(budget, 20, 50_000)
@@ -95,7 +86,7 @@ def step(peak, **figures):
     return Step(0, 1, 1.0, 100, [PhaseRecord("forward", 0, 100, span, span)], **figures)
 
 
-def test_a_higher_peak_or_a_change_for_the_worse_is_unusual_once():
+def test_a_higher_peak_is_unusual_once_a_slow_growth_when_it_has_added_up_and_so_is_a_loss_far_off():
     unusual = Unusual()
     nan = float("nan")
     taken = [step(1000, loss=1.0), step(1005, loss=1.0), step(2000, loss=1.0), step(1500, loss=1.0)]
@@ -106,15 +97,9 @@ def test_a_higher_peak_or_a_change_for_the_worse_is_unusual_once():
         step(900, loss=1.0, retries=1),
     ]
     assert [unusual.is_so(each) for each in taken] == [True, False, True, False, True, False, True, False]
-
-
-def test_a_slow_growth_is_unusual_each_time_it_has_added_up():
     unusual = Unusual()
     found = [unusual.is_so(step(10_000 + 40 * number)) for number in range(10)]
     assert found == [True, False, False, True, False, False, True, False, False, True]
-
-
-def test_a_loss_or_a_norm_far_from_those_before_is_unusual():
     unusual = Unusual()
     assert [unusual.is_so(step(1000, loss=2.0, grad_norm=1.0)) for _ in range(20)] == [True] + [False] * 19
     assert not unusual.is_so(step(1000, loss=19.0, grad_norm=9.0))

@@ -30,13 +30,10 @@ def batch_of(samples, tokens, padded):
     return notes
 
 
-def test_the_parts_of_tensor_parallel_ranks_add_up_to_the_batch():
+def test_parts_of_tensor_parallel_ranks_add_up_to_the_batch_and_a_later_pipeline_stage_counts_none():
     parts = [counted(BatchShare(place, 4), batch_of(1, 63, 65)) for place in range(4)]
     assert [sum(column) for column in zip(*parts, strict=True)] == [1, 63, 65, 6.0 * 63]
     assert all(tokens in (15, 16) and flops == 6.0 * 63 / 4 for _, tokens, _, flops in parts)
-
-
-def test_a_later_stage_of_a_pipeline_counts_no_batches_and_a_loop_counts_the_rank_s_own():
     assert counted(COUNTED_ELSEWHERE, batch_of(2, 30, 32)) == (0, 0, 0, 0.0)
     notes = batch_of(0, 0, 0)
     notes.counts = [BatchCounts(tokens=10, label_tokens=8, pairs=0, longest=0, samples=2)]

@@ -66,8 +66,14 @@ def test_it_is_the_smallest_model_near_the_optimizer_that_holds_all_its_paramete
     assert make() == facts("Generator", 6, 4)
 
 
-def test_a_model_in_an_object_is_found_and_counted_as_a_whole():
+def test_a_model_in_an_object_is_counted_as_a_whole_and_freed_parameters_or_ones_of_no_model_are_not():
     assert Script().optimizer(Optimized()) == facts("Sequential", 15)
+    optimized = Optimized()
+    for _ in range(3):
+        model = Generator(2, 2)
+        assert added(optimized, model) == facts("Generator", 6)
+    found = Optimized().add(SGD([torch.zeros(5, requires_grad=True)], lr=0.1), sys._getframe())
+    assert found == facts("", 5)
 
 
 def test_several_optimizers_train_several_models_and_the_same_one_counts_once():
@@ -92,13 +98,6 @@ def test_lazy_parameters_without_a_size_count_nothing():
     assert model_sizes(trained)[:2] == (24, 6)
 
 
-def test_parameters_that_were_freed_are_not_counted():
-    optimized = Optimized()
-    for _ in range(3):
-        model = Generator(2, 2)
-        assert added(optimized, model) == facts("Generator", 6)
-
-
 def test_the_parameters_under_losses_are_those_that_a_backward_gives_gradients():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1))
     model[1].requires_grad_(False)
@@ -107,11 +106,6 @@ def test_the_parameters_under_losses_are_those_that_a_backward_gives_gradients()
     (once + twice).backward()
     assert sorted(map(id, found)) == sorted(id(each) for each in model.parameters() if each.grad is not None)
     assert parameters_under([torch.ones(1, requires_grad=True)]) == []
-
-
-def test_parameters_of_no_model_are_counted():
-    found = Optimized().add(SGD([torch.zeros(5, requires_grad=True)], lr=0.1), sys._getframe())
-    assert found == facts("", 5)
 
 
 def test_looking_at_a_functions_variables_keeps_nothing_alive():

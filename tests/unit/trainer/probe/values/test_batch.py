@@ -145,11 +145,6 @@ def test_a_forward_has_samples_and_tokens_without_pads_where_a_mask_says_so(
     assert (notes.shape, notes.samples, tokens(notes), notes.padded_tokens) == (shape, samples, counted, padded)
 
 
-def test_the_largest_micro_batch_gives_the_shape():
-    notes = noted_batches(*(((ids(2, length),), {}) for length in (4, 9, 6)), is_forward=True)
-    assert (notes.shape, notes.samples, notes.padded_tokens) == ([2, 9], 6, 38)
-
-
 def test_scalars_are_read_as_they_were_when_fetched():
     fetched = cuda.fetch_values(torch.tensor(1.5, requires_grad=True) * 2)
     norm = torch.tensor([7.0])
@@ -160,10 +155,14 @@ def test_scalars_are_read_as_they_were_when_fetched():
     assert cuda.read(cuda.fetch_values(None)) is None
 
 
-def test_a_mask_may_be_counted_later_and_is_then_counted_as_it_is():
+def test_a_mask_may_be_counted_later_nested_ids_are_tokens_and_the_largest_micro_batch_is_the_shape():
     notes = noted_batches({"input_ids": LONG, "attention_mask": PADDED}, later=True)
     assert not isinstance(notes.tokens[0], int)
     assert tokens(notes) == 13
+    notes = noted_batches(({"input_ids": LONG, "attention_mask": PADDED}, ["names"]))
+    assert (tokens(notes), notes.padded_tokens) == (13, 16)
+    notes = noted_batches(*(((ids(2, length),), {}) for length in (4, 9, 6)), is_forward=True)
+    assert (notes.shape, notes.samples, notes.padded_tokens) == ([2, 9], 6, 38)
 
 
 class Fields:
@@ -196,11 +195,6 @@ IDS = ids(2, 6)
 def test_the_samples_of_a_mapping_in_a_batch_and_of_objects_are_counted(found, samples, shape):
     for notes in (noted_batches(found), noted(found)):
         assert (notes.samples, notes.shape) == (samples, shape)
-
-
-def test_nested_ids_are_tokens_without_their_pads():
-    notes = noted_batches(({"input_ids": LONG, "attention_mask": PADDED}, ["names"]))
-    assert (tokens(notes), notes.padded_tokens) == (13, 16)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

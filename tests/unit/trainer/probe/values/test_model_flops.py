@@ -46,10 +46,13 @@ def test_a_llama_counts_its_output_layer_once_and_not_its_input_embedding(tied: 
     assert flops == ModelFlops(token=6.0 * (2 * LAYER + 16 + HEAD), pair=12.0 * 2 * 16)
 
 
-def test_positions_that_are_looked_up_do_not_count() -> None:
+def test_looked_up_positions_and_a_frozen_lower_half_s_backward_do_not_count():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_positions=512, n_embd=16, n_layer=1, n_head=2))
     counted = sum(p.numel() for name, p in model.named_parameters() if "wpe" not in name)
     assert model_flops(model) == ModelFlops(token=6.0 * counted, pair=12.0 * 16)
+    model = llama()
+    model.model.layers[0].requires_grad_(False)
+    assert token_flops(model) == 2.0 * LAYER + 6.0 * (LAYER + 16 + HEAD)
 
 
 def test_frozen_weights_count_what_they_cost_and_adapters_what_they_are() -> None:
@@ -64,20 +67,11 @@ def test_frozen_weights_count_what_they_cost_and_adapters_what_they_are() -> Non
     assert adapted == ModelFlops(token=token, pair=12.0 * 2 * 16)
 
 
-def test_a_model_whose_lower_half_is_frozen_has_no_backward_there() -> None:
-    model = llama()
-    model.model.layers[0].requires_grad_(False)
-    assert token_flops(model) == 2.0 * LAYER + 6.0 * (LAYER + 16 + HEAD)
-
-
-def test_of_a_mixture_of_experts_those_count_that_a_token_uses() -> None:
+def test_of_a_mixture_those_experts_count_that_a_token_uses_and_a_sliding_window_is_known():
     model = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=1, sliding_window=None))
     experts = 4 * 3 * 16 * 32
     rest = sum(p.numel() for p in model.parameters()) - 2 * experts - HEAD
     assert token_flops(model) == pytest.approx(6.0 * (rest + 2 * experts / 4))
-
-
-def test_a_sliding_window_is_known() -> None:
     flops = model_flops(MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8)))
     assert flops is not None
     assert (flops.pair, flops.windowed_pair, flops.window) == (0.0, 12.0 * 2 * 16, 8)

@@ -240,14 +240,11 @@ def test_parameters_of_a_loss_that_are_no_part_of_the_model_may_be_left_out():
     assert left_out(model, {id(model.bias)})[1] == "weight"
 
 
-def test_tokens_whose_losses_are_multiplied_by_0_have_no_label():
+def test_tokens_whose_losses_are_multiplied_by_0_have_no_label_nor_have_ends_of_a_batch_without_any():
     ids, mask = torch.arange(12).reshape(2, 6), torch.tensor([[0.0] * 4 + [0.5, 1.0], [1.0] * 6])
     each = cross_entropy(torch.randn(2, 12, 6, requires_grad=True), ids, reduction="none")
     loss = (each * mask).sum() / mask.sum().clamp(min=1)
     assert labels_of(loss, None).tolist() == [[-100] * 4 + list(range(4, 12))]
-
-
-def test_ends_of_a_batch_without_labels_are_told_by_the_missing_labels_alone():
     ids = torch.full((2, 8), 2)
     trained = Trained()
     trained.found = lambda: SimpleNamespace(config=SimpleNamespace(eos_token_id=2))

@@ -81,11 +81,16 @@ def test_weights_are_sampled_of_what_the_optimizer_updates():
     assert [changes(model, lost, sampler, reader) for _ in range(3)] == ["", "same", "same"]
 
 
-def test_embeddings_are_not_sampled():
+def test_embeddings_are_not_sampled_and_the_mode_is_that_of_the_model_inside_a_wrapper():
     model = nn.ModuleList([nn.Embedding(100, 8), nn.Embedding(100, 8)])
     assert WeightSampler(trained_on(model)).take(torch.optim.SGD(model.parameters(), lr=0.1)) is None
     model.append(nn.Linear(8, 2))
     assert len(WeightSampler(trained_on(model)).take(torch.optim.SGD(model.parameters(), lr=0.1))) == 1
+    wrapper = type("DistributedDataParallel", (nn.Module,), {})()
+    wrapper.module = nn.Sequential(nn.Dropout(0.1))
+    wrapper.module.eval()
+    assert wrapper.training
+    assert WeightSampler(trained_on(wrapper)).in_evaluation()
 
 
 def test_a_model_with_parts_in_training_mode_is_not_in_evaluation():
@@ -115,14 +120,6 @@ def test_a_layer_of_the_script_that_asks_for_its_mode_differs_in_evaluation(laye
     assert WeightSampler(trained_on(nn.Sequential(layer).eval())).in_evaluation() is differs
     layer.pdrop = 0.1
     assert WeightSampler(trained_on(nn.Sequential(layer).eval())).in_evaluation()
-
-
-def test_the_mode_is_that_of_the_model_inside_a_wrapper():
-    wrapper = type("DistributedDataParallel", (nn.Module,), {})()
-    wrapper.module = nn.Sequential(nn.Dropout(0.1))
-    wrapper.module.eval()
-    assert wrapper.training
-    assert WeightSampler(trained_on(wrapper)).in_evaluation()
 
 
 @pytest.mark.parametrize(
@@ -217,13 +214,10 @@ def test_labels_of_a_loss_are_compared_with_the_inputs_two_positions_around(labe
     assert (found.shifted if found is not None else "") == shifted
 
 
-def test_labels_may_be_the_ids_of_an_encoder_where_a_decoder_has_those_before():
+def test_labels_may_be_an_encoder_s_ids_and_those_of_rows_that_repeat_one_token_are_next_tokens():
     before, again = nn.functional.pad(ROWS[:, :-1], (1, 0)), ROWS.reshape(1, -1)
     assert signs_of(Trained(), targets=[([ROWS, before], again)]) is None
     assert signs_of(Trained(), targets=[([ROWS], again)]).shifted == "never"
-
-
-def test_labels_of_rows_that_repeat_one_token_are_next_tokens():
     assert signs_of(Trained(), targets=[([torch.ones_like(ROWS)], torch.ones(1, 24, dtype=torch.long))]) is None
 
 
@@ -298,14 +292,11 @@ def test_labels_that_are_padding_after_padding_are_counted_in_the_loss(ids, labe
     assert unknown is None or unknown.padding == 0
 
 
-def test_hidden_tokens_are_no_padding():
+def test_hidden_tokens_are_no_padding_and_rows_begin_after_theirs():
     ids = torch.arange(3, 19).reshape(2, 8)
     for mask in ([1, 0, 0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1], [1] * 8):
         batch = Seen(ids, torch.tensor([mask] * 2), ids)
         assert signs_of(Trained(), seen=[batch], targets=[([ids], next_ones(ids))]) is None
-
-
-def test_rows_begin_after_their_padding():
     model = nn.Linear(2, 2)
     model.config = SimpleNamespace(bos_token_id=1)
     ids = torch.tensor([[0, 0, 1, 1, 7], [0, 1, 1, 8, 9], [1, 1, 8, 9, 0]])

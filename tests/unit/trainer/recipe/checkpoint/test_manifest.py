@@ -132,8 +132,18 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
-def test_an_unchanged_run_goes_on_at_the_same_place():
+def test_an_unchanged_run_or_fewer_ranks_with_more_accumulation_go_on_at_the_same_place():
     assert position() == (STATE, [])
+    resumed, notes = position(ranks=2, grad_accumulation=4)
+    assert resumed.batches == STATE.batches
+    assert "the global batches are the same" in notes[0]
+    assert "training.grad_accumulation=4 keeps it" in refusal(ranks=2)
+    resumed, (note,) = position(sequence_parallel_size=2, grad_accumulation=4)
+    assert (resumed.batches, resumed.sequence_parallel_size) == (STATE.batches, 2)
+    assert note.startswith("training.sequence_parallel_size was 1 and is 2: the global batches are the same")
+    text = refusal(sequence_parallel_size=4)
+    assert "size was 1 and is 4, with 16 examples a step then and 4 now (training.grad_accumulation=8 keeps it)" in text
+    assert text.endswith("checkpoint.allow=[ranks]")
 
 
 @pytest.mark.parametrize(
@@ -162,22 +172,6 @@ def test_another_global_batch_on_the_same_ranks_says_what_it_means_and_how_to_ke
     text = refusal(micro_batch=4, grad_accumulation=1)
     assert "differ from the uninterrupted run's in their last digits" in text
     assert "another size" not in text
-
-
-def test_fewer_ranks_with_as_much_more_accumulation_are_no_change_of_the_batches():
-    resumed, notes = position(ranks=2, grad_accumulation=4)
-    assert resumed.batches == STATE.batches
-    assert "the global batches are the same" in notes[0]
-    assert "training.grad_accumulation=4 keeps it" in refusal(ranks=2)
-
-
-def test_ranks_that_share_sequences_count_once_in_the_batches():
-    resumed, (note,) = position(sequence_parallel_size=2, grad_accumulation=4)
-    assert (resumed.batches, resumed.sequence_parallel_size) == (STATE.batches, 2)
-    assert note.startswith("training.sequence_parallel_size was 1 and is 2: the global batches are the same")
-    text = refusal(sequence_parallel_size=4)
-    assert "size was 1 and is 4, with 16 examples a step then and 4 now (training.grad_accumulation=8 keeps it)" in text
-    assert text.endswith("checkpoint.allow=[ranks]")
 
 
 @given(st.integers(0, 60), st.sampled_from([1, 2, 4, 8]))

@@ -31,13 +31,10 @@ def test_what_a_run_has_on_the_disk(words, saves, most, least):
     assert (found.saves, found.most, found.least) == (saves, most, least)
 
 
-def test_a_resumed_run_counts_the_steps_that_are_left_and_the_checkpoints_that_are_there():
+def test_the_steps_that_are_left_are_counted_and_for_a_large_model_the_checkpoint_being_written():
     assert planned(["checkpoint.every=10"], range(96, 101)).saves == 1
     assert planned(["checkpoint.every=10"], range(91, 101)).saves == 1
     assert planned(["checkpoint.every=10"], range(90, 101)).saves == 2
-
-
-def test_a_large_model_counts_more_than_the_checkpoint_being_written():
     found = planned(["checkpoint={every: 10, keep: 2}"], model=20 * GIB)
     assert found.words(found.most) == "2 checkpoints of 4.0 GiB and the final model of 20.0 GiB take 28.0 GiB"
     assert found.words(found.least) == "a checkpoint of 4.0 GiB and the final model of 20.0 GiB take 24.0 GiB"

@@ -53,13 +53,16 @@ def test_an_override_that_is_no_assignment_is_refused(word: str) -> None:
         load(None, [word])
 
 
-def test_overrides_win_over_the_file_and_the_last_one_wins(folder: Path) -> None:
+def test_overrides_win_over_the_file_the_last_over_all_and_an_empty_file_gives_the_defaults(folder):
     (folder / "train.yaml").write_text("zero: {stage: 1}\nmodel:\n  config: {hidden_size: 8, model_type: qwen2}\n")
     loaded = load("train.yaml", ["zero.stage=2", "zero.stage=3", "model.config.hidden_size=64"])
     assert loaded.config.zero.stage == 3
     assert loaded.config.model.config == {"hidden_size": 64, "model_type": "qwen2"}
     assert loaded.places["zero.stage"] == "command line"
     assert loaded.places["model.config.model_type"] == "train.yaml:3"
+    (folder / "train.yaml").write_text("")
+    (folder / "other.yaml").write_text("zero:\ndata:\n  path:\n")
+    assert load("train.yaml").config == load("other.yaml").config == load(None).config
 
 
 def test_numbers_and_words_are_read_by_the_type_of_their_field(folder: Path) -> None:
@@ -71,12 +74,6 @@ def test_numbers_and_words_are_read_by_the_type_of_their_field(folder: Path) -> 
     assert load(None, ["optimizer.lr=auto", "schedule.warmup_steps=0"]).config.schedule.warmup_steps == 0
     assert config.model.config == {"rope_theta": 1e6}
     assert (config.run.name, config.data.path) == ("no", "123")
-
-
-def test_an_empty_file_and_an_empty_section_give_the_defaults(folder: Path) -> None:
-    (folder / "train.yaml").write_text("")
-    (folder / "other.yaml").write_text("zero:\ndata:\n  path:\n")
-    assert load("train.yaml").config == load("other.yaml").config == load(None).config
 
 
 def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:

@@ -48,13 +48,22 @@ def test_each_kind_of_file_is_read_with_the_place_of_each_record(tmp_path, suffi
     assert len(read(path, limit=1)) == 1
 
 
-def test_a_text_file_has_a_text_a_line(tmp_path):
+def test_a_text_file_has_a_text_a_line_nulls_of_arrow_are_left_out_and_files_follow_each_other(tmp_path):
     (tmp_path / "data.txt").write_bytes(b"one\r\n\n  \ntwo")
     records = read(tmp_path / "data.txt")
     assert [record for _, record in records] == [{"text": "one"}, {"text": "two"}]
     assert records.place(1) == "data.txt:4"
     (source,) = records.sources
     assert source.blank == ["data.txt:2", "data.txt:3"]
+    calls = [[{"name": "f", "arguments": {"a": 1}}], [{"name": "g", "arguments": {"b": "x"}}]]
+    parquet.write_table(pyarrow.Table.from_pylist([{"calls": call} for call in calls]), tmp_path / "a.parquet")
+    assert [record["calls"] for _, record in read(tmp_path / "a.parquet")] == calls
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    (tmp_path / "b.txt").write_text("c\n")
+    files = [File(str(tmp_path / "a.jsonl")), File(str(tmp_path / "b.txt"), 0.5)]
+    records = read_records(Config(data=Data(files=files)))
+    assert [record["text"] for _, record in records] == ["a", "b", "c"]
+    assert [records.place(index) for index in range(3)] == ["a.jsonl:1", "a.jsonl:2", "b.txt:1"]
 
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -99,12 +108,6 @@ def test_records_that_are_not_utf_8_are_refused_by_line(tmp_path, name):
             read(tmp_path / name).record(0)
 
 
-def test_nulls_that_arrow_fills_in_are_left_out(tmp_path):
-    calls = [[{"name": "f", "arguments": {"a": 1}}], [{"name": "g", "arguments": {"b": "x"}}]]
-    parquet.write_table(pyarrow.Table.from_pylist([{"calls": call} for call in calls]), tmp_path / "a.parquet")
-    assert [record["calls"] for _, record in read(tmp_path / "a.parquet")] == calls
-
-
 def test_a_broken_parquet_file_is_refused_without_the_words_of_a_library(tmp_path, capfd, caplog):
     (tmp_path / "a.parquet").write_bytes(b"nothing of the kind, and long enough")
     with pytest.raises(ConfigError, match=r"data\.path: .*a\.parquet cannot be read: Parquet magic bytes not found"):
@@ -129,15 +132,6 @@ def test_a_hash_names_the_content_and_not_the_file(tmp_path):
     one, same, other = (read(tmp_path / f"{name}.jsonl").digest for name in "abc")
     assert one == same != other
     assert read(tmp_path / "a.jsonl", limit=1).digest != one
-
-
-def test_several_files_are_read_one_after_the_other(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
-    (tmp_path / "b.txt").write_text("c\n")
-    files = [File(str(tmp_path / "a.jsonl")), File(str(tmp_path / "b.txt"), 0.5)]
-    records = read_records(Config(data=Data(files=files)))
-    assert [record["text"] for _, record in records] == ["a", "b", "c"]
-    assert [records.place(index) for index in range(3)] == ["a.jsonl:1", "a.jsonl:2", "b.txt:1"]
 
 
 @pytest.mark.parametrize(

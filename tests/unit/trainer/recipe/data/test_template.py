@@ -71,12 +71,9 @@ def test_the_exported_model_and_a_sample_stop_at_the_templates_end_too():
     assert answer == "<|im_end|>"
 
 
-def test_a_template_that_refuses_the_probe_adds_no_end():
+def test_a_template_that_refuses_the_probe_adds_no_end_and_bos_is_added_to_those_of_several_without():
     tokenizer = family_tokenizer("{{ raise_exception('no') }}")
     assert end_tokens(None, tokenizer) == [tokenizer.eos_token_id]
-
-
-def test_bos_is_put_before_those_of_several_templates_that_lack_it():
     tools = "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
     tokenizer = family_tokenizer({"default": FAMILIES["chatml"][0], "tool_use": tools}, adds_bos=True)
     assert one(encoder(tokenizer), {"messages": CHAT[1:]}).ids.count(tokenizer.bos_token_id) == 1
@@ -199,11 +196,15 @@ def test_values_of_the_template_s_own_variables_are_those_that_transformers_pass
         assert tokenizer.apply_chat_template(CHAT[:2], **asked, **other) == bos + wanted
 
 
-def test_a_variable_that_the_template_does_not_read_is_refused():
+def test_a_variable_or_a_token_that_template_or_tokenizer_lacks_is_refused_with_what_to_give():
     tokenizer = family_tokenizer(FAMILIES["chatml"][0] + "{% if enable_thinking %}{% endif %}")
     words = "data.chat_template_kwargs.enable_thought: the tokenizer's template reads no such variable; it reads "
     with pytest.raises(ConfigError, match=f"^{re.escape(words)}enable_thinking$"):
         encoder(tokenizer, chat_template_kwargs={"enable_thought": False})
+    tokenizer = family_tokenizer(None)
+    tokenizer.bos_token = None
+    with pytest.raises(ConfigError, match="'bos_token' is undefined; the tokenizer has none: give another template"):
+        encoder(tokenizer, chat_template="llama2")
 
 
 def test_reasoning_that_the_template_leaves_out_is_counted():
@@ -307,13 +308,6 @@ def test_the_shipped_templates_can_be_used_by_name(name):
     assert tokenizer.chat_template
 
 
-def test_a_template_with_a_token_that_the_tokenizer_lacks_is_refused_with_what_to_give():
-    tokenizer = family_tokenizer(None)
-    tokenizer.bos_token = None
-    with pytest.raises(ConfigError, match="'bos_token' is undefined; the tokenizer has none: give another template"):
-        encoder(tokenizer, chat_template="llama2")
-
-
 CALL = {"name": "weather", "arguments": {"city": "Paris", "days": 2}}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 CALLS = [
@@ -354,16 +348,13 @@ def test_tool_calls_and_tools_reach_the_template_and_null_is_never_a_word(conten
     assert "None" not in tokenizer.decode(document.ids)
 
 
-def test_a_text_is_learned_whole_with_its_end_and_begins_as_the_tokenizer_begins_it():
+def test_a_text_is_learned_whole_with_its_end_also_where_that_is_the_padding():
     tokenizer = family_tokenizer(None, adds_bos=True)
     for text in ("hello world", "<s>hello world", "hello world</s>"):
         document = one(encoder(tokenizer, "text"), {"text": text})
         assert tokenizer.decode(document.ids) == "<s>hello world</s>"
         assert document.ids.count(tokenizer.bos_token_id) == 1
         assert learned(tokenizer, document).endswith("hello world</s>")
-
-
-def test_the_end_is_learned_when_it_is_also_the_padding():
     tokenizer = family_tokenizer(FAMILIES["mistral"][0])
     tokenizer.pad_token = tokenizer.eos_token
     row = row_of(one(encoder(tokenizer), {"messages": CHAT[1:]}))

@@ -108,15 +108,12 @@ def test_what_no_training_would_start_with_is_one_line_and_status_2(settings, sa
     assert said.replace("{broken}", str(broken)) in err
 
 
-def test_ranks_that_are_not_known_are_those_that_the_batch_asks_for(check):
-    status, out, _ = check(PAIRS, "training={micro_batch: 2, total_batch: 4}", "--json")
-    assert (status, json.loads(out)["facts"]["rows_a_step"]) == (0, 4)
-    assert check(PAIRS, "training.sequence_parallel_size=2", "run.device=auto")[0] == 0
-
-
-def test_wrong_usage_is_status_2(tmp_path, capsys):
+def test_wrong_usage_is_status_2_and_unknown_ranks_are_those_that_the_batch_asks_for(tmp_path, capsys, check):
     assert main([f"{tmp_path}/no.yaml"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(SystemExit) as raised:
         main([])
     assert raised.value.code == 2
+    status, out, _ = check(PAIRS, "training={micro_batch: 2, total_batch: 4}", "--json")
+    assert (status, json.loads(out)["facts"]["rows_a_step"]) == (0, 4)
+    assert check(PAIRS, "training.sequence_parallel_size=2", "run.device=auto")[0] == 0

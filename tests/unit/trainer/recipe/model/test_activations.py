@@ -161,15 +161,12 @@ def test_everything_is_moved_once_and_never_a_parameter(moved: list[Any]) -> Non
     assert not offload._leaving
 
 
-def test_a_model_whose_layers_transformers_does_not_mark_is_refused() -> None:
+def test_a_model_whose_layers_are_not_marked_is_refused_and_the_setting_takes_a_boolean():
     model: Any = torch.nn.Module()
     model.config = AutoConfig.for_model("llama")
     config = load(None, ["model.config={model_type: llama}", "model.gradient_checkpointing=true"]).config
     with pytest.raises(ConfigError, match=r"^model\.gradient_checkpointing: llama has no decoder layers"):
         activations.set_up(model, config)
-
-
-def test_the_setting_takes_a_boolean_too() -> None:
     for words, mode in ((("true", "yes"), "layers"), (("False", "off"), "none"), (("selective",), "selective")):
         for word in words:
             assert load(None, [f"model.gradient_checkpointing={word}"]).config.model.gradient_checkpointing == mode
