@@ -54,11 +54,10 @@ def orphans(join: JoinFile) -> list[cleanup.Orphan]:
     return [orphan for orphan in cleanup.find() if orphan.run == join.run]
 
 
-def test_ranks_whose_hub_answers_are_no_orphans(join, rank):
+def test_ranks_are_no_orphans_while_their_hub_answers_then_told_and_ended_only_when_asked_for(
+    join, rank, hub, monkeypatch, capsys
+):
     assert orphans(join) == []
-
-
-def test_ranks_whose_hub_does_not_answer_are_told_and_ended_only_when_asked_for(join, hub, rank, monkeypatch, capsys):
     hub.close()
     (found,) = orphans(join)
     monkeypatch.setattr(cleanup, "find", lambda: [found])  # of all that runs on this machine, ours alone

@@ -33,7 +33,7 @@ def run(home: Ftmon, demo: "subprocess.CompletedProcess[str]") -> RunDir:
     return home.newest()
 
 
-def test_without_a_terminal_it_prints_progress_and_a_spike_and_leaves_no_process(demo, run):
+def test_without_a_terminal_progress_and_a_spike_are_printed_no_process_left_and_every_step_recorded(demo, run):
     (last,) = lines_with(demo.stdout, [f"step {STEPS}/{STEPS} "])
     assert all(word in last for word in ("loss ", " tok/s", " s/step", "peak ", "iB"))
     assert "\x1b" not in demo.stdout
@@ -41,6 +41,9 @@ def test_without_a_terminal_it_prints_progress_and_a_spike_and_leaves_no_process
     assert "rank 1" in spike.title, demo.stdout
     assert "spike: " in demo.stdout
     wait_until_nothing_is_left(run)
+    with sqlite3.connect(f"file:{run.recording}?mode=ro", uri=True) as connection:
+        found = connection.execute("SELECT rank, count(DISTINCT step), max(step) FROM steps GROUP BY rank").fetchall()
+    assert found == [(0, STEPS, STEPS), (1, STEPS, STEPS)]
 
 
 def test_the_last_lines_say_where_the_recording_and_the_model_are_which_loads_and_speaks(demo, run):
@@ -60,19 +63,22 @@ def test_the_last_lines_say_where_the_recording_and_the_model_are_which_loads_an
     assert bool(torch.isfinite(logits).all())
 
 
-def test_the_recording_holds_every_step_of_every_rank(run):
-    with sqlite3.connect(f"file:{run.recording}?mode=ro", uri=True) as connection:
-        found = connection.execute("SELECT rank, count(DISTINCT step), max(step) FROM steps GROUP BY rank").fetchall()
-    assert found == [(0, STEPS, STEPS), (1, STEPS, STEPS)]
-
-
-def test_the_recording_replays_as_the_same_lines_which_attach_tells_again(home, run):
+def test_the_recording_replays_as_the_same_lines_which_attach_tells_again_and_a_torn_one_what_is_there(
+    home, run, tmp_path
+):
     replays = [("replay", name, "--plain") for name in (run.id, str(run.path), str(run.recording))]
     for words in (*replays, ("attach", run.id[:6])):
         told = home.run(*words)
         assert told.returncode == 0, told.stderr
         assert lines_with(told.stdout, [f"step {STEPS}/{STEPS} ", "loss "])
         assert lines_with(told.stdout, ["finished"])
+    torn = tmp_path / "torn.sqlite"
+    whole = run.recording.read_bytes()
+    torn.write_bytes(whole[: len(whole) * 2 // 3])
+    told = home.run("replay", str(torn), "--plain")
+    assert "Traceback" not in told.stderr
+    assert told.returncode in (0, 1)
+    assert (told.returncode == 0 and "incomplete: " in told.stdout) or told.stderr.count("\n") == 1
 
 
 def test_ls_status_and_logs_have_it(home, run):
@@ -94,13 +100,3 @@ def test_acting_on_a_finished_run_says_so(home, run, command):
     done = home.run(*command, run.id)
     assert done.returncode == 0, done.stderr
     assert "has ended" in done.stdout
-
-
-def test_a_torn_recording_replays_what_is_there(home, run, tmp_path):
-    torn = tmp_path / "torn.sqlite"
-    whole = run.recording.read_bytes()
-    torn.write_bytes(whole[: len(whole) * 2 // 3])
-    told = home.run("replay", str(torn), "--plain")
-    assert "Traceback" not in told.stderr
-    assert told.returncode in (0, 1)
-    assert (told.returncode == 0 and "incomplete: " in told.stdout) or told.stderr.count("\n") == 1

@@ -55,7 +55,7 @@ def steps_done(home: Ftmon, run: RunDir) -> int:
     return int(home.status(run.id).get("step") or 0)
 
 
-def test_a_late_follower_of_a_detached_run_is_told_the_present_and_leaves_no_harm(home, run):
+def test_a_late_follower_is_told_the_present_and_neither_it_nor_a_wrong_request_harms_the_run(home, run):
     follower = home.start("attach", run.id)
     assert follower.stdout is not None
     for line in follower.stdout:
@@ -69,6 +69,11 @@ def test_a_late_follower_of_a_detached_run_is_told_the_present_and_leaves_no_har
     assert (entry["id"], entry["live"]) == (run.id, True)
     before = steps_done(home, run)
     eventually(lambda: steps_done(home, run) > before, "more steps after the follower left", every=0.5)
+    done = home.run("kill", "endless", "--rank", "7", "--yes")
+    assert done.returncode in (1, 2)
+    assert "no rank 7" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert hub_is_alive(run)
 
 
 def test_another_host_attaches_with_the_hubs_key_once_its_own_is_let_in(home, run, tmp_path):
@@ -83,14 +88,6 @@ def test_another_host_attaches_with_the_hubs_key_once_its_own_is_let_in(home, ru
     follower.send_signal(signal.SIGINT)
     _, _, errors = follow_to_end(follower)
     assert "loss" in told, errors
-
-
-def test_a_wrong_request_is_one_line_and_harms_nothing(home, run):
-    done = home.run("kill", "endless", "--rank", "7", "--yes")
-    assert done.returncode in (1, 2)
-    assert "no rank 7" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert hub_is_alive(run)
 
 
 def test_training_outlives_its_hub_and_a_new_one_has_the_whole_history(home, run):

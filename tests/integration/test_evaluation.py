@@ -120,23 +120,24 @@ def test_the_loss_is_that_of_each_label_token_once(outcome: Outcome, name: str) 
     assert results[4][0] < results[2][0]
 
 
-def test_a_split_of_a_named_data_set_is_evaluated_as_a_file_of_the_same_records(outcome: Outcome) -> None:
+def test_a_split_of_a_named_data_set_is_evaluated_as_a_file_and_evaluating_changes_no_weight(outcome):
     assert outcome.saved["split"]["rows"] == outcome.saved["one"]["rows"]
     assert len(outcome.saved["split"]["rows"]) == len(HELD_OUT)
     assert outcome.results("split") == outcome.results("one")
-
-
-def test_evaluating_changes_no_weight(outcome: Outcome) -> None:
     for name, weight in outcome.saved["none"]["weights"].items():
         assert torch.equal(outcome.saved["one"]["weights"][name], weight), name
 
 
-def test_training_stops_when_patience_is_at_its_end(outcome: Outcome) -> None:
+def test_training_stops_when_patience_is_at_its_end_and_a_best_last_model_needs_no_checkpoint(outcome):
     text = outcome.text["patience"]
     last = max(outcome.results("patience"))
     assert last < 4
     assert f"stopped early after step {last}: 1 evaluations without a new lowest loss" in text
     assert f"finished: {last} steps" in text
+    assert sorted(outcome.results("best-at-end")) == [2, 4]
+    checkpoints = outcome.folder / "out" / "best-at-end" / "checkpoints"
+    assert [path.name for path in checkpoints.glob("step-*")] == ["step-2"]
+    assert "the model of step 4\n" in outcome.text["best-at-end"]
 
 
 @pytest.mark.parametrize("name", ["patience", "best-z3", "best-lora", "last"])
@@ -172,19 +173,9 @@ def test_the_best_evaluation_of_the_run_that_this_one_resumed_from_is_exported(o
     assert exported == pytest.approx(before[best][0], rel=1e-6, abs=6e-5)
 
 
-def test_a_last_model_that_is_the_best_needs_no_checkpoint_of_its_own(outcome: Outcome) -> None:
-    assert sorted(outcome.results("best-at-end")) == [2, 4]
-    checkpoints = outcome.folder / "out" / "best-at-end" / "checkpoints"
-    assert [path.name for path in checkpoints.glob("step-*")] == ["step-2"]
-    assert "the model of step 4\n" in outcome.text["best-at-end"]
-
-
-def test_a_share_is_set_aside_and_not_trained_on(outcome: Outcome) -> None:
+def test_a_share_is_set_aside_and_of_large_data_evaluated_ten_times_at_most(outcome):
     assert "6 examples, 2 a step" in outcome.text["share"]
     assert (len(outcome.saved["share"]["rows"]), list(outcome.results("share"))) == (2, [4])
-
-
-def test_by_default_a_share_of_large_data_is_evaluated_ten_times_at_most(outcome: Outcome) -> None:
     text, results = outcome.text["by-default"], outcome.results("by-default")
     assert "evaluation.every 2 steps on 20 examples held out (evaluation.share 0.02); the last step is exported" in text
     assert list(results) == [2, 4, 6, 8, 10, 11]

@@ -170,8 +170,9 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     )
 
 
-def test_the_rows_tell_a_mean_over_tokens_from_a_mean_of_means(launched):
+def test_the_rows_tell_means_apart_and_without_partitioning_bf16_gradients_are_reduced_in_fp32(launched):
     assert distance(launched.reference.mean_of_means, launched.reference.grads) > 0.1
+    assert launched.saved["bf16-stage-0"]["reduced"] == [torch.float32]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[name_of(*case) for case in CASES])
@@ -198,10 +199,6 @@ def test_bf16_gradients_are_accumulated_and_reduced_in_fp32_unless_bf16_is_asked
     assert bf16["reduced"] == [torch.bfloat16]
     assert representable_in_bf16(fp32["grads"]) < 0.2
     assert representable_in_bf16(bf16["grads"]) > 0.95
-
-
-def test_without_partitioning_bf16_gradients_are_reduced_in_fp32(launched):
-    assert launched.saved["bf16-stage-0"]["reduced"] == [torch.float32]
 
 
 @pytest.mark.parametrize("name", BF16)

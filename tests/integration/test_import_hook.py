@@ -35,7 +35,7 @@ def found(folder: Path, library: str, **variables: str) -> tuple[UnhookedFacts |
         return find_unhooked(folder, os.getpid()), pid
 
 
-def test_a_process_with_pytorch_whose_pythonpath_lacks_the_hook_is_found(tmp_path: Path) -> None:
+def test_a_process_with_pytorch_whose_pythonpath_lacks_the_hook_is_found_and_no_other(tmp_path):
     facts, pid = found(tmp_path, "libtorch_cpu.so", PYTHONPATH=".:/mine")
     assert facts is not None
     assert facts == UnhookedFacts(pid, ".:/mine")
@@ -44,9 +44,6 @@ def test_a_process_with_pytorch_whose_pythonpath_lacks_the_hook_is_found(tmp_pat
     assert facts is not None
     assert facts == UnhookedFacts(pid, None)
     assert f"pid {pid} was started without PYTHONPATH," in without_hook(facts).title
-
-
-def test_a_process_with_the_hook_or_without_pytorch_is_not(tmp_path: Path) -> None:
     assert found(tmp_path, "libtorch_cpu.so", PYTHONPATH=f".:{INJECT_DIR}")[0] is None
     assert found(tmp_path, "libother.so", PYTHONPATH=".")[0] is None
     with python(tmp_path, "libtorch_cpu.so", FTMON_RUN="/another", PYTHONPATH="."):

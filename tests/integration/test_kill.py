@@ -184,17 +184,14 @@ def test_stop_interrupts_a_foreign_script():
         assert members(run) == []
 
 
-def test_a_job_that_never_made_a_rank_is_stopped_and_killed_too():
-    for verb in ("stop", "kill"):
-        with started(["sleep", "300"]) as run, App(run) as app:
-            eventually(lambda run=run: members(run), "the job's start")
-            assert app.command(verb).ok
-            assert (exit_of(run).state, members(run)) == ("stopped", [])
-
-
-def test_stop_ends_an_elastic_launcher_that_starts_its_ranks_again():
+def test_stop_ends_an_elastic_launcher_and_a_job_that_never_made_a_rank_is_killed_too():
     again = "import subprocess, sys\nwhile True: subprocess.run([sys.executable, *sys.argv[1:]])"
     with started([sys.executable, "-c", again, str(SCRIPTS / "fake_rank.py"), "{}"]) as run, App(run) as app:
         training(app, 1)
         assert app.command("stop").ok
         assert (exit_of(run).state, members(run)) == ("stopped", [])
+    for verb in ("stop", "kill"):
+        with started(["sleep", "300"]) as run, App(run) as app:
+            eventually(lambda run=run: members(run), "the job's start")
+            assert app.command(verb).ok
+            assert (exit_of(run).state, members(run)) == ("stopped", [])

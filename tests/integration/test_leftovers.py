@@ -41,7 +41,11 @@ def sleeper() -> Iterator[processes.Process]:
         process.wait()
 
 
-def test_it_is_said_watched_and_its_end_is_told(sleeper: processes.Process):
+def test_a_process_that_waits_for_the_kernel_is_not_asleep_and_one_left_is_watched_to_its_end(sleeper):
+    look = inspect.measure(sleeper.pid, None, processes.table(), 1.0)
+    assert look.on_disk
+    assert look._replace(time=2.0).work_since(look) == "disk"
+    assert "uninterruptible" in left_process(facts_of(sleeper))
     sent: list[Any] = []
 
     def emit(message: Any) -> tuple[int, float]:
@@ -67,10 +71,3 @@ def test_it_is_said_watched_and_its_end_is_told(sleeper: processes.Process):
     )
     assert sent[-1].resolved is not None
     assert "gone now" in sent[-1].text
-
-
-def test_a_process_that_waits_for_the_kernel_is_not_asleep(sleeper: processes.Process):
-    look = inspect.measure(sleeper.pid, None, processes.table(), 1.0)
-    assert look.on_disk
-    assert look._replace(time=2.0).work_since(look) == "disk"
-    assert "uninterruptible" in left_process(facts_of(sleeper))

@@ -200,7 +200,7 @@ def test_deepspeeds_estimate_and_sums_made_by_hand_are_beside_the_prediction(pre
     assert parts["logits"]["predicted_bytes"] == highest
 
 
-def test_ranks_that_hold_other_layers_take_other_memory(predictions):
+def test_ranks_with_other_layers_take_other_memory_and_a_dry_run_writes_none_of_deepspeeds_outputs(predictions):
     # As measured with an 8B on 4 H200s: with offloaded states the first and the last rank, which hold the embedding's
     # and the head's gradients, peak higher than those between.
     (point,) = predictions.found("layers")["points"]
@@ -208,20 +208,22 @@ def test_ranks_that_hold_other_layers_take_other_memory(predictions):
     assert [rank["rank"] for rank in point["ranks"]] == [0, 1, 2]
     assert min(peaks[0], peaks[2]) > peaks[1] + 16 * MIB, peaks
     assert point["nvml_bytes"] == max(rank["nvml_bytes"] for rank in point["ranks"])
-
-
-def test_a_dry_run_writes_none_of_deepspeeds_outputs(predictions):
     for stage in (2, 3):
         assert predictions.found(f"outputs-{stage}")["points"]
     assert (predictions.folder / "profile.txt").read_text() == "kept"
     assert not (predictions.folder / "logs").exists()
 
 
-def test_what_deepspeed_refuses_is_one_line_with_status_2(predictions):
+def test_what_deepspeed_refuses_or_a_script_decides_by_a_tensors_value_is_one_line_with_status_2(predictions):
     answer = predictions.answers["refused"]
     assert answer["status"] == 2
     (line,) = answer["output"].splitlines()
     assert "stage" in line or "zero_optimization" in line
+    answer = predictions.answers["branches"]
+    line = next(number for number, text in enumerate((SCRIPTS / "dry_loop.py").read_text().splitlines(), 1)
+                if "arguments.branch and" in text)  # fmt: skip
+    assert answer["status"] == 2
+    assert f"dry_loop.py:{line}: it depends on a tensor's value, which a dry run does not have" in answer["output"]
 
 
 PARAMETERS = 2 * 1024 * 128 + 4 * 128 * 128 + 3 * 128 * 256 + 3 * 128
@@ -243,7 +245,7 @@ def test_a_script_has_the_states_of_its_model_and_configuration(predictions, nam
     assert 2 * PARAMETERS <= parts["parameters"] <= 4.2 * PARAMETERS
 
 
-def test_changes_of_a_script_are_predicted_each_and_named_as_the_script_would_make_them(predictions):
+def test_changes_of_a_script_are_predicted_as_it_would_make_them_without_running_it_or_its_weights(predictions):
     found = predictions.found("changed")
     changes = {one["name"]: one for one in found["what_if"]}
     assert set(changes) == {"expandable segments", "checkpointing", "micro-batch 2", "optimizer offload"}
@@ -256,9 +258,6 @@ def test_changes_of_a_script_are_predicted_each_and_named_as_the_script_would_ma
     assert offload["host_bytes"] > 12 * PARAMETERS > found["points"][0]["host_bytes"]
     assert offload["saved_bytes"] > 1 << 20
     assert any("LoRA" in note and "are not among the changes" in note for note in found["notes"])
-
-
-def test_no_script_is_run_beyond_the_engine_and_no_weights_are_read(predictions):
     assert not (predictions.folder / "trained").exists()
 
 
@@ -270,11 +269,3 @@ def test_what_cannot_be_followed_is_one_line_with_the_flags_to_use(predictions, 
     assert f"{name.replace(' ', '_')}.py" in answer["output"]
     assert OTHERS[name][1] in answer["output"]
     assert answer["output"].strip().endswith("use --model and --deepspeed instead")
-
-
-def test_a_script_that_decides_by_a_tensors_value_is_refused_with_its_line(predictions):
-    answer = predictions.answers["branches"]
-    line = next(number for number, text in enumerate((SCRIPTS / "dry_loop.py").read_text().splitlines(), 1)
-                if "arguments.branch and" in text)  # fmt: skip
-    assert answer["status"] == 2
-    assert f"dry_loop.py:{line}: it depends on a tensor's value, which a dry run does not have" in answer["output"]

@@ -190,7 +190,7 @@ def test_the_optimizer_phase_holds_weights_gradients_and_states(predictions):
     assert held <= point(predictions["lora"])["optimizer"] <= 1.1 * held + rest
 
 
-def test_what_a_layer_and_two_show_of_a_change_is_what_its_own_dry_run_finds(predictions):
+def test_what_a_layer_and_two_show_of_a_change_and_of_recomputed_layers_is_what_dry_runs_find(predictions):
     changes = {one["name"]: one for one in json.loads(predictions["many"]["output"])["what_if"]}
     assert all(changes[name]["fitted"] for name in ("selective checkpointing", "fused loss", "parameter offload"))
     assert not changes["nothing kept gathered"]["fitted"]  # a small model's parameters are gathered once
@@ -199,9 +199,6 @@ def test_what_a_layer_and_two_show_of_a_change_is_what_its_own_dry_run_finds(pre
     assert adapted["fitted"]
     assert adapted["step_seconds"] == pytest.approx(own["step_seconds"], rel=0.05)
     assert adapted["needed_bytes"] == pytest.approx(own["needed_bytes"], rel=0.1)
-
-
-def test_changes_of_recomputed_layers_are_their_own_dry_runs_or_like_one_of_these(predictions):
     changes = {one["name"]: one for one in json.loads(predictions["recomputed"]["output"])["what_if"]}
     own = [json.loads(predictions[f"recomputed, {name}"]["output"])["points"][0] for name in ("adapted", "in 8 bit")]
     adapted, in_8_bit = changes["LoRA of rank 16"], changes["optimizer in 8 bit"]
@@ -271,7 +268,7 @@ def test_a_step_takes_its_matrix_products_and_costs_its_gpus(predictions):
     assert prediction["gpu"] == "H200 141 GB"
 
 
-def test_it_says_which_gpus_hold_the_run(predictions):
+def test_it_says_which_gpus_hold_the_run_and_what_it_assumed(predictions):
     small, logits = (json.loads(predictions[name]["output"])["points"][0] for name in ("small", "logits"))
     for point in (small, logits):
         peaks = [phase for rank in point["ranks"] for phase in rank["phases"].values()]
@@ -280,13 +277,24 @@ def test_it_says_which_gpus_hold_the_run(predictions):
     assert set(logits["fits_on"]) < set(small["fits_on"])
     assert "H200 141 GB" in logits["fits_on"]
     assert "RTX 4060 8 GB" not in small["fits_on"]
+    prediction = json.loads(predictions["small"]["output"])
+    assert prediction["parameters"] == PARAMETERS
+    assert any("packed row" in note for note in prediction["notes"])
 
 
-def test_the_fused_loss_saves_the_logits(predictions):
+def test_the_fused_loss_saves_the_logits_and_takes_time_for_the_tokens_that_carry_it(predictions):
     logits = LENGTH * VOCABULARY
     saved = point(predictions["logits"])["backward"] - point(predictions["small"])["backward"]
     # fp32 log-probabilities, their gradients, and logits in bf16; less a chunk of 256 MiB and its copies.
     assert 4 * logits < saved < 12 * logits
+    whole, answers = (json.loads(predictions[case]["output"]) for case in ("documents", "answers"))
+    assert any("50% of the tokens carry loss" in note for note in answers["notes"])
+    # Half of the tokens: three products with the last layer's weight, and the kernel that replaces logits by gradients.
+    products = 3 * 2 * VOCABULARY * WIDTH / (0.76 * H200)
+    less = LENGTH / 2 * (products + 3 * 2 * VOCABULARY / (0.7 * 4.8e12)) / 0.98
+    times = [found["points"][0]["time"]["compute_seconds"] for found in (whole, answers)]
+    assert times[0] - times[1] == pytest.approx(less, rel=0.05)
+    assert point(predictions["answers"]) == point(predictions["documents"]), "some micro-batch may consist of answers"
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes, for the weights in 4 bits")
@@ -303,14 +311,6 @@ def test_weights_in_4_bits_take_half_a_byte_and_their_scales(predictions):
     assert rank["phases"]["forward"]["parts"]["parameters"] == pytest.approx(packed + whole, rel=0.01)
     assert rank["host_bytes"] < 64 * MIB, "no weight lies on the host as a whole"
     assert found["checkpoint_bytes"] == pytest.approx(14 * adapters, rel=0.01), "the adapters' alone"
-
-
-def test_each_of_several_lengths_of_packed_rows_has_the_figures_of_a_run_of_its_own(predictions):
-    several, alone = (json.loads(predictions[lengths]["output"])["points"] for lengths in LENGTHS)
-    assert [point["sequence_length"] for point in several] == [125, 1024]
-    assert several[0] == alone[0]
-    first, last = (point["ranks"][0]["phases"]["forward"]["allocated_peak_bytes"] for point in several)
-    assert last - first > (1024 - 125) * 8192 * 2, "at least the logits of the other tokens"
 
 
 def test_the_largest_length_and_micro_batch_that_fit_a_capacity_are_found(predictions):
@@ -371,13 +371,7 @@ def test_a_wrong_model_or_file_is_refused_in_one_line(predictions, case):
     assert answer["output"].startswith(f"ftmon: {REFUSED[case][1]}")
 
 
-def test_a_prediction_says_what_it_assumed(predictions):
-    prediction = json.loads(predictions["small"]["output"])
-    assert prediction["parameters"] == PARAMETERS
-    assert any("packed row" in note for note in prediction["notes"])
-
-
-def test_the_steps_of_a_data_set_that_do_not_fit_are_named(predictions):
+def test_steps_of_a_data_set_that_do_not_fit_are_named_and_one_of_the_hub_is_needed_only_with_data(predictions):
     assert predictions["data"]["status"] == 0, predictions["data"]["output"]
     prediction = json.loads(predictions["data"]["output"])
     risk, words = prediction["data"], render(msgspec.convert(prediction, Answer))
@@ -399,9 +393,11 @@ def test_the_steps_of_a_data_set_that_do_not_fit_are_named(predictions):
         f"data: {risk['failing_steps']} of {risk['steps']} steps of an epoch do not fit; of the lengths that occur, "
         f"{risk['largest_length']:,} tokens is the largest that fits"
     )
+    assert predictions["hub"]["status"] == 0, predictions["hub"]["output"]
+    assert json.loads(predictions["hub"]["output"])["points"][0]["sequence_length"] == 64
 
 
-def test_packed_rows_consist_of_the_documents_of_the_data_set(predictions):
+def test_packed_rows_consist_of_the_documents_of_the_data_set_and_each_length_is_a_run_of_its_own(predictions):
     assert predictions["documents"]["status"] == 0, predictions["documents"]["output"]
     one, many = (json.loads(predictions[case]["output"]) for case in ("small", "documents"))
     before, after = one["points"][0]["time"]["total"], many["points"][0]["time"]["total"]
@@ -413,17 +409,11 @@ def test_packed_rows_consist_of_the_documents_of_the_data_set(predictions):
     pairs = [LENGTH // tokens * (tokens * (tokens + 1) // 2) for tokens in (LENGTH, DOCUMENT)]
     less = 12 * 2 * WIDTH * (pairs[0] - pairs[1])
     assert flops[0] - flops[1] == pytest.approx(less / H200, rel=0.01)
-
-
-def test_the_loss_takes_time_for_the_tokens_that_carry_it(predictions):
-    whole, answers = (json.loads(predictions[case]["output"]) for case in ("documents", "answers"))
-    assert any("50% of the tokens carry loss" in note for note in answers["notes"])
-    # Half of the tokens: three products with the last layer's weight, and the kernel that replaces logits by gradients.
-    products = 3 * 2 * VOCABULARY * WIDTH / (0.76 * H200)
-    less = LENGTH / 2 * (products + 3 * 2 * VOCABULARY / (0.7 * 4.8e12)) / 0.98
-    times = [found["points"][0]["time"]["compute_seconds"] for found in (whole, answers)]
-    assert times[0] - times[1] == pytest.approx(less, rel=0.05)
-    assert point(predictions["answers"]) == point(predictions["documents"]), "some micro-batch may consist of answers"
+    several, alone = (json.loads(predictions[lengths]["output"])["points"] for lengths in LENGTHS)
+    assert [point["sequence_length"] for point in several] == [125, 1024]
+    assert several[0] == alone[0]
+    first, last = (point["ranks"][0]["phases"]["forward"]["allocated_peak_bytes"] for point in several)
+    assert last - first > (1024 - 125) * 8192 * 2, "at least the logits of the other tokens"
 
 
 def test_the_prediction_beside_a_run_has_the_figures_of_the_command(predictions):
@@ -438,8 +428,3 @@ def test_the_prediction_beside_a_run_has_the_figures_of_the_command(predictions)
         assert phase.allocated_peak_bytes == pytest.approx(expected["allocated_peak_bytes"], rel=0.001)
         assert sum(phase.parts.values()) == phase.allocated_peak_bytes
     assert found.nvml_bytes == pytest.approx(point["nvml_bytes"], rel=0.01)
-
-
-def test_a_data_set_of_the_hub_is_needed_only_with_data(predictions):
-    assert predictions["hub"]["status"] == 0, predictions["hub"]["output"]
-    assert json.loads(predictions["hub"]["output"])["points"][0]["sequence_length"] == 64

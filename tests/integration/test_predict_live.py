@@ -76,15 +76,13 @@ def test_a_background_process_yields_to_everything_and_ends_with_its_parent():
         assert parent.stdout.read() == ""  # the other end is closed once the child has gone, too
 
 
-def test_a_refusal_in_a_ranks_process_is_raised_here():
+def test_a_refusal_in_a_ranks_process_is_raised_here_and_one_that_dies_is_told_by_its_signal():
     def refuse(rank: int) -> DryRun:
         raise ConfigError(f"rank {rank}: no such stage")
 
     with pytest.raises(ConfigError, match="rank 3: no such stage"):
         ranks.run(refuse, [3], [8])
 
-
-def test_a_ranks_process_that_dies_is_told_by_its_signal():
     def die(rank: int) -> DryRun:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError

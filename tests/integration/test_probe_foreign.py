@@ -101,9 +101,13 @@ def test_batches_that_are_evaluated_looked_at_dropped_or_left_out_are_in_no_step
     assert {(step.samples, step.tokens or 0) for step in edges[mode][0][part]} == {counts}
 
 
-def test_batches_that_are_fetched_ahead_are_not_left_out(edges):
+def test_batches_fetched_ahead_are_used_each_optimizer_has_its_figures_and_ddp_the_backend_chosen(edges):
     steps, _ = edges["ahead"]
     assert [sum(step.samples for step in steps[first : first + 5]) for first in (0, 5, 10)] == [20] * 3
+    critic = next(update for step in edges["adversarial"][0] for update in step.updates if update.name == "SGD")
+    assert (critic.count, critic.micro_steps, critic.lr) == (1, 2, 0.02)
+    hello = next(hello for hello in edges["broken"].of(Hello) if hello.framework == "ddp")
+    assert hello.backend == "gloo"
 
 
 @pytest.mark.parametrize(
@@ -146,11 +150,6 @@ def test_pauses_are_in_the_phase_that_they_fall_in(edges):
     assert host_us(under_ddp[8], "idle") >= 1_200_000
 
 
-def test_a_plain_loop_under_ddp_tells_the_backend_that_pytorch_chose(edges):
-    hello = next(hello for hello in edges["broken"].of(Hello) if hello.framework == "ddp")
-    assert hello.backend == "gloo"
-
-
 def test_a_script_s_way_out_is_told(edges):
     """By an exception in the backward; by a status."""
     broken, left = edges["broken"], edges["leave"]
@@ -186,11 +185,6 @@ def assert_owned(steps, told, owner):
     for step, losses in zip(steps, told, strict=True):
         updates = {update.name: update.loss for update in step.updates}
         assert updates == pytest.approx(losses if len(losses) > 1 else {}, rel=1e-5)
-
-
-def test_an_update_in_a_step_of_several_optimizers_has_its_own_figures(edges):
-    critic = next(update for step in edges["adversarial"][0] for update in step.updates if update.name == "SGD")
-    assert (critic.count, critic.micro_steps, critic.lr) == (1, 2, 0.02)
 
 
 RANKS = {

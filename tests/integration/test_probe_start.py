@@ -47,9 +47,11 @@ def test_another_sitecustomize_further_down_the_path_still_runs(tmp_path):
     assert done.stdout.split() == ["True", str(other / "sitecustomize.py")]
 
 
-def test_without_a_run_nothing_happens(tmp_path):
+def test_without_a_run_nothing_happens_and_with_logs_off_a_rank_keeps_its_output(tmp_path):
     done = run_python("import sys; print('ftmon' in sys.modules)", tmp_path, FTMON_RUN="")
     assert (done.stdout.strip(), done.stderr) == ("False", "")
+    (tmp_path / "run.json").write_text('{"options": {"logs": false}}')
+    assert run_python("print('here')", tmp_path, RANK="0", WORLD_SIZE="1").stdout == "here\n"
 
 
 def test_a_broken_ftmon_is_logged_and_harms_nothing(tmp_path):
@@ -77,11 +79,6 @@ def test_a_rank_writes_into_the_run_s_log_files_from_its_first_line(tmp_path):
     assert (done.stdout, done.stderr) == ("", "")
     assert (tmp_path / "logs" / "rank-2.out").read_text() == "out True\nfrom a child\n"
     assert (tmp_path / "logs" / "rank-2.err").read_text() == "err\n"
-
-
-def test_with_logs_off_a_rank_keeps_its_output(tmp_path):
-    (tmp_path / "run.json").write_text('{"options": {"logs": false}}')
-    assert run_python("print('here')", tmp_path, RANK="0", WORLD_SIZE="1").stdout == "here\n"
 
 
 def test_a_launcher_inside_a_rank_is_refused_in_one_line_before_it_runs(tmp_path):

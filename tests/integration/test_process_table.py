@@ -19,13 +19,19 @@ time.sleep(600)
 """
 
 
-def test_a_process_is_read_with_parent_group_and_start_time(spawn):
+def test_a_process_is_read_with_parent_group_and_start_and_an_earlier_one_s_signal_is_not_sent(spawn):
     child = spawn(SLEEP)
     found = processes.read(child.pid)
     assert (found.parent, found.group, found.session) == (os.getpid(), child.pid, child.pid)
     assert found.alive
     assert found.start_ticks > 0
     assert processes.read(2**22 + 1) is None
+    found = processes.read(child.pid)
+    assert processes.send_signal(found._replace(start_ticks=found.start_ticks - 1), signal.SIGKILL) is False
+    assert child.poll() is None
+    assert processes.send_signal(found, signal.SIGKILL) is True
+    assert child.wait(200) == -signal.SIGKILL
+    assert processes.send_signal(found, signal.SIGKILL) is False
 
 
 @pytest.mark.parametrize("name", [rb"a) R (b", rb"a\xff\n", rb"\xff) R 1 ("])
@@ -48,7 +54,7 @@ def test_descendants_are_found_though_they_left_the_session(spawn):
     assert below[0].session != parent.pid
 
 
-def test_marked_processes_are_found_by_the_run_in_their_environment(spawn, run):
+def test_marked_processes_and_what_descends_from_them_are_found_by_the_run_but_for_the_spared(spawn, run):
     child = spawn(SLEEP, FTMON_RUN=str(run.path), FTMON_RANK_PID="77")
     stranger = spawn(SLEEP, FTMON_RUN=str(run.path) + "-other")
     table = processes.table()
@@ -56,23 +62,10 @@ def test_marked_processes_are_found_by_the_run_in_their_environment(spawn, run):
     assert {p.pid for p in processes.marked(run.path, table.values(), [76, 77])} == {child.pid}
     assert processes.marked(run.path, table.values(), [78]) == []
     assert stranger.poll() is None
-
-
-def test_of_run_includes_what_descends_from_a_marked_process_and_leaves_out_the_spared(spawn, run):
     parent = spawn(PARENT, FTMON_RUN=str(run.path))
     child = processes.descendants([parent.pid], processes.table())[0]
     assert {p.pid for p in processes.of_run(run.path, [], [])} == {parent.pid, child.pid}
     assert {p.pid for p in processes.of_run(run.path, [], [parent.pid])} == {child.pid}
-
-
-def test_a_signal_meant_for_an_earlier_process_with_that_pid_is_not_sent(spawn):
-    child = spawn(SLEEP)
-    found = processes.read(child.pid)
-    assert processes.send_signal(found._replace(start_ticks=found.start_ticks - 1), signal.SIGKILL) is False
-    assert child.poll() is None
-    assert processes.send_signal(found, signal.SIGKILL) is True
-    assert child.wait(200) == -signal.SIGKILL
-    assert processes.send_signal(found, signal.SIGKILL) is False
 
 
 def test_without_pidfds_a_process_that_ends_before_the_signal_counts_as_gone(spawn, monkeypatch):

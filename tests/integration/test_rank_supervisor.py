@@ -51,13 +51,10 @@ def begin(watch: Watch, process) -> ProcessFact:
     return watch.change()
 
 
-def test_a_living_process_is_reported_alive(watch, spawn):
+def test_a_living_process_is_alive_and_stopping_and_going_on_are_seen(watch, spawn):
     fact = begin(watch, spawn(SLEEP))
     assert (fact.rank, fact.alive) == (3, True)
     assert fact.proc_state in "RSD"
-
-
-def test_stopping_and_going_on_are_seen(watch, spawn):
     child = spawn(SLEEP)
     begin(watch, child)
     os.kill(child.pid, signal.SIGSTOP)

@@ -156,19 +156,6 @@ def test_the_final_model_loads_and_is_as_good_as_it_was(outcome: Outcome, name: 
     assert model.config.use_cache  # as the model type has it, whatever training does without
 
 
-def test_rows_are_packed_where_that_is_right_and_fills_a_step_and_a_line_names_the_setting(outcome: Outcome) -> None:
-    assert re.search(
-        r"^packing: \d+ rows of up to 64 tokens \(data.packing=false turns it", outcome.text["stage-0"], re.M
-    )
-    leaking = outcome.text["leaking"]
-    assert "note: data.packing: documents of one row see each other in opt: each record is padded instead" in leaking
-    assert outcome.losses("leaking") == outcome.losses("leaking-padded")
-    rates = [re.findall(r"lr (\S+)", outcome.text[name]) for name in ("leaking", "leaking-padded")]
-    assert rates[0] == rates[1]
-    assert "note: data.packing: packed rows would not fill a step: each record is padded" in outcome.text["few-rows"]
-    assert list(outcome.losses("few-rows")) == [1, 2]
-
-
 def test_a_saved_model_is_fine_tuned_further_with_more_tokens(outcome: Outcome) -> None:
     assert outcome.losses("from-folder")[1] < outcome.losses("stage-2")[1] - 0.5
     before, after = (outcome.weights(name)["model.embed_tokens.weight"] for name in ("stage-2", "from-folder"))
@@ -181,14 +168,11 @@ def test_a_saved_model_is_fine_tuned_further_with_more_tokens(outcome: Outcome) 
     assert "AutoTokenizer makes a tokenizer of its own" not in "".join(outcome.text.values())
 
 
-def test_adapters_alone_learn_and_are_merged_into_the_model(outcome: Outcome) -> None:
+def test_adapters_alone_learn_and_are_merged_or_saved_alone_on_a_base_in_4_bits(outcome):
     losses = outcome.losses("lora")
     assert losses[8] < losses[1]
     assert not (outcome.out / "lora" / "model" / "adapter_config.json").exists()
     assert not any("lora" in name for name in outcome.weights("lora"))
-
-
-def test_adapters_on_a_base_in_4_bits_are_counted_by_its_whole_size_and_saved_alone(outcome: Outcome) -> None:
     folder = outcome.out / "nf4" / "model"
     assert (folder / "adapter_config.json").exists()
     assert not (folder / "model.safetensors").exists()
@@ -200,14 +184,11 @@ def test_adapters_on_a_base_in_4_bits_are_counted_by_its_whole_size_and_saved_al
     assert all(bool(tensor.any()) for name, tensor in adapters.items() if "lora_B" in name), "they start as zeros"
 
 
-def test_a_request_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(outcome: Outcome) -> None:
+def test_a_request_to_one_rank_or_in_an_evaluation_stops_all_at_the_same_step_with_a_checkpoint(outcome):
     text = outcome.text["stop-at-3"]
     assert list(outcome.losses("stop-at-3")) == [1, 2, 3, 4]
     assert "stopped on request after step 4 of 8" in text
     assert [path.name for path in (outcome.out / "stop-at-3" / "checkpoints").glob("step-*")] == ["step-4"]
-
-
-def test_a_request_during_an_evaluation_stops_all_ranks_after_it_without_a_further_step(outcome: Outcome) -> None:
     assert list(outcome.losses("stop-at-evaluation-3")) == [1, 2]
     assert "stopped on request after step 2 of 8" in outcome.text["stop-at-evaluation-3"]
     folder = outcome.out / "stop-at-evaluation-3" / "checkpoints"
@@ -230,10 +211,20 @@ def test_what_only_the_ranks_can_find_out_is_refused_in_one_line(outcome: Outcom
     assert words in line
 
 
-def test_progress_lines_are_plain(outcome: Outcome) -> None:
+def test_progress_lines_are_plain_and_rows_packed_where_that_fills_a_step(outcome):
     assert re.search(
         r"^step 8/8  loss \d\.\d{4}  lr 5\.00e-04  [\d,]+ tokens/s  [\d.]+ m?s/step$",
         outcome.text["stage-2"],
         re.MULTILINE,
     )
     assert "\x1b" not in outcome.text["stage-2"]
+    assert re.search(
+        r"^packing: \d+ rows of up to 64 tokens \(data.packing=false turns it", outcome.text["stage-0"], re.M
+    )
+    leaking = outcome.text["leaking"]
+    assert "note: data.packing: documents of one row see each other in opt: each record is padded instead" in leaking
+    assert outcome.losses("leaking") == outcome.losses("leaking-padded")
+    rates = [re.findall(r"lr (\S+)", outcome.text[name]) for name in ("leaking", "leaking-padded")]
+    assert rates[0] == rates[1]
+    assert "note: data.packing: packed rows would not fill a step: each record is padded" in outcome.text["few-rows"]
+    assert list(outcome.losses("few-rows")) == [1, 2]

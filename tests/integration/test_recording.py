@@ -58,8 +58,11 @@ def rank_steps(frames: list[Frame], rank: int) -> list[Frame]:
     return [frame for frame in frames if isinstance(frame.message, Step) and frame.message.rank == rank]
 
 
-def test_the_stream_comes_back_exactly_and_in_order(reader, recorded):
+def test_the_stream_comes_back_exactly_and_in_order_also_until_a_time(reader, recorded):
     assert read_all(reader) == recorded
+    until = recorded[len(recorded) // 3].t
+    expected = [frame for frame in recorded if frame.seq > 100 and frame.t <= until]
+    assert reader.frames(100, 10**6, until) == expected
 
 
 def test_ranks_on_the_cpu_and_every_type_of_message_are_recorded_exactly_but_heartbeats_and_history(tmp_path):
@@ -77,7 +80,7 @@ def test_a_rank_step_takes_less_than_570_bytes_with_all_that_goes_with_it(tmp_pa
     assert path.stat().st_size / 20_000 < 570
 
 
-def test_info_tells_what_there_is(reader, recorded):
+def test_info_tells_what_there_is_and_the_command_is_kept_as_json_for_everybody(reader, recorded, path):
     info = reader.info()
     assert (info.run_id, info.name, info.command, info.started) == (RUN.id, RUN.name, RUN.command, RUN.created)
     assert (info.first_seq, info.last_seq) == (recorded[0].seq, recorded[-1].seq)
@@ -85,28 +88,28 @@ def test_info_tells_what_there_is(reader, recorded):
     assert (info.steps, info.last_step, info.ranks) == (2800, 700, [0, 1, 2, 3])
     assert (info.state, info.exit_code) == ("finished", 0)
     assert (info.complete, info.missing, info.live) == (True, "", False)
+    connection = sqlite3.connect(path)
+    assert json.loads(dict(connection.execute("SELECT key, value FROM meta"))["command"]) == RUN.command
+    assert os.fspath(path)
+    connection.close()
 
 
-def test_a_closed_recording_is_one_file_that_can_be_copied_alone(path):
+def test_a_closed_recording_is_one_file_with_a_view_of_phases_in_plain_units(path, recorded):
     assert not list(path.parent.glob("*-wal"))
     assert not list(path.parent.glob("*-shm"))
-
-
-def test_frames_stop_at_a_time(reader, recorded):
-    until = recorded[len(recorded) // 3].t
-    expected = [frame for frame in recorded if frame.seq > 100 and frame.t <= until]
-    assert reader.frames(100, 10**6, until) == expected
-
-
-def test_seq_at_is_the_last_message_there_was(reader, recorded):
-    draw = random.Random(3)
-    times = [draw.uniform(recorded[0].t - 1, recorded[-1].t + 1) for _ in range(100)]
-    for t in [*times, *(frame.t for frame in draw.sample(recorded, 100)), float("inf")]:
-        seq = reader.seq_at(t)
-        last = max((frame.seq for frame in recorded if frame.t <= t), default=0)
-        # Heartbeats are numbered and not recorded: the answer may lie among those that follow.
-        assert last <= seq < min((frame.seq for frame in recorded if frame.t > t), default=1 << 60)
-    assert (reader.seq_at(recorded[0].t - 1), reader.seq_at(float("-inf"))) == (0, 0)
+    connection = sqlite3.connect(path)
+    for frame in random.Random(5).sample(rank_steps(recorded, 3), 20):
+        assert isinstance(frame.message, Step)
+        rows = connection.execute("SELECT * FROM phases WHERE seq = ?", (frame.seq,)).fetchall()
+        assert rows == [
+            (
+                *(frame.seq, frame.t, 3, frame.message.step, p.name, p.host_us / 1e3, p.device_us / 1e3),
+                *(p.allocated.start, p.allocated.end, p.allocated.peak),
+                *(p.reserved.start, p.reserved.end, p.reserved.peak),
+            )
+            for p in frame.message.phases
+        ]
+    connection.close()
 
 
 def key_of(frame: Frame) -> object:
@@ -203,12 +206,20 @@ def test_a_pooled_series_keeps_the_sums_and_the_maxima(reader, recorded, limit):
     assert points[-1].step == 700
 
 
-def test_a_step_is_found_by_number(reader, recorded):
+def test_a_step_is_found_by_number_and_seq_at_is_the_last_message_there_was(reader, recorded):
     for number in (1, 2, 16, 17, 128, 399, 689, 700):
         expected = max(f.t for f in recorded if isinstance(f.message, Step) and f.message.step == number)
         assert reader.step_time(number) == expected
     assert reader.step_time(701) is None
     assert reader.step_time(0) is None
+    draw = random.Random(3)
+    times = [draw.uniform(recorded[0].t - 1, recorded[-1].t + 1) for _ in range(100)]
+    for t in [*times, *(frame.t for frame in draw.sample(recorded, 100)), float("inf")]:
+        seq = reader.seq_at(t)
+        last = max((frame.seq for frame in recorded if frame.t <= t), default=0)
+        # Heartbeats are numbered and not recorded: the answer may lie among those that follow.
+        assert last <= seq < min((frame.seq for frame in recorded if frame.t > t), default=1 << 60)
+    assert (reader.seq_at(recorded[0].t - 1), reader.seq_at(float("-inf"))) == (0, 0)
 
 
 def test_alerts_stand_as_they_did(tmp_path):
@@ -249,23 +260,7 @@ def test_an_empty_recording_answers_everything(tmp_path):
         assert (reader.seq_at(5.0), reader.step_time(1), reader.alerts(), reader.logs()) == (0, None, [], [])
 
 
-def test_the_view_of_phases_is_in_plain_units(path, recorded):
-    connection = sqlite3.connect(path)
-    for frame in random.Random(5).sample(rank_steps(recorded, 3), 20):
-        assert isinstance(frame.message, Step)
-        rows = connection.execute("SELECT * FROM phases WHERE seq = ?", (frame.seq,)).fetchall()
-        assert rows == [
-            (
-                *(frame.seq, frame.t, 3, frame.message.step, p.name, p.host_us / 1e3, p.device_us / 1e3),
-                *(p.allocated.start, p.allocated.end, p.allocated.peak),
-                *(p.reserved.start, p.reserved.end, p.reserved.peak),
-            )
-            for p in frame.message.phases
-        ]
-    connection.close()
-
-
-def test_a_second_writer_continues_where_the_first_ended(tmp_path, frames, path):
+def test_a_second_writer_continues_where_the_first_ended_and_leaves_out_numbers_of_heartbeats(tmp_path, frames, path):
     target = tmp_path / "r.sqlite"
     for part in (frames[:4001], frames[4001:9000], frames[9000:]):
         write(target, part)
@@ -275,9 +270,6 @@ def test_a_second_writer_continues_where_the_first_ended(tmp_path, frames, path)
     query = "SELECT * FROM rollups"
     whole, parts = (sqlite3.connect(file).execute(query).fetchall() for file in (path, target))
     assert parts == whole, "pooled rows do not depend on how often the hub was restarted"
-
-
-def test_a_later_writer_leaves_numbers_out_that_heartbeats_may_have_used(tmp_path):
     write(tmp_path / "r.sqlite", Stream(ranks=1, steps=3).frames())
     writer = Writer(tmp_path / "r.sqlite")
     assert writer.next_seq == writer.last_seq + RESTART_LEAP
@@ -413,10 +405,3 @@ def test_columns_and_tables_of_a_later_minor_version_do_not_hurt(path, tmp_path,
         assert after.memory(t - 100, t, 20) == before.memory(t - 100, t, 20)
         assert after.series(0, t - 100, t) == before.series(0, t - 100, t)
         assert after.alerts() == before.alerts()
-
-
-def test_the_command_is_kept_as_json_for_everybody(path):
-    connection = sqlite3.connect(path)
-    assert json.loads(dict(connection.execute("SELECT key, value FROM meta"))["command"]) == RUN.command
-    assert os.fspath(path)
-    connection.close()

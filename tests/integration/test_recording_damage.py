@@ -168,12 +168,21 @@ def test_a_read_only_folder_is_no_obstacle(public_dir, frames, closed):
         target.chmod(0o755)
 
 
-def test_a_file_we_may_not_read_is_refused(public_dir, path):
+def test_a_file_we_may_not_read_or_of_a_newer_schema_is_refused_with_the_remedy(public_dir, path, tmp_path):
     secret = Path(shutil.copy(path, public_dir / "secret.sqlite"))
     secret.chmod(0)
     with as_nobody(), pytest.raises(RecordingError) as error:
         Reader(secret)
     assert "Permission denied" in one_line(error.value, secret)
+    newer = Path(shutil.copy(path, tmp_path / "newer.sqlite"))
+    connection = sqlite3.connect(newer)
+    connection.execute(f"PRAGMA user_version={SCHEMA_VERSION + 1}")
+    connection.close()
+    with pytest.raises(RecordingError) as error:
+        Reader(newer)
+    assert f"this ftmon reads 1 to {SCHEMA_VERSION}: install a newer ftmon" in one_line(error.value, newer)
+    with pytest.raises(RecordingError, match="install a newer ftmon"):
+        Writer(newer)
 
 
 def test_what_is_no_recording_is_refused_in_one_line(tmp_path):
@@ -194,18 +203,6 @@ def test_what_is_no_recording_is_refused_in_one_line(tmp_path):
         with pytest.raises(RecordingError) as error:
             Reader(tmp_path / name)
         assert words in one_line(error.value, tmp_path / name)
-
-
-def test_a_newer_schema_is_refused_with_the_remedy(path, tmp_path):
-    newer = Path(shutil.copy(path, tmp_path / "newer.sqlite"))
-    connection = sqlite3.connect(newer)
-    connection.execute(f"PRAGMA user_version={SCHEMA_VERSION + 1}")
-    connection.close()
-    with pytest.raises(RecordingError) as error:
-        Reader(newer)
-    assert f"this ftmon reads 1 to {SCHEMA_VERSION}: install a newer ftmon" in one_line(error.value, newer)
-    with pytest.raises(RecordingError, match="install a newer ftmon"):
-        Writer(newer)
 
 
 def test_a_writer_continues_nothing_but_a_whole_recording(path, tmp_path):

@@ -162,7 +162,7 @@ def test_a_checkpoint_is_written_read_back_compared_and_gone(outcome, name):
     assert not (outcome.out / f"{name}-rehearsed" / "checkpoints").exists()
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_where_one_is_planned(outcome):
+def test_a_checkpoint_or_a_model_that_cannot_be_written_ends_the_run_with_what_can_be(outcome):
     (line,) = re.findall("^refused: (.*)", outcome.text["full-disk"], re.MULTILINE)
     assert re.match(
         r"rehearsal: a checkpoint could not be written to \S+/checkpoints: rank 0: File too large; free", line
@@ -171,21 +171,20 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_where_one_is_planned(o
     text = outcome.text["full-disk-unplanned"]
     assert "note: rehearsal: a checkpoint could not be written" in text
     assert "step 4/4" in text
-
-
-def test_a_model_that_cannot_be_written_leaves_a_checkpoint_of_the_last_step(outcome):
     (line,) = re.findall("^refused: (.*)", outcome.text["full-disk-at-export"], re.MULTILINE)
     kept = outcome.out / "full-disk-at-export" / "checkpoints" / "step-4"
     assert re.match(rf"the final model cannot be written to \S+/model: .*; step 4 is in {kept}; to write it", line)
     assert (kept / "manifest.json").exists()
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(outcome):
+def test_a_disk_without_room_is_refused_before_anything_is_written_and_a_checkpoint_can_be_left_out(outcome):
     (line,) = re.findall("^refused: (.*)", outcome.text["no-room"], re.MULTILINE)
     assert re.match(r"rehearsal: a checkpoint takes [\d.]+ MiB, and the disk of \S+ has 0.1 MiB free; free space", line)
+    assert "rehearsal: " in outcome.text["left-out"]
+    assert "read back" not in outcome.text["left-out"]
 
 
-def test_a_disk_that_is_short_of_keep_costs_the_oldest_checkpoints_and_not_the_run(outcome):
+def test_a_disk_short_of_keep_costs_the_oldest_checkpoints_but_not_the_best_or_the_run(outcome):
     text = outcome.of_small_disk("small-disk-0-26")
     assert re.search(
         r"note: rehearsal: 3 checkpoints of \S+ MiB take \S+ MiB \(checkpoint.keep=2 and one being written\), and the "
@@ -198,9 +197,6 @@ def test_a_disk_that_is_short_of_keep_costs_the_oldest_checkpoints_and_not_the_r
     ]
     assert len(re.findall("^checkpoint: ", text, re.MULTILINE)) == 4
     assert "final model: " in text
-
-
-def test_the_best_checkpoint_stays_when_the_disk_is_short(outcome):
     text = outcome.of_small_disk("small-disk-0-22-best")
     losses = re.findall(r"^evaluation after step \d+: loss (\S+)", text, re.MULTILINE)
     best = 1 + losses.index(min(losses, key=float))
@@ -217,20 +213,12 @@ def test_a_disk_that_fills_up_later_ends_no_training_and_the_model_takes_the_pla
     assert "final model: " in text
 
 
-def test_the_model_that_does_not_fit_beside_the_last_checkpoint_is_named_with_it(outcome):
+def test_a_model_that_does_not_fit_is_named_with_the_last_checkpoint_or_before_the_first_step(outcome):
     (line,) = re.findall("^refused: (.*)", outcome.of_small_disk("small-disk-3-15-at-end"), re.MULTILINE)
     assert re.match(r"the final model cannot be written to \S+: it takes \S+ MiB, and the disk of \S+ has \S+", line)
     assert re.search(r"; step 4 is in \S+/step-4; to write it, resume with checkpoint.resume=\S+-at-end$", line)
-
-
-def test_a_disk_without_room_for_the_final_model_is_refused_before_the_first_step(outcome):
     (line,) = re.findall("^refused: (.*)", outcome.of_small_disk("small-disk-0-2"), re.MULTILINE)
     assert re.match(r"rehearsal: the final model takes \S+ MiB, and the disk of \S+ has \S+ MiB free; free space", line)
-
-
-def test_the_checkpoint_can_be_left_out(outcome):
-    assert "rehearsal: " in outcome.text["left-out"]
-    assert "read back" not in outcome.text["left-out"]
 
 
 def test_memory_that_runs_out_is_found_before_the_first_step_and_names_the_row(outcome):

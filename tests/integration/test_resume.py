@@ -186,31 +186,24 @@ def test_what_changed_since_the_checkpoint_is_refused_by_name(runs: Runs, name: 
     assert f"checkpoint.allow=[{name}]" in line
 
 
-def test_the_states_of_one_optimizer_are_refused_by_another(runs: Runs) -> None:
+def test_states_of_another_optimizer_or_partition_and_adapters_of_another_scale_are_refused(runs):
     (line,) = [line for line in runs.text["other-optimizer"].splitlines() if line.startswith("refused")]
     assert "holds the optimizer states of adamw, and this run has adamw_bf16; set optimizer.kind" in line
-
-
-def test_adapters_of_another_scale_are_refused(runs: Runs) -> None:
     assert "step-4 has adapters of another scale; set lora.alpha=16" in runs.text["other-alpha"]
-
-
-def test_states_that_cannot_be_divided_anew_are_refused_on_other_ranks(runs: Runs) -> None:
     (line,) = [line for line in runs.text["fewer-8bit"].splitlines() if line.startswith("refused")]
     assert "was written by 2 ranks, and the states of adamw_8bit without master weights cannot be divided" in line
     assert line.endswith("set run.ranks=2")
-
-
-def test_partitions_in_another_order_are_refused_with_the_key_that_orders_them(runs: Runs) -> None:
     (line,) = [line for line in runs.text["no-robin"].splitlines() if line.startswith("refused")]
     assert line.endswith("set deepspeed.zero_optimization.round_robin_gradients back")
     (line,) = [line for line in runs.text["fewer-robin"].splitlines() if line.startswith("refused")]
     assert "the states of adamw in round-robin order cannot be divided anew; set run.ranks=2" in line
 
 
-def test_an_allowed_change_goes_on_and_says_what_follows(runs: Runs) -> None:
+def test_an_allowed_change_says_what_follows_and_a_smaller_global_batch_is_refused_with_the_fix(runs):
     assert "note: training.seed was 42 and is 7: the rest of this epoch" in runs.text["allowed"]
     assert "0 5" in runs.losses("allowed")
+    assert "refused: " in runs.text["fewer-smaller"]
+    assert "training.grad_accumulation=4 keeps it" in runs.text["fewer-smaller"]
 
 
 @pytest.mark.parametrize("kind", FEWER)
@@ -222,11 +215,6 @@ def test_fewer_ranks_go_on_with_the_same_global_batches(runs: Runs, kind: str) -
         over_ranks = sum(float.fromhex(whole[f"{rank} {step}"]) for rank in range(2))
         # Dropout is drawn anew; with another global batch the sums would be far apart.
         assert float.fromhex(fewer[f"0 {step}"]) == pytest.approx(over_ranks, rel=0.05)
-
-
-def test_fewer_ranks_with_a_smaller_global_batch_are_refused_with_the_fix(runs: Runs) -> None:
-    assert "refused: " in runs.text["fewer-smaller"]
-    assert "training.grad_accumulation=4 keeps it" in runs.text["fewer-smaller"]
 
 
 def test_adapters_alone_are_saved_and_they_have_learned(runs: Runs) -> None:
@@ -256,7 +244,7 @@ def test_a_checkpoint_loads_for_a_chat_with_the_weights_that_were_trained(runs: 
     assert loaded.tokenizer.chat_template
 
 
-def test_adapters_of_a_checkpoint_are_put_on_the_base_they_name(runs: Runs) -> None:
+def test_adapters_of_a_checkpoint_are_put_on_the_base_they_name_or_bring_random_weights_along(runs):
     assert "final model" in runs.text["named"]
     weights: dict[str, torch.Tensor] = load_chat(
         session.find(str(runs.path / "named" / "checkpoints" / "step-2")), "cpu"
@@ -266,9 +254,6 @@ def test_adapters_of_a_checkpoint_are_put_on_the_base_they_name(runs: Runs) -> N
     assert torch.equal(weights[name], final[name])
     assert not torch.equal(weights[name], base[name])
     assert torch.equal(weights["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
-
-
-def test_adapters_saved_alone_on_random_weights_bring_those_weights_along(runs: Runs) -> None:
     from transformers import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(runs.path / "unmerged" / "model")

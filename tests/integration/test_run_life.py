@@ -84,14 +84,11 @@ def test_a_checkpoint_that_failed_raises_an_alert_until_a_later_one_is_complete(
     assert "could not be written" in life.output, "the printed lines have the alert"
 
 
-def test_ctrl_c_stops_a_run_that_the_command_started(life: Life) -> None:
+def test_ctrl_c_stops_a_run_that_the_command_started_and_its_recording_has_all_that_it_did(life):
     assert life.status == 130, life.output + life.errors
     assert "ctrl-c again kills the run" in life.errors
     assert "stopped on request" in life.output, life.errors
     assert lines_with(life.output, ["checkpoint: "])
-
-
-def test_the_recording_has_all_that_the_run_did_besides_its_steps(life: Life) -> None:
     activities = life.events("activity")
     assert {one["rank"] for one in activities} == {0}
     begun: dict[str, dict[str, Any]] = {}

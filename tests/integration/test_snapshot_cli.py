@@ -42,7 +42,7 @@ def test_text_names_the_peak_the_error_and_what_holds_the_memory(capsys):
     assert capsys.readouterr().out.startswith(f"from {STEP} to {OOM}"), "text, without a terminal"
 
 
-def test_a_file_or_device_that_is_none_ends_with_one_line_and_status_2(tmp_path, capsys):
+def test_a_file_or_device_that_is_none_or_no_snapshot_is_refused_in_one_line(tmp_path, capsys):
     path = tmp_path / "nothing"
     path.write_bytes(b"")
     for words in ((str(path), "--json"), (str(tmp_path / "missing"), "--json"), (str(tmp_path),), (OOM, "--device=3")):
@@ -50,6 +50,14 @@ def test_a_file_or_device_that_is_none_ends_with_one_line_and_status_2(tmp_path,
         captured = capsys.readouterr()
         assert (captured.out, captured.err.count("\n")) == ("", 1)
     assert "no device 3" in captured.err
+    path = tmp_path / "notes.txt"
+    path.write_text("nothing")
+    assert main(["oom", str(path)]) in (1, 2)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ftmon: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
 
 
 def test_a_snapshot_without_anything_in_it_is_told_as_that(tmp_path, capsys):
@@ -87,7 +95,7 @@ def test_a_files_own_name_does_not_write_to_the_terminal(tmp_path, capsys):
         assert "\x07" not in out
 
 
-def test_the_command_prints_the_report_of_a_file(capsys):
+def test_oom_prints_the_report_of_a_file_and_one_without_is_one_line_and_a_failure(capsys):
     assert main(["oom", OOM]) == 0
     text = capsys.readouterr().out
     assert "verdict: logits and loss" in text
@@ -96,21 +104,7 @@ def test_the_command_prints_the_report_of_a_file(capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["run"], found["file"], found["reports"][0]["verdict"]["kind"]) == ("", OOM, "logits")
     assert found["reports"][0]["oom"]["requested_bytes"] == 4_978_638_848
-
-
-def test_a_file_without_an_oom_is_one_line_and_a_failure(capsys):
     assert main(["oom", STEP]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert err == f"ftmon: {STEP}: no out-of-memory error is recorded\n"
-
-
-def test_a_file_that_is_no_snapshot_is_refused_in_one_line(tmp_path, capsys):
-    path = tmp_path / "notes.txt"
-    path.write_text("nothing")
-    assert main(["oom", str(path)]) in (1, 2)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("ftmon: ")
-    assert err.count("\n") == 1
-    assert "Traceback" not in err

@@ -12,9 +12,14 @@ from ftmon.protocol.snapshot.reader import open_snapshot
 from snapshot_files import DATA, ELEMENTS, bomb, read_snapshot, refusal
 
 
-def test_a_real_file_comes_back_as_it_is_read() -> None:
+def test_a_real_file_comes_back_and_one_that_runs_code_or_is_packed_of_small_objects_is_refused(tmp_path):
     path = DATA / "oom_backward.pickle.gz"
     assert open_snapshot(path) == read_snapshot(path)
+    path = tmp_path / "evil.pickle"
+    path.write_bytes(pickle.dumps({"segments": [_Runs(tmp_path / "was-run")]}))
+    assert "would run code" in refusal(path, open_snapshot)
+    assert not (tmp_path / "was-run").exists()
+    assert "refused: " in refusal(bomb(tmp_path, next(iter(ELEMENTS.values()))), open_snapshot)
 
 
 class _Runs:
@@ -23,13 +28,6 @@ class _Runs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (f"touch {self.wrote}",)
-
-
-def test_a_pickle_that_would_run_code_is_refused_and_runs_none(tmp_path: Path) -> None:
-    path = tmp_path / "evil.pickle"
-    path.write_bytes(pickle.dumps({"segments": [_Runs(tmp_path / "was-run")]}))
-    assert "would run code" in refusal(path, open_snapshot)
-    assert not (tmp_path / "was-run").exists()
 
 
 TIMED = [{"name": "a", "stage": "START", "time_us": True}, {"name": "a", "time_us": 1}]
@@ -50,7 +48,3 @@ def test_files_that_are_damaged_or_made_to_break_the_reader_are_refused(tmp_path
     content, words = REFUSED[name]
     (tmp_path / name).write_bytes(content)
     assert words in refusal(tmp_path / name, open_snapshot)
-
-
-def test_a_packed_file_of_small_objects_is_refused(tmp_path: Path) -> None:
-    assert "refused: " in refusal(bomb(tmp_path, next(iter(ELEMENTS.values()))), open_snapshot)

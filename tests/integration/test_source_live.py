@@ -184,7 +184,13 @@ def test_what_was_neither_published_nor_recorded_is_told_as_lost_at_once(run):
             assert source.connection.lost == 7
 
 
-def test_a_command_gets_both_of_its_answers(run):
+def test_without_a_hub_a_command_is_refused_in_words_and_with_one_it_gets_both_answers(run):
+    with closing(LiveSource(run)) as source:
+        source.start()
+        record = source.commands[source.send(control.Kill())]
+        pump(source, lambda: record.done)
+        assert "hub is gone" in record.accepted.text
+        assert source.connection.state == "connecting"
     with SmallHub(run) as hub:
         feed(hub, now_frames(5))
         with watching(run) as source:
@@ -196,15 +202,6 @@ def test_a_command_gets_both_of_its_answers(run):
             assert record.accepted.ok
             assert record.result.text == "done"
             pump(source, lambda: len(source.model.results) == 1)
-
-
-def test_without_a_hub_a_command_is_refused_in_words(run):
-    with closing(LiveSource(run)) as source:
-        source.start()
-        record = source.commands[source.send(control.Kill())]
-        pump(source, lambda: record.done)
-        assert "hub is gone" in record.accepted.text
-        assert source.connection.state == "connecting"
 
 
 def test_rewinding_a_live_run_and_returning_loses_nothing(run):

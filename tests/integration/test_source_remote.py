@@ -38,16 +38,13 @@ def test_every_query_answers_as_the_file_does(run: RunDir, context: "zmq.Context
         remote.close()
 
 
-def test_a_hub_that_does_not_answer_is_given_up_on(run: RunDir, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-    silent = sockets.hub_socket(context, "query")
-    sockets.bind(silent, run.ipc_address("query"))
+def test_a_hub_that_does_not_answer_or_an_address_nobody_listens_at_is_given_up_on(run, context):
     remote = RemoteReader(context, run.ipc_address("query"), timeout_s=0.2)
     with pytest.raises(HubError, match="did not answer"):
         remote.info()
     remote.close()
-
-
-def test_an_address_nobody_listens_at_is_given_up_on(run: RunDir, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    silent = sockets.hub_socket(context, "query")
+    sockets.bind(silent, run.ipc_address("query"))
     remote = RemoteReader(context, run.ipc_address("query"), timeout_s=0.2)
     with pytest.raises(HubError, match="did not answer"):
         remote.info()

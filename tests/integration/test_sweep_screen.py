@@ -76,16 +76,13 @@ async def test_the_table_fills_in_beside_time_and_money_left(tmp_path: Path, wor
         assert worker.returncode != 0, "S interrupts the sweep's process"
 
 
-def test_a_sweep_whose_process_is_gone_is_killed_not_running(tmp_path: Path) -> None:
+def test_a_sweep_whose_process_is_gone_is_killed_and_a_refused_one_leaves_earlier_results(tmp_path):
     model = SweepModel(written(tmp_path / "r.jsonl", ProcessId(1, 1)))
     assert model.refresh()
     assert not model.refresh(), "nothing was added"
     assert model.state == "killed"
     assert [row.verdict for row in model.table(time.time())] == ["done", "out-of-memory", "planned", "planned"]
     assert model.used_seconds(time.time()) == pytest.approx(70, abs=0.1), "until its last entry"
-
-
-def test_a_sweep_that_is_refused_leaves_earlier_results_as_they_were_whatever_their_suffix(tmp_path: Path) -> None:
     path = written(tmp_path / "rows.log", ProcessId(1, 1))
     before = path.read_bytes()
     with pytest.raises(FtmonError):

@@ -104,30 +104,21 @@ def signalled(script: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def test_a_training_that_makes_steps_ends_by_itself():
+def test_a_training_that_makes_steps_or_evaluates_ends_by_itself_and_a_stuck_thread_or_worker_dies():
     assert signalled(STEPS_ON) == (0, "saved\n")
+    assert signalled(EVALUATES) == (0, "saved\n")
+    # glibc's sleep returns at the signal and is called again: still no step is made.
+    status, output = signalled(STUCK)
+    assert status == -signal.SIGTERM
+    assert output == ""
+    status, _ = signalled(WITH_WORKER)
+    assert status == -signal.SIGTERM  # it made no step either
 
 
 @pytest.mark.parametrize("stage", STARTING)
 def test_before_the_first_step_is_done_a_rank_says_that_nothing_is_lost_and_ends(stage):
     before, body, status, output = STARTING[stage]
     assert signalled(STARTS.replace("BEFORE", before).replace("BODY", body)) == (status, output)
-
-
-def test_a_training_that_evaluates_takes_its_next_step_and_ends_by_itself():
-    assert signalled(EVALUATES) == (0, "saved\n")
-
-
-def test_a_training_thread_that_is_stuck_dies_of_the_signal():
-    # glibc's sleep returns at the signal and is called again: still no step is made.
-    status, output = signalled(STUCK)
-    assert status == -signal.SIGTERM
-    assert output == ""
-
-
-def test_a_forked_worker_dies_of_its_own_sigterm_without_ending_the_training():
-    status, _ = signalled(WITH_WORKER)
-    assert status == -signal.SIGTERM  # it made no step either
 
 
 def test_a_trainer_asked_to_end_in_an_evaluation_says_at_once_when_it_acts_and_that_the_grace_is_too_short(tmp_path):

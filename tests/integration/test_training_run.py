@@ -41,26 +41,20 @@ def rows(run: RunDir, query: str) -> list[tuple[Any, ...]]:
         connection.close()
 
 
-def test_updates_of_a_rehearsal_are_no_steps(run: tuple[Ftmon, RunDir, str]) -> None:
+def test_updates_of_a_rehearsal_are_no_steps_and_tokens_and_flops_are_those_of_the_loop(run):
     steps = rows(run[1], "SELECT rank, min(step), max(step), count(*) FROM steps GROUP BY rank")
     assert steps == [(0, 1, STEPS, STEPS), (1, 1, STEPS, STEPS)]
-
-
-def test_tokens_and_flops_are_those_that_the_loop_counted(run: tuple[Ftmon, RunDir, str]) -> None:
     figures = rows(run[1], "SELECT DISTINCT tokens, label_tokens, flops, mfu FROM throughput")
     assert figures == [(32, 28, FLOPS, None)], "a CPU has no MFU"
 
 
-def test_evaluations_and_checkpoints_are_recorded_and_take_no_training_time(run: tuple[Ftmon, RunDir, str]) -> None:
+def test_evaluations_and_checkpoints_take_no_training_time_and_are_told_in_a_line_each(run):
     evaluations = rows(run[1], "SELECT step, name, best FROM evaluations ORDER BY step")
     assert evaluations == [(8, "validation", 1), (16, "validation", 0), (20, "validation", 0)]
     assert [row[:2] for row in rows(run[1], "SELECT step, bytes FROM checkpoints")] == [(16, 100)]
     query = "SELECT step, host_us - training_us FROM steps JOIN training_steps USING(seq) WHERE rank = 0"
     pauses = {step for step, pause in rows(run[1], query) if pause and pause > 150_000}
     assert pauses == {9, 17}, "an evaluation is part of the time before the next step's end"
-
-
-def test_the_printed_lines_tell_each_of_them_once(run: tuple[Ftmon, RunDir, str]) -> None:
     told = [line[9:] for line in run[2].splitlines()]
     assert sum(line.startswith("validation at step ") for line in told) == 3
     assert sum(line.startswith("checkpoint of step 16: ") for line in told) == 1
