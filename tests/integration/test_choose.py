@@ -50,9 +50,8 @@ def test_the_written_choice_is_the_one_of_auto_and_needs_what_it_says(ftmon: Ftm
     assert [answer["status"] for answer in answers] == [0, 0], answers
     point, auto = (json.loads(answer["output"])["points"][0] for answer in answers)
     assert figures.startswith(f"predicted: {gib(point['needed_bytes'])} of 77.")
-    assert {name: auto[name] for name in ("needed_bytes", "micro_batch", "nvml_bytes")} == {
-        name: point[name] for name in ("needed_bytes", "micro_batch", "nvml_bytes")
-    }
+    seen = {name: auto[name] for name in ("needed_bytes", "micro_batch", "nvml_bytes")}
+    assert seen == {name: point[name] for name in ("needed_bytes", "micro_batch", "nvml_bytes")}
 
     refused = ftmon.run("train", "--init", "--gpus", GPUS, "model", "data.jsonl", cwd=here)
     assert (refused.returncode, refused.stderr) == (2, "ftmon: train.yaml: exists; give another name with --output\n")

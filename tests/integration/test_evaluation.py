@@ -149,9 +149,8 @@ def test_the_best_evaluation_has_a_checkpoint_and_is_exported_or_named(outcome: 
     folder = outcome.folder / "out" / name
     # Each that was the best has one, and checkpoint.keep is 2; at so high a rate the first may not be the best.
     bests = [step for step in sorted(results) if results[step][0] == min(results[one][0] for one in range(1, step + 1))]
-    assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == [
-        f"step-{one}" for one in bests[-2:]
-    ]
+    seen = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+    assert seen == [f"step-{one}" for one in bests[-2:]]
     loss = f"the lowest evaluation loss, {results[best][0]:.4f}"
     words = f"the model of step {best}, {loss}\n"
     if name == "last":

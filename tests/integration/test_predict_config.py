@@ -350,9 +350,8 @@ def test_ranks_that_share_sequences_hold_a_slice_of_the_activations(predictions)
 def test_compiled_layers_keep_less_and_take_less_time(predictions):
     compiled, plain = (_phases(predictions[case]) for case in ("zero 3", "uncompiled"))
     same = "optimizer_states", "master_copies", "gradients"
-    assert [compiled["optimizer"]["parts"][part] for part in same] == [
-        plain["optimizer"]["parts"][part] for part in same
-    ]
+    seen = [compiled["optimizer"]["parts"][part] for part in same]
+    assert seen == [plain["optimizer"]["parts"][part] for part in same]
     # Of each layer and token: two norms' inputs in fp32, and the output of the gate's function in bf16.
     less = plain["forward"]["parts"]["activations"] - compiled["forward"]["parts"]["activations"]
     assert less == 2 * LENGTH * (2 * WIDTH * 4 + 11008 * 2)

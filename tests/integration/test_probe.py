@@ -61,18 +61,10 @@ def test_a_plain_deepspeed_loop_is_watched_unchanged(collector):
     assert min(norms) > 0.01, "the gradient norm without ZeRO in fp32 is that of the clipping"
     for rank in (0, 1):
         hello = collector.of(Hello, rank)[-1]
-        assert (hello.framework, hello.zero_stage, hello.grad_accumulation, hello.backend) == (
-            "deepspeed",
-            2,
-            2,
-            "gloo",
-        )
-        assert (hello.device.kind, hello.memory_measure, hello.model, hello.parameters) == (
-            "cpu",
-            "glibc",
-            "Model",
-            4160,
-        )
+        expected = ("deepspeed", 2, 2, "gloo")
+        assert (hello.framework, hello.zero_stage, hello.grad_accumulation, hello.backend) == expected
+        wanted = ("cpu", "glibc", "Model", 4160)
+        assert (hello.device.kind, hello.memory_measure, hello.model, hello.parameters) == wanted
         assert hello.deepspeed_config["zero_optimization"] == {"stage": 2}
         steps = collector.of(Step, rank)[12:]
         assert [step.step for step in steps] == [1, 2, 3, 4]
@@ -114,9 +106,8 @@ def test_a_trainer_with_a_deepspeed_config_tells_its_plan_and_its_other_phases(c
     checkpoint = collector.of(Checkpoint)[0]
     assert (checkpoint.step, checkpoint.path) == (2, str(tmp_path / "out" / "checkpoint-2"))
     steps = collector.of(Step)
-    assert [(s.step, s.micro_steps, s.samples, s.tokens, s.padded_tokens) for s in steps] == [
-        (number, 2, 4, 36, 48) for number in (1, 2, 3)
-    ]
+    found = [(s.step, s.micro_steps, s.samples, s.tokens, s.padded_tokens) for s in steps]
+    assert found == [(number, 2, 4, 36, 48) for number in (1, 2, 3)]
     assert {"eval", "checkpoint"} <= {phase.name for phase in steps[2].phases}
     # Rows of 12 with 9 tokens: 6 FLOPs a token and parameter without the positions, 192 a pair, 45 pairs a row.
     matrices = 16 * 16 + 16 * 48 + 48 + 16 * 16 + 16 + 16 * 64 * 2 + 64 + 16 + 6 * 16

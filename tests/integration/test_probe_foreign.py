@@ -238,10 +238,8 @@ def test_a_module_called_past_its_engine_and_a_pipeline_s_first_stage_have_all_s
 def test_a_pipeline_s_parameters_are_those_of_all_stages_and_fsdp2_s_of_all_shards(trained):
     found, collector = trained
     stages = [next(one for one in collector.of(Hello, rank) if one.pipeline_stage is not None) for rank in (0, 1)]
-    assert [(hello.pipeline_stage, hello.parameters, hello.backend) for hello in stages] == [
-        (0, 8 * 16 + 16, "gloo"),
-        (1, 16 + 1, "gloo"),
-    ]
+    expected = [(0, 8 * 16 + 16, "gloo"), (1, 16 + 1, "gloo")]
+    assert [(hello.pipeline_stage, hello.parameters, hello.backend) for hello in stages] == expected
     run = RunModel()
     for number, hello in enumerate(stages, 1):
         run.apply(Frame(number, hello.time, hello))

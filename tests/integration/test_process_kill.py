@@ -160,10 +160,8 @@ def test_gpu_memory_is_called_free_only_where_the_processes_were_seen_holding_it
     gib = 2**30
     seen = GpuUse({7: 3 * gib}, {0: 5 * gib, 1: gib}, frozenset({0}))
     free = GpuUse({}, {0: 2 * gib, 1: 9 * gib})
-    assert verdict(seen, free) == (
-        False,
-        "their GPU memory is free: the GPUs' memory in use went from 5.00 GiB to 2.00 GiB",
-    )
+    expected = (False, "their GPU memory is free: the GPUs' memory in use went from 5.00 GiB to 2.00 GiB")
+    assert verdict(seen, free) == expected
     assert verdict(seen, seen)[0] is True
     assert "does not list" in verdict(GpuUse({}, {0: 5 * gib}), free)[1]
     assert "cannot tell" in verdict(None, free)[1]

@@ -141,9 +141,8 @@ def test_beyond_the_limit_bulk_is_let_go_and_counted_and_alerts_are_kept(tmp_pat
             isinstance(frame.message, Step | LogLine) or frame.message.__class__.__name__ == "DeviceSample"
             for frame in gone
         )
-        assert {f.seq for f in found if isinstance(f.message, Alert)} == {
-            f.seq for f in frames if isinstance(f.message, Alert)
-        }
+        seen = {f.seq for f in found if isinstance(f.message, Alert)}
+        assert seen == {f.seq for f in frames if isinstance(f.message, Alert)}
         info = reader.info()
         assert not info.complete
         assert f"{writer.lost} messages between " in info.missing

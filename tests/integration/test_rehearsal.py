@@ -191,10 +191,8 @@ def test_a_disk_short_of_keep_costs_the_oldest_checkpoints_but_not_the_best_or_t
         r"disk of \S+ has \S+ MiB free: the oldest checkpoints will be removed before the next is written; free space",
         text,
     )
-    assert re.findall("note: (step-.*) removed to make room for (step-.*|the final model):", text) == [
-        ("step-1", "step-3"),
-        ("step-2", "step-4"),
-    ]
+    expected = [("step-1", "step-3"), ("step-2", "step-4")]
+    assert re.findall("note: (step-.*) removed to make room for (step-.*|the final model):", text) == expected
     assert len(re.findall("^checkpoint: ", text, re.MULTILINE)) == 4
     assert "final model: " in text
     text = outcome.of_small_disk("small-disk-0-22-best")

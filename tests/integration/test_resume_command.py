@@ -52,10 +52,8 @@ def test_a_run_that_crashed_continues_with_its_configuration_from_its_newest_che
     assert "optimizer.lr=2e-3" in status["overrides"]
     done = home.run("resume", after.id)
     assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr
-        == f"ftmon: {after.id}: has finished; to train longer, give training.max_steps=N or training.epochs=N\n"
-    )
+    expected = f"ftmon: {after.id}: has finished; to train longer, give training.max_steps=N or training.epochs=N\n"
+    assert done.stderr == expected
 
 
 @pytest.mark.parametrize(

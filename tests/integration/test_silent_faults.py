@@ -41,9 +41,8 @@ def test_each_fault_of_a_plain_loop_has_its_signs_and_a_sound_training_has_none(
         assert {(one.ends, one.learned_ends) for one in signs[kind]} == {(4, 0)}
     assert [(one.unlabelled, one.labelled) for one in signs["by hand, no labels"]] == [(1, 1)] * 6
     assert all(one.evaluating == (kind == "evaluation") for kind in signs for one in signs[kind])
-    assert {(kind, one.evaluating_part) for kind in signs for one in signs[kind] if one.evaluating_part} == {
-        ("a part", "model")
-    }
+    expected = {("a part", "model")}
+    assert {(kind, one.evaluating_part) for kind in signs for one in signs[kind] if one.evaluating_part} == expected
     assert [one.weights for one in signs["frozen"]][1:] == ["same"] * 5
     assert [(one.weights, one.no_gradients) for one in signs["another model"]][1:] == [("same", True)] * 5
     assert not any(one.no_gradients for kind in signs for one in signs[kind] if kind != "another model")

@@ -61,9 +61,8 @@ def test_a_killed_sweep_goes_on_and_what_failed_is_a_row(home, tmp_path):
 
     answer = json.loads(done.stdout)
     rows = {row["settings"]["what"]: row for row in answer["rows"]}
-    assert {what: row["verdict"] for what, row in rows.items()} == {
-        "ok": "done", "oom": "out-of-memory", "hang": "hang",
-    }  # fmt: skip
+    expected = {"ok": "done", "oom": "out-of-memory", "hang": "hang"}
+    assert {what: row["verdict"] for what, row in rows.items()} == expected
     figures = {row["settings"]["what"]: found for row, found in zip(answer["rows"], answer["columns"], strict=True)}
     backward = [rank["phases"]["backward"]["resident_peak_bytes"] for rank in rows["ok"]["ranks"]]
     assert figures["ok"]["backward.peak"] == max(backward)

@@ -95,12 +95,10 @@ def test_a_line_continues_below_its_last_column_as_wide_as_the_terminal(tmp_path
     ours, terminal = os.openpty()
     try:
         termios.tcsetwinsize(terminal, (24, 40))
-        assert wrapped("  lora.rank=0  all the weights fit a GPU of this kind", terminal) == (
-            "  lora.rank=0  all the weights fit a GPU\n               of this kind"
-        )
-        assert wrapped("predicted: 64.80 of 76.7 GiB, 70,201 tokens/s", terminal) == (
-            "predicted: 64.80 of 76.7 GiB, 70,201\n  tokens/s"
-        )
+        expected = "  lora.rank=0  all the weights fit a GPU\n               of this kind"
+        assert wrapped("  lora.rank=0  all the weights fit a GPU of this kind", terminal) == expected
+        wanted = "predicted: 64.80 of 76.7 GiB, 70,201\n  tokens/s"
+        assert wrapped("predicted: 64.80 of 76.7 GiB, 70,201 tokens/s", terminal) == wanted
         assert terminal_width(terminal) == 40
         for whole in ("it has room", "a row of figures  1,024  2,048  fits here"):
             assert wrapped(whole, terminal) == whole

@@ -22,10 +22,8 @@ def test_the_report_has_all_ranks_at_that_moment_and_who_held_memory_of_the_devi
     sim.feed(DeviceSample("host", "gpu", 1, "GPU", sim.now, 79 * GIB, 80 * GIB, processes=[other, mine]))
     sim.feed(failed(sim, capacity_bytes=80 * GIB, room_bytes=GIB))
     (report,) = [message for message in sim.sent if isinstance(message, OomReport)]
-    assert [(moment.rank, moment.phase, moment.collective) for moment in report.ranks] == [
-        (0, "forward", "all_reduce"),
-        (1, "backward", ""),
-    ]
+    expected = [(0, "forward", "all_reduce"), (1, "backward", "")]
+    assert [(moment.rank, moment.phase, moment.collective) for moment in report.ranks] == expected
     assert report.ranks[0].allocated_bytes == 5 * GIB
     assert report.ranks[1].allocated_bytes == 70 * GIB  # its own word, not its last heartbeat
     assert (report.processes, report.verdict.kind) == ([mine, other], "other_process")

@@ -66,9 +66,8 @@ def test_evaluations_and_checkpoints_have_rows_and_come_back_as_messages(tmp_pat
     messages = [*evaluations, checkpoint]
     write(tmp_path / "r.sqlite", [Frame(n, STARTED + n, message) for n, message in enumerate(messages, 1)])
     connection = sqlite3.connect(tmp_path / "r.sqlite")
-    assert connection.execute("SELECT step, loss FROM evaluations ORDER BY seq").fetchall() == [
-        (each.step, each.loss) for each in evaluations
-    ]
+    found = connection.execute("SELECT step, loss FROM evaluations ORDER BY seq").fetchall()
+    assert found == [(each.step, each.loss) for each in evaluations]
     assert connection.execute("SELECT path, bytes, best FROM checkpoints").fetchall() == [("out/step-200", 123, 1)]
     connection.close()
     with Reader(tmp_path / "r.sqlite") as recording:
@@ -122,12 +121,8 @@ def test_a_figure_that_was_nan_is_told_from_one_that_was_not_measured(tmp_path: 
     flags = (
         "SELECT step, loss, loss_finite, grad_norm, grad_norm_finite FROM steps WHERE rank = 1 AND step BETWEEN 5 AND 8"
     )
-    assert connection.execute(flags).fetchall() == [
-        (5, None, 0, 1.0, 1),
-        (6, math.inf, 0, 1.0, 1),
-        (7, 3.0, 1, None, 0),
-        (8, 3.0, 1, None, None),
-    ]
+    expected = [(5, None, 0, 1.0, 1), (6, math.inf, 0, 1.0, 1), (7, 3.0, 1, None, 0), (8, 3.0, 1, None, None)]
+    assert connection.execute(flags).fetchall() == expected
     curve = "SELECT ranks, loss, low_loss, high_loss, loss_finite, grad_norm, grad_norm_finite FROM loss_curve"
     assert connection.execute(f"{curve} WHERE step IN (4, 5, 7, 8) ORDER BY step").fetchall() == [
         (2, 2.75, 2.0, 3.0, 1, 1.0, 1),
@@ -136,10 +131,8 @@ def test_a_figure_that_was_nan_is_told_from_one_that_was_not_measured(tmp_path: 
         (2, 2.75, 2.0, 3.0, 1, None, None),
     ]
     assert connection.execute("SELECT loss, loss_finite FROM evaluations").fetchall() == [(None, 0)]
-    assert connection.execute("SELECT rank, last_step, loss_finite FROM ranks_latest").fetchall() == [
-        (0, 40, 1),
-        (1, 40, 1),
-    ]
+    wanted = [(0, 40, 1), (1, 40, 1)]
+    assert connection.execute("SELECT rank, last_step, loss_finite FROM ranks_latest").fetchall() == wanted
     connection.close()
 
 

@@ -59,9 +59,8 @@ def test_the_error_of_a_rank_or_else_the_process_that_was_not_watched_or_the_las
     lines = ["start", "no data at /nowhere"]
     log = tmp_path / "run" / "logs" / "launcher.log"
     log.write_text("\n".join(lines))
-    assert facts(ended.no_step(FAILED), "error") == NoStepFacts(
-        "exit code 1", 1, 0, last_line="no data at /nowhere", last_lines=lines
-    )
+    seen = facts(ended.no_step(FAILED), "error")
+    assert seen == NoStepFacts("exit code 1", 1, 0, last_line="no data at /nowhere", last_lines=lines)
     log.unlink()
     ended.note(Hello(2, 2, 3, "here", 1, 1, DeviceInfo("cpu", 0, "x", 1), "glibc", 1.0))
     finished = ended.no_step(ExitFile(0, 3.0, "finished", "exit code 0"))

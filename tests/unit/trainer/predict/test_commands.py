@@ -35,9 +35,8 @@ def test_a_command_is_taken_apart(command: str, ranks: int | None, arguments: li
 
 
 def test_a_module_is_taken_by_its_name() -> None:
-    assert parse(["torchrun", "--nproc_per_node", "2", "-m", "my.train", "--x"]) == Launched(
-        "my.train", True, ["--x"], 2
-    )
+    found = parse(["torchrun", "--nproc_per_node", "2", "-m", "my.train", "--x"])
+    assert found == Launched("my.train", True, ["--x"], 2)
     assert parse(["python", "-m", "my.train", "--x"]) == Launched("my.train", True, ["--x"], 1)
 
 

@@ -113,9 +113,8 @@ def test_gradients_have_a_type_of_their_own_and_what_is_offloaded_is_on_the_host
     assert (parts["gradients"].bytes, parts["buckets"].bytes) == (PARAMETERS * 4 // 8, 500_000_000 * 4)
     assert "buckets" not in {part.name for part in explain.parts(found(1, bucket_elements=0), None, {})}
     parts = {part.name: part for part in explain.parts(found(2, offloads_states=True), None, {})}
-    assert {name for name, part in parts.items() if part.formula == "on the host"} == {
-        *("gradients", "master_copies", "optimizer_states")
-    }
+    expected = {*("gradients", "master_copies", "optimizer_states")}
+    assert {name for name, part in parts.items() if part.formula == "on the host"} == expected
     assert parts["parameters"].bytes == PARAMETERS * 2
 
 

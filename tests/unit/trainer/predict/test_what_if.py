@@ -281,9 +281,8 @@ def test_changes_follow_from_the_parts_of_the_unchanged_run_where_they_show_them
     freed = ACTIVATIONS / RANKS_OF_CONFIG
     assert rows["micro-batch 2"].saved_bytes == pytest.approx(ACTIVATIONS // 2 - freed, abs=1)
     partition = 4 * PARAMETERS // RANKS_OF_CONFIG  # which DeepSpeed copies to the host, too
-    assert rows["optimizer offload"].saved_bytes == pytest.approx(
-        12 * PARAMETERS // RANKS_OF_CONFIG + partition - freed, abs=1
-    )
+    seen = rows["optimizer offload"].saved_bytes
+    assert seen == pytest.approx(12 * PARAMETERS // RANKS_OF_CONFIG + partition - freed, abs=1)
     assert rows["optimizer in bf16"].saved_bytes == 4 * PARAMETERS // RANKS_OF_CONFIG
     assert rows["checkpointing"].step_seconds > 1.0
 

@@ -71,9 +71,8 @@ def test_a_framework_with_the_documented_hook_has_its_steps_and_phases(hooked, t
     told = hooked().fit()
     raws = training.outbox.unsent_steps()
     steps = [step_message(raw, 0, training.device.memory.read, 0) for raw in raws]
-    assert [(step.step, step.lr, step.grad_norm, step.micro_steps) for step in steps] == [
-        (number, 0.5, 1.5 * number, 2) for number in range(1, STEPS + 1)
-    ]
+    found = [(step.step, step.lr, step.grad_norm, step.micro_steps) for step in steps]
+    assert found == [(number, 0.5, 1.5 * number, 2) for number in range(1, STEPS + 1)]
     assert [step.loss for step in steps] == pytest.approx(told)
     assert [step.samples for step in steps] == [12] * STEPS
     names = [{phase.name for phase in step.phases} - {"init", "idle"} for step in steps]

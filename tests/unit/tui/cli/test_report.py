@@ -157,11 +157,8 @@ def test_a_run_has_its_loss_learning_rate_and_evaluations(tmp_path, shown, secti
     assert rate["curves"][0]["median"] == pytest.approx([1e-6 * step for step in range(1, 21)])
     assert (accuracy["title"], accuracy["curves"][0]["median"]) == ("evaluation: accuracy", [0.5, 0.75])
     out = shown("report", path, "--ascii").splitlines()
-    assert [line for line in out if line.endswith(", by step")][2:] == [
-        "loss, by step",
-        "learning rate, by step",
-        "evaluation: accuracy, by step",
-    ]
+    expected = ["loss, by step", "learning rate, by step", "evaluation: accuracy, by step"]
+    assert [line for line in out if line.endswith(", by step")][2:] == expected
     assert "  loss not finite at 7" in out
     shown("report", path, "--svg", picture, "--html", page)
     for text in (picture.read_text(), page.read_text()):
@@ -213,9 +210,8 @@ def test_a_file_without_a_header_is_drawn_with_its_rate_and_what_ran_out_of_memo
     path.write_text("".join([*lines, "2048, OOM\n"]))
     (section,) = sections(path)
     assert dict(section["facts"])["measurements"] == "4 of 2 ranks, sequence length 512 to 1,024"
-    assert [(each["title"], each["unit"]) for each in section["charts"]] == [
-        ("memory peak", "GiB"), ("reserved memory", "GiB"), ("rate", "iterations/s"),
-    ]  # fmt: skip
+    expected = [("memory peak", "GiB"), ("reserved memory", "GiB"), ("rate", "iterations/s")]
+    assert [(each["title"], each["unit"]) for each in section["charts"]] == expected
     memory, _, rate = section["charts"]
     assert memory["curves"][0]["low"] == memory["curves"][0]["high"] == [4.5, 5.0]
     assert (rate["curves"][0]["median"], rate["notes"]) == ([1.0, 0.5], [])
@@ -223,9 +219,8 @@ def test_a_file_without_a_header_is_drawn_with_its_rate_and_what_ran_out_of_memo
     assert "micro_batch 512 to" in shown("report", path, "--columns", "length=micro_batch")
     shown("report", path, "--csv", out)
     *measured, failed = csv.DictReader(out.open())
-    assert [(one["rank"], one["allocated_bytes"], one["its"]) for one in measured][:2] == [
-        ("0", str(4608 << 20), "1.0"), ("1", str(4608 << 20), "1.0"),
-    ]  # fmt: skip
+    seen = [(one["rank"], one["allocated_bytes"], one["its"]) for one in measured][:2]
+    assert seen == [("0", str(4608 << 20), "1.0"), ("1", str(4608 << 20), "1.0")]
     assert (failed["sequence_length"], failed["verdict"], failed["rank"]) == ("2048", "out-of-memory", "")
 
 
@@ -490,8 +485,7 @@ def test_a_png_has_the_charts_with_their_text(tmp_path, shown):
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG")
     size = ElementTree.fromstring(picture.read_text()).attrib
-    assert [int.from_bytes(content[at : at + 4], "big") for at in (16, 20)] == [
-        2 * int(size["width"]), 2 * int(size["height"])
-    ]  # fmt: skip
+    seen = [int.from_bytes(content[at : at + 4], "big") for at in (16, 20)]
+    assert seen == [2 * int(size["width"]), 2 * int(size["height"])]
     without_text = bytes(library.svg_to_bytes(svg_string=picture.read_text(), zoom=2.0, skip_system_fonts=True))
     assert content != without_text

@@ -204,12 +204,8 @@ def test_all_series_in_a_folder_as_csv_and_arrow(tmp_path, path, capsys):
         assert {file.stem for file in (tmp_path / kind).iterdir()} == set(SERIES)
     assert f"written: {tmp_path}/csv/steps.csv: 180 rows\n" in capsys.readouterr().out
     rows = list(csv.DictReader((tmp_path / "csv" / "steps.csv").open()))
-    assert (rows[-1]["loss"], rows[-1]["loss_finite"], rows[-1]["grad_norm"], rows[-1]["mfu"]) == (
-        "nan",
-        "0",
-        "inf",
-        "",
-    )
+    expected = ("nan", "0", "inf", "")
+    assert (rows[-1]["loss"], rows[-1]["loss_finite"], rows[-1]["grad_norm"], rows[-1]["mfu"]) == expected
     table = arrow.open_file(str(tmp_path / "arrow" / "steps.arrow")).read_all()
     assert table.column("host_us").to_pylist() == [int(row["host_us"]) for row in rows]
 

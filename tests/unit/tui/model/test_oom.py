@@ -243,9 +243,8 @@ def test_nothing_a_rank_prints_reaches_the_terminal_as_a_control(text: str) -> N
 
 def test_a_session_shows_input_output_and_errors_in_order() -> None:
     session = session_with("1\n2\n", "NameError: x")
-    assert [(line.kind, line.text) for line in session.lines] == [
-        ("in", ">>> x"), ("out", "1"), ("out", "2"), ("error", "NameError: x"),
-    ]  # fmt: skip
+    expected = [("in", ">>> x"), ("out", "1"), ("out", "2"), ("error", "NameError: x")]
+    assert [(line.kind, line.text) for line in session.lines] == expected
     assert session.place == "model.py:3 forward"
     assert not session.waiting_since
     assert session_with("").lines[-1].text == "(no output)"

@@ -213,9 +213,8 @@ def test_no_time_is_left_after_an_early_stop():
     assert model.seconds_left is None
     told = status(model)
     assert (told["evaluations_left"], told["early_stop"]["best_step"]) == (0, 8)
-    assert early_stop_words(EARLY_STOP) == (
-        "stopped early at step 14: no lower loss in 3 evaluations; best 1.2340 at step 8"
-    )
+    expected = "stopped early at step 14: no lower loss in 3 evaluations; best 1.2340 at step 8"
+    assert early_stop_words(EARLY_STOP) == expected
     connection = Connection("live", "")
     assert summary_of(model, connection).ended == "stopped early"
     model.apply(Frame(4, STARTED + 3, control.RunState("failed", STARTED + 3, "exit code 1")))
@@ -320,9 +319,8 @@ def test_whether_it_fits_is_unknown_until_adam_has_its_states():
     tight = model_of(hello, run_model_step(0, 1), run_model_step(0, 2, phase("backward", int(capacity * 0.95)))).fit
     assert tight == ("tight", 0, capacity)
     oom = telemetry.Oom(0, 3, "backward", STARTED, GIB, 0, capacity, 2, 3)
-    assert (
-        model_of(hello, run_model_step(0, 1), run_model_step(0, 2, phase("forward", GIB)), oom).fit.verdict == "failed"
-    )
+    seen = model_of(hello, run_model_step(0, 1), run_model_step(0, 2, phase("forward", GIB)), oom).fit.verdict
+    assert seen == "failed"
 
 
 def test_log_lines_filter_by_rank_and_text():

@@ -109,7 +109,6 @@ def test_adopting_a_newer_stretch_keeps_the_older_columns_known_already() -> Non
         timeline.add(second, second, 5000)
     timeline.adopt(dict.fromkeys(range(1022, 1034), (1025, 6000, EMPTY)), 1)
     columns = timeline.window(40, 1039.0)
-    assert columns.allocated == [
-        max(second, 1025) if 1022 <= second <= 1033 else second for second in range(1000, 1040)
-    ]
+    found = columns.allocated
+    assert found == [max(second, 1025) if 1022 <= second <= 1033 else second for second in range(1000, 1040)]
     assert columns.reserved == [6000 if 1022 <= second <= 1033 else 5000 for second in range(1000, 1040)]

@@ -90,11 +90,8 @@ def test_an_imported_run_is_listed_reported_compared_and_replayed(written, tmp_p
     of_half = [{**entry, "train_runtime": entry["step"] / 4} for entry in HISTORY[:5]]
     assert main(["import", str(written(of_half, "half", global_step=50)), "--json"]) == 0
     half = json.loads(capsys.readouterr().out)
-    assert {key: half[key] for key in ("steps", "last_step", "repeated")} == {
-        "steps": 5,
-        "last_step": 50,
-        "repeated": 0,
-    }
+    expected = {"steps": 5, "last_step": 50, "repeated": 0}
+    assert {key: half[key] for key in ("steps", "last_step", "repeated")} == expected
     assert main(["report", name, "--json"]) == 0
     (section,) = json.loads(capsys.readouterr().out)["sections"]
     assert [chart["title"] for chart in section["charts"]] == ["loss", "learning rate", "evaluation: accuracy"]
@@ -174,9 +171,8 @@ def test_event_files_of_a_run_and_its_resumed_part_are_one_run_with_each_step_on
     evaluated = (40, {"eval/loss": 2.5, "eval/runtime": 4.0, "eval/squad_loss": 1.5, "eval/accuracy": 0.5})
     events(folder, [*rows[:40], evaluated, *rows[40:]], ENDED)
     first = import_log(next(folder.iterdir()), "first")
-    assert {(one.name, one.step, one.loss) for one in RecordedRun(first.run.recording).evaluations} == {
-        ("evaluation", 40, 2.5), ("squad", 40, 1.5),
-    }  # fmt: skip
+    expected = {("evaluation", 40, 2.5), ("squad", 40, 1.5)}
+    assert {(one.name, one.step, one.loss) for one in RecordedRun(first.run.recording).evaluations} == expected
     resumed = [(step, {"loss/train": 1.0} | ({"val/loss": 2.0} if step == 60 else {})) for step in range(31, 61)]
     events(folder, resumed, ENDED + 100)
     made = import_log(folder, None)
@@ -206,12 +202,10 @@ def test_what_deepspeed_prints_becomes_steps_with_their_phases(tmp_path, capsys)
     path = tmp_path / "train.log"
     path.write_text(DEEPSPEED)
     steps = RecordedRun(import_log(path, "ds").run.recording).steps(0)
-    assert [(one.step, one.lr, one.host_us) for one in steps] == [
-        (1, None, 129_090), (2, 3e-4, 31_480), (3, None, 60_670), (4, 6e-4, 0)
-    ]  # fmt: skip
-    assert [(phase.name, phase.host_us) for phase in steps[1].phases] == [
-        ("forward", 19_980), ("backward", 810), ("optimizer", 10_690)
-    ]  # fmt: skip
+    expected = [(1, None, 129_090), (2, 3e-4, 31_480), (3, None, 60_670), (4, 6e-4, 0)]
+    assert [(one.step, one.lr, one.host_us) for one in steps] == expected
+    wanted = [("forward", 19_980), ("backward", 810), ("optimizer", 10_690)]
+    assert [(phase.name, phase.host_us) for phase in steps[1].phases] == wanted
     path.write_text("steps: 10 loss: 4.2500 iter time (s): 0.500 samples/sec: 32.000\n")
     (step,) = RecordedRun(import_log(path, "pipeline").run.recording).steps(0)
     assert (step.step, step.loss, step.host_us) == (10, 4.25, 500_000)

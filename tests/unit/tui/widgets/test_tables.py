@@ -13,8 +13,7 @@ def details(*ranks: JobRank) -> list[str]:
 
 def test_the_end_of_each_rank_is_named_alike_with_and_without_steps() -> None:
     killed, exited = JobRank(0, 7, 1, state="gone", signal=9), JobRank(1, 8, 1, state="gone", exit_code=1)
-    assert details(killed, exited, JobRank(2, 9, 1, state="gone"))[-1] == (
-        " rank 0 killed by SIGKILL, rank 1 exit code 1, rank 2 gone"
-    )
+    expected = " rank 0 killed by SIGKILL, rank 1 exit code 1, rank 2 gone"
+    assert details(killed, exited, JobRank(2, 9, 1, state="gone"))[-1] == expected
     stepped = JobRank(0, 7, 1, steps=1, state="gone", signal=9, phases=[JobPhase("forward", 8, 8, 1)])
     assert details(stepped)[-1].endswith(" SIGKILL")

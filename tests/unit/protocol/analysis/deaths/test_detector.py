@@ -275,11 +275,8 @@ def test_an_oom_that_ends_the_script_is_one_alert_with_the_traceback_and_the_exi
     ends = (Failure(0, 7, "backward", 0.0, error, "Traceback ..."), Goodbye(0, 0.0, 6, "failed"))
     sim = play(make_sim, 2, *report, *ends, (0, {"exit_code": 1}), (1, {"signal": 15}), 10.0)
     (alert,) = sim.alerts("oom")
-    assert (alert.severity, alert.evidence["traceback"], alert.evidence["ended"]) == (
-        "error",
-        "Traceback ...",
-        "exit code 1",
-    )
+    expected = ("error", "Traceback ...", "exit code 1")
+    assert (alert.severity, alert.evidence["traceback"], alert.evidence["ended"]) == expected
     assert list(alert.evidence["then"]) == ["1"]
     assert sim.alerts("failure") == sim.alerts("died") == []
 

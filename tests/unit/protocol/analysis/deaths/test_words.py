@@ -169,11 +169,8 @@ def test_the_evidence_of_a_death_is_plain():
         "1.00 GiB of it by this rank",
     }
     launcher = Finding("launcher_ended", LauncherEnded(-9, 2, ["100 (python)", "101 (python)"]))
-    assert kinds.evidence_of(launcher) == {
-        "ended": "killed by SIGKILL",
-        "left": 2,
-        "processes": "100 (python), 101 (python)",
-    }
+    expected = {"ended": "killed by SIGKILL", "left": 2, "processes": "100 (python), 101 (python)"}
+    assert kinds.evidence_of(launcher) == expected
 
 
 @pytest.mark.parametrize(

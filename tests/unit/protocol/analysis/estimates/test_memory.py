@@ -44,9 +44,8 @@ def phases(length: int) -> dict[str, float]:
 
 def test_crossovers_between_the_points_are_found_exactly() -> None:
     curve = pieces({length: phases(length) for length in (1, 128, 256, 1024, 1500, 3000, 3500, 4096)})
-    assert [(piece.phase, round(piece.start), round(piece.end)) for piece in curve] == [
-        ("optimizer", 1, 500), ("backward", 500, 2000), ("backward", 2000, 4096),
-    ]  # fmt: skip
+    expected = [("optimizer", 1, 500), ("backward", 500, 2000), ("backward", 2000, 4096)]
+    assert [(piece.phase, round(piece.start), round(piece.end)) for piece in curve] == expected
     assert [round(piece.slope_bytes / MIB, 6) for piece in curve] == [0, 2, 3.5]
     assert describe_curve(curve) == (
         "optimizer leads to 500 tokens, then backward at +2.0 MiB a token to 2,000 tokens, then at +3.5 MiB a token"
@@ -98,9 +97,8 @@ def test_phases_that_are_as_high_as_each_other_tie_and_none_leads() -> None:
     assert {piece.phase, *piece.tied} == {"forward", "backward", "optimizer"}
     assert describe_curve([piece]) == "backward, forward and optimizer tie"
     rising = {x: {"forward": 5e9, "backward": max(5e9, x * 1e7)} for x in (100, 200, 300, 400, 500, 600, 700, 800, 900)}
-    assert describe_curve(pieces(rising)) == (
-        "backward and forward tie to 500 tokens, then backward at +9.5 MiB a token"
-    )
+    expected = "backward and forward tie to 500 tokens, then backward at +9.5 MiB a token"
+    assert describe_curve(pieces(rising)) == expected
 
 
 def test_points_without_a_phase_are_refused_and_a_curve_without_phases_is_flat_then_straight():
@@ -148,9 +146,8 @@ def test_one_row_a_length_with_columns_for_each_gpu_is_read() -> None:
         iteration="iteration",
     )
     rows = read_csv(WIDE, mapping)
-    assert [(one.length, one.iteration, one.rank) for one in rows] == [
-        (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1), (512, 0, 0), (512, 0, 1),
-    ]  # fmt: skip
+    expected = [(1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1), (512, 0, 0), (512, 0, 1)]
+    assert [(one.length, one.iteration, one.rank) for one in rows] == expected
     assert rows[3].figures == {"active": 9400 * MIB, "allocated": 9500 * MIB, "reserved": 9800 * MIB}
 
 

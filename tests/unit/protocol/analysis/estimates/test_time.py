@@ -142,15 +142,13 @@ def test_products_of_few_columns_take_the_time_of_their_traffic():
 def test_works_are_added_with_factors():
     first = Work([Operation(1.0, 2.0, count=3)], [], calls=10, launches=2)
     second = Work([Operation(1.0, 2.0, count=5), Operation(7.0)], [], calls=20, launches=2)
-    assert combined([(first, -1), (second, 2)]) == Work(
-        [Operation(1.0, 2.0, count=7), Operation(7.0, count=2)], [], 30, launches=2
-    )
+    seen = combined([(first, -1), (second, 2)])
+    assert seen == Work([Operation(1.0, 2.0, count=7), Operation(7.0, count=2)], [], 30, launches=2)
 
 
 def test_an_all_reduce_takes_twice_a_gather_one_rank_nothing_and_a_gpu_without_known_rates_is_refused():
-    assert collective_seconds("all_reduce", 1e12, 8, 450) == pytest.approx(
-        2 * collective_seconds("all_gather", 1e12, 8, 450), rel=1e-4
-    )
+    seen = collective_seconds("all_reduce", 1e12, 8, 450)
+    assert seen == pytest.approx(2 * collective_seconds("all_gather", 1e12, 8, 450), rel=1e-4)
     assert collective_seconds("all_reduce", 1e12, 1, 450) == 0
     unknown = find_gpu("NVIDIA A10G")
     assert unknown is not None
@@ -223,9 +221,8 @@ def one(name: str, measured: int, parts: dict[str, int] | None = None, length: i
 def test_within_the_expected_error_figures_stand_alone_and_a_few_mebibytes_are_no_difference():
     found = [one("backward", 14 * GIB + GIB // 5), one("optimizer", 10 * GIB)]
     assert not any(each.parted for each in found)
-    assert comparison_sentences(found, 0.02) == [
-        "predicted: backward 14.00 GiB (measured +1.4 %), optimizer 10.00 GiB (measured 0.0 %)"
-    ]
+    expected = ["predicted: backward 14.00 GiB (measured +1.4 %), optimizer 10.00 GiB (measured 0.0 %)"]
+    assert comparison_sentences(found, 0.02) == expected
     small = Prediction(1.0, [PredictedPoint(0, 8, [PredictedPhase("backward", 2**26)])], micro_batch=1, error=0.02)
     assert not compared(small, 0, "backward", 2**26 + 2**22, 8).parted
 

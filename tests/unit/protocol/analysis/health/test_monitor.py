@@ -251,9 +251,8 @@ def test_a_disk_nearly_full_or_too_small_for_the_next_checkpoint_and_ones_that_c
     low = said("disk_filling", replace(volume, why="low"))
     assert low.title == "disk nearly full, 6.00 GiB of 100.00 GiB left: /scratch/run (output) on node-1"
     burst = said("disk_filling", replace(volume, why="next write", burst_bytes=10 * GIB))
-    assert burst.title == (
-        "the next checkpoint will not fit, 6.00 GiB of 100.00 GiB left: /scratch/run (output) on node-1"
-    )
+    expected = "the next checkpoint will not fit, 6.00 GiB of 100.00 GiB left: /scratch/run (output) on node-1"
+    assert burst.title == expected
     assert burst.text.startswith(
         "6.00 GiB of 100.00 GiB left. The largest single write was 10.00 GiB, more than is left. Most trainings end"
     )

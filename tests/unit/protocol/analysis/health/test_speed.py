@@ -156,12 +156,8 @@ def test_a_norm_that_is_nan_on_all_ranks_at_once_is_named_after_all_of_them():
     steps = [step(at, rank, loss=1.0, grad_norm=1.0 if at < 5 else math.nan) for at in range(1, 8) for rank in (1, 0)]
     (found,) = fed(steps, hello(0, 2), hello(1, 2))
     facts = found.facts
-    assert (found.kind, found.ranks, facts.first_ranks, facts.finite_elsewhere) == (
-        "nan_gradient",
-        (0, 1),
-        (0, 1),
-        False,
-    )
+    expected = ("nan_gradient", (0, 1), (0, 1), False)
+    assert (found.kind, found.ranks, facts.first_ranks, facts.finite_elsewhere) == expected
     assert (facts.value, facts.first_step, facts.last_good_step) == ("nan", 5, 4)
 
 
@@ -348,9 +344,8 @@ def test_a_loss_that_never_fell_says_so_and_a_second_plateau_is_compared_with_th
     assert (facts.loss, facts.first_loss) == (pytest.approx(5.0, abs=0.05), pytest.approx(5.0, abs=0.05))
 
     found = fed(series(4500, lambda at: noisy(at, 8.0 if at < 30 else 3.0 if at < 2000 else 2.9, 0.005)))
-    assert [(one.kind, one.state) for one in found] == [
-        ("loss_plateau", state) for state in ("raised", "resolved", "raised")
-    ]
+    seen = [(one.kind, one.state) for one in found]
+    assert seen == [("loss_plateau", state) for state in ("raised", "resolved", "raised")]
     assert found[2].facts.first_loss == pytest.approx(8.0, rel=0.01)
     assert not found[2].facts.never_fell
 

@@ -284,9 +284,8 @@ def test_labels_that_are_not_the_next_tokens_are_told_until_they_are():
     looked_at = {5: "twice", 50: "twice", 100: "never", 150: "once", 200: "never", 250: "never", 300: "never"}
     steps = [step(number, shifted=looked_at.get(number, "")) for number in range(1, 310)]
     found = [(each.step, one) for each in steps for one in detector.step(each)]
-    assert [(at, one.state, one.step) for at, one in found] == [
-        *((50, "raised", 5), (150, "resolved", 5), (250, "raised", 200))
-    ]
+    expected = [*((50, "raised", 5), (150, "resolved", 5), (250, "raised", 200))]
+    assert [(at, one.state, one.step) for at, one in found] == expected
     titles = [words_of(one).title for _, one in found]
     assert titles[0] == "labels are shifted twice since step 5: the model learns the token after the next one"
     assert titles[2] == "labels are not shifted since step 200: the model learns to copy its input"

@@ -96,12 +96,10 @@ def test_where_weights_are_sampled_in_some_steps_the_others_break_no_row():
         return one if full else replace(one, phases=coarse)
 
     detector = Updates()
-    assert found(detector, [made(number, Signs(weights="same")) for number in range(1, 100)]) == [
-        (60, "weights_unchanged", "raised", 10)
-    ]
-    assert found(detector, [made(number, Signs(pending=0)) for number in range(100, 111)]) == [
-        (100, "weights_unchanged", "resolved", 10)
-    ]
+    expected = [(60, "weights_unchanged", "raised", 10)]
+    assert found(detector, [made(number, Signs(weights="same")) for number in range(1, 100)]) == expected
+    wanted = [(100, "weights_unchanged", "resolved", 10)]
+    assert found(detector, [made(number, Signs(pending=0)) for number in range(100, 111)]) == wanted
 
 
 def test_a_schedule_that_begins_and_ends_at_0_and_weights_that_rest_for_a_while_are_fine():
@@ -159,9 +157,8 @@ def test_micro_batches_that_join_the_next_pass_and_those_that_are_never_applied(
     detector = Updates()
     steps = [step(number, rank, signs=Signs(pending=2)) for number in (2, 4, 6) for rank in (1, 0)]
     joined = [one for each in steps for one in detector.step(each)]
-    assert [(one.severity, one.step, one.ranks, one.facts.times) for one in joined] == [
-        ("info", 2, (1,), times) for times in (1, 2, 3)
-    ]
+    seen = [(one.severity, one.step, one.ranks, one.facts.times) for one in joined]
+    assert seen == [("info", 2, (1,), times) for times in (1, 2, 3)]
     assert len({one.condition for one in joined}) == 1
     assert "2 micro-batches of one pass" in words_of(joined[0]).title
     assert "So did 3 passes so far." in words_of(joined[2]).text

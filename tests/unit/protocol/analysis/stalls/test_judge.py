@@ -580,9 +580,8 @@ def test_ranks_wait_for_one_whose_script_has_ended_in_an_earlier_step():
 
     verdict = ends()
     assert (verdict.kind, verdict.waiting, verdict.sure) == ("left", (1,), True)
-    assert of_verdict(verdict).title == (
-        f"rank 0 left the loop after step 60: its script has ended; {AT_STEP}: unequal data, or an early stop"
-    )
+    expected = f"rank 0 left the loop after step 60: its script has ended; {AT_STEP}: unequal data, or an early stop"
+    assert of_verdict(verdict).title == expected
     assert ends(age=3.0) is None
     assert ends(ended_age=2.0) is None, "others may follow"
     assert ends(stands=0.0) is None, "it computes"

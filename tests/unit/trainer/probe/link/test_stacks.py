@@ -38,11 +38,8 @@ RECORDED = json.dumps(
 
 
 def test_collectives_of_the_flight_recorder_are_read_whole_and_the_newest_of_each_group_are_told():
-    assert stacks.parse(RECORDED) == [
-        ["0", 1, "all_gather_base", 20, True],
-        ["0", 2, "all_reduce", 3, True],
-        ["7", 3, "barrier", 0, False],
-    ]
+    expected = [["0", 1, "all_gather_base", 20, True], ["0", 2, "all_reduce", 3, True], ["7", 3, "barrier", 0, False]]
+    assert stacks.parse(RECORDED) == expected
     entries = [entry(number, "gloo:x", [[1]], group) for number in range(1, 200) for group in ("a", "b")]
     found = stacks.parse(json.dumps({"entries": entries}))
     assert (len(found), found[0][1]) == (2 * stacks.KEPT, 200 - stacks.KEPT)

@@ -285,11 +285,8 @@ def test_a_sliver_of_an_update_before_its_closure_is_no_phase_of_its_own(second)
     second.go("backward", 5, 200)
     second.go("optimizer", 2, 300, by="interrupt")
     step = second.end(900)
-    assert [(p.name, p.count, p.host_us) for p in step.phases] == [
-        ("forward", 1, 5000),
-        ("backward", 1, 5000),
-        ("optimizer", 1, 2000),
-    ]
+    expected = [("forward", 1, 5000), ("backward", 1, 5000), ("optimizer", 1, 2000)]
+    assert [(p.name, p.count, p.host_us) for p in step.phases] == expected
     assert mib(step, "forward", "peak") == (700,)
     assert step.phase("optimizer").allocated == Span(300 * MIB, 900 * MIB, 900 * MIB)
 

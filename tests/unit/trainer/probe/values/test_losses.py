@@ -50,8 +50,5 @@ def test_each_of_several_optimizers_has_the_mean_over_its_updates_of_the_losses_
         notes.losses, notes.lr = list(losses), lr
         notes.end_part(key, f"optimizer {key}")
     found = updates(notes)
-    assert [(each.name, each.count, each.micro_steps, each.loss, each.lr) for each in found.values()] == [
-        ("optimizer 1", 2, 4, 5.0, 0.3),
-        ("optimizer 2", 1, 1, 5.0, 0.2),
-        ("optimizer 3", 1, 0, None, 0.4),
-    ]
+    expected = [("optimizer 1", 2, 4, 5.0, 0.3), ("optimizer 2", 1, 1, 5.0, 0.2), ("optimizer 3", 1, 0, None, 0.4)]
+    assert [(each.name, each.count, each.micro_steps, each.loss, each.lr) for each in found.values()] == expected

@@ -143,9 +143,8 @@ def test_pieces_do_not_matter_but_to_the_random_bits_and_a_loaded_state_goes_on_
     for one, other in zip(whole, again, strict=True):
         assert torch.equal(one, other)
         first, second = optimizer.state[one], resumed.state[other]
-        assert [(name, state.dtype) for name, state in first.items()] == [
-            (name, state.dtype) for name, state in second.items()
-        ]
+        found = [(name, state.dtype) for name, state in first.items()]
+        assert found == [(name, state.dtype) for name, state in second.items()]
 
 
 @pytest.mark.parametrize(("states", "dtype"), [("bf16", torch.bfloat16), ("8bit", torch.float32)])

@@ -21,10 +21,8 @@ MUON = ["optimizer.kind=muon", "optimizer.max_grad_norm=0"]
 @pytest.mark.parametrize("kind", ["adamw_bf16", "adamw_8bit", "muon"])
 def test_fp16_is_refused(kind):
     config = load(None, [*BASE, f"optimizer.kind={kind}"]).config
-    assert optimizer_refusal(config, "fp16") == (
-        "training.precision",
-        f"fp16 cannot be used with optimizer.kind={kind}; use bf16",
-    )
+    expected = ("training.precision", f"fp16 cannot be used with optimizer.kind={kind}; use bf16")
+    assert optimizer_refusal(config, "fp16") == expected
 
 
 @pytest.mark.parametrize("kind", ["adamw_bf16", "adamw_8bit"])
