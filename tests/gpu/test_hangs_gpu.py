@@ -12,19 +12,9 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 HANGS = [
-    "save-one",
-    "left-loop",
-    "left-script",
-    "collective-if",
-    "gather-one",
-    "gather-unequal",
-    "unequal-sizes",
-    "asleep-data",
-    "asleep-forward",
-    "one-behind",
-    "worker-hang",
-    "stopped",
-]
+    "save-one", "left-loop", "left-script", "collective-if", "gather-one", "gather-unequal", "unequal-sizes",
+    "asleep-data", "asleep-forward", "one-behind", "worker-hang", "stopped",
+]  # fmt: skip
 HONEST = [
     f"honest-{work}"
     for work in ("checkpoint", "evaluation", "compilation", "upload", "retries", "irregular", "generation", "run")

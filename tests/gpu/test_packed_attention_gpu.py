@@ -38,17 +38,9 @@ class OneRank:
 def model_of(kind: str, **values: Any) -> Any:
     torch.manual_seed(0)
     settings = AutoConfig.for_model(
-        kind,
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        pad_token_id=0,
-        **values,
-    )
+        kind, vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, pad_token_id=0, **values,
+    )  # fmt: skip
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
 

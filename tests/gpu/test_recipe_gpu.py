@@ -32,14 +32,9 @@ def train(
     environment = {**os.environ, **start.launch_environment(resolved), "HF_DATASETS_CACHE": str(folder / "cache")}
     environment.pop("FTMON_RUN", None)
     return subprocess.run(
-        [*start.launch_command(resolved), str(path)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+        [*start.launch_command(resolved), str(path)], env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, timeout=280, check=False,
+    )  # fmt: skip
 
 
 def losses(text: str) -> list[float]:

@@ -32,14 +32,9 @@ class Measured:
     def __init__(self, mode: str, dropout: float) -> None:
         torch.manual_seed(0)
         settings = AutoConfig.for_model(
-            "llama",
-            vocab_size=512,
-            hidden_size=HIDDEN,
-            intermediate_size=4 * HIDDEN,
-            num_hidden_layers=DEPTH,
-            num_attention_heads=8,
-            attention_dropout=dropout,
-        )
+            "llama", vocab_size=512, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=DEPTH,
+            num_attention_heads=8, attention_dropout=dropout,
+        )  # fmt: skip
         with torch.device("cuda"):
             model: Any = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).train()
         activations.set_up(model, load(None, ["model.config={model_type: llama}", *MODES[mode]]).config)

@@ -31,16 +31,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat") / "model"
     tokens = tokenizers.train(lambda: ["a few words to learn from, and a few more"], 300)
     config = AutoConfig.for_model(
-        "llama",
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=len(tokens),
-        max_position_embeddings=4096,
-        eos_token_id=tokens.eos_token_id,
+        "llama", hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=len(tokens), max_position_embeddings=4096, eos_token_id=tokens.eos_token_id,
         pad_token_id=tokens.pad_token_id,
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
     made: Any = AutoModelForCausalLM.from_config(config)
     made.save_pretrained(folder)

@@ -27,14 +27,9 @@ def test_the_demos_data_are_clean_and_a_fault_is_named_with_its_line(tmp_path, c
     (tmp_path / "broken.jsonl").write_text(DATA.read_text() + '{"prompt": "Hi", "response": null}\n')
     command = [sys.executable, "-m", "ftmon.tui.cli", "data", "check", "train.yaml", "--json", "data.path=broken.jsonl"]
     broken = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+        command, cwd=tmp_path, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+        timeout=200, check=False,
+    )  # fmt: skip
     assert (broken.returncode, broken.stderr) == (1, "")
     (finding,) = json.loads(broken.stdout)["findings"]
     assert (finding["kind"], finding["first"]) == ("refused", [["broken.jsonl:748", "response is null"]])

@@ -53,15 +53,9 @@ def run(tmp_path: Path) -> Path:
 def sums(snapshot: dict[str, Any]) -> list[tuple[Any, ...]]:
     """Return the figures of each segment and its used blocks."""
     own = (
-        "device",
-        "address",
-        "total_size",
-        "allocated_size",
-        "active_size",
-        "stream",
-        "segment_type",
+        "device", "address", "total_size", "allocated_size", "active_size", "stream", "segment_type",
         "is_expandable",
-    )
+    )  # fmt: skip
     return [
         (
             *(segment[name] for name in own),

@@ -19,15 +19,9 @@ QWEN = {
 }  # fmt: skip
 
 MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 1024,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-}
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1024, "hidden_size": 128,
+    "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 PLAIN = {
     "train_micro_batch_size_per_gpu": 2,
@@ -43,15 +37,9 @@ AUTO = {
     "zero_optimization": {"stage": 3},
 }
 LOOP = [
-    "deepspeed",
-    "--num_gpus",
-    "1",
-    str(SCRIPTS / "dry_loop.py"),
-    "--model",
-    "FOLDER",
-    "--deepspeed_config",
+    "deepspeed", "--num_gpus", "1", str(SCRIPTS / "dry_loop.py"), "--model", "FOLDER", "--deepspeed_config",
     "plain",
-]
+]  # fmt: skip
 TRAINER = ["torchrun", "--nproc_per_node=1", str(SCRIPTS / "dry_trainer.py"), "FOLDER", "auto", "out"]
 OTHERS = {
     "never calls it": ("print('hello')\n", "ended without calling deepspeed.initialize"),

@@ -98,20 +98,12 @@ def still(**changes: object) -> Activity:
 @pytest.mark.parametrize(
     ("changes", "work"),
     [
-        ({}, ""),
-        ({"chars": 12_000, "traffic": 6_000}, ""),
-        ({"traffic": 20_000}, "works"),
-        ({"chars": 60_000}, "works"),
-        ({"io_bytes": 101}, "works"),
-        ({"below_seconds": 1.5}, "works"),
-        ({"newest": 778}, "works"),
-        ({"processes": 2}, "works"),
-        ({"switches": 51}, "works"),
-        ({"cpu_seconds": 5.5}, "computes"),
-        ({"on_disk": True}, "disk"),
-        ({"worker_naps": 2}, "works"),
+        ({}, ""), ({"chars": 12_000, "traffic": 6_000}, ""), ({"traffic": 20_000}, "works"),
+        ({"chars": 60_000}, "works"), ({"io_bytes": 101}, "works"), ({"below_seconds": 1.5}, "works"),
+        ({"newest": 778}, "works"), ({"processes": 2}, "works"), ({"switches": 51}, "works"),
+        ({"cpu_seconds": 5.5}, "computes"), ({"on_disk": True}, "disk"), ({"worker_naps": 2}, "works"),
     ],
-)
+)  # fmt: skip
 def test_keep_alives_are_no_work_and_everything_else_is(changes: dict[str, object], work: Work):
     assert still(time=12.0, **changes).work_since(still()) == work
 

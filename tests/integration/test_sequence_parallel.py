@@ -11,15 +11,9 @@ import rank_jobs
 pytest.importorskip("deepspeed")
 
 MLA: dict[str, Any] = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 12,
-    "qk_rope_head_dim": 4,
-    "head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 6,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 2,
-}
+    "kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 4, "head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 6, "num_key_value_heads": 4, "first_k_dense_replace": 2,
+}  # fmt: skip
 EQUAL: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},

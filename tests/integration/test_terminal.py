@@ -12,16 +12,9 @@ from streams import Stream, write
 from terminal import PtyTerminal, Terminal, command, open_terminal, wait_for, wait_until_gone
 
 SCREENS = {
-    "Enter": "phase, GiB",
-    "t": "loss",
-    "a": "evidence",
-    "m": "peak",
-    "l": "output of all ranks",
-    "e": "allocator",
-    "g": "go to",
-    "?": "escape: close",
-    "C-p": "Search for commands",
-}
+    "Enter": "phase, GiB", "t": "loss", "a": "evidence", "m": "peak", "l": "output of all ranks", "e": "allocator",
+    "g": "go to", "?": "escape: close", "C-p": "Search for commands",
+}  # fmt: skip
 """Keys of the overview, and words on what they open."""
 SNAPSHOT = Path(__file__).parents[1] / "data" / "oom_backward.pickle.gz"
 

@@ -23,14 +23,9 @@ PROGRAM = shutil.which("ftmon") or str(Path(sys.executable).with_name("ftmon"))
 LONG_SECONDS = 480.0
 """For whole trainings: two ranks that import torch on two busy cores need tens of seconds before their first step."""
 SMALL = (
-    "model.config.num_hidden_layers=2",
-    "model.config.hidden_size=64",
-    "model.config.intermediate_size=128",
-    "tokenizer.vocab_size=512",
-    "training.micro_batch=2",
-    "training.sequence_length=64",
-    "training.rehearsal=false",
-)
+    "model.config.num_hidden_layers=2", "model.config.hidden_size=64", "model.config.intermediate_size=128",
+    "tokenizer.vocab_size=512", "training.micro_batch=2", "training.sequence_length=64", "training.rehearsal=false",
+)  # fmt: skip
 """What makes the demo cheap where a test is about the monitor: a third of its processor time."""
 
 

@@ -171,20 +171,11 @@ class Explained:
             before = ends[name]
             at += spent + 20
         return Step(
-            rank=rank,
-            step=step,
-            started=begun,
-            host_us=int(STEP_S * 1e6),
-            phases=phases,
-            device_us=int(STEP_S * 1e6) - 300 if self.cuda else None,
-            loss=2.1 - step * 0.01,
-            lr=2e-5,
-            batch_shape=[1, length],
-            tokens=length,
-            padded_tokens=length,
-            retries=0 if step < 30 else 1 if step < 41 else 3,
-            probe_us=150,
-        )
+            rank=rank, step=step, started=begun, host_us=int(STEP_S * 1e6), phases=phases,
+            device_us=int(STEP_S * 1e6) - 300 if self.cuda else None, loss=2.1 - step * 0.01, lr=2e-5,
+            batch_shape=[1, length], tokens=length, padded_tokens=length,
+            retries=0 if step < 30 else 1 if step < 41 else 3, probe_us=150,
+        )  # fmt: skip
 
     def _composition(self, rank: int, step: int, t: float, peaks: dict[str, int]) -> Composition:
         standing = {
@@ -212,19 +203,10 @@ class Explained:
                 parts["other"] += parts.pop("buckets")
             phases.append(PhaseComposition(name, peak, parts, 140_000, reserved if self.cuda else 0))
         return Composition(
-            rank=rank,
-            step=step,
-            time=t,
-            measure="cuda" if self.cuda else "glibc",
-            phases=phases,
-            reason="first" if step <= 2 else "periodic",
-            known=dict(standing),
-            allocated_bytes=START_MIB * MIB,
-            reserved_bytes=reserved,
-            entries=9120 if self.cuda else 0,
-            walk_us=420,
-            read_us=9400,
-        )
+            rank=rank, step=step, time=t, measure="cuda" if self.cuda else "glibc", phases=phases,
+            reason="first" if step <= 2 else "periodic", known=dict(standing), allocated_bytes=START_MIB * MIB,
+            reserved_bytes=reserved, entries=9120 if self.cuda else 0, walk_us=420, read_us=9400,
+        )  # fmt: skip
 
     def _prediction(self, t: float) -> Prediction:
         if self.predicted is None:

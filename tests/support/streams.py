@@ -41,14 +41,9 @@ GIB = 2**30
 STARTED = 1_780_000_000.0
 SHARES = {"data": 0.02, "forward": 0.31, "backward": 0.50, "optimizer": 0.15}
 RUN = RunFile(
-    id="llama3-guanaco-20260528-202640",
-    name="llama3-guanaco",
-    created=STARTED - 20,
-    command=["ftmon", "train", "llama3.yaml"],
-    cwd="/home/user/llama3",
-    host="node-1",
-    kind="train",
-)
+    id="llama3-guanaco-20260528-202640", name="llama3-guanaco", created=STARTED - 20,
+    command=["ftmon", "train", "llama3.yaml"], cwd="/home/user/llama3", host="node-1", kind="train",
+)  # fmt: skip
 
 
 class Later(Sequence[Frame]):

@@ -28,15 +28,9 @@ _UNFINISHED = re.compile(r"\x1b(?:\[[0-?]*|[\]P][^\x07\x1b]*\x1b?|[ -/]*)\Z")
 """The start of a sequence whose rest is still to be read."""
 
 _KEYS = {
-    "Enter": b"\r",
-    "Escape": b"\x1b",
-    "Tab": b"\t",
-    "C-c": b"\x03",
-    "C-z": b"\x1a",
-    "C-p": b"\x10",
-    "Left": b"\x1b[D",
-    "Right": b"\x1b[C",
-}
+    "Enter": b"\r", "Escape": b"\x1b", "Tab": b"\t", "C-c": b"\x03", "C-z": b"\x1a", "C-p": b"\x10",
+    "Left": b"\x1b[D", "Right": b"\x1b[C",
+}  # fmt: skip
 
 
 class Screen:

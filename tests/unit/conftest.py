@@ -12,15 +12,10 @@ import pytest
 from simulated_run import Sim
 
 STARTS = (
-    (subprocess.Popen, "__init__"),
-    (multiprocessing.process.BaseProcess, "start"),
-    (multiprocessing.util, "spawnv_passfds"),
-    (os, "fork"),
-    (os, "forkpty"),
-    (os, "posix_spawn"),
-    (os, "posix_spawnp"),
-    (os, "system"),
-)
+    (subprocess.Popen, "__init__"), (multiprocessing.process.BaseProcess, "start"),
+    (multiprocessing.util, "spawnv_passfds"), (os, "fork"), (os, "forkpty"), (os, "posix_spawn"),
+    (os, "posix_spawnp"), (os, "system"),
+)  # fmt: skip
 """What begins a process in Python."""
 
 

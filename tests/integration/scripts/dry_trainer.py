@@ -18,15 +18,9 @@ class Rows(torch.utils.data.Dataset):
 def main():
     folder, config, output = sys.argv[1:4]
     arguments = TrainingArguments(
-        output,
-        max_steps=3,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        gradient_checkpointing=True,
-        bf16=True,
-        report_to=[],
-        deepspeed=config,
-    )
+        output, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        gradient_checkpointing=True, bf16=True, report_to=[], deepspeed=config,
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     Trainer(model, arguments, train_dataset=Rows()).train()
     open("trained", "w").close()

@@ -54,17 +54,8 @@ class Module(lightning.LightningModule):
 
 loader = torch.utils.data.DataLoader(torch.randn(32, 16), batch_size=4)
 trainer = lightning.Trainer(
-    accelerator="cpu",
-    strategy="ddp",
-    devices=1,
-    max_epochs=1,
-    accumulate_grad_batches=2,
-    val_check_interval=4,
-    num_sanity_val_steps=1,
-    logger=False,
-    enable_checkpointing=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
-    default_root_dir=os.environ["FTMON_RUN"],
-)
+    accelerator="cpu", strategy="ddp", devices=1, max_epochs=1, accumulate_grad_batches=2, val_check_interval=4,
+    num_sanity_val_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False, default_root_dir=os.environ["FTMON_RUN"],
+)  # fmt: skip
 trainer.fit(Module(), loader, torch.utils.data.DataLoader(torch.randn(8, 16), batch_size=4))

@@ -31,18 +31,10 @@ class Model(torch.nn.Module):
 def main() -> None:
     rows: Any = [{"x": torch.ones(2), "labels": torch.ones(1)} for _ in range(40)]
     arguments = TrainingArguments(
-        sys.argv[1],
-        max_steps=8,
-        per_device_train_batch_size=1,
-        per_device_eval_batch_size=1,
-        eval_strategy="steps",
-        eval_steps=2,
-        enable_jit_checkpoint=True,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+        sys.argv[1], max_steps=8, per_device_train_batch_size=1, per_device_eval_batch_size=1,
+        eval_strategy="steps", eval_steps=2, enable_jit_checkpoint=True, use_cpu=True, report_to="none",
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
     Trainer(model=Model(), args=arguments, train_dataset=rows, eval_dataset=rows[:20]).train()
 
 

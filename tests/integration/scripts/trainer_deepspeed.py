@@ -28,19 +28,10 @@ class Rows(torch.utils.data.Dataset):
 def main():
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as in deepspeed_loop.py
     arguments = TrainingArguments(
-        OUTPUT,
-        max_steps=3,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_steps=2,
-        logging_steps=1,
-        report_to=[],
-        deepspeed=CONFIG,
-        use_cpu=True,
+        OUTPUT, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, eval_strategy="steps",
+        eval_steps=2, save_steps=2, logging_steps=1, report_to=[], deepspeed=CONFIG, use_cpu=True,
         dataloader_num_workers=1,
-    )
+    )  # fmt: skip
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=16, n_embd=16, n_layer=1, n_head=2))
     Trainer(model, arguments, train_dataset=Rows(), eval_dataset=Rows()).train()
 

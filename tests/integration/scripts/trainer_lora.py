@@ -13,16 +13,10 @@ def main():
     base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=8, n_embd=32, n_layer=2, n_head=2))
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
     arguments = TrainingArguments(
-        os.path.join(os.environ["FTMON_RUN"], "out"),
-        max_steps=3,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        use_cpu=True,
-        report_to="none",
-        logging_steps=1,
-        save_strategy="no",
+        os.path.join(os.environ["FTMON_RUN"], "out"), max_steps=3, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, use_cpu=True, report_to="none", logging_steps=1, save_strategy="no",
         disable_tqdm=True,
-    )
+    )  # fmt: skip
     trainer = Trainer(model=model, args=arguments, train_dataset=ROWS)
     trainer.train()
     trained, total = model.get_nb_trainable_parameters()

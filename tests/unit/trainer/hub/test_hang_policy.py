@@ -166,16 +166,11 @@ def test_what_somebody_paused_is_no_hang(run, state):
 @pytest.mark.parametrize(
     ("phase", "quiet", "ended"),
     [
-        ("backward", 7.0, False),
-        ("backward", 9.0, True),
-        ("idle", 200.0, False),
-        ("idle", 301.0, True),
-        ("eval", 200.0, False),
-        ("checkpoint", 500.0, False),
-        ("checkpoint", 601.0, True),
+        ("backward", 7.0, False), ("backward", 9.0, True), ("idle", 200.0, False), ("idle", 301.0, True),
+        ("eval", 200.0, False), ("checkpoint", 500.0, False), ("checkpoint", 601.0, True),
         ("backward", None, False),
     ],
-)
+)  # fmt: skip
 def test_nothing_is_ended_before_a_ranks_processes_rested_for_the_patience_of_its_phase(run, phase, quiet, ended):
     bench = Bench(run, on_hang="kill", hang_grace=1.0)
     bench.hang(quiet, phase=phase)

@@ -13,20 +13,10 @@ from ftmon.trainer.predict.result import Estimate, Made, Phase, Point, Predictio
 GIB = 1 << 30
 ESTIMATE = Estimate("estimate_zero3_model_states_mem_needs", 20 * GIB, "525 M of the largest layer x 4 bytes + states")
 LLAMA = Made(
-    largest_layer=525_336_576,
-    layers=32,
-    hidden=4096,
-    vocabulary=128_256,
-    weight_bytes=2,
-    gradient_bytes=2,
-    stage=3,
-    offloads_states=False,
-    offloads_weights=False,
-    checkpointing=True,
-    bucket_elements=500_000_000,
-    buckets=1,
-    estimate=ESTIMATE,
-)
+    largest_layer=525_336_576, layers=32, hidden=4096, vocabulary=128_256, weight_bytes=2, gradient_bytes=2,
+    stage=3, offloads_states=False, offloads_weights=False, checkpointing=True, bucket_elements=500_000_000,
+    buckets=1, estimate=ESTIMATE,
+)  # fmt: skip
 PARAMETERS = 8_030_261_248
 PARTS = {"parameters": 3 * GIB, "optimizer_states": 8 * GIB, "buckets": GIB, "activations": 9 * GIB, "temporaries": GIB}
 OTHERS = {name: Phase(GIB, 2 * GIB) for name in ("init", "forward", "optimizer")}

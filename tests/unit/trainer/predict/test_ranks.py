@@ -34,34 +34,14 @@ MIB = 1 << 20
 CAPACITIES = range(0, 3000, 60)
 KINDS = ("kept", "recomputed", "expandable")
 NEEDED_MIB: dict[tuple[int, int, str], int] = {
-    (4, 1, "kept"): 430,
-    (4, 1, "recomputed"): 286,
-    (4, 1, "expandable"): 400,
-    (4, 3, "kept"): 1200,
-    (4, 3, "recomputed"): 784,
-    (4, 3, "expandable"): 1000,
-    (4, 8, "kept"): 3088,
-    (4, 8, "recomputed"): 2000,
-    (4, 8, "expandable"): 2500,
-    (16, 1, "kept"): 774,
-    (16, 1, "recomputed"): 620,
-    (16, 1, "expandable"): 700,
-    (16, 3, "kept"): 1416,
-    (16, 3, "recomputed"): 1000,
-    (16, 3, "expandable"): 1300,
-    (16, 8, "kept"): 3176,
-    (16, 8, "recomputed"): 2088,
-    (16, 8, "expandable"): 2780,
-    (48, 1, "kept"): 1762,
-    (48, 1, "recomputed"): 1796,
-    (48, 1, "expandable"): 1740,
-    (48, 3, "kept"): 2066,
-    (48, 3, "recomputed"): 1806,
-    (48, 3, "expandable"): 2060,
-    (48, 8, "kept"): 3816,
-    (48, 8, "recomputed"): 2728,
-    (48, 8, "expandable"): 3580,
-}
+    (4, 1, "kept"): 430, (4, 1, "recomputed"): 286, (4, 1, "expandable"): 400, (4, 3, "kept"): 1200,
+    (4, 3, "recomputed"): 784, (4, 3, "expandable"): 1000, (4, 8, "kept"): 3088, (4, 8, "recomputed"): 2000,
+    (4, 8, "expandable"): 2500, (16, 1, "kept"): 774, (16, 1, "recomputed"): 620, (16, 1, "expandable"): 700,
+    (16, 3, "kept"): 1416, (16, 3, "recomputed"): 1000, (16, 3, "expandable"): 1300, (16, 8, "kept"): 3176,
+    (16, 8, "recomputed"): 2088, (16, 8, "expandable"): 2780, (48, 1, "kept"): 1762, (48, 1, "recomputed"): 1796,
+    (48, 1, "expandable"): 1740, (48, 3, "kept"): 2066, (48, 3, "recomputed"): 1806, (48, 3, "expandable"): 2060,
+    (48, 8, "kept"): 3816, (48, 8, "recomputed"): 2728, (48, 8, "expandable"): 3580,
+}  # fmt: skip
 """Stored needs by the MiB of a layer's weights, the micro-batch and the kind of run; of eight layers."""
 
 

@@ -13,17 +13,10 @@ UUIDS = ["GPU-aaaa", "GPU-bbbb", "GPU-bbcc"]
 @pytest.mark.parametrize(
     ("setting", "visible"),
     [
-        (None, ["0", "1", "2"]),
-        ("", []),
-        ("-1", []),
-        ("2,0", ["2", "0"]),
-        ("1,7,0", ["1"]),
-        ("0,0", ["0"]),
-        ("GPU-aa", ["GPU-aa"]),
-        ("GPU-bb", []),
-        ("MIG-1234", ["MIG-1234"]),
+        (None, ["0", "1", "2"]), ("", []), ("-1", []), ("2,0", ["2", "0"]), ("1,7,0", ["1"]), ("0,0", ["0"]),
+        ("GPU-aa", ["GPU-aa"]), ("GPU-bb", []), ("MIG-1234", ["MIG-1234"]),
     ],
-)
+)  # fmt: skip
 def test_cuda_visible_devices_is_obeyed_as_cuda_does(setting, visible):
     assert hardware.select_visible(UUIDS, setting) == visible
 

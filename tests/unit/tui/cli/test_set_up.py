@@ -47,13 +47,8 @@ def installed(tmp_path, monkeypatch):
 def test_extras_are_listed_with_what_is_missing_of_them(installed):
     png, old, partly = 'made-up-png<1,>=0.5; extra == "png"', "made-up-old>=2.10; extra == 'old'", "; extra == 'otel'"
     wanted = (
-        png,
-        old,
-        f"made-up-png{partly}",
-        f"made-up-otlp[http]>=1{partly}",
-        "pytest; extra == 'test'",
-        "msgspec>=1",
-    )
+        png, old, f"made-up-png{partly}", f"made-up-otlp[http]>=1{partly}", "pytest; extra == 'test'", "msgspec>=1",
+    )  # fmt: skip
     installed("ftmon", "9.0", wanted)
     installed("made-up-png", "0.5.2")
     installed("made-up-old", "2.9")

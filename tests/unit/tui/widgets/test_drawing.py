@@ -41,19 +41,9 @@ GIB = 2**30
 THEME = Theme()
 SHARES = (("data", 0.02), ("forward", 0.31), ("backward", 0.50), ("optimizer", 0.15), ("other", 0.02))
 VIEW = RankView(
-    rank=3,
-    device="GPU 3",
-    state="training",
-    capacity=80 * GIB,
-    allocated=34 * GIB,
-    peak=40 * GIB,
-    behind=44 * GIB,
-    shares=SHARES,
-    step_seconds=0.74,
-    utilization=98.0,
-    power=612.0,
-    temperature=64.0,
-)
+    rank=3, device="GPU 3", state="training", capacity=80 * GIB, allocated=34 * GIB, peak=40 * GIB, behind=44 * GIB,
+    shares=SHARES, step_seconds=0.74, utilization=98.0, power=612.0, temperature=64.0,
+)  # fmt: skip
 HUNG = RankView(rank=3, device="GPU 3", state="hung", text="not in all_gather #8841, in data loading", state_seconds=34)
 
 

@@ -158,21 +158,15 @@ def test_batches_that_come_again_or_are_left_out_after_a_resume_are_named(first,
 @pytest.mark.parametrize(
     ("first", "batches", "before"),
     [
-        (41, FIFTY[40:] * 3, FIFTY),
-        (51, FIFTY, FIFTY),
-        (1, FIFTY[40:], FIFTY),
-        (1, FIFTY, FIFTY),
-        (41, list(range(200, 240)), FIFTY),
-        (41, FIFTY[:10], FIFTY[:10] * 5),
-        (15, [7] * 20, [7] * 20),
-        (41, [*FIFTY[: ALIKE - 1], 7, 8], FIFTY),
-        (41, [0] * 20, [0] * 50),
+        (41, FIFTY[40:] * 3, FIFTY), (51, FIFTY, FIFTY), (1, FIFTY[40:], FIFTY), (1, FIFTY, FIFTY),
+        (41, list(range(200, 240)), FIFTY), (41, FIFTY[:10], FIFTY[:10] * 5), (15, [7] * 20, [7] * 20),
+        (41, [*FIFTY[: ALIKE - 1], 7, 8], FIFTY), (41, [0] * 20, [0] * 50),
     ],
     ids=[
         *("as before", "after the last step", "counted anew", "another training", "other data"),
         *("the same in each pass", "one batch", "too few alike", "unknown"),
     ],
-)
+)  # fmt: skip
 def test_a_resume_with_its_own_data_raises_nothing(first, batches, before):
     assert found(first, batches, before) == []
 

@@ -186,15 +186,8 @@ def test_a_table_shows_the_figures_that_were_asked_for() -> None:
     )  # fmt: skip
     both = Row({"seq": 64}, "done", 0.0, 30.0, ranks=[*row(64).ranks, other])
     wanted = [
-        "peak",
-        "backward.ms",
-        "backward.reserved",
-        "reserved",
-        "loss",
-        "step_ms",
-        "tokens_per_second",
-        "eval.peak",
-    ]
+        "peak", "backward.ms", "backward.reserved", "reserved", "loss", "step_ms", "tokens_per_second", "eval.peak",
+    ]  # fmt: skip
     assert table(pool([both]), wanted) == [
         ["seq", *wanted, "result"],
         ["64", "10.00 GiB", "70.0", "5.00 GiB", "6.00 GiB", "2.0000", "250.0", "670", "", "done"],

@@ -954,16 +954,11 @@ class Rare(torch.nn.Module):
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (Detached(), (2, "body.weight")),
-        (Detached(until=2), (0, "")),
-        (Detached(until=50), (0, "")),
-        (Detached(frozen=True), (0, "")),
-        (Two(), (0, "")),
-        (Adapters(), (20, "small.0.weight")),
-        (Rare(), (0, "")),
+        (Detached(), (2, "body.weight")), (Detached(until=2), (0, "")), (Detached(until=50), (0, "")),
+        (Detached(frozen=True), (0, "")), (Two(), (0, "")), (Adapters(), (20, "small.0.weight")), (Rare(), (0, "")),
     ],
     ids=["always", "twice", "a stage of 50 steps", "frozen on purpose", "not", "small ones", "experts now and then"],
-)
+)  # fmt: skip
 def test_a_body_that_gets_no_gradient_is_noted_after_100_steps(model, expected, training):
     hooks_torch.install(torch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
