@@ -87,13 +87,19 @@ def test_a_check_that_breaks_is_itself_a_finding(monkeypatch):
     assert second.text == "cannot be checked: libcuda is of another world"
 
 
-def test_without_compiler_and_ninja_there_are_remedies(monkeypatch):
+def test_without_compiler_and_ninja_or_with_little_shared_memory_there_are_remedies(monkeypatch):
     monkeypatch.setattr(pytest.importorskip("torch").version, "cuda", None)  # or nvcc is run
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     found = names(list(doctor.op_builder()))
     assert found["compiler"].state == found["ninja"].state == "warning"
     assert found["ninja"].remedy == "pip install ninja"
+
+    class Small:
+        f_blocks, f_frsize, f_bavail = 16384, 4096, 16000
+
+    monkeypatch.setattr(doctor.os, "statvfs", lambda path: Small())
+    assert names(list(doctor.limits()))["shared memory"].remedy.startswith("start the container with --shm-size")
 
 
 def test_a_lock_that_a_killed_build_left_is_found(monkeypatch, tmp_path):
@@ -106,11 +112,3 @@ def test_a_lock_that_a_killed_build_left_is_found(monkeypatch, tmp_path):
     os.utime(lock, (time.time() - 3600, time.time() - 3600))
     (found,) = doctor.extension_locks()
     assert (found.state, found.remedy) == ("warning", f"if nothing is being built: rm {lock}")
-
-
-def test_a_small_shared_memory_is_flagged(monkeypatch):
-    class Small:
-        f_blocks, f_frsize, f_bavail = 16384, 4096, 16000
-
-    monkeypatch.setattr(doctor.os, "statvfs", lambda path: Small())
-    assert names(list(doctor.limits()))["shared memory"].remedy.startswith("start the container with --shm-size")

@@ -61,7 +61,7 @@ def test_a_configuration_that_fails_now_and_one_without_a_figure_in_common_are_r
     assert comparison_lines(found, GATE)[-1] == "  nothing to compare: no figure in common"
 
 
-def test_the_scatter_of_repeats_is_the_noise_of_a_sweep() -> None:
+def test_the_scatter_of_repeats_is_the_noise_and_configuration_and_alerts_that_differ_are_listed():
     rows = [
         Row({}, "done", 0.0, repeat=repeat, ranks=[RankRow(0, 3, ms, phases={"forward": PhaseFigures(GIB)})])
         for repeat, ms in enumerate((100.0, 110.0, 90.0))
@@ -69,9 +69,6 @@ def test_the_scatter_of_repeats_is_the_noise_of_a_sweep() -> None:
     side = side_of_rows("c", rows)
     assert side.measures["step time"].error == pytest.approx(10 / math.sqrt(3))
     assert side.measures["highest peak"].error == 0
-
-
-def test_configuration_and_alerts_that_differ_are_listed() -> None:
     measures = {"step time": Measure(100.0, 0.1, "ms", gated=True)}
     before = Side("a", measures, {"zero.stage": "2", "same": "1"}, {"spike": 1})
     after = Side("b", measures, {"zero.stage": "3", "same": "1", "new": "x"}, {"spike": 4, "leak": 1})

@@ -28,15 +28,12 @@ def test_a_key_file_is_private_even_under_an_open_umask(private_home: Path) -> N
     assert mode(private_home / "keys" / "allowed") == 0o600
 
 
-def test_a_pair_is_made_once_and_kept() -> None:
+def test_a_pair_is_made_once_and_a_secret_that_others_can_read_or_is_damaged_is_refused(private_home):
     run = rundir.create("demo", ["ftmon"], "demo")
     assert keys.client_pair() == keys.client_pair()
     assert keys.server_pair(run) == keys.server_pair(run)
     assert keys.server_pair(run) != keys.client_pair()
     assert keys.client_pair().secret not in f"{keys.client_pair()!r} {keys.client_pair()}"
-
-
-def test_a_secret_that_others_can_read_or_is_damaged_is_refused(private_home: Path) -> None:
     keys.client_pair()
     (private_home / "keys" / "client.key").chmod(0o644)
     with pytest.raises(RunDirError, match="chmod 600"):

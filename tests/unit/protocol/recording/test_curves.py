@@ -179,15 +179,12 @@ def test_a_pooled_row_has_maxima_sums_and_the_moment_of_the_peak() -> None:
     assert pooled["device_us"] is None
 
 
-def test_pooling_pooled_rows_equals_pooling_the_steps() -> None:
+def test_pooling_pooled_rows_equals_pooling_steps_and_each_level_is_emitted_as_it_fills():
     taken = rows(128)
     by_sixteen = [pool_steps(taken[at : at + 16]) for at in range(0, 128, 16)]
     twice, once = named(pool_rollups(1, by_sixteen)), named(pool_steps(taken))
     assert abs(twice.pop("loss") - once.pop("loss")) < 1e-9
     assert {**twice, "level": 0} == once
-
-
-def test_rows_are_emitted_as_each_level_fills_and_a_flush_gives_the_rest() -> None:
     emitted: list[tuple[object, ...]] = []
     rollups = Rollups(emitted.append)
     for row in rows(300):

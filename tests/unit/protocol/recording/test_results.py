@@ -37,11 +37,15 @@ def judged(marks: list[PeakMark]) -> PeakRanking:
     return ranking
 
 
-def test_the_phase_with_the_highest_peak_leads_and_the_next_one_is_named() -> None:
+def test_the_highest_phase_leads_with_the_next_one_and_since_when_among_batches_of_one_size():
     assert rank_phases([]) is None, "before the first step"
     ranking = judged(measured(512))
     assert (ranking.first.phase, ranking.first.bytes) == ("optimizer", 10753 * MIB)
     assert (ranking.next.phase, ranking.by) == ("backward", (10753 - 9545) * MIB)
+    peaks = ((1, "optimizer", 10), (2, "backward", 9), (900, "backward", 11))
+    ranking = judged([PeakMark(0, step, phase, size * GIB, [4, 128]) for step, phase, size in peaks])
+    assert ranking.changes == ((1, "optimizer"), (900, "backward"))
+    assert "the optimizer step led until step 900; backward since then" in ranking_sentences(ranking)
 
 
 def test_a_flat_and_then_rising_curve_is_explained_by_the_length_at_which_the_lead_passes() -> None:
@@ -58,22 +62,12 @@ def test_a_flat_and_then_rising_curve_is_explained_by_the_length_at_which_the_le
     )
 
 
-def test_where_one_phase_leads_at_every_length_it_is_said_when_another_would() -> None:
+def test_where_one_phase_leads_at_every_length_or_several_change_hands_no_single_length_is_told():
     points = [([2, length], {"backward": 5_000 + length, "optimizer": 10_000}) for length in (512, 1024, 2048)]
     ranking = judged(marks_of(points))
     assert ranking.crossing.ahead
     assert ranking.crossing.size == pytest.approx(2 * 5_000)
     assert "would lead from about length 5,000 on" in ranking_sentences(ranking)[1]
-
-
-def test_batches_of_one_size_tell_since_when_a_phase_leads() -> None:
-    peaks = ((1, "optimizer", 10), (2, "backward", 9), (900, "backward", 11))
-    ranking = judged([PeakMark(0, step, phase, size * GIB, [4, 128]) for step, phase, size in peaks])
-    assert ranking.changes == ((1, "optimizer"), (900, "backward"))
-    assert "the optimizer step led until step 900; backward since then" in ranking_sentences(ranking)
-
-
-def test_a_lead_that_changes_hands_more_than_once_is_not_forced_into_one_length() -> None:
     points = [([1, at], {"backward": size, "optimizer": 1000}) for at, size in ((100, 900), (200, 1100), (400, 900))]
     assert judged([PeakMark(0, 1, "optimizer", MIB, [1, 8]), *marks_of(points)]).crossing is None
     noise = [700, 690, 705, 688, 702, 691, 707]  # peaks that rise and fall as they like grow with nothing

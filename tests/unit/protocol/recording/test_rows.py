@@ -60,13 +60,10 @@ def test_an_ordinary_step_needs_no_extra_rows_and_little_detail(cuda: bool) -> N
             assert step_from_row(row) == frame.message
 
 
-def test_every_field_is_recorded() -> None:
+def test_every_field_is_recorded_and_phases_that_ran_out_of_order_have_their_columns():
     # Whoever adds a field to Step or PhaseRecord records it too: in step_rows, step_from_row, and the strategies above.
     assert len(Step.__struct_fields__) == 28
     assert len(PhaseRecord.__struct_fields__) == 17
-
-
-def test_phases_that_ran_out_of_order_have_their_columns() -> None:
     span = Span(1, 2, 3)
     names = ("optimizer", "generate", "forward", "data", "backward")
     step = Step(0, 1, 5.0, 500, [PhaseRecord(name, 100 * i, 10 + i, span, span) for i, name in enumerate(names)])

@@ -117,11 +117,17 @@ def test_a_home_that_is_another_users_or_open_to_others_is_refused_on_every_use(
         use()
 
 
-def test_a_name_becomes_a_safe_identifier_that_is_never_used_twice() -> None:
+def test_a_name_becomes_an_identifier_never_used_twice_and_one_that_several_share_means_the_living():
     ids = [make("../my run/№1").id for _ in range(4)]
     assert len(set(ids)) == 4
     for identifier in ids:
         assert re.fullmatch(r"my-run-1-\d{8}-\d{6}(-[0-9a-f]{4})?", identifier)
+    first, second = make("demo", 1.0), make("demo", 2.0)
+    with pytest.raises(RunNotFoundError) as error:
+        rundir.find("demo")
+    assert str(error.value) == f"'demo' matches 2 runs: {second.id}, {first.id}; name one of them"
+    live(first)
+    assert rundir.find("demo").id == first.id
 
 
 def test_a_run_is_found_by_identifier_name_or_beginning_and_no_name_means_the_living_else_the_newest() -> None:
@@ -139,15 +145,6 @@ def test_a_run_is_found_by_identifier_name_or_beginning_and_no_name_means_the_li
     assert rundir.find("demo").id == new.id, "a whole name goes before a beginning"
     with pytest.raises(RunNotFoundError, match="matches 2 runs"):
         rundir.find("dem")
-
-
-def test_a_name_that_several_share_means_the_one_alive_else_is_refused() -> None:
-    first, second = make("demo", 1.0), make("demo", 2.0)
-    with pytest.raises(RunNotFoundError) as error:
-        rundir.find("demo")
-    assert str(error.value) == f"'demo' matches 2 runs: {second.id}, {first.id}; name one of them"
-    live(first)
-    assert rundir.find("demo").id == first.id
 
 
 def test_what_is_no_run_and_a_damaged_neighbour_are_passed_over(private_home: Path) -> None:

@@ -215,7 +215,7 @@ def test_what_older_versions_lack_is_no_error_and_their_history_has_request_and_
     assert read.frames[0].filename == "train.py"
 
 
-def test_several_devices_each_have_their_own_replay():
+def test_several_devices_have_a_replay_each_and_names_cannot_write_to_the_terminal():
     one, other = CachingAllocator(device=0), CachingAllocator(device=2)
     one.alloc(MIB)
     other.alloc(7 * MIB)
@@ -224,9 +224,6 @@ def test_several_devices_each_have_their_own_replay():
     read = compact({"segments": first["segments"] + second["segments"], "device_traces": traces}, "both")
     assert read.devices() == [0, 2]
     assert [Replay(read, device).allocated[-1] for device in (0, 2)] == [MIB, 7 * MIB]
-
-
-def test_names_that_would_write_to_the_terminal_are_made_harmless():
     allocator = CachingAllocator()
     allocator.alloc(512, frames=[{"name": "\x1b]0;title\x07f\ud800", "filename": "a\nb.py", "line": 1}])
     frame = compact(allocator.snapshot(), "made").frames[0]

@@ -70,7 +70,7 @@ def rows(*messages: Message, float32: bool = False, every: float = 0.1) -> list[
     return [*found, *made.end(len(messages) * every)]
 
 
-def test_a_step_of_all_ranks_is_one_row_whose_values_are_joined_by_their_kind():
+def test_a_step_of_all_ranks_is_one_row_and_waits_for_none_that_ended_or_is_ten_seconds_late():
     (row,) = rows(*hello(2), step(0, 1, loss=1.0, tokens=10, peak=GIB), step(1, 1, loss=4.0, tokens=20, peak=2 * GIB))
     assert row.step == 1
     assert row.values["train/loss"] == 3.0, "weighted by label tokens"
@@ -79,6 +79,13 @@ def test_a_step_of_all_ranks_is_one_row_whose_values_are_joined_by_their_kind():
     assert row.values["train/phase_duration_seconds/forward"] == 0.501
     assert row.values["train/global_step"] == 1
     assert row.time == row.values["system/timestamp_seconds"] == row.values["system/elapsed_seconds"] == 3 * 0.1
+    ended = rows(*hello(2), RankState(1, "gone", 1.0), step(0, 1), step(0, 2))
+    assert [row.step for row in ended] == [1, 2]
+    late = Rows("", 0.0, False)
+    for message in [*hello(2), step(0, 1)]:
+        assert late.apply(Frame(1, 1.0, message)) == []
+    assert late.apply(Frame(2, 10.0, step(0, 2))) == []
+    assert [row.step for row in late.apply(Frame(3, 11.5, step(0, 3)))] == [1]
 
 
 @pytest.mark.parametrize("loss", [NAN, math.inf])
@@ -115,16 +122,6 @@ def test_devices_have_a_row_each_ten_seconds_and_evaluations_the_names_of_transf
     )
     assert {"eval/loss_finite": 0.0, "eval/accuracy": 0.5, "eval/global_step": 7}.items() <= default.values.items()
     assert named.values["eval/squad_loss"] == 2.0
-
-
-def test_a_step_waits_for_no_rank_that_has_ended_or_is_ten_seconds_late():
-    ended = rows(*hello(2), RankState(1, "gone", 1.0), step(0, 1), step(0, 2))
-    assert [row.step for row in ended] == [1, 2]
-    late = Rows("", 0.0, False)
-    for message in [*hello(2), step(0, 1)]:
-        assert late.apply(Frame(1, 1.0, message)) == []
-    assert late.apply(Frame(2, 10.0, step(0, 2))) == []
-    assert [row.step for row in late.apply(Frame(3, 11.5, step(0, 3)))] == [1]
 
 
 def test_a_tracker_gets_a_run_from_its_first_message_to_its_end():

@@ -26,16 +26,13 @@ def ranked(rank: int, port: int = 29500, local: int | None = None, **more: str) 
     return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port), **place, **more}
 
 
-def test_ranks_of_one_port_are_a_run_and_their_children_belong_to_them() -> None:
+def test_ranks_of_one_port_are_a_run_with_their_children_but_no_shell_or_compiler_around_them(monkeypatch):
     processes = table(p10=1, p11=10, p12=10, p13=11, p20=1)
     first, second = ranked(0, local=0), ranked(1, local=1)
     environments = {NONE + 10: {}, NONE + 11: first, NONE + 12: second, NONE + 13: first, NONE + 20: ranked(0, 29501)}
     jobs = find_jobs(processes, environments)
     found = {job.key: {rank: process.pid - NONE for rank, process in job.ranks.items()} for job in jobs}
     assert found == {"29500": {0: 11, 1: 12}, "29501": {0: 20}}
-
-
-def test_a_shell_around_a_rank_and_a_compiler_that_it_left_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     processes = table(p10=1, p11=10, p20=1)
     programs = {f"/proc/{NONE + pid}/maps": b"0-1 r-xp /bin/" + name for pid, name in ((10, b"bash"), (20, b"cc1plus"))}
     programs[f"/proc/{NONE + 11}/maps"] = b"0-1 r-xp /usr/bin/python3.12"

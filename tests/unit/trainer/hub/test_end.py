@@ -108,18 +108,7 @@ def test_the_end_is_told_once_and_the_hub_stays_a_while(state: str, settles: flo
     assert len(run.told) == 1
 
 
-def test_agents_that_are_connected_may_send_the_rest_but_not_for_ever() -> None:
-    run = Run("stopped")
-    run.connected = True
-    run.ends()
-    assert not run.run_end.tick(0.0)
-    assert not run.run_end.tick(AGENTS_END_SECONDS - 0.1)
-    assert not run.told
-    assert not run.run_end.tick(AGENTS_END_SECONDS)
-    assert run.told
-
-
-def test_the_hub_stays_while_it_is_busy_and_for_hosts_that_may_come_back() -> None:
+def test_the_hub_stays_while_it_is_busy_or_hosts_may_come_back_and_agents_may_send_the_rest():
     run = Run("finished")
     run.busy = run.absent = True
     run.ends()
@@ -129,3 +118,11 @@ def test_the_hub_stays_while_it_is_busy_and_for_hosts_that_may_come_back() -> No
     run.busy = False
     assert not run.run_end.tick(LINGER_SECONDS)
     assert run.run_end.tick(BACK_SECONDS)
+    run = Run("stopped")
+    run.connected = True
+    run.ends()
+    assert not run.run_end.tick(0.0)
+    assert not run.run_end.tick(AGENTS_END_SECONDS - 0.1)
+    assert not run.told
+    assert not run.run_end.tick(AGENTS_END_SECONDS)
+    assert run.told

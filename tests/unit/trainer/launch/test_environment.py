@@ -63,7 +63,7 @@ def test_a_slurm_allocation_of_several_nodes_tells(name: str) -> None:
 OUTER = {"FTMON_RUN": "/outer", "FTMON_RANK_PID": "3", "FTMON_JOIN": "/outer/join.json", "FTMON_PLACE": "/place"}
 
 
-def test_a_job_is_marked_and_hooked_and_keeps_what_the_person_set(run):
+def test_a_job_is_marked_and_hooked_and_keeps_what_the_person_set_but_the_recorder_by_torch_s_name(run):
     found = job_environment(run, {**OUTER, "PYTHONPATH": "/mine", "X": "1"})
     expected = {"FTMON_RUN": str(run.path), "PYTHONPATH": f"{INJECT_DIR}:/mine", "PYTHONUNBUFFERED": "1", "X": "1"}
     assert expected.items() <= found.items()
@@ -72,6 +72,9 @@ def test_a_job_is_marked_and_hooked_and_keeps_what_the_person_set(run):
     own = {"TORCH_FR_BUFFER_SIZE": "9", "PYTHONUNBUFFERED": ""}
     assert {**own, "PYTHONPATH": str(INJECT_DIR)}.items() <= job_environment(run, own).items()
     assert monitor_environment({**OUTER, "A": "b"}) == {"A": "b"}, "hub and launcher carry no mark"
+    assert flight_recorder((2, 13)) == {"TORCH_FR_BUFFER_SIZE": "2000"}
+    assert flight_recorder((2, 6)) == {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+    assert len(flight_recorder(None)) == 2
 
 
 def test_deepspeed_exports_our_marks_after_the_persons_own_lines(run, tmp_path, monkeypatch):
@@ -94,9 +97,3 @@ def test_a_user_without_a_home_directory_can_start_a_job(run, monkeypatch):
     (run.path / ".deepspeed_env").write_text("MINE=1\n")
     lines = Path(job_environment(run, {})["DS_ENV_FILE"]).read_text().splitlines()
     assert lines[:2] == ["MINE=1", f"FTMON_RUN={run.path}"]
-
-
-def test_the_flight_recorder_goes_by_the_name_that_this_torch_knows():
-    assert flight_recorder((2, 13)) == {"TORCH_FR_BUFFER_SIZE": "2000"}
-    assert flight_recorder((2, 6)) == {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-    assert len(flight_recorder(None)) == 2

@@ -113,7 +113,7 @@ def test_the_choice_for_the_cpu_is_written_as_a_file_that_loads(given, tmp_path,
     assert capsys.readouterr().err == f"ftmon: {file}: exists; give another name with --output\n"
 
 
-def test_what_is_read_of_the_data_is_known_to_a_prediction(given):
+def test_what_is_read_of_the_data_is_known_to_a_prediction_and_what_is_given_is_not_chosen(given, capsys):
     known = decide.known(["--pair", "--", *of_model_and_data(*given), "run.device=cpu"], lambda what: None)
     assert "training.sequence_length=512" in known.overrides
     lengths = [4 + row * 37 % 88 for row in range(RECORDS)]  # a word is a token, and so is the end
@@ -121,9 +121,6 @@ def test_what_is_read_of_the_data_is_known_to_a_prediction(given):
     assert known.pairs_a_token == pytest.approx(sum(one * (one + 1) / 2 for one in lengths) / sum(lengths))
     # Nothing predicts the first token of a text.
     assert known.label_share == pytest.approx(1 - RECORDS / sum(lengths))
-
-
-def test_what_is_given_is_not_chosen(given, capsys):
     fixed = ["run.device=cpu", "training.micro_batch=2", "training.sequence_length=128", "zero.stage=0"]
     assert decide.main(["--pair", "--", *given, *fixed]) == 0
     overrides: list[str] = json.loads(capsys.readouterr().out)["overrides"]

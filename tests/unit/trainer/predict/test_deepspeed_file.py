@@ -44,7 +44,7 @@ def test_what_cannot_be_a_configuration_is_refused_with_its_file_and_key(tmp_pat
     assert len(str(refusal.value).splitlines()) == 1
 
 
-def test_it_is_read_as_deepspeed_reads_it(tmp_path):
+def test_a_file_is_read_as_deepspeed_reads_it_and_what_that_refuses_is_found(tmp_path):
     with pytest.raises(ConfigError, match=r"^--deepspeed /no/such\.json: No such file or directory$"):
         deepspeed_file.read("/no/such.json")
     file = tmp_path / "ds.json"
@@ -52,6 +52,13 @@ def test_it_is_read_as_deepspeed_reads_it(tmp_path):
         '{"train_batch_size": "auto", # ours\n "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},}'
     )
     assert deepspeed_file.read(str(file)) == {"zero_optimization": {"stage": 2}}
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{\n"optimizer": {"type": "Sophia"},\n"zero_optimization": {\n"offload_optimizer": {\n"device": "gpu"}}}\n'
+    )
+    assert deepspeed_file.place(str(path), "offload_optimizer.device: Input should be 'cpu'") == f"{path}:5"
+    assert deepspeed_file.place(str(path), "Sophia is not a supported DeepSpeed Optimizer") == f"{path}:2"
+    assert deepspeed_file.place(str(path), "something else") == str(path)
 
 
 def test_keys_that_deepspeed_ignores_and_entries_that_are_left_out_are_noted(tmp_path):
@@ -88,13 +95,3 @@ def test_the_batch_follows_deepspeeds_rules():
 def test_offload_to_none_is_no_offload(device, offloads):
     zero = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": device}}}
     assert deepspeed_file.offloads(zero) is offloads
-
-
-def test_what_deepspeed_refuses_is_found_in_the_file(tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text(
-        '{\n"optimizer": {"type": "Sophia"},\n"zero_optimization": {\n"offload_optimizer": {\n"device": "gpu"}}}\n'
-    )
-    assert deepspeed_file.place(str(path), "offload_optimizer.device: Input should be 'cpu'") == f"{path}:5"
-    assert deepspeed_file.place(str(path), "Sophia is not a supported DeepSpeed Optimizer") == f"{path}:2"
-    assert deepspeed_file.place(str(path), "something else") == str(path)

@@ -24,15 +24,12 @@ def config(tmp_path: Path) -> str:
     return str(tmp_path / "c.yaml")
 
 
-def test_it_is_settled_for_gpus_that_are_not_here_and_the_longest_length(config):
+def test_a_recipe_is_settled_for_gpus_that_are_not_here_and_refused_at_the_line_where_training_would(config):
     found = read(config, [], None, [])
     assert (found.run.ranks, found.run.device, found.training.precision) == (3, "cuda", "bf16")
     assert read(config, [], 64, []).run.ranks == 64
     assert read(config, [], None, [512, 4096, 8]).training.sequence_length == 4096
     assert read(config, ["training.sequence_length=256"], None, []).training.sequence_length == 256
-
-
-def test_what_training_refuses_is_refused_at_its_line(config):
     file = Path(config)
     file.write_text(f"{file.read_text()}zero: {{offload_parameters: true}}\n")
     with pytest.raises(ConfigError, match=r"c\.yaml:5: zero\.offload_parameters needs zero\.stage 3"):

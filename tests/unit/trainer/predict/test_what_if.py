@@ -95,7 +95,7 @@ def changes(arguments: argparse.Namespace) -> dict[str, str]:
     return {one.name: one.change for one in what_if.remedies(arguments, Settings())}
 
 
-def test_changes_of_a_configuration_are_assignments(config):
+def test_changes_of_a_configuration_are_assignments_and_what_a_run_has_already_is_none(config):
     found = changes(given(config=config))
     assert {
         "checkpointing": "model.gradient_checkpointing=layers",
@@ -104,6 +104,11 @@ def test_changes_of_a_configuration_are_assignments(config):
         "optimizer offload": "zero.offload_optimizer=true",
     }.items() <= found.items()
     assert not {"ZeRO 2", "parameter offload"} & found.keys()
+    has = ["model.gradient_checkpointing=layers", "lora.rank=8", "zero.stage=3", "training.micro_batch=1"]
+    found = changes(given(config=config, overrides=has))
+    assert "parameter offload" in found
+    assert found["nothing kept gathered"].startswith("deepspeed.zero_optimization.stage3_max_live_parameters=0 ")
+    assert not {"checkpointing", "LoRA of rank 16", "ZeRO 3", "micro-batch 2"} & set(found)
 
 
 def test_what_is_faster_is_a_change_too(config):
@@ -156,14 +161,6 @@ def test_changes_run_after_the_unchanged_run_where_they_compile_the_same_layers(
         assert not found.after
     if not beside:
         assert not found.beside
-
-
-def test_what_a_run_has_already_is_no_change(config):
-    has = ["model.gradient_checkpointing=layers", "lora.rank=8", "zero.stage=3", "training.micro_batch=1"]
-    found = changes(given(config=config, overrides=has))
-    assert "parameter offload" in found
-    assert found["nothing kept gathered"].startswith("deepspeed.zero_optimization.stage3_max_live_parameters=0 ")
-    assert not {"checkpointing", "LoRA of rank 16", "ZeRO 3", "micro-batch 2"} & set(found)
 
 
 def test_changes_of_a_script_are_flags_and_keys_of_its_file(tmp_path):

@@ -48,15 +48,6 @@ def test_a_command_takes_its_values_at_its_placeholders_and_what_decides_a_row_d
     assert plan.fingerprint(read(tmp_path, base + "set: {training.micro_batch: 2}\n")) != one
 
 
-def test_lengths_that_share_a_process_are_measured_on_data_for_the_longest(tmp_path: Path) -> None:
-    text = "config: train.yaml\naxes: {training.sequence_length: [64, 16]}\n"
-    found = read(tmp_path, text + "one_process: true\n")
-    words = plan.job(found, {"training.sequence_length": 16}, "s", [16, 64]).request.overrides
-    assert "training.sequence_length=64" in words
-    assert "debug.lengths=[16, 64]" in words
-    assert plan.fingerprint(found) != plan.fingerprint(read(tmp_path, text)), "their rows have no NVML figures"
-
-
 @pytest.mark.parametrize(("goal", "repeats"), [("largest", 1), ("fastest", 3)])
 def test_a_search_along_an_axis_runs_each_value_once(tmp_path: Path, goal: str, repeats: int) -> None:
     command, more = ("python {a} {b}", ", axis: b, low: 1, high: 8") if goal == "largest" else ("python {a}", "")
@@ -70,7 +61,7 @@ def test_a_search_along_an_axis_runs_each_value_once(tmp_path: Path, goal: str, 
     assert ("x 3 repeats" in printed[0]) == (repeats == 3)
 
 
-def test_a_budget_in_money_is_time_at_its_price(tmp_path: Path) -> None:
+def test_a_budget_in_money_is_time_at_its_price_and_lengths_of_one_process_use_the_longest_s_data(tmp_path):
     text = "command: python {a}\naxes: {a: [1]}\ntimeout: 10 m\ncapacity: 80GB\n"
     found = read(tmp_path, text + "budget: {money: 10, price_per_gpu_hour: 2.5, hours: 3}\n")
     assert found.budget.seconds == 3 * 3600
@@ -79,6 +70,12 @@ def test_a_budget_in_money_is_time_at_its_price(tmp_path: Path) -> None:
     assert plan.priced(found.budget, 1, None).seconds == 3 * 3600
     assert plan.priced(found.budget, 2, 10.0).seconds == 10 / (2 * 10.0) * 3600
     assert (found.timeout, found.capacity_bytes) == (600, 80 * 10**9)
+    text = "config: train.yaml\naxes: {training.sequence_length: [64, 16]}\n"
+    found = read(tmp_path, text + "one_process: true\n")
+    words = plan.job(found, {"training.sequence_length": 16}, "s", [16, 64]).request.overrides
+    assert "training.sequence_length=64" in words
+    assert "debug.lengths=[16, 64]" in words
+    assert plan.fingerprint(found) != plan.fingerprint(read(tmp_path, text)), "their rows have no NVML figures"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ def test_every_shell_learns_every_command(shell, capsys):
     assert all(command in text for command in ("demo", "attach", "replay", "completion", "print-config"))
 
 
-def test_help_names_every_command_but_the_internal_ones(capsys):
+def test_help_names_every_command_but_internal_ones_and_the_probe_s_budget_is_a_percentage(capsys):
     with pytest.raises(SystemExit) as ended:
         parse(["--help"])
     assert ended.value.code == 0
@@ -21,6 +21,11 @@ def test_help_names_every_command_but_the_internal_ones(capsys):
     (parsers,) = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
     assert sorted(names) == sorted(parsers)
     assert {name for name in names if f"\n  {name} " not in text} == set(INTERNAL)
+    assert parse(["run", "--probe-budget", "0", "--", "true"]).probe_budget == 0.0
+    for given in ("-1", "101", "half"):
+        with pytest.raises(SystemExit):
+            parse(["run", f"--probe-budget={given}", "--", "true"])
+        assert "--probe-budget: must be a percentage, 0 to 100" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", [["predict", "c.yaml"], ["report", "r"], ["sweep", "s.yaml"]])
@@ -116,11 +121,3 @@ def test_an_unknown_run_is_one_line_and_status_2(command, tmp_path, monkeypatch,
     error = capsys.readouterr().err
     assert error.startswith("ftmon: no ")
     assert error.count("\n") == 1
-
-
-def test_the_probe_s_budget_is_a_percentage_and_0_is_no_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse(["run", "--probe-budget", "0", "--", "true"]).probe_budget == 0.0
-    for given in ("-1", "101", "half"):
-        with pytest.raises(SystemExit):
-            parse(["run", f"--probe-budget={given}", "--", "true"])
-        assert "--probe-budget: must be a percentage, 0 to 100" in capsys.readouterr().err

@@ -174,7 +174,13 @@ def test_lines_keep_their_distance_but_the_last_step_is_told_and_its_line_waits_
     assert [line[:22] for line in told[1:]] == ["step 1/2  loss 2.5000 ", "step 2/2  loss 1.5000 "]
 
 
-def test_an_early_stop_and_the_end_with_its_reason_are_told_after_the_last_step():
+def test_an_alert_is_told_when_it_is_raised_and_over_and_an_early_stop_after_the_last_step():
+    raised = control.Alert(7, "hang", "error", START, "rank 1 has not entered all_reduce #12", rank=1)
+    over = control.Alert(7, "hang", "error", START, raised.title, rank=1, resolved=START + 9)
+    again = control.Alert(7, "hang", "error", START, raised.title, rank=1, count=2)
+    told = new_lines([(0, raised), (1, raised), (9, over), (10, over), (19, again), (20, again)])
+    assert told[:2] == [f"✖ hang: {raised.title}", f"  over: {raised.title}"]
+    assert [line.strip()[:6] for line in told[2:]] == ["✖ hang"]
     stop = telemetry.EarlyStop(0, 3, START + 1.3, 1, 2.25, 2)
     steps = [(1 + n / 10, step(0, n, START + 1)) for n in (1, 2, 3)]
     told = new_lines([(0, hello(0, 1)), *steps, (1.4, stop), (2, stop)])
@@ -183,15 +189,6 @@ def test_an_early_stop_and_the_end_with_its_reason_are_told_after_the_last_step(
     told = new_lines([(0, hello(0, 1)), *steps[:2], (2, control.RunState("failed", START + 2, "exit code 1"))])
     assert told[-2].startswith("step 2 ")
     assert told[-1] == "failed: exit code 1"
-
-
-def test_an_alert_is_told_once_when_it_is_over_and_when_it_is_raised_again():
-    raised = control.Alert(7, "hang", "error", START, "rank 1 has not entered all_reduce #12", rank=1)
-    over = control.Alert(7, "hang", "error", START, raised.title, rank=1, resolved=START + 9)
-    again = control.Alert(7, "hang", "error", START, raised.title, rank=1, count=2)
-    told = new_lines([(0, raised), (1, raised), (9, over), (10, over), (19, again), (20, again)])
-    assert told[:2] == [f"✖ hang: {raised.title}", f"  over: {raised.title}"]
-    assert [line.strip()[:6] for line in told[2:]] == ["✖ hang"]
 
 
 def test_what_an_alert_says_to_do_follows_it_once_in_lines_of_80_columns():

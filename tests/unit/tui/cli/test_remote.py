@@ -14,16 +14,13 @@ from ftmon.tui.source.live import LiveSource
 from streams import RUN, Stream, write
 
 
-def test_an_address_gives_a_port_for_each_channel():
+def test_an_address_gives_a_port_for_each_channel_and_a_key_is_taken_as_it_is_or_from_a_file(tmp_path):
     found = parse_address("tcp://gpu7:7420")
     assert (found["telemetry"], len(set(found.values()))) == ("tcp://gpu7:7420", 6)
     assert parse_address("tcp://[::1]:7420")["ranks"] == "tcp://[::1]:7421"
     for text in ("tcp://gpu7", "tcp://gpu7:0", "tcp://gpu7:65534", "tcp://:7420", "tcp://a b:1"):
         with pytest.raises(UsageError, match="must be tcp://HOST:PORT"):
             parse_address(text)
-
-
-def test_a_key_is_taken_as_it_is_or_from_a_file(tmp_path):
     public = keys.make_pair().public
     file = tmp_path / "hub.json"
     file.write_text(f'{{\n  "read_only": false,\n  "server_key": "{public}"\n}}\n')

@@ -13,7 +13,7 @@ from ftmon.tui.model.runs import RunEntry
 pytestmark = pytest.mark.usefixtures("private_home")
 
 
-def test_a_run_that_a_signal_ended_is_shown_with_the_signals_name(capsys):
+def test_a_run_that_a_signal_ended_is_shown_with_its_name_and_columns_are_aligned(capsys):
     for code, ending in (
         (-1, "stopped, killed by SIGHUP"),
         (-9, "failed, killed by SIGKILL"),
@@ -23,6 +23,15 @@ def test_a_run_that_a_signal_ended_is_shown_with_the_signals_name(capsys):
         run.write_exit(ExitFile(code, 1.0, ending.partition(",")[0]))
         show_status(Namespace(run=run.id, json=False))
         assert capsys.readouterr().out.splitlines()[0] == f"{run.id}  {ending}"
+    young = msgspec.structs.replace(ENTRY, id="a", loss=None, evaluation_loss=None, reason="", step=1_234_567)
+    head, *lines = (line for line in table([ENTRY, young], 80) if not line.startswith(" "))
+    assert {line[: head.index("EVAL") + 9].rstrip()[-1] for line in lines} == {"0", "-"}
+    assert len({len(line) for line in lines}) == 1
+    many = msgspec.structs.replace(ENTRY, overrides=[f"model.config.key_{n}={n}" for n in range(12)], reason="")
+    head, first, second = list(table([many], 200))[:3]
+    assert head.endswith("SCRIPT")
+    assert "Llama" not in first
+    assert second.startswith("    meta-llama/Llama-3.1-8B")
 
 
 ENTRY = RunEntry(
@@ -60,15 +69,3 @@ def test_each_run_has_model_data_overrides_losses_and_reason_at_every_width(widt
         assert words in text
     assert "deepspeed" not in text
     assert width is None or max(map(cells_of, lines)) <= width
-
-
-def test_columns_are_aligned_whatever_is_unknown_and_a_long_subject_has_its_own_line():
-    young = msgspec.structs.replace(ENTRY, id="a", loss=None, evaluation_loss=None, reason="", step=1_234_567)
-    head, *lines = (line for line in table([ENTRY, young], 80) if not line.startswith(" "))
-    assert {line[: head.index("EVAL") + 9].rstrip()[-1] for line in lines} == {"0", "-"}
-    assert len({len(line) for line in lines}) == 1
-    many = msgspec.structs.replace(ENTRY, overrides=[f"model.config.key_{n}={n}" for n in range(12)], reason="")
-    head, first, second = list(table([many], 200))[:3]
-    assert head.endswith("SCRIPT")
-    assert "Llama" not in first
-    assert second.startswith("    meta-llama/Llama-3.1-8B")

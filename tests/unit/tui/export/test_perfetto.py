@@ -127,13 +127,16 @@ def test_each_phase_has_a_track_on_the_host_and_one_on_the_device(path, parsed):
     assert [name for *_, name in parsed.slices["rank 0", "steps"]] == [f"step {step.step}" for step in steps]
 
 
-def test_the_phases_of_a_device_run_one_after_the_other(path, parsed):
+def test_phases_of_a_device_run_one_after_the_other_and_an_alert_is_one_instant_of_its_rank(path, parsed):
     for rank in range(2):
         tracks = [key for key in parsed.slices if key[0] == f"rank {rank}" and key[1].endswith("on the device")]
         slices = sorted(one for key in tracks for one in parsed.slices[key])
         assert all(first[0] + first[1] <= second[0] for first, second in pairwise(slices))
         measured = [phase.device_us for step in steps_of(path, rank) for phase in step.phases]
         assert [spent for _, spent, _ in slices] == [spent * 1000 for spent in measured]
+    (spike, whole) = parsed.instants
+    assert (spike[0], spike[3]["step"], spike[3]["kind"]) == (("rank 1", "alerts"), "40", "spike")
+    assert (whole[0], whole[2], whole[3]["severity"]) == (("", "alerts"), "the ranks wait", "error")
 
 
 def test_a_flow_joins_the_collectives_of_a_phase_of_all_ranks(path, parsed):
@@ -178,12 +181,6 @@ def test_ranks_on_the_cpu_have_the_resident_set_and_no_device(tmp_path):
     peaks = [max(phase.resident.peak for phase in step.phases) for step in steps_of(path, 0)]
     assert [value for _, value in parsed.counters["rank 0", "resident peak"]] == peaks
     assert [track for _, track in parsed.slices if "device" in track] == []
-
-
-def test_an_alert_is_one_instant_on_the_track_of_its_rank(parsed):
-    (spike, whole) = parsed.instants
-    assert (spike[0], spike[3]["step"], spike[3]["kind"]) == (("rank 1", "alerts"), "40", "spike")
-    assert (whole[0], whole[2], whole[3]["severity"]) == (("", "alerts"), "the ranks wait", "error")
 
 
 def test_figures_beyond_the_format_are_left_out(tmp_path, path):

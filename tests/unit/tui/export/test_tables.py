@@ -131,15 +131,12 @@ def phase_rows(frame: Frame, of: Step | Closing) -> Iterator[dict[str, Any]]:
         }
 
 
-def test_each_step_is_a_row_and_a_nan_loss_stays_one(path, exported):
+def test_each_step_and_each_phase_is_a_row_and_a_nan_loss_stays_one(path, exported):
     rows = exported(path, "steps")
     same(rows, [step_row(frame, step) for frame, step in messages(path, Step)])
     assert (rows[-1]["loss_finite"], rows[-1]["grad_norm"], rows[-1]["grad_norm_finite"]) == (0, math.inf, 0)
     assert math.isnan(rows[-1]["loss"])
     assert rows[0]["loss_finite"] == 1
-
-
-def test_each_phase_is_a_row_those_after_the_last_step_included(path, exported):
     rows = exported(path, "phases")
     same(rows, [row for frame, of in messages(path, Step | Closing) for row in phase_rows(frame, of)])
     assert [row["phase"] for row in rows[-2:]] == ["eval", "checkpoint"]

@@ -165,13 +165,6 @@ def test_the_hub_s_verdict_and_the_cause_are_read_from_an_alert() -> None:
     assert cause_of_alert(spike(cause_rank=1), {1: {"optimizer": cause}}) is cause
 
 
-def test_a_group_names_its_innermost_call_and_one_s_own() -> None:
-    assert group_parts(evidence_groups(spike(stacks=STACKS))[0]) == ("step  adamw.py:5", "main  train.py:3")
-    assert group_parts(StackGroup(1, 1, [])) == ("allocated by native code", "")
-    assert [evidence_groups(spike(stacks=each)) for each in ("no", [1], [{"bytes": "x"}], None)] == [[]] * 4
-    assert group_parts(StackGroup(1, 1, ["evil\x1b[2J:1 \x07f"]))[0] == "\ufffdf  evil:1"
-
-
 T = 1_780_000_000.0
 
 
@@ -210,9 +203,13 @@ def test_a_rank_is_held_until_its_state_or_its_heartbeat_says_otherwise() -> Non
     assert not held_cases(model)
 
 
-def test_of_several_errors_the_first_of_the_last_ones_is_shown_unless_one_is_held() -> None:
+def test_of_several_errors_the_first_of_the_last_ones_is_shown_and_a_group_names_its_calls():
     model = oom_model_folded(*(oom_of(rank, T + rank, held=False) for rank in (3, 1, 2)))
     assert [first_to_show(model, rank).oom.rank for rank in (None, 2)] == [1, 2]
+    assert group_parts(evidence_groups(spike(stacks=STACKS))[0]) == ("step  adamw.py:5", "main  train.py:3")
+    assert group_parts(StackGroup(1, 1, [])) == ("allocated by native code", "")
+    assert [evidence_groups(spike(stacks=each)) for each in ("no", [1], [{"bytes": "x"}], None)] == [[]] * 4
+    assert group_parts(StackGroup(1, 1, ["evil\x1b[2J:1 \x07f"]))[0] == "\ufffdf  evil:1"
 
 
 def test_a_replay_of_the_recording_shows_the_report(tmp_path: Path) -> None:

@@ -49,11 +49,13 @@ def test_both_losses_are_shown_where_two_engines_train_also_of_one_that_updates_
     assert figure_words(model)[0] == "loss Critic 5.0000, Actor 6.0000"
 
 
-def test_a_final_evaluation_counts_as_the_peak_and_as_no_step():
+def test_a_final_evaluation_counts_as_the_peak_and_a_long_phase_shows_in_each_of_its_columns():
     record = PhaseRecord("eval", 0, 10, SPAN, SPAN, resident=Span(10, 10, 900))
     model = model_of(step(0, 1, 8.0), Closing(0, 1, 1002.0, 1000, [record]))
     assert (model.step, model.ranks[0].last.step, len(model.ranks[0].steps)) == (1, 1, 1)
     assert (model.peak.bytes, model.peak.place) == (900, "eval after step 1")
+    rank = model_of(run_model_step(0, 1, phase("forward", 70, 0, 3_200_000), started=STARTED)).ranks[0]
+    assert rank.timeline.window(5, STARTED + 4).allocated[:4] == [70] * 4
 
 
 BEGAN = 1_780_000_000.0
@@ -272,11 +274,6 @@ def test_start_up_is_in_no_step_s_time_and_a_rollout_is_a_share_of_its_own():
     assert sum(shares.parts.values()) == pytest.approx(1)
 
 
-def test_a_phase_of_several_seconds_shows_in_each_of_its_columns():
-    rank = model_of(run_model_step(0, 1, phase("forward", 70, 0, 3_200_000), started=STARTED)).ranks[0]
-    assert rank.timeline.window(5, STARTED + 4).allocated[:4] == [70] * 4
-
-
 def test_a_device_is_matched_by_uuid_before_index_and_a_cpu_rank_to_its_host():
     hello = Stream(ranks=1, steps=1).hello(0, STARTED)
     wrong = telemetry.DeviceSample(hello.host, "gpu", 0, "H200", STARTED, 1, 2, uuid="GPU-other")
@@ -289,18 +286,7 @@ def test_a_device_is_matched_by_uuid_before_index_and_a_cpu_rank_to_its_host():
     assert model.device_of(model.ranks[0]) == host
 
 
-def test_memory_of_a_rank_that_is_gone_ends():
-    hello = Stream(ranks=1, steps=1).hello(0, STARTED)
-    model = model_of(
-        hello,
-        run_model_step(0, 1, phase("forward", 50)),
-        control.RankState(0, "gone", STARTED + 1, "SIGKILL", signal=9),
-    )
-    assert model.ranks[0].timeline.window(3, STARTED + 5).allocated == [EMPTY] * 3
-    assert not model.ranks[0].alive
-
-
-def test_a_rank_that_begins_anew_forgets_how_it_ended_and_keeps_its_history():
+def test_a_rank_that_begins_anew_forgets_its_end_and_memory_of_one_that_is_gone_ends():
     first = Stream(ranks=1, steps=1).hello(0, STARTED)
     second = telemetry.Hello(**{**{name: getattr(first, name) for name in first.__struct_fields__}, "pid": 99})
     model = model_of(
@@ -309,6 +295,14 @@ def test_a_rank_that_begins_anew_forgets_how_it_ended_and_keeps_its_history():
     rank = model.ranks[0]
     assert (rank.state, rank.signal, rank.step) == ("starting", None, 1)
     assert rank.peak is not None
+    hello = Stream(ranks=1, steps=1).hello(0, STARTED)
+    model = model_of(
+        hello,
+        run_model_step(0, 1, phase("forward", 50)),
+        control.RankState(0, "gone", STARTED + 1, "SIGKILL", signal=9),
+    )
+    assert model.ranks[0].timeline.window(3, STARTED + 5).allocated == [EMPTY] * 3
+    assert not model.ranks[0].alive
 
 
 def test_whether_it_fits_is_unknown_until_adam_has_its_states():
@@ -323,14 +317,7 @@ def test_whether_it_fits_is_unknown_until_adam_has_its_states():
     assert seen == "failed"
 
 
-def test_log_lines_filter_by_rank_and_text():
-    lines = [telemetry.LogLine(rank, STARTED, "out", text) for rank, text in ((0, "Loss 1"), (1, "loss 2"), (1, "x"))]
-    model = model_of(*lines)
-    assert [entry.text for entry in model.logs.select(text="LOSS")] == ["Loss 1", "loss 2"]
-    assert [entry.text for entry in model.logs.select(rank=1, limit=1)] == ["x"]
-
-
-def test_a_status_is_plain_json_with_every_rank_in_it():
+def test_a_status_is_plain_json_with_every_rank_and_log_lines_filter_by_rank_and_text():
     told = json.loads(json.dumps(status(folded(Stream(ranks=3, steps=50, finished=False).frames()))))
     assert (told["step"], told["total_steps"]) == (50, 50)
     assert [rank["rank"] for rank in told["ranks"]] == [0, 1, 2]
@@ -340,3 +327,7 @@ def test_a_status_is_plain_json_with_every_rank_in_it():
     assert abs(sum(told["ranks"][0]["shares"].values()) - 1) < 1e-6
     told = json.loads(json.dumps(status(RunModel())))
     assert (told["state"], told["peak"], told["ranks"]) == ("starting", None, []), "nothing is known of the run"
+    lines = [telemetry.LogLine(rank, STARTED, "out", text) for rank, text in ((0, "Loss 1"), (1, "loss 2"), (1, "x"))]
+    model = model_of(*lines)
+    assert [entry.text for entry in model.logs.select(text="LOSS")] == ["Loss 1", "loss 2"]
+    assert [entry.text for entry in model.logs.select(rank=1, limit=1)] == ["x"]

@@ -107,7 +107,14 @@ def test_another_script_has_the_model_that_its_ranks_reported() -> None:
     assert entry.subject == f"{model}  train.py --lr 1"
 
 
-def test_a_recording_in_its_run_directory_ends_when_the_run_did() -> None:
+def test_a_failed_run_has_its_reason_and_a_recording_in_its_directory_ends_when_it_did():
+    run = made("broken")
+    frames = list(Stream(ranks=1, steps=2, finished=False).frames())
+    died = Alert(1, "died", "error", frames[-1].t, "rank 0 killed by SIGSEGV", rank=0)
+    write(run.recording, [*frames, Frame(frames[-1].seq + 1, frames[-1].t, died)])
+    run.write_exit(ExitFile(245, time.time(), "failed", "exit code 245"))
+    (entry,) = RunList().entries()
+    assert entry.reason == "rank 0 killed by SIGSEGV (exit code 245)"
     run = made("over")
     frames = list(Stream(ranks=1, steps=2).frames())
     write(run.recording, frames)
@@ -116,13 +123,3 @@ def test_a_recording_in_its_run_directory_ends_when_the_run_did() -> None:
     run.write_exit(ExitFile(0, frames[-1].t - 3, "finished"))
     assert of_stream.ended is not None
     assert recorded_entry(run.recording).ended == pytest.approx(of_stream.ended - 3)
-
-
-def test_a_failed_run_has_the_reason_from_its_alert_and_its_end() -> None:
-    run = made("broken")
-    frames = list(Stream(ranks=1, steps=2, finished=False).frames())
-    died = Alert(1, "died", "error", frames[-1].t, "rank 0 killed by SIGSEGV", rank=0)
-    write(run.recording, [*frames, Frame(frames[-1].seq + 1, frames[-1].t, died)])
-    run.write_exit(ExitFile(245, time.time(), "failed", "exit code 245"))
-    (entry,) = RunList().entries()
-    assert entry.reason == "rank 0 killed by SIGSEGV (exit code 245)"

@@ -29,13 +29,19 @@ def rows(made: dict[str, Any]) -> list[list[Band]]:
     return bands_of(Replay(compact(made, "made"), 0))
 
 
-def test_phases_come_first_then_steps_then_other_spans() -> None:
+def test_phases_come_before_steps_and_other_spans_with_harmless_names_and_cursors_in_words():
     made = snapshot(("epoch", 0, 6), ("ftmon step 4", 0, 9), ("ftmon forward", 0, 3), ("ftmon backward", 4, 9))
     assert rows(made) == [
         [Band(0, 3, "forward", "forward"), Band(4, 9, "backward", "backward")],
         [Band(0, 9, "step 4")],
         [Band(0, 6, "epoch")],
     ]
+    made = snapshot(("ftmon step 4", 0, 9), ("ftmon forward", 0, 3), ("\x1b[31mred\x07", 2, 3))
+    explorer = Explorer([Replay(compact(made, "made"), 0)])
+    explorer.move(2)
+    assert explorer.annotation_words() == "step 4 > forward > red�"
+    explorer.move(8)
+    assert explorer.annotation_words() == "step 4"
 
 
 WITHIN = ("layer 1", 1, 2), ("layer 2", 3, 4)
@@ -65,12 +71,3 @@ def test_spans_of_another_device_have_no_bands_and_neighbours_with_the_same_user
     for entry, note in zip(made["device_traces"][0], ["", "a", "a", "b", "", "", "a"], strict=False):
         entry["user_metadata"] = note
     assert rows(made) == [[Band(1, 2, "a"), Band(3, 3, "b"), Band(6, 6, "a")]]
-
-
-def test_names_are_harmless_and_the_cursors_are_told_in_words() -> None:
-    made = snapshot(("ftmon step 4", 0, 9), ("ftmon forward", 0, 3), ("\x1b[31mred\x07", 2, 3))
-    explorer = Explorer([Replay(compact(made, "made"), 0)])
-    explorer.move(2)
-    assert explorer.annotation_words() == "step 4 > forward > red�"
-    explorer.move(8)
-    assert explorer.annotation_words() == "step 4"

@@ -56,7 +56,7 @@ def test_a_column_known_finely_is_exactly_the_highest_of_what_fell_in_it(data) -
     assert all(columns.allocated[int(second - columns.start)] == value for second, value in expected.items())
 
 
-def test_days_of_data_stay_bounded_and_keep_the_first_second() -> None:
+def test_days_of_data_stay_bounded_and_columns_do_not_move_while_time_goes_on():
     timeline = Timeline()
     timeline.add(1000.5, 777, 888)
     for second in range(1001, 300_000, 7):
@@ -65,9 +65,6 @@ def test_days_of_data_stay_bounded_and_keep_the_first_second() -> None:
     assert timeline.start <= 1000
     assert timeline.whole(300).allocated[0] == 777
     assert sum(len(level) for level in timeline._levels) <= len(timeline._levels) * 2 * KEEP
-
-
-def test_columns_do_not_move_while_time_goes_on() -> None:
     timeline = filled([(second, 0, second) for second in range(50)], origin=0)
     before = timeline.window(10, 49.0)
     timeline.add(49.9, 1000, 1000)

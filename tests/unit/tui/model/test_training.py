@@ -233,7 +233,7 @@ def stepping(model: RunModel, steps: int, pause_s: float = 0.0) -> None:
         model.apply(Frame(seq, t, step))
 
 
-def test_time_left_has_the_evaluations_that_are_still_to_come():
+def test_time_left_has_the_evaluations_to_come_and_a_long_one_is_no_slow_down():
     model = RunModel()
     model.apply(Frame(1, STARTED, Plan(0, 100, 2.0, evaluate_every=10, evaluate_at_end=True)))
     stepping(model, 55, pause_s=6.0)
@@ -242,9 +242,6 @@ def test_time_left_has_the_evaluations_that_are_still_to_come():
     # 45 steps of a second, and the evaluations after 60, 70, 80, 90 and 100.
     assert model.seconds_left == pytest.approx(45 + 5 * 6.0, rel=1e-3)
     assert epoch_words(model) == "1.10 / 2"
-
-
-def test_a_long_evaluation_is_no_slow_down():
     model = RunModel()
     stepping(model, 30)
     now = model.now
@@ -253,7 +250,7 @@ def test_a_long_evaluation_is_no_slow_down():
     assert activity_words(model) == "evaluation"
 
 
-def test_results_are_kept_by_step_and_name_and_the_best_is_known():
+def test_results_are_kept_by_step_and_name_and_an_activity_is_named_until_it_is_over():
     training = Training()
     for step, loss in ((10, 2.0), (30, 1.5), (20, 1.0), (30, 1.6)):
         training.on_evaluation(Evaluation(0, step, STARTED, "validation", loss))
@@ -263,9 +260,6 @@ def test_results_are_kept_by_step_and_name_and_the_best_is_known():
     kept = [(each.step, each.loss) for each in training.evaluations if each.name == "validation"]
     assert kept[:3] == [(10, 2.0), (20, 1.0), (30, 1.6)]
     assert (training.best.step, training.best.name, training.evaluation.step) == (20, "validation", 40)
-
-
-def test_an_activity_is_named_until_it_is_over():
     model = RunModel()
     model.apply(Frame(1, STARTED, Activity(0, STARTED, "rehearsal", done=1, total=4)))
     assert activity_words(model) == "rehearsal 1/4"

@@ -121,16 +121,6 @@ def test_before_the_first_step_there_are_ranks_and_no_steps_and_at_the_first_ale
     assert [alert.id for alert in model.alerts] == [first.message.id]
 
 
-def test_steps_of_no_rank_in_a_damaged_recording_are_left_out(recording, tmp_path):
-    damaged = tmp_path / "damaged.sqlite"
-    shutil.copy(recording, damaged)
-    with contextlib.closing(sqlite3.connect(damaged)) as connection, connection:
-        connection.execute("UPDATE steps SET rank = -1 WHERE rank = 0 AND step = 3")
-    with Reader(damaged) as reader:
-        model = load(reader, FRAMES[-1].t, describe(reader.info()), read_overview(reader, reader.info()))
-    assert sorted(model.ranks) == [0, 1, 2, 3]
-
-
 TRAINED = Later(lambda: frames(ranks=2, steps=3000, planned=3000, devices=False))
 
 
@@ -160,10 +150,17 @@ def test_a_seek_has_the_course_and_the_results_up_to_its_time(trained, share):
     assert sought.training.checkpoints == all_folded.training.checkpoints
 
 
-def test_a_seek_before_the_first_step_has_no_course(trained):
+def test_a_seek_before_the_first_step_has_no_course_and_steps_of_no_rank_are_left_out(trained, recording, tmp_path):
     sought = load(trained, TRAINED[0].t, describe(trained.info()), read_overview(trained, trained.info()))
     assert not any(rank.steps for rank in sought.ranks.values())
     assert (sought.training.course.moments(2), sought.losses_of(sought.job)) == ([], [])
+    damaged = tmp_path / "damaged.sqlite"
+    shutil.copy(recording, damaged)
+    with contextlib.closing(sqlite3.connect(damaged)) as connection, connection:
+        connection.execute("UPDATE steps SET rank = -1 WHERE rank = 0 AND step = 3")
+    with Reader(damaged) as reader:
+        model = load(reader, FRAMES[-1].t, describe(reader.info()), read_overview(reader, reader.info()))
+    assert sorted(model.ranks) == [0, 1, 2, 3]
 
 
 def test_a_late_join_gets_the_course_from_before_it(trained):

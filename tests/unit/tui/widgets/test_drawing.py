@@ -106,16 +106,13 @@ def test_the_phase_bar_divides_its_width_by_the_shares(width: int) -> None:
     assert cells_of([0.006, 0.994], 20) == [1, 19], "a small share still shows"
 
 
-def test_figures_are_short_and_have_their_units() -> None:
+def test_figures_are_short_with_units_and_the_zoomed_scale_is_a_calm_one_above_the_peak():
     sizes = [gib(139.8 * GIB), gib(37.4 * GIB), gib(37.4 * GIB, short=True), gib(GIB / 2)]
     assert sizes == ["139.8", "37.40", "37.4", "0.500"]
     assert [gib_signed(-5.1 * GIB), gib_signed(100)] == ["-5.10", "0"]
     assert [count(987), count(12_400), count(1_300_000), count(2.1e9)] == ["987", "12.4k", "1.3M", "2.1B"]
     assert [step_time(0.74), step_time(1.236)] == ["740 ms", "1.24 s"]
     assert [milliseconds(9_520), milliseconds(None), milliseconds(2_848_000)] == ["9.52", "", "2,848"]
-
-
-def test_the_zoomed_scale_is_a_calm_figure_above_the_peak() -> None:
     for peak in (1, GIB // 3, 3.98 * GIB, 40.2 * GIB, 777 * GIB):
         assert peak <= nice_top(int(peak))
         assert nice_top(int(peak)) <= max(2.01 * peak, GIB)

@@ -59,7 +59,7 @@ def test_memory_fraction_limits_what_is_reserved():
         CachingAllocator().set_per_process_memory_fraction(0.5)
 
 
-def test_blocks_above_max_split_size_are_neither_split_nor_given_to_small_requests():
+def test_blocks_above_max_split_size_are_neither_split_nor_given_to_small_requests_and_go_if_enough():
     settings = Settings(max_split_size_bytes=32 * MIB)
     model = CachingAllocator(settings)
     model.free(model.allocate(64 * MIB))
@@ -68,6 +68,11 @@ def test_blocks_above_max_split_size_are_neither_split_nor_given_to_small_reques
     model.allocate(50 * MIB)  # takes the whole block: less than 20 MiB too large
     assert (sizes(model), model.allocated) == ([12 * MIB, 64 * MIB], 76 * MIB)
     assert CachingAllocator(settings).allocate(12 * MIB)
+    model = CachingAllocator(Settings(max_split_size_bytes=32 * MIB), capacity_bytes=150 * MIB)
+    for handle in [model.allocate(size * MIB) for size in (20, 40, 60)]:
+        model.free(handle)
+    model.allocate(90 * MIB)  # 60 and 40 go, 20 stays
+    assert (sizes(model), model.retries) == ([20 * MIB, 90 * MIB], 0)
 
 
 def test_oversize_blocks_of_expandable_segments_are_unmapped_and_not_released():
@@ -78,14 +83,6 @@ def test_oversize_blocks_of_expandable_segments_are_unmapped_and_not_released():
     model.free(first)
     model.allocate(70 * MIB)  # the free block is more than 20 MiB too large
     assert (model.reserved, model.retries) == (100 * MIB, 1)
-
-
-def test_only_oversize_blocks_are_released_where_that_is_enough():
-    model = CachingAllocator(Settings(max_split_size_bytes=32 * MIB), capacity_bytes=150 * MIB)
-    for handle in [model.allocate(size * MIB) for size in (20, 40, 60)]:
-        model.free(handle)
-    model.allocate(90 * MIB)  # 60 and 40 go, 20 stays
-    assert (sizes(model), model.retries) == ([20 * MIB, 90 * MIB], 0)
 
 
 def test_garbage_collection_releases_the_segments_that_were_unused_longest():

@@ -42,17 +42,7 @@ def phases(length: int) -> dict[str, float]:
     return {"forward": (4000 + 2 * length) * MIB, "backward": backward * MIB, "optimizer": 10_000.0 * MIB}
 
 
-def test_crossovers_between_the_points_are_found_exactly() -> None:
-    curve = pieces({length: phases(length) for length in (1, 128, 256, 1024, 1500, 3000, 3500, 4096)})
-    expected = [("optimizer", 1, 500), ("backward", 500, 2000), ("backward", 2000, 4096)]
-    assert [(piece.phase, round(piece.start), round(piece.end)) for piece in curve] == expected
-    assert [round(piece.slope_bytes / MIB, 6) for piece in curve] == [0, 2, 3.5]
-    assert describe_curve(curve) == (
-        "optimizer leads to 500 tokens, then backward at +2.0 MiB a token to 2,000 tokens, then at +3.5 MiB a token"
-    )
-
-
-def test_pieces_meet_cover_the_whole_range_and_hold_the_measured_points() -> None:
+def test_pieces_meet_at_exact_crossovers_cover_the_range_and_hold_the_measured_points():
     for one in MEASURED:
         measured = points_of_runs(one)
         curve = pieces(measured)
@@ -60,6 +50,13 @@ def test_pieces_meet_cover_the_whole_range_and_hold_the_measured_points() -> Non
         assert all(first.end == second.start for first, second in pairwise(curve))
         for length, peaks in measured.items():
             assert peak_at(curve, length) == pytest.approx(max(peaks.values()), rel=0.004)
+    curve = pieces({length: phases(length) for length in (1, 128, 256, 1024, 1500, 3000, 3500, 4096)})
+    expected = [("optimizer", 1, 500), ("backward", 500, 2000), ("backward", 2000, 4096)]
+    assert [(piece.phase, round(piece.start), round(piece.end)) for piece in curve] == expected
+    assert [round(piece.slope_bytes / MIB, 6) for piece in curve] == [0, 2, 3.5]
+    assert describe_curve(curve) == (
+        "optimizer leads to 500 tokens, then backward at +2.0 MiB a token to 2,000 tokens, then at +3.5 MiB a token"
+    )
 
 
 def test_measured_lengths_that_were_held_out_are_predicted_within_one_percent() -> None:
@@ -151,7 +148,7 @@ def test_one_row_a_length_with_columns_for_each_gpu_is_read() -> None:
     assert rows[3].figures == {"active": 9400 * MIB, "allocated": 9500 * MIB, "reserved": 9800 * MIB}
 
 
-def test_one_row_a_rank_is_read_in_its_unit() -> None:
+def test_one_row_a_rank_is_read_in_its_unit_a_rate_is_a_median_and_bands_are_over_ranks():
     text = "Seq Len,Rank,Peak Allocated GB\n128,0,1.5\n128,1,1.25\n\n256,0,2\n"
     mapping = guess_mapping(text)
     assert mapping == CsvMapping("Seq Len", {"allocated_peak": "Peak Allocated GB"}, rank="Rank", unit="GB")
@@ -160,6 +157,17 @@ def test_one_row_a_rank_is_read_in_its_unit() -> None:
         (128, 1, {"allocated_peak": 1_250_000_000}),
         (256, 0, {"allocated_peak": 2_000_000_000}),
     ]
+    text = "seq,gpu0_allocated,gpu1_allocated,iterations_per_second\n8,1,2,4\n8,1,2,1\n8,1,2,3\n"
+    mapping = CsvMapping("seq", {"allocated": "gpu{rank}_allocated", "iterations_per_second": "iterations_per_second"})
+    assert bands(read_csv(text, mapping), "iterations_per_second") == [Band(8, 3, 3, 3, 2)]
+    alone = "seq,its\n8,4\n"
+    assert [one.figures for one in read_csv(alone, guess_mapping(alone))] == [{"its": 4.0}]
+    found = bands(read_csv(WIDE, guess_mapping(WIDE)), "allocated")
+    assert found == [
+        Band(1, 9800 * MIB, 9850 * MIB, 9900 * MIB, 2), Band(512, 9500 * MIB, 9550 * MIB, 9600 * MIB, 2)
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="no measurement has a figure nvml"):
+        bands(read_csv(WIDE, guess_mapping(WIDE)), "nvml")
 
 
 @pytest.mark.parametrize("column", ["allocated_bytes", "Allocated (bytes)", "allocated [byte]", "allocated B"])
@@ -194,26 +202,9 @@ def test_a_row_a_rank_with_zeros_for_the_other_gpus_has_its_own_figures_alone(he
     assert bands(found, "its") == [Band(512, 1.5, 1.625, 1.75, 2), Band(1024, 0.5, 0.625, 0.75, 2)]
 
 
-def test_a_rate_is_the_median_of_its_iterations_and_belongs_to_every_rank_of_its_row() -> None:
-    text = "seq,gpu0_allocated,gpu1_allocated,iterations_per_second\n8,1,2,4\n8,1,2,1\n8,1,2,3\n"
-    mapping = CsvMapping("seq", {"allocated": "gpu{rank}_allocated", "iterations_per_second": "iterations_per_second"})
-    assert bands(read_csv(text, mapping), "iterations_per_second") == [Band(8, 3, 3, 3, 2)]
-    alone = "seq,its\n8,4\n"
-    assert [one.figures for one in read_csv(alone, guess_mapping(alone))] == [{"its": 4.0}]
-
-
 def test_the_length_of_a_file_without_a_header_may_be_named_and_columns_of_counts_are_no_rates() -> None:
     assert guess_mapping(UNNAMED, "micro_batch").length == "micro_batch"
     assert set(guess_mapping("seq,steps,iterations,allocated\n8,30,30,5\n").figures) == {"allocated"}
-
-
-def test_bands_are_over_ranks() -> None:
-    found = bands(read_csv(WIDE, guess_mapping(WIDE)), "allocated")
-    assert found == [
-        Band(1, 9800 * MIB, 9850 * MIB, 9900 * MIB, 2), Band(512, 9500 * MIB, 9550 * MIB, 9600 * MIB, 2)
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="no measurement has a figure nvml"):
-        bands(read_csv(WIDE, guess_mapping(WIDE)), "nvml")
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_a_flat_then_straight_curve_takes_few_rounds_for_many_capacities():
     assert len(runs.rounds) <= 4
 
 
-def test_a_value_that_fails_although_larger_ones_fit_is_not_passed():
+def test_a_value_that_fails_below_larger_ones_is_not_passed_nor_do_steps_of_memory_stop_the_search():
     def fails(first: int, end: int) -> Callable[[list[int]], list[Need]]:
         return lambda values: [Need(10.0 * x, [10.0 * x <= 40_000 and not first <= x < end]) for x in values]
 
@@ -68,9 +68,6 @@ def test_a_value_that_fails_although_larger_ones_fit_is_not_passed():
     assert largest_that_fit(range(1, 100_001), [40_000], run) == [Largest(4000, 4001)]
     shares = largest_that_fit(range(1, 100_001), [40_000], run, confirm=(0.99, 0.97))
     assert shares == [Largest(3869, 3870)], "shares of a result that do not fit lower it"
-
-
-def test_steps_of_memory_do_not_stop_the_search_and_one_value_is_settled_by_one_run():
     (found,) = largest_that_fit(range(1, 8193), [100_000], Runs(lambda x: x // 512 * 512 * 100.0, [100_000]))
     assert found == Largest(1023, 1024)
     runs = Runs(float, [10])

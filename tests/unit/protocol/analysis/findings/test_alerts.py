@@ -40,18 +40,6 @@ def test_an_alert_tells_its_cause_once_a_rank_has_sent_the_stacks(make_sim: Any)
     assert evidence["stacks"][0]["pattern"] == "foreach_temporaries"
 
 
-def test_a_repeat_and_stacks_of_a_smaller_transient_do_not_replace_the_cause(make_sim: Any) -> None:
-    sim = make_sim()
-    spike(sim, 20)
-    sim.feed(cause(22, 950 * MIB, [ADAM]))
-    sim.feed(sim.step(0, 25, [sim.phase("optimizer", 960 * MIB, ms=4.0)]))
-    sim.feed(cause(30, 50 * MIB, ["/home/user/loop.py:31 main"]))
-    sim.wait(20)
-    (alert,) = sim.alerts("spike")
-    assert (alert.count, len(alert.evidence["steps"])) == (2, 2)
-    assert (alert.evidence["cause_pattern"], alert.evidence["cause_step"]) == ("foreach_temporaries", 22)
-
-
 @pytest.mark.parametrize("later", [0, 3])
 def test_logits_are_recognized_by_the_batch_of_their_own_step(make_sim: Any, later: int) -> None:
     vocabulary, length = 128_000, 2048
@@ -67,7 +55,7 @@ def test_logits_are_recognized_by_the_batch_of_their_own_step(make_sim: Any, lat
     assert alert.evidence["cause_pattern"] == "fp32_logits"
 
 
-def test_a_steady_transient_is_explained_for_all_ranks_by_the_stacks_of_one(make_sim: Any) -> None:
+def test_a_steady_transient_is_explained_for_all_by_one_rank_s_stacks_and_a_repeat_replaces_no_cause(make_sim):
     sim = make_sim(4)
     sim.begin()
     sim.train(1, 10, lambda rank, step: [sim.phase("optimizer", 2 * GIB)])
@@ -77,6 +65,15 @@ def test_a_steady_transient_is_explained_for_all_ranks_by_the_stacks_of_one(make
     sim.wait(6)
     (alert,) = sim.alerts("spike")
     assert (alert.ranks, alert.evidence["cause_pattern"]) == ([0, 1, 2, 3], "foreach_temporaries")
+    sim = make_sim()
+    spike(sim, 20)
+    sim.feed(cause(22, 950 * MIB, [ADAM]))
+    sim.feed(sim.step(0, 25, [sim.phase("optimizer", 960 * MIB, ms=4.0)]))
+    sim.feed(cause(30, 50 * MIB, ["/home/user/loop.py:31 main"]))
+    sim.wait(20)
+    (alert,) = sim.alerts("spike")
+    assert (alert.count, len(alert.evidence["steps"])) == (2, 2)
+    assert (alert.evidence["cause_pattern"], alert.evidence["cause_step"]) == ("foreach_temporaries", 22)
 
 
 def test_stacks_of_a_step_without_the_spike_or_without_a_known_pattern_say_so(make_sim: Any) -> None:

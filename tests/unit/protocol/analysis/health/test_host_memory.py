@@ -70,10 +70,13 @@ def test_an_evaluation_like_the_one_before_is_told_again_only_where_too_little_i
     assert evaluations(32, 12) == [(0, "raised"), (1, "resolved"), (1, "raised")]
 
 
-def test_memory_that_other_programs_take_is_a_late_warning_that_blames_no_rank():
+def test_memory_that_others_take_is_a_late_warning_and_a_data_set_that_grows_is_told_until_it_stops():
     ((first, _),) = watched([30 + 0.25 * place for place in range(130)], "eval", own=0.01)
     assert TOTAL / GIB - (30 + 0.25 * first) <= 60 * 0.25
     assert watched([30 + 0.25 * place for place in range(60)], "eval", own=0.01) == []
+    grows = [40 + 0.1 * second for second in range(150)]
+    found = watched([*grows, *[grows[-1]] * 120], "forward")
+    assert [state for _, state in found] == ["raised", "resolved"]
 
 
 @pytest.mark.parametrize("used", [[40, 41, 42] * 7, [20 + 2 * second for second in range(20)]], ids=["free", "take"])
@@ -108,12 +111,6 @@ def test_memory_that_rises_at_once_steady_memory_and_an_evaluation_that_ends_in_
     assert watched(used, "eval", Activity(0, 10.0, "evaluation", done=90, total=100, seconds=9.0)) == []
     assert watched([50 + (second % 3) * 0.1 for second in range(300)], "forward") == []
     assert watched([2 + 0.1 * second for second in range(100)], "eval") == []
-
-
-def test_a_data_set_that_grows_is_told_and_resolved_when_it_stops():
-    grows = [40 + 0.1 * second for second in range(150)]
-    found = watched([*grows, *[grows[-1]] * 120], "forward")
-    assert [state for _, state in found] == ["raised", "resolved"]
 
 
 @pytest.mark.parametrize("phase", ["init", "checkpoint"])

@@ -40,7 +40,7 @@ def kinds(found: list[Finding], state: str = "raised") -> list[str]:
     return [one.kind for one in found if one.state == state]
 
 
-def test_heat_that_slows_a_gpu_down_is_told_and_resolves():
+def test_heat_that_slows_a_gpu_is_told_until_it_ends_and_the_xid_of_a_killed_process_passed_over():
     gpus = Gpus()
     found = [one for t in range(40) for one in gpus.sample(sample(t, "thermal (hardware)", temperature_c=91.0))]
     assert kinds(found) == ["gpu_throttling"]
@@ -49,6 +49,13 @@ def test_heat_that_slows_a_gpu_down_is_told_and_resolves():
     assert (facts.reasons, facts.temperature_c) == (("thermal (hardware)",), 91.0)
     later = [one for t in range(40, 80) for one in gpus.sample(sample(t))]
     assert kinds(later, "resolved") == ["gpu_throttling"]
+    gpus = Gpus()
+    assert gpus.xid(Xid("n", 1.0, 45)) == []
+    assert kinds(gpus.xid(Xid("n", 1.0, 13, 0))) == ["gpu_xid"]
+    (again,) = gpus.xid(Xid("n", 2.0, 13, 0))
+    assert (again.state, again.facts.count) == ("updated", 2)
+    (other,) = gpus.xid(Xid("n", 3.0, 13, 1))
+    assert (other.state, other.facts.count, other.key) == ("raised", 1, "n:1:13"), "another GPU, from NVML"
 
 
 @pytest.mark.parametrize(
@@ -101,16 +108,6 @@ def test_an_xid_is_told_with_what_it_means(code, severity, meaning):
     (found,) = Gpus().xid(Xid("n", 1.0, code, -1, "0000:3b:00", LINE.format(code)))
     assert (found.kind, found.state, found.severity) == ("gpu_xid", "raised", severity)
     assert found.facts == XidFacts("n", code, -1, "0000:3b:00", 1, LINE.format(code), meaning)
-
-
-def test_the_xid_of_a_killed_process_is_passed_over_and_a_repeated_one_is_counted():
-    gpus = Gpus()
-    assert gpus.xid(Xid("n", 1.0, 45)) == []
-    assert kinds(gpus.xid(Xid("n", 1.0, 13, 0))) == ["gpu_xid"]
-    (again,) = gpus.xid(Xid("n", 2.0, 13, 0))
-    assert (again.state, again.facts.count) == ("updated", 2)
-    (other,) = gpus.xid(Xid("n", 3.0, 13, 1))
-    assert (other.state, other.facts.count, other.key) == ("raised", 1, "n:1:13"), "another GPU, from NVML"
 
 
 def test_the_kernels_log_is_read_from_now_on(tmp_path):

@@ -133,13 +133,19 @@ def test_nan_names_the_first_rank_the_step_and_the_last_good_values():
     assert (first.value, first.first_ranks, first.last_good_grad_norm, first.ranks_total) == ("nan", (1,), 0.5, 2)
 
 
-def test_the_first_rank_is_that_of_the_lowest_step_whichever_message_comes_first():
+def test_the_first_rank_is_that_of_the_lowest_step_and_a_norm_that_is_nan_on_all_at_once_names_all():
     steps = [step(at, rank, loss=1.0) for at in range(1, 5) for rank in (0, 1)]
     late = [step(6, 0, loss=math.nan), step(5, 1, loss=math.nan), step(6, 1, loss=math.nan)]
     found = fed([*steps, *late], hello(0, 2), hello(1, 2))
     assert (found[-1].facts.first_rank, found[-1].facts.first_step) == (1, 5)
     raised = [one for one in found if one.state == "raised"]
     assert [one.facts.first_rank for one in raised] == [1], "no rank is named before all have reported the step"
+    steps = [step(at, rank, loss=1.0, grad_norm=1.0 if at < 5 else math.nan) for at in range(1, 8) for rank in (1, 0)]
+    (found,) = fed(steps, hello(0, 2), hello(1, 2))
+    facts = found.facts
+    expected = ("nan_gradient", (0, 1), (0, 1), False)
+    assert (found.kind, found.ranks, facts.first_ranks, facts.finite_elsewhere) == expected
+    assert (facts.value, facts.first_step, facts.last_good_step) == ("nan", 5, 4)
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
@@ -150,15 +156,6 @@ def test_a_loss_that_is_nan_in_the_step_that_ruins_the_weights_of_all_ranks_is_n
     }
     found = fed([*(step(at, rank, loss=1.0) for at in range(1, 5) for rank in (0, 1)), *map(rows.get, ranks)])
     assert ("nan_loss", 1) in [(one.kind, getattr(one.facts, "first_rank", None)) for one in found]
-
-
-def test_a_norm_that_is_nan_on_all_ranks_at_once_is_named_after_all_of_them():
-    steps = [step(at, rank, loss=1.0, grad_norm=1.0 if at < 5 else math.nan) for at in range(1, 8) for rank in (1, 0)]
-    (found,) = fed(steps, hello(0, 2), hello(1, 2))
-    facts = found.facts
-    expected = ("nan_gradient", (0, 1), (0, 1), False)
-    assert (found.kind, found.ranks, facts.first_ranks, facts.finite_elsewhere) == expected
-    assert (facts.value, facts.first_step, facts.last_good_step) == ("nan", 5, 4)
 
 
 def test_a_loss_over_no_labels_is_no_nan_loss_though_the_labels_of_the_next_steps_are_not_examined():

@@ -212,13 +212,18 @@ def on_ranks(
 SAME = [[number, number] for number in range(1, 30)]
 
 
-def test_ranks_that_train_on_the_same_batches_are_named_until_they_do_not():
+def test_ranks_on_the_same_batches_are_named_until_they_are_not_and_steps_never_ended_forgotten():
     (finding, over) = on_ranks([[90, 91], *SAME, [92, 93]], config={"sequence_parallel_size": "auto"})
     assert (finding.state, finding.ranks, finding.step) == ("raised", (0, 1), 2)
     assert words_of(finding).title == "all 2 ranks train on the same batches since step 2"
     assert over.state == "resolved"
     (finding,) = on_ranks([[90, 91], *SAME], tokens=0)  # images
     assert finding.step == 2
+    detector = Copies()
+    detector.hello(replace(hello(1), world_size=3))
+    for number in range(1, 1000):
+        assert detector.step(Step(0, number, 1.0, 1, [], batch_id=number, tokens=1)) == []
+    assert len(detector._unfinished) < 100
 
 
 @pytest.mark.parametrize(
@@ -235,14 +240,6 @@ def test_ranks_that_train_on_the_same_batches_are_named_until_they_do_not():
 )
 def test_ranks_that_have_other_batches_or_share_them_on_purpose_are_fine(batches, options):
     assert on_ranks(batches, **options) == []
-
-
-def test_steps_that_some_ranks_never_end_are_forgotten():
-    detector = Copies()
-    detector.hello(replace(hello(1), world_size=3))
-    for number in range(1, 1000):
-        assert detector.step(Step(0, number, 1.0, 1, [], batch_id=number, tokens=1)) == []
-    assert len(detector._unfinished) < 100
 
 
 def fed(workers: int, every: int, micro_steps: int = 1, *, iterable: bool = True, steps: int = 80) -> list[Finding]:

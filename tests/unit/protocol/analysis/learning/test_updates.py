@@ -110,9 +110,12 @@ def test_a_schedule_that_begins_and_ends_at_0_and_weights_that_rest_for_a_while_
     assert found(Updates(), [step(number, signs=each) for number, each in enumerate(signs, 1)]) == []
 
 
-def test_a_model_left_in_evaluation_mode_is_told_and_resolved():
+def test_a_model_left_in_evaluation_mode_and_clipping_after_the_update_are_told():
     steps = [step(number, signs=Signs(evaluating=True) if 42 <= number < 60 else None) for number in range(40, 70)]
     assert found(Updates(), steps) == [(46, "evaluation_mode", "raised", 42), (60, "evaluation_mode", "resolved", 42)]
+    steps = [step(number, grad_norm=0.5, signs=Signs(clipped="late")) for number in range(2, 6)]
+    assert found(Updates(), steps) == [(4, "clipping", "raised", 2)]
+    assert found(Updates(), [replace(each, grad_norm=0.0, lr=None) for each in steps]) == []
 
 
 def test_a_mode_or_weights_read_at_the_end_of_a_block_may_have_changed_since_the_last_look():
@@ -287,9 +290,3 @@ def test_gradients_that_are_clipped_by_mistake_are_told_once_with_the_first_step
     detector = Updates()
     steps = [step(number, signs=Signs(clipped=how) if number in (2, 3, 9, 20) else None) for number in range(1, 30)]
     assert found(detector, steps) == [(9, "clipping", "raised", 2)]
-
-
-def test_clipping_after_the_update_is_told_if_there_are_gradients():
-    steps = [step(number, grad_norm=0.5, signs=Signs(clipped="late")) for number in range(2, 6)]
-    assert found(Updates(), steps) == [(4, "clipping", "raised", 2)]
-    assert found(Updates(), [replace(each, grad_norm=0.0, lr=None) for each in steps]) == []

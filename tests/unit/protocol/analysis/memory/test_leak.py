@@ -94,7 +94,7 @@ def test_stationary_noise_is_no_leak(seed: int, size: int, rare: bool) -> None:
     assert Run().steps(2500, noise).sent == []
 
 
-def test_a_level_that_wanders_about_a_middle_is_no_leak() -> None:
+def test_a_level_that_wanders_is_no_leak_and_on_the_cpu_the_resident_set_alone_is_not_believed():
     # Each value hangs together with those of some ten steps before: what the test's probability does not assume.
     for seed in range(60):
         draw, held, run = random.Random(seed), 0.0, Run()
@@ -102,6 +102,14 @@ def test_a_level_that_wanders_about_a_middle_is_no_leak() -> None:
             held = 0.9 * held + draw.gauss(0, 100)
             run.step(number, 20 * GIB + MIB * held)
         assert run.sent == []
+    alone, both = Run(cuda=False), Run(cuda=False)
+    for number in range(1, 200):
+        held = 4 * GIB + 8 * MIB * number
+        alone.step(number, held, in_use=2 * GIB)
+        both.step(number, held, in_use=2 * GIB + 8 * MIB * number)
+    assert alone.sent == []
+    assert both.last.evidence["measure"] == "resident"
+    assert both.asks.drain() == [], "there is no trace of allocations on the CPU"
 
 
 @settings(max_examples=40, deadline=None)
@@ -178,17 +186,6 @@ def test_longer_batches_are_no_leak_and_special_steps_count_for_nothing_unless_e
     last = Run().steps(400, lambda number: 9 * number, extra="eval").last
     assert last.kind == "leak"
     assert last.evidence["bytes_per_step"] == pytest.approx(9 * MIB, rel=0.01)
-
-
-def test_on_the_cpu_the_resident_set_alone_is_not_believed() -> None:
-    alone, both = Run(cuda=False), Run(cuda=False)
-    for number in range(1, 200):
-        held = 4 * GIB + 8 * MIB * number
-        alone.step(number, held, in_use=2 * GIB)
-        both.step(number, held, in_use=2 * GIB + 8 * MIB * number)
-    assert alone.sent == []
-    assert both.last.evidence["measure"] == "resident"
-    assert both.asks.drain() == [], "there is no trace of allocations on the CPU"
 
 
 def test_stacks_of_whole_steps_are_asked_for_and_give_the_place() -> None:

@@ -29,7 +29,7 @@ def update(span: Span, **fields: Any) -> PhaseRecord:
     return PhaseRecord("optimizer", 0, 9000, span, span, **fields)
 
 
-def test_a_transient_far_above_the_usual_is_one_spike_with_its_figures():
+def test_a_transient_far_above_the_usual_is_one_spike_that_counts_repeats_until_it_stays_away():
     def phases(sim: Sim, rank: int, step: int) -> list[PhaseRecord]:
         extra = 911 * MIB if (rank, step) == (1, 20) else 0
         return [sim.phase("forward", 300 * MIB), sim.phase("optimizer", 20 * MIB + extra, ms=4.0)]
@@ -39,9 +39,6 @@ def test_a_transient_far_above_the_usual_is_one_spike_with_its_figures():
     figures = {"transient_bytes": 931 * MIB, "usual_bytes": 20 * MIB, "phase_ms": 4.0}
     assert alert.evidence.items() >= {**figures, "sets_step_peak": True, "sets_run_peak": True}.items()
     assert alert.count == 1
-
-
-def test_a_repeating_spike_is_one_alert_with_a_count_and_ends_when_it_stays_away():
     sim = optimizer_steps(dict.fromkeys(range(20, 60, 4), 2 * GIB), last=60)
     (alert,) = sim.alerts("spike")
     assert (alert.count, alert.resolved) == (10, None)
@@ -50,7 +47,7 @@ def test_a_repeating_spike_is_one_alert_with_a_count_and_ends_when_it_stays_away
     assert sim.alerts("spike")[0].resolved is not None
 
 
-def test_a_spike_that_does_not_make_the_steps_peak_says_so():
+def test_a_spike_below_the_step_s_peak_says_so_and_the_allocators_trace_adds_its_allocations():
     def phases(sim: Sim, rank: int, step: int) -> list[PhaseRecord]:
         spike = sim.phase("optimizer", GIB if step == 15 else 0, base=5 * GIB)
         return [sim.phase("backward", 9 * GIB), spike]
@@ -58,6 +55,11 @@ def test_a_spike_that_does_not_make_the_steps_peak_says_so():
     (alert,) = steps(20, phases).alerts("spike")
     assert alert.evidence["sets_step_peak"] is False
     assert alert.severity == "warning", "an optimizer spike is always worth a warning"
+    sim = optimizer_steps({12: 2 * GIB}, last=12)
+    sim.feed(AllocatorEvents(0, 12, sim.now, [AllocatorPhase("optimizer", largest=[593 * MIB, 100 * MIB])]))
+    sim.wait(6)
+    (alert,) = sim.alerts("spike")
+    assert alert.evidence["largest_bytes"] == [593 * MIB, 100 * MIB]
 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 7, 13])
@@ -170,11 +172,3 @@ def test_a_new_steady_level_stops_being_news_and_many_ranks_spiking_at_once_are_
     sim.wait(6)
     pooled = next(alert for alert in sim.alerts("spike") if alert.rank is None)
     assert pooled.count == 64 - spike.RANKS_APART
-
-
-def test_the_allocators_own_trace_adds_the_largest_allocations():
-    sim = optimizer_steps({12: 2 * GIB}, last=12)
-    sim.feed(AllocatorEvents(0, 12, sim.now, [AllocatorPhase("optimizer", largest=[593 * MIB, 100 * MIB])]))
-    sim.wait(6)
-    (alert,) = sim.alerts("spike")
-    assert alert.evidence["largest_bytes"] == [593 * MIB, 100 * MIB]

@@ -53,7 +53,7 @@ def test_a_request_of_the_size_of_the_logits_is_for_them(width):
     assert (first.kind, first.frees_bytes) == ("chunked_loss", 4 * 2048 * 152_064 * 4)
 
 
-def test_the_first_optimizer_step_creates_states_and_later_ones_temporaries():
+def test_the_first_optimizer_step_creates_states_later_ones_temporaries_and_foreach_ones_a_parameter_each():
     stack = ["train.py:80 main", "optim/adamw.py:200 step", "optim/adamw.py:140 _init_group"]
     oom = of(phase="optimizer", steps_done=0, stack=stack, stack_of="failing", trainable=10**9, optimizer_class="AdamW")
     verdict = judge(oom, OomContext(HELLO))
@@ -63,9 +63,6 @@ def test_the_first_optimizer_step_creates_states_and_later_ones_temporaries():
     assert (found["offload"], found["eight_bit"]) == (8 * 10**9, 6 * 10**9)
     later = of(phase="optimizer", stack=[*stack[:2], "optim/adamw.py:500 _multi_tensor_adamw"], stack_of="failing")
     assert kind(later) == "optimizer_temporaries"
-
-
-def test_foreach_temporaries_cost_one_parameter_size_that_a_fused_optimizer_spares():
     oom = of(phase="optimizer", optimizer_class="AdamW", optimizer_implementation="foreach", parameter_bytes=7 * GIB)
     first = tried(oom, OomContext(HELLO))[0]
     assert (kind(oom), first.kind, first.frees_bytes) == ("optimizer_temporaries", "fused", 7 * GIB)

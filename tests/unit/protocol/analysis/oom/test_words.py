@@ -220,16 +220,13 @@ def test_a_verdict_in_words(case: Case) -> None:
     assert {case.kind for case in CASES} == set(get_args(OomKind))
 
 
-def test_other_causes_without_which_it_would_have_fitted_are_named_beside_the_verdict() -> None:
+def test_other_causes_and_a_limit_are_named_beside_a_verdict():
     pieces = {"usable_free_bytes": 12 * GIB, "reserved_free_bytes": 12 * GIB, "free_blocks": 900}
     verdict = explain(of(allocated_bytes=65 * GIB, batch_shape=[4, 8192], peak_bytes=60 * GIB, **pieces), KNOWN)
     assert verdict.kind == "fragmentation"
     assert verdict.text.endswith(
         " more. Without activations of a longer or larger batch than any before it would have fitted too."
     )
-
-
-def test_a_limit_is_told_beside_another_cause() -> None:
     verdict = explain(of(batch_shape=[4, 9000], peak_bytes=15 * GIB, **LIMITED), KNOWN)
     assert verdict.kind == "longer_batch"
     assert verdict.text.endswith(f" The process may use 20.00 GiB of the device's memory only ({LIMIT}).")

@@ -140,10 +140,18 @@ def test_no_rank_is_named_if(case: str):
         assert verdict.facts == Unclear("same_collective", Collective("all_reduce", 100))
 
 
-def test_different_collectives_at_the_same_count_are_a_mismatch_and_nobody_is_named():
+def test_different_collectives_at_one_count_are_a_mismatch_and_groups_that_wait_for_each_other_a_deadlock():
     verdict = judge([inside(0), inside(1), inside(2, "all_gather")])
     assert (verdict.kind, verdict.hung, verdict.collective) == ("mismatch", (), Collective("", 100))
     assert [verdict.views[rank].inside for rank in range(3)] == ["all_reduce", "all_reduce", "all_gather"]
+    members = {"0": (0, 1), "1": (0, 1), "2": (0, 1)}
+    first = found(("1", 4, "all_reduce"), ("2", 3, "all_gather", 0, True), members=members)
+    second = found(("1", 3, "all_reduce", 0, True), ("2", 4, "all_gather"), members=members)
+    views = [seen(0, first, inside="all_reduce", group="1"), seen(1, second, inside="all_gather", group="2")]
+    verdict = judge(views)
+    assert (verdict.kind, verdict.hung, verdict.sure) == ("deadlock", (), True)
+    calls = {0: Collective("all_reduce", 4, (0, 1), "1"), 1: Collective("all_gather", 4, (0, 1), "2")}
+    assert verdict.facts == CircularWait(calls)
 
 
 def test_a_run_of_one_rank_names_that_rank_and_one_for_which_nobody_waits_has_its_phase_s_patience():
@@ -254,13 +262,10 @@ def waiting(*ranks: int, **fields: Any) -> list[RankView]:
     return [seen(rank, found(("0", 9, "all_reduce")), inside="all_reduce", group="0", **fields) for rank in ranks]
 
 
-def test_a_rank_found_asleep_is_named_before_the_patience_of_its_phase_is_over():
+def test_a_rank_asleep_is_named_before_its_phase_s_patience_which_work_has_whole():
     verdict = judge([*waiting(0, 1, 3), seen(2, found(EIGHT, frames=SLEEPS), phase="forward")])
     assert (verdict.kind, verdict.hung, verdict.waiting, verdict.sure) == ("missing", (2,), (0, 1, 3), True)
     assert where_of(verdict.views[2]) == "in forward: train.py:52 in main"
-
-
-def test_work_is_not_sleep_and_has_the_patience_of_its_phase():
     works = found(EIGHT, frames=SLEEPS, asleep=0.0)
     assert judge([*waiting(0, 1, 3), seen(2, works, phase="forward")]) is None
     evaluates = seen(
@@ -277,26 +282,6 @@ def test_a_receive_that_nobody_sends_to_is_a_mismatch_and_one_from_a_rank_asleep
     assert judge([seen(0, found(EIGHT), inside="recv"), asleep, *waiting(2)]).hung == (1,)
 
 
-def test_two_groups_that_wait_for_each_other_are_a_deadlock_and_nobody_is_named():
-    members = {"0": (0, 1), "1": (0, 1), "2": (0, 1)}
-    first = found(("1", 4, "all_reduce"), ("2", 3, "all_gather", 0, True), members=members)
-    second = found(("1", 3, "all_reduce", 0, True), ("2", 4, "all_gather"), members=members)
-    views = [seen(0, first, inside="all_reduce", group="1"), seen(1, second, inside="all_gather", group="2")]
-    verdict = judge(views)
-    assert (verdict.kind, verdict.hung, verdict.sure) == ("deadlock", (), True)
-    calls = {0: Collective("all_reduce", 4, (0, 1), "1"), 1: Collective("all_gather", 4, (0, 1), "2")}
-    assert verdict.facts == CircularWait(calls)
-
-
-def test_whoever_is_outside_of_the_group_is_not_blamed_for_its_collective():
-    members = {"0": (0, 1, 2, 3), "5": (0, 1)}
-    stuck = found(("0", 7, "barrier", 0, True), ("5", 3, "all_reduce"), members=members)
-    late = found(("0", 7, "barrier", 0, True), ("5", 2, "all_reduce", 0, True), members=members, frames=SLEEPS)
-    outside = [seen(rank, found(("0", 8, "barrier"), members=members), inside="barrier", group="0") for rank in (2, 3)]
-    verdict = judge([seen(0, stuck, inside="all_reduce", group="5"), seen(1, late, phase="forward"), *outside])
-    assert (verdict.kind, verdict.hung, verdict.waiting) == ("missing", (1,), (0, 2, 3))
-
-
 @pytest.mark.parametrize("odd", [("0", 9, "all_gather", 64), ("0", 9, "all_reduce", 32)])
 def test_a_collective_that_one_rank_entered_differently_is_a_mismatch_with_the_odd_one_told(odd: Any):
     views = [seen(rank, found(("0", 9, "all_reduce", 64)), inside="all_reduce", group="0") for rank in (0, 1, 3)]
@@ -306,10 +291,16 @@ def test_a_collective_that_one_rank_entered_differently_is_a_mismatch_with_the_o
     assert [call[:4] for call in verdict.facts.calls.values()] == [*(("0", 9, "all_reduce", 64),) * 3, odd]
 
 
-def test_ddps_collectives_are_seen_through_the_recorder_under_nccl():
+def test_under_nccl_the_recorder_shows_ddps_collectives_and_no_outsider_of_a_group_is_blamed():
     ahead = [seen(rank, found(("0", 30, "all_reduce", 5)), age=9.0) for rank in (0, 1, 3)]
     verdict = judge([*ahead, seen(2, found(("0", 28, "all_reduce", 5, True), frames=SLEEPS), phase="data")])
     assert (verdict.kind, verdict.hung, verdict.collective) == ("missing", (2,), Collective("all_reduce", 30))
+    members = {"0": (0, 1, 2, 3), "5": (0, 1)}
+    stuck = found(("0", 7, "barrier", 0, True), ("5", 3, "all_reduce"), members=members)
+    late = found(("0", 7, "barrier", 0, True), ("5", 2, "all_reduce", 0, True), members=members, frames=SLEEPS)
+    outside = [seen(rank, found(("0", 8, "barrier"), members=members), inside="barrier", group="0") for rank in (2, 3)]
+    verdict = judge([seen(0, stuck, inside="all_reduce", group="5"), seen(1, late, phase="forward"), *outside])
+    assert (verdict.kind, verdict.hung, verdict.waiting) == ("missing", (1,), (0, 2, 3))
 
 
 def test_a_rank_that_holds_pythons_lock_in_native_code_is_told_with_its_line():
@@ -492,11 +483,15 @@ def test_what_the_script_does_is_found_before_any_limit_of_the_phase(frames: Any
     assert not threads.sure, "other threads of the script may enter the collective"
 
 
-def test_ranks_at_one_place_are_named_together():
+def test_ranks_at_one_place_are_named_together_and_those_that_just_moved_are_in_no_deadlock():
     spot = cause_of(crossed(spins(("0", 1, "barrier"), frames=AFTER_LOOP), phase="idle")).others[0]
     assert _together([spot, replace(spot, rank=3)]).startswith("ranks 1 and 3 wait in step 61, in ")
     ended = replace(spot, ended=True)
     assert _together([ended, replace(ended, rank=3)]) == "ranks 1 and 3 have ended in step 61"
+    saving = spins(("0", 1, "barrier"), frames=SAVES)
+    assert crossed(replace(saving, stands=1.0)) is None
+    assert crossed(saving, age=2.0) is None
+    assert crossed(replace(saving, wakes=20.0)) is None, "asleep until a set time"
 
 
 def branch(mine: str, theirs: str, loops: dict[str, Any]) -> str:
@@ -522,13 +517,11 @@ def test_a_later_line_is_behind_the_loop_only_if_the_loop_is_between_them():
     assert branch("main:19", "export:12 main:18", {"19": [], "12": [], "18": []}) == "branch"
 
 
-def test_a_rank_that_still_trains_holds_the_others_up_and_is_not_hung():
+def test_a_rank_that_still_trains_or_steps_without_the_group_s_collective_is_neither_hung_nor_ahead():
     waits = seen(1, spins(("1", 7, "all_reduce"), frames=STEPS), phase="backward", age=20.0)
     counted = found(("1", 6, "all_reduce", 0, True), members=PAIR, frames=SLEEPS)
     assert judge([seen(0, None, phase="forward", age=0.1, latest=counted), waits]) is None
 
-
-def test_steps_without_a_collective_of_the_group_are_not_ahead_of_it():
     def ahead(number: int) -> Verdict | None:
         late = found(("0", number - 1, "all_reduce", 0, True), steps=34)
         (waits,) = waiting(0, step=30, steps_then={1: 29}, age=5.0)
@@ -563,13 +556,6 @@ def test_sizes_that_differ_are_named_with_their_lines_but_where_every_rank_may_g
     assert difference([seen(rank, found(("0", 9, "all_to_all_single", 10 + rank))) for rank in (0, 1)]) is None
     done = [seen(rank, found(("0", 9, "all_reduce", 10 + rank, True))) for rank in (0, 1)]
     assert difference(done) is None, "it is behind all of them"
-
-
-def test_ranks_that_still_work_or_have_just_moved_are_not_in_a_deadlock():
-    saving = spins(("0", 1, "barrier"), frames=SAVES)
-    assert crossed(replace(saving, stands=1.0)) is None
-    assert crossed(saving, age=2.0) is None
-    assert crossed(replace(saving, wakes=20.0)) is None, "asleep until a set time"
 
 
 def test_ranks_wait_for_one_whose_script_has_ended_in_an_earlier_step():
@@ -664,16 +650,13 @@ def test_a_verdict_that_is_not_sure_ends_no_run(kind: str, waiting: tuple[int, .
     assert unproven(kind, False, waiting, hung, {0: RESTED, 1: RESTED})
 
 
-def test_the_documented_patience_is_the_table_s():
+def test_the_documented_patience_is_the_table_s_and_limits_of_early_steps_are_lower_bounds():
     lines: list[str] = []
     for row in ROWS:
         ending = [action_patience(row.computing_s, awaited=True, may_resume=resumes) for resumes in (False, True)]
         limits = (row.computing_s, row.working_s, row.asleep_s, *ending)
         lines.append(" | ".join([f"| {row.title}", *(f"{seconds:g} s" for seconds in limits)]) + " |")
     assert "\n".join(lines) in (ROOT / "docs" / "detectors.md").read_text()
-
-
-def test_the_limits_of_early_steps_are_lower_bounds_of_every_phase():
     for row in ROWS:
         early = row_of(row.phase, within_step=False, steps_seen=1, has_stepped=True)
         first = row_of(row.phase, within_step=False, steps_seen=0, has_stepped=False)

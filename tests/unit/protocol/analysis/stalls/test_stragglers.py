@@ -124,15 +124,7 @@ def test_steps_of_any_length_by_each_ranks_own_draw_and_more_micro_steps_are_no_
         assert len(found) == findings
 
 
-def test_spells_of_slowness_raise_a_handful_of_findings_however_long_the_run():
-    def make(rank: int, step: int) -> Parts:
-        return {"forward": 300.0 + (400.0 if step // 30 % 2 == rank else 0.0)}
-
-    _, found = play(make, steps=3000)
-    assert len(found) <= 4
-
-
-def test_a_straggler_ends_once_it_is_as_fast_and_is_found_again():
+def test_a_straggler_ends_once_it_is_as_fast_and_spells_of_slowness_raise_a_handful_of_findings():
     judge, found = play(slow(1, data=150.0), steps=40)
     assert [finding.state for finding in found] == ["raised"]
     _, found = play(slow(-1), steps=60, judge=judge, first=41)
@@ -140,6 +132,12 @@ def test_a_straggler_ends_once_it_is_as_fast_and_is_found_again():
     assert judge.standing == {}
     _, found = play(slow(0, data=150.0), steps=60, judge=judge, first=101)
     assert [(finding.state, finding.facts.rank) for finding in found] == [("raised", 0)]
+
+    def make(rank: int, step: int) -> Parts:
+        return {"forward": 300.0 + (400.0 if step // 30 % 2 == rank else 0.0)}
+
+    _, found = play(make, steps=3000)
+    assert len(found) <= 4
 
 
 @pytest.mark.parametrize(
@@ -194,22 +192,16 @@ def record(name: str, host: int, device: int | None = None, **fields: Any) -> Ph
     return PhaseRecord(name, 0, host, NOTHING, NOTHING, device, **fields)
 
 
-def test_on_the_cpu_time_in_collectives_is_waiting_and_time_between_phases_is_work():
+def test_waiting_is_collectives_on_the_cpu_and_on_a_device_what_was_measured_and_is_taken_off():
     phases = [record("data", 100), record("forward", 200), record("backward", 500, collective_us=400)]
     work = work_of(Step(0, 3, 0.0, 1000, phases), device=False)
     assert work.own == {"data": 100, "forward": 200, "backward": 100, "idle": 200}
     assert (work.waited, work.wall, work.measured, work.comparable) == (400, 1000, True, True)
-
-
-def test_on_a_device_measured_waiting_is_taken_off_and_gaps_count_where_they_are():
     phases = [record("idle", 40, 45), record("data", 10, 0), record("forward", 5, 30)]
     phases += [record("backward", 5, 90, waited_us=50), record("optimizer", 3, 5)]
     work = work_of(Step(0, 3, 0.0, 170, phases, device_us=170), device=True)
     assert work.own == {"idle": 35, "data": 10, "forward": 30, "backward": 40, "optimizer": 5}
     assert (work.waited, work.measured, work.comparable) == (50, True, True)
-
-
-def test_on_a_device_without_measured_waits_only_what_precedes_the_collectives_is_compared():
     phases = [record("data", 10, 0), record("forward", 5, 30), record("backward", 5, 100, collectives=3)]
     work = work_of(Step(0, 3, 0.0, 160, phases, device_us=160), device=True)
     assert work.own == {"idle": 20, "data": 10, "forward": 30}

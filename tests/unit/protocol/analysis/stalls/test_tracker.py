@@ -63,17 +63,7 @@ def test_a_hang_names_the_rank_that_did_not_come_and_ends_when_it_comes():
     assert [sim.state(rank).state for rank in range(4)] == ["training"] * 4
 
 
-def test_what_is_left_of_an_ended_run_hangs_no_more():
-    sim = trained(2)
-    hang(sim, 9, guilty=1)
-    sim.fact(0, alive=False, signal=15)
-    sim.sent += sim.tracker.ended(sim.now, "stopped", -15)
-    sim.wait(10)  # rank 1 has not ended yet, and was the one that did not come
-    (alert,) = sim.alerts("hang")
-    assert (alert.ranks, alert.resolved is not None) == ([1], True)
-
-
-def test_a_standing_hang_is_brought_up_to_date_without_a_flood():
+def test_a_standing_hang_is_brought_up_to_date_without_a_flood_and_ends_with_its_run():
     sim = trained(4)
     hang(sim, 300, guilty=3)
     (alert,) = sim.alerts("hang")
@@ -81,6 +71,13 @@ def test_a_standing_hang_is_brought_up_to_date_without_a_flood():
     assert alert.count == 1
     assert sim.sends("hang") < 25
     assert len(sim.states(0)) <= 4, "a state is not sent again because time passes"
+    sim = trained(2)
+    hang(sim, 9, guilty=1)
+    sim.fact(0, alive=False, signal=15)
+    sim.sent += sim.tracker.ended(sim.now, "stopped", -15)
+    sim.wait(10)  # rank 1 has not ended yet, and was the one that did not come
+    (alert,) = sim.alerts("hang")
+    assert (alert.ranks, alert.resolved is not None) == ([1], True)
 
 
 def test_under_nccl_the_last_rank_by_count_is_hung():
@@ -211,16 +208,13 @@ def test_a_stopped_rank_is_told_within_seconds_and_what_waits_for_it_is_its_evid
     assert sim.state(1).state == "training"
 
 
-def test_a_rank_that_dies_while_others_wait_is_gone_with_its_signal():
+def test_a_rank_that_dies_while_others_wait_is_gone_with_its_signal_or_a_status_learned_later():
     sim = trained(2, 5)
     sim.fact(1, alive=False, signal=9)
     sim.wait(2)
     assert (sim.state(1).state, sim.state(1).text, sim.state(1).signal) == ("gone", "killed by SIGKILL", 9)
     sim.fact(1, alive=False, signal=9)
     assert sim.states(1).count("gone") == 1
-
-
-def test_an_exit_status_learned_later_is_added():
     sim = trained(1, 0)
     sim.fact(0, alive=False)
     sim.wait(2)
@@ -244,7 +238,7 @@ def test_a_fact_about_another_process_is_ignored_and_a_rank_started_again_starts
     assert (sim.state(0).state, sim.state(0).pid) == ("starting", 4242)
 
 
-def test_a_hang_at_exit_is_recognised():
+def test_a_hang_at_exit_is_recognised_and_ranks_that_end_as_asked_are_in_none():
     sim = trained(2)
     sim.feed(Goodbye(0, sim.now, 12, "finished"))
     sim.fact(0, alive=False, exit_code=0)
@@ -252,6 +246,14 @@ def test_a_hang_at_exit_is_recognised():
     (alert,) = sim.alerts("hang")
     assert alert.evidence["rule"] == "exit"
     assert (sim.state(0).state, sim.state(1).state) == ("finished", "waiting")
+    sim = trained(2)
+    hang(sim, 60, guilty=1)
+    sim.feed(Command("a", "kill", {"ranks": [], "signal": "INT"}), Goodbye(1, sim.now, 12, "stopped", "interrupted"))
+    sim.fact(1, alive=False, signal=2)
+    hang(sim, 3, guilty=1)
+    assert (sim.state(1).state, sim.state(1).text) == ("finished", "interrupted")
+    (alert,) = sim.alerts("hang")
+    assert alert.resolved is not None
 
 
 def test_a_process_that_outlives_its_goodbye_is_a_hang_at_exit():
@@ -269,29 +271,6 @@ def test_a_process_that_outlives_its_goodbye_is_a_hang_at_exit():
     assert sim.alerts("hang")[0].resolved is not None
 
 
-def test_stop_and_kill_of_the_run_show_as_stopping():
-    sim = trained(1, 3)
-    sim.feed(Command("a", "kill", {"ranks": [], "signal": "TERM"}))
-    assert sim.run_states()[-1] == "stopping"
-    sim.train(4, 5)
-    assert sim.run_states()[-1] == "stopping"
-    sim.feed(Command("b", "kill", {"ranks": [0]}))
-    sim.fact(0, alive=False, signal=15)
-    sim.wait(3)
-    assert sim.alerts("died") == []
-
-
-def test_ranks_that_end_as_asked_are_finished_and_no_hang_at_exit():
-    sim = trained(2)
-    hang(sim, 60, guilty=1)
-    sim.feed(Command("a", "kill", {"ranks": [], "signal": "INT"}), Goodbye(1, sim.now, 12, "stopped", "interrupted"))
-    sim.fact(1, alive=False, signal=2)
-    hang(sim, 3, guilty=1)
-    assert (sim.state(1).state, sim.state(1).text) == ("finished", "interrupted")
-    (alert,) = sim.alerts("hang")
-    assert alert.resolved is not None
-
-
 def test_without_a_launcher_the_run_ends_with_its_ranks():
     for reason, end in (("finished", "finished"), ("failed", "failed")):
         sim = Sim(2)
@@ -305,7 +284,7 @@ def test_without_a_launcher_the_run_ends_with_its_ranks():
         assert sim.run_states()[-1] == end
 
 
-def test_a_failed_rank_is_gone_with_its_error():
+def test_a_failed_rank_is_gone_with_its_error_and_stop_and_kill_show_as_stopping():
     sim = trained(1, 3)
     sim.feed(Failure(0, 4, "forward", sim.now, "ValueError: shapes"), Goodbye(0, sim.now, 3, "failed"))
     sim.fact(0, alive=False, exit_code=1)
@@ -313,6 +292,15 @@ def test_a_failed_rank_is_gone_with_its_error():
     assert (sim.state(0).state, sim.state(0).text) == ("gone", "failed: ValueError: shapes (exit code 1)")
     (alert,) = sim.alerts("failure")
     assert alert.evidence["ended"] == "exit code 1"
+    assert sim.alerts("died") == []
+    sim = trained(1, 3)
+    sim.feed(Command("a", "kill", {"ranks": [], "signal": "TERM"}))
+    assert sim.run_states()[-1] == "stopping"
+    sim.train(4, 5)
+    assert sim.run_states()[-1] == "stopping"
+    sim.feed(Command("b", "kill", {"ranks": [0]}))
+    sim.fact(0, alive=False, signal=15)
+    sim.wait(3)
     assert sim.alerts("died") == []
 
 

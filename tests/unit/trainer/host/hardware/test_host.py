@@ -53,18 +53,6 @@ def test_a_disk_that_fills_steadily_is_told_with_the_time_that_is_left():
     assert small[0][0] <= 16, "a small disk within half a minute"
 
 
-def test_a_checkpoint_that_is_being_written_and_removed_again_is_no_finding():
-    def change(t: int) -> int:
-        return (8 * 4 * GIB if t % 600 == 20 and t > 600 else 0) - (2 * GIB * 2 if t % 600 < 15 else 0)
-
-    noise = [random.Random(t).randint(0, 2**20) for t in range(0, 3000, 2)]
-    samples = falling(300 * GIB, range(0, 3000, 2), change)
-    assert fed([(t, free - more) for (t, free), more in zip(samples, noise, strict=True)], total=1000 * GIB) == []
-    # Logs that grow for hours, twice 19.5 GiB, 20 MiB every 30 s.
-    logs = falling(50 * GIB, range(2100), lambda at: -20 * MIB if at % 1050 < 1000 else 0)
-    assert fed((30.0 * at, free) for at, free in logs) == []
-
-
 def test_the_first_of_a_few_checkpoints_are_no_rate_and_one_that_will_not_fit_next_time_is_told():
     # 60 GiB in two of every five minutes, three times
     samples = falling(400 * GIB, range(0, 3000, 2), lambda at: -GIB if at % 300 < 120 and at < 900 else 0)
@@ -91,9 +79,19 @@ def test_what_was_written_before_a_pause_does_not_delay_a_steady_fall():
     assert 600 < raised[0] < 1100
 
 
-def test_little_left_is_told_at_once_and_nothing_left_is_an_error():
+def test_little_left_is_told_at_once_and_a_checkpoint_written_and_removed_again_is_no_finding():
     assert [one.severity for _, one in fed([(0, GIB), (2, GIB)])] == ["warning"]
     assert fed([(0, MIB)])[0][1].severity == "error"
+
+    def change(t: int) -> int:
+        return (8 * 4 * GIB if t % 600 == 20 and t > 600 else 0) - (2 * GIB * 2 if t % 600 < 15 else 0)
+
+    noise = [random.Random(t).randint(0, 2**20) for t in range(0, 3000, 2)]
+    samples = falling(300 * GIB, range(0, 3000, 2), change)
+    assert fed([(t, free - more) for (t, free), more in zip(samples, noise, strict=True)], total=1000 * GIB) == []
+    # Logs that grow for hours, twice 19.5 GiB, 20 MiB every 30 s.
+    logs = falling(50 * GIB, range(2100), lambda at: -20 * MIB if at % 1050 < 1000 else 0)
+    assert fed((30.0 * at, free) for at, free in logs) == []
 
 
 def place(tmp_path: Path, pid: int, **links: Path) -> Path:

@@ -74,16 +74,13 @@ def test_another_stack_is_progress_and_a_process_that_is_gone_or_another_is_not_
     assert observer.stacks([this_process()]) == ({}, {0: "py-spy is not installed here"})
 
 
-def test_waking_up_at_one_place_is_progress_only_for_a_while(monkeypatch) -> None:
+def test_waking_up_at_one_place_is_progress_for_a_while_and_a_pause_for_native_frames_none(monkeypatch):
     woken = iter(range(0, 10_000, 10))
     monkeypatch.setattr("ftmon.trainer.host.inspection.outside._voluntary", lambda pid: next(woken))
     observer = Observer(Reads(text_of(SCRIPT)))
     found = [progress_of(observer) for _ in range(SAME_STACKS + 6)]
     assert found[2] > found[0]
     assert found[-1] == found[-3]
-
-
-def test_a_pause_to_read_native_frames_is_no_progress(monkeypatch) -> None:
     woken = iter((10, 10, 20, 20, 20, 20))
     monkeypatch.setattr("ftmon.trainer.host.inspection.outside._voluntary", lambda pid: next(woken))
     observer = Observer(Reads(text_of(SCRIPT)))

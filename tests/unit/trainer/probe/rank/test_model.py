@@ -88,7 +88,7 @@ def test_several_optimizers_train_several_models_and_the_same_one_counts_once():
     assert Optimized().add(both, sys._getframe()) == facts("Generator + Critic", 10)
 
 
-def test_lazy_parameters_without_a_size_count_nothing():
+def test_lazy_parameters_without_a_size_count_nothing_and_the_learning_rate_is_of_a_group_that_moves():
     lazy = nn.Sequential(Generator(2, 2), nn.LazyLinear(3))
     optimizer = SGD(lazy.parameters(), lr=0.1)
     assert Optimized().add(optimizer, sys._getframe()) == facts("Sequential", 6)
@@ -96,6 +96,9 @@ def test_lazy_parameters_without_a_size_count_nothing():
     trained = Trained()
     trained.primary = weakref.ref(optimizer)
     assert model_sizes(trained)[:2] == (24, 6)
+    tensor = torch.tensor(0.1)
+    given = [], [0.1, 0.2], [0.0, 0.2], [0.0, None, tensor], [0.0, 0.0], [tensor, 0.2]
+    assert [learning_rate(rates) for rates in given] == [None, 0.1, 0.2, tensor, 0.0, tensor]
 
 
 def test_the_parameters_under_losses_are_those_that_a_backward_gives_gradients():
@@ -140,9 +143,3 @@ def test_the_updates_that_a_loaded_optimizer_has_made_are_counted_where_its_stat
     loaded.load_state_dict(made.state_dict())
     assert steps_done(loaded) == 3
     assert steps_done(torch.optim.SGD([weight], lr=0.1)) == steps_done(None) == 0
-
-
-def test_the_learning_rate_is_that_of_a_group_that_moves():
-    tensor = torch.tensor(0.1)
-    given = [], [0.1, 0.2], [0.0, 0.2], [0.0, None, tensor], [0.0, 0.0], [tensor, 0.2]
-    assert [learning_rate(rates) for rates in given] == [None, 0.1, 0.2, tensor, 0.0, tensor]

@@ -46,7 +46,12 @@ def test_forwards_have_the_batches_in_their_order_however_they_are_fetched(ahead
         loop.backward(update=number % 3 == 2)
 
 
-def test_batches_that_the_script_leaves_out_are_given_to_no_forward() -> None:
+def test_a_second_forward_of_a_batch_takes_no_other_one_and_left_out_ones_are_given_to_none():
+    loop = Loop()
+    loop.fetch(0, 1)
+    assert [loop.forward(), loop.forward()] == [0, None]
+    loop.backward()
+    assert loop.forward() == 1
     loop = Loop()
     for number in range(8):
         loop.fetch(number)
@@ -55,14 +60,6 @@ def test_batches_that_the_script_leaves_out_are_given_to_no_forward() -> None:
         # The first batch after those left out may still be taken for one of them.
         assert loop.forward() == {5: 3}.get(number, number)
         loop.backward(update=True)
-
-
-def test_a_second_forward_of_a_batch_takes_no_other_one() -> None:
-    loop = Loop()
-    loop.fetch(0, 1)
-    assert [loop.forward(), loop.forward()] == [0, None]
-    loop.backward()
-    assert loop.forward() == 1
 
 
 def test_another_pass_over_the_data_begins_with_its_own_first_batch() -> None:

@@ -78,16 +78,13 @@ def test_of_a_mixture_those_experts_count_that_a_token_uses_and_a_sliding_window
     assert flops.of(0, causal_pairs([8]), 8) == flops.windowed_pair * 36
 
 
-def test_layers_with_heads_of_different_sizes_are_added() -> None:
+def test_layers_with_heads_of_different_sizes_are_added_and_no_causal_decoder_has_none():
     sizes: Any = {"head_dim": 8, "sliding_window": 8, "vocab_size_per_layer_input": 100}
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma4TextConfig(**SHAPE, **sizes, layer_types=kinds, per_layer_config={1: {"head_dim": 16}})
     flops = model_flops(Gemma4ForCausalLM(config))
     assert flops is not None
     assert (flops.pair, flops.windowed_pair, flops.window) == (12.0 * 4 * 16, 12.0 * 4 * 8, 8)
-
-
-def test_a_model_that_is_no_causal_decoder_has_none() -> None:
     config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     assert model_flops(BertForMaskedLM(config)) is None
     assert model_flops(torch.nn.Linear(4, 4)) is None

@@ -94,7 +94,7 @@ def test_documents_of_an_encoder_s_row_see_each_other_wherever_its_positions_res
     assert (signs.mixed_by, signs.mixed) == (by, int(bool(by)))
 
 
-def test_a_batch_has_one_number_however_it_is_held_and_other_data_another():
+def test_a_batch_has_one_number_however_held_and_unforeseen_tensors_end_the_signs_alone():
     reader = SignReader(Trained())
     ids = torch.arange(64).reshape(4, 16)
     numbers = [read(reader, seen=[Seen(each, None, None)])[0] for each in (ids, ids.t().contiguous().t(), ids + 1)]
@@ -102,9 +102,6 @@ def test_a_batch_has_one_number_however_it_is_held_and_other_data_another():
     assert all(numbers)
     assert read(reader, seen=[Seen(None, None, None)])[0] == 0
     assert read(reader, seen=[Seen(ids.bfloat16(), None, None)])[0]
-
-
-def test_tensors_that_nobody_foresaw_end_the_signs_and_nothing_else():
     reader = SignReader(Trained())
     assert reader.of_step(1, Notes(seen=[Seen(torch.ones(2, 3).to_sparse(), None, None)])) == (0, None)
     assert reader.of_step(2, Notes(seen=[Seen(ONES, None, None)])) == (0, None)

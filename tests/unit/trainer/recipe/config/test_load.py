@@ -65,7 +65,7 @@ def test_overrides_win_over_the_file_the_last_over_all_and_an_empty_file_gives_t
     assert load("train.yaml").config == load("other.yaml").config == load(None).config
 
 
-def test_numbers_and_words_are_read_by_the_type_of_their_field(folder: Path) -> None:
+def test_values_are_read_by_the_type_of_their_field_and_a_file_that_cannot_be_is_named(folder):
     (folder / "train.yaml").write_text(
         "optimizer: {lr: 1e-4, eps: 1E-9}\nmodel: {config: {rope_theta: 1e6}}\nrun: {name: no}\ndata: {path: 123}\n"
     )
@@ -74,9 +74,6 @@ def test_numbers_and_words_are_read_by_the_type_of_their_field(folder: Path) -> 
     assert load(None, ["optimizer.lr=auto", "schedule.warmup_steps=0"]).config.schedule.warmup_steps == 0
     assert config.model.config == {"rope_theta": 1e6}
     assert (config.run.name, config.data.path) == ("no", "123")
-
-
-def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
     (folder / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     for name, words in (
         ("nowhere.yaml", r"nowhere\.yaml: no such file"),

@@ -49,11 +49,18 @@ def test_a_resumed_run_sees_what_the_uninterrupted_one_would_have_seen(done: int
     assert list(islice(resumed, 60 - 2 * done)) == whole[2 * done :]
 
 
-def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides_or_that_of_the_data() -> None:
+def test_each_epoch_has_an_order_of_its_own_and_a_global_batch_counts_all_ranks_and_micro_steps():
     batches = list(islice(order(16, 0, 1), 16))
     assert batches[:8] != batches[8:]
     assert batches == list(islice(order(16, 0, 1), 16))
     assert list(islice(order(8, 0, 1, shuffle=False), 3)) == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(ConfigError, match=r"one step takes 8 examples \(.*\), and there are 7"):
+        order(7, 0, 2)
+    ranks = [islice(order(50, rank, 3, 2, 2), 8) for rank in range(3)]
+    taken = [[next(batches) for batches in ranks for _ in range(2)] for _ in range(4)]
+    for step, micro_batches in enumerate(taken):
+        rows = [row for batch in micro_batches for row in batch]
+        assert order(50, 0, 3, 2, 2).counts(step) == (3 * sum(rows), len(rows))
 
 
 @pytest.mark.parametrize("choice", [*product((False, True), repeat=3)])
@@ -68,16 +75,6 @@ def test_orders_of_one_kind_are_equal(choice: tuple[bool, ...]) -> None:
     mine = one(**dict(zip(("shuffle", "group_by_length", "packing"), choice, strict=True)))
     for other in (one(shuffle=False), one(group_by_length=False), one()):
         assert (mine.kind == other.kind) == (list(islice(mine, 50)) == list(islice(other, 50)))
-
-
-def test_the_counts_of_a_global_batch_are_those_of_all_ranks_and_micro_steps() -> None:
-    with pytest.raises(ConfigError, match=r"one step takes 8 examples \(.*\), and there are 7"):
-        order(7, 0, 2)
-    ranks = [islice(order(50, rank, 3, 2, 2), 8) for rank in range(3)]
-    taken = [[next(batches) for batches in ranks for _ in range(2)] for _ in range(4)]
-    for step, micro_batches in enumerate(taken):
-        rows = [row for batch in micro_batches for row in batch]
-        assert order(50, 0, 3, 2, 2).counts(step) == (3 * sum(rows), len(rows))
 
 
 @given(st.integers(0, 7), st.booleans())
@@ -238,15 +235,12 @@ def packed(*lengths: int) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, "lengths": list(lengths)}
 
 
-def test_positions_restart_and_sequences_are_numbered_in_a_packed_batch() -> None:
+def test_positions_restart_in_a_packed_batch_and_padding_is_masked_without_loss_or_excess():
     batch = Collate(0, 8)([packed(3, 4), packed(8)])
     assert set(batch) == {"input_ids", "labels", "position_ids", "sequence_ids"}
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], list(range(8))]
     assert batch["sequence_ids"].tolist() == [[1, 1, 1, 2, 2, 2, 2, 0], [1] * 8]
     assert batch["labels"][0].tolist() == [*range(10, 17), IGNORED]
-
-
-def test_padding_is_masked_carries_no_loss_and_never_exceeds_the_sequence_length() -> None:
     ten = list(range(10, 20))
     short = {"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7]}
     batch = Collate(pad_id=0, limit=128)([short, {"input_ids": ten, "labels": ten}])

@@ -115,7 +115,7 @@ def test_a_broken_parquet_file_is_refused_without_the_words_of_a_library(tmp_pat
     assert (capfd.readouterr().err, caplog.messages) == ("", [])
 
 
-def test_groups_without_rows_of_a_parquet_file_are_passed_over(tmp_path):
+def test_groups_without_rows_of_a_parquet_file_are_passed_over_and_a_saved_data_set_is_refused(tmp_path):
     rows = pyarrow.table({"text": ["one", "two"]})
     for name, parts in {"a.parquet": [rows[:0], rows], "none.parquet": [rows[:0]]}.items():
         with parquet.ParquetWriter(tmp_path / name, rows.schema) as file:
@@ -124,6 +124,9 @@ def test_groups_without_rows_of_a_parquet_file_are_passed_over(tmp_path):
     assert [record for _, record in read(tmp_path / "a.parquet")] == [{"text": "one"}, {"text": "two"}]
     with pytest.raises(ConfigError, match=r"none\.parquet: no records"):
         read(tmp_path / "none.parquet")
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ConfigError, match=r"was written by save_to_disk.* as data.path"):
+        read_records(Config(data=Data(name=str(tmp_path / "saved"))))
 
 
 def test_a_hash_names_the_content_and_not_the_file(tmp_path):
@@ -228,12 +231,6 @@ def test_a_folder_is_read_as_its_files_are_whatever_datasets_would_make_of_the_v
     assert hub_read(folder, split="train[:50%]").digest != hub_read(folder, split="train[50%:]").digest
     with pytest.raises(ConfigError, match=r"data\.split: valid: Unknown split .valid.*train"):
         hub_read(folder, split="valid")
-
-
-def test_a_data_set_of_save_to_disk_is_refused_with_what_to_write_instead(tmp_path):
-    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(ConfigError, match=r"was written by save_to_disk.* as data.path"):
-        read_records(Config(data=Data(name=str(tmp_path / "saved"))))
 
 
 def test_a_folder_with_settings_for_datasets_is_read_by_it(tmp_path, monkeypatch):

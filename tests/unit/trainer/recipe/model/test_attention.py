@@ -187,14 +187,7 @@ def test_cudnn_gets_the_documents_and_its_gradients_arrive(window, compiled, mon
         assert torch.allclose(expected, found, atol=1e-5)
 
 
-def test_ranks_that_cannot_divide_the_heads_of_one_layer_cannot_share_sequences():
-    heads = {"hidden_size": 96, "num_attention_heads": 12, "per_layer_config": {1: {"num_key_value_heads": 3}}}
-    settings = AutoConfig.for_model("llama", **SMALL_SHAPE | {"num_key_value_heads": 4} | heads)
-    assert "cannot divide the model's 3 key/value heads" in attention.refusal(settings, 64, 4)
-    assert attention.refusal(settings, 64, 12) == ""
-
-
-def test_borders_are_those_of_documents_rows_and_padding():
+def test_borders_are_of_documents_rows_and_padding_and_heads_of_a_layer_must_divide_among_ranks():
     numbers = torch.tensor([[1, 1, 2, 0], [1, 1, 1, 1]])
     batch = attention.isolate({"input_ids": numbers, "sequence_ids": numbers}, varlen=True)
     assert (batch["cu_seq_lens"].tolist(), batch["cu_seq_lens"].dtype) == ([0, 2, 3, 4, 8], torch.int32)
@@ -202,6 +195,10 @@ def test_borders_are_those_of_documents_rows_and_padding():
     assert set(named) == {"input_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
     assert named["max_length_q"] == 4
     assert set(attention.isolate(batch, varlen=False)) == {"input_ids", "cu_seq_lens"}
+    heads = {"hidden_size": 96, "num_attention_heads": 12, "per_layer_config": {1: {"num_key_value_heads": 3}}}
+    settings = AutoConfig.for_model("llama", **SMALL_SHAPE | {"num_key_value_heads": 4} | heads)
+    assert "cannot divide the model's 3 key/value heads" in attention.refusal(settings, 64, 4)
+    assert attention.refusal(settings, 64, 12) == ""
 
 
 @pytest.mark.parametrize(("kind", "values"), [("llama", {}), ("mistral", {"sliding_window": 4})])

@@ -119,12 +119,6 @@ def small(kind: str, **values: Any) -> Any:
     return model
 
 
-def test_a_model_with_layers_between_body_and_last_layer_keeps_its_own_loss_in_bf16() -> None:
-    ranks = OneRank()
-    assert not fused.set_up(small("modernbert-decoder", cls_token_id=1, sep_token_id=2), config("auto"), ranks)
-    assert "modernbert-decoder changes its body's output in a way of its own before its last layer" in ranks.said[0]
-
-
 @pytest.mark.parametrize("kind", ["mamba", "falcon_mamba"])
 def test_a_body_that_returns_fp32_in_bf16_has_the_fused_loss(kind: str) -> None:
     model = small(kind, state_size=4)
@@ -214,8 +208,11 @@ def test_a_model_whose_sizes_do_not_fit_each_other_is_refused_in_one_line(kind: 
         fused.set_up(model, config("auto"), OneRank())
 
 
-def test_an_error_of_memory_or_of_a_device_is_not_one_of_the_model() -> None:
+def test_an_error_of_memory_is_not_the_model_s_and_layers_before_the_last_keep_their_own_loss():
     model = model_of("llama")
     model.forward = lambda **_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(torch.OutOfMemoryError):
         fused.set_up(model, config("auto"), OneRank())
+    ranks = OneRank()
+    assert not fused.set_up(small("modernbert-decoder", cls_token_id=1, sep_token_id=2), config("auto"), ranks)
+    assert "modernbert-decoder changes its body's output in a way of its own before its last layer" in ranks.said[0]

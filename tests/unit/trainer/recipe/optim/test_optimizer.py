@@ -27,10 +27,18 @@ def test_it_stays_within_its_bounds_and_ends_where_it_should(kind, warmup, total
         assert factors[-1] == pytest.approx(final)
 
 
-def test_warm_up_rises_linearly_to_the_peak_and_cosine_is_half_way_down_in_the_middle():
+def test_warm_up_rises_to_the_peak_cosine_falls_and_adapters_have_ten_times_the_rate():
     schedule = Schedule(kind="constant", warmup_steps=4)
     assert [factor(schedule, step, 10) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert factor(Schedule(kind="cosine", warmup_steps=0, final_ratio=0.0), 50, 101) == pytest.approx(0.5)
+    words = ["model.config={model_type: llama}", f"data.path={DATA}", "run={device: cpu, ranks: 1}"]
+    given = (["lora.rank=4"], []), (["lora.rank=4"], ["optimizer.lr=3e-5"]), ([], [])
+    rates = [resolve(load(None, [*words, *lora, *more])).config.optimizer.lr for lora, more in given]
+    assert rates == [2e-4, 3e-5, 2e-5]
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    model = SimpleNamespace(parameters=lambda: [weight])
+    made = make(model, load(None, [*words, "lora.rank=4"]).config, OneRank())  # type: ignore[arg-type]
+    assert made.param_groups[0]["lr"] == 2e-4
 
 
 @pytest.mark.parametrize("total", [1, 33, 34, 200, 1000])
@@ -40,17 +48,6 @@ def test_without_a_number_of_steps_the_warm_up_is_a_share_of_all_rounded_down(to
     assert [factor(Schedule(), step, total) for step in range(total)] == wanted
     assert wanted.index(1.0) == max(0, steps - 1)
     assert factor(Schedule(warmup_ratio=0.0), 0, total) == 1.0
-
-
-def test_adapters_have_ten_times_the_learning_rate_of_all_weights_unless_one_is_given():
-    words = ["model.config={model_type: llama}", f"data.path={DATA}", "run={device: cpu, ranks: 1}"]
-    given = (["lora.rank=4"], []), (["lora.rank=4"], ["optimizer.lr=3e-5"]), ([], [])
-    rates = [resolve(load(None, [*words, *lora, *more])).config.optimizer.lr for lora, more in given]
-    assert rates == [2e-4, 3e-5, 2e-5]
-    weight = torch.nn.Parameter(torch.zeros(2, 2))
-    model = SimpleNamespace(parameters=lambda: [weight])
-    made = make(model, load(None, [*words, "lora.rank=4"]).config, OneRank())  # type: ignore[arg-type]
-    assert made.param_groups[0]["lr"] == 2e-4
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -126,12 +126,17 @@ def test_without_a_compiler_compilation_is_refused(data, monkeypatch):
     assert re.search(r"model\.compile needs a C\+\+ compiler .*, not found here", refusal(data, *words))
 
 
-def test_a_place_of_the_file_is_named_for_a_value_of_the_file(data):
+def test_a_place_of_the_file_is_named_and_without_a_complete_checkpoint_a_run_begins_anew(data):
     path = data.parent / "train.yaml"
     path.write_text(f"model:\n  config: {{model_type: qwen2}}\ndata:\n  path: {data}x\n")
     with pytest.raises(ConfigError) as raised:
         resolve.resolve(load(str(path)))
     assert str(raised.value) == f"{path}:4: data.path {data}x: no such file"
+    here = f"output.dir={data.parent / 'out'}"
+    (data.parent / "out" / "checkpoints" / "step-3.part").mkdir(parents=True)
+    assert resolve.resolve(loaded(data, here)).config.checkpoint.resume == "auto"
+    (data.parent / "out" / "checkpoints" / "step-2").mkdir()
+    assert "holds no complete checkpoint: step-2 is incomplete: no manifest.json; begin anew" in refusal(data, here)
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le"])
@@ -204,14 +209,6 @@ def test_an_output_folder_is_continued_by_the_same_configuration_and_not_written
     assert resolve.resolve(loaded(data, here, "checkpoint.resume=auto")).config.output.dir == str(out)
     (out / "checkpoints").rename(data.parent / "gone")
     assert "earlier run; begin anew with output.overwrite=true, or give another folder" in refusal(data, here)
-
-
-def test_without_a_complete_checkpoint_a_run_begins_anew_unless_one_is_damaged(data):
-    here = f"output.dir={data.parent / 'out'}"
-    (data.parent / "out" / "checkpoints" / "step-3.part").mkdir(parents=True)
-    assert resolve.resolve(loaded(data, here)).config.checkpoint.resume == "auto"
-    (data.parent / "out" / "checkpoints" / "step-2").mkdir()
-    assert "holds no complete checkpoint: step-2 is incomplete: no manifest.json; begin anew" in refusal(data, here)
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
