@@ -54,7 +54,7 @@ def test_descendants_are_found_though_they_left_the_session(spawn):
     assert below[0].session != parent.pid
 
 
-def test_marked_processes_and_what_descends_from_them_are_found_by_the_run_but_for_the_spared(spawn, run):
+def test_marked_processes_are_found_by_the_run_in_their_environment(spawn, run):
     child = spawn(SLEEP, FTMON_RUN=str(run.path), FTMON_RANK_PID="77")
     stranger = spawn(SLEEP, FTMON_RUN=str(run.path) + "-other")
     table = processes.table()
@@ -62,6 +62,9 @@ def test_marked_processes_and_what_descends_from_them_are_found_by_the_run_but_f
     assert {p.pid for p in processes.marked(run.path, table.values(), [76, 77])} == {child.pid}
     assert processes.marked(run.path, table.values(), [78]) == []
     assert stranger.poll() is None
+
+
+def test_of_run_includes_what_descends_from_a_marked_process_and_leaves_out_the_spared(spawn, run):
     parent = spawn(PARENT, FTMON_RUN=str(run.path))
     child = processes.descendants([parent.pid], processes.table())[0]
     assert {p.pid for p in processes.of_run(run.path, [], [])} == {parent.pid, child.pid}
