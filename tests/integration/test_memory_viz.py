@@ -73,7 +73,7 @@ def entries(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("step", FILES)
-def test_the_file_is_the_captured_snapshot(tmp_path, run, viewer, capsys, step):
+def test_the_file_is_the_captured_snapshot_with_every_key_that_the_page_reads(tmp_path, run, viewer, capsys, step):
     out = tmp_path / "out.pickle"
     assert main(["export", str(run), "memory_viz", "-o", str(out), "--rank", "1", "--step", str(step)]) == 0
     assert capsys.readouterr().out == f"written: {out}: rank 1, step {step}, request\n"
@@ -88,24 +88,6 @@ def test_the_file_is_the_captured_snapshot(tmp_path, run, viewer, capsys, step):
     assert sorted((one["name"], one["stage"], one["time_us"]) for one in written["external_annotations"]) == sorted(
         spans
     )
-
-
-KEYS = {
-    "": {"segments", "device_traces", "allocator_settings", "external_annotations"},
-    "segment": {
-        *("device", "address", "total_size", "allocated_size", "active_size", "requested_size", "stream"),
-        *("segment_type", "segment_pool_id", "is_expandable", "frames", "blocks"),
-    },
-    "block": {"address", "size", "requested_size", "state", "frames"},
-    "entry": {"action", "addr", "size", "stream", "time_us", "frames", "user_metadata"},
-    "oom": {"action", "device_free", "size", "stream", "time_us", "frames", "user_metadata"},
-    "frame": {"name", "filename", "line"},
-}
-"""The keys that the page reads (pytorch.org/memory_viz, MemoryViz.js); ``trace_plot`` takes any dictionary."""
-
-
-@pytest.mark.parametrize("step", FILES)
-def test_the_file_has_every_key_that_the_page_reads(tmp_path, run, step):
     out = tmp_path / "out.pickle"
     assert main(["export", str(run), "memory_viz", "-o", str(out), "--rank", "1", "--step", str(step)]) == 0
     written = pickle.loads(out.read_bytes())
@@ -122,6 +104,20 @@ def test_the_file_has_every_key_that_the_page_reads(tmp_path, run, step):
     for kind, some in found.items():
         assert some or kind == "oom" or (kind, step) == ("frame", 6), "that file has no stacks"
         assert all(one.keys() == KEYS[kind] for one in some), kind
+
+
+KEYS = {
+    "": {"segments", "device_traces", "allocator_settings", "external_annotations"},
+    "segment": {
+        *("device", "address", "total_size", "allocated_size", "active_size", "requested_size", "stream"),
+        *("segment_type", "segment_pool_id", "is_expandable", "frames", "blocks"),
+    },
+    "block": {"address", "size", "requested_size", "state", "frames"},
+    "entry": {"action", "addr", "size", "stream", "time_us", "frames", "user_metadata"},
+    "oom": {"action", "device_free", "size", "stream", "time_us", "frames", "user_metadata"},
+    "frame": {"name", "filename", "line"},
+}
+"""The keys that the page reads (pytorch.org/memory_viz, MemoryViz.js); ``trace_plot`` takes any dictionary."""
 
 
 @pytest.mark.parametrize("step", FILES)

@@ -119,13 +119,24 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_weights_are_bitwise_those_without_rehearsal(outcome, name):
+def test_a_rehearsal_changes_no_bit_and_its_checkpoint_is_written_read_back_compared_and_gone(outcome, name):
     rehearsed, plain = f"{name}-rehearsed", f"{name}-plain"
     assert "rehearsal: " in outcome.text[rehearsed]
     assert "rehearsal: " not in outcome.text[plain]
     assert (len(outcome.losses(plain)), outcome.losses(rehearsed)) == (6, outcome.losses(plain))
     for key, weight in outcome.saved[plain].items():
         assert torch.equal(outcome.saved[rehearsed][key], weight), key
+    text = outcome.text[f"{name}-rehearsed"]
+    assert "the largest evaluation batch; a sample of a checkpoint written and read back" in text
+    found = re.search(
+        r"a checkpoint takes (\S+) MiB; a sample of each file was written, read back and compared \((\d+) tensors\)",
+        text,
+    )
+    assert found
+    assert float(found[1]) > 0
+    # At least the trained parameters and their two moments; partitions are flat.
+    assert int(found[2]) > 4
+    assert not (outcome.out / f"{name}-rehearsed" / "checkpoints").exists()
 
 
 def test_zero_3_keeps_for_the_backward_what_is_used_again_soon(outcome):
@@ -145,21 +156,6 @@ def test_a_resumed_run_is_rehearsed_and_repeats_the_uninterrupted_one(outcome, n
     assert outcome.losses(resumed) == outcome.losses(plain)[2:]
     for key, weight in outcome.saved[plain].items():
         assert torch.equal(outcome.saved[resumed][key], weight), key
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_checkpoint_is_written_read_back_compared_and_gone(outcome, name):
-    text = outcome.text[f"{name}-rehearsed"]
-    assert "the largest evaluation batch; a sample of a checkpoint written and read back" in text
-    found = re.search(
-        r"a checkpoint takes (\S+) MiB; a sample of each file was written, read back and compared \((\d+) tensors\)",
-        text,
-    )
-    assert found
-    assert float(found[1]) > 0
-    # At least the trained parameters and their two moments; partitions are flat.
-    assert int(found[2]) > 4
-    assert not (outcome.out / f"{name}-rehearsed" / "checkpoints").exists()
 
 
 def test_a_checkpoint_or_a_model_that_cannot_be_written_ends_the_run_with_what_can_be(outcome):

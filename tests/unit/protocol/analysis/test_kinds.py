@@ -89,7 +89,7 @@ def keys_of(evidence: dict[str, Any], by: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("finding", ALL)
-def test_it_has_words_for_itself_its_resolutions_and_its_evidence(finding):
+def test_it_has_words_for_all_of_it_and_its_alert_leads_back_to_it_after_a_restart(finding):
     words = kinds.words_of(finding)
     assert words.title
     assert "\n" not in words.title
@@ -100,10 +100,6 @@ def test_it_has_words_for_itself_its_resolutions_and_its_evidence(finding):
     assert all(text.endswith(".") and "{" not in text for text in texts or [kinds.resolution_of(finding)])
     missing = {key for key in keys_of(evidence) if key not in kinds._SHOWN and key not in PLAIN}
     assert not missing, f"give these words and a unit in the kind's ``shown``: {sorted(missing)}"
-
-
-@pytest.mark.parametrize("finding", ALL)
-def test_its_alert_leads_back_to_it_and_goes_on_under_its_id_after_a_restart(finding):
     (alert,) = FindingAlerts(AlertStore()).put(10.0, [finding])
     later = FindingAlerts(store := AlertStore())
     store.restore(alert)

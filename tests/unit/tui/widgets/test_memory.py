@@ -77,10 +77,15 @@ def is_safe(text: str) -> bool:
 
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_nothing_that_a_rank_sends_reaches_the_terminal_as_control(theme: Theme, width: int) -> None:
+def test_nothing_that_a_rank_sends_is_control_and_no_row_is_wider_than_the_screen(theme, width):
     lines = list(every_line(hostile(), width, theme))
     assert any("evil" in line.plain for line in lines)
     assert all(is_safe(line.plain) for line in lines)
+    rank = model_of(ranks=1, steps=8).ranks[0]
+    fall = fall_of(rank, MemoryChoice(), None)
+    assert fall is not None
+    lines = body_lines(rank, fall, MemoryChoice(), None, "", width, theme)
+    assert max(line.width for line in lines) <= width
 
 
 def test_nor_on_the_command_line_or_in_an_alert() -> None:
@@ -94,16 +99,6 @@ def test_nor_on_the_command_line_or_in_an_alert() -> None:
     )
     cause = model.ranks[0].memory.causes[EVIL]
     assert all(is_safe(line.plain) for line in alert_detail(alert, 80, Theme(), cause, unfolded=True))
-
-
-@pytest.mark.parametrize("theme", THEMES)
-@pytest.mark.parametrize("width", [60, 80, 200])
-def test_no_row_of_the_waterfall_is_wider_than_the_screen(theme: Theme, width: int) -> None:
-    rank = model_of(ranks=1, steps=8).ranks[0]
-    fall = fall_of(rank, MemoryChoice(), None)
-    assert fall is not None
-    lines = body_lines(rank, fall, MemoryChoice(), None, "", width, theme)
-    assert max(line.width for line in lines) <= width
 
 
 @pytest.mark.parametrize("theme", [Theme(), Theme(DARK, ASCII)])

@@ -49,23 +49,15 @@ def raw(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_end_is_what_the_segments_say(replays, name):
+def test_figures_at_every_moment_are_live_blocks_and_at_the_end_the_snapshots_own_segments(replays, name):
     replay, segments = replays[name], raw(name)["segments"]
     keys = ("allocated_size", "active_size", "requested_size", "total_size")
     assert found(replay, replay.last) == Figures(*(sum(segment[key] for segment in segments) for key in keys))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_live_blocks_add_up_to_the_figure_at_every_moment(replays, name):
     replay = replays[name]
     for index in range(-1, replay.entries, 97):
         live = live_stacks(replay, index)
         assert sum(tally.bytes for tally in live.values()) == replay.at(replay.allocated, index)
         assert stack_tree(replay.snapshot, live).bytes == replay.at(replay.allocated, index)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_layout_at_the_end_has_the_snapshots_own_blocks(replays, name):
     pieces = layout_at(replays[name], replays[name].last)
     laid_out = [(block.address, block.size) for piece in pieces for block in piece.blocks]
     told = [(block["address"], block["size"]) for segment in raw(name)["segments"] for block in segment["blocks"]]

@@ -210,14 +210,10 @@ LENGTHS = st.lists(st.integers(1, 50), max_size=200)
 
 
 @given(LENGTHS, st.integers(50, 80))
-def test_every_document_is_in_exactly_one_sequence_that_it_fits(lengths: list[int], capacity: int) -> None:
+def test_every_document_is_in_one_sequence_that_it_fits_where_the_least_room_is_left(lengths, capacity):
     bins = best_fit(lengths, capacity)
     assert sorted(document for row in bins for document in row) == list(range(len(lengths)))
     assert all(0 < sum(lengths[document] for document in row) <= capacity for row in bins)
-
-
-@given(LENGTHS, st.integers(50, 80))
-def test_each_document_goes_where_the_least_room_is_left(lengths: list[int], capacity: int) -> None:
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [room for room in rooms if room >= length]
