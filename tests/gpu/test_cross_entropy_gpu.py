@@ -13,9 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not usable_gpus(), reason="no 
 @pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.3), LogitTransform(2.0, 5.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "vocabulary", "chunk"), [(50, 200, 7), (300, 9001, 128), (257, 4096, 0)])
-def test_the_kernels_losses_and_gradients_are_as_near_to_the_exact_ones_as_those_of_full_logits(
-    transform: LogitTransform, dtype: torch.dtype, tokens: int, vocabulary: int, chunk: int
-) -> None:
+def test_the_kernels_losses_and_gradients_are_as_exact_as_of_full_logits(transform, dtype, tokens, vocabulary, chunk):
     generator = torch.Generator().manual_seed(3)
     # Logits of some 5, as trained models have them; the last columns and the first are among the targets.
     hidden = torch.randn(tokens, 64, generator=generator).to("cuda", dtype)

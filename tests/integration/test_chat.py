@@ -55,9 +55,7 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_each_line_of_a_pipe_is_answered_by_one_line_until_bytes_that_are_no_text_without_the_words_of_a_library(
-    adapters,
-):
+def test_each_line_of_a_pipe_is_answered_by_one_line_until_bytes_that_are_no_text_without_words_of_a_library(adapters):
     words = (str(adapters), "--temperature", "0", "--max-tokens", "8", "--device", "cpu", "--debug")
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}  # as in most locales
     given = b"a few\n\nwords\na few\na few\xff\n"
@@ -73,9 +71,7 @@ def test_each_line_of_a_pipe_is_answered_by_one_line_until_bytes_that_are_no_tex
     assert debug[1].startswith("received 8 tokens: ") or "'<|end|>'" in debug[1]
 
 
-def test_lines_are_answered_with_status_0_and_a_prompt_that_the_model_cannot_take_is_refused(
-    model, monkeypatch, capsys
-):
+def test_lines_are_answered_with_status_0_and_a_prompt_the_model_cannot_take_is_refused(model, monkeypatch, capsys):
     options = _parser().parse_args([str(model), "--max-tokens", "2"])
     conversation = session.Session(session.load(session.find(str(model)), "cpu"), options)
     monkeypatch.setattr("sys.stdin", io.StringIO("a few\n\n"))

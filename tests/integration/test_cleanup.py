@@ -54,9 +54,7 @@ def orphans(join: JoinFile) -> list[cleanup.Orphan]:
     return [orphan for orphan in cleanup.find() if orphan.run == join.run]
 
 
-def test_ranks_are_no_orphans_while_their_hub_answers_then_told_and_ended_only_when_asked_for(
-    join, rank, hub, monkeypatch, capsys
-):
+def test_ranks_are_orphans_once_their_hub_does_not_answer_and_ended_only_if_asked(join, rank, hub, monkeypatch, capsys):
     assert orphans(join) == []
     hub.close()
     (found,) = orphans(join)

@@ -63,9 +63,7 @@ def test_the_last_lines_say_where_the_recording_and_the_model_are_which_loads_an
     assert bool(torch.isfinite(logits).all())
 
 
-def test_the_recording_replays_as_the_same_lines_which_attach_tells_again_and_a_torn_one_what_is_there(
-    home, run, tmp_path
-):
+def test_the_recording_replays_as_the_lines_which_attach_tells_again_and_a_torn_one_what_is_left(home, run, tmp_path):
     replays = [("replay", name, "--plain") for name in (run.id, str(run.path), str(run.recording))]
     for words in (*replays, ("attach", run.id[:6])):
         told = home.run(*words)

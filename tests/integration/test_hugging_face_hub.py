@@ -54,9 +54,7 @@ NOWHERE = "http://127.0.0.1:9"
 """The port of "discard": nothing listens."""
 
 
-def test_a_model_is_pushed_to_a_private_repository_by_rank_0_outside_of_its_group_and_a_hub_that_is_gone_is_a_line(
-    tmp_path,
-):
+def test_a_model_is_pushed_to_a_private_repository_by_rank_0_outside_of_its_group_and_a_lost_hub_is_a_line(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     written = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 100, "README.md": b"---\n---\n# model\n"}

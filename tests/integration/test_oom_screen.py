@@ -166,9 +166,7 @@ data: {path: rows.jsonl}
 """
 
 
-async def test_dry_runs_of_the_job_are_cancelled_with_the_same_key_and_what_refuses_them_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_dry_runs_of_the_job_are_cancelled_with_the_same_key_and_what_refuses_them_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(state, "MESSAGE_SECONDS", SECONDS)
     source = HeldRun(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"text": "some text"}\n')

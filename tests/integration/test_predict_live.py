@@ -32,9 +32,7 @@ def recorded(run: RunDir) -> list[Prediction]:
         return [frame.message for frame in reader.frames(0, 10_000) if isinstance(frame.message, Prediction)]
 
 
-def test_a_configuration_that_was_predicted_before_is_sent_and_kept_once_whatever_becomes_of_the_hub(
-    tmp_path, monkeypatch
-):
+def test_a_configuration_predicted_before_is_sent_and_kept_once_whatever_becomes_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.setenv("FTMON_HOME", str(tmp_path / "home"))
     kept = cache_file(CONFIG + "output: {dir: /before}\n", "NVIDIA H200")
     kept.parent.mkdir(parents=True)

@@ -76,9 +76,7 @@ def test_the_losses_of_a_loop_s_steps_are_what_it_optimised(edges, mode):
 @pytest.mark.parametrize(
     ("mode", "micro_steps"), [("shared", 2), ("dropped", 1), ("repeated", 1), ("failed_and_evaluated", 1)]
 )
-def test_micro_batches_are_those_of_the_update_however_often_they_are_used_and_whoever_updates(
-    edges, mode, micro_steps
-):
+def test_micro_batches_are_those_of_the_update_however_often_used_and_whoever_updates(edges, mode, micro_steps):
     assert {step.micro_steps for step in edges[mode][0]} == {micro_steps}
 
 
@@ -203,9 +201,7 @@ def trained(tmp_path_factory):
     return [collector.parts(RANKS, rank) for rank in (0, 1)], collector
 
 
-def test_a_loss_is_what_ddp_ranks_optimise_however_they_scale_it_and_two_engines_and_an_optimizer_make_one_step(
-    trained,
-):
+def test_a_loss_is_what_ddp_ranks_optimise_however_scaled_and_two_engines_and_an_optimizer_make_one_step(trained):
     found, collector = trained
     for rank in (0, 1):
         frameworks = [each for each, _ in groupby(hello.framework for hello in collector.of(Hello, rank))]

@@ -32,9 +32,7 @@ def test_an_upload_is_no_hang_and_not_ended_and_a_script_that_ends_early_is_name
     wait_until_nothing_is_left(run)
 
 
-def test_a_rank_that_waits_for_a_lock_and_one_that_skips_collectives_are_named_before_their_patience(
-    tmp_path: Path, private_home: Path
-) -> None:
+def test_a_rank_that_waits_for_a_lock_or_skips_collectives_is_named_before_its_patience(tmp_path, private_home):
     with started(job("late", tmp_path)) as run, App(run) as app:
 
         def accuses(alert: Any) -> bool:

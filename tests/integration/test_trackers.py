@@ -208,9 +208,7 @@ def recording(_places: None) -> Path:
 
 
 @pytest.mark.parametrize("name", TRACKERS)
-def test_a_recording_is_replayed_with_its_times_its_falling_steps_and_its_alerts(
-    name: str, recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recording_is_replayed_with_its_times_falling_steps_and_alerts(name, recording, tmp_path, monkeypatch):
     pytest.importorskip(name)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.delenv("WANDB_MODE")

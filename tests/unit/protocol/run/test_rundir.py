@@ -4,7 +4,6 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,9 +46,7 @@ def test_everything_in_it_is_for_its_owner_alone_even_under_an_open_umask(privat
 
 
 @pytest.mark.parametrize(("name", "words"), [(b"caf\xe9", "not UTF-8"), (b"gone", "no longer exists")])
-def test_nothing_is_made_of_a_run_whose_working_directory_cannot_be_written_down(
-    private_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes, words: str
-) -> None:
+def test_nothing_is_made_of_a_run_in_a_directory_that_cannot_be_named(private_home, tmp_path, monkeypatch, name, words):
     folder = tmp_path / os.fsdecode(name)
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -90,9 +87,7 @@ def test_no_run_is_made_where_others_could_exchange_it_or_nothing_can_be_made(pr
 
 
 @pytest.mark.parametrize("use", [rundir.all_runs, lambda: rundir.find(None), lambda: make("demo"), keys.keys_dir])
-def test_a_home_that_is_another_users_or_open_to_others_is_refused_on_every_use(
-    private_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[], object]
-) -> None:
+def test_a_home_of_another_user_or_open_to_others_is_refused_on_every_use(private_home, tmp_path, monkeypatch, use):
     private_home.mkdir(mode=0o700)
     private_home.chmod(0o777)
     with pytest.raises(RunDirError, match="others may write there; run: chmod go-w"):
@@ -196,9 +191,7 @@ def test_a_long_home_gets_short_private_socket_paths(tmp_path: Path, monkeypatch
         path.parent.unlink()
 
 
-def test_a_file_is_written_whole_or_not_at_all_and_a_run_on_a_full_disk_is_refused_with_that_reason(
-    tmp_path, monkeypatch
-):
+def test_a_file_is_written_whole_or_not_at_all_and_a_run_on_a_full_disk_is_refused_in_words(tmp_path, monkeypatch):
     target = tmp_path / "file"
     process.write_private(target, b"old")
     with pytest.raises(TypeError):

@@ -58,9 +58,7 @@ def run_of(*command, **options):
         (b"", "must be a request to start a run"),
     ],
 )
-def test_wrong_usage_is_one_line_with_a_status_of_its_own_and_leaves_no_run(
-    request_, said, private_home, start_with, capsys
-):
+def test_wrong_usage_is_one_line_with_a_status_of_its_own_and_no_run(request_, said, private_home, start_with, capsys):
     assert start_with(request_) == (exits.NOT_STARTED if "not found" in said else exits.RUN_USAGE)
     printed = capsys.readouterr()
     assert said in printed.err

@@ -73,9 +73,7 @@ def judged(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.tracker.verdict = Verdict(kind="alone", waiting=(), hung=(0,), sure=True, age=5.0, views=views)
 
 
-def test_stacks_that_a_named_rank_writes_after_the_verdict_are_saved_and_not_those_from_before_it_ran_again(
-    bench, monkeypatch
-):
+def test_stacks_that_a_named_rank_writes_after_the_verdict_are_saved_and_none_from_before_it_ran(bench, monkeypatch):
     later = STACKS.replace("line 7", "line 99")
     inspected(bench, ({0: STACKS}, asleep(1.0)), ({}, asleep(2.0, switches=50)))
     judged(bench, monkeypatch)

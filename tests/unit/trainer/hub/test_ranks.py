@@ -77,9 +77,7 @@ def test_who_has_left_is_not_waited_for(rig):
     assert rig.done == [{}]
 
 
-def test_an_agent_is_asked_when_it_is_there_and_again_while_it_owes_an_answer_and_another_in_its_place(
-    rig, monkeypatch
-):
+def test_an_agent_is_asked_once_there_and_again_while_it_owes_an_answer_and_another_in_its_place(rig, monkeypatch):
     monkeypatch.setattr(ranks, "_AGAIN_SECONDS", 0.1)
     rig.link.ask_agents(Kill(), {AGENT: 0}, 200.0).then(rig.done.append)
     rig.link.expire()

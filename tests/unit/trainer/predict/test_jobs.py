@@ -18,9 +18,7 @@ NOT_PREDICTED = (
         ("per_process_memory_fraction:0.9", NOT_PREDICTED),
     ],
 )
-def test_an_allocator_setting_that_is_wrong_or_not_predicted_is_refused_in_one_line(
-    monkeypatch, capsys, setting, words
-):
+def test_an_allocator_setting_that_is_wrong_or_not_predicted_is_refused_in_a_line(monkeypatch, capsys, setting, words):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
     assert main(["--model", "m"]) == 2
     assert capsys.readouterr().err == f"ftmon: PYTORCH_CUDA_ALLOC_CONF: {words}\n"

@@ -76,9 +76,7 @@ def test_a_process_that_ends_without_an_answer_is_told_with_its_log(predicting):
     ("kind", "options", "earlier"),
     [("run", {}, []), ("watch", {}, []), ("train", {"predict": False}, []), ("train", {}, [Prediction(1.0)])],
 )
-def test_foreign_runs_those_with_the_option_and_those_that_an_earlier_hub_predicted_are_left_alone(
-    predicting, kind, options, earlier
-):
+def test_foreign_runs_and_those_that_an_earlier_hub_predicted_are_left_alone(predicting, kind, options, earlier):
     made, sent, begun = predicting(kind, **options)
     made.restore([hello("cuda"), *earlier])
     made.hello(hello("cuda"))

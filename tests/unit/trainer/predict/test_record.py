@@ -453,9 +453,7 @@ def test_the_work_of_a_micro_step_passes_a_pipe_however_its_fetches_divide():
         (5000, 8, 8, 64, 16, 10_408_320),
     ],
 )
-def test_the_workspace_of_cudnns_gradients_is_what_it_asked_for_on_an_h200(
-    tokens, heads, groups, width, documents, asked
-):
+def test_the_workspace_of_cudnns_gradients_is_that_asked_for_on_an_h200(tokens, heads, groups, width, documents, asked):
     found: list[int] = []
     recorder = SimpleNamespace(trace=SimpleNamespace(moment=lambda size, stream: found.append(size)), stream=0)
     with FakeTensorMode() as mode:

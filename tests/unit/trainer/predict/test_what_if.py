@@ -148,9 +148,7 @@ def test_a_base_that_is_loaded_may_be_held_in_4_bits(config, monkeypatch):
         ),
     ],
 )
-def test_changes_run_after_the_unchanged_run_where_they_compile_the_same_layers(
-    config, more, uncompiled, beside, after
-):
+def test_changes_run_after_the_unchanged_run_where_they_compile_its_layers(config, more, uncompiled, beside, after):
     own = ["training.precision=bf16", "model.config.num_hidden_layers=8", "zero.stage=1"]
     arguments = given(config=config, overrides=[*own, *more])
     found = what_if.further(arguments, Settings(), jobs.prepare(arguments, Settings()), 0)
@@ -319,9 +317,7 @@ def partitioned(
     return {row.name: row for row in rows}
 
 
-def test_parameters_on_the_host_or_gathered_once_or_again_follow_from_the_parts_of_the_unchanged_run(
-    config, monkeypatch
-):
+def test_parameters_on_the_host_or_gathered_again_follow_from_the_parts_of_the_unchanged_run(config, monkeypatch):
     rows = partitioned(config, monkeypatch, gathers=2)
     offload, released = rows["parameter offload"], rows["nothing kept gathered"]
     assert offload.fitted

@@ -310,9 +310,7 @@ def test_names_that_are_not_utf_8_are_shown_with_a_mark_and_exact_in_json(tmp_pa
         assert json.loads(capsys.readouterr().out) == {"path": "m\udcff"}
 
 
-def test_the_ticks_of_a_short_axis_are_its_values_and_a_name_too_long_for_a_file_is_none_there_is(
-    tmp_path, ftmon, monkeypatch
-):
+def test_the_ticks_of_a_short_axis_are_its_values_and_a_name_too_long_for_a_file_is_none(tmp_path, ftmon, monkeypatch):
     chart = Chart("t", "step", "ms", [Curve("", [1.0, 2.0, 3.0, 4.0], [1.0] * 4, [1.0] * 4, [1.0] * 4)])
     axis = [line.split() for line in chart_lines(chart, 60) if line.split()[:1] == ["1"]]
     assert axis == [["1", "2", "3", "4"]]
@@ -370,9 +368,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_is(tmp_path, ftm
     assert not Path("made").exists()
 
 
-def test_compare_gates_sweeps_and_runs_and_shows_of_many_configurations_only_those_that_differ(
-    tmp_path, ftmon, shown, monkeypatch
-):
+def test_compare_gates_sweeps_and_runs_and_shows_configurations_that_differ(tmp_path, ftmon, shown, monkeypatch):
     before, after = sweep(tmp_path, "before"), sweep(tmp_path, "after", 1.03)
     status, out, _ = ftmon("compare", before, after, "--gate", "3%")
     assert status == 1

@@ -207,9 +207,7 @@ def test_all_series_in_a_folder_as_csv_and_arrow(tmp_path, path, capsys):
     assert table.column("host_us").to_pylist() == [int(row["host_us"]) for row in rows]
 
 
-def test_values_of_a_foreign_type_are_missing_and_a_damaged_step_has_no_phases_from_the_damage_on(
-    tmp_path, path, exported
-):
+def test_values_of_a_foreign_type_are_missing_and_a_damaged_step_has_no_phases_from_there_on(tmp_path, path, exported):
     damaged = tmp_path / "damaged.sqlite"
     damaged.write_bytes(path.read_bytes())
     connection = sqlite3.connect(damaged, isolation_level=None)

@@ -45,9 +45,7 @@ TWO_HUNG, HUNG_AND_STOPPED = {1: "hung", 3: "hung"}, {1: "hung", 3: "stopped"}
         ({}, 0, alert(), {0}),
     ],
 )
-def test_the_rank_of_the_alert_else_stuck_ranks_else_the_one_at_the_cursor_is_offered(
-    states, cursor, selected, offered
-) -> None:
+def test_the_rank_of_the_alert_else_stuck_ranks_else_that_at_the_cursor_is_offered(states, cursor, selected, offered):
     assert suggested(of(states), cursor, selected) == offered
 
 

@@ -194,9 +194,7 @@ def test_playing_to_the_end_holds_there_and_shows_what_was_seen_live(source):
     same(source)
 
 
-def test_an_overview_that_comes_while_it_plays_adds_the_past_and_changes_nothing_that_was_shown(
-    tmp_path, opened, monkeypatch
-):
+def test_an_overview_that_comes_while_it_plays_adds_the_past_and_changes_nothing_shown(tmp_path, opened, monkeypatch):
     reading = threading.Event()
 
     def read_late(*args: Any) -> Overview:

@@ -111,9 +111,7 @@ def test_a_death_that_may_have_come_first_or_that_no_launcher_causes_is_the_aler
         (gone(1, code=-11), "idle", set(), 20.0, True, False),
     ],
 )
-def test_a_rank_that_was_ended_by_what_had_started_it_is_no_trouble_of_a_run_that_succeeds(
-    ended, phase, asked, end, succeeded, resolves
-):
+def test_a_rank_ended_by_what_started_it_is_no_trouble_of_a_success(ended, phase, asked, end, succeeded, resolves):
     deaths = DeathDetector(OomDetector())
     (found,) = deaths.process_gone(10.0, ended, asked, phase=phase)
     over = [one for one in deaths.tick(end, over=True, succeeded=succeeded) if one.state == "resolved"]
@@ -195,9 +193,7 @@ def test_what_ended_an_earlier_job_is_not_the_matter_of_a_later_one_after_a_rest
     ],
     ids=["the same error", "a nearer cause", "the same lost peer", "nothing else", "died", "died, lost peer", "nearer"],
 )
-def test_a_run_that_ended_before_its_first_step_does_not_repeat_the_alert_of_a_failure_or_death(
-    make_sim, ends, signal, error, exits
-):
+def test_a_run_that_ended_before_its_first_step_repeats_no_alert_of_a_failure(make_sim, ends, signal, error, exits):
     sim = make_sim(2)
     sim.begin()
     sim.feed(*ends)

@@ -384,9 +384,7 @@ def test_a_causal_model_learns_no_label_of_a_row_s_first_token(script, labels, l
 
 @pytest.mark.parametrize(("script", "steps"), [(updates_that_the_script_skips, [9, 10, 11]), (scaling, [10])])
 @pytest.mark.parametrize("block", [1, 8])
-def test_an_update_that_is_skipped_as_its_gradients_are_not_finite_is_a_step_without_one(
-    script, steps, block, monkeypatch
-):
+def test_an_update_skipped_as_its_gradients_are_not_finite_is_a_step_without_one(script, steps, block, monkeypatch):
     figures, _ = msgspec.json.decode(told(script, monkeypatch, 1, block)[0])
     assert [(each["step"], each["lr"]) for each in figures if each["overflow"]] == [(step, 0.1) for step in steps]
     assert [each["step"] for each in figures] == list(range(1, BATCHES + 1))
@@ -976,9 +974,7 @@ def test_a_body_that_gets_no_gradient_is_noted_after_100_steps(model, expected, 
     [(True, torch.Tensor.clone, [(2, 0)]), (False, torch.Tensor.detach, [(0, 2)]), (False, torch.Tensor.clone, [])],
     ids=["of the other model", "of a detached loss", "as it should be"],
 )
-def test_the_parameters_of_a_second_optimizer_that_does_not_train_its_model_are_noted(
-    of_critic, passed, expected, training
-):
+def test_parameters_of_a_second_optimizer_that_trains_another_model_are_noted(of_critic, passed, expected, training):
     hooks_torch.install(torch)
     generator, critic = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
     training.trained.find(lambda: critic)

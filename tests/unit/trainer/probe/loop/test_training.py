@@ -126,9 +126,7 @@ def test_a_rank_s_pipeline_stage_is_its_first_one_also_after_an_engine_that_has_
     ("old", "same", "forward_by"),
     [("freed", False, ""), ("freed", True, "parallel"), ("kept", False, "parallel"), ("no step", False, "parallel")],
 )
-def test_what_was_learned_of_a_training_holds_until_others_parameters_are_trained_without_its_optimizer(
-    training: Training, old: str, same: bool, forward_by: str
-) -> None:
+def test_what_was_learned_of_a_training_holds_until_other_parameters_are_trained(training, old, same, forward_by):
     def made(model: torch.nn.Module) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         active.events.made_optimizer(optimizer, sys._getframe())

@@ -56,9 +56,7 @@ def test_parts_add_up_to_what_is_allocated_and_without_a_trace_follow_from_the_f
         assert "not recorded" in note
 
 
-def test_the_snapshot_is_written_for_its_owner_alone_with_its_newest_entries_or_the_problem_is_said(
-    found, tmp_path, monkeypatch
-):
+def test_the_snapshot_is_for_its_owner_alone_with_its_newest_entries_or_a_problem_is_said(found, tmp_path, monkeypatch):
     path, size, note = snapshots.write_snapshot(tmp_path / "own.pickle", dict(found))
     assert path is not None
     assert path == tmp_path / "own.pickle"

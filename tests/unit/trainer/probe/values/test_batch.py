@@ -135,9 +135,7 @@ PADDED[1, 5:] = 0
         (("text", [], None), {"flag": True}, [], 0, 0, 0),
     ],
 )
-def test_a_forward_has_samples_and_tokens_without_pads_where_a_mask_says_so(
-    args, kwargs, shape, samples, counted, padded
-):
+def test_a_forward_has_samples_and_tokens_without_pads_where_a_mask_says(args, kwargs, shape, samples, counted, padded):
     notes = noted(*args, **kwargs)
     assert (notes.shape, notes.samples, tokens(notes), notes.padded_tokens) == (shape, samples, counted, padded)
 

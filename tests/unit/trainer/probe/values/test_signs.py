@@ -77,9 +77,7 @@ def test_documents_see_each_other_where_the_model_ignores_their_beginnings(imple
     ],
     ids=["packed", "one document", "no positions", "attention to another model", "kernels for packed rows"],
 )
-def test_documents_of_an_encoder_s_row_see_each_other_wherever_its_positions_restart(
-    implementation, position_ids, encoder_hidden_states, by
-):
+def test_documents_of_an_encoder_s_row_see_each_other(implementation, position_ids, encoder_hidden_states, by):
     found: list[Any] = []
 
     def create_bidirectional_mask(encoder_hidden_states: Any) -> None:
@@ -157,9 +155,7 @@ def test_weights_that_are_the_same_before_updates_that_change_them_are_put_back(
         (torch.optim.SGD, torch.float32, 0.5, False),
     ],
 )
-def test_an_engine_s_update_that_moves_weights_further_than_adam_has_overwritten_others(
-    kind, dtype, moved, overwritten
-):
+def test_an_engine_s_update_that_moves_weights_further_than_adam_overwrote_others(kind, dtype, moved, overwritten):
     model = torch.nn.Linear(4, 4).to(dtype)
     torch.nn.init.ones_(model.weight)
     trained, engine = Trained(), SimpleNamespace(optimizer=SimpleNamespace(optimizer=kind(model.parameters(), lr=1e-3)))

@@ -235,9 +235,7 @@ def test_no_copy_of_a_record_that_is_set_aside_is_trained_on(tmp_path, tokenizer
         (40, Evaluation(share=0.5), 20),
     ],
 )
-def test_the_held_out_records_are_those_of_a_plain_draw_and_none_is_trained_on(
-    tmp_path, tokenizer, records, settings, held_out
-):
+def test_the_held_out_records_are_those_of_a_plain_draw_and_untrained(tmp_path, tokenizer, records, settings, held_out):
     texts(tmp_path / "a.jsonl", records, 3)
     for seed in (42, 7):
         training = Training(sequence_length=16, seed=seed)

@@ -72,9 +72,7 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_exported_model_gives_the_logits_of_the_trained_one_and_a_note_names_experts_without_adapters(
-    family, merge, tmp_path
-):
+def test_the_exported_model_has_the_logits_of_the_trained_one_and_names_frozen_experts(family, merge, tmp_path):
     model, config = adapted(family, tmp_path, merge=merge)
     note = without_adapters(model)
     assert ("experts.gate_up_proj" in note and "experts.down_proj" in note) == (family in FROZEN), note

@@ -247,9 +247,7 @@ def without_gradients(graph: Any, _: Any) -> Any:
         (without_gradients, "have other gradients compiled .*relative difference 1.0e.00.*"),
     ],
 )
-def test_layers_that_cannot_be_compiled_run_as_they_are_unless_compilation_was_asked_for(
-    compiling: None, monkeypatch: pytest.MonkeyPatch, broken: Any, said: str
-) -> None:
+def test_layers_that_cannot_be_compiled_run_as_they_are_unless_it_was_asked_for(compiling, monkeypatch, broken, said):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=broken))
     batch = {"input_ids": torch.zeros(1, 5, dtype=torch.long)}
     world: Any = OneRank()

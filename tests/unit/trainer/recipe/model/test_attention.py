@@ -126,9 +126,7 @@ def by_document(query: Any, key: Any, value: Any, borders: Any, *_: Any, **named
         ("llama4_text", {"attention_chunk_size": 64, "intermediate_size_mlp": 48}, ""),
     ],
 )
-def test_variable_length_attention_is_not_used_where_windows_or_chunks_are_in_masks_alone(
-    kind, values, problem, monkeypatch
-):
+def test_variable_length_attention_is_not_used_where_windows_are_in_masks_alone(kind, values, problem, monkeypatch):
     monkeypatch.setattr(attention, "_varlen_attn", by_document)
     model = model_of(kind, **{**MIXTURE, "hidden_size": 32, "num_local_experts": 4, **values})
     before = model.config._attn_implementation
