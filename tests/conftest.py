@@ -113,7 +113,6 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the number of workers of ``-n auto``."""
     cores = len(os.sched_getaffinity(0))
     chosen = [config.invocation_params.dir / name.split("::")[0] for name in config.args]
     waits = any(INTEGRATION.is_relative_to(path) or path.is_relative_to(INTEGRATION) for path in chosen)

@@ -22,6 +22,5 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Ftmon]:
-    """Make an ``ftmon`` of this test's own."""
     with ftmon_home(tmp_path / "home") as ftmon:
         yield ftmon

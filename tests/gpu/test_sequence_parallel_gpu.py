@@ -50,7 +50,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def losses(text: str) -> list[float]:
-    """Return each step's loss, summed over ranks."""
     found = {
         (int(rank), int(step)): float.fromhex(loss)
         for rank, step, loss in re.findall(r"^rank (\d+) (\d+) (\S+)$", text, re.MULTILINE)

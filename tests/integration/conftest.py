@@ -41,7 +41,6 @@ def _no_extension() -> Iterator[None]:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Ftmon]:
-    """Make an ``ftmon`` of this test's own, whose ranks compute on the CPU."""
     with ftmon_home(tmp_path / "home", DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="") as ftmon:
         yield ftmon
 

@@ -50,7 +50,6 @@ def elsewhere(*ranks: dict[str, Any]) -> Iterator[RunDir]:
 
 
 def agents(run: RunDir) -> list[int]:
-    """List the pids of the run's agents."""
     lines = {process.pid: command_line(process) for process in psutil.process_iter()}
     return [pid for pid, words in lines.items() if "ftmon.trainer.agent" in words and str(run.path) in " ".join(words)]
 

@@ -71,7 +71,6 @@ async def look_at(app: FtmonApp, pilot: Any, key: str, screen: type) -> None:
 
 
 def shown(app: Any) -> str:
-    """Give all text on the screen in view."""
     return "\n".join(widget.plain for widget in app.screen.query(Canvas) if widget.display)
 
 

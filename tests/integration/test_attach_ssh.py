@@ -45,7 +45,6 @@ def pumped(source: LiveSource, condition: Callable[[], object]) -> None:
 
 @contextmanager
 def followed(address: str) -> Generator[tuple[SshEndpoint, LiveSource]]:
-    """Follow a run over ssh."""
     with closing(SshEndpoint(command(parse_place(address)))) as endpoint:
         endpoint.open()
         with closing(LiveSource(endpoint=endpoint, info=endpoint.info)) as source:

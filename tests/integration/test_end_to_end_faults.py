@@ -15,7 +15,6 @@ FAULT_STEP = 8
 
 
 def alerts(run: RunDir) -> dict[str, str]:
-    """Return the recorded alerts: kind to title."""
     return {alert.kind: alert.title for alert in Reader(run.recording).alerts()}
 
 

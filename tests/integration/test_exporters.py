@@ -40,8 +40,6 @@ SCRIPT = Path(__file__).parent / "scripts" / "health_loop.py"
 
 
 class Scrape:
-    """The samples of one scrape."""
-
     def __init__(self, families: Iterator[Metric]) -> None:
         self.samples = [sample for family in families for sample in family.samples]
 
@@ -67,7 +65,6 @@ def scrape(port: int, accept: str = "*/*") -> Scrape | None:
 
 
 def exporters(run: RunDir, target: str = "metrics") -> list[psutil.Process]:
-    """Return the living exporters of a run."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []

@@ -48,7 +48,6 @@ RECORDS = 18  # neither they nor their packed rows are a multiple of the batch: 
 
 
 def write_records(path: Path) -> None:
-    """Write records of different words, so that each batch has gradients of its own."""
     draw = random.Random(1)
     words = ["".join(draw.choices("abcdefgh", k=3)) for _ in range(200)]
     records = [
@@ -85,7 +84,6 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 
 def documents(row: dict[str, list[int]]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the token ids and labels of each document of a row."""
     start = 0
     for length in row.get("lengths", [len(row["input_ids"])]):
         yield row["input_ids"][start : start + length], row["labels"][start : start + length]

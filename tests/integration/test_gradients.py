@@ -163,7 +163,6 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Return the largest relative difference of a parameter's gradient."""
     assert one.keys() == other.keys()
     return max(
         float((one[name].double() - other[name].double()).norm() / other[name].double().norm()) for name in other

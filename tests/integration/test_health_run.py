@@ -37,7 +37,6 @@ def played(home: Ftmon, faults: str, *options: str, **environ: str) -> tuple[Run
 
 
 def health(messages: list[Message]) -> dict[str, Alert]:
-    """The latest state of each finding, by kind."""
     return {str(one.evidence["finding"]): one for one in messages if isinstance(one, Alert) and one.kind == "health"}
 
 

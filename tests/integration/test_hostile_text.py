@@ -30,7 +30,6 @@ def home(tmp_path: Path) -> Iterator[Ftmon]:
 
 
 def evil_run(home: Path) -> RunDir:
-    """Make a run every word of which is hostile, its directory's name too."""
     run = RunDir(home / "runs" / f"evil{OSC}{C1}")
     run.path.mkdir(mode=0o700, parents=True)
     run.logs.mkdir()

@@ -40,7 +40,6 @@ async def held(pilot: Any) -> OomScreen:
 
 @asynccontextmanager
 async def opened(source: HeldRun, size: tuple[int, int] = (80, 24), **options: bool) -> AsyncIterator[tuple[Any, Any]]:
-    """Open the app on a run with a held rank, whose screen opens by itself."""
     app = FtmonApp(source, **options)
     async with app.run_test(size=size) as pilot:
         await held(pilot)

@@ -86,8 +86,6 @@ BF16 = {"bf16": {"enabled": True}}
 
 
 class Predictions:
-    """What was answered, by name."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.words: dict[str, list[str]] = {}

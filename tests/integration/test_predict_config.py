@@ -167,7 +167,6 @@ def _in(folder: Path, word: str) -> str:
 
 
 def point(answer: dict[str, Any]) -> dict[str, int]:
-    """Return each phase's allocated peak of rank 0."""
     assert answer["status"] == 0, answer["output"]
     prediction = json.loads(answer["output"])
     assert prediction["ranks"] == RANKS

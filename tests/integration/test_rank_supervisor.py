@@ -27,12 +27,10 @@ class Watch:
         self.supervisor.start()
 
     def change(self) -> ProcessFact:
-        """Wait for the next change; return the newest fact."""
         self.ready.get(timeout=200)
         return self.supervisor.poll()[-1]
 
     def death(self) -> ProcessFact:
-        """Wait for the process's end."""
         while (fact := self.change()).alive:
             pass
         return fact

@@ -69,8 +69,6 @@ REFUSED = ("other-model", "too-few", "no-such-size", "odd-heads", "no-number", "
 
 
 class Outcome:
-    """What the job printed, and where it wrote."""
-
     def __init__(self, out: Path, text: str) -> None:
         self.out = out
         self.text = rank_jobs.sections(text)

@@ -32,12 +32,10 @@ def silent() -> Iterator[int]:
 
 
 def command_lines() -> str:
-    """Return the command lines of all processes."""
     return "\n".join(" ".join(each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"]))
 
 
 def recorded(run: RunDir) -> list[Message]:
-    """Return all recorded messages."""
     with Reader(run.recording) as reader:
         return [frame.message for frame in reader.frames(0, 100_000)]
 

@@ -64,14 +64,11 @@ BY_ONE = ["run.ranks=1", "training.grad_accumulation=4"]
 
 
 class Runs:
-    """The jobs of this module: their outputs, and what was printed."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.text: dict[str, str] = {}
 
     def job(self, name: str, *overrides: str, out: str = "", ranks: int = 2) -> str:
-        """Write a job's configuration; return its path."""
         words = [*BASE, f"run.ranks={ranks}", f"output.dir={self.path}/{out or name}", *overrides]
         resume = next((word.partition("=")[2] for word in words if word.startswith("checkpoint.resume=/")), None)
         if resume:  # is there before the job, but not yet
@@ -86,7 +83,6 @@ class Runs:
         self.text = rank_jobs.sections(rank_jobs.forked(plan, environment, 1700))
 
     def losses(self, name: str) -> dict[str, str]:
-        """Return the losses of each rank and step, as hexadecimal."""
         return dict(re.findall(r"^rank (\d+ \d+) (\S+)$", self.text[name], re.MULTILINE))
 
     def weights(self, name: str) -> "dict[str, torch.Tensor]":

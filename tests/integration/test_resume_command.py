@@ -20,7 +20,6 @@ SMALL = (
 
 
 def planted(home: Ftmon, kind: str, *, config: bool = True, alive: bool = False, state: str = "") -> RunDir:
-    """Make the directory of a run that never was."""
     run = RunDir(home.home / "runs" / "planted-20260528-202640")
     for folder in (home.home, run.path.parent, run.path, run.logs):
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -15,7 +15,6 @@ SCRIPT = Path(__file__).parent / "scripts" / "straggler.py"
 
 
 def slow(recording: Path) -> list[Alert]:
-    """Return the alerts about slow ranks; the recording may be in the making."""
     try:
         return [alert for alert in Reader(recording).alerts() if alert.kind == "slow"]
     except FtmonError:

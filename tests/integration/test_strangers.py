@@ -72,7 +72,6 @@ def place(address: str) -> tuple[str, int]:
 
 
 def commands(run: RunDir) -> list[Command]:
-    """What was done, as the hub itself recorded it."""
     with App(run) as app:
         return [frame.message for frame in app.history() if isinstance(frame.message, Command)]
 

@@ -34,22 +34,17 @@ class Waiting:
         )
 
     def read(self) -> Results | None:
-        """Return the results so far."""
         return read(self.results) if self.results.exists() and self.results.stat().st_size else None
 
     def until(self, reached: Callable[[Results], Any], what: str) -> Any:
-        """Wait for a state of the results."""
         return eventually(lambda: (found := self.read()) and reached(found), what, 400, every=0.2)
 
     def verdicts(self) -> set[str]:
-        """Return the verdicts of all configurations."""
         found = self.read()
         return set() if found is None else {row.verdict for row in found.answered().values()}
 
 
 def waits(home: Ftmon, runs: int) -> Callable[[Results], bool]:
-    """Return whether so many runs of the home have reached the step in which they wait."""
-
     def reached(_results: Results) -> bool:
         found = [run for run in home.runs() if (run.path / "recording.sqlite").exists() and run.read_exit() is None]
         return sum(steps(run.recording) >= 5 for run in found) >= runs
@@ -58,7 +53,6 @@ def waits(home: Ftmon, runs: int) -> Callable[[Results], bool]:
 
 
 def steps(recording: Path) -> int:
-    """Return the last step that rank 0 has recorded."""
     from ftmon.protocol.errors import RecordingError
     from ftmon.protocol.recording.reader import Reader
 
@@ -70,7 +64,6 @@ def steps(recording: Path) -> int:
 
 
 def unfinished(results: Results) -> list[Row]:
-    """Return the rows of lost runs."""
     return [entry for entry in results.entries if isinstance(entry, Row) and entry.verdict == "unfinished"]
 
 

@@ -96,7 +96,6 @@ STARTING = {
 
 
 def signalled(script: str) -> tuple[int, str]:
-    """Run a script, send it SIGTERM once it is ready, and return its exit status and output."""
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)

@@ -126,7 +126,6 @@ def _places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def exporters(run: RunDir) -> dict[str, psutil.Process]:
-    """Return the living exporters of a run by target."""
     found: dict[str, psutil.Process] = {}
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []

@@ -41,8 +41,6 @@ def replays() -> dict[str, list[Replay]]:
 
 @pytest.fixture
 def shows(snap_compare: Any, replays: dict[str, list[Replay]], monkeypatch: pytest.MonkeyPatch) -> Callable[..., bool]:
-    """Compare the screen after some keys."""
-
     def compare(
         size: tuple[int, int], name: str, *keys: str, before: str = "", color: bool = True, **options: Any
     ) -> bool:

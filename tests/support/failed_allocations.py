@@ -14,7 +14,6 @@ HELLO = Hello(0, 0, 4, "node", 11, 1, DeviceInfo("cuda", 0, "GPU", 80 * GIB), "c
 
 
 def of(**fields: object) -> Oom:
-    """Make ``FULL`` with other figures."""
     return msgspec.structs.replace(FULL, **fields)
 
 

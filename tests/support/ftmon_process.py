@@ -39,27 +39,22 @@ class Ftmon:
             self.environ.pop(name, None)
 
     def run(self, *words: str, seconds: float = LONG_SECONDS, **options: Any) -> "subprocess.CompletedProcess[str]":
-        """Run one command to its end, without a terminal."""
         with self.start(*words, **options) as process:
             return subprocess.CompletedProcess(words, *follow_to_end(process, seconds))
 
     def start(self, *words: str, **options: Any) -> "subprocess.Popen[str]":
-        """Start one command without a terminal."""
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen([PROGRAM, *words], text=True, env=self.environ, **streams, **options)
 
     def runs(self) -> list[RunDir]:
-        """List this home's runs, newest first."""
         folder = self.home / "runs"
         found = [RunDir(path) for path in folder.iterdir()] if folder.exists() else []
         return sorted(found, key=lambda run: run.path.stat().st_mtime, reverse=True)
 
     def newest(self) -> RunDir:
-        """Return the newest run, waiting until there is one."""
         return eventually(self.runs, "a run directory")[0]
 
     def status(self, run: str) -> dict[str, Any]:
-        """Ask ``ftmon status RUN --json``."""
         done = self.run("status", run, "--json")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
@@ -74,7 +69,6 @@ class Ftmon:
 
 
 def processes_of(run: RunDir) -> list[psutil.Process]:
-    """List every living process that carries a run's mark, and its launcher and hub."""
     mark, word = (os.fsencode(f"\0{text}\0") for text in (f"{RUN_ENV}={run.path}", run.path))
     found: dict[int, psutil.Process] = {}
     for pid in psutil.pids():
@@ -90,7 +84,6 @@ def processes_of(run: RunDir) -> list[psutil.Process]:
 
 
 def command_line(process: psutil.Process) -> list[str]:
-    """Return the command line of a process, or nothing if it has ended or belongs to another user."""
     try:
         return process.cmdline()
     except psutil.Error:
@@ -98,7 +91,6 @@ def command_line(process: psutil.Process) -> list[str]:
 
 
 def wait_until_nothing_is_left(run: RunDir) -> None:
-    """Wait until no process of a run lives, its launcher and hub included."""
     what = "all processes of the run gone"
     eventually(lambda: not processes_of(run), what, state=lambda: processes_of(run), every=0.1)
 
@@ -126,11 +118,9 @@ def follow_to_end(process: "subprocess.Popen[str]", seconds: float = LONG_SECOND
 
 
 def hub_is_alive(run: RunDir) -> bool:
-    """Tell whether the run's hub lives."""
     hub = run.read_hub()
     return hub is not None and is_alive(hub.process)
 
 
 def lines_with(text: str, words: Sequence[str]) -> list[str]:
-    """Pick the lines that hold every one of ``words``."""
     return [line for line in text.splitlines() if all(word in line for word in words)]

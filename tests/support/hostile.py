@@ -92,11 +92,9 @@ class Frames:
             yield self._envelope(self._one(query))
 
     def body(self) -> bytes:
-        """Give one body alone."""
         return self._body(self._bodies, self._plain)
 
     def value(self, depth: int = 0) -> Any:
-        """Give any value that msgpack can hold."""
         kind = self._random.randrange(9 if depth < 3 else 6)
         if kind < 3:
             return self._pick(_NUMBERS)

@@ -31,7 +31,6 @@ M = TypeVar("M", bound=Message)
 
 
 def fake_ranks(*ranks: dict[str, Any]) -> list[str]:
-    """Give the command of a launcher with these ranks."""
     options = [json.dumps({"world": len(ranks), **rank}) for rank in ranks]
     return [sys.executable, str(SCRIPTS / "fake_launcher.py"), *options]
 
@@ -80,7 +79,6 @@ def started(command: list[str], **options: Any) -> Iterator[RunDir]:
 
 
 def signal_hub(run: RunDir, number: signal.Signals) -> None:
-    """Signal the run's hub, if it lives."""
     hub = run.living_hub()
     if hub is not None:
         with suppress(ProcessLookupError):
@@ -120,7 +118,6 @@ class App:
                 return
 
     def of(self, kind: type[M]) -> list[M]:
-        """List the messages of one type seen so far."""
         return [frame.message for frame in self.frames if isinstance(frame.message, kind)]
 
     def wait_for(self, kind: type[M], matches: Callable[[M], bool] = lambda _: True, seconds: float = SECONDS) -> M:
@@ -158,7 +155,6 @@ class App:
         return message
 
     def command(self, verb: str, **args: Any) -> Result:
-        """Send a command, see it accepted, return its result."""
         accepted = self._asked(verb, **args)
         assert accepted.ok, accepted.text
         result = self.answer()
@@ -177,7 +173,6 @@ class App:
         return self._asked(verb, **args).ok and bool(self.answer().ok)
 
     def refused(self, verb: str, **args: Any) -> str:
-        """Send a command, see it refused, return the words."""
         accepted = self._asked(verb, **args)
         assert not accepted.ok
         return accepted.text
@@ -204,10 +199,8 @@ class App:
                 return
 
     def history(self) -> list[Frame]:
-        """List everything recorded so far."""
         return list(self.recorded())
 
     def hellos(self) -> dict[int, Hello]:
-        """Give each rank's latest Hello."""
         found = [frame.message for frame in self.history()]
         return {message.rank: message for message in found if isinstance(message, Hello)}

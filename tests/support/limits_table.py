@@ -9,7 +9,6 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "detectors.md"
 
 
 def rewritten(text: str) -> str:
-    """Return the document with the table of the records."""
     before, heading, after = text.partition("## Limits")
     kept = [line for line in after.splitlines() if not line.startswith("|")]
     rows = [f"| `{kind.name}` | {what} | {limit} |" for kind in KINDS.values() for what, limit in kind.limits.items()]

@@ -13,7 +13,6 @@ REQUESTS = {"/v1/traces": ExportTraceServiceRequest, "/v1/metrics": ExportMetric
 
 
 def attributes(pairs: Any) -> dict[str, Any]:
-    """Return attributes, or those of a resource, as a dict."""
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in pairs}
 
 
@@ -29,7 +28,6 @@ class Receiver:
         self.headers: list[dict[str, str]] = []
 
     def spans(self) -> list[Any]:
-        """Return the spans, in the order they came in."""
         with self.lock:
             found = [each for each in self.requests if isinstance(each, ExportTraceServiceRequest)]
         return [

@@ -63,7 +63,6 @@ START_MIB = 8098  # allocated between steps
 
 
 def peaks_at(length: int) -> dict[str, int]:
-    """Give each phase's peak at a length, bytes."""
     at = min(max(1, bisect_left([each.length for each in MEASURED], length)), len(MEASURED) - 1)
     low, high = MEASURED[at - 1], MEASURED[at]
     share = (length - low.length) / (high.length - low.length)
@@ -72,7 +71,6 @@ def peaks_at(length: int) -> dict[str, int]:
 
 
 def reserved_at(peaks: dict[str, int]) -> int:
-    """Give what is reserved in a step with these peaks."""
     return max(peaks.values()) + RESERVED_MIB * MIB + max(peaks.values()) // 7 // MIB * MIB
 
 
@@ -107,7 +105,6 @@ class Explained:
         self._draw = random.Random(3)
 
     def frames(self) -> Iterator[Frame]:
-        """Give every message in order."""
         for seq, (t, message) in enumerate(self._messages(), 1):
             yield Frame(seq, t, message)
 
@@ -292,5 +289,4 @@ class Explained:
 
 
 def explained(path: Path, ranks: int = 1, **options: object) -> Path:
-    """Record such a run through the real writer."""
     return write(path, Explained(ranks, **options).frames())  # type: ignore[arg-type]

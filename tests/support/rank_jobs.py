@@ -54,11 +54,9 @@ class ForkedScript:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit status, None as long as it runs."""
         return self.wait(0) if self.returncode is None else self.returncode
 
     def wait(self, timeout: float) -> int | None:
-        """Wait for the end; return the exit status, None if it did not end in time."""
         if self._told.count(b"\n") < 2 and select.select([self._connection], [], [], timeout)[0]:
             self._told += self._connection.recv(4096)
         if self._told.count(b"\n") == 2:
@@ -109,7 +107,6 @@ def outputs(words: list[str], environment: dict[str, str], seconds: float) -> di
 
 
 def sections(text: str) -> dict[str, str]:
-    """Return the text after each line ``== NAME``, by name."""
     return dict(re.findall(r"== (\S+)\n(.*?)(?=\n?== \S+\n|\Z)", text, re.DOTALL))
 
 

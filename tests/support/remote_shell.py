@@ -82,7 +82,6 @@ class RemoteShell:
         threading.Thread(target=self._serve, name="remote-shell", daemon=True).start()
 
     def close(self) -> None:
-        """Take no more commands."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

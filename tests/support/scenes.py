@@ -42,7 +42,6 @@ WAITS = f"""Thread 0x00007f5a41b0a740 (most recent call first):
 
 
 def recorded(path: Path, ranks: int, steps: int = 60, **options: Any) -> Path:
-    """Record a stream, through the real writer; the run is still training at its end."""
     return write(path, Stream(ranks=ranks, steps=steps, finished=False, **options).frames())
 
 

@@ -30,7 +30,6 @@ def write_records(path: Path, lengths: list[int]) -> None:
 
 
 def write_model(folder: Path, **settings: Any) -> None:
-    """Write a small model to ``base`` and a tokenizer to ``tokenizer``."""
     torch.manual_seed(1)
     sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -31,7 +31,6 @@ def bomb(folder: Path, element: bytes) -> Path:
 
 
 def refusal(path: Path, read: Callable[[Path], object] = read_snapshot) -> str:
-    """Return the one line with which a file is refused."""
     with pytest.raises(SnapshotError) as caught:
         read(path)
     text = str(caught.value)

@@ -29,12 +29,10 @@ class SshServer(asyncssh.SSHServer):
 
     @property
     def url(self) -> str:
-        """The server as ``ftmon attach`` takes it."""
         return f"ssh://{getpass.getuser()}@127.0.0.1:{self.port}"
 
     @property
     def client(self) -> str:
-        """The client's words, with options for this server's keys."""
         options = ["-F", "none", "-i", str(self._key_file), "-o", "StrictHostKeyChecking=no"]
         return shlex.join(["ssh", *options, "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=INFO"])
 
@@ -51,7 +49,6 @@ class SshServer(asyncssh.SSHServer):
         self._loop.close()
 
     def unix_connection_requested(self, dest_path: str) -> bool:
-        """Let a client connect to a UNIX socket, or refuse it."""
         return self.forwards
 
     async def _listen(self) -> asyncssh.SSHAcceptor:
@@ -78,7 +75,6 @@ class SshServer(asyncssh.SSHServer):
 
 
 async def _run(process: "asyncssh.SSHServerProcess[bytes]") -> None:
-    """Run one command in a shell; its input ends with the connection."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
     child = await asyncio.create_subprocess_shell(process.command or "true", **pipes)
     assert child.stdout is not None
@@ -92,7 +88,6 @@ async def _run(process: "asyncssh.SSHServerProcess[bytes]") -> None:
 
 
 async def _copy(source: Any, sink: Any) -> None:
-    """Copy bytes up to the end of either stream."""
     with contextlib.suppress(OSError, asyncssh.Error):
         while data := await source.read(1 << 16):
             sink.write(data)

@@ -92,7 +92,6 @@ class Stream:
         self._alerts = 0
 
     def frames(self) -> Iterator[Frame]:
-        """Give every message in the order of the hub's stream, numbered without a gap."""
         for seq, (t, message) in enumerate(self._messages(), self.first_seq):
             yield Frame(seq, t, message)
 
@@ -131,7 +130,6 @@ class Stream:
             yield t, RunState(state="finished", time=t, exit_code=0)
 
     def hello(self, rank: int, t: float) -> Hello:
-        """Introduce a rank."""
         device = (
             DeviceInfo("cuda", rank % 8, "NVIDIA H200", 139 * GIB + 800 * 2**20, f"GPU-{rank:04d}")
             if self.cuda
@@ -162,7 +160,6 @@ class Stream:
         )
 
     def step(self, rank: int, number: int, begun: float, length: float) -> Step:
-        """Make one step of one rank, all fields of its back end in use."""
         draw = self._random
         host_us = int(length * 1e6) - draw.randrange(900)
         shapes = self._shapes(rank, number, self.is_spike(rank, number))
@@ -193,7 +190,6 @@ class Stream:
         )
 
     def is_spike(self, rank: int, number: int) -> bool:
-        """Tell whether that step has the transient."""
         return bool(self.spike_every) and number % self.spike_every == 0 and rank == min(1, self.ranks - 1)
 
     def _shapes(self, rank: int, number: int, spike: bool) -> dict[str, tuple[int, int, int]]:
@@ -252,7 +248,6 @@ class Stream:
         )
 
     def samples(self, t: float) -> Iterator[DeviceSample]:
-        """Look at each device, and at each host, once."""
         draw = self._random
         hosts = {f"node-{rank // 8 + 1}" for rank in range(self.ranks)}
         for rank in range(self.ranks) if self.cuda else ():

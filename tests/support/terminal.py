@@ -46,7 +46,6 @@ class Screen:
         self._unfinished = ""
 
     def write(self, data: str) -> None:
-        """Draw output; it may end within a sequence."""
         data = self._unfinished + data
         unfinished = _UNFINISHED.search(data)
         self._unfinished = unfinished[0] if unfinished else ""
@@ -118,7 +117,6 @@ class Screen:
                 self._attributes += one
 
     def text(self) -> str:
-        """Return the cells as lines."""
         rows: list[list[str]] = [[] for _ in range(max((row for row, _ in self.cells), default=-1) + 1)]
         for (row, column), (text, _) in sorted(self.cells.items()):
             rows[row] += [" "] * (column - len(rows[row]))
@@ -127,8 +125,6 @@ class Screen:
 
 
 class TmuxTerminal:
-    """A pane of a tmux server of its own."""
-
     def __init__(self, columns: int, lines: int, environ: Mapping[str, str], folder: Path) -> None:
         self._tmux = ["tmux", "-S", str(folder / "tmux.sock"), "-f", "/dev/null"]
         size = ["-x", str(columns), "-y", str(lines)]
@@ -210,18 +206,15 @@ def wait_for(terminal: Terminal, *words: str, seconds: float = SECONDS) -> str:
 
 
 def wait_until_gone(terminal: Terminal, word: str) -> None:
-    """Wait until a word has left the screen."""
     eventually(lambda: word not in terminal.text(), f"{word!r} gone from the screen", state=terminal.text)
 
 
 def command(terminal: Terminal, *words: str) -> None:
-    """Type a command line and press enter."""
     terminal.press(" " + shlex.join(words), "Enter")
 
 
 @contextmanager
 def open_terminal(columns: int, lines: int, environ: Mapping[str, str], folder: Path) -> Iterator[Terminal]:
-    """Open a shell in a terminal of ``columns`` x ``lines``."""
     kind = TmuxTerminal if shutil.which("tmux") else PtyTerminal
     terminal = kind(columns, lines, environ, folder)
     try:

@@ -16,7 +16,6 @@ EVERY = 50
 def frames(
     ranks: int = 4, steps: int = 400, planned: int = 600, cuda: bool = True, devices: bool = True
 ) -> list[Frame]:
-    """Give the stream of a run that has made ``steps`` of the ``planned`` steps."""
     stream = Stream(ranks=ranks, steps=steps, step_s=0.62, cuda=cuda, devices=devices, finished=False, spike_every=130)
     found: list[Frame] = []
     for frame in stream.frames():
@@ -48,5 +47,4 @@ def _messages(frame: Frame, planned: int, cuda: bool) -> Iterator[Message]:
 
 
 def trained(path: Path, **options: int | bool) -> Path:
-    """Record such a run, through the real writer."""
     return write(path, frames(**options))  # pyright: ignore[reportArgumentType]

@@ -124,11 +124,9 @@ class TwoHosts:
         return pids[0]
 
     def enter_a(self) -> list[str]:
-        """Give the words that start a command on ``nodea``."""
         return ["nsenter", "-t", str(self.a), "-U", "-n", "-u", "--preserve-credentials", "--"]
 
     def enter_b(self) -> list[str]:
-        """Give the words that start a command on ``nodeb``."""
         return ["nsenter", "-t", str(self.b), "-U", "-n", "-u", "-m", "-p", "--preserve-credentials", "--"]
 
     def _start(self, words: list[str], environ: dict[str, str]) -> "subprocess.Popen[str]":

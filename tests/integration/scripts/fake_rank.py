@@ -30,8 +30,6 @@ from ftmon.protocol.run.rundir import RunDir
 
 
 class FakeRank:
-    """The sockets and the numbering of one rank."""
-
     def __init__(self, options):
         self.options = options
         self.rank = int(options.get("rank", 0))

@@ -13,8 +13,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class TinyNet(torch.nn.Module):
-    """Three layers."""
-
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))

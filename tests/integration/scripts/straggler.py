@@ -18,8 +18,6 @@ def lose(where: str) -> None:
 
 
 class Rows(Dataset[torch.Tensor]):
-    """Random rows, eight a batch."""
-
     def __len__(self) -> int:
         return 8 * STEPS
 
@@ -30,8 +28,6 @@ class Rows(Dataset[torch.Tensor]):
 
 
 class Net(torch.nn.Module):
-    """Two layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))

@@ -80,8 +80,6 @@ class _Lazily:
 
 
 class _There:
-    """The loader of a module that is imported already."""
-
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return sys.modules[spec.name]
 

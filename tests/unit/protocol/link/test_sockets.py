@@ -24,7 +24,6 @@ from ftmon.trainer.probe.link.output import read_options
 
 @pytest.fixture
 def loopback() -> str:
-    """The IPv6 loopback address, as it stands in an address of ZeroMQ."""
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::1", 0))

@@ -20,7 +20,6 @@ RECORDING = (DOCS / "recording.md").read_text().split("## Export")[0]  # ``tests
 
 
 def section(heading: str) -> str:
-    """Give the text under one heading, down to the next one."""
     found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", PROTOCOL, re.M | re.S)
     assert found, f"docs/protocol.md has no heading {heading!r}"
     return found[1]

@@ -104,7 +104,6 @@ def with_nan(path: Path) -> Path:
 
 
 def as_schema_2(path: Path) -> Path:
-    """Turn a recording into one of schema 2."""
     connection = sqlite3.connect(path, isolation_level=None)
     for view in ("loss_curve", "jobs_latest", "ranks_latest"):
         connection.execute(f"DROP VIEW {view}")

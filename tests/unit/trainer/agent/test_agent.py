@@ -21,7 +21,6 @@ def _signals() -> Iterator[None]:
 
 
 def agent(run: RunDir) -> Agent:
-    """Return an agent whose key was copied to this host for this run."""
     pair, server = keys.agent_pair(run), keys.server_pair(run)
     join = JoinFile(str(run.path), run.id, "nodea", "boot", [], 1, server.public, pair.public, pair.secret, "0")
     path = write_join(run, msgspec.structs.replace(join, pushed=True))

@@ -14,7 +14,6 @@ _STRINGS = re.compile(r'"[^"]*"')
 
 
 def exported() -> dict[str, set[str]]:
-    """Return the labels of every metric."""
     figures = RunFigures()
     for seq, message in enumerate(EXAMPLES, 1):
         figures.apply(Frame(seq, 1.0, message), True)

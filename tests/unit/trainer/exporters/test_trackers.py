@@ -24,8 +24,6 @@ NAN = math.nan
 
 
 class Kept:
-    """A client that keeps what it is given."""
-
     where = ""
     float32 = False
 

@@ -60,14 +60,12 @@ def test_an_answer_that_comes_late_leaves_a_rank_asleep_that_has_not_run(bench):
 
 
 def inspected(bench: Bench, *looks: tuple[dict[int, str], Activity]) -> None:
-    """Look at a rank that does not answer, but wrote these stacks on a signal."""
     for stacks, activity in looks:
         bench.inspected = Inspection(stacks, {}, {0: activity})
         bench.look(None)
 
 
 def judged(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reach the verdict that the rank stands still."""
     monkeypatch.setattr("ftmon.trainer.host.inspection.inspect.py_spy", lambda: "")
     views = by_rank([RankView(0, step=3, phase="forward", age=5.0, limit=4.0)])
     bench.tracker.verdict = Verdict(kind="alone", waiting=(), hung=(0,), sure=True, age=5.0, views=views)
@@ -83,7 +81,6 @@ def test_stacks_that_a_named_rank_writes_after_the_verdict_are_saved_and_none_fr
 
 
 def observe(bench: Bench, *activities: Activity, stacks: str = "", calls: Any = None) -> Any:
-    """Look at the rank in each of these states, with these stacks."""
     if stacks:
         bench.patch("_text_of", lambda _: (stacks, "", "probe"))
     for each in activities:

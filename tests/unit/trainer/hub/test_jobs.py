@@ -56,20 +56,17 @@ class Driver:
         return began
 
     def trained(self, steps: range) -> list[Hello]:
-        """Start two ranks that report these steps."""
         ranks = self.start(100)
         self.train(ranks, steps)
         return ranks
 
     def finish(self, hellos: Sequence[Hello], step: int) -> None:
-        """Let every rank end in order."""
         for hello in hellos:
             self.table.add(identity_of(hello), Goodbye(rank=hello.rank, time=self.now, step=step, reason="finished"))
             self.table.state(RankState(rank=hello.rank, state="finished", time=self.now, pid=hello.pid, exit_code=0))
             self.dead.add(hello.pid)
 
     def fail(self, hello: Hello, error: str) -> None:
-        """Let a rank report an error at its third step."""
         failure = Failure(rank=hello.rank, step=3, phase="forward", time=self.now, error=error)
         self.table.add(identity_of(hello), failure)
 
@@ -81,7 +78,6 @@ class Driver:
         return self.table.poll(self.now)
 
     def restarted(self, recorded: Sequence[Message]) -> None:
-        """Replace the table by another hub's, which has what is recorded."""
         self.table = JobTable(self.lives)
         self.table.restore(recorded)
 
@@ -279,7 +275,6 @@ def test_how_a_rank_ended_is_known_to_the_next_hub(driver):
 
 
 def failed(driver: Driver, errors: dict[int, str]) -> tuple[Job, list[Hello]]:
-    """Let ranks fail in that order; return their job, and what they said of themselves."""
     ranks = driver.trained(range(1, 3))
     for rank, error in errors.items():
         driver.fail(ranks[rank], error)

@@ -18,8 +18,6 @@ HELLO = Hello(0, 0, 1, "here", 77, 5, DeviceInfo("cuda", 0, "H200", 2**37), "cud
 
 
 class Rig:
-    """The hub's link to its ranks and agents, and the answers that arrive over it."""
-
     def __init__(self, context: "zmq.Context[Any]", folder: Path) -> None:
         self._context = context
         self._address = f"ipc://{folder}/r"

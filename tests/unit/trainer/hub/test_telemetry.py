@@ -22,8 +22,6 @@ BEAT_1, BEAT_2 = (msgspec.structs.replace(BEAT, rank=rank) for rank in (1, 2))
 
 
 class Line:
-    """A PUSH/PULL pair with an intake at its end."""
-
     def __init__(self, known: dict[str, int] | None) -> None:
         self.context = zmq.Context()
         self.pull = self.context.socket(zmq.PULL)

@@ -87,7 +87,6 @@ def by_hand(space: Space, fit: Callable[[int, bool], Fit]) -> list[Estimate]:
 
 
 def chosen(space: Space, fit: Callable[[int, bool], Fit], more: float = 1.0) -> tuple[Choice, list[Candidate]]:
-    """Choose; dry runs of candidates need ``more`` times the fitted memory."""
     ran: list[Candidate] = []
 
     def run(candidate: Candidate) -> tuple[int, float]:

@@ -8,7 +8,6 @@ GIB = 1 << 30
 
 
 def ranked(*speeds: float) -> list[Estimate]:
-    """Return candidates with these predicted speeds, told apart by their micro-batches 1, 2, 4 ..."""
     return [
         Estimate(Candidate(1, "none", False, 0, 1 << place, 32 >> place), GIB, 1.0, speed)
         for place, speed in enumerate(speeds)

@@ -25,7 +25,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """Make the directory of a run in a private home."""
     monkeypatch.setenv("FTMON_HOME", str(tmp_path))
     run = RunDir(tmp_path / "runs" / RUN.id)
     run.path.mkdir(parents=True, mode=0o700)

@@ -47,7 +47,6 @@ def _peak(seq: int) -> int:
 
 @pytest.fixture
 def ftmon(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command of these words; return its status, output and errors."""
     return lambda *words: (main(list(map(str, words))), *capsys.readouterr())
 
 
@@ -65,7 +64,6 @@ def shown(ftmon) -> Callable[..., str]:
 
 @pytest.fixture
 def sections(shown) -> Callable[..., list]:
-    """Report as JSON; return the sections."""
     return lambda *words: json.loads(shown("report", *words, "--json"))["sections"]
 
 

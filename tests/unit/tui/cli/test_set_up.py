@@ -32,8 +32,6 @@ def test_a_runs_directory_open_to_others_or_not_writable_is_flagged_with_the_rem
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Return a function that makes installed packages, by their versions and requirements."""
-
     def install(name: str, version: str, requirements: tuple[str, ...] = ()) -> None:
         folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir()

@@ -65,12 +65,10 @@ class Parsed:
         assert not any(open_slices.values())
 
     def time_of(self, packet: Any) -> int:
-        """Return the time of a packet, ns since the epoch."""
         assert self.clocks[6].timestamp == self.clocks[1].timestamp, "the time of day"
         return packet.timestamp
 
     def place(self, uuid: int) -> tuple[str, str]:
-        """Return the process and the name of a track."""
         track = self.tracks[uuid]
         return (self.tracks[track.parent_uuid].process.process_name if track.parent_uuid else "", track.name)
 

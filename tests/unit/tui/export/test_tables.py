@@ -69,7 +69,6 @@ def exported(tmp_path: Path) -> Callable[..., Rows]:
 
 
 def messages(path: Path, kind: type) -> Iterator[tuple[Frame, Any]]:
-    """Yield the messages of a type, decoded as a replay does."""
     with Reader(path) as reader:
         yield from ((frame, frame.message) for frame in reader.frames(limit=10_000) if isinstance(frame.message, kind))
 

@@ -31,7 +31,6 @@ HALF = {"labelled": 2, "unlabelled": 1}
 
 
 def states(detector: Inputs, steps: list[Step]) -> list[tuple[int, str, str]]:
-    """Return the step, kind and state of each finding."""
     return [(each.step, found.kind, found.state) for each in steps for found in detector.step(each)]
 
 

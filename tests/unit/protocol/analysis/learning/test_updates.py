@@ -21,7 +21,6 @@ def step(
 
 
 def found(detector: Updates, steps: list[Step]) -> list[tuple[int, str, str, int | None]]:
-    """Return the step of report, kind, state and first step of each finding."""
     return [(each.step, one.kind, one.state, one.step) for each in steps for one in detector.step(each)]
 
 

@@ -11,7 +11,6 @@ WAITS = {"collective": "all_reduce", "last_collective": "all_reduce"}
 
 
 def trained(ranks: int = 1, last: int = 12, *, cuda: bool = False) -> Sim:
-    """Return a run whose ranks have finished ``last`` steps."""
     sim = Sim(ranks, cuda=cuda)
     sim.begin()
     sim.train(1, last)

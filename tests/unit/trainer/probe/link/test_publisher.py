@@ -24,8 +24,6 @@ from ftmon.trainer.probe.values.batch import Seen
 
 
 class Sent:
-    """A publisher whose thread does not run: the test calls it, and receives from its socket."""
-
     def __init__(self, context: "zmq.Context[Any]", place: Path) -> None:
         training = Training(RankContext(0, 0, 1, RunDir(place)), Counts())
         self.tracker, self.outbox = training.tracker, training.outbox

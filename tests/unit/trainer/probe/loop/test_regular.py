@@ -28,8 +28,6 @@ BATCHES = 14
 
 
 class Loop:
-    """A model, its optimizer, and a loader of token ids with labels."""
-
     def __init__(self):
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9))
@@ -437,8 +435,6 @@ def test_micro_batches_that_another_optimizer_has_applied_are_not_pending_at_the
 
 
 class Samples:
-    """A memory back end whose samples are numbered."""
-
     measure, device_index, taken = "cuda", 0, 0
     tidy = read = None
 

@@ -43,7 +43,6 @@ def loop(training):
             self.steps.went_backward()
 
         def train(self):
-            """Finish a step whose batch was fetched; return its phases."""
             self.forward()
             self.backward()
             return self.update()

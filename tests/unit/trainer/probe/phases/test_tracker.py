@@ -70,7 +70,6 @@ class Rig:
         self.tracker.close_scope(before)
 
     def end(self, now=None, peak=None):
-        """End the step with these figures; return its message."""
         if now is not None:
             self.memory.set(now, peak)
         self.tracker.end_step()
@@ -98,7 +97,6 @@ def rig(monkeypatch):
 
 @pytest.fixture
 def second(rig):
-    """The same in its second step."""
     rig.run_step()
     return rig
 

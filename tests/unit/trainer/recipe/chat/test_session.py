@@ -7,7 +7,6 @@ from ftmon.trainer.recipe.chat import adapters, session
 
 
 def trained(name: str) -> str:
-    """Make a run of the trainer that has a final model; return its identifier."""
     run = rundir.create(name, ["train"], "train")
     run.config.write_text("")
     (run.path / "output" / "model").mkdir(parents=True)

@@ -69,7 +69,6 @@ def chats(path: Path, *answers: Any) -> Path:
 
 
 def documents(examples: Examples) -> list[list[int]]:
-    """List the documents of all rows, in order of content."""
     found: list[list[int]] = []
     for row in examples.rows:
         ends = numpy.cumsum(row.get("lengths", [len(row["input_ids"])]))[:-1]

@@ -116,7 +116,6 @@ def learned(tokenizer: Any, document: Encoded) -> str:
 
 
 def answers(tokenizer: Any, chat: Any, **data: Any) -> str:
-    """Return the text of a chat that is learned."""
     return learned(tokenizer, one(encoder(tokenizer, **data), {"messages": chat}))
 
 

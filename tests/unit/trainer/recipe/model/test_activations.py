@@ -54,7 +54,6 @@ def made(mode: str, kind: str = "llama", depth: int = 4, more: list[str] | None 
 
 
 def step(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return the loss and gradients of a step with random numbers of its own."""
     ids = torch.arange(TOKENS).reshape(ROWS, LENGTH) % 64
     torch.manual_seed(3)
     total = 0.0
@@ -222,8 +221,6 @@ def test_layers_above_frozen_embeddings_share_one_graph_too(graphs: Any, mode: s
 
 
 class OneRank:
-    """A world of one rank that keeps its log."""
-
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.log = self.note = self.lines.append

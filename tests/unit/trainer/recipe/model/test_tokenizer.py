@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 
 def saved(folder: Path, **tokens: str) -> Config:
-    """Save a tokenizer that knows of these special tokens alone."""
     core = tokenizer.train(lambda: ["a text to learn from"] * 4, 300).backend_tokenizer
     PreTrainedTokenizerFast(tokenizer_object=core, **tokens).save_pretrained(folder)
     return Config(tokenizer=settings.Tokenizer(name=str(folder)))
