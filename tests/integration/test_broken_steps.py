@@ -60,9 +60,16 @@ def test_an_update_whose_gradients_overflow_is_no_step_and_does_not_advance_the_
     assert len(set(rates)) == 6
 
 
-def test_a_run_with_an_overflow_resumes_to_the_same_losses_and_rates(outcome):
+def test_a_run_with_an_overflow_resumes_alike_and_losses_that_are_no_numbers_end_one(outcome):
     whole = outcome.steps("overflow-at-2")
     assert outcome.steps("resumed") == {step: whole[step] for step in (4, 5, 6)}
+    text = outcome.text["nan-from-4"]
+    (refused,) = re.findall(r"^refused: (.*)", text, re.MULTILINE)
+    assert "the loss is not a number" in refused
+    assert re.search(r"go on from \S+/step-2, with a lower", refused)
+    assert "note: no checkpoint after step 4: the loss is not a number" in text
+    assert not (outcome.out / "nan-from-4" / "checkpoints" / "step-4").exists()
+    assert max(outcome.steps("nan-from-4")) < 20
 
 
 @pytest.mark.parametrize(("name", "step"), [("overflow-from-3", 2), ("overflow-from-3-late", 3)])
@@ -77,13 +84,3 @@ def test_overflows_without_end_end_the_run(outcome, name, step):
 def test_a_skipped_update_leaves_numbers_behind(outcome, name):
     losses = [float(loss) for loss, _ in outcome.steps(name).values()]
     assert losses[-1] < losses[0]
-
-
-def test_losses_that_are_no_numbers_end_the_run_and_keep_the_last_good_checkpoint(outcome):
-    text = outcome.text["nan-from-4"]
-    (refused,) = re.findall(r"^refused: (.*)", text, re.MULTILINE)
-    assert "the loss is not a number" in refused
-    assert re.search(r"go on from \S+/step-2, with a lower", refused)
-    assert "note: no checkpoint after step 4: the loss is not a number" in text
-    assert not (outcome.out / "nan-from-4" / "checkpoints" / "step-4").exists()
-    assert max(outcome.steps("nan-from-4")) < 20

@@ -104,7 +104,7 @@ def test_lightning_s_closure_and_ddp_wrapper_hide_no_phase_and_no_loss(collector
         assert median(missing(step, own, name) for step, own in zip(steps, truth, strict=True)) < 0.003
 
 
-def test_a_rollout_is_a_phase_of_its_own_and_start_up_is_in_no_step(plain):
+def test_a_rollout_is_a_phase_and_start_up_and_what_comes_after_the_last_step_are_in_no_step(plain):
     steps, truth = plain[0]["rollout_loop"], printed(plain[1])[:6]
     assert [step.step for step in steps] == list(range(1, 7))
     for step, own in zip(steps, truth, strict=True):
@@ -118,6 +118,19 @@ def test_a_rollout_is_a_phase_of_its_own_and_start_up_is_in_no_step(plain):
     generated = sum(step.phase("generate").host_us for step in steps) / sum(step.host_us for step in steps)
     assert found.parts["generate"] == pytest.approx(generated, abs=0.01)
     assert "init" in {beat.phase for beat in plain[1].of(Heartbeat)}
+    found, collector = plain
+    (closing,) = collector.of(Closing)
+    last = found["tail_loop"][-1].step
+    assert last in (10, found["closure_loop"][-1].step + 10)
+    hello = collector.of(Hello)[-1]
+    assert (hello.framework, hello.model) == ("pytorch", "Linear")
+    assert hello.parameters == hello.trainable_parameters > 0
+    phases = {phase.name: phase for phase in closing.phases}
+    assert (closing.step, phases.keys() - {"data"}) == (last, {"eval", "checkpoint"})
+    evaluation = phases["eval"].resident
+    assert evaluation.transient > 350 * 2**20
+    assert evaluation.peak > max(phase.resident.peak for step in collector.of(Step) for phase in step.phases)
+    assert [(goodbye.reason, goodbye.step) for goodbye in collector.of(Goodbye)] == [("finished", last)]
 
 
 def test_a_trainer_with_a_peft_model_shows_the_model_inside_and_the_loss_that_it_logs(plain):
@@ -132,22 +145,6 @@ def test_a_trainer_with_a_peft_model_shows_the_model_inside_and_the_loss_that_it
     seen = [(step.step, step.micro_steps, step.samples, step.tokens) for step in steps]
     assert seen == [(number, 2, 4, 32) for number in (1, 2, 3)]
     assert steps[1].phase("forward").count == 2
-
-
-def test_what_comes_after_the_last_step_is_recorded_and_is_no_step(plain):
-    found, collector = plain
-    (closing,) = collector.of(Closing)
-    last = found["tail_loop"][-1].step
-    assert last in (10, found["closure_loop"][-1].step + 10)
-    hello = collector.of(Hello)[-1]
-    assert (hello.framework, hello.model) == ("pytorch", "Linear")
-    assert hello.parameters == hello.trainable_parameters > 0
-    phases = {phase.name: phase for phase in closing.phases}
-    assert (closing.step, phases.keys() - {"data"}) == (last, {"eval", "checkpoint"})
-    evaluation = phases["eval"].resident
-    assert evaluation.transient > 350 * 2**20
-    assert evaluation.peak > max(phase.resident.peak for step in collector.of(Step) for phase in step.phases)
-    assert [(goodbye.reason, goodbye.step) for goodbye in collector.of(Goodbye)] == [("finished", last)]
 
 
 def test_short_steps_read_memory_by_phase_now_and_then_and_tell_all_else_as_before(collector):

@@ -165,10 +165,14 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(runs: Runs, kind
     assert all(torch.equal(tensor, second[name]) for name, tensor in first_weights.items())
 
 
-def test_a_run_killed_with_sigkill_goes_on_as_if_it_had_not_been(runs: Runs) -> None:
+def test_a_run_killed_with_sigkill_goes_on_and_sigterm_in_one_rank_saves_a_checkpoint_and_ends_all(runs):
     whole, resumed = runs.losses("whole-one"), runs.losses("resumed-killed")
     assert "0 7" in resumed
     assert resumed == {key: loss for key, loss in whole.items() if key in resumed}
+    (step,) = re.findall(r"stopped on request after step (\d) of 7", runs.text["term-3-z1"])
+    assert int(step) in (4, 5)
+    assert f"checkpoints/step-{step}" in runs.text["term-3-z1"]
+    assert [path.name for path in (runs.path / "term-3-z1" / "checkpoints").glob("step-*")] == [f"step-{step}"]
 
 
 @pytest.mark.parametrize("name", list(CHANGES))
@@ -269,13 +273,6 @@ def test_the_final_model_has_a_card_and_its_own_settings(runs: Runs) -> None:
     assert config["use_cache"] is True
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == config["eos_token_id"]
     assert (folder / "chat_template.jinja").is_file()
-
-
-def test_sigterm_in_one_rank_saves_a_checkpoint_and_ends_all(runs: Runs) -> None:
-    (step,) = re.findall(r"stopped on request after step (\d) of 7", runs.text["term-3-z1"])
-    assert int(step) in (4, 5)
-    assert f"checkpoints/step-{step}" in runs.text["term-3-z1"]
-    assert [path.name for path in (runs.path / "term-3-z1" / "checkpoints").glob("step-*")] == [f"step-{step}"]
 
 
 def test_a_full_disk_stops_no_training_and_leaves_the_checkpoint_before_it(runs: Runs) -> None:

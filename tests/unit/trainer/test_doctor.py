@@ -51,12 +51,22 @@ def test_versions_outside_the_tested_ones_are_warned_of(monkeypatch, library, ve
     assert (check.state, check.text) == (state, text)
 
 
-def test_the_table_of_tested_versions_has_both_ends_in_order():
+def test_the_table_of_tested_versions_is_in_order_and_a_check_that_breaks_is_a_finding(monkeypatch):
     tested = checks.tested_versions()
     assert {"torch", "transformers", "deepspeed"} <= tested.keys()
     parts = checks.version_parts
     assert all(parts(oldest) <= parts(newest) for oldest, newest in tested.values())
     assert all(parts(watched) <= parts(tested[name][0]) for name, watched in checks.watched_versions().items())
+
+    def broken() -> Iterator[doctor.Check]:
+        yield doctor.Check("first", "ok", "fine")
+        raise RuntimeError("libcuda is of another world\nand more")
+
+    monkeypatch.setattr(doctor, "_ALL", (broken,))
+    first, second = doctor.examine()
+    assert first.name == "first"
+    assert (second.name, second.state) == ("broken", "error")
+    assert second.text == "cannot be checked: libcuda is of another world"
 
 
 def test_missing_packages_are_findings_and_break_nothing(monkeypatch):
@@ -73,18 +83,6 @@ def test_missing_packages_are_findings_and_break_nothing(monkeypatch):
     assert found["torch"].state == found["deepspeed"].state == "error"
     assert (found["torch"].remedy, found["peft"].state) == (doctor.INSTALL, "warning")
     assert found["shared memory"].text
-
-
-def test_a_check_that_breaks_is_itself_a_finding(monkeypatch):
-    def broken() -> Iterator[doctor.Check]:
-        yield doctor.Check("first", "ok", "fine")
-        raise RuntimeError("libcuda is of another world\nand more")
-
-    monkeypatch.setattr(doctor, "_ALL", (broken,))
-    first, second = doctor.examine()
-    assert first.name == "first"
-    assert (second.name, second.state) == ("broken", "error")
-    assert second.text == "cannot be checked: libcuda is of another world"
 
 
 def test_without_compiler_and_ninja_or_with_little_shared_memory_there_are_remedies(monkeypatch):

@@ -81,7 +81,7 @@ def test_marks_go_on_where_an_earlier_writer_left_off(tmp_path, frames):
         assert reader.marks() == expected(frames)
 
 
-def test_the_state_at_a_time_has_the_last_events_and_what_explains_the_highest_peak(reader, frames):
+def test_the_state_at_a_time_explains_the_highest_peak_and_samples_are_spread_to_the_last(reader, frames):
     for t in (frames[len(frames) // 2].t, frames[-1].t):
         so_far = [f.message for f in frames if f.t <= t and isinstance(f.message, Composition) and f.message.rank == 1]
         found = [f.message for f in reader.state_at(t) if isinstance(f.message, Composition) and f.message.rank == 1]
@@ -91,9 +91,6 @@ def test_the_state_at_a_time_has_the_last_events_and_what_explains_the_highest_p
     state = [frame.message for frame in reader.state_at(frames[-1].t)]
     assert [message.phase for message in state if isinstance(message, Cause)] == ["optimizer"]
     assert {message.rank: message.step for message in state if isinstance(message, AllocatorEvents)} == {0: 40, 1: 40}
-
-
-def test_samples_are_spread_over_the_recording_and_end_with_its_last(reader):
     sampled = reader.sampled("events", 0, 3)
     answer = answer_query(reader, "sampled", {"kind": "events", "rank": 0, "limit": 3})
     assert decode_answer("sampled", answer) == sampled

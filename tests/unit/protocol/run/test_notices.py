@@ -17,7 +17,6 @@ from ftmon.protocol.run.notices import (
     terminal_sequence,
     write_notify,
 )
-from ftmon.protocol.run.rundir import RunDir
 from ftmon.tui.cli.arguments import build_parser
 from ftmon.tui.model.run import RunModel, TerminalNotices
 
@@ -77,15 +76,12 @@ def test_only_the_chosen_events_are_told_and_the_help_names_every_one(capsys):
     assert ",".join(EVENTS) in capsys.readouterr().out
 
 
-def test_the_targets_are_kept_for_their_owner_alone_and_not_in_the_runs_file(run: RunDir):
+def test_targets_are_kept_for_their_owner_alone_and_the_terminal_tells_what_is_new(run):
     assert read_notify(run) is None
     write_notify(run, Notify(["https://hooks.example/secret"], ["finish"]))
     assert read_notify(run) == Notify(["https://hooks.example/secret"], ["finish"])
     assert (run.path / "notify.json").stat().st_mode & 0o077 == 0
     assert "secret" not in (run.path / "run.json").read_text()
-
-
-def test_the_terminal_tells_what_is_new_since_it_shows_the_run(run: RunDir):
     write_notify(run, Notify(["terminal"], ["hang", "failure"]))
     watch, model = TerminalNotices(run), RunModel()
     model.apply(Frame(1, 1.0, alert(1, "hang", time=1.0)))

@@ -78,7 +78,7 @@ def test_figures_of_a_rank_end_with_its_process_and_those_of_a_job_with_the_next
     assert {(label, value) for (name, label), value in found.items() if name == "step"} == {("0", 1.0)}
 
 
-def test_skipped_steps_are_counted_and_alerts_are_gauges_that_return_to_0() -> None:
+def test_skipped_steps_are_counted_alerts_return_to_0_and_text_of_a_script_is_escaped():
     evidence = {"finding": "nan_loss"}
     raised = Alert(1, "health", "error", 1.0, "loss is NaN", 1, evidence=evidence)
     resolved = Alert(1, "health", "error", 1.0, "loss is NaN", 1, evidence=evidence, resolved=2.0)
@@ -86,9 +86,6 @@ def test_skipped_steps_are_counted_and_alerts_are_gauges_that_return_to_0() -> N
     two = after(step(1, overflow=True), step(2), step(3, overflow=True), raised, other)
     assert (two["skipped_steps_total", "0"], two["alerts", "nan_loss,health,1,error"]) == (2, 2)
     assert after(raised, resolved)["alerts", "nan_loss,health,1,error"] == 0
-
-
-def test_text_of_a_script_is_escaped_and_its_nan_is_flagged() -> None:
     name = 'x"\\\n{}= é'
     found = after(Evaluation(0, 1, 1.0, name=name, loss=float("nan"), metrics={"f1/\n": 0.5}))
     assert found["eval_loss_finite", name] == 0

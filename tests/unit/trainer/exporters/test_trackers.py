@@ -156,7 +156,7 @@ def test_what_a_client_raises_in_a_replay_is_one_line_without_keys(tmp_path, mon
     assert str(caught.value) == "mlflow: OperationalError: database or disk is full of ***"
 
 
-def test_what_is_not_live_and_alerts_of_an_earlier_process_are_not_written_again():
+def test_what_is_not_live_is_not_written_again_and_texts_of_clients_are_shown_without_keys(monkeypatch):
     client = Kept()
     tracker = Tracker(client)
     tracker.open(RUN)
@@ -165,9 +165,6 @@ def test_what_is_not_live_and_alerts_of_an_earlier_process_are_not_written_again
     tracker.alert(Alert(1, "hang", "error", 1.0, "an old one"))
     assert (client.rows, client.notes) == ([], [])
     assert client.facts
-
-
-def test_texts_of_clients_are_shown_without_keys_and_users(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "abcdef123")
     text = "cannot reach http://me:secret@host:5000/api?key=abcdef123\nsecond line"
     assert without_secrets(text) == "cannot reach http://host:5000/api?key=***"

@@ -50,15 +50,12 @@ def test_lines_carry_their_rank_and_stream_and_other_files_are_left_alone(run):
     assert found == {*ours, (1, "out", "one"), (1, "out", "red plain")}
 
 
-def test_a_line_is_given_once_and_only_when_it_is_whole(run, tail, clock):
+def test_a_line_is_given_once_when_it_is_whole_or_after_a_while_and_at_the_end_of_the_run(run, tail, clock):
     append(run, "rank-0.out", b"first\nsec")
     assert texts(tail.poll()) == ["first"]
     append(run, "rank-0.out", b"ond\n")
     assert texts(tail.poll()) == ["second"]
     assert tail.poll() == []
-
-
-def test_a_line_without_end_is_given_after_a_while_and_at_the_end_of_the_run(run, tail, clock):
     append(run, "rank-0.out", b"Continue? [y/n] ")
     assert tail.poll() == []
     clock[0] += log_tail.PARTIAL_S

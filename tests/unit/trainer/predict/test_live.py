@@ -61,17 +61,6 @@ def test_a_rank_that_comes_to_use_a_gpu_is_predicted(predicting):
     assert not any("on the CPU" in message.refused for message in sent)
 
 
-def test_a_process_that_ends_without_an_answer_is_told_with_its_log(predicting):
-    made, sent, begun = predicting("demo")
-    made.hello(hello("cuda"))
-    made.hello(hello("cuda"))
-    made.tick()
-    made.hello(hello("cuda"))
-    assert len(begun) == 1
-    assert "--gpu=NVIDIA H200" in begun[0]
-    assert [message.refused for message in sent] == ["its process ended (exit code 3): see logs/predict.log"]
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "earlier"),
     [("run", {}, []), ("watch", {}, []), ("train", {"predict": False}, []), ("train", {}, [Prediction(1.0)])],
@@ -83,9 +72,17 @@ def test_foreign_runs_and_those_that_an_earlier_hub_predicted_are_left_alone(pre
     assert (sent, begun) == ([], [])
 
 
-def test_lengths_are_the_longest_and_its_halves():
+def test_lengths_are_the_longest_and_its_halves_and_a_process_without_an_answer_is_told_with_its_log(predicting):
     assert lengths(4096) == [256, 512, 1024, 2048, 4096]
     assert lengths(24) == [8, 12, 24]
+    made, sent, begun = predicting("demo")
+    made.hello(hello("cuda"))
+    made.hello(hello("cuda"))
+    made.tick()
+    made.hello(hello("cuda"))
+    assert len(begun) == 1
+    assert "--gpu=NVIDIA H200" in begun[0]
+    assert [message.refused for message in sent] == ["its process ended (exit code 3): see logs/predict.log"]
 
 
 def test_where_results_go_does_not_change_the_cached_prediction_and_the_zero_stage_does(monkeypatch):

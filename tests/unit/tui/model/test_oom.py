@@ -137,14 +137,6 @@ def test_a_late_join_shows_what_one_who_was_there_sees(tmp_path: Path) -> None:
         assert (now.standing, now.crossing) == (then.standing, then.crossing)
 
 
-def test_marks_after_the_moment_shown_are_left_out(tmp_path: Path) -> None:
-    with Reader(explained(tmp_path / "r.sqlite", 1, steps=300)) as reader:
-        info = reader.info()
-        overview = read_overview(reader, info)
-        early = load(reader, reader.step_time(40) or 0.0, describe(info), overview)
-    assert {mark.step <= 40 for mark in early.ranks[0].memory.marks} == {True}
-
-
 STACKS = [{"bytes": 900, "count": 2, "frames": ["/home/u/train.py:3 main", "/x/torch/optim/adamw.py:5 step"]}]
 
 
@@ -212,7 +204,7 @@ def test_of_several_errors_the_first_of_the_last_ones_is_shown_and_a_group_names
     assert group_parts(StackGroup(1, 1, ["evil\x1b[2J:1 \x07f"]))[0] == "\ufffdf  evil:1"
 
 
-def test_a_replay_of_the_recording_shows_the_report(tmp_path: Path) -> None:
+def test_a_replay_of_the_recording_shows_the_report_and_marks_after_the_moment_are_left_out(tmp_path):
     source = ReplaySource(out_of_memory(tmp_path), at_end=True)
     source.start()
     try:
@@ -221,6 +213,11 @@ def test_a_replay_of_the_recording_shows_the_report(tmp_path: Path) -> None:
         assert source.folder == tmp_path
     finally:
         source.close()
+    with Reader(explained(tmp_path / "r.sqlite", 1, steps=300)) as reader:
+        info = reader.info()
+        overview = read_overview(reader, info)
+        early = load(reader, reader.step_time(40) or 0.0, describe(info), overview)
+    assert {mark.step <= 40 for mark in early.ranks[0].memory.marks} == {True}
 
 
 def session_with(output: str, error: str = "", ok: bool = True, text: str = "") -> ConsoleSession:

@@ -14,7 +14,7 @@ def taken(rank: int, text: str, **fields: str) -> Stacks:
 ALL = {rank: taken(rank, STACKS if rank == 3 else WAITS) for rank in range(8)}
 
 
-def test_ranks_at_the_same_place_are_one_group_the_largest_first() -> None:
+def test_ranks_at_the_same_place_are_one_group_and_the_command_says_who_did_not_answer():
     heads = [row for row in rows(ALL) if row.kind == "group"]
     assert [row.text for row in heads] == [
         "7 ranks (0-2, 4-7): all_gather_into_tensor in stage3.py:582 in fetch",
@@ -22,6 +22,15 @@ def test_ranks_at_the_same_place_are_one_group_the_largest_first() -> None:
     ]
     assert heads[0].ranks == (0, 1, 2, 4, 5, 6, 7)
     assert rows({}) == []
+    answers = {"0": {"text": WAITS, "thread": ""}, "1": {"text": WAITS, "thread": ""}, "2": {}}
+    result = Result("1", False, "stacks", "stacks of ranks 0, 1; rank 2: its process is gone", {"answers": answers})
+    lines = as_lines(result)
+    assert lines[0] == "2 ranks (0-1): all_gather_into_tensor in stage3.py:582 in fetch"
+    assert lines[1] == "    distributed_c10d.py:3843 in all_gather_into_tensor"
+    assert lines[-1].endswith("rank 2: its process is gone")
+    found = as_json(result)
+    assert (found["groups"][0]["ranks"], found["groups"][0]["doing"]) == ([0, 1], "collective")
+    assert found["groups"][0]["frames"][-1]["file"] == "/home/user/train.py"
 
 
 def test_an_unfolded_group_has_all_threads_and_native_frames_and_a_rank_that_could_not_answer_is_told():
@@ -32,15 +41,3 @@ def test_an_unfolded_group_has_all_threads_and_native_frames_and_a_rank_that_cou
     assert [row.text for row in unfolded if row.kind == "native"] == ["Thread 1 (idle): python", "    poll (libc.so.6)"]
     (head, *_) = rows({0: taken(0, WAITS, taken_by="signal")})
     assert head.text.endswith("(could not answer: native code holds Python's lock)")
-
-
-def test_the_command_prints_groups_and_says_who_did_not_answer() -> None:
-    answers = {"0": {"text": WAITS, "thread": ""}, "1": {"text": WAITS, "thread": ""}, "2": {}}
-    result = Result("1", False, "stacks", "stacks of ranks 0, 1; rank 2: its process is gone", {"answers": answers})
-    lines = as_lines(result)
-    assert lines[0] == "2 ranks (0-1): all_gather_into_tensor in stage3.py:582 in fetch"
-    assert lines[1] == "    distributed_c10d.py:3843 in all_gather_into_tensor"
-    assert lines[-1].endswith("rank 2: its process is gone")
-    found = as_json(result)
-    assert (found["groups"][0]["ranks"], found["groups"][0]["doing"]) == ([0, 1], "collective")
-    assert found["groups"][0]["frames"][-1]["file"] == "/home/user/train.py"

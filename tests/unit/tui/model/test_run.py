@@ -77,7 +77,7 @@ def stepped(lengths: Sequence[float], total: int = 0, pauses: dict[int, float] |
     return model
 
 
-def test_three_slower_steps_give_the_new_speed_and_time_left_also_in_plain_lines():
+def test_three_slower_steps_are_the_new_speed_and_an_ended_run_s_is_the_mean_without_the_first():
     model = stepped([3.8] * 30 + [11.6] * 3, total=43)
     assert model.rates.seconds_per_step == pytest.approx(11.6)
     assert model.rates.tokens_per_second == pytest.approx(100 / 11.6)
@@ -85,6 +85,12 @@ def test_three_slower_steps_give_the_new_speed_and_time_left_also_in_plain_lines
     text = "\n".join(Narrator().new_lines(model))
     assert "11.600 s/step" in text
     assert "1 m 56 s left" in text
+    model = stepped([60.0, *[1.0] * 50, *[3.0] * 50], pauses={70: 500.0})
+    assert model.rates.seconds_per_step == pytest.approx(3.0)
+    model.apply(Frame(1000, BEGAN + 1000, control.RunState("finished", BEGAN + 1000)))
+    assert model.rates.seconds_per_step == pytest.approx(2.0)
+    assert model.rates.tokens_per_second == pytest.approx(50.0)
+    assert model.seconds_left is None
 
 
 @pytest.mark.parametrize(
@@ -107,15 +113,6 @@ def test_evaluations_are_part_of_time_left_and_steps_that_were_not_recorded_shar
     model = stepped([1.0] * 10)
     model.apply(Frame(100, BEGAN + 15, Step(0, 15, BEGAN + 14, 1_000_000, [], tokens=100)))
     assert model.rates.seconds_per_step == pytest.approx(1.0)
-
-
-def test_an_ended_run_has_the_mean_over_its_steps_without_the_first():
-    model = stepped([60.0, *[1.0] * 50, *[3.0] * 50], pauses={70: 500.0})
-    assert model.rates.seconds_per_step == pytest.approx(3.0)
-    model.apply(Frame(1000, BEGAN + 1000, control.RunState("finished", BEGAN + 1000)))
-    assert model.rates.seconds_per_step == pytest.approx(2.0)
-    assert model.rates.tokens_per_second == pytest.approx(50.0)
-    assert model.seconds_left is None
 
 
 EARLY_STOP = telemetry.EarlyStop(0, 14, STARTED + 2, 3, 1.234, 8)
@@ -252,7 +249,7 @@ def test_an_alert_sent_again_replaces_itself_and_of_too_many_the_one_updated_lea
     assert {0, 1} & {alert.id for alert in history} == {0}
 
 
-def test_shares_are_of_device_time_where_every_phase_has_it_else_waiting_in_collectives_is_a_share():
+def test_shares_are_of_device_time_or_count_waiting_and_start_up_is_in_no_step():
     waits = phase("backward", 9, 100_000, 300_000, collective_us=200_000)
     shares = model_of(run_model_step(0, 1, phase("forward", 9), waits)).ranks[0].shares
     assert (shares.clock, shares.step_ms) == ("host", pytest.approx(500.0))
@@ -262,9 +259,6 @@ def test_shares_are_of_device_time_where_every_phase_has_it_else_waiting_in_coll
     shares = model_of(run_model_step(0, 1, *timed, device_us=100_000)).ranks[0].shares
     assert (shares.clock, shares.parts["backward"]) == ("device", pytest.approx(0.6))
     assert shares.parts["other"] == pytest.approx(0.1)
-
-
-def test_start_up_is_in_no_step_s_time_and_a_rollout_is_a_share_of_its_own():
     first = run_model_step(
         0, 1, phase("init", 1, -3_000_000, 3_000_000), phase("generate", 9, 0, 300_000), phase("forward", 9)
     )

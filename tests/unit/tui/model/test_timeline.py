@@ -87,7 +87,7 @@ def test_a_gap_takes_its_smaller_neighbour_the_end_the_latest_figure_and_the_wor
     assert timeline.window(10, 19.0).marks[2].kind == "hang"
 
 
-def test_adopted_history_stands_in_front_of_what_is_known_and_loses_nothing() -> None:
+def test_adopted_history_stands_in_front_of_what_is_known_and_older_columns_are_kept():
     past = dict.fromkeys(range(100, 110), (50, 60, EMPTY)) | {104: (900, 901, EMPTY)}
     timeline = Timeline()
     for second in range(1744, 1800):
@@ -98,9 +98,6 @@ def test_adopted_history_stands_in_front_of_what_is_known_and_loses_nothing() ->
     assert max(whole.allocated) == 900
     assert timeline.window(20, 1799.0).allocated == [70] * 20
     assert timeline.window(160, 1759.0).allocated[64:80] == [900] * 16
-
-
-def test_adopting_a_newer_stretch_keeps_the_older_columns_known_already() -> None:
     timeline = Timeline()
     for second in range(1000, 1040):
         timeline.add(second, second, 5000)

@@ -75,7 +75,7 @@ def test_blocks_above_max_split_size_are_neither_split_nor_given_to_small_reques
     assert (sizes(model), model.retries) == ([20 * MIB, 90 * MIB], 0)
 
 
-def test_oversize_blocks_of_expandable_segments_are_unmapped_and_not_released():
+def test_oversize_blocks_of_expandable_segments_are_unmapped_and_ranges_with_holes_are_continued():
     settings = Settings(expandable_segments=True, max_split_size_bytes=32 * MIB)
     model = CachingAllocator(settings, capacity_bytes=150 * MIB)
     first = model.allocate(100 * MIB)
@@ -83,9 +83,14 @@ def test_oversize_blocks_of_expandable_segments_are_unmapped_and_not_released():
     model.free(first)
     model.allocate(70 * MIB)  # the free block is more than 20 MiB too large
     assert (model.reserved, model.retries) == (100 * MIB, 1)
+    snapshot = read_snapshot(DATA / "expandable_zero2.pickle.gz")
+    found = compare(snapshot, 0, EXPANDABLE, device_bytes=150_109_880_320)
+    assert found.same_address == found.requests == 6290
+    assert found.same_blocks
+    assert found.largest_reserved_error == 0
 
 
-def test_garbage_collection_releases_the_segments_that_were_unused_longest():
+def test_garbage_collection_releases_the_segments_unused_longest_and_peaks_are_since_the_last_reset():
     model = CachingAllocator(Settings(garbage_collection_threshold=0.7), capacity_bytes=320 * MIB)
     model.set_per_process_memory_fraction(300 / 320)
     old, new = model.allocate(60 * MIB), model.allocate(50 * MIB)
@@ -95,6 +100,12 @@ def test_garbage_collection_releases_the_segments_that_were_unused_longest():
     model.free(new)
     model.allocate(64 * MIB)  # 234 MiB are reserved, of which 210 may be
     assert sizes(model) == [50 * MIB, 62 * MIB, 62 * MIB, 64 * MIB]
+    model = CachingAllocator()
+    model.free(model.allocate(30 * MIB))
+    model.allocate(5 * MIB)
+    assert model.peaks().allocated_bytes == 30 * MIB
+    model.reset_peaks()
+    assert (model.peaks().allocated_bytes, model.peaks().reserved_bytes) == (5 * MIB, 30 * MIB)
 
 
 def test_expandable_segments_grow_by_pages_in_one_range_and_stop_at_the_capacity():
@@ -127,15 +138,6 @@ def test_free_pages_inside_an_expandable_segment_are_unmapped_and_filled_again()
         model.free(handle)
     model.empty_cache()
     assert (model.reserved, model.segments()) == (0, [])
-
-
-def test_peaks_are_those_since_the_last_reset():
-    model = CachingAllocator()
-    model.free(model.allocate(30 * MIB))
-    model.allocate(5 * MIB)
-    assert model.peaks().allocated_bytes == 30 * MIB
-    model.reset_peaks()
-    assert (model.peaks().allocated_bytes, model.peaks().reserved_bytes) == (5 * MIB, 30 * MIB)
 
 
 CAPACITY = 400 * MIB
@@ -338,11 +340,3 @@ def test_a_steady_step_is_served_from_the_recorded_addresses():
     assert found.same_segments
     assert found.same_blocks
     assert found.modelled_reserved_peak_bytes == found.recorded_reserved_peak_bytes
-
-
-def test_expandable_segments_with_unmapped_pages_between_mapped_ones_are_continued():
-    snapshot = read_snapshot(DATA / "expandable_zero2.pickle.gz")
-    found = compare(snapshot, 0, EXPANDABLE, device_bytes=150_109_880_320)
-    assert found.same_address == found.requests == 6290
-    assert found.same_blocks
-    assert found.largest_reserved_error == 0

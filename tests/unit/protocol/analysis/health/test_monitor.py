@@ -162,7 +162,7 @@ def test_a_finding_in_words_and_its_evidence(finding: Finding, title: str, text:
     assert kinds.evidence_of(finding) == plain
 
 
-def test_where_a_loss_that_is_no_number_began() -> None:
+def test_where_a_loss_that_is_no_number_began_and_what_else_than_a_divergence_explains_a_rise():
     infinite = said("nan_loss", replace(NAN, value="inf", last_good_step=None, precision="fp16"), ranks=(1,))
     assert infinite.title == "infinite loss on rank 1 since step 30"
     assert infinite.text.startswith("Rank 1 had no finite one before, learning rate 0.0001. Other ranks were finite")
@@ -172,9 +172,6 @@ def test_where_a_loss_that_is_no_number_began() -> None:
     spread = said("nan_loss", replace(NAN, finite_elsewhere=False), ranks=(0, 1))
     assert spread.title == "NaN loss on rank 1 since step 30"
     assert spread.text.endswith("learning rate 0.0001. Since then: ranks 0-1.")
-
-
-def test_a_rise_that_other_things_than_a_divergence_explain() -> None:
     rollouts = said("diverging_loss", replace(DIVERGENCE, rollouts=True, stepped=True), severity="info")
     assert rollouts.title == "loss has risen to 36.1, was 2.168 at step 281"
     why = "The run trains on its own rollouts: the loss of a policy or value model may rise as rewards do."

@@ -84,12 +84,21 @@ def test_steps_not_examined_are_none_with_labels_and_half_without_labels_are_nam
     assert [(one.state, one.step) for one in found] == [("raised", 10)]
 
 
-def test_an_end_that_is_among_the_inputs_and_never_a_label_is_raised_until_it_is_one():
+def test_an_end_never_a_label_is_raised_until_it_is_one_and_labels_that_are_not_the_next_tokens_too():
     detector = Inputs()
     found = states(detector, [step(number, ends=4) for number in range(1, 11)])
     assert found == [(ENDS // 4, "end_never_learned", "raised")]
     assert states(detector, [step(11, ends=4, learned_ends=1)]) == [(11, "end_never_learned", "resolved")]
     assert states(Inputs(), [step(number, ends=4, learned_ends=4) for number in range(1, 50)]) == []
+    detector = Shifts()
+    looked_at = {5: "twice", 50: "twice", 100: "never", 150: "once", 200: "never", 250: "never", 300: "never"}
+    steps = [step(number, shifted=looked_at.get(number, "")) for number in range(1, 310)]
+    found = [(each.step, one) for each in steps for one in detector.step(each)]
+    expected = [*((50, "raised", 5), (150, "resolved", 5), (250, "raised", 200))]
+    assert [(at, one.state, one.step) for at, one in found] == expected
+    titles = [words_of(one).title for _, one in found]
+    assert titles[0] == "labels are shifted twice since step 5: the model learns the token after the next one"
+    assert titles[2] == "labels are not shifted since step 200: the model learns to copy its input"
 
 
 def test_padding_among_the_labels_of_several_steps_and_rows_that_begin_twice_are_told_once():
@@ -267,15 +276,3 @@ def test_batches_that_come_once_from_each_worker_are_named(workers, micro_steps)
 )
 def test_batches_that_differ_or_are_repeated_otherwise_are_fine(workers, every, options):
     assert fed(workers, every, **options, steps=400) == []
-
-
-def test_labels_that_are_not_the_next_tokens_are_told_until_they_are():
-    detector = Shifts()
-    looked_at = {5: "twice", 50: "twice", 100: "never", 150: "once", 200: "never", 250: "never", 300: "never"}
-    steps = [step(number, shifted=looked_at.get(number, "")) for number in range(1, 310)]
-    found = [(each.step, one) for each in steps for one in detector.step(each)]
-    expected = [*((50, "raised", 5), (150, "resolved", 5), (250, "raised", 200))]
-    assert [(at, one.state, one.step) for at, one in found] == expected
-    titles = [words_of(one).title for _, one in found]
-    assert titles[0] == "labels are shifted twice since step 5: the model learns the token after the next one"
-    assert titles[2] == "labels are not shifted since step 200: the model learns to copy its input"

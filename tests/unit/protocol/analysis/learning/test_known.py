@@ -15,15 +15,13 @@ def test_a_row_is_of_its_versions(version: str, has: bool) -> None:
     assert KnownFault("deepspeed", "", "", "", "0.17.6", "0.19.4").has(version) == has
 
 
-def test_every_row_says_what_is_wrong_with_what_conditions_and_where_it_is_discussed() -> None:
+def test_every_known_fault_says_what_is_wrong_and_a_run_is_told_once_of_those_it_has():
     for fault in known_faults():
         assert fault.what
         assert fault.remedy
         assert fault.thread.startswith("https://github.com/")
         assert fault.when.keys() <= set(Hello.__struct_fields__)
 
-
-def test_a_run_is_told_once_of_the_faults_whose_conditions_it_has() -> None:
     def hello(stage: int, precision: str, rank: int = 0) -> Hello:
         return Sim(2).hello(rank, zero_stage=stage, precision=precision, versions={"deepspeed": "0.19.8"})
 

@@ -34,13 +34,20 @@ def test_enough_that_lies_in_pieces_is_fragmentation_and_expandable_segments_fix
     assert "expandable_segments" not in [remedy.kind for remedy in tried(expandable)]
 
 
-def test_a_batch_longer_than_any_before_is_told_with_both_and_what_it_adds():
+def test_a_batch_longer_than_any_before_is_told_and_a_model_that_fills_the_device_is_too_large():
     oom = of(batch_shape=[4, 8192], parts={"activations": 50 * GIB, "parameters": 27 * GIB})
     verdict = judge(oom, OomContext(HELLO))
     assert (verdict.kind, verdict.sure, verdict.figures["excess"]) == ("longer_batch", True, 3 * GIB)
     found = {remedy.kind: remedy for remedy in tried(oom, OomContext(HELLO))}
     assert (next(iter(found)), found["micro_batch"].frees_bytes) == ("sequence", 25 * GIB)
     assert (found["checkpointing"].frees_bytes, found["checkpointing"].bound) == (50 * GIB, "at most")
+    oom = of(
+        parts={"parameters": 20 * GIB, "gradients": 20 * GIB, "optimizer_states": 35 * GIB, "activations": 2 * GIB}
+    )
+    assert kind(oom) == "too_large"
+    first = tried(oom, OomContext(HELLO))[0]
+    assert (first.kind, first.setting) == ("zero", "zero_optimization.stage: 2")
+    assert first.frees_bytes == 15 * GIB  # the gradients, three quarters of them
 
 
 @pytest.mark.parametrize("width", [2, 4])
@@ -100,16 +107,6 @@ def test_memory_of_another_process_is_told_only_where_the_rank_itself_is_listed(
     assert (unlisted.kind, unlisted.sure) == ("outside", False)
     assert unlisted.figures.keys() & {"others", "outside", "elsewhere"} == {"elsewhere"}
     assert unlisted.figures["elsewhere"] == 42 * GIB
-
-
-def test_a_model_that_fills_the_device_is_too_large_and_more_sharding_is_tried_first():
-    oom = of(
-        parts={"parameters": 20 * GIB, "gradients": 20 * GIB, "optimizer_states": 35 * GIB, "activations": 2 * GIB}
-    )
-    assert kind(oom) == "too_large"
-    first = tried(oom, OomContext(HELLO))[0]
-    assert (first.kind, first.setting) == ("zero", "zero_optimization.stage: 2")
-    assert first.frees_bytes == 15 * GIB  # the gradients, three quarters of them
 
 
 def test_a_limit_on_the_process_is_named_with_what_lies_beyond_it_and_what_others_hold_is_not_why():

@@ -278,7 +278,7 @@ def test_a_failed_allocation_with_what_to_try_and_a_rank_that_is_held() -> None:
     )
 
 
-def test_a_failed_allocation_of_the_host() -> None:
+def test_a_failed_allocation_of_the_host_and_remedies_name_their_figures():
     words = failed(of(measure="glibc", phase="", batch_shape=[], held=True))
     assert words.title == "rank 0 out of memory: wanted 2.00 GiB, 1.00 GiB free; a leak"
     assert words.text == (
@@ -287,8 +287,6 @@ def test_a_failed_allocation_of_the_host() -> None:
         "'ftmon release' releases it, 'ftmon kill' ends it. Meanwhile the state of the other ranks is unknown."
     )
 
-
-def test_a_remedy_names_its_figures() -> None:
     def remedy(kind: str, oom: Oom, *processes: ProcessMemory) -> str:
         around = OomContext(HELLO, processes)
         return next(one.text for one in remedies(oom, explain(oom, around), around) if one.kind == kind)

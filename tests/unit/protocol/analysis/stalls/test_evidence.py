@@ -97,10 +97,14 @@ def test_the_training_thread_is_the_named_one_or_the_last_and_only_a_wait_for_a_
     assert waits_for_loader_worker(parse(DATA)[0].frames)
 
 
-def test_ranks_with_the_same_stack_are_one_group_and_the_largest_comes_first():
+def test_ranks_with_the_same_stack_are_one_group_and_an_answer_without_sense_is_no_evidence():
     groups = group({3: (DATA, ""), **dict.fromkeys((0, 1, 2, 4), (COLLECTIVE, "")), 5: ("", "")})
     assert [one.ranks for one in groups] == [[0, 1, 2, 4], [3], [5]]
     assert (groups[1].place.words, groups[2].frames) == ("next() of the dataloader", ())
+    assert read_calls({"recent": 5}) == Calls()
+    assert read_calls(None) == Calls()
+    good = read_calls({"source": "calls", "recent": [["0", 3, "barrier", 0, None]], "ranks": {"0": [0, 1]}})
+    assert (good.last("0"), good.members) == (3, {"0": (0, 1)})
 
 
 def test_what_faulthandler_writes_here_is_read():
@@ -189,10 +193,3 @@ def test_a_long_evaluation_seen_in_heartbeats_is_learned_and_steps_in_between_te
 def test_a_duration_that_was_usual_all_along_is_never_past_the_limit(make_sim: Any, seconds: list[float]):
     steady = [max(seconds)] * 8
     assert learned(make_sim, [1.0, *seconds, *steady]).limit() > max(seconds)
-
-
-def test_an_answer_that_makes_no_sense_is_no_evidence():
-    assert read_calls({"recent": 5}) == Calls()
-    assert read_calls(None) == Calls()
-    good = read_calls({"source": "calls", "recent": [["0", 3, "barrier", 0, None]], "ranks": {"0": [0, 1]}})
-    assert (good.last("0"), good.members) == (3, {"0": (0, 1)})

@@ -154,16 +154,13 @@ def test_a_hub_that_is_kept_from_its_work_tells_who_hangs_and_accuses_no_rank_th
     assert [alert.evidence["hung"] for alert in sim.alerts("hang")] == hung
 
 
-def test_what_a_rank_did_while_the_hub_did_not_look_counts_as_progress():
+def test_what_a_rank_did_unseen_is_progress_and_one_stopped_and_continued_often_is_not_stopped():
     sim = trained(3)
     held_up(sim, 1, first=False)
     for rank in range(3):
         sim.feed(sim.beat(rank, 13, "backward", moved=True))
     sim.wait(7)
     assert sim.alerts("hang") == []
-
-
-def test_a_rank_that_is_stopped_and_continued_many_times_a_second_is_not_stopped():
     sim = trained(2, 0)
     for step in range(1, 40):
         sim.train(step, step)

@@ -44,10 +44,13 @@ def sent(tmp_path: Path) -> Iterator[Sent]:
     context.destroy(linger=0)
 
 
-def test_labels_of_a_loss_that_have_not_arrived_are_not_read():
+def test_labels_that_have_not_arrived_are_not_read_and_ranks_agree_on_the_step_to_stop_after(tmp_path):
     seen, mark = Seen(None, None, "of the batch", "on their way"), Mark("idle", 0, None, None, 0, 0)
     raw = publisher.without_device(StepRaw(1, [mark, mark], 0.0, Notes(seen=[seen]), 0))
     assert raw.notes.seen == [Seen(None, None, "of the batch")]
+    first = agree_on_step(tmp_path / "stop-after", 40, 0.1)
+    assert first == agree_on_step(tmp_path / "stop-after", 42, 0.2) == 53
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["stop-after"]
 
 
 def test_a_message_that_cannot_be_encoded_is_dropped_and_counted(sent):
@@ -93,9 +96,3 @@ def test_an_agent_that_cannot_be_started_is_logged_once_and_ends_nothing(monkeyp
             output.tend()
         (line,) = (Path(place) / "logs" / "probe.log").read_text().splitlines()
     assert "agent cannot be started: IsADirectoryError" in line
-
-
-def test_ranks_agree_on_the_step_to_stop_after(tmp_path):
-    first = agree_on_step(tmp_path / "stop-after", 40, 0.1)
-    assert first == agree_on_step(tmp_path / "stop-after", 42, 0.2) == 53
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["stop-after"]

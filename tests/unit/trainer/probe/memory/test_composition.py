@@ -198,16 +198,7 @@ def test_the_gap_between_trace_and_counters_is_unattributed_and_said(counted):
         assert "the trace has 8388608 bytes where the allocator counted 9437184" in made.composition.note
 
 
-def test_a_phase_that_has_left_the_ring_has_no_composition_and_is_named():
-    step, _ = play(f"forward {'a+1 a- ' * 10} backward b+2 b- idle")
-    phases, made = compose(step, room=6, last=6)
-    assert list(phases) == ["backward"]
-    assert made.composition.note == "forward: its allocations had left the recorder's ring"
-    assert made.events is None
-    assert entries_of_step(made.trace) == 0
-
-
-def test_a_boundary_is_moved_to_where_the_counters_agree():
+def test_a_boundary_moves_to_where_counters_agree_and_a_phase_that_left_the_ring_is_named():
     step, _ = play("forward kept+4 backward kept- idle")
     step.marks[1] = step.marks[1]._replace(ns=step.marks[1].ns - 150_000)
     phases, made = compose(step)
@@ -215,6 +206,12 @@ def test_a_boundary_is_moved_to_where_the_counters_agree():
     forward, backward = made.events.phases
     assert (forward.name, forward.allocations, forward.frees) == ("forward", 1, 0)
     assert (backward.name, backward.allocations, backward.frees) == ("backward", 0, 1)
+    step, _ = play(f"forward {'a+1 a- ' * 10} backward b+2 b- idle")
+    phases, made = compose(step, room=6, last=6)
+    assert list(phases) == ["backward"]
+    assert made.composition.note == "forward: its allocations had left the recorder's ring"
+    assert made.events is None
+    assert entries_of_step(made.trace) == 0
 
 
 def test_events_are_counted_by_phase_with_what_rates_need():

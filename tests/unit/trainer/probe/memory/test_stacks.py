@@ -158,7 +158,7 @@ def test_stacks_are_on_for_one_phase_of_the_next_whole_step_and_name_what_came_a
     assert "_multi_tensor_adamw" in text
 
 
-def test_of_several_occurrences_the_highest_counts_and_the_history_stays() -> None:
+def test_of_several_occurrences_the_highest_counts_and_what_steps_left_is_told_from_what_is_freed():
     rig = Rig()
     rig.step()
     rig.want("forward")
@@ -169,9 +169,6 @@ def test_of_several_occurrences_the_highest_counts_and_the_history_stays() -> No
     (group,) = cause.groups
     assert group.kept_bytes == group.bytes == 10 * MIB
     assert (rig.recorder.cleared, rig.recorder.switched.count("stacks")) == (cleared, 2)
-
-
-def test_what_steps_left_behind_is_told_from_what_the_next_one_frees() -> None:
     rig = Rig()
     rig.step()
     rig.want("", steps=3, reason="leak")
@@ -183,13 +180,22 @@ def test_what_steps_left_behind_is_told_from_what_the_next_one_frees() -> None:
     assert rig.recorder.switched[-2:] == ["long", "off"]
 
 
-def test_a_phase_that_does_not_come_is_waited_for_so_long_only() -> None:
+def test_a_phase_that_does_not_come_is_waited_for_so_long_and_what_is_near_goes_first():
     rig = Rig()
     rig.want("checkpoint")
     rig.run(30)
     assert (rig.sent, rig.tracker.watchers) == ([], ())
     assert rig.answers == [(False, "phase 'checkpoint' did not occur in 24 steps")]
     assert rig.recorder.claim("another")
+    rig = Rig()
+    rig.want("optimizer", from_step=9)
+    rig.want("optimizer")
+    rig.want("", steps=2, reason="leak")
+    assert rig.recorder.owner == "arm"
+    rig.run(12, left=8)
+    assert [(cause.step, cause.reason) for cause in rig.sent] == [(2, "spike"), (6, "leak"), (9, "spike")]
+    assert rig.recorder.owner == ""
+    assert rig.recorder.mode in ("numbers", "off")
 
 
 def test_arming_is_refused_in_words_where_it_cannot_be() -> None:
@@ -207,18 +213,6 @@ def test_arming_is_refused_in_words_where_it_cannot_be() -> None:
     script.recorder.by_script = True
     script.want("optimizer")
     assert script.answers == [(False, "the script records memory history itself; it is left alone")]
-
-
-def test_what_is_asked_for_meanwhile_waits_and_what_is_near_goes_first() -> None:
-    rig = Rig()
-    rig.want("optimizer", from_step=9)
-    rig.want("optimizer")
-    rig.want("", steps=2, reason="leak")
-    assert rig.recorder.owner == "arm"
-    rig.run(12, left=8)
-    assert [(cause.step, cause.reason) for cause in rig.sent] == [(2, "spike"), (6, "leak"), (9, "spike")]
-    assert rig.recorder.owner == ""
-    assert rig.recorder.mode in ("numbers", "off")
 
 
 def test_a_step_can_be_named_in_advance_and_the_recorder_is_free_for_others_until_it_is_near() -> None:

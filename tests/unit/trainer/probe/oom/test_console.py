@@ -62,11 +62,18 @@ def held() -> Any:
     one.end()
 
 
-def test_a_held_thread_waits_until_it_is_released_and_goes_on_with_what_it_had() -> None:
+def test_a_held_thread_goes_on_once_it_is_released_which_interrupts_code_that_does_not_end():
     one = Held(HOLDS)
     assert one.hold.since > 0
     one.hold.wait([], 1, CPU)  # a second failure meanwhile is not held
     assert (one.end(), one.hold.since, one.hold.release()) == (((256, 1024), 3), 0.0, False)
+    one = Held(HOLDS)
+    one.hold.run("STARTED.set()\nwhile True: pass", lambda ok, text, data: one.answers.put(data))
+    assert STARTED.wait(SECONDS)
+    assert "still running" in one.hold.run("1", lambda *_: None)
+    one.end()
+    one.hold.tick()
+    assert one.answers.get(timeout=SECONDS)["error"] == "interrupted"
 
 
 @pytest.mark.parametrize("options", [{"on_oom": "hold", "hold_timeout": 0.05}, {}])
@@ -140,16 +147,6 @@ def test_errors_are_text_and_up_and_down_move_along_the_stack(held):
     assert held.run("up()")["output"].strip().endswith("_train")
     assert held.run("batch.numel()")["output"] == "262144\n"
     assert held.run("down()")["place"].endswith("_allocate")
-
-
-def test_code_that_does_not_end_is_interrupted_by_a_release() -> None:
-    one = Held(HOLDS)
-    one.hold.run("STARTED.set()\nwhile True: pass", lambda ok, text, data: one.answers.put(data))
-    assert STARTED.wait(SECONDS)
-    assert "still running" in one.hold.run("1", lambda *_: None)
-    one.end()
-    one.hold.tick()
-    assert one.answers.get(timeout=SECONDS)["error"] == "interrupted"
 
 
 def test_what_was_asked_and_not_begun_when_it_was_let_go_is_answered_too() -> None:

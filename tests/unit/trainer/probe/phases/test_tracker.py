@@ -130,7 +130,7 @@ def test_the_first_step_begins_where_init_ends(rig):
     assert (init.start_us, init.host_us, step.host_us) == (-500_000, 500_000, 36_000)
 
 
-def test_a_phase_carries_the_peak_that_fell_into_it(second):
+def test_a_phase_carries_the_peak_that_fell_into_it_and_a_reset_by_the_script_loses_none(second):
     second.go("forward", 1, 100)
     second.go("backward", 1, 140, peak=150)
     second.go("optimizer", 0, 110, peak=190)
@@ -139,6 +139,13 @@ def test_a_phase_carries_the_peak_that_fell_into_it(second):
     assert mib(step, "backward", "start", "end", "peak") == (140, 110, 190)
     assert mib(step, "optimizer", "transient") == (280,)
     assert step.peak_phase.name == "optimizer"
+    for phase, peak in (("forward", 500), ("backward", 700)):
+        second.go(phase, 1)
+        second.memory.set(10, peak=peak)
+        second.tracker.note_reset(second.memory.sample())  # what the wrapper around the script's reset does
+    step = second.end()
+    assert mib(step, "forward", "peak") + mib(step, "backward", "peak") == (500, 700)
+    assert step.phase("forward").count == 1
 
 
 def test_what_the_script_frees_after_a_bare_optimizer_is_not_the_next_phase_s(second):
@@ -197,16 +204,6 @@ def test_figures_taken_before_the_forward_are_its_beginning(rig):
     assert mib(rig.end(90), "forward", "start", "peak") == (70, 90)
 
 
-def test_a_reset_by_the_script_loses_no_peak(second):
-    for phase, peak in (("forward", 500), ("backward", 700)):
-        second.go(phase, 1)
-        second.memory.set(10, peak=peak)
-        second.tracker.note_reset(second.memory.sample())  # what the wrapper around the script's reset does
-    step = second.end()
-    assert mib(step, "forward", "peak") + mib(step, "backward", "peak") == (500, 700)
-    assert step.phase("forward").count == 1
-
-
 def test_hooks_change_nothing_inside_a_scope_and_the_phase_before_comes_back(second):
     second.go("data", 1)
     before = second.tracker.open_scope("checkpoint")
@@ -220,13 +217,18 @@ def test_hooks_change_nothing_inside_a_scope_and_the_phase_before_comes_back(sec
     assert (step.phase("checkpoint").host_us, step.phase("data").count) == (7000, 2)
 
 
-def test_an_update_inside_an_optimizer_scope_ends_the_step_and_the_phase(second):
+def test_an_update_in_an_optimizer_scope_ends_the_step_and_its_work_around_a_closure_stays_with_it(second):
     second.go("backward", 1)
     before = second.tracker.open_scope("optimizer")
     second.pass_ms(2)
     step = second.end()
     second.tracker.close_scope(before)
     assert (second.tracker.phase, step.phase("optimizer").host_us) == ("idle", 2000)
+    for phase, ms, by in (("optimizer", 3, "enter"), ("forward", 5, "interrupt"), ("backward", 5, "enter")):
+        second.go(phase, ms, by=by)
+    second.go("optimizer", 4, by="interrupt")
+    optimizer = second.end().phase("optimizer")
+    assert (optimizer.host_us, optimizer.count) == (7000, 2)
 
 
 def test_progress_moves_with_every_phase_and_only_then(rig):
@@ -237,11 +239,16 @@ def test_progress_moves_with_every_phase_and_only_then(rig):
     assert before < moved == rig.tracker.progress
 
 
-def test_idle_time_is_recorded_only_where_it_matters(second):
+def test_idle_time_is_recorded_only_where_it_matters_and_after_a_rollout_no_data_is_waited_for(second):
     second.pass_ms(1)
     assert second.run_step().phase("idle") is None
     second.pass_ms(30)
     assert second.run_step().phase("idle").host_us == 30_000
+    second.go("data")
+    second.scope("generate", 50)
+    second.pass_ms(20)
+    step = second.run_step()
+    assert (step.phase("generate").host_us, step.phase("idle").host_us) == (50_000, 20_000)
 
 
 def test_collectives_are_counted_for_the_phase_they_were_entered_in(second):
@@ -289,28 +296,12 @@ def test_a_sliver_of_an_update_before_its_closure_is_no_phase_of_its_own(second)
     assert step.phase("optimizer").allocated == Span(300 * MIB, 900 * MIB, 900 * MIB)
 
 
-def test_an_update_s_own_work_around_its_closure_stays_with_it(second):
-    for phase, ms, by in (("optimizer", 3, "enter"), ("forward", 5, "interrupt"), ("backward", 5, "enter")):
-        second.go(phase, ms, by=by)
-    second.go("optimizer", 4, by="interrupt")
-    optimizer = second.end().phase("optimizer")
-    assert (optimizer.host_us, optimizer.count) == (7000, 2)
-
-
 def test_saving_during_start_up_is_start_up_and_no_time_of_the_first_step(rig):
     rig.pass_ms(100)
     rig.scope("checkpoint", 200)
     rig.pass_ms(300)
     step = rig.run_step()
     assert (step.host_us, step.phase("init").host_us, step.phase("checkpoint")) == (36_000, 600_000, None)
-
-
-def test_after_a_rollout_the_script_is_not_waiting_for_data(second):
-    second.go("data")
-    second.scope("generate", 50)
-    second.pass_ms(20)
-    step = second.run_step()
-    assert (step.phase("generate").host_us, step.phase("idle").host_us) == (50_000, 20_000)
 
 
 def test_a_phase_that_is_renamed_after_the_script_has_reset_its_peaks_is_renamed(second):

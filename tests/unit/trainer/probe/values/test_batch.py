@@ -62,7 +62,7 @@ def test_a_second_forward_of_a_batch_takes_no_other_one_and_left_out_ones_are_gi
         loop.backward(update=True)
 
 
-def test_another_pass_over_the_data_begins_with_its_own_first_batch() -> None:
+def test_another_pass_begins_with_its_own_first_batch_and_other_loaders_are_not_mixed_in():
     loop = Loop()
     for first in (0, 10):
         loop.iterator = Iterator()
@@ -72,6 +72,13 @@ def test_another_pass_over_the_data_begins_with_its_own_first_batch() -> None:
                 loop.fetch(number + 1)
             assert loop.forward() == number
             loop.backward(update=True)
+    loop = Loop()
+    loop.fetch(0, 1)
+    training, loop.iterator = loop.iterator, Iterator()
+    loop.fetch(70, 71)
+    loop.iterator = training
+    loop.fetch(2)
+    assert loop.forward() == 0
 
 
 def test_a_replay_gives_each_forward_the_batch_it_had() -> None:
@@ -87,16 +94,6 @@ def test_a_replay_gives_each_forward_the_batch_it_had() -> None:
             assert [loop.forward(), loop.forward()] == [number, None]
             loop.backward()
     assert loop.forward() == 2
-
-
-def test_batches_of_another_loader_are_not_mixed_in() -> None:
-    loop = Loop()
-    loop.fetch(0, 1)
-    training, loop.iterator = loop.iterator, Iterator()
-    loop.fetch(70, 71)
-    loop.iterator = training
-    loop.fetch(2)
-    assert loop.forward() == 0
 
 
 def noted(*args, **kwargs):

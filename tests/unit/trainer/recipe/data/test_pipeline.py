@@ -91,12 +91,16 @@ def test_of_texts_every_token_is_trained_on_exactly_once(tmp_path, tokenizer, pa
         assert documents(examples) == sorted(wanted)
 
 
-def test_packing_loses_none_of_eight_documents_much_longer_than_a_sequence(tmp_path, tokenizer):
+def test_packing_loses_none_of_long_documents_and_a_share_of_a_single_record_is_refused(tmp_path, tokenizer):
     made = texts(tmp_path / "a.jsonl", 8, 4000)
     examples = build(of(tmp_path / "a.jsonl", 64, packing=True), tokenizer)
     total = sum(len(tokenizer(text)["input_ids"]) + 1 for text in made)
     assert examples.tokens.sum() == total > 8 * 64
     assert examples.tokens.mean() > 60
+    texts(tmp_path / "a.jsonl", 1, 200)
+    config = msgspec.structs.replace(of(tmp_path / "a.jsonl", 16), evaluation=Evaluation(share=0.5))
+    with pytest.raises(ConfigError, match="1 records cannot be split"):
+        build(config, tokenizer)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -288,13 +292,6 @@ def test_evaluation_batches_hold_each_row_once_and_no_more_tokens_than_a_packed_
             assert min(sizes[:-1]) > 128 - 64, "short rows fill a batch"
         else:
             assert {len(rows) for rows in batches} <= {given or 2, 200 % (given or 2)}
-
-
-def test_a_share_of_a_single_record_is_refused(tmp_path, tokenizer):
-    texts(tmp_path / "a.jsonl", 1, 200)
-    config = msgspec.structs.replace(of(tmp_path / "a.jsonl", 16), evaluation=Evaluation(share=0.5))
-    with pytest.raises(ConfigError, match="1 records cannot be split"):
-        build(config, tokenizer)
 
 
 @pytest.mark.parametrize(

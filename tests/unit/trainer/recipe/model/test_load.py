@@ -81,13 +81,16 @@ def test_overrides_of_rotary_settings_keep_the_others(kind, words, rope, tmp_pat
     assert made.rope_parameters == (rope if kind == "llama" else {**THETAS, **rope})
 
 
-def test_rotary_settings_of_a_kind_of_layer_that_the_model_lacks_are_refused(tmp_path):
+def test_rotary_settings_of_a_layer_the_model_lacks_are_refused_and_a_tied_output_has_adapters_apart(tmp_path):
     AutoConfig.for_model("gemma3_text").save_pretrained(tmp_path)
     words = "model.overrides={rope_parameters: {full: {rope_theta: 9.0}}}"
     with pytest.raises(
         ConfigError, match=r"^model\.overrides\.rope_parameters: full is no kind of layer; use .*full_att"
     ):
         shape.named_config(config(f"model.name={tmp_path}", words).model)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TIED))
+    load.add_lora(model, Config(lora=Lora(rank=4, targets=["lm_head"], merge=False)))
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 @pytest.mark.parametrize(
@@ -181,12 +184,6 @@ def test_layers_that_share_a_weight_are_not_adapted_if_each_adapter_is_to_be_mer
         refused = pytest.raises(ConfigError, match=r"lora\.merge: .*layers\.0\..* and .*layers\.2\..* share a weight")
         with refused if merge else contextlib.nullcontext():
             load.add_lora(model, given)
-
-
-def test_a_tied_output_layer_has_adapters_where_they_are_kept_apart():
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **TIED))
-    load.add_lora(model, Config(lora=Lora(rank=4, targets=["lm_head"], merge=False)))
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 BY_TURN = {"num_local_experts": 4, "n_routed_experts": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "num_layers": 1}
