@@ -75,7 +75,6 @@ def test_memory_held_by_a_process_of_the_run_is_seen_and_mapped_where_pids_are_t
         [sys.executable, "-c", _HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=first
     ) as child:
         assert child.stdin is not None
-        assert child.stdout is not None
         assert child.stdout.readline().strip() == "ready"
         found = {found.index: found for found in sample({5: child.pid})}[0]
         child.stdin.write("\n")

@@ -79,7 +79,6 @@ def test_a_run_is_followed_commanded_and_found_again_over_ssh(server):
             sent = source.send(control.Kill())
             pumped(source, lambda: source.commands[sent].result is not None)
             result = source.commands[sent].result
-            assert result is not None
             assert result.ok, result.text
             pumped(source, lambda: source.model.ended)
             pumped(source, lambda: source.connection.state == "ended")
@@ -144,7 +143,6 @@ def test_what_the_users_configuration_adds_neither_fails_nor_outlives_it(server,
         with closing(SshEndpoint(command(parse_place(f"{server.url}/{run.id}")))) as endpoint:
             assert endpoint.open().id == run.id
             hub = endpoint.hub()
-            assert hub is not None
             folder = str(Path(hub.addresses["query"].removeprefix("ipc://")).parent)
             assert ssh_with(folder)
         eventually(lambda: not ssh_with(folder), "the end of ssh")

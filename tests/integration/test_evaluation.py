@@ -185,7 +185,6 @@ def test_a_share_is_set_aside_and_of_large_data_evaluated_ten_times_at_most(outc
     rows = re.search(r"packing: (\d+) rows", text)
     assert rows is not None
     steps = re.search(r"training.grad_accumulation (\d+) \(1 x (\d+) x 2 = (\d+) sequences a step\)", text)
-    assert steps is not None
     step = int(steps[3])
     assert (int(steps[1]), step) == (int(steps[2]), 2 * int(steps[2]))
     assert step * 10 <= int(rows[1]) < step * 20

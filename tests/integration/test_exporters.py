@@ -205,7 +205,6 @@ def test_an_exporter_that_stands_still_or_dies_disturbs_nothing_and_survives_its
             lambda: (((found := scrape(port)) and found.value("step", rank="0")) or 0) > at + 50, "steps of the new hub"
         )
         launcher = run.read_run().launcher
-        assert launcher is not None
         for pid in (launcher.pid, hub_of(run).process.pid, *(process.pid for process in members(run))):
             os.kill(pid, signal.SIGKILL)
         eventually(lambda: not exporters(run), "the end of an exporter whose launcher and hub are gone")

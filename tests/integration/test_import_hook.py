@@ -23,7 +23,6 @@ def python(folder: Path, library: str, **variables: str) -> Generator[int]:
         [sys.executable, "-c", MAPS.format(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     )
     try:
-        assert child.stdout is not None
         child.stdout.readline()
         yield child.pid
     finally:

@@ -45,7 +45,6 @@ def test_the_line_at_which_a_worker_waits_is_read_and_the_worker_goes_on() -> No
     assert place.words.endswith("in __getitem__")
     main = 'Thread 0x01 (most recent call first):\n  File "train.py", line 3 in main\n'
     own = evidence.training_thread(evidence.parse(main + text))
-    assert own is not None
     assert own.frames[0].place == "train.py:3", "a worker's is never the training thread"
     lock.release()
     assert [len(row[0]) for row in rows] == [1, 2, 3, 4]
@@ -76,11 +75,9 @@ def test_the_settings_of_a_loader_with_workers_are_read_off_its_iterator():
     loader = torch.utils.data.DataLoader(data, num_workers=2, prefetch_factor=3, persistent_workers=True)
     iterator = iter(loader)
     found = loader_info(iterator)
-    assert found is not None
     assert (found.workers, found.prefetch_factor, found.persistent_workers) == (2, 3, True)
     assert found.cpus >= 1
     assert not found.iterable
     streamed = loader_info(iter(torch.utils.data.DataLoader(Stream(), num_workers=2)))
-    assert streamed is not None
     assert streamed.iterable
     del iterator

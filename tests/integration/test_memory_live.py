@@ -143,7 +143,6 @@ def test_followed_events_come_through_a_pipe_and_end_with_the_run(run, tmp_path)
     hub = SmallHub(run)
     put(hub, FRAMES[:HALF])
     with Ftmon(tmp_path).start("events", str(run.path), "--follow", "--json") as process:
-        assert process.stdout is not None
         first = json.loads(process.stdout.readline())
         assert (first["rank"], first["step"]) == (0, 1)
         put(hub, FRAMES[HALF:])
@@ -159,7 +158,6 @@ def test_followed_events_come_through_a_pipe_and_end_with_the_run(run, tmp_path)
 def test_ctrl_c_ends_following_with_130(run, hub, tmp_path):
     put(hub, FRAMES[:HALF])
     with Ftmon(tmp_path).start("events", run.id, "--follow") as process:
-        assert process.stdout is not None
         assert "rank 0 step 1" in process.stdout.readline()
         # The events that follow are those of the source, which is up once the first of them came.
         hub.put(AllocatorEvents(rank=0, step=99, time=RUN.created + 600, phases=[], retries=2))

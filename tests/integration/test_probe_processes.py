@@ -219,7 +219,6 @@ def test_a_signal_to_one_thread_has_the_stacks_written_while_native_code_holds_t
         [sys.executable, "-c", textwrap.dedent(DUMPED), str(path), script], stdout=subprocess.PIPE, text=True
     )
     try:
-        assert process.stdout is not None
         words = process.stdout.readline().split()
         number, receiver, descriptor = map(int, words[:3])
         assert os.readlink(f"/proc/{process.pid}/fd/{descriptor}") == str(path)

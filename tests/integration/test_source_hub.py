@@ -51,7 +51,6 @@ def test_a_run_is_watched_from_a_late_join_to_its_kill_and_its_replay_is_what_wa
         record = late.commands[late.send(control.Kill())]
         # The result is published too, and that may come before both answers.
         pump(late, lambda: record.result is not None and record.accepted is not None)
-        assert record.accepted is not None
         assert record.accepted.ok
         exit_of(run)
         hub_gone(run)

@@ -25,7 +25,6 @@ GIB = 1 << 30
 @pytest.fixture
 def worker() -> Iterator["subprocess.Popen[bytes]"]:
     process = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"], stdout=-1)
-    assert process.stdout is not None
     process.stdout.readline()
     yield process
     process.kill()
@@ -60,7 +59,6 @@ async def test_the_table_fills_in_beside_time_and_money_left(tmp_path: Path, wor
         assert any("lengths: seq=2,048" in line and "2 / 4 done" in line and "running" in line for line in lines)
         assert any("1 out of memory" in line for line in lines)
         left = re.search(r"left \(([\d.]+)", text)
-        assert left is not None
         assert 18 < float(left[1]) < 19.73, "20.00 less 100 s, and what the test took, at 10.00 an hour"
         assert any("512" in line and "10.00 GiB" in line and "+0.0%" in line and "200.0" in line for line in lines)
         assert any("1,024" in line and "out of memory in backward, rank 1: asked for 4.00" in line for line in lines)

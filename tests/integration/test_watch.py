@@ -59,7 +59,6 @@ def test_a_hang_of_foreign_ranks_is_named_and_killed_without_orphans(home: Ftmon
     again = home.run("watch", "--detach", str(family[0].pid))
     assert run.id in again.stdout, "the same run: it is not watched twice"
     hub = run.read_hub()
-    assert hub is not None
     os.kill(hub.process.pid, signal.SIGTERM)
     eventually(lambda: not is_alive(hub.process), "the end of the hub")
     assert all(each.is_running() for each in family), "the end of the watch left the run alone"

@@ -32,14 +32,12 @@ def found(stage: int = 3, lengths: tuple[int, ...] = (1024,), **more: Any) -> Pr
 def test_what_the_estimate_leaves_out_adds_up_to_the_reserved_peak() -> None:
     (point,) = found().points
     sizes = explain.left_out(point, found())
-    assert sizes is not None
     assert sum(sizes.values()) == 25 * GIB
     own = PARAMETERS * 2 // 8
     assert (sizes["gathered"], sizes["states"]) == (3 * GIB - own, own + 8 * GIB)
     assert (sizes["activations"], sizes["logits"]) == (5 * GIB, 4 * GIB), "logits are no second time in activations"
     assert (sizes["buckets"], sizes["temporaries"], sizes["fragmentation"]) == (GIB, GIB, 3 * GIB)
     whole = explain.left_out(point, found(2))
-    assert whole is not None
     assert whole["gathered"] == 0, "only ZeRO-3 gathers parameters"
 
 

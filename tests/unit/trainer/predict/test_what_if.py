@@ -20,6 +20,7 @@ from ftmon.trainer.recipe.data.batches import Collate, Order
 
 RANKS = 2
 RANKS_OF_CONFIG = 3
+CHECKPOINTED = "model.gradient_checkpointing=layers"
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def test_changes_of_a_configuration_are_assignments_and_what_a_run_has_already_i
         "optimizer offload": "zero.offload_optimizer=true",
     }.items() <= found.items()
     assert not {"ZeRO 2", "parameter offload"} & found.keys()
-    has = ["model.gradient_checkpointing=layers", "lora.rank=8", "zero.stage=3", "training.micro_batch=1"]
+    has = [CHECKPOINTED, "lora.rank=8", "zero.stage=3", "training.micro_batch=1"]
     found = changes(given(config=config, overrides=has))
     assert "parameter offload" in found
     assert found["nothing kept gathered"].startswith("deepspeed.zero_optimization.stage3_max_live_parameters=0 ")
@@ -113,7 +114,7 @@ def test_changes_of_a_configuration_are_assignments_and_what_a_run_has_already_i
 
 def test_what_is_faster_is_a_change_too(config):
     """Nothing of these changes the batch of a step."""
-    slow = ["model.gradient_checkpointing=layers", "zero.stage=3", "zero.offload_optimizer=true", "data.packing=true"]
+    slow = [CHECKPOINTED, "zero.stage=3", "zero.offload_optimizer=true", "data.packing=true"]
     slow += ["training.grad_accumulation=4", "model.compile=off"]
     assert {
         "micro-batch 8": "training.micro_batch=8 training.grad_accumulation=2",
@@ -140,12 +141,7 @@ def test_a_base_that_is_loaded_may_be_held_in_4_bits(config, monkeypatch):
         ([], {"selective checkpointing"}, {"LoRA of rank 16"}, {"optimizer in bf16"}),
         (["training.precision=fp32"], set(), set(), set()),  # ranks differ
         (["data.packing=false"], {"selective checkpointing", "LoRA of rank 16", "optimizer in bf16"}, set(), set()),
-        (
-            ["model.gradient_checkpointing=layers"],
-            set(),
-            {"LoRA of rank 16"},
-            {"optimizer in bf16", "no checkpointing"},
-        ),
+        ([CHECKPOINTED], set(), {"LoRA of rank 16"}, {"optimizer in bf16", "no checkpointing"}),
     ],
 )
 def test_changes_run_after_the_unchanged_run_where_they_compile_its_layers(config, more, uncompiled, beside, after):
@@ -153,12 +149,9 @@ def test_changes_run_after_the_unchanged_run_where_they_compile_its_layers(confi
     arguments = given(config=config, overrides=[*own, *more])
     found = what_if.further(arguments, Settings(), jobs.prepare(arguments, Settings()), 0)
     assert uncompiled <= found.uncompiled.keys()
-    assert beside <= found.beside.keys()
-    assert after <= found.after.keys()
-    if not after:
-        assert not found.after
-    if not beside:
-        assert not found.beside
+    for some, every in ((beside, found.beside), (after, found.after)):
+        assert some <= every.keys()
+        assert bool(some) == bool(every)
 
 
 def test_changes_of_a_script_are_flags_and_keys_of_its_file(tmp_path):
@@ -226,29 +219,11 @@ def test_remedies_are_joined_where_none_fits_alone_though_one_is_refused(config,
 
 
 PARAMETERS, ACTIVATIONS = 12_000, 4_000
-RUN = RankRun(
-    parameters=PARAMETERS,
-    trainable=PARAMETERS,
-    made=Made(1_000, 2, 64, 512, 2, 4, 2, False, False, False, 100, 2),
-    outcomes=[
-        Outcome(
-            64,
-            Rank(
-                0,
-                {
-                    "backward": Phase(
-                        110_000,
-                        112_000,
-                        {"parameters": 2 * PARAMETERS, "activations": ACTIVATIONS, "temporaries": 3_000, "other": 500},
-                    )
-                },
-                0,
-                112_000,
-            ),
-            work=Work([Operation(1e12, 1e6), Operation(0.0, 1e6, memory="update")], [], 10),
-        )
-    ],
-)
+PARTS = {"parameters": 2 * PARAMETERS, "activations": ACTIVATIONS, "temporaries": 3_000, "other": 500}
+MADE = Made(1_000, 2, 64, 512, 2, 4, 2, False, False, False, 100, 2)
+RANK = Rank(0, {"backward": Phase(110_000, 112_000, PARTS)}, 0, 112_000)
+WORK = Work([Operation(1e12, 1e6), Operation(0.0, 1e6, memory="update")], [], 10)
+RUN = RankRun(PARAMETERS, PARAMETERS, made=MADE, outcomes=[Outcome(64, RANK, work=WORK)])
 """An unchanged run of micro-batch 4 under ZeRO-2 on three ranks."""
 
 

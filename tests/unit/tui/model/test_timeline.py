@@ -34,7 +34,6 @@ def test_the_whole_never_loses_a_maximum(data, width: int) -> None:
 def test_a_column_is_never_below_what_fell_in_it(data, span: int, width: int) -> None:
     timeline = filled(data)
     end = timeline.end
-    assert end is not None
     columns = timeline.window(width, end - 1, span)
     for start, length, value in data:
         for second in range(1_700_000_000 + start, 1_700_000_000 + start + length + 1):

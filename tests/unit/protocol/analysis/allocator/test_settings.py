@@ -83,11 +83,9 @@ def test_oversize_blocks_of_expandable_segments_are_unmapped_and_ranges_with_hol
     model.free(first)
     model.allocate(70 * MIB)  # the free block is more than 20 MiB too large
     assert (model.reserved, model.retries) == (100 * MIB, 1)
-    snapshot = read_snapshot(DATA / "expandable_zero2.pickle.gz")
-    found = compare(snapshot, 0, EXPANDABLE, device_bytes=150_109_880_320)
+    found = compare(read_snapshot(DATA / "expandable_zero2.pickle.gz"), 0, EXPANDABLE, device_bytes=150_109_880_320)
     assert found.same_address == found.requests == 6290
-    assert found.same_blocks
-    assert found.largest_reserved_error == 0
+    assert (found.same_blocks, found.largest_reserved_error) == (True, 0)
 
 
 def test_garbage_collection_releases_the_segments_unused_longest_and_peaks_are_since_the_last_reset():
@@ -337,6 +335,5 @@ def test_a_training_up_to_its_out_of_memory_error_gives_the_recorded_segments(re
 def test_a_steady_step_is_served_from_the_recorded_addresses():
     found = compare(read_snapshot(DATA / "step_zero3.pickle.gz"), 0, Settings())
     assert found.same_address == found.requests == 3862
-    assert found.same_segments
-    assert found.same_blocks
+    assert (found.same_segments, found.same_blocks) == (True, True)
     assert found.modelled_reserved_peak_bytes == found.recorded_reserved_peak_bytes

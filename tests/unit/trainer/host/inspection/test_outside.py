@@ -40,7 +40,6 @@ def text_of(*frames: tuple[str, str, int]) -> str:
 )
 def test_the_stack_of_the_main_thread_gives_phase_and_place(frames, phase, doing) -> None:
     thread = evidence.training_thread(evidence.parse(text_of(*frames)))
-    assert thread is not None
     place = evidence.where(thread.frames)
     assert (phase_of(thread.frames, place), place.doing) == (phase, doing)
 

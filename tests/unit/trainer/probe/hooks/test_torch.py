@@ -49,7 +49,6 @@ def test_what_a_backward_does_after_its_last_gradient_is_waiting_and_what_it_doe
     begun = time.perf_counter_ns()
     backward(Compute.apply(leaf * 2).sum())
     lasted = time.perf_counter_ns() - begun
-    assert leaf.grad is not None
     assert leaf.grad.tolist() == [2.0, 2.0, 2.0]
     assert 2 * WAIT_S * 1e9 <= counts.host_ns <= lasted - WAIT_S * 1e9
 

@@ -32,6 +32,12 @@ ONE_DOCUMENT = NUMBERS[0][:, None] == NUMBERS[0]
 PADDED_LEFT = torch.tensor([[0] * 8 + [1] * 8])
 
 
+def trained_on(model: torch.nn.Module) -> Trained:
+    trained = Trained()
+    trained.model = weakref.ref(model)
+    return trained
+
+
 def read(reader: SignReader, **notes: Any) -> tuple[int, Signs]:
     number, signs = reader.of_step(1, Notes(**notes))
     return number, signs or Signs()
@@ -107,8 +113,7 @@ def test_a_batch_has_one_number_however_held_and_unforeseen_tensors_end_the_sign
 
 def test_weights_are_sampled_at_three_places_and_a_change_or_a_value_that_is_not_finite_is_seen():
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(5)))
-    trained = Trained()
-    trained.model = weakref.ref(model)
+    trained = trained_on(model)
     sampler, reader = WeightSampler(trained), SignReader(trained)
 
     def after(place: int, value: float) -> str:
@@ -133,8 +138,7 @@ def test_weights_are_sampled_at_three_places_and_a_change_or_a_value_that_is_not
 def test_weights_that_are_the_same_before_updates_that_change_them_are_put_back(undone, changes, put_back):
     model = torch.nn.Linear(4, 4)
     torch.nn.init.ones_(model.weight)
-    trained = Trained()
-    trained.model = weakref.ref(model)
+    trained = trained_on(model)
     sampler, reader, found = WeightSampler(trained), SignReader(trained), list[bool]()
     for number in range(1, PUT_BACK + 3):
         before = sampler.take(None) if number <= PUT_BACK else None
@@ -158,8 +162,8 @@ def test_weights_that_are_the_same_before_updates_that_change_them_are_put_back(
 def test_an_engine_s_update_that_moves_weights_further_than_adam_overwrote_others(kind, dtype, moved, overwritten):
     model = torch.nn.Linear(4, 4).to(dtype)
     torch.nn.init.ones_(model.weight)
-    trained, engine = Trained(), SimpleNamespace(optimizer=SimpleNamespace(optimizer=kind(model.parameters(), lr=1e-3)))
-    trained.model, trained.engine = weakref.ref(model), lambda: engine
+    trained, engine = trained_on(model), SimpleNamespace(optimizer=kind(model.parameters(), lr=1e-3))
+    trained.engine = lambda: SimpleNamespace(optimizer=engine)
     sampler, reader = WeightSampler(trained), SignReader(trained)
     before = sampler.take(None)
     with torch.no_grad():
@@ -262,10 +266,8 @@ def test_labels_that_are_lost_in_the_loop_may_be_lost_since_the_loss_was_looked_
         _, signs = reader.of_step(number, Notes(seen=[seen]))
         assert signs is None or not signs.unlabelled
     _, signs = reader.of_step(20, Notes(seen=[changed]))
-    assert signs is not None
     assert (signs.unlabelled, signs.labelled_after) == (1, 1)
     _, signs = reader.of_step(21, Notes(seen=[changed]))
-    assert signs is not None
     assert (signs.unlabelled, signs.labelled_after) == (1, 0)
 
 
@@ -279,7 +281,6 @@ def test_labels_of_a_forward_count_where_the_noted_batch_has_none():
     assert read(reader)[1].unlabelled == 0
     assert reader.unlabelled, "nothing was examined"
     _, signs = reader.of_step(9, Notes(received=[Seen(ids, None, ignored)]))
-    assert signs is not None
     assert signs.labelled_after == 1
     assert read(reader, received=[Seen(None, None, ids)])[1].unlabelled == 0
     assert not reader.unlabelled

@@ -12,13 +12,12 @@ from torch import nn
 
 
 def signs_of(trained: Trained, **figures):
-    notes = Notes()
-    for name, value in figures.items():
-        setattr(notes, name, value)
-    return SignReader(trained).of_step(1, notes)[1]
+    return SignReader(trained).of_step(1, Notes(**figures))[1]
 
 
-def trained_on(model) -> Trained:
+def trained_on(model, **config) -> Trained:
+    if config:
+        model.config = SimpleNamespace(**config)
     trained = Trained()
     trained.found = lambda: model
     return trained
@@ -43,11 +42,10 @@ def test_only_positions_that_go_back_begin_another_document(positions, mixed):
 @pytest.mark.parametrize(("generates", "ends"), [(None, 2), (True, 2), (False, 0)])
 def test_ends_are_counted_for_models_that_generate(generates, ends):
     model = nn.Linear(2, 2)
-    model.config = SimpleNamespace(eos_token_id=2)
     if generates is not None:
         model.can_generate = lambda: generates
     ids = torch.tensor([[5, 6, 2], [5, 2, 7]])
-    found = signs_of(trained_on(model), seen=[Seen(ids, None, torch.where(ids == 2, -100, ids))])
+    found = signs_of(trained_on(model, eos_token_id=2), seen=[Seen(ids, None, torch.where(ids == 2, -100, ids))])
     assert (found.ends if found is not None else 0) == ends
 
 
@@ -55,9 +53,7 @@ def changes(model, optimizer, sampler, reader) -> str:
     model(torch.ones(3, 8)).square().mean().backward()
     optimizer.step()
     model.zero_grad()
-    notes = Notes()
-    notes.weights = sampler.take(optimizer)
-    found = reader.of_step(1, notes)[1]
+    found = reader.of_step(1, Notes(weights=sampler.take(optimizer)))[1]
     return found.weights if found is not None else ""
 
 
@@ -224,9 +220,8 @@ def test_labels_may_be_an_encoder_s_ids_and_those_of_rows_that_repeat_one_token_
 @pytest.mark.parametrize("facts", [{"is_encoder_decoder": True}, {}])
 def test_labels_of_an_encoder_may_be_its_input(facts):
     model = nn.Linear(2, 2)
-    model.config = SimpleNamespace(**facts)
     model.can_generate = lambda: bool(facts)
-    assert signs_of(trained_on(model), targets=[([ROWS], ROWS.reshape(1, -1))]) is None
+    assert signs_of(trained_on(model, **facts), targets=[([ROWS], ROWS.reshape(1, -1))]) is None
 
 
 @pytest.mark.parametrize(
@@ -239,9 +234,8 @@ def test_labels_of_an_encoder_may_be_its_input(facts):
 )
 @pytest.mark.parametrize("encoder", [ROWS, ROWS.flip(1)])
 def test_labels_are_compared_with_what_a_decoder_is_given(encoder, decoder, shifted):
-    model = nn.Linear(2, 2)
-    model.config = SimpleNamespace(is_encoder_decoder=True)
-    found = signs_of(trained_on(model), targets=[([encoder, decoder], ROWS.reshape(1, -1))])
+    trained = trained_on(nn.Linear(2, 2), is_encoder_decoder=True)
+    found = signs_of(trained, targets=[([encoder, decoder], ROWS.reshape(1, -1))])
     assert (found.shifted if found is not None else "") == shifted
 
 
@@ -250,12 +244,10 @@ def test_labels_are_compared_with_what_a_decoder_is_given(encoder, decoder, shif
     [(1, 1, 1, 1, 1), (1, 5, 1, 1, 0), (1, 1, 0, 1, 0), (1, 1, 1, None, 0), (5, 1, 1, 1, 0)],
 )
 def test_micro_batches_whose_rows_begin_twice_are_counted(first, second, masked, begin, twice):
-    model = nn.Linear(2, 2)
-    model.config = SimpleNamespace(bos_token_id=begin)
     ids = torch.tensor([[first, second, 7, 8], [first, 1, 9, 9]])
     mask = torch.ones_like(ids)
     mask[0, 0] = masked
-    found = signs_of(trained_on(model), seen=[Seen(ids, mask, ids)])
+    found = signs_of(trained_on(nn.Linear(2, 2), bos_token_id=begin), seen=[Seen(ids, mask, ids)])
     assert (found.begun_twice if found is not None else 0) == twice
 
 
@@ -283,9 +275,8 @@ def test_labels_that_are_padding_after_padding_are_counted_in_the_loss(ids, labe
     positions = torch.arange(8)[None]
     found = signs_of(Trained(), seen=[other, batch], targets=[([positions, ids], labels)])
     assert ((found.padding, found.padding_of) if found is not None else (0, 0)) == (padding, of)
-    model = nn.Linear(2, 2)
-    model.config = SimpleNamespace(is_encoder_decoder=True)
-    again = signs_of(trained_on(model), seen=[batch], targets=[([ids, ids], labels)])
+    encoded = trained_on(nn.Linear(2, 2), is_encoder_decoder=True)
+    again = signs_of(encoded, seen=[batch], targets=[([ids, ids], labels)])
     assert again is None or again.padding == 0
     assert signs_of(Trained(), seen=[batch]) is None, "the script may mask its loss"
     unknown = signs_of(Trained(), seen=[other], targets=[([ids], labels)])
@@ -297,8 +288,7 @@ def test_hidden_tokens_are_no_padding_and_rows_begin_after_theirs():
     for mask in ([1, 0, 0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1], [1] * 8):
         batch = Seen(ids, torch.tensor([mask] * 2), ids)
         assert signs_of(Trained(), seen=[batch], targets=[([ids], next_ones(ids))]) is None
-    model = nn.Linear(2, 2)
-    model.config = SimpleNamespace(bos_token_id=1)
+    trained = trained_on(nn.Linear(2, 2), bos_token_id=1)
     ids = torch.tensor([[0, 0, 1, 1, 7], [0, 1, 1, 8, 9], [1, 1, 8, 9, 0]])
     for mask, twice in ((ids != 0, True), (torch.ones_like(ids), False), (torch.zeros_like(ids), False)):
-        assert (signs_of(trained_on(model), seen=[Seen(ids, mask, ids)]) is not None) == twice
+        assert (signs_of(trained, seen=[Seen(ids, mask, ids)]) is not None) == twice

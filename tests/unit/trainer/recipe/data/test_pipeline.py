@@ -219,9 +219,7 @@ def test_no_copy_of_a_record_that_is_set_aside_is_trained_on(tmp_path, tokenizer
     assert len(taught & half) == round(len(half) / 2)
     assert pipeline.held_out(folder, config).key == aside.key
     limited = msgspec.structs.replace(config, evaluation=Evaluation(share=0.25, limit=3))
-    unused: Any = None
-    first = evaluate.held_out(limited, unused, tokenizer, folder)
-    assert first is not None
+    first = evaluate.held_out(limited, None, tokenizer, folder)
     ids = [row["input_ids"].tolist() for row in aside.rows]
     assert [row["input_ids"].tolist() for row in first.rows] == ids[:3]
     assert len(first.tokens) == len(first.label_tokens) == 3
@@ -264,15 +262,14 @@ def test_of_a_part_of_an_epoch_a_part_of_the_held_out_examples_is_evaluated(tmp_
     texts(tmp_path / "a.jsonl", 2_000, 3)
     config = Config(data=Data(path=str(tmp_path / "a.jsonl")), training=Training(sequence_length=16))
     folder, _ = encoded(config, tokenizer)
-    unused: Any = None
     whole = pipeline.held_out(folder, config)
     for epochs, count in ((3.0, 40), (0.75, 30), (0.1, 20)):
-        found = evaluate.held_out(config, unused, tokenizer, folder, epochs)
+        found = evaluate.held_out(config, None, tokenizer, folder, epochs)
         assert found is not None
         chosen = [whole.rows.records(number * 40 // count) for number in range(count)]
         assert [found.rows.records(row) for row in range(len(found.rows))] == chosen
     given = msgspec.structs.replace(config, evaluation=Evaluation(share=0.02))
-    assert len(evaluate.held_out(given, unused, tokenizer, folder, 0.1).rows) == 40  # type: ignore[union-attr]
+    assert len(evaluate.held_out(given, None, tokenizer, folder, 0.1).rows) == 40  # type: ignore[union-attr]
 
 
 def test_evaluation_batches_hold_each_row_once_and_no_more_tokens_than_a_packed_micro_batch():
