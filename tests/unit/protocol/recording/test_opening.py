@@ -1,7 +1,6 @@
 """The cost of reading is bounded by what a file occupies."""
 
 import os
-from pathlib import Path
 
 import pytest
 from ftmon.protocol.errors import RecordingError
@@ -10,7 +9,7 @@ from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.recording.schema import APPLICATION_ID
 
 
-def test_holes_of_a_sparse_file_justify_nothing_and_are_not_copied(tmp_path: Path) -> None:
+def test_holes_of_a_sparse_file_justify_nothing_and_a_growing_one_justifies_larger_answers(tmp_path):
     sparse = tmp_path / "sparse"
     head = bytearray(b"SQLite format 3\0".ljust(100, b"\0"))
     head[16:18], head[60:64], head[68:72] = b"\x20\x00", (1).to_bytes(4, "big"), APPLICATION_ID.to_bytes(4, "big")
@@ -21,9 +20,6 @@ def test_holes_of_a_sparse_file_justify_nothing_and_are_not_copied(tmp_path: Pat
     assert Guard(sparse).file_bytes < 2**20
     with pytest.raises(RecordingError, match="nothing of it can be read: it consists mostly of holes"):
         Reader(sparse)
-
-
-def test_a_file_that_grows_while_it_is_read_justifies_larger_answers(tmp_path: Path) -> None:
     path, answer = tmp_path / "growing", 30 * 2**20
     path.write_bytes(b"some data.")
     guard = Guard(path)

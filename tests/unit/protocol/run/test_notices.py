@@ -29,7 +29,7 @@ def notices(*events: Any) -> Notices:
     return Notices("train-1", "node", list(events or EVENTS), 50.0)
 
 
-def test_each_event_of_a_run_is_told_once_with_its_title():
+def test_each_event_of_a_run_is_told_once_with_its_title_and_a_failure_with_what_failed():
     of = notices()
     told = [
         (alert(1, "hang", text="rank 1 is not in it"), ("hang", "hang 1", "rank 1 is not in it")),
@@ -43,9 +43,6 @@ def test_each_event_of_a_run_is_told_once_with_its_title():
     for message, expected in told:
         found = of.of(message)
         assert (found and (found.event, found.title, found.text)) == expected
-
-
-def test_a_failure_is_told_with_what_the_run_failed_of():
     of = notices()
     of.of(alert(1, "died", text="earlier job"))
     of.of(alert(1, "died", text="earlier job", resolved=101.0))

@@ -57,7 +57,7 @@ def after(*messages: Message, state: tuple[tuple[int, Message], ...] = ()) -> Sa
     return samples(figures)
 
 
-def test_a_state_that_comes_late_fills_what_is_missing_and_replaces_nothing_newer() -> None:
+def test_a_state_that_comes_late_replaces_nothing_newer_and_after_the_end_only_what_stays_true_is_left():
     found = after(
         step(9),
         state=((50, hello(framework="ddp")), (60, step(8)), (61, step(8, rank=1)), (62, step(5, 1, overflow=True))),
@@ -65,6 +65,16 @@ def test_a_state_that_comes_late_fills_what_is_missing_and_replaces_nothing_newe
     assert (found["step", "0"], found["step", "1"]) == (9, 5)
     assert found["rank_info", "0,ddp,here,,a CPU,0"] == 1
     assert ("skipped_steps_total", "1") not in found, "a step of the state may have been counted before"
+    figures = RunFigures()
+    for seq, message in enumerate(
+        (step(1), RankState(0, "finished", 1.0), Evaluation(0, 1, 1.0, loss=2.0), RunState("failed", 1.0, "", 3)), 1
+    ):
+        figures.apply(Frame(seq, 1.0, message), True)
+    figures.end()
+    found = samples(figures)
+    assert (found["run_state", "failed"], found["run_exit_status", ""]) == (1, 3)
+    assert found["eval_loss", "evaluation"] == 2
+    assert not {"step", "rank_state"} & {name for name, _ in found}
 
 
 def test_figures_of_a_rank_end_with_its_process_and_those_of_a_job_with_the_next_one():
@@ -91,19 +101,6 @@ def test_skipped_steps_are_counted_alerts_return_to_0_and_text_of_a_script_is_es
     assert found["eval_loss_finite", name] == 0
     assert found["eval_loss", name] != found["eval_loss", name]
     assert ("eval_result", f"{name},f1/\n") in found
-
-
-def test_after_the_end_only_what_stays_true_is_left() -> None:
-    figures = RunFigures()
-    for seq, message in enumerate(
-        (step(1), RankState(0, "finished", 1.0), Evaluation(0, 1, 1.0, loss=2.0), RunState("failed", 1.0, "", 3)), 1
-    ):
-        figures.apply(Frame(seq, 1.0, message), True)
-    figures.end()
-    found = samples(figures)
-    assert (found["run_state", "failed"], found["run_exit_status", ""]) == (1, 3)
-    assert found["eval_loss", "evaluation"] == 2
-    assert not {"step", "rank_state"} & {name for name, _ in found}
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from ftmon.trainer.host import loop
 from ftmon.trainer.host.loop import Mailbox, Reply
 
 
-def test_a_call_that_fails_leaves_those_behind_it_waiting_and_the_main_loop_awake() -> None:
+def test_a_call_that_fails_leaves_others_waiting_and_work_in_a_thread_arrives_also_where_it_failed():
     mailbox, made = Mailbox(), list[str]()
     mailbox.post(lambda: made.append("first"))
     mailbox.post(lambda: made.append(1 // 0))
@@ -21,6 +21,19 @@ def test_a_call_that_fails_leaves_those_behind_it_waiting_and_the_main_loop_awak
     mailbox.drain()
     assert made == ["first", "last"]
     assert not select.select([mailbox.fileno()], [], [], 0)[0]
+    posted: list[Any] = []
+    ready = threading.Semaphore(0)
+
+    def post(call: Any) -> None:
+        posted.append(call)
+        ready.release()
+
+    seen: list[tuple[int, int]] = []
+    for work in (lambda: 1, lambda: 1 // 0):
+        loop.in_thread(work, post, "work", -1).then(lambda found: seen.append((found, threading.get_ident())))
+        assert ready.acquire(timeout=200)
+        posted.pop()()
+    assert seen == [(1, threading.get_ident()), (-1, threading.get_ident())]
 
 
 def test_a_flow_goes_on_in_the_call_that_brings_what_it_waits_for() -> None:
@@ -53,19 +66,3 @@ def test_a_flow_goes_on_in_the_call_that_brings_what_it_waits_for() -> None:
     loop.start(fail())
     with pytest.raises(ValueError, match="not 3"):
         third.arrive(3)
-
-
-def test_work_in_a_thread_arrives_in_the_main_loop_also_where_it_failed() -> None:
-    posted: list[Any] = []
-    ready = threading.Semaphore(0)
-
-    def post(call: Any) -> None:
-        posted.append(call)
-        ready.release()
-
-    seen: list[tuple[int, int]] = []
-    for work in (lambda: 1, lambda: 1 // 0):
-        loop.in_thread(work, post, "work", -1).then(lambda found: seen.append((found, threading.get_ident())))
-        assert ready.acquire(timeout=200)
-        posted.pop()()
-    assert seen == [(1, threading.get_ident()), (-1, threading.get_ident())]

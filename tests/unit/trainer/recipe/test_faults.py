@@ -35,7 +35,7 @@ def test_anything_else_is_refused_with_one_clear_line(text: str, words: str) -> 
     assert words in str(raised.value)
 
 
-def test_a_slow_rank_s_steps_do_not_grow_with_their_number_or_the_micro_steps() -> None:
+def test_a_slow_rank_s_steps_do_not_grow_and_one_that_hangs_waits_once_from_its_step_on(monkeypatch):
     world: Any = SimpleNamespace(rank=0, size=1, on_gpu=False)
     faults = FaultMaker(Fault("slow", 0, 8), world, engine=None)
     durations: list[float] = []
@@ -48,9 +48,6 @@ def test_a_slow_rank_s_steps_do_not_grow_with_their_number_or_the_micro_steps() 
         durations.append(time.perf_counter() - began)
     usual, slow = sorted(durations[2:7])[2], sorted(durations[-5:])[2]
     assert 2 * usual < slow < 4 * usual
-
-
-def test_a_rank_that_hangs_waits_once_from_its_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     world: Any = SimpleNamespace(rank=1, size=2, on_gpu=False)
     faults = FaultMaker(Fault("hang", 1, 3), world, engine=None)
     waited: list[int] = []

@@ -57,7 +57,7 @@ def test_a_waterfall_s_parts_add_up_to_its_peak_each_beginning_where_the_last_en
     assert at == fall.peak
 
 
-def test_rows_keep_their_place_and_with_the_device_s_other_memory_add_up_to_what_nvml_counts(model: RunModel) -> None:
+def test_rows_keep_their_place_and_a_peak_has_no_parts_before_one_was_analysed(model):
     rank = model.ranks[0]
     sample = model.device_of(rank)
     falls = [waterfall(rank, rank.memory.latest, phase, sample) for phase in ("", "forward", "optimizer")]
@@ -70,9 +70,6 @@ def test_rows_keep_their_place_and_with_the_device_s_other_memory_add_up_to_what
     bars = rank_bars(model.ranks.values(), "")
     assert [bar.rank for bar in bars] == [0, 1]
     assert all(sum(size for name, size in bar.parts if name != "unused") == bar.peak for bar in bars)
-
-
-def test_a_peak_has_no_parts_before_one_was_analysed_nothing_reserved_on_a_cpu_and_no_device_after_the_end() -> None:
     rank = folded(taken_apart=False).ranks[0]
     assert rank.memory.latest is None
     fall = unanalysed(rank, "", None)

@@ -131,7 +131,7 @@ def shown(model: RunModel, phase: str, width: int = 80) -> list[str]:
     return [line.plain for line in body_lines(rank, fall, choice, None, "why", width, Theme(), model.prediction)]
 
 
-def test_a_prediction_stands_beside_each_part_with_the_difference() -> None:
+def test_a_prediction_stands_beside_each_part_and_one_that_holds_warns_of_nothing():
     lines = shown(model_of(ranks=1, predicted={"activations": 0.5}), "backward", 160)
     head, activations = lines[0], next(line for line in lines if line.startswith(" activations"))
     assert head.split()[:3] == ["GiB", "predicted", "difference"]
@@ -144,9 +144,6 @@ def test_a_prediction_stands_beside_each_part_with_the_difference() -> None:
     assert len(unused[:55].split()) == 4, "of what is outside the peak nothing is predicted"
     (parted,) = [line for line in lines if "more than the expected error of 2 %" in line]
     assert "activations +" in parted
-
-
-def test_a_prediction_that_holds_says_so_and_warns_of_nothing() -> None:
     model = model_of(ranks=1, predicted={})
     lines = " ".join(shown(model, "backward", 160))
     assert "backward 13.49 GiB (measured 0.0 %)" in lines

@@ -34,7 +34,7 @@ def test_the_screen_is_the_same_after_rewriting(seed: int) -> None:
         assert (thrifty.cells, thrifty.row, thrifty.column) == (plain.cells, plain.row, plain.column)
 
 
-def test_what_is_shown_already_is_not_sent_again() -> None:
+def test_what_is_shown_is_not_sent_again_and_other_sequences_keep_their_place_also_in_ascii():
     output = ScreenOutput()
     line = "\x1b[3;1H\x1b[1;38;2;1;2;3;48;2;4;5;6mloss 1.234\x1b[0m\x1b[1;1H"
     assert "loss 1.234" in output.rewrite(line)
@@ -44,9 +44,6 @@ def test_what_is_shown_already_is_not_sent_again() -> None:
     output.forget()
     assert "loss 1.234" in (first := output.rewrite(line)), "the screen is unknown"
     assert output.rewrite("\x1b[?1049h" + line) == "\x1b[?1049h" + first, "the alternate screen is another one"
-
-
-def test_other_sequences_keep_their_place_and_ascii_only_replaces_each_character_by_one_of_its_width():
     output = ScreenOutput()
     assert output.rewrite("\x1b[?2026h") == "\x1b[?2026h"
     assert [output.rewrite("\x07"), output.rewrite("\x07")] == ["\x07", "\x07"], "a bell is no cell"

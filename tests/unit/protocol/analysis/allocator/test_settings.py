@@ -33,7 +33,7 @@ def test_requests_are_rounded_and_packed_into_small_segments_and_empty_tensors_t
     assert (model.requested, model.allocated, model.reserved) == (2100, 3 * 1024, 2 * MIB)
 
 
-def test_cached_memory_is_released_before_the_error():
+def test_cached_memory_is_released_before_the_error_and_a_memory_fraction_limits_what_is_reserved():
     model = CachingAllocator(capacity_bytes=100 * MIB)
     model.free(model.allocate(60 * MIB))
     model.allocate(90 * MIB)
@@ -44,9 +44,6 @@ def test_cached_memory_is_released_before_the_error():
     assert (error.sought_bytes, error.requested_bytes, error.free_bytes) == (12 * MIB, 11 * MIB, 10 * MIB)
     assert (error.allocated_bytes, error.reserved_bytes) == (90 * MIB, 90 * MIB)
     model.allocate(10 * MIB)
-
-
-def test_memory_fraction_limits_what_is_reserved():
     model = CachingAllocator(capacity_bytes=100 * MIB)
     model.set_per_process_memory_fraction(0.5)
     model.allocate(40 * MIB)

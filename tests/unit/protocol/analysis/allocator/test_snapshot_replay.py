@@ -64,7 +64,7 @@ def test_figures_at_every_moment_are_live_blocks_and_at_the_end_the_snapshots_ow
     assert sorted(laid_out) == sorted(told)
 
 
-def test_sizes_worked_out_from_the_rules_are_those_of_the_blocks_that_stand_at_the_end():
+def test_sizes_worked_out_are_those_of_the_blocks_at_the_end_and_layouts_follow_freed_segments():
     replay = Replay(read_snapshot(path_of("oom_backward")), 0)
     of = replay.allocations
     known = dict(of.known)
@@ -75,6 +75,17 @@ def test_sizes_worked_out_from_the_rules_are_those_of_the_blocks_that_stand_at_t
     large = {number for number, size in enumerate(of.sizes) if size > SMALL_MOST_BYTES}
     Rooms(of, replay.snapshot, large).replay()
     assert {number: of.sizes[number] for number in known} == known
+    for expandable in (False, True):
+        allocator = CachingAllocator(expandable)
+        address = allocator.alloc(30 * MIB)
+        kept = allocator.alloc(30 * MIB)
+        allocator.free(address)
+        before = len(allocator.trace) - 1
+        allocator.empty_cache()
+        replay = replay_of(allocator)
+        assert [piece.address for piece in layout_at(replay, before)] == [address, kept]
+        assert [piece.address for piece in layout_at(replay, replay.last)] == [kept]
+        assert all(piece.expandable == expandable for piece in layout_at(replay, before) if piece.address == kept)
 
 
 def test_the_out_of_memory_error_is_as_the_allocators_message_told_it(replays):
@@ -263,20 +274,6 @@ def test_an_out_of_memory_error_gets_its_verdict_from_the_numbers(asked, device_
     assert (oom["kind"], oom["requested_bytes"], oom["device_free_bytes"]) == (kind, asked, device_free)
     assert oom["allocated_bytes"] == allocator.now().allocated
     assert oom["largest_free_block_bytes"] == (20 * MIB if kind == "fragmentation" else 0)
-
-
-def test_layouts_follow_segments_that_were_freed_and_expandable_ranges_that_were_unmapped():
-    for expandable in (False, True):
-        allocator = CachingAllocator(expandable)
-        address = allocator.alloc(30 * MIB)
-        kept = allocator.alloc(30 * MIB)
-        allocator.free(address)
-        before = len(allocator.trace) - 1
-        allocator.empty_cache()
-        replay = replay_of(allocator)
-        assert [piece.address for piece in layout_at(replay, before)] == [address, kept]
-        assert [piece.address for piece in layout_at(replay, replay.last)] == [kept]
-        assert all(piece.expandable == expandable for piece in layout_at(replay, before) if piece.address == kept)
 
 
 ENTRIES = st.lists(

@@ -43,7 +43,7 @@ def test_a_death_is_found_with_how_the_process_ended_and_what_followed_from_it()
     assert [one.facts for one in deaths.tick(10.6 + HELD_S)] == [LastLog(["last words"])]
 
 
-def test_a_rank_that_the_launcher_ends_after_one_that_lost_its_peer_follows_from_it():
+def test_a_rank_ended_after_one_that_lost_its_peer_follows_from_it_unless_a_library_aborted_it():
     deaths = DeathDetector(OomDetector())
     deaths.failure(10.0, Failure(1, 7, "backward", 10.0, LOST), set())
     assert deaths.process_gone(10.4, gone(1, code=1), set()) == []
@@ -52,16 +52,6 @@ def test_a_rank_that_the_launcher_ends_after_one_that_lost_its_peer_follows_from
     assert list(follows.facts.followers) == [0]
     assert follows.facts.followers[0].events == [Ended(None, 15)]
     assert deaths.tick(20.0) == []
-
-
-GLOO = (
-    "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
-    "  what():  [enforce fail at /gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4. Mismatch?",
-)
-REASON = "gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 8 vs 4. Mismatch?"
-
-
-def test_a_rank_that_a_library_aborts_is_the_cause_with_the_library_s_reason_although_its_peer_ended_before():
     deaths = DeathDetector(OomDetector())
     for line in (*GLOO, *["frame"] * 20):
         deaths.log(LogLine(0, 0.0, "err", line))
@@ -70,6 +60,13 @@ def test_a_rank_that_a_library_aborts_is_the_cause_with_the_library_s_reason_alt
     found, follows = deaths.process_gone(10.8, gone(0, signal=6), set())
     assert (found.condition, found.facts.reason, found.facts.generating) == (Condition("died", 0), REASON, True)
     assert list(follows.facts.followers) == [1]
+
+
+GLOO = (
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+    "  what():  [enforce fail at /gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4. Mismatch?",
+)
+REASON = "gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 8 vs 4. Mismatch?"
 
 
 @pytest.mark.parametrize(("ended", "reason"), [({"code": -6}, REASON), ({"signal": 9}, "")])

@@ -24,7 +24,7 @@ IN_USE = (
 )
 
 
-def test_the_exception_of_a_rank_counts_and_not_that_its_launcher_failed_for_it() -> None:
+def test_the_exception_of_a_rank_counts_before_its_launcher_s_and_two_at_once_are_told_apart():
     lines = [
         "Traceback (most recent call last):",
         '  File "train.py", line 3, in <module>',
@@ -39,9 +39,6 @@ def test_the_exception_of_a_rank_counts_and_not_that_its_launcher_failed_for_it(
     found = exception(lines)
     assert found.words == "ModuleNotFoundError: No module named 'nosuchmodule'"
     assert found.place == "train.py:3 in <module>"
-
-
-def test_tracebacks_of_two_ranks_that_write_at_once_are_told_apart() -> None:
     lines = [
         "[rank1]: Traceback (most recent call last):",
         "[rank0]: Traceback (most recent call last):",

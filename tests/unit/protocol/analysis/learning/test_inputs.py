@@ -50,16 +50,13 @@ def test_rows_without_labels_are_raised_when_they_are_no_exception(signs, expect
     assert states(Inputs(), [step(number, micro_steps=2, **each) for number, each in enumerate(signs, 1)]) == expected
 
 
-def test_one_micro_batch_without_labels_whose_loss_is_lost_is_raised_at_once_and_resolved_after_forty_others():
+def test_one_micro_batch_without_labels_is_raised_at_once_and_each_rank_named_with_its_end():
     detector = Inputs()
     lost = msgspec.structs.replace(step(4, labelled=1, unlabelled=1), loss=nan)
     found = [one for each in (*map(step, range(1, 4)), lost) for one in detector.step(each)]
     assert [(one.state, one.severity, one.step) for one in found] == [("raised", "warning", 4)]
     assert "not a number" in words_of(found[0]).text
     assert states(detector, [step(number) for number in range(5, 60)]) == [(44, "no_labels", "resolved")]
-
-
-def test_each_rank_without_labels_is_named_with_the_figures_of_its_end():
     detector = Inputs()
     for number in range(1, 41):
         detector.step(step(number, 0, 2))

@@ -86,7 +86,7 @@ def test_steps_that_change_nothing_are_told_with_the_learning_rate(lr, signs, ra
     assert bool(found(detector, [step(100)])) == bool(raised)
 
 
-def test_where_weights_are_sampled_in_some_steps_the_others_break_no_row():
+def test_weights_and_modes_looked_at_in_some_steps_break_no_row_and_a_part_left_in_evaluation_is_told():
     coarse = [replace(Sim(1).phase("forward"), coarse=True)]
 
     def made(number: int, sign: Signs) -> Step:
@@ -99,6 +99,17 @@ def test_where_weights_are_sampled_in_some_steps_the_others_break_no_row():
     assert found(detector, [made(number, Signs(weights="same")) for number in range(1, 100)]) == expected
     wanted = [(100, "weights_unchanged", "resolved", 10)]
     assert found(detector, [made(number, Signs(pending=0)) for number in range(100, 111)]) == wanted
+    signs = Signs(evaluating_part="encoder")
+    steps = [
+        step(number, signs=signs if number < 60 else None)
+        if number % 10 == 0
+        else replace(step(number, memory_every=10), phases=coarse)
+        for number in range(30, 70)
+    ]
+    detector = Updates()
+    raised, resolved = (one for each in steps for one in detector.step(each))
+    assert words_of(raised).title == "encoder, a part of the model, trains in evaluation mode since step 30"
+    assert (raised.facts.steps, resolved.state) == (5, "resolved")
 
 
 def test_a_schedule_that_begins_and_ends_at_0_and_weights_that_rest_for_a_while_are_fine():
@@ -130,21 +141,6 @@ def test_a_mode_or_weights_read_at_the_end_of_a_block_may_have_changed_since_the
     steps += [replace(step(number), phases=coarse, memory_every=50) for number in range(11, 30)]
     (told,) = [one for each in [*steps, step(30, signs=Signs(weights="nan"))] for one in detector.step(each)]
     assert words_of(told).title == "weights are not finite since a step from 11 to 30: the backward"
-
-
-def test_a_part_left_in_evaluation_mode_is_told_by_the_steps_in_which_modes_are_looked_at():
-    coarse = [replace(Sim(1).phase("forward"), coarse=True)]
-    signs = Signs(evaluating_part="encoder")
-    steps = [
-        step(number, signs=signs if number < 60 else None)
-        if number % 10 == 0
-        else replace(step(number, memory_every=10), phases=coarse)
-        for number in range(30, 70)
-    ]
-    detector = Updates()
-    raised, resolved = (one for each in steps for one in detector.step(each))
-    assert words_of(raised).title == "encoder, a part of the model, trains in evaluation mode since step 30"
-    assert (raised.facts.steps, resolved.state) == (5, "resolved")
 
 
 def test_weights_that_were_lost_before_an_update_are_told_with_the_step_before():

@@ -188,7 +188,7 @@ def test_longer_batches_are_no_leak_and_special_steps_count_for_nothing_unless_e
     assert last.evidence["bytes_per_step"] == pytest.approx(9 * MIB, rel=0.01)
 
 
-def test_stacks_of_whole_steps_are_asked_for_and_give_the_place() -> None:
+def test_stacks_of_whole_steps_give_a_leak_s_place_and_it_goes_on_under_its_number_after_a_restart():
     run = Run().steps(100, lambda n: 8 * n)
     (asked,) = run.asks.drain()
     assert (asked.verb, asked.ranks) == (Arm(steps=3, reason="leak"), (0,))
@@ -199,9 +199,6 @@ def test_stacks_of_whole_steps_are_asked_for_and_give_the_place() -> None:
     alert = run.last
     assert alert.evidence["place"] == "loop.py:55 main"
     assert (alert.evidence["armed_us"], alert.evidence["usual_us"]) == (70_000, 55_000)
-
-
-def test_a_leak_goes_on_under_its_number_after_a_restart_of_the_hub() -> None:
     run = Run().steps(100, lambda n: 8 * n)
     later = Run()
     later.store.restore(run.last)

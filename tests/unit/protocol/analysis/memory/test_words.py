@@ -31,7 +31,7 @@ def said_of(kind: str, facts: Any, **fields: Any) -> Words:
     return kinds.words_of(Finding(kind, facts, phase="" if kind == "leak" else "optimizer", **fields))
 
 
-def test_a_spike_in_words() -> None:
+def test_a_spike_in_words_and_one_whose_stacks_name_the_cause():
     said = said_of("spike", SPIKE, rank=1, step=20)
     assert said.title == "rank 1 optimizer +0.9 GiB for 4 ms"
     assert "took 0.91 GiB (1.1% of the device) more than it kept, within 4 ms; usually it is 20.0 MiB" in said.text
@@ -39,19 +39,6 @@ def test_a_spike_in_words() -> None:
     assert said.text.endswith("Its largest single allocations: 0.58 GiB.")
     again = said_of("spike", replace(SPIKE, steps=[20, 25], sets_run_peak=False), rank=1, step=25)
     assert "It set the peak of the step. Seen 2 times or more, last in step 25." in again.text
-
-
-def cause(transient: int, frames: list[str]) -> Cause:
-    groups = [StackGroup(transient - 40 * MIB, 3, frames, 200 * MIB), StackGroup(40 * MIB, 9, ["loop.py:9 step"])]
-    times = {"armed_us": 12_000, "usual_us": 9000, "read_us": 31_000}
-    return Cause(0, 22, "optimizer", 0.0, "spike", transient, groups, parameter_bytes=910 * MIB, **times)
-
-
-def explained(*causes: NumbersCause | StackCause) -> Words:
-    return said_of("spike", replace(SPIKE, causes=causes), rank=0, step=20)
-
-
-def test_a_spike_whose_stacks_name_the_cause_in_words() -> None:
     found = cause(950 * MIB, ["loop.py:31 main", ADAM])
     named = name_cause(found, 8192)
     said = explained(StackCause(found, named, remedy_of(named.pattern, named.parts[0].bytes, None)))
@@ -63,6 +50,16 @@ def test_a_spike_whose_stacks_name_the_cause_in_words() -> None:
         "0.89 GiB."
     ) in said.text
     assert "took 12 ms in place of 9 ms, and reading them 31 ms in the background" in said.text
+
+
+def cause(transient: int, frames: list[str]) -> Cause:
+    groups = [StackGroup(transient - 40 * MIB, 3, frames, 200 * MIB), StackGroup(40 * MIB, 9, ["loop.py:9 step"])]
+    times = {"armed_us": 12_000, "usual_us": 9000, "read_us": 31_000}
+    return Cause(0, 22, "optimizer", 0.0, "spike", transient, groups, parameter_bytes=910 * MIB, **times)
+
+
+def explained(*causes: NumbersCause | StackCause) -> Words:
+    return said_of("spike", replace(SPIKE, causes=causes), rank=0, step=20)
 
 
 def test_stacks_that_name_no_cause_a_transient_of_every_step_and_the_growth_of_the_first_one_in_words():

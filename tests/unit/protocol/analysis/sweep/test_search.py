@@ -133,7 +133,7 @@ def test_where_the_phase_changes_is_found_by_few_runs_where_it_is_predicted() ->
     assert any("idle" in phases for phases in points.values()), "but it is no part of the curve"
 
 
-def test_repeats_are_pooled_with_their_spread_and_the_curve_names_its_phases() -> None:
+def test_repeats_are_pooled_with_their_spread_and_a_run_within_its_warm_up_has_no_figures():
     rows = [row(seq, repeat, ms=100.0 + 2 * repeat) for seq in (128, 512, 1024, 2048, 4096) for repeat in range(3)]
     pooled = pool(rows)
     assert (pooled[0].repeats, pooled[0].step_ms) == (3, summary.Spread(102.0, 100.0, 104.0))
@@ -142,9 +142,6 @@ def test_repeats_are_pooled_with_their_spread_and_the_curve_names_its_phases() -
     assert [piece.phase for piece in curve.pieces] == ["optimizer", "backward"]
     assert fastest(pooled).settings["seq"] == 4096
     assert any("optimizer leads to 1,024 tokens" in line for line in result_lines(rows, None))
-
-
-def test_a_run_that_ended_within_its_warm_up_has_no_figures() -> None:
     rows = [Row({"seq": seq, "zero": 3}, "done", 0.0, 30.0, ranks=[RankRow(0)]) for seq in (64, 32)]
     rows += [row(seq) for seq in (128, 512)]
     assert (pool(rows)[0].peak_bytes, pool(rows)[0].step_ms) == (None, None)

@@ -47,7 +47,7 @@ def refused(words: list[str]) -> str:
     return str(raised.value)
 
 
-def test_ranks_and_batches_are_those_of_groups_of_ranks():
+def test_ranks_and_batches_are_of_groups_and_heads_read_before_anything_starts(tmp_path):
     text = f"command line: {KEY} is 3, but 4 ranks are not a multiple of it; use run.ranks=3"
     assert refused([*FOUR, LLAMA, f"{KEY}=3"]) == text
     text = "but 1 rank is not a multiple of it; use run.ranks=2"
@@ -60,6 +60,13 @@ def test_ranks_and_batches_are_those_of_groups_of_ranks():
         "command line: training.total_batch is 12, but micro_batch 3 x grad_accumulation 1 x 4 ranks / "
         "sequence_parallel_size 2 is 6"
     )
+    eight, folder = [*FOUR, f"{KEY}=8", "run.ranks=8"], f"model.name={tmp_path}"
+    assert "cannot divide the model's 12 attention heads" in refused([*eight, LLAMA])
+    for inner in ({"num_attention_heads": 6}, {"text_config": {"num_attention_heads": 6}}, {"n_head": 6}):
+        (tmp_path / "config.json").write_text(json.dumps(inner))
+        assert "cannot divide the model's 6 attention heads; use 2, 3, 6 or 1" in refused([*eight, folder])
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 16, "num_key_value_heads": 2}')
+    assert resolve.resolve(load(None, [*eight, folder])).config.training.sequence_parallel_size == 8
 
 
 @pytest.mark.parametrize(
@@ -78,16 +85,6 @@ def test_ranks_and_batches_are_those_of_groups_of_ranks():
 )
 def test_heads_are_divided_or_key_value_heads_repeated(heads, groups, size, text):
     assert heads_refusal(heads, groups, size) == text
-
-
-def test_heads_of_a_bare_configuration_and_of_a_folder_are_read_before_anything_starts(tmp_path):
-    eight, folder = [*FOUR, f"{KEY}=8", "run.ranks=8"], f"model.name={tmp_path}"
-    assert "cannot divide the model's 12 attention heads" in refused([*eight, LLAMA])
-    for inner in ({"num_attention_heads": 6}, {"text_config": {"num_attention_heads": 6}}, {"n_head": 6}):
-        (tmp_path / "config.json").write_text(json.dumps(inner))
-        assert "cannot divide the model's 6 attention heads; use 2, 3, 6 or 1" in refused([*eight, folder])
-    (tmp_path / "config.json").write_text('{"num_attention_heads": 16, "num_key_value_heads": 2}')
-    assert resolve.resolve(load(None, [*eight, folder])).config.training.sequence_parallel_size == 8
 
 
 @pytest.mark.parametrize(
