@@ -10,15 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ftmon.protocol.messages import memory
 from ftmon.protocol.messages.control import Alert, RankState, RunState
-from ftmon.protocol.messages.memory import (
-    Cause,
-    Composition,
-    PhaseComposition,
-    PredictedPhase,
-    PredictedPoint,
-    Prediction,
-)
 from ftmon.protocol.messages.telemetry import (
     AllocatorEvents,
     AllocatorPhase,
@@ -174,7 +167,7 @@ class Explained:
             retries=0 if step < 30 else 1 if step < 41 else 3, probe_us=150,
         )  # fmt: skip
 
-    def _composition(self, rank: int, step: int, t: float, peaks: dict[str, int]) -> Composition:
+    def _composition(self, rank: int, step: int, t: float, peaks: dict[str, int]) -> memory.Composition:
         standing = {
             "parameters": 885 * MIB,
             "master_copies": 1770 * MIB,
@@ -184,7 +177,7 @@ class Explained:
         }
         kept = sum(standing.values())
         reserved = reserved_at(peaks)
-        phases: list[PhaseComposition] = []
+        phases: list[memory.PhaseComposition] = []
         for name, peak in peaks.items():
             rest = peak - kept
             parts = dict(standing)
@@ -198,24 +191,24 @@ class Explained:
             parts["temporaries"] = left - parts["other"]
             if not self.cuda:
                 parts["other"] += parts.pop("buckets")
-            phases.append(PhaseComposition(name, peak, parts, 140_000, reserved if self.cuda else 0))
-        return Composition(
+            phases.append(memory.PhaseComposition(name, peak, parts, 140_000, reserved if self.cuda else 0))
+        return memory.Composition(
             rank=rank, step=step, time=t, measure="cuda" if self.cuda else "glibc", phases=phases,
             reason="first" if step <= 2 else "periodic", known=dict(standing), allocated_bytes=START_MIB * MIB,
             reserved_bytes=reserved, entries=9120 if self.cuda else 0, walk_us=420, read_us=9400,
         )  # fmt: skip
 
-    def _prediction(self, t: float) -> Prediction:
+    def _prediction(self, t: float) -> memory.Prediction:
         if self.predicted is None:
-            return Prediction(t, refused=self.refused)
-        points: list[PredictedPoint] = []
+            return memory.Prediction(t, refused=self.refused)
+        points: list[memory.PredictedPoint] = []
         for known in MEASURED[:4]:
-            phases: list[PredictedPhase] = []
+            phases: list[memory.PredictedPhase] = []
             for phase in self._composition(0, 1, t, peaks_at(known.length)).phases[1:]:
                 parts = {name: round(size * self.predicted.get(name, 1.0)) for name, size in phase.parts.items()}
-                phases.append(PredictedPhase(phase.name, sum(parts.values()), phase.reserved_bytes, parts))
-            points.append(PredictedPoint(0, known.length, phases))
-        return Prediction(t, points, 1, 0.02, "peaks of DeepSpeed steps on H200s", "H200", seconds=31.0)
+                phases.append(memory.PredictedPhase(phase.name, sum(parts.values()), phase.reserved_bytes, parts))
+            points.append(memory.PredictedPoint(0, known.length, phases))
+        return memory.Prediction(t, points, 1, 0.02, "peaks of DeepSpeed steps on H200s", "H200", seconds=31.0)
 
     def _events(self, rank: int, step: int, t: float, length: int) -> AllocatorEvents:
         draw = self._draw
@@ -267,7 +260,7 @@ class Explained:
             StackGroup(n * MIB, count, s, n * MIB) for n, count, s in ((1770, 1, STACK_FOREACH), (885, 2, STACK_NORM))
         ]
         sizes = {"peak_bytes": 10_753 * MIB, "attributed_bytes": size, "parameter_bytes": 885 * MIB}
-        yield t, Cause(0, step, "optimizer", t, "spike", size, groups, **sizes, trainable=PARAMETERS, **timing)
+        yield t, memory.Cause(0, step, "optimizer", t, "spike", size, groups, **sizes, trainable=PARAMETERS, **timing)
         evidence = {
             "transient_bytes": size,
             "sets_step_peak": True,

@@ -8,17 +8,6 @@ import pynvml
 import pytest
 from eventually import eventually
 from ftmon.protocol.host import machine
-from ftmon.protocol.host.machine import (
-    ModelFlops,
-    available_memory,
-    causal_pairs,
-    cpu_model,
-    group_memory,
-    memory_group,
-    memory_limit,
-    mfu,
-    peak_flops,
-)
 from ftmon.protocol.messages.telemetry import DeviceHealth, DeviceSample
 from ftmon.trainer.host.hardware import watch
 from ftmon.trainer.host.hardware.gpus import reasons_in_words
@@ -79,9 +68,9 @@ def test_the_host_is_sampled_with_its_ranks_memory_though_their_table_changes_me
 def test_the_limit_of_a_control_group_of_version_2_is_the_hosts_size(tmp_path: Path):
     files = {"proc/self/cgroup": "0::/job/step\n", "sys/fs/cgroup/job/step/memory.max": "max\n"}
     root = write(tmp_path, files | group_files("job", limit=4 * GIB, current=3 * GIB, inactive=GIB))
-    group = memory_group(root)
+    group = machine.memory_group(root)
     assert group == root / "sys/fs/cgroup/job", "the limit of a group above holds too"
-    assert group_memory(group) == (2 * GIB, 4 * GIB)
+    assert machine.group_memory(group) == (2 * GIB, 4 * GIB)
     sample = HostLoad(root).sample("here", 5.0, {})
     assert (sample.used_bytes, sample.total_bytes) == (2 * GIB, 4 * GIB)
 
@@ -93,12 +82,12 @@ def test_the_limit_of_a_control_group_of_version_1_counts_even_where_our_path_is
         "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{5 * GIB}\n",
         "sys/fs/cgroup/memory/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
     }
-    group = memory_group(write(tmp_path, files))
+    group = machine.memory_group(write(tmp_path, files))
     assert group is not None
-    assert group_memory(group) == (4 * GIB, 8 * GIB)
+    assert machine.group_memory(group) == (4 * GIB, 8 * GIB)
     files["sys/fs/cgroup/memory/memory.limit_in_bytes"] = "9223372036854771712\n"
-    assert memory_group(write(tmp_path, files)) is None, "no limit"
-    assert memory_group(tmp_path / "nowhere") is None
+    assert machine.memory_group(write(tmp_path, files)) is None, "no limit"
+    assert machine.memory_group(tmp_path / "nowhere") is None
 
 
 def test_what_a_process_may_use_is_limited_by_its_own_group_and_all_above_it(tmp_path: Path):
@@ -109,17 +98,17 @@ def test_what_a_process_may_use_is_limited_by_its_own_group_and_all_above_it(tmp
     }
     files |= group_files("slurm/job_7", limit=16 * GIB, current=15 * GIB, inactive=2 * GIB)
     root = write(tmp_path, files | group_files("slurm/job_7/step_0", limit=8 * GIB, current=3 * GIB, inactive=0))
-    assert memory_limit(root) == 8 * GIB, "its own group has the lowest limit"
-    assert available_memory(root) == 3 * GIB, "the group above is fuller"
-    assert cpu_model(root) == "AMD EPYC 9654"
+    assert machine.memory_limit(root) == 8 * GIB, "its own group has the lowest limit"
+    assert machine.available_memory(root) == 3 * GIB, "the group above is fuller"
+    assert machine.cpu_model(root) == "AMD EPYC 9654"
     first = "sys/fs/cgroup/memory/slurm/job_7/memory"
     write(root, {f"{first}.limit_in_bytes": f"{32 * GIB}\n", f"{first}.usage_in_bytes": f"{GIB}\n"})
     write(root, {"proc/self/cgroup": "4:memory:/slurm/job_7\n"})
-    assert memory_limit(root) == 32 * GIB, "version 1"
-    assert available_memory(root) == 20 * GIB, "the host has less"
+    assert machine.memory_limit(root) == 32 * GIB, "version 1"
+    assert machine.available_memory(root) == 20 * GIB, "the host has less"
     write(root, {"proc/self/cgroup": "0::/\n"})
-    assert (memory_limit(root), available_memory(root)) == (64 * GIB, 20 * GIB), "no limit"
-    assert (memory_limit(root / "none"), available_memory(root / "none")) == (0, 0), "unknown"
+    assert (machine.memory_limit(root), machine.available_memory(root)) == (64 * GIB, 20 * GIB), "no limit"
+    assert (machine.memory_limit(root / "none"), machine.available_memory(root / "none")) == (0, 0), "unknown"
 
 
 def test_without_a_driver_the_host_is_sampled_all_the_same(monkeypatch: pytest.MonkeyPatch):
@@ -174,34 +163,34 @@ def test_a_driver_that_fails_in_the_middle_is_given_up_and_tried_again(monkeypat
 
 def test_the_flops_of_a_packed_step_count_pairs_within_documents_only() -> None:
     # 2 layers, 4 heads of 8: 12 * 2 * 4 * 8 = 768 FLOPs a pair; 1,000 parameters: 6,000 a token.
-    flops = ModelFlops(token=6_000.0, pair=768.0)
-    pairs = causal_pairs([3, 5])
+    flops = machine.ModelFlops(token=6_000.0, pair=768.0)
+    pairs = machine.causal_pairs([3, 5])
     assert pairs == 6 + 15
     assert flops.of(8, pairs) == 8 * 6_000 + 21 * 768
-    assert flops.of(8, causal_pairs([8])) - flops.of(8, pairs) == 15 * 768
+    assert flops.of(8, machine.causal_pairs([8])) - flops.of(8, pairs) == 15 * 768
 
 
 def test_mfu_of_a_llama_1b_shape_is_the_hand_computed_one_and_needs_a_type_flops_and_time():
     # Llama-3.2-1B: 1,235,814,400 parameters, tied; 16 layers, 32 heads of 64; rows of 4,096 tokens.
-    flops = ModelFlops(token=6 * 1_235_814_400, pair=12 * 16 * 32 * 64)
-    a_second = flops.of(55_296, causal_pairs([4096]) * 13 + causal_pairs([2048]))
+    flops = machine.ModelFlops(token=6 * 1_235_814_400, pair=12 * 16 * 32 * 64)
+    a_second = flops.of(55_296, machine.causal_pairs([4096]) * 13 + machine.causal_pairs([2048]))
     # 55,296 * 7,414,886,400 = 4.100095583e14; pairs 13 * 8,390,656 + 2,098,176 = 111,176,704, times 393,216
     assert a_second == pytest.approx(4.100135583e14 + 4.37164588e13, rel=1e-4)
-    assert mfu(a_second, 1.0, peak_flops("NVIDIA H200", "bf16")) == pytest.approx(0.4586, abs=2e-4)
-    assert peak_flops("NVIDIA H200", "") is None
-    assert mfu(0.0, 1.0, 1e12) is None
-    assert mfu(1e12, 0.0, 1e12) is None
-    assert mfu(5e11, 1.0, 1e12) == 0.5
+    assert machine.mfu(a_second, 1.0, machine.peak_flops("NVIDIA H200", "bf16")) == pytest.approx(0.4586, abs=2e-4)
+    assert machine.peak_flops("NVIDIA H200", "") is None
+    assert machine.mfu(0.0, 1.0, 1e12) is None
+    assert machine.mfu(1e12, 0.0, 1e12) is None
+    assert machine.mfu(5e11, 1.0, 1e12) == 0.5
 
 
 def test_rows_of_a_foreign_script_count_as_equal_lengths_and_pairs_beyond_a_sliding_window_do_not():
-    assert machine.causal_pairs_of_rows(4096, 2) == causal_pairs([2048, 2048])
+    assert machine.causal_pairs_of_rows(4096, 2) == machine.causal_pairs([2048, 2048])
     assert machine.causal_pairs_of_rows(100, 0) == 0
-    flops = ModelFlops(token=0.0, windowed_pair=1.0, window=4)
+    flops = machine.ModelFlops(token=0.0, windowed_pair=1.0, window=4)
     # Rows of the mask: 1, 2, 3, 4, 4, 4 ... against 1 .. 4,096; the exact share is (w/n)(2 - w/n) for long documents.
     exact = sum(min(position, 4) for position in range(1, 4097))
-    assert flops.of(4096, causal_pairs([4096]), 4096) == pytest.approx(exact, rel=2e-3)
-    assert flops.of(4, causal_pairs([4]), 4) == causal_pairs([4])
+    assert flops.of(4096, machine.causal_pairs([4096]), 4096) == pytest.approx(exact, rel=2e-3)
+    assert flops.of(4, machine.causal_pairs([4]), 4) == machine.causal_pairs([4])
 
 
 @pytest.mark.parametrize(
@@ -212,7 +201,7 @@ def test_rows_of_a_foreign_script_count_as_equal_lengths_and_pairs_beyond_a_slid
      ("NVIDIA GeForce RTX 4090", "bf16", 165.2), ("NVIDIA L40S", "bf16", 362.05), ("NVIDIA L40", "bf16", 181.05)],
 )  # fmt: skip
 def test_a_gpu_has_its_data_sheet_peak(name: str, precision: str, tera: float) -> None:
-    assert peak_flops(name, precision) == tera * 1e12
+    assert machine.peak_flops(name, precision) == tera * 1e12
 
 
 @pytest.mark.parametrize(
@@ -221,5 +210,5 @@ def test_a_gpu_has_its_data_sheet_peak(name: str, precision: str, tera: float) -
      "NVIDIA H300", "Tesla V100-SXM2-32GB"],
 )  # fmt: skip
 def test_a_device_or_type_without_a_peak_has_no_mfu(name: str) -> None:
-    assert peak_flops(name, "bf16") is None
-    assert mfu(1e15, 1.0, peak_flops(name, "bf16")) is None
+    assert machine.peak_flops(name, "bf16") is None
+    assert machine.mfu(1e15, 1.0, machine.peak_flops(name, "bf16")) is None

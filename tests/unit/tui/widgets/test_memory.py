@@ -17,15 +17,6 @@ from ftmon.tui.widgets import memory
 from ftmon.tui.widgets.alerts import alert_detail
 from ftmon.tui.widgets.drawing import ASCII, DARK, LIGHT, UNICODE, Line, Theme
 from ftmon.tui.widgets.header import Summary, second_line
-from ftmon.tui.widgets.memory import (
-    MemoryChoice,
-    body_lines,
-    fall_of,
-    grouped,
-    head_lines,
-    memory_title_line,
-    peak_bars,
-)
 from ftmon.tui.widgets.plots import bar
 from ftmon.tui.widgets.state import summary_of
 from models import folded
@@ -57,18 +48,18 @@ def hostile() -> RunModel:
 def every_line(model: RunModel, width: int, theme: Theme) -> Iterator[Line]:
     for rank in model.ranks.values():
         for phase in ("", "forward", "optimizer"):
-            choice = MemoryChoice(phase, unfolded=True)
-            fall = fall_of(rank, choice, model.device_of(rank))
+            choice = memory.MemoryChoice(phase, unfolded=True)
+            fall = memory.fall_of(rank, choice, model.device_of(rank))
             assert fall is not None
-            yield memory_title_line(rank, "GPU 0", width, theme)
-            yield from head_lines(rank, fall, choice, width, theme)
-            yield from body_lines(rank, fall, choice, SpikeVerdict(EVIL[8:], "", "try", 5), "why", width, theme)
+            yield memory.memory_title_line(rank, "GPU 0", width, theme)
+            yield from memory.head_lines(rank, fall, choice, width, theme)
+            yield from memory.body_lines(rank, fall, choice, SpikeVerdict(EVIL[8:], "", "try", 5), "why", width, theme)
         yield memory.title_line(rank, "GPU 0", width, theme)
         yield from memory.phase_lines(rank, width, theme)
         yield from memory.course_lines(rank, width, 2, theme)
         yield from memory.unused_lines(rank, width, 1, theme)
         yield memory.retry_line(rank, width, theme)
-    yield from peak_bars(rank_bars(model.ranks.values(), ""), EVIL, 0, 2**37, width, 20, theme)
+    yield from memory.peak_bars(rank_bars(model.ranks.values(), ""), EVIL, 0, 2**37, width, 20, theme)
 
 
 def is_safe(text: str) -> bool:
@@ -82,9 +73,9 @@ def test_nothing_that_a_rank_sends_is_control_and_no_row_is_wider_than_the_scree
     assert any("evil" in line.plain for line in lines)
     assert all(is_safe(line.plain) for line in lines)
     rank = model_of(ranks=1, steps=8).ranks[0]
-    fall = fall_of(rank, MemoryChoice(), None)
+    fall = memory.fall_of(rank, memory.MemoryChoice(), None)
     assert fall is not None
-    lines = body_lines(rank, fall, MemoryChoice(), None, "", width, theme)
+    lines = memory.body_lines(rank, fall, memory.MemoryChoice(), None, "", width, theme)
     assert max(line.width for line in lines) <= width
 
 
@@ -115,20 +106,20 @@ def test_a_bar_is_as_wide_as_its_room_and_never_invisible(theme: Theme) -> None:
 def test_bars_of_any_number_of_ranks_fit(ranks: int, size: tuple[int, int]) -> None:
     width, height = size
     bars = rank_bars(model_of(ranks=ranks, steps=2).ranks.values(), "")
-    lines = peak_bars(bars, "", ranks - 1, 2**37, width, height, Theme())
+    lines = memory.peak_bars(bars, "", ranks - 1, 2**37, width, height, Theme())
     assert len(lines) <= height
     assert all(line.width <= width for line in lines[1:-2])
-    groups = grouped(bars, 7)
+    groups = memory.grouped(bars, 7)
     assert [bar.rank for group in groups for bar in group] == list(range(ranks))
     assert len(groups) <= 7
 
 
 def shown(model: RunModel, phase: str, width: int = 80) -> list[str]:
     (rank,) = model.ranks.values()
-    choice = MemoryChoice(phase)
-    fall = fall_of(rank, choice, model.device_of(rank))
+    choice = memory.MemoryChoice(phase)
+    fall = memory.fall_of(rank, choice, model.device_of(rank))
     assert fall is not None
-    return [line.plain for line in body_lines(rank, fall, choice, None, "why", width, Theme(), model.prediction)]
+    return [line.plain for line in memory.body_lines(rank, fall, choice, None, "why", width, Theme(), model.prediction)]
 
 
 def test_a_prediction_stands_beside_each_part_and_one_that_holds_warns_of_nothing():
@@ -181,10 +172,10 @@ def test_not_attributed_is_grey_and_explained_on_a_cpu_only(cuda: bool) -> None:
     measure = "cuda" if cuda else "glibc"
     message = Composition(0, 99, model.last_t, measure, [phase], reason="asked")  # pyright: ignore[reportArgumentType]
     model.apply(Frame(model.last_seq + 1, model.last_t, message))
-    rank, choice = model.ranks[0], MemoryChoice("backward")
-    fall = fall_of(rank, choice, None)
+    rank, choice = model.ranks[0], memory.MemoryChoice("backward")
+    fall = memory.fall_of(rank, choice, None)
     assert fall is not None
-    lines = body_lines(rank, fall, choice, None, "", 100, Theme())
+    lines = memory.body_lines(rank, fall, choice, None, "", 100, Theme())
     row = next(line for line in lines if line.plain.startswith(" not attributed"))
     colors = {one for _, style in row.parts for one in (style.color, style.bgcolor) if one is not None}
     grey = {color.name for color in colors} <= {DARK.background, DARK.text, DARK.parts["untraced"]}

@@ -4,16 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from ftmon.protocol.analysis.deaths.detector import (
-    HELD_S,
-    DeathDetector,
-    Ended,
-    EndedEarly,
-    Followed,
-    Follower,
-    LastLog,
-    ProcessDeath,
-)
+from ftmon.protocol.analysis.deaths import detector
 from ftmon.protocol.analysis.findings.finding import Condition, Finding, Resolution
 from ftmon.protocol.analysis.hub_facts import NoStepFacts
 from ftmon.protocol.analysis.oom.detector import OomDetector
@@ -30,29 +21,29 @@ def gone(rank: int, signal: int | None = None, code: int | None = None) -> RankS
 
 
 def test_a_death_is_found_with_how_the_process_ended_and_what_followed_from_it():
-    deaths = DeathDetector(OomDetector())
+    deaths = detector.DeathDetector(OomDetector())
     deaths.log(LogLine(1, 0.0, "err", "last words"))
     assert deaths.failure(10.0, Failure(0, 7, "backward", 10.0, LOST), set()) == [], "it waits for its cause"
     found, follows = deaths.process_gone(10.5, gone(1, signal=11), set())
     assert (found.condition, found.ranks, found.severity) == (Condition("died", 1), (1,), "error")
-    assert found.facts == ProcessDeath(101, None, 11, "", ["last words"])
+    assert found.facts == detector.ProcessDeath(101, None, 11, "", ["last words"])
     assert (follows.condition, follows.state) == (found.condition, "added")
-    assert follows.facts == Followed({0: Follower(0.0, [LOST])})
+    assert follows.facts == detector.Followed({0: detector.Follower(0.0, [LOST])})
     (later,) = deaths.process_gone(11.5, gone(0, code=1), set())
-    assert later.facts == Followed({0: Follower(0.0, [LOST, Ended(1, None)])})
-    assert [one.facts for one in deaths.tick(10.6 + HELD_S)] == [LastLog(["last words"])]
+    assert later.facts == detector.Followed({0: detector.Follower(0.0, [LOST, detector.Ended(1, None)])})
+    assert [one.facts for one in deaths.tick(10.6 + detector.HELD_S)] == [detector.LastLog(["last words"])]
 
 
 def test_a_rank_ended_after_one_that_lost_its_peer_follows_from_it_unless_a_library_aborted_it():
-    deaths = DeathDetector(OomDetector())
+    deaths = detector.DeathDetector(OomDetector())
     deaths.failure(10.0, Failure(1, 7, "backward", 10.0, LOST), set())
     assert deaths.process_gone(10.4, gone(1, code=1), set()) == []
     found, follows = deaths.process_gone(10.8, gone(0, signal=15), set())
     assert (found.condition, found.ranks, found.severity) == (Condition("failure", 1, "backward"), (1,), "error")
     assert list(follows.facts.followers) == [0]
-    assert follows.facts.followers[0].events == [Ended(None, 15)]
+    assert follows.facts.followers[0].events == [detector.Ended(None, 15)]
     assert deaths.tick(20.0) == []
-    deaths = DeathDetector(OomDetector())
+    deaths = detector.DeathDetector(OomDetector())
     for line in (*GLOO, *["frame"] * 20):
         deaths.log(LogLine(0, 0.0, "err", line))
     deaths.failure(10.0, Failure(1, 7, "generate", 10.0, LOST), set())
@@ -71,14 +62,14 @@ REASON = "gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 8 vs 4. Mismatch
 
 @pytest.mark.parametrize(("ended", "reason"), [({"code": -6}, REASON), ({"signal": 9}, "")])
 def test_a_reason_that_is_read_after_an_abort_is_added_to_it_with_what_followed(ended, reason):
-    deaths = DeathDetector(OomDetector())
+    deaths = detector.DeathDetector(OomDetector())
     (found,) = deaths.process_gone(10.0, gone(0, **ended), set())
     assert found.facts.reason == ""
     for line in GLOO:
         deaths.log(LogLine(0, 0.0, "err", line))
     deaths.failure(10.5, Failure(1, 7, "eval", 10.5, LOST, "File, line 2, in generate\n"), set())
-    *explained, last = (one for one in deaths.tick(11.0, over=True) if one.facts.__class__ is not Followed)
-    assert last.facts == LastLog(list(GLOO))
+    *explained, last = (one for one in deaths.tick(11.0, over=True) if one.facts.__class__ is not detector.Followed)
+    assert last.facts == detector.LastLog(list(GLOO))
     assert [(one.state, one.facts.reason, one.facts.generating) for one in explained] == (
         [("explained", reason, True)] if reason else []
     )
@@ -86,7 +77,7 @@ def test_a_reason_that_is_read_after_an_abort_is_added_to_it_with_what_followed(
 
 @pytest.mark.parametrize(("peer_gone_at", "signal"), [(10.8, 15), (None, 15), (10.4, 11)])
 def test_a_death_that_may_have_come_first_or_that_no_launcher_causes_is_the_alert(peer_gone_at, signal):
-    deaths = DeathDetector(OomDetector())
+    deaths = detector.DeathDetector(OomDetector())
     deaths.failure(10.0, Failure(1, 7, "backward", 10.0, LOST), set())
     if peer_gone_at is not None:
         deaths.process_gone(peer_gone_at, gone(1, code=1), set())
@@ -109,7 +100,7 @@ def test_a_death_that_may_have_come_first_or_that_no_launcher_causes_is_the_aler
     ],
 )
 def test_a_rank_ended_by_what_started_it_is_no_trouble_of_a_success(ended, phase, asked, end, succeeded, resolves):
-    deaths = DeathDetector(OomDetector())
+    deaths = detector.DeathDetector(OomDetector())
     (found,) = deaths.process_gone(10.0, ended, asked, phase=phase)
     over = [one for one in deaths.tick(end, over=True, succeeded=succeeded) if one.state == "resolved"]
     assert [(one.condition, one.facts) for one in over] == [(found.condition, Resolution("run_ended"))] * resolves
@@ -117,20 +108,20 @@ def test_a_rank_ended_by_what_started_it_is_no_trouble_of_a_success(ended, phase
 
 @pytest.mark.parametrize("lost_first", [True, False], ids=["in an earlier poll", "in the same poll"])
 def test_a_rank_whose_script_had_ended_is_the_one_that_ended_early_however_its_process_ends(lost_first):
-    deaths = DeathDetector(OomDetector(), lambda: {1: 39})
+    deaths = detector.DeathDetector(OomDetector(), lambda: {1: 39})
     deaths.failure(10.0, Failure(0, 40, "backward", 10.0, LOST), set())
     if lost_first:
         assert deaths.process_gone(10.9, gone(0, code=1), set()) == []
     found, ended = deaths.process_gone(11.0, gone(1, signal=15), set())
     assert (found.condition, found.ranks) == (Condition("ended_early", 1), (1,))
-    assert found.facts == EndedEarly({1: 39}, 0, LOST, "", [])
-    assert (ended.condition, ended.facts) == (found.condition, Ended(None, 15))
+    assert found.facts == detector.EndedEarly({1: 39}, 0, LOST, "", [])
+    assert (ended.condition, ended.facts) == (found.condition, detector.Ended(None, 15))
     assert deaths.tick(20.0, over=True) == []
-    both = DeathDetector(OomDetector(), lambda: {2: 6, 1: 5})
+    both = detector.DeathDetector(OomDetector(), lambda: {2: 6, 1: 5})
     both.failure(10.0, Failure(0, 7, "backward", 10.0, LOST), set())
     (found,) = both.tick(11.0, over=True)
     assert (found.condition, found.ranks) == (Condition("ended_early"), (1, 2))
-    assert found.facts == EndedEarly({1: 5, 2: 6}, 0, LOST, "", []), "the step of each"
+    assert found.facts == detector.EndedEarly({1: 5, 2: 6}, 0, LOST, "", []), "the step of each"
 
 
 def test_what_becomes_known_after_a_restart_of_the_hub_is_added_to_the_alerts_of_the_recording(make_sim):

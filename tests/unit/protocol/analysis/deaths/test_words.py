@@ -4,17 +4,7 @@ from typing import Any
 
 import pytest
 from ftmon.protocol.analysis import kinds
-from ftmon.protocol.analysis.deaths.detector import (
-    Ended,
-    EndedEarly,
-    Followed,
-    Follower,
-    HostPressure,
-    LastLog,
-    LauncherEnded,
-    ProcessDeath,
-    ScriptFailure,
-)
+from ftmon.protocol.analysis.deaths import detector
 from ftmon.protocol.analysis.findings.finding import Condition, Finding, added
 from ftmon.protocol.analysis.oom.detector import Released, Uncaught
 from ftmon.protocol.messages.hosts import KernelKill
@@ -30,7 +20,9 @@ def body(end: str, hint: str = "", then: str = GONE) -> str:
 
 
 def death(code: int | None = None, signal: int | None = None, **more: Any) -> Finding:
-    return Finding("died", ProcessDeath(101, code, signal, more.pop("state", ""), [], **more), rank=1, ranks=(1,))
+    return Finding(
+        "died", detector.ProcessDeath(101, code, signal, more.pop("state", ""), [], **more), rank=1, ranks=(1,)
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,31 +72,31 @@ def death(code: int | None = None, signal: int | None = None, **more: Any) -> Fi
             f"log has no out-of-memory kill of this process. A person or a job scheduler sent it. {GONE}",
         ),
         (
-            death(signal=9, pressure=HostPressure(1.25, 31 * GIB, 32 * GIB, 8 * GIB)),
+            death(signal=9, pressure=detector.HostPressure(1.25, 31 * GIB, 32 * GIB, 8 * GIB)),
             "rank 1 killed by SIGKILL, probably by the kernel: out of memory",
             "The process of rank 1 (pid 101) is gone: killed by SIGKILL. Neither log nor counter could be read; "
             "1.2 s before, 31.00 GiB of 32.00 GiB of the host's (or control group's) memory were in use, 8.00 GiB of "
             f"it by this rank. {GONE}",
         ),
         (
-            Finding("launcher_ended", LauncherEnded(None, 2, ["100 (python)"])),
+            Finding("launcher_ended", detector.LauncherEnded(None, 2, ["100 (python)"])),
             "the job's command ended (never began) before its ranks",
             "The command that was started (never began) left 2 processes behind. ftmon ended the remaining processes; "
             "no rank is the cause.",
         ),
         (
-            Finding("failure", ScriptFailure(GLOO, "", []), rank=0, step=7, phase="backward"),
+            Finding("failure", detector.ScriptFailure(GLOO, "", []), rank=0, step=7, phase="backward"),
             f"rank 0 failed in backward: {GLOO}",
             f"An exception ended the script in step 7: {GLOO}. Gloo aborted because ranks entered one collective with "
             "tensors of different sizes (shapes).",
         ),
         (
-            Finding("failure", ScriptFailure("closed\nmore", "", [], True), rank=0, step=7),
+            Finding("failure", detector.ScriptFailure("closed\nmore", "", [], True), rank=0, step=7),
             "rank 0 failed, its peer killed as asked: closed",
             "An exception ended the script in step 7: closed.",
         ),
         (
-            Finding("ended_early", EndedEarly({0: 5, 2: 6}, 1, "closed by peer", "", []), step=7),
+            Finding("ended_early", detector.EndedEarly({0: 5, 2: 6}, 1, "closed by peer", "", []), step=7),
             "ranks 0 and 2 ended early, after steps 5 to 6; rank 1 lost the connection in step 7",
             "The script of ranks 0 and 2 ended without an error after steps 5 to 6, while rank 1 continued and "
             "communicated with it in step 7: closed by peer. Give every rank the same number of batches "
@@ -127,12 +119,15 @@ def test_a_death_and_a_failure_in_words(finding: Finding, title: str, text: str)
 @pytest.mark.parametrize(
     ("facts", "evidence", "sentence"),
     [
-        (Ended(1, None), {"ended": "exit code 1"}, "It ended: exit code 1."),
-        (Ended(None, None), {"ended": "exit status unknown"}, ""),
-        (LastLog(["a"]), {"log": ["a"]}, ""),
+        (detector.Ended(1, None), {"ended": "exit code 1"}, "It ended: exit code 1."),
+        (detector.Ended(None, None), {"ended": "exit status unknown"}, ""),
+        (detector.LastLog(["a"]), {"log": ["a"]}, ""),
         (
-            Followed(
-                {3: Follower(0.5, ["closed by peer\nmore", Ended(None, 15)]), 2: Follower(1, [Ended(None, None)])}
+            detector.Followed(
+                {
+                    3: detector.Follower(0.5, ["closed by peer\nmore", detector.Ended(None, 15)]),
+                    2: detector.Follower(1, [detector.Ended(None, None)]),
+                }
             ),
             {
                 "then": {
@@ -152,7 +147,7 @@ def test_what_becomes_known_later_in_words(facts: Any, evidence: dict[str, Any],
 
 def test_the_evidence_of_a_death_is_plain():
     kill = KernelKill(True, "host", "python", GIB)
-    assert kinds.evidence_of(death(signal=9, kernel_kill=kill, pressure=HostPressure(1.0, GIB, GIB, GIB))) == {
+    assert kinds.evidence_of(death(signal=9, kernel_kill=kill, pressure=detector.HostPressure(1.0, GIB, GIB, GIB))) == {
         "pid": 101,
         "exit_code": None,
         "signal": 9,
@@ -168,7 +163,7 @@ def test_the_evidence_of_a_death_is_plain():
         "memory_before": "1.0 s before, 1.00 GiB of 1.00 GiB of the host's (or control group's) memory were in use, "
         "1.00 GiB of it by this rank",
     }
-    launcher = Finding("launcher_ended", LauncherEnded(-9, 2, ["100 (python)", "101 (python)"]))
+    launcher = Finding("launcher_ended", detector.LauncherEnded(-9, 2, ["100 (python)", "101 (python)"]))
     expected = {"ended": "killed by SIGKILL", "left": 2, "processes": "100 (python), 101 (python)"}
     assert kinds.evidence_of(launcher) == expected
 
@@ -182,7 +177,7 @@ def test_the_evidence_of_a_death_is_plain():
     ],
 )
 def test_an_error_ends_with_one_full_stop(error: str) -> None:
-    failure = Finding("failure", ScriptFailure(error, "", []), rank=0, step=7)
+    failure = Finding("failure", detector.ScriptFailure(error, "", []), rank=0, step=7)
     uncaught = Finding("oom_failure", Uncaught(error, ""), rank=0, step=7)
     ended = error.rstrip(".") + "."
     assert kinds.words_of(failure).title == f"rank 0 failed: {error}", "whole"

@@ -16,25 +16,13 @@ from ftmon.protocol.analysis.health.nonfinite import UNEXAMINED
 from ftmon.protocol.analysis.health.series import Join
 from ftmon.protocol.analysis.health.speed import CompileFacts, Recompilation, workers_needed
 from ftmon.protocol.analysis.kinds import words_of
-from ftmon.protocol.messages.telemetry import (
-    Compilation,
-    Compiles,
-    DataLoaderInfo,
-    DeviceInfo,
-    DeviceSample,
-    Hello,
-    PhaseRecord,
-    Signs,
-    Span,
-    Step,
-    Update,
-)
+from ftmon.protocol.messages import telemetry
 from ftmon.trainer.probe.link import publisher
 from ftmon.trainer.probe.link.publisher import SlowFacts, loader_info
 
 
-def compiled(*steps: int, name: str = "forward (model.py:40)", reason: str = "size mismatch") -> Compiles:
-    return Compiles(0, 1.0, 9, [Compilation(name, step, 0.5, reason) for step in steps])
+def compiled(*steps: int, name: str = "forward (model.py:40)", reason: str = "size mismatch") -> telemetry.Compiles:
+    return telemetry.Compiles(0, 1.0, 9, [telemetry.Compilation(name, step, 0.5, reason) for step in steps])
 
 
 def test_a_function_that_is_compiled_again_and_again_is_told_with_the_reason():
@@ -65,37 +53,39 @@ def test_dynamos_own_metrics_are_read_once_each(monkeypatch):
     facts.note_step(50_000_000_000)
     facts.note_step(500_000_000_000)  # not the first
     first = facts.compiles()
-    assert (first.total, first.functions) == (1, [Compilation("forward (model.py:40)", 1, 0.5)])
+    assert (first.total, first.functions) == (1, [telemetry.Compilation("forward (model.py:40)", 1, 0.5)])
     assert facts.compiles() is None
     kept.append(metric("forward", 250.0, "size mismatch"))
-    assert facts.compiles().functions == [Compilation("forward (model.py:40)", 8, 0.5, "size mismatch")]
+    assert facts.compiles().functions == [telemetry.Compilation("forward (model.py:40)", 8, 0.5, "size mismatch")]
 
 
 def test_the_settings_of_a_real_dataloader_are_read_off_its_iterator():
     found = loader_info(iter(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4)))))
-    assert isinstance(found, DataLoaderInfo)
+    assert isinstance(found, telemetry.DataLoaderInfo)
     assert (found.workers, found.prefetch_factor, found.persistent_workers) == (0, 0, False)
     assert found.cpus >= 1
     assert loader_info(iter([1])) is None
 
 
-ZERO = Span(0, 0, 0)
+ZERO = telemetry.Span(0, 0, 0)
 
 
-def hello(rank: int = 0, ranks: int = 1, pid: int = 100, **fields) -> Hello:
+def hello(rank: int = 0, ranks: int = 1, pid: int = 100, **fields) -> telemetry.Hello:
     kind = fields.pop("kind", "cpu")
-    return Hello(rank, rank, ranks, "host", pid + rank, 7, DeviceInfo(kind, 0, "d", 1), "glibc", 1e9, **fields)
+    return telemetry.Hello(
+        rank, rank, ranks, "host", pid + rank, 7, telemetry.DeviceInfo(kind, 0, "d", 1), "glibc", 1e9, **fields
+    )
 
 
-def step(number: int, rank: int = 0, data_ms: float = 1.0, **fields) -> Step:
+def step(number: int, rank: int = 0, data_ms: float = 1.0, **fields) -> telemetry.Step:
     phases = [
-        PhaseRecord("data", 0, int(data_ms * 1000), ZERO, ZERO),
-        PhaseRecord("forward", 0, 99_000, ZERO, ZERO, device_us=fields.pop("busy_us", None)),
+        telemetry.PhaseRecord("data", 0, int(data_ms * 1000), ZERO, ZERO),
+        telemetry.PhaseRecord("forward", 0, 99_000, ZERO, ZERO, device_us=fields.pop("busy_us", None)),
     ]
-    return Step(rank, number, 1e9, int(data_ms * 1000) + 99_000, phases, **fields)
+    return telemetry.Step(rank, number, 1e9, int(data_ms * 1000) + 99_000, phases, **fields)
 
 
-def fed(steps: Iterable[Step], *hellos: Hello) -> list[Finding]:
+def fed(steps: Iterable[telemetry.Step], *hellos: telemetry.Hello) -> list[Finding]:
     monitor = HealthMonitor()
     found = [one for each in hellos or (hello(),) for one in monitor.hello(each)]
     for each in steps:
@@ -111,7 +101,9 @@ def falling(at: int, seed: int = 0) -> float:
     return (2.0 + 3.0 * math.exp(-at / 100)) * (1 + random.Random(seed * 10_000 + at).gauss(0, 0.05))
 
 
-def series(count: int, loss: Callable[[int], float] = falling, **fields: Callable[[int], float]) -> list[Step]:
+def series(
+    count: int, loss: Callable[[int], float] = falling, **fields: Callable[[int], float]
+) -> list[telemetry.Step]:
     return [
         step(at, loss=loss(at), **{name: make(at) for name, make in {"lr": lambda _: 1e-4, **fields}.items()})
         for at in range(1, count)
@@ -151,15 +143,15 @@ def test_the_first_rank_is_that_of_the_lowest_step_and_a_norm_that_is_nan_on_all
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
 def test_a_loss_that_is_nan_in_the_step_that_ruins_the_weights_of_all_ranks_is_named_in_any_order(ranks):
     rows = {
-        0: step(5, 0, loss=1.0, signs=Signs(weights="nan")),
-        1: step(5, 1, loss=math.nan, signs=Signs(weights="nan")),
+        0: step(5, 0, loss=1.0, signs=telemetry.Signs(weights="nan")),
+        1: step(5, 1, loss=math.nan, signs=telemetry.Signs(weights="nan")),
     }
     found = fed([*(step(at, rank, loss=1.0) for at in range(1, 5) for rank in (0, 1)), *map(rows.get, ranks)])
     assert ("nan_loss", 1) in [(one.kind, getattr(one.facts, "first_rank", None)) for one in found]
 
 
 def test_a_loss_over_no_labels_is_no_nan_loss_though_the_labels_of_the_next_steps_are_not_examined():
-    empty = Signs(labelled=1, unlabelled=1)
+    empty = telemetry.Signs(labelled=1, unlabelled=1)
     steps = [step(at, loss=1.0) for at in range(1, 5)] + [step(5, loss=math.nan, signs=empty)]
     steps += [step(at, loss=math.nan) for at in range(6, 15)] + [step(15, loss=1.0)]
     assert "nan_loss" not in kinds(fed(steps))
@@ -176,7 +168,7 @@ def test_nan_is_raised_though_the_other_rank_reports_no_more(how):
         monitor.hello(hello(rank, 2))
     for each in (step(1, 0, loss=1.0), step(1, 1, loss=1.0), step(2, 0, loss=math.nan)):
         assert monitor.step(each) == []
-    sample = DeviceSample("host", "host", 0, "d", 1e9 + 1.0, 1, 2)
+    sample = telemetry.DeviceSample("host", "host", 0, "d", 1e9 + 1.0, 1, 2)
     assert monitor.sample(sample) == []
     found = monitor.rank_ended(1) if how == "end" else monitor.sample(msgspec.structs.replace(sample, time=1e9 + 5.2))
     assert [(one.kind, one.facts.first_rank) for one in found] == [("nan_loss", 0)]
@@ -281,7 +273,7 @@ def test_a_rise_that_other_things_than_a_divergence_explain_is_information():
     assert not found[0].facts.rollouts
     policy = [step(at, loss=0.3 + 10 * min(1.0, max(0, at - 200) / 100), lr=1e-6) for at in range(1, 500)]
     for one in policy:
-        one.phases.insert(1, PhaseRecord("generate", 0, 50_000, ZERO, ZERO))
+        one.phases.insert(1, telemetry.PhaseRecord("generate", 0, 50_000, ZERO, ZERO))
     found = [one for one in fed(policy) if one.kind == "diverging_loss"]
     assert {one.severity for one in found} == {"info"}
     assert found[0].facts.rollouts
@@ -321,7 +313,7 @@ def test_losses_that_alternate_between_engines_are_not_judged_as_one_series():
         one for at in range(1, 400) for one in (step(at, loss=1.0), step(at, loss=9.0 if at > 200 else 1.0, lr=1e-4))
     ]
     assert kinds(fed(rows)) == []
-    both = [Update("generator", loss=math.nan), Update("critic", loss=1.0)]
+    both = [telemetry.Update("generator", loss=math.nan), telemetry.Update("critic", loss=1.0)]
     folded = [step(at, loss=9.0 if at > 200 else 1.0, updates=[] if at < 3 else both[1:] * 2) for at in range(1, 400)]
     assert kinds(fed(folded)) == []
     assert kinds(fed([*folded, step(400, loss=1.0, updates=both)])) == ["nan_loss"]
@@ -364,7 +356,7 @@ def test_norms_that_explode_or_collapse_are_found_and_resolve(after, kind):
 
 
 def test_norms_of_micro_batches_without_labels_are_no_collapse():
-    signs = Signs(labelled=1, unlabelled=1)
+    signs = telemetry.Signs(labelled=1, unlabelled=1)
     steps = [
         msgspec.structs.replace(each, grad_norm=0.0, signs=signs) if each.step > 200 else each
         for each in series(400, grad_norm=norm)
@@ -373,7 +365,7 @@ def test_norms_of_micro_batches_without_labels_are_no_collapse():
 
 
 def test_a_scaler_at_its_floor_is_told_from_one_that_skips_too_often():
-    def steps(scale: float, share: float) -> list[Step]:
+    def steps(scale: float, share: float) -> list[telemetry.Step]:
         r = random.Random(1)
         return [
             step(at, loss=2.0, loss_scale=scale if at > 100 else 4096.0, overflow=at > 100 and r.random() < share)
@@ -393,7 +385,7 @@ def test_a_scaler_at_its_floor_is_told_from_one_that_skips_too_often():
 
 
 def test_a_run_that_waits_for_data_is_told_with_what_would_hide_it():
-    loader = DataLoaderInfo(workers=0, cpus=16)
+    loader = telemetry.DataLoaderInfo(workers=0, cpus=16)
     found = fed([step(at, data_ms=150) for at in range(1, 100)], hello(loader=loader))
     assert kinds(found) == ["input_bound"]
     facts = found[0].facts
@@ -424,7 +416,7 @@ def test_the_first_batch_of_an_epoch_and_a_wait_that_the_gpu_does_not_see_are_no
     [(0, 100, 200, 2), (0, 300, 400, 4), (4, 50, 150, 6), (2, 100, 100, 0), (8, 190, 200, 160)],
 )
 def test_the_workers_that_hide_a_wait(workers, wait, whole, needed):
-    assert workers_needed(DataLoaderInfo(workers=workers), wait * 1e3, whole * 1e3) == needed
+    assert workers_needed(telemetry.DataLoaderInfo(workers=workers), wait * 1e3, whole * 1e3) == needed
 
 
 def test_another_job_of_the_run_begins_anew_and_a_rank_that_ended_is_not_waited_for():

@@ -7,17 +7,7 @@ import msgspec
 import pytest
 from ftmon.protocol.analysis.findings.finding import Finding
 from ftmon.protocol.analysis.kinds import words_of
-from ftmon.protocol.analysis.learning.inputs import (
-    ALIKE,
-    COPIES,
-    ENDS,
-    OF_EACH,
-    Copies,
-    Inputs,
-    Repeats,
-    Resumes,
-    Shifts,
-)
+from ftmon.protocol.analysis.learning import inputs
 from ftmon.protocol.messages.telemetry import DataLoaderInfo, DeviceInfo, Goodbye, Hello, Signs, Step
 from msgspec.structs import replace
 
@@ -30,7 +20,7 @@ EMPTY = {"labelled": 2, "unlabelled": 2}
 HALF = {"labelled": 2, "unlabelled": 1}
 
 
-def states(detector: Inputs, steps: list[Step]) -> list[tuple[int, str, str]]:
+def states(detector: inputs.Inputs, steps: list[Step]) -> list[tuple[int, str, str]]:
     return [(each.step, found.kind, found.state) for each in steps for found in detector.step(each)]
 
 
@@ -47,17 +37,20 @@ def states(detector: Inputs, steps: list[Step]) -> list[tuple[int, str, str]]:
     ids=["from the start", "in a row", "half of them", "one in six is too long", "three long ones", "fine"],
 )
 def test_rows_without_labels_are_raised_when_they_are_no_exception(signs, expected):
-    assert states(Inputs(), [step(number, micro_steps=2, **each) for number, each in enumerate(signs, 1)]) == expected
+    assert (
+        states(inputs.Inputs(), [step(number, micro_steps=2, **each) for number, each in enumerate(signs, 1)])
+        == expected
+    )
 
 
 def test_one_micro_batch_without_labels_is_raised_at_once_and_each_rank_named_with_its_end():
-    detector = Inputs()
+    detector = inputs.Inputs()
     lost = msgspec.structs.replace(step(4, labelled=1, unlabelled=1), loss=nan)
     found = [one for each in (*map(step, range(1, 4)), lost) for one in detector.step(each)]
     assert [(one.state, one.severity, one.step) for one in found] == [("raised", "warning", 4)]
     assert "not a number" in words_of(found[0]).text
     assert states(detector, [step(number) for number in range(5, 60)]) == [(44, "no_labels", "resolved")]
-    detector = Inputs()
+    detector = inputs.Inputs()
     for number in range(1, 41):
         detector.step(step(number, 0, 2))
         detector.step(step(number, 1, 2, **(EMPTY if number > 10 else {})))
@@ -70,24 +63,24 @@ def test_one_micro_batch_without_labels_is_raised_at_once_and_each_rank_named_wi
 
 
 def test_steps_not_examined_are_none_with_labels_and_half_without_labels_are_named_with_their_first():
-    detector = Inputs()
+    detector = inputs.Inputs()
     looked_at = {50: EMPTY | {"labelled_after": 16}, **dict.fromkeys(range(56, 60), EMPTY | {"labelled_after": 55})}
     looked_at[55] = EMPTY | {"labelled_after": 50}
     steps = [step(number, micro_steps=2, **looked_at.get(number, {})) for number in range(1, 60)]
     (found,) = [one for each in steps for one in detector.step(each)]
     assert words_of(found).title == "no label tokens in 8 of 8 micro-batches on rank 0 since a step from 17 to 50"
-    detector = Inputs()
+    detector = inputs.Inputs()
     found = [one for at in range(1, 70) for one in detector.step(step(at, 0, 2, **(HALF if at > 9 else {})))]
     assert [(one.state, one.step) for one in found] == [("raised", 10)]
 
 
 def test_an_end_never_a_label_is_raised_until_it_is_one_and_labels_that_are_not_the_next_tokens_too():
-    detector = Inputs()
+    detector = inputs.Inputs()
     found = states(detector, [step(number, ends=4) for number in range(1, 11)])
-    assert found == [(ENDS // 4, "end_never_learned", "raised")]
+    assert found == [(inputs.ENDS // 4, "end_never_learned", "raised")]
     assert states(detector, [step(11, ends=4, learned_ends=1)]) == [(11, "end_never_learned", "resolved")]
-    assert states(Inputs(), [step(number, ends=4, learned_ends=4) for number in range(1, 50)]) == []
-    detector = Shifts()
+    assert states(inputs.Inputs(), [step(number, ends=4, learned_ends=4) for number in range(1, 50)]) == []
+    detector = inputs.Shifts()
     looked_at = {5: "twice", 50: "twice", 100: "never", 150: "once", 200: "never", 250: "never", 300: "never"}
     steps = [step(number, shifted=looked_at.get(number, "")) for number in range(1, 310)]
     found = [(each.step, one) for each in steps for one in detector.step(each)]
@@ -99,13 +92,13 @@ def test_an_end_never_a_label_is_raised_until_it_is_one_and_labels_that_are_not_
 
 
 def test_padding_among_the_labels_of_several_steps_and_rows_that_begin_twice_are_told_once():
-    detector = Inputs()
+    detector = inputs.Inputs()
     steps = [step(number, padding=6 * (number >= 3), padding_of=20) for number in range(1, 20)]
     ((at, one),) = [(each.step, one) for each in steps for one in detector.step(each)]
     assert (at, one.kind, one.step) == (5, "padding_learned", 3)
     assert words_of(one).title == "padding is learned: 30% of the labels in the loss"
-    assert states(Inputs(), [step(1, padding=100, padding_of=200), step(2, padding=1, padding_of=200)]) == []
-    detector = Inputs()
+    assert states(inputs.Inputs(), [step(1, padding=100, padding_of=200), step(2, padding=1, padding_of=200)]) == []
+    detector = inputs.Inputs()
     steps = [step(number, begun_twice=number >= 3) for number in range(1, 20)]
     ((at, one),) = [(each.step, one) for each in steps for one in detector.step(each)]
     assert (at, one.kind, one.step) == (5, "begun_twice", 3)
@@ -119,12 +112,12 @@ def test_padding_among_the_labels_of_several_steps_and_rows_that_begin_twice_are
     ],
 )
 def test_documents_that_see_each_other_are_told_with_their_cause_once_for_each_rank(by, words):
-    detector = Inputs()
+    detector = inputs.Inputs()
     found = [each for rank in (1, 0, 1) for each in detector.step(step(3, rank, mixed=2, mixed_by=by))]
     assert [each.ranks for each in found] == [(1,), (0, 1)]
     assert words in words_of(found[0]).text
     assert words_of(found[0]).title.endswith("since step 3")
-    (later,) = Inputs().step(step(150, mixed=2, mixed_by=by, mixed_after=100))
+    (later,) = inputs.Inputs().step(step(150, mixed=2, mixed_by=by, mixed_after=100))
     assert words_of(later).title.endswith("since a step from 101 to 150")
 
 
@@ -134,7 +127,7 @@ def hello(pid: int, rank: int = 0) -> Hello:
 
 def found(first: int, batches: list[int], before: list[int], rank: int = 0) -> list[Finding]:
     """Return the findings of a job that begins at step ``first`` after one with the batches ``before``."""
-    detector = Resumes()
+    detector = inputs.Resumes()
     findings = [*detector.hello(hello(1)), *detector.hello(hello(2, rank=1))]
     for number, batch in enumerate(before, 1):
         findings += detector.step(Step(rank, number, 1.0, 1, [], batch_id=batch))
@@ -165,7 +158,7 @@ def test_batches_that_come_again_or_are_left_out_after_a_resume_are_named(first,
     [
         (41, FIFTY[40:] * 3, FIFTY), (51, FIFTY, FIFTY), (1, FIFTY[40:], FIFTY), (1, FIFTY, FIFTY),
         (41, list(range(200, 240)), FIFTY), (41, FIFTY[:10], FIFTY[:10] * 5), (15, [7] * 20, [7] * 20),
-        (41, [*FIFTY[: ALIKE - 1], 7, 8], FIFTY), (41, [0] * 20, [0] * 50),
+        (41, [*FIFTY[: inputs.ALIKE - 1], 7, 8], FIFTY), (41, [0] * 20, [0] * 50),
     ],
     ids=[
         *("as before", "after the last step", "counted anew", "another training", "other data"),
@@ -178,7 +171,7 @@ def test_a_resume_with_its_own_data_raises_nothing(first, batches, before):
 
 def test_steps_without_an_update_which_an_optimizer_does_not_count_leave_no_batches_out():
     def told(overflows: int) -> list[Finding]:
-        detector = Resumes()
+        detector = inputs.Resumes()
         detector.hello(hello(1))
         for number, batch in enumerate(FIFTY, 1):
             detector.step(Step(0, number, 1.0, 1, [], batch_id=batch, overflow=number <= overflows))
@@ -191,7 +184,7 @@ def test_steps_without_an_update_which_an_optimizer_does_not_count_leave_no_batc
 
 
 def test_it_is_over_with_the_next_training():
-    detector = Resumes()
+    detector = inputs.Resumes()
     steps = [(1, FIFTY), (41, FIFTY), (41, FIFTY[40:])]
     states = []
     for pid, (first, batches) in enumerate(steps, 1):
@@ -205,7 +198,7 @@ def on_ranks(
     batches: list[list[int]], ranks: int = 2, config: dict[str, Any] | None = None, tokens: int = 8
 ) -> list[Finding]:
     """Return the findings of a job, by the batches of its ranks in each step."""
-    detector = Copies()
+    detector = inputs.Copies()
     greeting = replace(hello(1), world_size=ranks, deepspeed_config=config)
     findings = [*detector.hello(greeting), *detector.hello(replace(greeting, rank=1))]
     for number, each in enumerate(batches, 1):
@@ -224,7 +217,7 @@ def test_ranks_on_the_same_batches_are_named_until_they_are_not_and_steps_never_
     assert over.state == "resolved"
     (finding,) = on_ranks([[90, 91], *SAME], tokens=0)  # images
     assert finding.step == 2
-    detector = Copies()
+    detector = inputs.Copies()
     detector.hello(replace(hello(1), world_size=3))
     for number in range(1, 1000):
         assert detector.step(Step(0, number, 1.0, 1, [], batch_id=number, tokens=1)) == []
@@ -240,7 +233,7 @@ def test_ranks_on_the_same_batches_are_named_until_they_are_not_and_steps_never_
         ([[number, number, number + 40, number + 40] for number in range(1, 30)], {"ranks": 4}),
         (SAME, {"config": {"sequence_parallel_size": 2}}),
         ([[1 + number % 3, 1 + number % 3] for number in range(1, 30)], {"tokens": 0}),  # perhaps not the samples
-        (SAME[: COPIES - 1], {}),
+        (SAME[: inputs.COPIES - 1], {}),
     ],
 )
 def test_ranks_that_have_other_batches_or_share_them_on_purpose_are_fine(batches, options):
@@ -249,7 +242,7 @@ def test_ranks_that_have_other_batches_or_share_them_on_purpose_are_fine(batches
 
 def fed(workers: int, every: int, micro_steps: int = 1, *, iterable: bool = True, steps: int = 80) -> list[Finding]:
     """Return the findings where each batch comes so many times in a row."""
-    detector = Repeats()
+    detector = inputs.Repeats()
     detector.hello(replace(hello(1), loader=DataLoaderInfo(workers=workers, iterable=iterable)))
     found: list[Finding] = []
     for number in range(1, steps + 1):
@@ -262,7 +255,7 @@ def fed(workers: int, every: int, micro_steps: int = 1, *, iterable: bool = True
 
 @pytest.mark.parametrize(("workers", "micro_steps"), [(2, 1), (2, 4), (4, 1), (8, 2)])
 def test_batches_that_come_once_from_each_worker_are_named(workers, micro_steps):
-    (finding,) = fed(workers, workers, micro_steps, steps=OF_EACH * workers)
+    (finding,) = fed(workers, workers, micro_steps, steps=inputs.OF_EACH * workers)
     title = f"each batch comes {workers} times in a row: the loader's {workers} workers read the same data"
     assert (words_of(finding).title, finding.step) == (title, 1)
 

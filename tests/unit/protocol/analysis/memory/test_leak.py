@@ -9,19 +9,9 @@ from ftmon.protocol.analysis.findings.alerts import AlertStore, DiagnosticReques
 from ftmon.protocol.analysis.kinds import FindingAlerts
 from ftmon.protocol.analysis.memory import leak
 from ftmon.protocol.analysis.memory.leak import LIKELY, SURE, LeakDetector, footprint
+from ftmon.protocol.messages import telemetry
 from ftmon.protocol.messages.control import Alert, Arm
 from ftmon.protocol.messages.memory import Cause
-from ftmon.protocol.messages.telemetry import (
-    DeviceInfo,
-    DeviceSample,
-    Hello,
-    PhaseRecord,
-    Plan,
-    ProcessMemory,
-    Span,
-    StackGroup,
-    Step,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,24 +32,24 @@ class Run:
         self.sent: list[Alert] = []
         self.now = 0.0
         for rank in range(ranks):
-            device = DeviceInfo("cuda" if cuda else "cpu", rank, "", H200 if cuda else 32 * GIB)
-            hello = Hello(rank, rank, ranks, "host", 1, 1, device, "cuda" if cuda else "glibc", 0.0)
+            device = telemetry.DeviceInfo("cuda" if cuda else "cpu", rank, "", H200 if cuda else 32 * GIB)
+            hello = telemetry.Hello(rank, rank, ranks, "host", 1, 1, device, "cuda" if cuda else "glibc", 0.0)
             self.detector.hello(hello)
             self.asks.hello(hello)
         if total:
-            self.detector.plan(Plan(0, total))
+            self.detector.plan(telemetry.Plan(0, total))
 
     def step(
         self, number: int, held: float, rank: int = 0, *, in_use: float = -1.0, extra: str = "", batch: int = 2048
     ):
         level = int(held)
-        span = Span(level, level, level + 2 * GIB)
-        other = Span(int(in_use), int(in_use), int(in_use)) if in_use >= 0 else span
+        span = telemetry.Span(level, level, level + 2 * GIB)
+        other = telemetry.Span(int(in_use), int(in_use), int(in_use)) if in_use >= 0 else span
         resident = None if self.cuda else span
-        phases = [PhaseRecord("forward", 0, 9000, span if self.cuda else other, span, resident=resident)]
-        phases += [PhaseRecord(extra, 0, 9000, span, span)] if extra else []
+        phases = [telemetry.PhaseRecord("forward", 0, 9000, span if self.cuda else other, span, resident=resident)]
+        phases += [telemetry.PhaseRecord(extra, 0, 9000, span, span)] if extra else []
         self.now += 0.1
-        step = Step(rank, number, self.now, 9000, phases, batch_shape=[4, batch])
+        step = telemetry.Step(rank, number, self.now, 9000, phases, batch_shape=[4, batch])
         self.sent += self.alerts.put(self.now, self.detector.step(step))
         self.sent += self.store.tick(self.now)
 
@@ -160,10 +150,10 @@ def test_where_most_steps_are_coarse_a_leak_is_found_by_the_end_of_their_updates
     for number in range(1, 96):
         coarse = number > 30 and number % 20 != 0
         level += 2 * MIB
-        span = Span(level, level, level + GIB)
-        phases = [PhaseRecord("forward", 0, 9000, span, span, coarse=coarse)]
-        phases += [PhaseRecord("optimizer", 0, 900, span, span)]
-        step = Step(0, number, 0.1 * number, 9000, phases, memory_every=20 if number > 30 else 1)
+        span = telemetry.Span(level, level, level + GIB)
+        phases = [telemetry.PhaseRecord("forward", 0, 9000, span, span, coarse=coarse)]
+        phases += [telemetry.PhaseRecord("optimizer", 0, 900, span, span)]
+        step = telemetry.Step(0, number, 0.1 * number, 9000, phases, memory_every=20 if number > 30 else 1)
         run.sent += run.alerts.put(0.1 * number, run.detector.step(step))
     assert run.last.kind == "leak"
     assert run.last.evidence["bytes_per_step"] == pytest.approx(2 * MIB, rel=0.01)
@@ -192,7 +182,7 @@ def test_stacks_of_whole_steps_give_a_leak_s_place_and_it_goes_on_under_its_numb
     run = Run().steps(100, lambda n: 8 * n)
     (asked,) = run.asks.drain()
     assert (asked.verb, asked.ranks) == (Arm(steps=3, reason="leak"), (0,))
-    groups = [StackGroup(16 * MIB, 2, ["/home/user/loop.py:55 main"], 8 * MIB, 16 * MIB)]
+    groups = [telemetry.StackGroup(16 * MIB, 2, ["/home/user/loop.py:55 main"], 8 * MIB, 16 * MIB)]
     cause = Cause(0, 103, "", 0.0, "leak", 16 * MIB, groups, armed_us=70_000, usual_us=55_000, read_us=20_000)
     run.sent += run.alerts.put(run.now, run.detector.cause(cause))
     run.steps(60, lambda n: 8 * n, first=101)
@@ -231,17 +221,21 @@ def test_the_stated_significance_is_exact() -> None:
 
 
 def sample(used, *processes):
-    return DeviceSample("node", "gpu", 0, "H200", 1.0, used, 140 * GIB, processes=list(processes))
+    return telemetry.DeviceSample("node", "gpu", 0, "H200", 1.0, used, 140 * GIB, processes=list(processes))
 
 
 def test_each_part_is_one_subtraction_and_with_what_is_reserved_they_add_up_to_what_is_used():
-    processes = ProcessMemory(11, 36 * GIB, 1), ProcessMemory(12, 5 * GIB, 0), ProcessMemory(99, 3 * GIB)
+    processes = (
+        telemetry.ProcessMemory(11, 36 * GIB, 1),
+        telemetry.ProcessMemory(12, 5 * GIB, 0),
+        telemetry.ProcessMemory(99, 3 * GIB),
+    )
     assert footprint(34 * GIB, sample(45 * GIB, *processes), 1) == (2 * GIB, 8 * GIB, GIB)
-    assert footprint(2, sample(GIB, ProcessMemory(11, GIB)), 0) is None, "NVML does not list the rank"
+    assert footprint(2, sample(GIB, telemetry.ProcessMemory(11, GIB)), 0) is None, "NVML does not list the rank"
 
 
 @given(*[st.integers(0, 2**40)] * 3, st.integers(1, 2**40))
 def test_the_parts_add_up_whatever_was_read_when(reserved, used, other, own):
-    found = footprint(reserved, sample(used, ProcessMemory(1, own, 0), ProcessMemory(2, other)), 0)
+    found = footprint(reserved, sample(used, telemetry.ProcessMemory(1, own, 0), telemetry.ProcessMemory(2, other)), 0)
     assert found is not None
     assert reserved + sum(found) == used

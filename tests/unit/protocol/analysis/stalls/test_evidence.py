@@ -6,23 +6,14 @@ import threading
 from typing import Any
 
 import pytest
-from ftmon.protocol.analysis.stalls.evidence import (
-    Calls,
-    Frame,
-    group,
-    parse,
-    read_calls,
-    training_thread,
-    waits_for_loader_worker,
-    where,
-)
+from ftmon.protocol.analysis.stalls import evidence
 from ftmon.protocol.analysis.stalls.progress import ROWS, RankProgress
 from hypothesis import given
 from hypothesis import strategies as st
 
 TRAIN = "/home/me/train.py"
 SITE = "/env/lib/python3.11/site-packages"
-SHUTDOWN = Frame("/usr/lib/python3.11/threading.py", 1583, "_shutdown")
+SHUTDOWN = evidence.Frame("/usr/lib/python3.11/threading.py", 1583, "_shutdown")
 BUILD_WAIT = "a wait for another process to build a PyTorch extension, or for the lock file that one left behind"
 
 COLLECTIVE = f"""\
@@ -55,28 +46,28 @@ Thread 0x00007f0000000009 (most recent call first):
 LOADER = f"{SITE}/torch/utils/data/dataloader.py"
 
 IN_THIS_PROCESS = [
-    Frame(TRAIN, 12, "__getitem__"),
-    Frame(f"{SITE}/torch/utils/data/_utils/fetch.py", 52, "fetch"),
-    Frame(LOADER, 789, "_next_data"),
-    Frame(LOADER, 733, "__next__"),
-    Frame(TRAIN, 38, "main"),
+    evidence.Frame(TRAIN, 12, "__getitem__"),
+    evidence.Frame(f"{SITE}/torch/utils/data/_utils/fetch.py", 52, "fetch"),
+    evidence.Frame(LOADER, 789, "_next_data"),
+    evidence.Frame(LOADER, 733, "__next__"),
+    evidence.Frame(TRAIN, 38, "main"),
 ]
 BUILD_LOCK = [
-    Frame(f"{SITE}/torch/utils/file_baton.py", 54, "wait"),
-    Frame(f"{SITE}/torch/utils/cpp_extension.py", 2012, "_jit_compile"),
-    Frame(f"{SITE}/deepspeed/ops/op_builder/builder.py", 560, "jit_load"),
-    Frame(TRAIN, 12, "main"),
+    evidence.Frame(f"{SITE}/torch/utils/file_baton.py", 54, "wait"),
+    evidence.Frame(f"{SITE}/torch/utils/cpp_extension.py", 2012, "_jit_compile"),
+    evidence.Frame(f"{SITE}/deepspeed/ops/op_builder/builder.py", 560, "jit_load"),
+    evidence.Frame(TRAIN, 12, "main"),
 ]
-OF_LIBRARY = [Frame(f"{SITE}/requests/api.py", 59, "request"), Frame(TRAIN, 12, "load")]
+OF_LIBRARY = [evidence.Frame(f"{SITE}/requests/api.py", 59, "request"), evidence.Frame(TRAIN, 12, "load")]
 
 
 @pytest.mark.parametrize(
     ("frames", "doing", "text"),
     [
-        (parse(COLLECTIVE)[-1].frames, "collective", "all_gather_into_tensor in stage3.py:582 in gather"),
-        (parse(DATA)[0].frames, "data", "next() of the dataloader in train.py:38 in main"),
+        (evidence.parse(COLLECTIVE)[-1].frames, "collective", "all_gather_into_tensor in stage3.py:582 in gather"),
+        (evidence.parse(DATA)[0].frames, "data", "next() of the dataloader in train.py:38 in main"),
         (IN_THIS_PROCESS, "data", "next() of the dataloader (train.py:12 in __getitem__) in train.py:38 in main"),
-        ([Frame(TRAIN, 12, "load"), Frame(TRAIN, 60, "<module>")], "code", "train.py:12 in load"),
+        ([evidence.Frame(TRAIN, 12, "load"), evidence.Frame(TRAIN, 60, "<module>")], "code", "train.py:12 in load"),
         (OF_LIBRARY, "code", "request (api.py:59) in train.py:12 in load"),
         ([], "", ""),
         ([SHUTDOWN], "exiting", "the end of the script: waits for a thread or a child"),
@@ -84,26 +75,26 @@ OF_LIBRARY = [Frame(f"{SITE}/requests/api.py", 59, "request"), Frame(TRAIN, 12, 
     ],
 )
 def test_a_stack_in_words(frames: Any, doing: str, text: str):
-    place = where(frames)
+    place = evidence.where(frames)
     assert (place.doing, place.text) == (doing, text)
 
 
 def test_the_training_thread_is_the_named_one_or_the_last_and_only_a_wait_for_a_worker_wakes_by_itself():
-    threads = parse(COLLECTIVE)
-    assert training_thread(threads, "0x7f0000000001").frames[0].function == "wait"
-    assert training_thread(threads, "0x7") == threads[-1]
-    assert training_thread([]) is None
-    assert not waits_for_loader_worker(IN_THIS_PROCESS), "a retry every few seconds is the script's own"
-    assert waits_for_loader_worker(parse(DATA)[0].frames)
+    threads = evidence.parse(COLLECTIVE)
+    assert evidence.training_thread(threads, "0x7f0000000001").frames[0].function == "wait"
+    assert evidence.training_thread(threads, "0x7") == threads[-1]
+    assert evidence.training_thread([]) is None
+    assert not evidence.waits_for_loader_worker(IN_THIS_PROCESS), "a retry every few seconds is the script's own"
+    assert evidence.waits_for_loader_worker(evidence.parse(DATA)[0].frames)
 
 
 def test_ranks_with_the_same_stack_are_one_group_and_an_answer_without_sense_is_no_evidence():
-    groups = group({3: (DATA, ""), **dict.fromkeys((0, 1, 2, 4), (COLLECTIVE, "")), 5: ("", "")})
+    groups = evidence.group({3: (DATA, ""), **dict.fromkeys((0, 1, 2, 4), (COLLECTIVE, "")), 5: ("", "")})
     assert [one.ranks for one in groups] == [[0, 1, 2, 4], [3], [5]]
     assert (groups[1].place.words, groups[2].frames) == ("next() of the dataloader", ())
-    assert read_calls({"recent": 5}) == Calls()
-    assert read_calls(None) == Calls()
-    good = read_calls({"source": "calls", "recent": [["0", 3, "barrier", 0, None]], "ranks": {"0": [0, 1]}})
+    assert evidence.read_calls({"recent": 5}) == evidence.Calls()
+    assert evidence.read_calls(None) == evidence.Calls()
+    good = evidence.read_calls({"source": "calls", "recent": [["0", 3, "barrier", 0, None]], "ranks": {"0": [0, 1]}})
     assert (good.last("0"), good.members) == (3, {"0": (0, 1)})
 
 
@@ -122,10 +113,10 @@ def test_what_faulthandler_writes_here_is_read():
         go.set()
         thread.join()
         file.seek(0)
-        threads: list[Any] = parse(file.read().decode())
+        threads: list[Any] = evidence.parse(file.read().decode())
     names = {int(one.name, 16): one for one in threads}
     assert any(frame.function == "sleeper" for frame in names[thread.ident or 0].frames)
-    main = training_thread(threads, hex(threading.get_ident()))
+    main = evidence.training_thread(threads, hex(threading.get_ident()))
     assert main.frames[0].function == "test_what_faulthandler_writes_here_is_read"
 
 

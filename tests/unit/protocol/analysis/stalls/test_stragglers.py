@@ -7,15 +7,8 @@ from typing import Any
 import pytest
 from ftmon.protocol.analysis import kinds
 from ftmon.protocol.analysis.findings.finding import Finding
+from ftmon.protocol.analysis.stalls import stragglers
 from ftmon.protocol.analysis.stalls.slow_ranks import SlowDevices, SlowRankFacts
-from ftmon.protocol.analysis.stalls.stragglers import (
-    EVERYWHERE,
-    StragglerFacts,
-    StragglerFinding,
-    Stragglers,
-    Work,
-    work_of,
-)
 from ftmon.protocol.analysis.words import Words
 from ftmon.protocol.messages import control
 from ftmon.protocol.messages.control import Result
@@ -36,13 +29,13 @@ def play(
     *,
     ranks: int = 2,
     steps: int = 60,
-    judge: Stragglers | None = None,
+    judge: stragglers.Stragglers | None = None,
     first: int = 1,
     more: Callable[[int, int], dict[str, Any]] = lambda rank, step: {},
-) -> tuple[Stragglers, list[StragglerFinding]]:
+) -> tuple[stragglers.Stragglers, list[stragglers.StragglerFinding]]:
     """Run steps in which ``make`` says how many milliseconds a rank works in each phase; the others wait."""
-    judge = judge or Stragglers()
-    found: list[StragglerFinding] = []
+    judge = judge or stragglers.Stragglers()
+    found: list[stragglers.StragglerFinding] = []
     t = 0.0
     for step in range(first, first + steps):
         works = {rank: make(rank, step) for rank in range(ranks)}
@@ -51,7 +44,9 @@ def play(
         for rank, work in works.items():
             own = {name: round(ms * 1e3) for name, ms in work.items()}
             waited = round(wall * 1e3) - sum(own.values())
-            found += judge.step(t, rank, step, Work(own, waited, True, round(wall * 1e3), **more(rank, step)))
+            found += judge.step(
+                t, rank, step, stragglers.Work(own, waited, True, round(wall * 1e3), **more(rank, step))
+            )
     return judge, found
 
 
@@ -66,7 +61,7 @@ def slow(rank: int, **excess: float) -> Make:
     return make
 
 
-def said(found: list[StragglerFinding]) -> Words:
+def said(found: list[stragglers.StragglerFinding]) -> Words:
     return kinds.words_of(Finding("straggler", SlowRankFacts(found[0].facts)))
 
 
@@ -101,7 +96,7 @@ def test_random_lengths_of_two_values_do_not_make_a_straggler_of_who_draws_the_l
 
 def test_a_rank_slow_in_all_phases_is_slow_everywhere_and_of_two_the_one_others_wait_for_is_found():
     _, found = play(slow(1, **{name: 2 * ms for name, ms in PARTS.items() if ms >= 8}))
-    assert found[0].facts.slow_at == EVERYWHERE
+    assert found[0].facts.slow_at == stragglers.EVERYWHERE
     assert said(found).title.startswith("rank 1 is slow everywhere: 29")
     base = slow(2, forward=200.0)
     _, found = play(lambda rank, step: base(rank, step) | ({"data": 80.0} if rank == 1 else {}), ranks=4)
@@ -144,10 +139,10 @@ def test_a_straggler_ends_once_it_is_as_fast_and_spells_of_slowness_raise_a_hand
     ("waited", "walls"), [(0, (205_000, 205_000)), (5000, (105_000, 205_000))], ids=["is not seen", "in no common step"]
 )
 def test_ranks_whose_waiting_supports_no_verdict_are_not_compared(waited, walls):
-    judge = Stragglers()
+    judge = stragglers.Stragglers()
     for step in range(1, 80):
         for rank, own in enumerate((100_000, 200_000)):
-            assert judge.step(step, rank, step, Work({"forward": own}, waited, True, walls[rank])) == []
+            assert judge.step(step, rank, step, stragglers.Work({"forward": own}, waited, True, walls[rank])) == []
 
 
 def test_steps_with_an_evaluation_on_one_rank_are_left_out():
@@ -163,19 +158,19 @@ def test_steps_with_an_evaluation_on_one_rank_are_left_out():
 
 
 def test_a_lost_step_or_a_rank_that_comes_and_goes_stops_nothing():
-    judge = Stragglers()
+    judge = stragglers.Stragglers()
     make = slow(1, forward=150.0)
-    found: list[StragglerFinding] = []
+    found: list[stragglers.StragglerFinding] = []
     for step in range(1, 60):
         for rank in range(2):
             if (rank, step) in ((1, 9), (0, 14)):
                 continue
             own = {name: round(ms * 1e3) for name, ms in make(rank, step).items()}
-            found += judge.step(step, rank, step, Work(own, 256_000 - sum(own.values()), True, 256_000))
+            found += judge.step(step, rank, step, stragglers.Work(own, 256_000 - sum(own.values()), True, 256_000))
     assert [finding.facts.rank for finding in found] == [1]
     ended = judge.remove(1)
     assert (ended and ended.state) == "resolved"
-    assert judge.step(60.0, 0, 60, Work({"forward": 1}, 0, True, 1)) == []
+    assert judge.step(60.0, 0, 60, stragglers.Work({"forward": 1}, 0, True, 1)) == []
 
 
 def test_the_words_hold_the_figures_and_what_is_known_of_the_cause():
@@ -194,16 +189,16 @@ def record(name: str, host: int, device: int | None = None, **fields: Any) -> Ph
 
 def test_waiting_is_collectives_on_the_cpu_and_on_a_device_what_was_measured_and_is_taken_off():
     phases = [record("data", 100), record("forward", 200), record("backward", 500, collective_us=400)]
-    work = work_of(Step(0, 3, 0.0, 1000, phases), device=False)
+    work = stragglers.work_of(Step(0, 3, 0.0, 1000, phases), device=False)
     assert work.own == {"data": 100, "forward": 200, "backward": 100, "idle": 200}
     assert (work.waited, work.wall, work.measured, work.comparable) == (400, 1000, True, True)
     phases = [record("idle", 40, 45), record("data", 10, 0), record("forward", 5, 30)]
     phases += [record("backward", 5, 90, waited_us=50), record("optimizer", 3, 5)]
-    work = work_of(Step(0, 3, 0.0, 170, phases, device_us=170), device=True)
+    work = stragglers.work_of(Step(0, 3, 0.0, 170, phases, device_us=170), device=True)
     assert work.own == {"idle": 35, "data": 10, "forward": 30, "backward": 40, "optimizer": 5}
     assert (work.waited, work.measured, work.comparable) == (50, True, True)
     phases = [record("data", 10, 0), record("forward", 5, 30), record("backward", 5, 100, collectives=3)]
-    work = work_of(Step(0, 3, 0.0, 160, phases, device_us=160), device=True)
+    work = stragglers.work_of(Step(0, 3, 0.0, 160, phases, device_us=160), device=True)
     assert work.own == {"idle": 20, "data": 10, "forward": 30}
     assert (work.waited, work.measured, work.comparable) == (100, False, True)
 
@@ -217,8 +212,8 @@ def test_waiting_is_collectives_on_the_cpu_and_on_a_device_what_was_measured_and
     ],
 )
 def test_on_a_device_a_step_that_supports_no_verdict_is_not_compared(phases):
-    assert not work_of(Step(0, 3, 0.0, 160, phases, device_us=160), device=True).comparable
-    assert not work_of(Step(0, 3, 0.0, 160, phases), device=True).comparable, "nor one without device times"
+    assert not stragglers.work_of(Step(0, 3, 0.0, 160, phases, device_us=160), device=True).comparable
+    assert not stragglers.work_of(Step(0, 3, 0.0, 160, phases), device=True).comparable, "nor one without device times"
 
 
 def cpu_step(sim: Sim, works: dict[int, float], noise: random.Random, slow_at: str) -> Any:
@@ -344,7 +339,7 @@ def hindrance(slow: dict[str, Any], others: dict[str, Any]) -> str:
         device = DeviceInfo("cuda", rank, "H200", 1, f"GPU-{rank}")
         devices.hello(Hello(rank, rank, 3, "host", 1, 1, device, "cuda", 1.0))
         devices.sample(gpu(rank, **(slow if rank == 1 else others)))
-    straggler = StragglerFacts(1, 9, 8, 2, 1, 0, 0, 3, "forward", {"forward": 2}, {"forward": 1})
+    straggler = stragglers.StragglerFacts(1, 9, 8, 2, 1, 0, 0, 3, "forward", {"forward": 2}, {"forward": 1})
     said = kinds.words_of(Finding("straggler", SlowRankFacts(straggler, devices.why(1)), rank=1))
     return said.title.partition("; ")[2]
 

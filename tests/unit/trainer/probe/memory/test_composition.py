@@ -18,19 +18,6 @@ from ftmon.trainer.hub import trace_worker
 from ftmon.trainer.probe.device.memory import Reading
 from ftmon.trainer.probe.guard import Guard
 from ftmon.trainer.probe.memory import composition
-from ftmon.trainer.probe.memory.composition import (
-    Held,
-    Roots,
-    Sighting,
-    StepCapture,
-    Storages,
-    Walked,
-    resident_bytes,
-    step_trace,
-    sum_by_part,
-    tensors,
-    walk,
-)
 from ftmon.trainer.probe.phases.budget import Budget
 from ftmon.trainer.probe.phases.tracker import Counts, Mark, Tracker
 from hypothesis import given, settings
@@ -60,7 +47,7 @@ def capturing(roots, measure="cuda"):
     """Make a capture that watches a tracker; ``roots`` is what it walks, or a function that returns that."""
     tracker = Tracker(Memory(measure), lambda: None, Counts(), lambda _: None, Guard(), Budget(0))
     index = 0 if measure == "cuda" else None
-    capture = StepCapture(tracker, roots if callable(roots) else lambda: roots, index, "first")
+    capture = composition.StepCapture(tracker, roots if callable(roots) else lambda: roots, index, "first")
     tracker.watchers = (capture,)
     return tracker, capture
 
@@ -70,15 +57,17 @@ def look_at(marks, walks=(), sightings=(), recomputed=()):
     _, capture = capturing(None)
     capture.marks, capture.step, capture.done = marks, 7, True
     for mark, held in walks:
-        capture.walks.append(Walked(marks[mark].ns, mark, {at: Held(1, part) for at, part in held.items()}, {}))
-    capture.sightings = [Sighting(us * 1000 - 500, address, part) for us, address, part in sightings]
+        capture.walks.append(
+            composition.Walked(marks[mark].ns, mark, {at: composition.Held(1, part) for at, part in held.items()}, {})
+        )
+    capture.sightings = [composition.Sighting(us * 1000 - 500, address, part) for us, address, part in sightings]
     capture.recomputed = [(begin * 1000 - 500, end * 1000 - 500) for begin, end in recomputed]
     return capture
 
 
 def messages(capture, snapshot, room=ROOM):
     """Make the messages as rank and hub do together, from the bytes that cross between them."""
-    trace = wire.decode_body(wire.encode_body(step_trace(capture, lambda: snapshot, 0, 3, same, room, 0)))
+    trace = wire.decode_body(wire.encode_body(composition.step_trace(capture, lambda: snapshot, 0, 3, same, room, 0)))
     found = {type(message): message for message in messages_of(trace)}
     return SimpleNamespace(trace=trace, composition=found.get(Composition), events=found.get(AllocatorEvents))
 
@@ -356,9 +345,9 @@ def test_a_plain_or_a_zero_optimizer_s_parts_are_told_apart_and_a_gradient_in_a_
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.zeros(3, 100)).sum().backward()
     optimizer.step()
-    found = Storages(None)
-    walk(Roots(None, model, optimizer), found)
-    walk(Roots(None, None, optimizer), found)
+    found = composition.Storages(None)
+    composition.walk(composition.Roots(None, model, optimizer), found)
+    composition.walk(composition.Roots(None, None, optimizer), found)
     assert found.by_part() == {
         "parameters": 4 * 5050,
         "gradients": 4 * 5050,
@@ -368,20 +357,20 @@ def test_a_plain_or_a_zero_optimizer_s_parts_are_told_apart_and_a_gradient_in_a_
     bucket = engine.optimizer.ipg_buckets[torch.float32].buffer[0]
     engine.module.weight.grad = torch.zeros(50, 100)
     engine.optimizer.averaged_gradients = {0: [bucket.narrow(0, 0, 10)], 1: None}
-    found = Storages(None)
-    walk(Roots(engine, None, None), found)
+    found = composition.Storages(None)
+    composition.walk(composition.Roots(engine, None, None), found)
     assert found.by_part() == {"parameters": 20_000, "buckets": 4000, "gradients": 20_000, "master_copies": 20_000}
 
 
 def test_a_tensor_that_is_none_or_on_another_device_does_no_harm_and_unwritten_memory_is_not_resident():
-    assert list(tensors({"a": [None, (torch.zeros(1),)], "b": 3, "c": object()})) == [torch.zeros(1)]
-    found = Storages(None)
+    assert list(composition.tensors({"a": [None, (torch.zeros(1),)], "b": 3, "c": object()})) == [torch.zeros(1)]
+    found = composition.Storages(None)
     found.add("parameters", [torch.zeros(4, device="meta"), torch.zeros(0), None])
     assert found.held == {}
-    found = Storages(None)
+    found = composition.Storages(None)
     found.add("parameters", written := torch.ones(2**22))
     found.add("buckets", empty := torch.empty(2**25))
-    resident = resident_bytes(found.held)
+    resident = composition.resident_bytes(found.held)
     assert resident["parameters"] == written.nbytes
     assert resident["buckets"] < 2**20 < empty.nbytes
 
@@ -389,7 +378,7 @@ def test_a_tensor_that_is_none_or_on_another_device_does_no_harm_and_unwritten_m
 def test_a_look_begins_with_a_step_walks_at_every_boundary_and_leaves():
     model = torch.nn.Linear(10, 10)
     optimizer = torch.optim.SGD(model.parameters())
-    tracker, capture = capturing(Roots(None, model, optimizer), "glibc")
+    tracker, capture = capturing(composition.Roots(None, model, optimizer), "glibc")
     tracker.end_step()
     tracker.enter("forward")
     loss = model(torch.zeros(3, 10)).sum()
@@ -400,13 +389,13 @@ def test_a_look_begins_with_a_step_walks_at_every_boundary_and_leaves():
     assert (capture.done, capture.step, capture.failed, tracker.watchers) == (True, 2, "", ())
     assert [walked.mark for walked in capture.walks] == [0, 1, 2, 3, 4]
     assert len(capture.marks) == 5
-    assert "gradients" not in sum_by_part(capture.walks[2].held.values())
+    assert "gradients" not in composition.sum_by_part(capture.walks[2].held.values())
     assert capture.known() == {"parameters": 440, "gradients": 440}
     assert capture.walk_ns > 0
 
 
 def test_the_first_step_is_joined_where_its_first_phase_begins():
-    tracker, capture = capturing(Roots(None, torch.nn.Linear(2, 2), None), "glibc")
+    tracker, capture = capturing(composition.Roots(None, torch.nn.Linear(2, 2), None), "glibc")
     tracker.enter("optimizer")  # DeepSpeed's own, as it makes an engine
     assert capture.walks == []
     tracker.enter("forward")
@@ -416,7 +405,7 @@ def test_the_first_step_is_joined_where_its_first_phase_begins():
 
 
 def test_a_look_made_before_cuda_was_there_does_not_begin_and_an_error_in_one_stays_in_it():
-    tracker, capture = capturing(Roots(None, None, None), "glibc")
+    tracker, capture = capturing(composition.Roots(None, None, None), "glibc")
     tracker.memory = Memory("cuda")
     tracker.end_step()
     assert capture.walks == []
@@ -429,7 +418,7 @@ def test_a_look_made_before_cuda_was_there_does_not_begin_and_an_error_in_one_st
 def test_what_is_laid_over_deepspeed_s_calls_is_gone_after_the_step_and_where_the_look_is_given_up():
     engine = Engine(torch.nn.Linear(10, 10))
     zero = engine.optimizer
-    tracker, capture = capturing(Roots(engine, None, None))
+    tracker, capture = capturing(composition.Roots(engine, None, None))
     hooks = (len(modules._global_forward_hooks), len(modules._global_forward_pre_hooks))
     before = len(optimizers._global_optimizer_pre_hooks)
     tracker.end_step()
@@ -446,7 +435,7 @@ def test_what_is_laid_over_deepspeed_s_calls_is_gone_after_the_step_and_where_th
     assert zero.reduced[0][1] == 4
     assert "reduce_ready_partitions_and_remove_grads" not in vars(zero)
     assert len(optimizers._global_optimizer_pre_hooks) == before
-    tracker, capture = capturing(Roots(engine, None, None))
+    tracker, capture = capturing(composition.Roots(engine, None, None))
     tracker.end_step()
     capture.withdraw()
     tracker.enter("forward")
@@ -455,11 +444,11 @@ def test_what_is_laid_over_deepspeed_s_calls_is_gone_after_the_step_and_where_th
 
 
 def test_an_optimizer_that_the_script_drops_in_the_step_is_freed():
-    roots = [Roots(Engine(torch.nn.Linear(10, 10)), None, None)]
+    roots = [composition.Roots(Engine(torch.nn.Linear(10, 10)), None, None)]
     tracker, capture = capturing(lambda: roots[0])
     tracker.end_step()
     zero = weakref.ref(roots[0].wrapper)
-    roots[0] = Roots(None, None, None)
+    roots[0] = composition.Roots(None, None, None)
     gc.collect()
     assert zero() is None
     tracker.end_step()
@@ -468,7 +457,7 @@ def test_an_optimizer_that_the_script_drops_in_the_step_is_freed():
 
 def test_a_look_at_a_step_with_too_many_storages_fails_and_keeps_no_more_of_them(monkeypatch):
     monkeypatch.setattr(composition, "MOST_SIGHTINGS", 5)
-    tracker, capture = capturing(Roots(None, None, None), "glibc")
+    tracker, capture = capturing(composition.Roots(None, None, None), "glibc")
     tracker.end_step()
     for tensor in [torch.zeros(1) for _ in range(10)]:
         capture._record_sighting("parameters", tensor)
@@ -481,7 +470,7 @@ def test_a_look_at_a_step_with_too_many_storages_fails_and_keeps_no_more_of_them
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_layers_that_go_forward_again_in_the_backward_are_noted(reentrant):
     layers = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
-    tracker, capture = capturing(Roots(None, layers, None))
+    tracker, capture = capturing(composition.Roots(None, layers, None))
     tracker.end_step()
     tracker.enter("forward")
     hidden = torch.ones(2, 8, requires_grad=True)
