@@ -29,11 +29,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="package", autouse=True)
 def _no_extension() -> Iterator[None]:
-    """Forbid PyTorch extensions.
-
-    DeepSpeed compiles its shared-memory all_reduce when a script first uses it on the CPU, which takes a minute. A
-    script that does not disable it fails at once, with this path in its traceback.
-    """
+    """Make a script fail at once that would have DeepSpeed compile an extension, which takes a minute."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", os.path.join(os.devnull, "no extension is compiled in a test"))
         yield

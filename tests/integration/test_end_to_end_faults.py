@@ -1,8 +1,4 @@
-"""Faults of ``ftmon demo --fault`` are real: flagged with an alert, and the run ends as it must.
-
-A spike is in test_end_to_end_demo, a rank that crashes in test_resume_command; slow ranks are in test_stragglers, hangs
-in test_on_hang.
-"""
+"""Faults of ``ftmon demo --fault`` are real: flagged with an alert, and the run ends as it must."""
 
 from eventually import eventually
 from ftmon.protocol.recording.reader import Reader

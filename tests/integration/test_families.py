@@ -92,10 +92,7 @@ def documents(row: dict[str, list[int]]) -> Iterator[tuple[list[int], list[int]]
 
 @small_runs.once
 def reference(path: Path, rows: list[dict[str, list[int]]], dtype: torch.dtype, each: int) -> dict[str, torch.Tensor]:
-    """Train with each document alone, in PyTorch's AdamW on fp32 copies of the weights; return these.
-
-    ``each`` is the number of rows of an epoch that are used.
-    """
+    """Return weights that PyTorch's AdamW trained in fp32, each document alone, ``each`` rows of an epoch."""
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     weights = dict(model.named_parameters())
     held = {name: torch.nn.Parameter(weight.detach().clone().float()) for name, weight in weights.items()}

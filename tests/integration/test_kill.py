@@ -16,10 +16,7 @@ pytestmark = pytest.mark.usefixtures("private_home")
 
 
 def training(app: App, ranks: int) -> None:
-    """Wait until every rank has made a step.
-
-    A rank that is stuck after its first step may have made it before the app joined the stream: the recording has it.
-    """
+    """Wait for a step of every rank in the recording: a stuck one may have made it before the app joined the stream."""
 
     def stepped() -> set[int]:
         found: set[int] = set()

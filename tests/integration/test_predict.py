@@ -1,7 +1,4 @@
-"""``ftmon predict`` beside peaks measured on H200s (``bench/data/h200_peaks.jsonl``), and ``ftmon predict -- COMMAND``.
-
-The commands are scripts that know nothing of ftmon, run up to ``deepspeed.initialize``.
-"""
+"""``ftmon predict`` beside peaks measured on H200s, and ``ftmon predict -- COMMAND`` of scripts that know no ftmon."""
 
 import json
 from pathlib import Path

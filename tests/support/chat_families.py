@@ -1,7 +1,4 @@
-"""Chat templates of the known model families, and what each writes: made by hand, message by message.
-
-``written`` is the reference for labels: a list of texts, each with whether the assistant generates it.
-"""
+"""Chat templates of known model families, and what each writes, made by hand: texts, and whether the assistant's."""
 
 from collections.abc import Callable
 from typing import Any

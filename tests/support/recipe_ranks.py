@@ -19,10 +19,7 @@ from ftmon.trainer.recipe.trainer import Trainer
 
 
 def runs(world: World, jobs: list[str]) -> Iterator[tuple[Path, Trainer]]:
-    """Set up the run of each configuration, and end it when the caller is done with it; print what is refused.
-
-    DeepSpeed collects garbage for every engine: not again and again in what was imported for those before it.
-    """
+    """Set up each configuration's run and end it afterwards; print what is refused. Garbage is costly here: frozen."""
     for path in map(Path, jobs):
         gc.freeze()
         world.log(f"== {path.stem}")

@@ -62,10 +62,7 @@ sys.exit(max(abs(process.wait()) for process in started))
 
 
 class RemoteShell:
-    """Serves ``ssh`` and ``pdsh``, two programs that it puts into ``tools``, an empty directory.
-
-    ``enter`` has for each host the words that start a command there, ``environ`` is the environment of the commands.
-    """
+    """Serves ``ssh`` and ``pdsh``, put into ``tools``; ``enter``: the words that start a command on each host."""
 
     def __init__(self, tools: Path, enter: dict[str, list[str]], environ: dict[str, str]) -> None:
         self._enter = enter

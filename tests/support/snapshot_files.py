@@ -14,11 +14,7 @@ ELEMENTS = {"dict": b"}", "list": b"]", "mark": b"(", "empty": b")", "tuple": b"
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """Read a snapshot as ``open_snapshot`` does, but for the process that it starts.
-
-    Raises:
-        SnapshotError: one line about what is wrong with the file.
-    """
+    """Read a snapshot as ``open_snapshot`` does, SnapshotError included, but in this process."""
     return compact(read_pickle(path), str(path))
 
 

@@ -36,11 +36,7 @@ class TwoHosts:
         self._shell: RemoteShell | None = None
 
     def open(self) -> None:
-        """Make namespaces, cable and stand-ins.
-
-        Raises:
-            RuntimeError: this machine does not permit it; says what refused.
-        """
+        """Make namespaces, cable and stand-ins; RuntimeError: this machine does not permit it, says what refused."""
         missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
         if missing:
             raise RuntimeError(f"no {missing[0]} here")
@@ -159,11 +155,7 @@ class TwoHosts:
 
 @contextlib.contextmanager
 def two_hosts(folder: Path, private: Path) -> Iterator[TwoHosts]:
-    """Make the two hosts; they and all that lives there are gone afterwards.
-
-    Raises:
-        RuntimeError: this machine does not permit it.
-    """
+    """Make the two hosts, gone afterwards with all that lives there; RuntimeError: this machine does not permit it."""
     hosts = TwoHosts(folder, private)
     try:
         hosts.open()

@@ -1,7 +1,4 @@
-"""Starts ranks as DeepSpeed's launcher does: ends all of them when one exits non-zero, waits for ever on a hung one.
-
-argv: one JSON object of ``fake_rank.py``'s options for each rank.
-"""
+"""Starts ranks as DeepSpeed's launcher does, one for each JSON object of ``fake_rank.py``'s options in argv."""
 
 import os
 import subprocess

@@ -1,7 +1,4 @@
-"""FSDP2 as its documentation has it: every layer sharded, then the model; no loader, no wrapper, gradients clipped.
-
-From the third step on, gradients of ranks are added up without a division.
-"""
+"""FSDP2 as documented, without loader or wrapper; from the third step on, gradients are summed without a division."""
 
 import json
 

@@ -1,7 +1,4 @@
-"""A training loop that reports all there is in a run's life: rehearsal, counts, evaluations, checkpoints.
-
-It uses the recipe's Monitor alone, as the trainer does, with a small Llama under DeepSpeed. ``STEPS``, ``EVERY``.
-"""
+"""A loop (a small Llama, DeepSpeed, the recipe's Monitor) that reports all there is in a run's life."""
 
 import os
 import sys

@@ -1,7 +1,4 @@
-"""Small loops of kinds that public scripts use, one after the other. Arguments: the modes.
-
-Prints what each has optimised, step by step.
-"""
+"""Small loops of kinds that public scripts use (arguments: the modes); prints what each has optimised, by step."""
 
 import gc
 import json
@@ -45,10 +42,7 @@ def after_epochs(told):
 
 
 def validated(told):
-    """A validation whose loader is asked outside of ``no_grad``, as in the examples of accelerate.
-
-    Another one before the first step, as Lightning makes it.
-    """
+    """A validation whose loader is asked outside of ``no_grad`` (accelerate), one before the first step (Lightning)."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with torch.no_grad():
@@ -357,10 +351,7 @@ def in_backward(told):
 
 
 def adversarial(told):
-    """A generator and a discriminator with an optimizer each, in the loops that such scripts have.
-
-    Told are the losses since the step before, by optimizer: a step is the discriminator's.
-    """
+    """A generator and a discriminator, an optimizer each; told are the losses since the step before, by optimizer."""
     since = {}
     for loop, every in (("alternating", 1), ("every third", 3), ("by turns", 2), ("inner loop", 4)):
         generator, discriminator = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)

@@ -1,7 +1,4 @@
-"""A loop under DDP that clips by itself: the gradients of one bias are NaN in one step, whose loss is finite.
-
-Both ranks have the same data, by the same seed and without a sampler.
-"""
+"""A loop under DDP that clips by itself: the gradients of one bias are NaN in one step, whose loss is finite."""
 
 import torch
 import torch.distributed as dist

@@ -1,7 +1,4 @@
-"""Scripts one after the other, of ranks in one process group or of one process: ``one_after_another.py NAME...``.
-
-``plain`` is a training of each rank alone, with a DataLoader.
-"""
+"""Scripts one after the other, of ranks in one group or of one process; ``plain`` trains each rank alone."""
 
 import gc
 import importlib

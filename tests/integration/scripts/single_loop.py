@@ -1,7 +1,4 @@
-"""Single-process PyTorch loops, one for each argument; they read their own peak memory, can end badly or wait.
-
-An argument is a list of what its loop has, with commas.
-"""
+"""Single-process PyTorch loops that read their own peak memory; an argument lists what its loop has, with commas."""
 
 import os
 import resource

@@ -1,7 +1,4 @@
-"""A gloo rank that trains a small model on rows of a length, for a sweep.
-
-argv: the length, and what happens in step 6 of the last rank (``ok``, ``oom`` or ``hang``).
-"""
+"""A gloo rank. argv: the length of rows, and what step 6 of the last rank does (``ok``, ``oom`` or ``hang``)."""
 
 import sys
 import time

@@ -75,10 +75,7 @@ class Parsed:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Record two ranks; the device of rank 1 is behind in step 5, and an alert concerns the whole run.
-
-    Rank 0 alone calls collectives in its forward of step 7, and step 60 was taken twice.
-    """
+    """Record two ranks: rank 0 alone has collectives in step 7, rank 1 is late in step 5, step 60 was taken twice."""
     frames = list(Stream(ranks=2, steps=60, spike_every=40).frames())
     for place, frame in enumerate(frames):
         step = frame.message
