@@ -30,14 +30,10 @@ def name_of(ranks: int, stage: int, micro: int, accumulation: int) -> str:
 
 # Half precision: what gradients are accumulated and reduced in. The rows are those above.
 BF16: dict[str, tuple[int, int, int, int]] = {
-    "bf16-stage-0": (2, 0, 2, 2),
-    "bf16-stage-1": (2, 1, 2, 2),
-    "bf16-stage-2": (2, 2, 2, 2),
-    "bf16-stage-3": (2, 3, 2, 2),
-    "bf16-throughout-stage-1": (2, 1, 2, 2),
-    "bf16-throughout-stage-2": (2, 2, 2, 2),
+    "bf16-stage-0": (2, 0, 2, 2), "bf16-stage-1": (2, 1, 2, 2), "bf16-stage-2": (2, 2, 2, 2),
+    "bf16-stage-3": (2, 3, 2, 2), "bf16-throughout-stage-1": (2, 1, 2, 2), "bf16-throughout-stage-2": (2, 2, 2, 2),
     "bf16-throughout-stage-3": (2, 3, 2, 2),
-}
+}  # fmt: skip
 EXTRA = {
     name: ["training.precision=bf16"]
     + (["zero.grad_accum_dtype=bf16", "zero.communication_dtype=bf16"] if "throughout" in name else [])

@@ -12,13 +12,9 @@ from ftmon.protocol.run.rundir import RunDir
 from ftmon_process import SMALL, Ftmon, follow_to_end, ftmon_home, lines_with, wait_until_nothing_is_left
 
 WORDS = (
-    *SMALL,
-    "training.max_steps=4000",
-    "training.rehearsal=true",
-    "evaluation={share: 0.1, every: 20, samples: 1}",
-    "checkpoint={every: 4, keep: 2}",
-    "output.log_every=1",
-)
+    *SMALL, "training.max_steps=4000", "training.rehearsal=true", "evaluation={share: 0.1, every: 20, samples: 1}",
+    "checkpoint={every: 4, keep: 2}", "output.log_every=1",
+)  # fmt: skip
 
 
 class Life:

@@ -25,14 +25,10 @@ def work(world: World, _: list[str]) -> None:
     torch.manual_seed(0)
     model = Two()
     settings = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": True, "immediate_grad_update": True},
-        "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
-    }
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True, "bf16": {"enabled": True, "immediate_grad_update": True},
+        "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"},
+    }  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     made, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     recipe_engine.sum_in_place(made.optimizer, on_gpu=False)

@@ -10,13 +10,9 @@ from ftmon.trainer.predict.result import Holds, Phase, Point, Prediction, Rank, 
 GIB = 1 << 30
 PHASES = {name: Phase(GIB, 2 * GIB) for name in ("init", "forward", "backward", "optimizer")}
 FOUND = Prediction(
-    model="m.json",
-    parameters=1000,
-    ranks=1,
-    points=[Point(512, 2, [Rank(0, PHASES, 0)], 0, 3 * GIB)],
-    gpu="H200 141 GB",
-    positions=4096,
-)
+    model="m.json", parameters=1000, ranks=1, points=[Point(512, 2, [Rank(0, PHASES, 0)], 0, 3 * GIB)],
+    gpu="H200 141 GB", positions=4096,
+)  # fmt: skip
 
 
 def table(text: str, first: str) -> list[list[str]]:

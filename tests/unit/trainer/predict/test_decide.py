@@ -34,14 +34,10 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("text", "name", "count"),
     [
-        ("8xH100-80GB", "H100 80 GB", 8),
-        ("H100", "H100 80 GB", 1),
-        ("2xA100-40GB", "A100 40 GB", 2),
-        ("4 x RTX 4090", "RTX 4090 24 GB", 4),
-        ("NVIDIA H200", "H200 141 GB", 1),
-        ("2x4090", "RTX 4090 24 GB", 2),
+        ("8xH100-80GB", "H100 80 GB", 8), ("H100", "H100 80 GB", 1), ("2xA100-40GB", "A100 40 GB", 2),
+        ("4 x RTX 4090", "RTX 4090 24 GB", 4), ("NVIDIA H200", "H200 141 GB", 1), ("2x4090", "RTX 4090 24 GB", 2),
     ],
-)
+)  # fmt: skip
 def test_gpus_are_named_as_people_name_them(text, name, count):
     machine = decide._machine(text)
     assert (machine.gpu.name, machine.number, machine.host_bytes) == (name, count, 0)

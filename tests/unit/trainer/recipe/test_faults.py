@@ -19,16 +19,12 @@ def test_rank_and_step_are_given_in_any_order_or_the_last_and_the_default(kind: 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "must be spike, hang, slow, oom, crash or stop"),
-        ("melt", "not 'melt'"),
-        ("hang:rank", "of the form hang:rank=R,step=S"),
-        ("hang:rank=-1", "of the form"),
-        ("hang:rank=²", "of the form"),
-        ("hang:node=1", "of the form"),
-        ("hang:rank=2", "names rank 2, but the ranks are 0 to 1"),
-        ("hang:step=0", "steps count from 1"),
+        ("", "must be spike, hang, slow, oom, crash or stop"), ("melt", "not 'melt'"),
+        ("hang:rank", "of the form hang:rank=R,step=S"), ("hang:rank=-1", "of the form"),
+        ("hang:rank=²", "of the form"), ("hang:node=1", "of the form"),
+        ("hang:rank=2", "names rank 2, but the ranks are 0 to 1"), ("hang:step=0", "steps count from 1"),
     ],
-)
+)  # fmt: skip
 def test_anything_else_is_refused_with_one_clear_line(text: str, words: str) -> None:
     with pytest.raises(UsageError) as raised:
         parse(text, 2)

@@ -109,12 +109,8 @@ CASES = [
         Finding(
             "gpu_throttling",
             replace(
-                GPU,
-                reasons=("thermal (hardware)", "power brake"),
-                temperature_c=91.0,
-                power_w=310.0,
-                sm_clock_mhz=900,
-                others_sm_clock_mhz=1980,
+                GPU, reasons=("thermal (hardware)", "power brake"), temperature_c=91.0, power_w=310.0,
+                sm_clock_mhz=900, others_sm_clock_mhz=1980,
             ),
         ),
         "GPU 0 of n is throttled: thermal (hardware), power brake",
@@ -147,7 +143,7 @@ CASES = [
         f"out/step-20: {FULL}. Training continues. The newest complete one is out/step-10. What was trained since then "
         "is lost if the run ends now.",
     ),
-]
+]  # fmt: skip
 
 
 def said(kind: str, facts: Any, **fields: Any) -> Words:

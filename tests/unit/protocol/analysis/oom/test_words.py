@@ -16,13 +16,9 @@ from ftmon.protocol.messages.telemetry import Oom, ProcessMemory
 KNOWN = OomContext(HELLO)
 LIMIT = "torch.cuda.set_per_process_memory_fraction allows 20.00 GiB"
 LIMITED = {
-    "device_free_bytes": 58 * GIB,
-    "device_total_bytes": 20 * GIB,
-    "room_bytes": 0,
-    "limit": LIMIT,
-    "allocated_bytes": 19 * GIB,
-    "reserved_bytes": 20 * GIB,
-}
+    "device_free_bytes": 58 * GIB, "device_total_bytes": 20 * GIB, "room_bytes": 0, "limit": LIMIT,
+    "allocated_bytes": 19 * GIB, "reserved_bytes": 20 * GIB,
+}  # fmt: skip
 LOGITS = 4 * 2048 * 152_064 * 4
 STATES = ["train.py:80 main", "optim/adamw.py:200 step", "optim/adamw.py:140 _init_group"]
 BUCKET = ["engine.py:2000 backward", "stage_1_and_2.py:1000 average_tensor"]

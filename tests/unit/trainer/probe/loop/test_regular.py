@@ -766,15 +766,11 @@ def a_batch_left_out(loop, number, batch):
 @pytest.mark.parametrize(
     ("script", "how"),
     [
-        (zeroed_in_each_micro_batch, {"replaced"}),
-        (zeroed_after_each_micro_batch, {"replaced"}),
-        (zeroed_before_each_accumulation, {""}),
-        (added_up_by_the_script, {""}),
-        (added_up_and_zeroed, {""}),
-        (sharpness, {""}),
-        (a_batch_left_out, {""}),
+        (zeroed_in_each_micro_batch, {"replaced"}), (zeroed_after_each_micro_batch, {"replaced"}),
+        (zeroed_before_each_accumulation, {""}), (added_up_by_the_script, {""}), (added_up_and_zeroed, {""}),
+        (sharpness, {""}), (a_batch_left_out, {""}),
     ],
-)
+)  # fmt: skip
 def test_micro_batches_whose_gradients_are_set_to_zero_before_each_update_are_noted(script, how, monkeypatch):
     training, loop = probed(monkeypatch, coarse=False), Loop()
     for number, batch in enumerate(loop.loader):
@@ -836,15 +832,11 @@ def the_last_of_an_accumulation_in_a_closure(loop, _):
 @pytest.mark.parametrize(
     ("end", "noted"),
     [
-        (the_last_of_an_accumulation_in_a_closure, [""] * 5),
-        (never_zeroed, ["", "kept", "kept", "kept", "kept"]),
-        (zeroed_after_two, ["", "kept", "", "kept", ""]),
-        (zeroed_in_place, [""] * 5),
-        (zeroed_by_hand, [""] * 5),
-        (decayed_by_hand, [""] * 5),
-        (in_a_closure, [""] * 5),
+        (the_last_of_an_accumulation_in_a_closure, [""] * 5), (never_zeroed, ["", "kept", "kept", "kept", "kept"]),
+        (zeroed_after_two, ["", "kept", "", "kept", ""]), (zeroed_in_place, [""] * 5), (zeroed_by_hand, [""] * 5),
+        (decayed_by_hand, [""] * 5), (in_a_closure, [""] * 5),
     ],
-)
+)  # fmt: skip
 def test_gradients_that_are_not_set_to_zero_between_the_first_updates_are_noted(end, noted, monkeypatch):
     training, loop = probed(monkeypatch, coarse=False), Loop()
     for number, batch in enumerate(loop.loader):

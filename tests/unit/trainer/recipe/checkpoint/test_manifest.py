@@ -149,15 +149,11 @@ def test_an_unchanged_run_or_fewer_ranks_with_more_accumulation_go_on_at_the_sam
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("seed", {"seed": 2}),
-        ("data", {"data_key": "other"}),
-        ("data", {"order": "shuffled, grouped by length"}),
-        ("sequence_length", {"sequence_length": 32}),
-        ("micro_batch", {"micro_batch": 4}),
-        ("grad_accumulation", {"grad_accumulation": 1}),
-        ("ranks", {"ranks": 2}),
+        ("seed", {"seed": 2}), ("data", {"data_key": "other"}), ("data", {"order": "shuffled, grouped by length"}),
+        ("sequence_length", {"sequence_length": 32}), ("micro_batch", {"micro_batch": 4}),
+        ("grad_accumulation", {"grad_accumulation": 1}), ("ranks", {"ranks": 2}),
     ],
-)
+)  # fmt: skip
 def test_a_change_is_refused_unless_it_is_allowed(name, values):
     assert refusal(**values).endswith(f"checkpoint.allow=[{name}]")
     resumed, notes = position(name, **values)
