@@ -52,13 +52,10 @@ def test_a_long_line_is_cut_and_things_are_counted_and_named():
 @pytest.mark.parametrize(
     ("count", "text"),
     [
-        (37.4 * 2**30, "37.40 GiB"),
-        (911 * 2**20, "0.89 GiB"),
-        (50 * 2**20, "50.0 MiB"),
-        (512, "0.5 KiB"),
+        (37.4 * 2**30, "37.40 GiB"), (911 * 2**20, "0.89 GiB"), (50 * 2**20, "50.0 MiB"), (512, "0.5 KiB"),
         (0, "0.0 KiB"),
     ],
-)
+)  # fmt: skip
 def test_bytes_are_told_in_the_unit_that_fits(count: float, text: str) -> None:
     assert gib(count) == text
 

@@ -50,10 +50,7 @@ TAKEN = {"port": 29500, "pid": 9, "user": "anna", "command": "python train.py"}
         (NotListeningFacts("port 1 cannot be used"), "note", "listen", {}, "not listening for other hosts"),
         (MissingRanksFacts([1], 2, "0.0.0.0:7420"), "note", "unheard", {"missing": [1]}, "1 of 2 ranks have not"),
         (
-            UnhookedFacts(42, None),
-            "note",
-            "unhooked",
-            {"pid": 42},
+            UnhookedFacts(42, None), "note", "unhooked", {"pid": 42},
             "not watched: pid 42 was started without PYTHONPATH",
         ),
         (
@@ -92,7 +89,7 @@ TAKEN = {"port": 29500, "pid": 9, "user": "anna", "command": "python train.py"}
             *({"missing": "the host is cut off"}, "--on-hang kill waits for proof: the host is cut off"),
         ),
     ],
-)
+)  # fmt: skip
 def test_a_finding_of_the_hub_is_the_alert_that_it_has_always_been(facts, kind, rule, evidence, title):
     known = next(one for one in KINDS.values() if one.facts is type(facts))
     finding = Finding(known.name, facts, key=rule.removeprefix(known.rule).strip())

@@ -445,14 +445,11 @@ def test_the_work_of_a_micro_step_passes_a_pipe_however_its_fetches_divide():
 @pytest.mark.parametrize(
     ("tokens", "heads", "groups", "width", "documents", "asked"),
     [
-        (16384, 32, 8, 64, 48, 404_772_992),
-        (16384, 32, 32, 64, 48, 136_337_536),
-        (8192, 16, 16, 128, 16, 67_641_472),
-        (16384, 32, 8, 128, 448, 807_605_376),
-        (16384, 8, 4, 80, 64, 126_383_232),
-        (5000, 8, 8, 64, 16, 10_408_320),
+        (16384, 32, 8, 64, 48, 404_772_992), (16384, 32, 32, 64, 48, 136_337_536),
+        (8192, 16, 16, 128, 16, 67_641_472), (16384, 32, 8, 128, 448, 807_605_376),
+        (16384, 8, 4, 80, 64, 126_383_232), (5000, 8, 8, 64, 16, 10_408_320),
     ],
-)
+)  # fmt: skip
 def test_the_workspace_of_cudnns_gradients_is_that_asked_for_on_an_h200(tokens, heads, groups, width, documents, asked):
     found: list[int] = []
     recorder = SimpleNamespace(trace=SimpleNamespace(moment=lambda size, stream: found.append(size)), stream=0)

@@ -208,13 +208,10 @@ def test_the_smoothed_loss_is_an_unbiased_moving_average():
 @pytest.mark.parametrize(
     ("every", "at_end", "step", "total", "left"),
     [
-        (50, True, 0, 200, 4),
-        (50, True, 0, 220, 5),
-        (50, False, 60, 220, 3),
-        (0, True, 10, 20, 1),
+        (50, True, 0, 200, 4), (50, True, 0, 220, 5), (50, False, 60, 220, 3), (0, True, 10, 20, 1),
         (50, True, 200, 200, 0),
     ],
-)
+)  # fmt: skip
 def test_what_is_done_every_so_many_steps_is_counted_to_the_end(every, at_end, step, total, left):
     assert times_left(every, at_end, step, total) == left
 

@@ -437,11 +437,8 @@ def test_a_lost_connection_to_a_rank_whose_script_ended_names_that_rank(make_sim
 
 def test_endings_are_said_in_words():
     said = {
-        (0, None): "exit code 0",
-        (None, 11): "killed by SIGSEGV",
-        (-9, None): "killed by SIGKILL",
-        (137, None): "exit code 137, SIGKILL",
-        (None, None): "exit status unknown",
+        (0, None): "exit code 0", (None, 11): "killed by SIGSEGV", (-9, None): "killed by SIGKILL",
+        (137, None): "exit code 137, SIGKILL", (None, None): "exit status unknown",
         (None, 77): "killed by signal 77",
-    }
+    }  # fmt: skip
     assert {end: ending_in_words(*end) for end in said} == said

@@ -40,13 +40,10 @@ def test_the_exception_of_a_rank_counts_before_its_launcher_s_and_two_at_once_ar
     assert found.words == "ModuleNotFoundError: No module named 'nosuchmodule'"
     assert found.place == "train.py:3 in <module>"
     lines = [
-        "[rank1]: Traceback (most recent call last):",
-        "[rank0]: Traceback (most recent call last):",
-        '[rank1]:   File "a.py", line 1, in one',
-        '[rank0]:   File "b.py", line 2, in two',
-        "[rank1]: ValueError: of rank 1",
-        "[rank0]: KeyError: 'of rank 0'",
-    ]
+        "[rank1]: Traceback (most recent call last):", "[rank0]: Traceback (most recent call last):",
+        '[rank1]:   File "a.py", line 1, in one', '[rank0]:   File "b.py", line 2, in two',
+        "[rank1]: ValueError: of rank 1", "[rank0]: KeyError: 'of rank 0'",
+    ]  # fmt: skip
     found = exception(lines)
     assert (found.rank, found.words) in ((1, "ValueError: of rank 1"), (0, "KeyError: 'of rank 0'"))
 

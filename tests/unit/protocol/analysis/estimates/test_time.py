@@ -160,13 +160,10 @@ def test_checkpoints_take_14_bytes_a_trained_parameter_and_an_epochs_price_is_th
 def test_the_cheapest_option_that_fits_comes_first():
     base = Option("as it is", 100 * GIB, 1.0, samples_per_step=8, gpus=4)
     options = [
-        Option("offload", 30 * GIB, 3.0, 8, 4),
-        Option("checkpointing", 70 * GIB, 1.3, 8, 4),
-        Option("ZeRO 3", 75 * GIB, 1.2, 8, 4),
-        Option("micro-batch 1", 60 * GIB, 0.9, 4, 4),
-        Option("fused optimizer", 95 * GIB, 0.99, 8, 4),
-        Option("custom", 0, 0.0, refused="needs a GPU"),
-    ]
+        Option("offload", 30 * GIB, 3.0, 8, 4), Option("checkpointing", 70 * GIB, 1.3, 8, 4),
+        Option("ZeRO 3", 75 * GIB, 1.2, 8, 4), Option("micro-batch 1", 60 * GIB, 0.9, 4, 4),
+        Option("fused optimizer", 95 * GIB, 0.99, 8, 4), Option("custom", 0, 0.0, refused="needs a GPU"),
+    ]  # fmt: skip
     ranked = rank(base, options, 80 * GIB)
     assert [(one.option.name, one.fits) for one in ranked] == [
         ("ZeRO 3", True), ("checkpointing", True), ("micro-batch 1", True), ("offload", True),

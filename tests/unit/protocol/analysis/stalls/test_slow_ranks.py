@@ -34,14 +34,11 @@ def test_a_rank_that_polls_at_one_line_is_named_early_a_warning_once_it_lasts_un
 @pytest.mark.parametrize(
     "late",
     [
-        replace(LATE, phase="checkpoint"),
-        replace(LATE, evidence=None),
-        replace(LATE, absent="stopped"),
-        replace(LATE, step=1, evidence=Evidence(1.0, place=AT)),
-        replace(LATE, finished=True),
+        replace(LATE, phase="checkpoint"), replace(LATE, evidence=None), replace(LATE, absent="stopped"),
+        replace(LATE, step=1, evidence=Evidence(1.0, place=AT)), replace(LATE, finished=True),
     ],
     ids=["saves", "not inspected", "stopped", "prepares", "finished"],
-)
+)  # fmt: skip
 def test_ordinary_waits_and_those_of_other_findings_are_not_told(late: RankView) -> None:
     assert told([WAITING, late]) == []
 

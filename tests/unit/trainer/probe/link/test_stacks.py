@@ -112,14 +112,11 @@ EMPTY: "queue.Queue[int]" = queue.Queue()
 @pytest.mark.parametrize(
     ("wait", "timed"),
     [
-        (lambda: EVENT.wait(60), True),
-        (lambda: EVENT.wait(timeout=60.0), True),
-        (lambda: EMPTY.get(timeout=60), True),
-        (lambda: EVENT.wait(), False),
-        (lambda: EMPTY.get(), False),
+        (lambda: EVENT.wait(60), True), (lambda: EVENT.wait(timeout=60.0), True),
+        (lambda: EMPTY.get(timeout=60), True), (lambda: EVENT.wait(), False), (lambda: EMPTY.get(), False),
     ],
     ids=["event", "seconds by name", "queue", "event without a limit", "queue without a limit"],
-)
+)  # fmt: skip
 def test_a_wait_with_a_limit_is_told_from_one_without(wait, timed):
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()

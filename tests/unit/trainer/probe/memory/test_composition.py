@@ -301,13 +301,10 @@ def a_trace(**changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"marks": []},
-        {"first": 2},
-        {"sightings": [Sightings(5, -1, bytes(16), bytes(1))]},
-        {"sightings": [Sightings(5, -1, bytes(8), b"\xff")]},
-        {"sightings": [Sightings(5, 7, bytes(8), bytes(1))]},
+        {"marks": []}, {"first": 2}, {"sightings": [Sightings(5, -1, bytes(16), bytes(1))]},
+        {"sightings": [Sightings(5, -1, bytes(8), b"\xff")]}, {"sightings": [Sightings(5, 7, bytes(8), bytes(1))]},
     ],
-)
+)  # fmt: skip
 def test_a_trace_that_no_rank_sends_is_refused(changes):
     found = trace_worker.find(wire.encode_body(a_trace(**changes)))
     assert found.error

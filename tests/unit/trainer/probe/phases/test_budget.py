@@ -90,11 +90,8 @@ def test_a_higher_peak_is_unusual_once_a_slow_growth_when_it_has_added_up_and_so
     nan = float("nan")
     taken = [step(1000, loss=1.0), step(1005, loss=1.0), step(2000, loss=1.0), step(1500, loss=1.0)]
     taken += [
-        step(1500, loss=nan),
-        step(1500, loss=nan),
-        step(1500, loss=1.0, retries=1),
-        step(900, loss=1.0, retries=1),
-    ]
+        step(1500, loss=nan), step(1500, loss=nan), step(1500, loss=1.0, retries=1), step(900, loss=1.0, retries=1),
+    ]  # fmt: skip
     assert [unusual.is_so(each) for each in taken] == [True, False, True, False, True, False, True, False]
     unusual = Unusual()
     found = [unusual.is_so(step(10_000 + 40 * number)) for number in range(10)]

@@ -57,14 +57,11 @@ GONE = {RANK_PID_ENV: str(2**22 + 1)}  # above the kernel's largest pid
 @pytest.mark.parametrize(
     ("script", "environment", "role"),
     [
-        ("train.py", RANK, "rank"),
-        ("train.py", {}, "candidate"),
-        ("train.py", {**RANK, RANK_PID_ENV: "10"}, "rank"),
-        ("worker.py", INSIDE, "other"),
-        ("/bin/deepspeed", INSIDE, "refused"),
-        ("/bin/torchrun", GONE, "launcher"),
+        ("train.py", RANK, "rank"), ("train.py", {}, "candidate"),
+        ("train.py", {**RANK, RANK_PID_ENV: "10"}, "rank"), ("worker.py", INSIDE, "other"),
+        ("/bin/deepspeed", INSIDE, "refused"), ("/bin/torchrun", GONE, "launcher"),
     ],
-)
+)  # fmt: skip
 def test_a_role_follows_from_the_script_and_from_whether_a_rank_that_lives_started_it(script, environment, role):
     assert decide(["python", script, "train.py"], environment, 10) == role
 

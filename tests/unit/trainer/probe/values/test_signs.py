@@ -75,14 +75,11 @@ def test_documents_see_each_other_where_the_model_ignores_their_beginnings(imple
 @pytest.mark.parametrize(
     ("implementation", "position_ids", "encoder_hidden_states", "by"),
     [
-        ("sdpa", RESTARTS, None, "encoder"),
-        ("sdpa", torch.arange(16)[None], None, ""),
-        ("sdpa", None, None, ""),
-        ("sdpa", RESTARTS, ONES, ""),
-        ("flash_attention_2", RESTARTS, None, ""),
+        ("sdpa", RESTARTS, None, "encoder"), ("sdpa", torch.arange(16)[None], None, ""), ("sdpa", None, None, ""),
+        ("sdpa", RESTARTS, ONES, ""), ("flash_attention_2", RESTARTS, None, ""),
     ],
     ids=["packed", "one document", "no positions", "attention to another model", "kernels for packed rows"],
-)
+)  # fmt: skip
 def test_documents_of_an_encoder_s_row_see_each_other(implementation, position_ids, encoder_hidden_states, by):
     found: list[Any] = []
 

@@ -121,15 +121,12 @@ def test_a_layer_of_the_script_that_asks_for_its_mode_differs_in_evaluation(laye
 @pytest.mark.parametrize(
     "ids",
     [
-        torch.eye(4).to_sparse(),
-        torch.ones(2, 3, dtype=torch.cfloat).conj(),
-        torch.ones(2, 3, dtype=torch.cfloat).conj().imag,
-        torch.ones(2, 3, device="meta"),
-        torch.zeros(0, 3),
+        torch.eye(4).to_sparse(), torch.ones(2, 3, dtype=torch.cfloat).conj(),
+        torch.ones(2, 3, dtype=torch.cfloat).conj().imag, torch.ones(2, 3, device="meta"), torch.zeros(0, 3),
         torch.ones(1, 1, dtype=torch.bool).expand(2, 3),
     ],
     ids=["sparse", "conjugate", "negative", "meta", "empty", "expanded"],
-)
+)  # fmt: skip
 def test_a_batch_that_cannot_be_read_ends_no_signs(ids):
     for found, is_forward in (({"input_ids": ids}, False), (((ids,), {}), True), (ids, False)):
         notes = Notes()

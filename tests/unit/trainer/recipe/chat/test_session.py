@@ -33,12 +33,9 @@ def test_answers_are_shown_in_columns_or_below_each_other():
     answers = {"base": "one two three four five six seven", "poems": "a\n\nb"}
     lines = adapters.side_by_side(answers, 45).splitlines()
     assert lines == [
-        "base                  |  poems",
-        "--------------------  |  --------------------",
-        "one two three four    |  a",
-        "five six seven        |",
-        "                      |  b",
-    ]
+        "base                  |  poems", "--------------------  |  --------------------",
+        "one two three four    |  a", "five six seven        |", "                      |  b",
+    ]  # fmt: skip
     assert adapters.side_by_side(answers, 30) == "base:\none two three four five six seven\n\npoems:\na\n\nb"
 
 

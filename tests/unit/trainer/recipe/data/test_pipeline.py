@@ -228,14 +228,11 @@ def test_no_copy_of_a_record_that_is_set_aside_is_trained_on(tmp_path, tokenizer
 @pytest.mark.parametrize(
     ("records", "settings", "held_out"),
     [
-        (1_200, Evaluation(), 24),
-        (999, Evaluation(), 0),
-        (999, Evaluation(every=3), 20),
-        (1_200, Evaluation(share=0.0, every=0), 0),
-        (1_200, Evaluation(path="held-out.jsonl"), 0),
+        (1_200, Evaluation(), 24), (999, Evaluation(), 0), (999, Evaluation(every=3), 20),
+        (1_200, Evaluation(share=0.0, every=0), 0), (1_200, Evaluation(path="held-out.jsonl"), 0),
         (40, Evaluation(share=0.5), 20),
     ],
-)
+)  # fmt: skip
 def test_the_held_out_records_are_those_of_a_plain_draw_and_untrained(tmp_path, tokenizer, records, settings, held_out):
     texts(tmp_path / "a.jsonl", records, 3)
     for seed in (42, 7):
