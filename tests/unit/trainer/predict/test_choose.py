@@ -8,18 +8,7 @@ import pytest
 from ftmon.protocol.analysis.estimates.time import Collective, Communication, Operation, Work, collective_seconds
 from ftmon.protocol.errors import ConfigError
 from ftmon.protocol.host.machine import Gpu, find_gpu
-from ftmon.trainer.predict.choose import (
-    MARGIN,
-    MOST_RUNS,
-    Candidate,
-    Choice,
-    Estimate,
-    Fit,
-    FitPoint,
-    Space,
-    choose,
-    estimate,
-)
+from ftmon.trainer.predict import choose
 
 GIB = 1 << 30
 LENGTH = 2048
@@ -31,12 +20,12 @@ def gpu(name: str) -> Gpu:
     return found
 
 
-def fit_of(parameters: float, layers: int, hidden: int, ranks: int) -> Callable[[int, bool], Fit]:
+def fit_of(parameters: float, layers: int, hidden: int, ranks: int) -> Callable[[int, bool], choose.Fit]:
     """Return the pieces of a dry run of a model: 34 bytes of activations a unit, 6 FLOPs a parameter and token."""
 
-    def made(lora: int, quantized: bool = False) -> Fit:
+    def made(lora: int, quantized: bool = False) -> choose.Fit:
         trainable = round(0.005 * parameters) if lora else round(parameters)
-        points: list[FitPoint] = []
+        points: list[choose.FitPoint] = []
         for tokens in (4096, 16384):
             activations = 34 * layers * hidden * tokens
             states = {
@@ -51,22 +40,22 @@ def fit_of(parameters: float, layers: int, hidden: int, ranks: int) -> Callable[
                 micro = Work(micro.operations, [sent], micro.calls)
             rest = Work([Operation(bytes_moved=30 * trainable / ranks)], [], calls=100)
             phases = {"forward": parts, "backward": parts}
-            points.append(FitPoint(tokens, phases, sum(parts.values()), micro, rest))
-        run = Candidate(2 if ranks > 1 else 1, "none", False, lora, 1, 8, quantized)
-        return Fit(run, round(parameters), trainable, layers, hidden, 128_000 * hidden, 2, *points)
+            points.append(choose.FitPoint(tokens, phases, sum(parts.values()), micro, rest))
+        run = choose.Candidate(2 if ranks > 1 else 1, "none", False, lora, 1, 8, quantized)
+        return choose.Fit(run, round(parameters), trainable, layers, hidden, 128_000 * hidden, 2, *points)
 
     return made
 
 
-def space_of(name: str, ranks: int, host_gib: int = 0) -> Space:
+def space_of(name: str, ranks: int, host_gib: int = 0) -> choose.Space:
     kind = gpu(name)
-    return Space(kind, ranks, kind.memory_bytes - 2 * GIB, 32, LENGTH, host_gib * GIB, quantized=(False, True))
+    return choose.Space(kind, ranks, kind.memory_bytes - 2 * GIB, 32, LENGTH, host_gib * GIB, quantized=(False, True))
 
 
-def by_hand(space: Space, fit: Callable[[int, bool], Fit]) -> list[Estimate]:
+def by_hand(space: choose.Space, fit: Callable[[int, bool], choose.Fit]) -> list[choose.Estimate]:
     """Return every combination that fits, in no order; adapters only if nothing else fits, in 4 bits as the last."""
     for lora, quantized in ((0, False), (16, False), (16, True)):
-        pieces, found = fit(lora, quantized), list[Estimate]()
+        pieces, found = fit(lora, quantized), list[choose.Estimate]()
         for stage, recompute, offload, power in itertools.product(
             (1, 2, 3), ("none", "layers"), (False, True), range(6)
         ):
@@ -77,24 +66,26 @@ def by_hand(space: Space, fit: Callable[[int, bool], Fit]) -> list[Estimate]:
                 continue
             if quantized and stage == 3:
                 continue
-            one = Candidate(stage, recompute, offload, lora, rows, 32 // space.ranks // rows, quantized)
-            found.append(estimate(pieces, one, space))
-        found = [one for one in found if one.needed_bytes <= MARGIN * space.capacity_bytes]
+            one = choose.Candidate(stage, recompute, offload, lora, rows, 32 // space.ranks // rows, quantized)
+            found.append(choose.estimate(pieces, one, space))
+        found = [one for one in found if one.needed_bytes <= choose.MARGIN * space.capacity_bytes]
         on_gpu = [one for one in found if not one.candidate.offload]
         if on_gpu or found:
             return on_gpu or found
     return []
 
 
-def chosen(space: Space, fit: Callable[[int, bool], Fit], more: float = 1.0) -> tuple[Choice, list[Candidate]]:
-    ran: list[Candidate] = []
+def chosen(
+    space: choose.Space, fit: Callable[[int, bool], choose.Fit], more: float = 1.0
+) -> tuple[choose.Choice, list[choose.Candidate]]:
+    ran: list[choose.Candidate] = []
 
-    def run(candidate: Candidate) -> tuple[int, float]:
+    def run(candidate: choose.Candidate) -> tuple[int, float]:
         ran.append(candidate)
-        one = estimate(fit(candidate.lora_rank, candidate.quantized), candidate, space)
+        one = choose.estimate(fit(candidate.lora_rank, candidate.quantized), candidate, space)
         return round(one.needed_bytes * more), one.step_seconds
 
-    return choose(space, fit, run), ran
+    return choose.choose(space, fit, run), ran
 
 
 @pytest.mark.parametrize(
@@ -118,7 +109,7 @@ def test_the_choice_is_the_best_of_all_combinations(name, ranks, model, host_gib
     assert best.candidate.words()[0] == ("all weights" if adapters == "none" else f"{adapters} of rank 16")
     assert best.candidate.offload == offload
     assert best.exact
-    assert choice.runs == len(ran) + len(choice.fits) <= MOST_RUNS
+    assert choice.runs == len(ran) + len(choice.fits) <= choose.MOST_RUNS
 
     every = by_hand(space, fit)
     # ZeRO 3 is taken where it is 5 % faster than the others.
@@ -126,7 +117,7 @@ def test_the_choice_is_the_best_of_all_combinations(name, ranks, model, host_gib
     assert speeds[best.candidate] >= 0.99 * max(speeds.values())
     alike = [one for one in every if speeds[one.candidate] >= 0.99 * max(speeds.values())]
     assert best.needed_bytes == min(one.needed_bytes for one in alike)
-    assert best.needed_bytes <= MARGIN * space.capacity_bytes
+    assert best.needed_bytes <= choose.MARGIN * space.capacity_bytes
 
 
 def test_a_stage_takes_the_time_of_its_collectives_and_of_what_it_copies_for_them():
@@ -136,7 +127,7 @@ def test_a_stage_takes_the_time_of_its_collectives_and_of_what_it_copies_for_the
     def seconds(stage: int, run: int) -> float:
         """Return the step of a stage, from a dry run of another one."""
         ran = msgspec.structs.replace(fit, run=fit.run._replace(stage=run))
-        return estimate(ran, Candidate(stage, "none", False, 0, 2, micro_steps), space).step_seconds
+        return choose.estimate(ran, choose.Candidate(stage, "none", False, 0, 2, micro_steps), space).step_seconds
 
     def copied(micro_step: float, update: float) -> float:
         """Return the seconds of kernels that move so many bytes for a parameter."""
@@ -163,7 +154,7 @@ def test_a_dry_run_that_needs_more_leads_to_a_smaller_choice_and_what_fits_nowhe
     choice, ran = chosen(space, fit, more=1.5)
     assert len(ran) == 2  # the first one did not fit; what it needed corrects the others of its kind
     assert choice.ranked[0].candidate == ran[1] != before.ranked[0].candidate
-    assert choice.ranked[0].needed_bytes <= MARGIN * space.capacity_bytes
+    assert choice.ranked[0].needed_bytes <= choose.MARGIN * space.capacity_bytes
     space, fit = space_of("T4", 1), fit_of(70e9, 80, 8192, 1)
     with pytest.raises(ConfigError) as refused:
         chosen(space, fit)
@@ -174,25 +165,25 @@ def test_a_dry_run_that_needs_more_leads_to_a_smaller_choice_and_what_fits_nowhe
 
 def test_fixed_settings_are_kept_and_settings_are_written_as_the_configuration_reads_them():
     space = space_of("H100", 8)
-    fixed = Space(
+    fixed = choose.Space(
         space.gpu, 8, space.capacity_bytes, 32, LENGTH, stages=(3,), checkpointing=("layers",), offload=(False,),
         lora_ranks=(0,), micro_batches=(2,), accumulation=5,
     )  # fmt: skip
     choice, _ = chosen(fixed, fit_of(8e9, 32, 4096, 8))
-    assert choice.ranked[0].candidate == Candidate(3, "layers", False, 0, 2, 5)
+    assert choice.ranked[0].candidate == choose.Candidate(3, "layers", False, 0, 2, 5)
     assert len(choice.found) == 1
-    words = Candidate(2, "layers", True, 16, 4, 8).assignments()
+    words = choose.Candidate(2, "layers", True, 16, 4, 8).assignments()
     assert "zero.offload_optimizer=true" in words
     assert "model.gradient_checkpointing=layers" in words
     assert "training.micro_batch=4" in words
     assert not any(word.startswith("model.quantization") for word in words)
-    assert "model.quantization=nf4" in Candidate(1, "layers", False, 16, 4, 8, True).assignments()
+    assert "model.quantization=nf4" in choose.Candidate(1, "layers", False, 16, 4, 8, True).assignments()
 
 
 def test_a_model_that_cannot_be_held_in_4_bits_is_refused_as_one_that_does_not_fit():
     space, fit = space_of("T4", 1), fit_of(8e9, 32, 4096, 1)
 
-    def refused(lora: int, quantized: bool) -> Fit:
+    def refused(lora: int, quantized: bool) -> choose.Fit:
         if quantized:
             raise ConfigError("experts cannot be held in 4 bits")
         return fit(lora, quantized)

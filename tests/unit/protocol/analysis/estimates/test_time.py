@@ -3,23 +3,9 @@
 import json
 
 import pytest
+from ftmon.protocol.analysis.estimates import time as times
 from ftmon.protocol.analysis.estimates.memory import beside_pytorch, checkpoint_bytes
 from ftmon.protocol.analysis.estimates.ranking import Option, rank
-from ftmon.protocol.analysis.estimates.time import (
-    ARITHMETIC,
-    BUSY,
-    MEMORY,
-    Communication,
-    Compared,
-    Operation,
-    Work,
-    collective_seconds,
-    combined,
-    compared,
-    epoch_cost,
-    predicted,
-    step_time,
-)
 from ftmon.protocol.analysis.words import comparison_sentences
 from ftmon.protocol.host.machine import FIT_TABLE, GPUS, find_gpu
 from ftmon.protocol.messages.memory import PredictedPhase, PredictedPoint, Prediction
@@ -72,8 +58,8 @@ def test_every_gpu_is_found_by_its_title_and_the_fit_table_is_in_order_with_know
     assert all(gpu.memory_gbs > gpu.link_gbs >= 16 and gpu.host_gbs >= 16 for gpu in GPUS)
 
 
-FLOPS, BYTES = 989.4e12 * BUSY, 4800e9 * BUSY
-TENTH = Operation(flops=FLOPS * 0.1 * ARITHMETIC)
+FLOPS, BYTES = 989.4e12 * times.BUSY, 4800e9 * times.BUSY
+TENTH = times.Operation(flops=FLOPS * 0.1 * times.ARITHMETIC)
 GATHERED = 450e9 * 0.4 * 0.3
 """Bytes that four ranks gather in 0.225 s."""
 
@@ -81,20 +67,20 @@ GATHERED = 450e9 * 0.4 * 0.3
 @pytest.mark.parametrize(
     ("work", "seconds", "bound_by"),
     [
-        (Work([Operation(flops=FLOPS * ARITHMETIC)], []), 1.0, "arithmetic"),
-        (Work([Operation(flops=FLOPS * 0.43, attention=64)], []), 1.0, "arithmetic"),
-        (Work([Operation(flops=FLOPS * 0.58, attention=128)], []), 1.0, "arithmetic"),
-        (Work([Operation(bytes_moved=BYTES * MEMORY["fused"], memory="fused")], []), 1.0, "memory"),
-        (Work([Operation(bytes_moved=BYTES * MEMORY["eager"])], []), 1.0, "memory"),
-        (Work([], [], calls=20_000, launches=5_000, graphs=1_000), 0.7, "host"),
-        (Work([], [Communication("all_gather", 1000, 4, count=1000)], fetches=1000), 0.27, "host"),
-        (Work([TENTH], [], transfer_bytes=round(51.2e9), host_bytes=44 * 10**9), 3.1, "offload"),
-        (Work([TENTH], [Communication("all_gather", GATHERED, 4)]), 0.325, "communication"),
+        (times.Work([times.Operation(flops=FLOPS * times.ARITHMETIC)], []), 1.0, "arithmetic"),
+        (times.Work([times.Operation(flops=FLOPS * 0.43, attention=64)], []), 1.0, "arithmetic"),
+        (times.Work([times.Operation(flops=FLOPS * 0.58, attention=128)], []), 1.0, "arithmetic"),
+        (times.Work([times.Operation(bytes_moved=BYTES * times.MEMORY["fused"], memory="fused")], []), 1.0, "memory"),
+        (times.Work([times.Operation(bytes_moved=BYTES * times.MEMORY["eager"])], []), 1.0, "memory"),
+        (times.Work([], [], calls=20_000, launches=5_000, graphs=1_000), 0.7, "host"),
+        (times.Work([], [times.Communication("all_gather", 1000, 4, count=1000)], fetches=1000), 0.27, "host"),
+        (times.Work([TENTH], [], transfer_bytes=round(51.2e9), host_bytes=44 * 10**9), 3.1, "offload"),
+        (times.Work([TENTH], [times.Communication("all_gather", GATHERED, 4)]), 0.325, "communication"),
     ],
 )
 def test_a_step_takes_what_bounds_it(work, seconds, bound_by):
     """An operation takes its arithmetic or its traffic, a step what its device or its host needs."""
-    found = step_time(work, H200)
+    found = times.step_time(work, H200)
     assert found.total.value == pytest.approx(seconds, abs=0.003)  # and some 2 ms around the optimizer
     assert found.bound_by == bound_by
     assert f"bound by {found.bound_by}" in found.total.basis
@@ -102,19 +88,19 @@ def test_a_step_takes_what_bounds_it(work, seconds, bound_by):
 
 @pytest.mark.parametrize(("gathered", "seconds"), [(0.1, 0.1 + 0.7 * 0.075), (1.0, 0.75)])
 def test_most_of_a_collective_beside_computation_takes_time_and_all_that_exceeds_it(gathered, seconds):
-    work = Work([TENTH], [Communication("all_gather", 450e9 * 0.4 * gathered, 4, overlapped=True)])
-    assert step_time(work, H200).total.value == pytest.approx(seconds, abs=0.003)
+    work = times.Work([TENTH], [times.Communication("all_gather", 450e9 * 0.4 * gathered, 4, overlapped=True)])
+    assert times.step_time(work, H200).total.value == pytest.approx(seconds, abs=0.003)
 
 
 def test_a_host_near_the_limit_widens_the_range_and_products_of_few_columns_take_their_traffic_s_time():
-    far, near = (step_time(Work([TENTH], [], calls=calls), H200).total for calls in (1_000, 7_600))
+    far, near = (times.step_time(times.Work([TENTH], [], calls=calls), H200).total for calls in (1_000, 7_600))
     assert far.error == 0.1
     assert near.value == far.value
     assert 0.3 < near.error < 0.7
-    wide, narrow = Operation(1e12, 1e9), Operation(1e12, 100e9)
-    (first, second) = (step_time(Work([one], []), H200).compute_seconds for one in (wide, narrow))
+    wide, narrow = times.Operation(1e12, 1e9), times.Operation(1e12, 100e9)
+    (first, second) = (times.step_time(times.Work([one], []), H200).compute_seconds for one in (wide, narrow))
     assert first < 0.004
-    assert second == pytest.approx(100e9 / BYTES / MEMORY["fused"], abs=0.003)
+    assert second == pytest.approx(100e9 / BYTES / times.MEMORY["fused"], abs=0.003)
 
 
 @pytest.mark.parametrize(
@@ -125,36 +111,36 @@ def test_the_range_of_a_step_that_its_host_limits_has_the_measured_time(case, ca
     """Counts of dry runs of the configurations that ``bench/gpu/step_times.py`` measured."""
     lines = map(json.loads, (ROOT / "bench/data/step_times_h200.jsonl").read_text().splitlines())
     measured = next(line["median_ms"] for line in lines if line["case"] == case) / 1e3
-    found = step_time(Work([], [], calls=calls, launches=launches, graphs=48, fetches=fetches), H200)
+    found = times.step_time(times.Work([], [], calls=calls, launches=launches, graphs=48, fetches=fetches), H200)
     assert found.bound_by == "host"
     assert found.lowest_seconds < measured < found.highest_seconds < 2 * found.lowest_seconds
 
 
 def test_works_are_added_with_factors():
-    first = Work([Operation(1.0, 2.0, count=3)], [], calls=10, launches=2)
-    second = Work([Operation(1.0, 2.0, count=5), Operation(7.0)], [], calls=20, launches=2)
-    seen = combined([(first, -1), (second, 2)])
-    assert seen == Work([Operation(1.0, 2.0, count=7), Operation(7.0, count=2)], [], 30, launches=2)
+    first = times.Work([times.Operation(1.0, 2.0, count=3)], [], calls=10, launches=2)
+    second = times.Work([times.Operation(1.0, 2.0, count=5), times.Operation(7.0)], [], calls=20, launches=2)
+    seen = times.combined([(first, -1), (second, 2)])
+    assert seen == times.Work([times.Operation(1.0, 2.0, count=7), times.Operation(7.0, count=2)], [], 30, launches=2)
 
 
 def test_an_all_reduce_takes_twice_a_gather_one_rank_nothing_and_a_gpu_without_known_rates_is_refused():
-    seen = collective_seconds("all_reduce", 1e12, 8, 450)
-    assert seen == pytest.approx(2 * collective_seconds("all_gather", 1e12, 8, 450), rel=1e-4)
-    assert collective_seconds("all_reduce", 1e12, 1, 450) == 0
+    seen = times.collective_seconds("all_reduce", 1e12, 8, 450)
+    assert seen == pytest.approx(2 * times.collective_seconds("all_gather", 1e12, 8, 450), rel=1e-4)
+    assert times.collective_seconds("all_reduce", 1e12, 1, 450) == 0
     unknown = find_gpu("NVIDIA A10G")
     assert unknown is not None
     with pytest.raises(ValueError, match="no rates are known of A10G"):
-        step_time(Work([Operation(flops=1.0)], []), unknown)
+        times.step_time(times.Work([times.Operation(flops=1.0)], []), unknown)
 
 
 def test_checkpoints_take_14_bytes_a_trained_parameter_and_an_epochs_price_is_that_of_its_gpu_hours():
     assert checkpoint_bytes(10**9, 10**9, kept=1) == 2 * 14 * 10**9
     assert checkpoint_bytes(10**9, 10**6, kept=2, state_bytes=0) == 3 * 2 * 10**9
-    found = epoch_cost(1.8, 16_000, 16, 4, 2.5, tokens=8_000_000)
+    found = times.epoch_cost(1.8, 16_000, 16, 4, 2.5, tokens=8_000_000)
     assert (found.steps, found.seconds, found.price) == (1000, 1800, 5.0)
     assert found.price_per_million_tokens == pytest.approx(0.625)
     with pytest.raises(ValueError, match="at least one sample"):
-        epoch_cost(1.0, 10, 0, 1, 1.0)
+        times.epoch_cost(1.0, 10, 0, 1, 1.0)
 
 
 def test_the_cheapest_option_that_fits_comes_first():
@@ -191,17 +177,17 @@ PREDICTION = Prediction(
 
 
 def test_a_prediction_is_that_of_the_nearest_rank_on_the_line_between_two_lengths():
-    found = predicted(PREDICTION, 0, "backward", 2 * 2048)
+    found = times.predicted(PREDICTION, 0, "backward", 2 * 2048)
     assert found.allocated_peak_bytes == 12 * GIB
     assert found.parts == {"parameters": 10 * GIB, "activations": 2 * GIB}
-    assert predicted(PREDICTION, 3, "backward", 2 * 4096).parts["activations"] == 8 * GIB
+    assert times.predicted(PREDICTION, 3, "backward", 2 * 4096).parts["activations"] == 8 * GIB
     for name, elements in (("backward", 2 * 8192), ("backward", 0), ("eval", 2 * 2048)):
-        assert predicted(PREDICTION, 0, name, elements) is None
-    assert predicted(Prediction(1.0), 0, "backward", 2 * 2048) is None
+        assert times.predicted(PREDICTION, 0, name, elements) is None
+    assert times.predicted(Prediction(1.0), 0, "backward", 2 * 2048) is None
 
 
-def one(name: str, measured: int, parts: dict[str, int] | None = None, length: int = 4096) -> Compared:
-    found = compared(PREDICTION, 0, name, measured, 2 * length, parts)
+def one(name: str, measured: int, parts: dict[str, int] | None = None, length: int = 4096) -> times.Compared:
+    found = times.compared(PREDICTION, 0, name, measured, 2 * length, parts)
     assert found is not None
     return found
 
@@ -212,7 +198,7 @@ def test_within_the_expected_error_figures_stand_alone_and_a_few_mebibytes_are_n
     expected = ["predicted: backward 14.00 GiB (measured +1.4 %), optimizer 10.00 GiB (measured 0.0 %)"]
     assert comparison_sentences(found, 0.02) == expected
     small = Prediction(1.0, [PredictedPoint(0, 8, [PredictedPhase("backward", 2**26)])], micro_batch=1, error=0.02)
-    assert not compared(small, 0, "backward", 2**26 + 2**22, 8).parted
+    assert not times.compared(small, 0, "backward", 2**26 + 2**22, 8).parted
 
 
 def test_beyond_the_expected_error_the_parts_that_make_it_are_named_and_without_parts_the_phases():
