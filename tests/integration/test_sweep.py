@@ -104,7 +104,8 @@ def test_a_sweep_goes_on_without_its_screen_until_it_is_ended_there(home, tmp_pa
     with open_terminal(100, 30, environ, tmp_path) as terminal:
         command(terminal, PROGRAM, "sweep", str(wrong))
         refusal = "unknown key axis; did you mean axes?"
-        eventually(lambda: refusal in terminal.text().replace("\n", ""), refusal, state=terminal.text)
+        eventually(lambda: refusal in " ".join(terminal.text().split()), refusal, state=terminal.text)
+        assert "ftmon: ftmon:" not in terminal.text()
         command(terminal, PROGRAM, "sweep", str(path))
         wait_for(terminal, "sleeps: s=900", "1 / 3 done", "1 no steps", "running")
         terminal.press("q")

@@ -44,7 +44,9 @@ def spoil(run: Trainer, name: str) -> None:
 
     run._steps = begin  # type: ignore[method-assign]
     if kind == "overflow":
-        weight = next(parameter for parameter in run.model.parameters() if parameter.requires_grad)
+        # Of a weight whose gradient autograd has: the embedding's goes into its sum.
+        trained = (weight for weight in run.model.parameters() if weight.requires_grad)
+        weight = next(weight for weight in trained if not hasattr(weight, "gradient_sum"))
         weight.register_hook(lambda grad: grad * float("inf") if due() else grad)
     else:
         head = run.model.get_output_embeddings()

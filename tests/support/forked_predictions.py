@@ -14,7 +14,7 @@ from typing import Any
 import datasets  # noqa: F401  # before the fork
 import msgspec
 from ftmon.protocol.run.rundir import RunDir
-from ftmon.trainer import predict
+from ftmon.trainer.predict import answer, live, ranks, what_if  # noqa: F401  # before the fork
 from ftmon.trainer.predict.__main__ import main
 
 # NVML as on a host with GPUs, which DeepSpeed would ask for free memory.
@@ -22,14 +22,14 @@ nvml: Any = ModuleType("pynvml")
 nvml.nvmlInit, nvml.NVMLError = lambda: None, Exception
 sys.modules["pynvml"] = nvml
 models = ("transformers.masking_utils", "transformers.models.llama.modeling_llama")
-predict.ranks.warm(("torch.nn.attention.varlen", *models, predict.ranks.COMPILER))
+ranks.warm(("torch.nn.attention.varlen", *models, ranks.COMPILER))
 del sys.modules["pynvml"]
 
 
 def beside(folder: str, gpu: str) -> int:
     run = RunDir(folder)
-    predict.live._NEEDED_BYTES = 0  # whatever other tests leave of the host's memory
-    print(msgspec.json.encode(predict.live.made(run, run.config.read_text(), gpu)).decode())
+    live._NEEDED_BYTES = 0  # whatever other tests leave of the host's memory
+    print(msgspec.json.encode(live.made(run, run.config.read_text(), gpu)).decode())
     return 0
 
 

@@ -344,5 +344,5 @@ def _start(path: Path, arguments: Namespace) -> None:
         if accepted.read(1):
             return
     if process.wait():
-        lines = log.read_text(errors="replace").strip().splitlines()
-        raise StartFailedError("\n".join(lines) or "the sweep did not start", process.returncode)
+        text = log.read_text(errors="replace").strip().removeprefix("ftmon: ")
+        raise StartFailedError(text or "the sweep did not start", process.returncode)
