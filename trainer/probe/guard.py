@@ -63,17 +63,21 @@ def guarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[An
         guard = self.guard
         if not guard.enabled:
             return None
-        is_outermost, start = not guard.inside, perf_counter_ns()
-        guard.inside = True
+        if guard.inside:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                guard.disable(error)
+                return None
+        guard.inside, start = True, perf_counter_ns()
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
             guard.disable(error)
             return None
         finally:
-            if is_outermost:
-                guard.inside = False
-                guard.spent_ns += perf_counter_ns() - start
+            guard.inside = False
+            guard.spent_ns += perf_counter_ns() - start
 
     return safe
 

@@ -310,10 +310,9 @@ def _complete_bf16(engine: Any, world: World) -> None:
 
     sum_in_place(engine.optimizer, world.on_gpu and world.has_values)
     inner = causal_model(engine.module)
-    tables = (inner.get_input_embeddings(), inner.get_output_embeddings())
-    give_sums(engine.optimizer, [table.weight for table in tables if hasattr(table, "weight")])
-    if hasattr(tables[0].weight, "gradient_sum"):
-        sum_rows(tables[0])
+    embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
+    give_sums(engine.optimizer, [table.weight for table in (embedding, head) if hasattr(table, "weight")])
+    sum_rows(embedding)
     state_dict: Any = engine.optimizer.state_dict
     # zero_to_fp32.py refuses checkpoints without it.
     engine.optimizer.state_dict = lambda: {**state_dict(), ZERO_STAGE: 1}

@@ -30,7 +30,7 @@ class StopFacts(msgspec.Struct, frozen=True):
     left_s: float | None  # until the phase ends, by its progress, or as long as the last one took; None: unknown
     save_s: float  # time of the latest checkpoint; 0: unknown
     grace_s: float  # time after which the rank is killed; 0: it is not
-    saved_step: int  # of the latest checkpoint, or the one that the run was resumed from; 0: there is none
+    saved_step: int  # step of the latest checkpoint, or of the one resumed from; 0: no checkpoint
 
     @property
     def is_short(self) -> bool:

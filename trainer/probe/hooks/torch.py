@@ -27,7 +27,7 @@ from ..events import Code, TorchEvents
 from ..guard import logged, replace, replace_in_package
 from .imports import after_import
 
-Wrapper = Callable[[Any], Callable[..., Any]]  # Makes a new function of the one that it wraps
+Wrapper = Callable[[Any], Callable[..., Any]]  # Takes a function, returns the one that replaces it
 
 _evaluated: weakref.ref[Module] | None = None
 

@@ -22,7 +22,7 @@ FIRST = 30  # Steps at the beginning that are full: of compilation, the optimize
 SUSPICIOUS = 20  # Full steps that follow a suspicion
 WINDOW = 15  # Steps of each kind whose median counts
 SPARE = 0.8  # Share of the budget within which a smaller ``every`` must stay, so that the choice does not alternate
-HIGHER = 1.01  # A peak so many times the one that was unusual last is unusual
+HIGHER = 1.01  # Ratio to the last unusual peak from which a peak is unusual again
 FAR = 10.0  # A loss, or a norm, so many times the median of those before it is unusual
 RECORDED_NS = 70  # Time of the training thread for an entry of PyTorch's recorder, on an H200's host
 

@@ -55,7 +55,7 @@ class Attended(NamedTuple):
     None: none was passed."""
     positions: Any
     cached: bool
-    bidirectional: bool = False  # Attention of an encoder, which is told nothing of positions
+    bidirectional: bool = False  # Attention without a causal mask, as in encoders
 
 
 def attended(config: Any, mask: Any, positions: Any, cached: bool, frame: FrameType | None = None) -> Attended | None:

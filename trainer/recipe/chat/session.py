@@ -335,7 +335,7 @@ def _fitting(model: Any, device: torch.device) -> Any:
 
 _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters that a terminal would execute; tabs and line ends are kept."""
-_NOT_UTF8 = re.compile("[\ud800-\udfff]")  # What ``surrogateescape`` makes of bytes that are not UTF-8
+_NOT_UTF8 = re.compile("[\ud800-\udfff]")  # Surrogates: bytes that are not UTF-8 (``surrogateescape``)
 _HELP = "/new begins a new conversation, /system TEXT sets the system prompt; Ctrl-C stops an answer, Ctrl-D ends"
 _ADAPTERS = "/adapter NAME lets it answer ({}), /all TEXT answers with each, side by side"
 

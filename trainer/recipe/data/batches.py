@@ -182,9 +182,9 @@ def loader(examples: Any, order: Order, collate: Collate, config: Config, pin: b
 
 
 def with_positions(batch: Batch, rows: bool) -> Batch:
-    """Return a batch and its ``label_positions``, and ``rows``: ``label_rows`` (``model.loss``).
+    """Return a batch with its ``label_positions`` and, if ``rows``, its ``label_rows`` (``model.loss``).
 
-    On a GPU they would need a synchronization.
+    Computed on the host: on a GPU they would need a synchronization.
     """
     labels = shift_labels(batch)
     return {**batch, "label_positions": label_positions(labels), **({"label_rows": label_rows(labels)} if rows else {})}

@@ -266,8 +266,10 @@ class _Embedding(torch.autograd.Function):
 
 
 def sum_rows(table: Any) -> None:
-    """Make an embedding add the gradients of the rows that it looked up to its weight's ``GradientSum``."""
-    if type(table) is not torch.nn.Embedding or table.max_norm or table.scale_grad_by_freq:
+    """Make an embedding add the gradients of the rows that it looked up to its weight's ``GradientSum``, if any."""
+    if type(table) is not torch.nn.Embedding or not hasattr(table.weight, "gradient_sum"):
+        return
+    if table.max_norm or table.scale_grad_by_freq:  # its gradients depend on more than the rows
         return
     weight: Any = table.weight
     unlearned = -1 if table.padding_idx is None else table.padding_idx

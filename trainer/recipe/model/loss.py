@@ -72,7 +72,7 @@ def label_positions(shift_labels: torch.Tensor) -> torch.Tensor:
 
 
 def label_rows(shift_labels: torch.Tensor) -> torch.Tensor:
-    """Return ``label_positions`` and a few others, in order, so that their number is one of 32."""
+    """Return ``label_positions`` and a few others, in order: their number is a multiple of a 32nd of all positions."""
     labelled = (shift_labels != IGNORED).flatten()
     step = max(1, len(labelled) // 32)
     count = max(step, -(-int(labelled.sum()) // step) * step)
@@ -368,10 +368,11 @@ def choose_rows(model: Any, world: World) -> bool:
         return False
     rows = ChosenRows(block)
     block.forward, inner.chosen_rows = rows, rows
-    if _keeps_loss(inner, world):
-        return True
-    block.forward, inner.chosen_rows = rows.plain, None
-    return False
+    keeps = _keeps_loss(inner, world)
+    rows.chosen = None
+    if not keeps:
+        block.forward, inner.chosen_rows = rows.plain, None
+    return keeps
 
 
 def _has_experts(block: Any) -> bool:

@@ -74,7 +74,7 @@ def test_a_standing_hang_is_brought_up_to_date_without_a_flood_and_ends_with_its
     hang(sim, 9, guilty=1)
     sim.fact(0, alive=False, signal=15)
     sim.sent += sim.tracker.ended(sim.now, "stopped", -15)
-    sim.wait(10)  # rank 1 has not ended yet, and was the one that did not come
+    sim.wait(10)  # rank 1, which had not arrived, has not ended yet
     (alert,) = sim.alerts("hang")
     assert (alert.ranks, alert.resolved is not None) == ([1], True)
 
