@@ -7,6 +7,9 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
 
 from ...protocol.errors import FtmonError, UsageError
 from ...protocol.run.environment import RUN_ENV
@@ -30,8 +33,11 @@ def main(arguments: list[str]) -> int:
         from .config.load import load
 
         config = load(path).config
-        from .distributed import World
-        from .train import train
+        with _without_sklearn():
+            from .distributed import World, start_device
+
+            start_device()
+            from .train import train
 
         _keep_imported()
         world = World()
@@ -50,6 +56,21 @@ def main(arguments: list[str]) -> int:
         say_early()
         return 128 + signal.SIGTERM  # not 0: the launcher ends the other ranks, which may wait for this one
     return 0
+
+
+@contextmanager
+def _without_sklearn() -> Generator[None]:
+    """Hide scikit-learn from imports in the body.
+
+    transformers would import it, with SciPy and pandas, for assisted generation: a second of each start.
+    """
+    modules = cast(dict[str, Any], sys.modules)
+    hidden = modules.setdefault("sklearn", None) is None
+    try:
+        yield
+    finally:
+        if hidden:
+            del modules["sklearn"]
 
 
 def _keep_imported() -> None:

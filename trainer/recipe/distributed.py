@@ -1,7 +1,10 @@
 """The process group of this rank, and agreements between ranks."""
 
+import contextlib
+import importlib
 import os
 import sys
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -52,6 +55,22 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         return None, ctx.group._all_to_all(grad_outputs[0], ctx.join, ctx.divide), None, None
+
+
+def start_device() -> None:
+    """Begin, beside other imports, what the first use of a GPU waits for: its context, and Triton's hash of itself.
+
+    Nothing is allocated; an error is left to that first use.
+    """
+
+    def start() -> None:
+        with contextlib.suppress(Exception):
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.synchronize()
+            importlib.import_module("triton.runtime.cache").triton_key()
+
+    if os.environ.get("DS_ACCELERATOR") == "cuda":
+        threading.Thread(target=start, name="ftmon-device", daemon=True).start()
 
 
 class World:

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import numpy
 import torch
+from huggingface_hub.constants import HF_HOME
 from numpy.typing import NDArray
 
 from ....protocol.errors import ConfigError, FtmonError, UsageError
@@ -315,10 +316,9 @@ def tokens_key(records: Records, encoder: Encoder, tokenizer: Any) -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder of encoded documents, in the cache of ``datasets``."""
-    from datasets.config import HF_DATASETS_CACHE
-
-    return Path(HF_DATASETS_CACHE) / "ftmon-tokens"
+    """Return the folder of encoded documents, in the cache of ``datasets``, whose import would take a second."""
+    place = os.environ.get("HF_DATASETS_CACHE") or os.path.join(HF_HOME, "datasets")
+    return Path(place) / "ftmon-tokens"
 
 
 def _weighted(

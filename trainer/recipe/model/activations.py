@@ -314,6 +314,8 @@ def compile_layers(layers: list[Any], partitioned: bool, budget: float) -> None:
     # A layer that reads its own number is compiled once per layer; beyond the limit layers would silently run eagerly.
     limit = 8 + 2 * len(layers)
     partitioner.activation_memory_budget = budget
+    # Else the code of the last layer, which has ``_Take``, is found again but traced and partitioned anew.
+    partitioner.autograd_cache_allow_custom_autograd_functions = True
     settings.recompile_limit = max(settings.recompile_limit, limit)
     compiled: dict[Any, Any] = {}
     for layer in layers:

@@ -28,6 +28,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+def test_documents_are_in_the_cache_of_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets.config import HF_DATASETS_CACHE
+
+    monkeypatch.undo()
+    assert pipeline.cache_folder() == HF_DATASETS_CACHE / "ftmon-tokens"
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     made = family_tokenizer(None, adds_bos=True)

@@ -205,6 +205,27 @@ def test_all_layers_share_one_compiled_graph_and_keep_gradients_and_names(graphs
     assert graphs() == 1, "evaluation runs the plain layers"
 
 
+def test_pytorch_keeps_the_compiled_code_of_a_layer_with_chosen_rows(compiling, monkeypatch):
+    from torch._functorch._aot_autograd.autograd_cache import check_cacheable
+
+    eager: Any = torch._dynamo.lookup_backend("aot_eager")
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        check_cacheable(graph)
+        return eager(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    model = made("none", more=["model.compile=layers"])
+    mlp = model.model.layers[-1].mlp
+    mlp.forward = activations.ChosenRows(mlp)
+    mlp.forward.chosen = torch.tensor([0, 3, 4])
+    try:
+        _, grads = step(model)
+    finally:
+        torch._dynamo.reset()
+    assert all(grad is not None for grad in grads.values())
+
+
 @pytest.mark.parametrize("mode", ["none", "layers"])
 def test_layers_above_frozen_embeddings_share_one_graph_too(graphs: Any, mode: str) -> None:
     model = made(mode, more=["model.compile=layers", "lora.rank=2"])
