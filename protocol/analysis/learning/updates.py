@@ -299,9 +299,10 @@ def _left_out(facts: LeftOutFacts, _: Finding) -> Words:
 def _apart(facts: RowFacts, _: Finding) -> Words:
     return Words(
         f"gradients have not been reduced over the ranks for {facts.steps} steps: each trains a model of its own",
-        f"Since step {facts.since_step} each micro-batch was inside no_sync() of DistributedDataParallel, and the "
-        "script has reduced nothing of the model's size by itself.",
-        "Leave no_sync() out in the last micro-batch before each update.",
+        f"Since step {facts.since_step} nothing has reduced them: the model that is called has no wrapper, or each "
+        "micro-batch was inside no_sync() of DistributedDataParallel; nor has the script done so by itself.",
+        "Wrap the model in DistributedDataParallel, and call the wrapper, not its module; leave no_sync() out in the "
+        "last micro-batch before each update.",
         "Another training has begun.",
     )
 
@@ -544,10 +545,13 @@ class Updates(Detector):
             facts = LeftOutFacts(signs.detached, signs.detached_first, detached=True)
             found += self._once("not_in_optimizer", facts, step.rank, step.step, "warning")
         if sampled and rank.apart is not None:
-            rank.apart = rank.apart if signs is not None and signs.apart else None
-            if rank.apart is not None and rank.apart.add(True, step.step) and rank.apart.lasts(step.step) >= APART:
+            # A rank without a loss may be a pipeline's.
+            rank.apart = rank.apart if signs is not None and signs.apart and step.loss is not None else None
+            if rank.apart is not None and rank.apart.add(True, step.step):
                 facts = RowFacts(rank.apart.lasts(step.step), rank.apart.since)
-                found += self._once("gradients_apart", facts, step.rank, rank.apart.since, "error")
+                rows = [one.apart.lasts(step.step) for one in self._ranks.values() if one.apart is not None]
+                if sum(row >= APART for row in rows) > 1:
+                    found += self._once("gradients_apart", facts, step.rank, rank.apart.since, "error")
         if signs is not None and signs.put_back:
             found += self._once("weights_put_back", RowFacts(step.step, 1), step.rank, 1, "warning")
         if signs is not None and signs.overwritten and not self._edited:

@@ -44,8 +44,8 @@ class MicroSteps:
         """Whether the latest loss was finite, where it is known at once."""
         self._is_reported = False
         """Whether a forward was reported since the last backward."""
-        self._is_apart = False
-        """Whether DDP reduces no gradients after the latest forward (``no_sync``)."""
+        self._is_apart = True
+        """Whether no forward since the latest backward was one of a wrapper that reduces its gradients."""
         self._one_each = OneEach()
         self._trained_on = Notes(), BatchesNoted()
         """Notes of the latest backward's step, and their batches at its end."""
@@ -64,6 +64,7 @@ class MicroSteps:
             state.calls_module = False
             self._forget_untrained()
         if module is None:
+            self._is_apart = False
             self._forwards.settle(training=True)
         else:
             self._phases.check_device()
@@ -132,6 +133,7 @@ class MicroSteps:
         notes, state = self._tracker.notes, self._state
         notes.micro_steps += 1
         notes.apart += self._is_apart
+        self._is_apart = True
         notes.sum_losses, notes.added_ranks = state.sum_losses or scaled, state.added_ranks
         if not self.overwrites:
             self.overwrites = any(each.is_overwritten() for each in self._watched)

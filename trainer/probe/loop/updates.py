@@ -5,6 +5,7 @@ was seen stepping. Updates of others are parts of the owner's step: a GAN has on
 optimizer, and both losses if both are scalars that ``backward`` was called on.
 """
 
+import os
 import weakref
 from collections.abc import Callable
 from itertools import chain, count
@@ -41,6 +42,17 @@ DETACHED_ONES = 0.9
 """The same of the number of its parameters: adapters are small beside a head."""
 MEASURED_UPDATERS = 8
 """Limit above which a step (as of one optimizer for each parameter) has no memory sample at every update."""
+
+
+def _may_reduce(model: Any, parameters: list[Any]) -> bool:
+    """Return whether a part of a model, or how its parameters are distributed, may reduce gradients over ranks."""
+    modules = [] if model is None else list(model.modules())
+    names = {kind.__name__ for each in modules for kind in type(each).__mro__}
+    return (
+        any(word in name for name in names for word in ("Parallel", "FSDP", "DDP"))
+        or any("composable" in name for each in modules for name in vars(each))
+        or any(hasattr(each, "device_mesh") or hasattr(each, "ds_id") for each in parameters)
+    )
 
 
 class Updaters:
@@ -135,7 +147,13 @@ def _is_engine(updater: Any) -> bool:
 def _is_alone() -> bool:
     """Return whether there is one rank; several may free an optimizer at different steps, so that numbers differ."""
     dist = torch.distributed
-    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() == 1
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
+FIGURES = 4_096
+"""Elements that a step's collectives may have for losses and figures alone; activations have more."""
 
 
 class Updates:
@@ -422,9 +440,12 @@ class Updates:
             notes.weights = self._weights.take(updater)
             notes.evaluating_part = self._weights.part_in_evaluation(updater)
             notes.no_gradients = not has_gradients(updater)
-            if notes.apart == notes.micro_steps > 0 and not _is_alone():
-                elements = sum(each.numel() for each in parameters_of(updater))
-                notes.never_reduced = tracker.counts.elements(tracker.step_collectives) < elements / 2
+            if notes.apart == notes.micro_steps > 0 and not (_is_engine(updater) or _is_alone()):
+                parameters = parameters_of(updater)
+                elements = sum(each.numel() for each in parameters)
+                sent = tracker.counts.elements(tracker.step_collectives)
+                few = sent is not None and sent < min(elements / 2, FIGURES)
+                notes.never_reduced = few and not _may_reduce(self._trained.any_model(), parameters)
 
     def _end(self) -> None:
         state = self._state

@@ -142,7 +142,7 @@ class Notes:
     """Weak reference to a gradient of the last backward, if some were ``zeroed`` before; of the last zeroing."""
     evaluating: bool = False  # The trained model was in evaluation mode at the update, which changes its layers
     no_gradients: bool = False  # No parameter of the optimizer had a gradient at the update; looked at in full steps
-    apart: int = 0  # Micro-steps of this update after which DDP reduced no gradients; looked at in judged steps
+    apart: int = 0  # Micro-steps of this update whose gradients no wrapper reduced; looked at in judged steps
     never_reduced: bool = False  # None of its gradients was reduced over the ranks; looked at in full steps
     evaluating_part: str = ""  # Name of a part that was, though the model was not; in full steps
     unloaded: bool = False  # An engine loaded the weights of a checkpoint before it, and has those that it had
@@ -248,9 +248,10 @@ class Counts:
         self.recent: deque[tuple[str, int, str, int]] = deque(maxlen=RECENT)
         """The last collectives: group, number within it, name, elements."""
 
-    def elements(self, since: int) -> int:
-        """Return the elements of the collectives entered since ``since`` were, of the latest that are kept."""
-        return sum(each[3] for each in islice(reversed(self.recent), max(0, self.entered - since)))
+    def elements(self, since: int) -> int | None:
+        """Return the elements of the collectives entered since ``since`` were; None if they are more than are kept."""
+        count = max(0, self.entered - since)
+        return None if count > RECENT else sum(each[3] for each in islice(reversed(self.recent), count))
 
     def forget_groups(self) -> None:
         """Reset the counts for a new default group: names of groups are assigned again."""

@@ -258,14 +258,19 @@ def test_a_body_without_gradients_weights_put_back_and_parameters_that_no_optimi
     assert words_of(told).title == "no optimizer updates lm_head.weight and 2 other parameters: not trained"
 
 
-@pytest.mark.parametrize(("reduced", "told"), [((), [(600, "gradients_apart", "raised", 1)]), ((10,), [])])
-def test_gradients_that_are_never_reduced_are_told_and_not_where_ranks_average_now_and_then(reduced, told):
+@pytest.mark.parametrize(
+    ("reduced", "ranks", "told"),
+    [((), 2, [(600, "gradients_apart", "raised", 1)]), ((10,), 2, []), ((), 1, [])],
+    ids=["never", "once", "in one rank"],
+)
+def test_gradients_that_are_never_reduced_are_told_and_not_where_ranks_average_now_and_then(reduced, ranks, told):
     coarse = replace(Sim(1).phase("forward"), coarse=True)
     steps = [
-        step(number, signs=None if number in reduced else Signs(apart=True), memory_every=200)
+        step(number, rank, signs=None if number in reduced or rank >= ranks else Signs(apart=True), memory_every=200)
         if number <= 30 or number % 200 == 0
-        else replace(step(number, memory_every=200), phases=[coarse])
+        else replace(step(number, rank, memory_every=200), phases=[coarse])
         for number in range(1, 1000)
+        for rank in range(2)
     ]
     assert found(Updates(), steps) == told
 

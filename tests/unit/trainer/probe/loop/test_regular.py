@@ -3,6 +3,7 @@
 import json
 import math
 from collections import OrderedDict
+from contextlib import nullcontext
 from itertools import chain, pairwise
 from threading import Thread
 from time import sleep
@@ -982,17 +983,26 @@ def test_parameters_of_a_second_optimizer_that_trains_another_model_are_noted(of
 
 @pytest.mark.parametrize(
     ("unsynced", "elements", "apart"),
-    [((True, True), 1, True), ((True, False), 1, False), ((True, True), 70, False)],
-    ids=["never", "the last one is", "by the script"],
+    [
+        ((True, True), 1, True),
+        ((True, False), 1, False),
+        ((True, True), 70, False),
+        ((None, None), 1, True),
+        ((None, None), 70, False),
+    ],
+    ids=["never", "the last one is", "by the script", "without a wrapper", "without one by the script"],
 )
 def test_a_step_whose_gradients_are_never_reduced_is_noted(unsynced, elements, apart, monkeypatch):
     training = probed(monkeypatch, coarse=False)
-    monkeypatch.setattr(updates, "_is_alone", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     loop, counts = Loop(), training.tracker.counts
     for batch in loop.loader:
         for is_unsynced in unsynced:
-            loop.model.require_backward_grad_sync = not is_unsynced
-            with active.events.forward(loop.model, (), batch, "ddp", always=True):
+            around = nullcontext()  # a forward that no wrapper makes is not seen
+            if is_unsynced is not None:
+                loop.model.require_backward_grad_sync = not is_unsynced
+                around = active.events.forward(loop.model, (), batch, "ddp", always=True)
+            with around:
                 loss = loop.loss(batch)
             loss.backward()
         counts.entered += 2
@@ -1001,6 +1011,15 @@ def test_a_step_whose_gradients_are_never_reduced_is_noted(unsynced, elements, a
     raws = training.outbox.unsent_steps()
     assert sum(each.numel() for each in loop.model.parameters()) == 81
     assert [raw.notes.never_reduced for raw in raws] == [apart] * BATCHES
+
+
+def test_what_may_reduce_gradients_is_known_by_its_classes_and_parameters():
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    parameters = list(plain.parameters())
+    assert not updates._may_reduce(plain, parameters)
+    assert updates._may_reduce(type("ColumnParallelLinear", (torch.nn.Linear,), {})(2, 2), [])
+    parameters[0].ds_id = 3
+    assert updates._may_reduce(plain, parameters)
 
 
 def test_batches_left_out_in_a_row_are_counted_until_a_backward(monkeypatch):
