@@ -7,6 +7,7 @@ another status.
 """
 
 import contextlib
+import importlib.util
 import os
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from ..errors import UsageError
 from ..host.process import ProcessId
 from .environment import monitor_environment
 from .notices import Notify
-from .rundir import ExitFile, RunDir, RunOptions
+from .rundir import ExitFile, RunDir, RunOptions, home
 
 UNTIE = b"u"  # sent once by the command to the launcher, when the run may outlive the command
 
@@ -117,6 +118,20 @@ def module_command(module: str, words: Sequence[str] = ()) -> list[str]:
     """Return the command that runs one of ftmon's modules with this Python."""
     # -P: modules in the user's working directory must not shadow the standard library's.
     return [sys.executable, "-P", "-m", module, *words]
+
+
+def bytecode_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that keep the libraries' bytecode where it is not kept beside them.
+
+    Installed without it (as by uv), read-only or with PYTHONDONTWRITEBYTECODE, as in many containers, they are compiled
+    at each start: 5 s.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None or "PYTHONPYCACHEPREFIX" in base:
+        return {}
+    may_write = not base.get("PYTHONDONTWRITEBYTECODE") and os.access(os.path.dirname(spec.origin), os.W_OK)
+    kept = may_write or os.path.exists(importlib.util.cache_from_source(spec.origin))
+    return {} if kept else {"PYTHONPYCACHEPREFIX": str(home() / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
 
 
 def spawn_module(

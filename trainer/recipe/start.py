@@ -7,7 +7,6 @@ and prints one JSON line, ``{"run": "<run directory>"}``; a mistake is one line 
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -20,7 +19,13 @@ import msgspec
 from ...protocol.errors import ConfigError, FtmonError, UsageError
 from ...protocol.run import exits
 from ...protocol.run.rundir import Recipe, RunDir, home
-from ...protocol.run.start import StartRequest, module_command, print_started, read_request
+from ...protocol.run.start import (
+    StartRequest,
+    bytecode_environment,
+    module_command,
+    print_started,
+    read_request,
+)
 from ...protocol.run.targets import check_report_to
 from ...protocol.text import sanitize
 from ..launch import start
@@ -50,7 +55,7 @@ def launch_environment(resolved: Resolved, base: Mapping[str, str] = os.environ)
         "TOKENIZERS_PARALLELISM": base.get("TOKENIZERS_PARALLELISM", "false"),
         # Compiled code is used again by later runs. PyTorch's own place is in /tmp, which ends with a container.
         "TORCHINDUCTOR_CACHE_DIR": base.get("TORCHINDUCTOR_CACHE_DIR") or str(home() / "compiled"),
-        **_bytecode(base),
+        **bytecode_environment(base),
     }
     threads = str(resolved.config.run.threads)
     if resolved.device == "cpu":
@@ -59,22 +64,6 @@ def launch_environment(resolved: Resolved, base: Mapping[str, str] = os.environ)
     else:
         result["OMP_NUM_THREADS"] = base.get("OMP_NUM_THREADS", threads)
     return result
-
-
-def _bytecode(base: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that keep the libraries' bytecode where it is not kept beside them.
-
-    Installed without it (as by uv), read-only or with PYTHONDONTWRITEBYTECODE, as in many containers, they are compiled
-    at each start: 5 s.
-    """
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None or "PYTHONPYCACHEPREFIX" in base:
-        return {}
-    own = importlib.util.cache_from_source(spec.origin)
-    kept = os.path.exists(own) or not (
-        base.get("PYTHONDONTWRITEBYTECODE") or not os.access(os.path.dirname(spec.origin), os.W_OK)
-    )
-    return {} if kept else {"PYTHONPYCACHEPREFIX": str(home() / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
 
 
 DATA = Path(__file__).parent / "data" / "instructions.jsonl"

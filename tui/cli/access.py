@@ -23,7 +23,15 @@ from ...protocol.host.process import is_alive
 from ...protocol.messages import wire
 from ...protocol.messages.control import Accepted, Result, Verb
 from ...protocol.run.rundir import HubFile, RunDir
-from ...protocol.run.start import CommandEnd, StartRequest, module_command, spawn_hub, spawn_start, started_run
+from ...protocol.run.start import (
+    CommandEnd,
+    StartRequest,
+    bytecode_environment,
+    module_command,
+    spawn_hub,
+    spawn_start,
+    started_run,
+)
 from ...protocol.text import sanitize
 from .set_up import INSTALL, missing_training_packages
 
@@ -203,7 +211,8 @@ def become(module: str, words: Sequence[str], *, ends_at_once: bool = False) -> 
     if ends_at_once:
         module, words = "ftmon.trainer.foreground", [module, *words]
     command = module_command(module, words)
-    os.execve(command[0], command, _with_own_programs())
+    bytecode = {} if module == SCRIPT else bytecode_environment(os.environ)  # not for the user's own processes
+    os.execve(command[0], command, _with_own_programs() | bytecode)
 
 
 def words_of(arguments: Namespace, names: Sequence[str]) -> list[str]:

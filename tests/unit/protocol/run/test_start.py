@@ -2,6 +2,8 @@
 
 import io
 import socket
+from importlib import util
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import msgspec
@@ -10,7 +12,7 @@ from ftmon.protocol.errors import UsageError
 from ftmon.protocol.run import exits, rundir
 from ftmon.protocol.run.notices import Notify
 from ftmon.protocol.run.rundir import RunOptions
-from ftmon.protocol.run.start import StartRequest, spawn_start
+from ftmon.protocol.run.start import StartRequest, bytecode_environment, spawn_start
 from ftmon.trainer.host.sockets import Listen, check_free, parse_listen, parse_metrics
 from ftmon.trainer.launch import start
 
@@ -111,3 +113,17 @@ def test_listen_gives_every_channel_a_port_of_its_own_and_metrics_are_for_this_h
     assert parse_metrics("0.0.0.0:9400").host == "0.0.0.0"
     assert parse_metrics("[::1]:9400") == Listen("::1", 9400)
     assert parse_metrics("x/run.prom") == Path("x/run.prom")
+
+
+def test_bytecode_is_kept_in_the_home_where_it_is_not_kept_beside_the_libraries(tmp_path, monkeypatch):
+    source = tmp_path / "torch.py"
+    source.touch()
+    monkeypatch.setattr(util, "find_spec", lambda name: ModuleSpec(name, None, origin=str(source)))
+    own = {"PYTHONPYCACHEPREFIX": str(rundir.home() / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
+    assert bytecode_environment({}) == {}
+    assert bytecode_environment({"PYTHONDONTWRITEBYTECODE": "1"}) == own
+    assert bytecode_environment({"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "/tmp"}) == {}
+    kept = Path(util.cache_from_source(str(source)))
+    kept.parent.mkdir()
+    kept.touch()
+    assert bytecode_environment({"PYTHONDONTWRITEBYTECODE": "1"}) == {}

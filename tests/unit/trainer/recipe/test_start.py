@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import sys
-from importlib.machinery import ModuleSpec
-from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -68,20 +66,6 @@ def test_gpu_ranks_keep_the_devices_the_person_chose(monkeypatch: pytest.MonkeyP
     assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(home() / "compiled")
     assert (environment["DS_ACCELERATOR"], environment["OMP_NUM_THREADS"]) == ("cuda", "5")
     assert "CUDA_VISIBLE_DEVICES" not in environment
-
-
-def test_bytecode_is_kept_in_the_home_where_it_is_not_kept_beside_the_libraries(tmp_path, monkeypatch):
-    source = tmp_path / "torch.py"
-    source.touch()
-    monkeypatch.setattr(start.importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin=str(source)))
-    own = {"PYTHONPYCACHEPREFIX": str(home() / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
-    assert start._bytecode({}) == {}
-    assert start._bytecode({"PYTHONDONTWRITEBYTECODE": "1"}) == own
-    assert start._bytecode({"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "/tmp"}) == {}
-    kept = Path(cache_from_source(str(source)))
-    kept.parent.mkdir()
-    kept.touch()
-    assert start._bytecode({"PYTHONDONTWRITEBYTECODE": "1"}) == {}
 
 
 def test_a_rank_s_libraries_do_not_find_scikit_learn_which_later_imports_do(monkeypatch):
