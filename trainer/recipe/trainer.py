@@ -320,7 +320,7 @@ class Trainer(Stepper):
             raise ExportError(f"{error}; {text}") from None
 
     def _model_bytes(self) -> int:
-        return export_bytes(self.model, self.config) if self.config.output.save_model else 0
+        return export_bytes(self.model, self.tokenizer, self.config) if self.config.output.save_model else 0
 
     def _exported(self, best: Path | None, loaded: bool) -> str:
         """Return which step's model is exported, and which has the lowest evaluation loss if that is another one."""
@@ -329,7 +329,7 @@ class Trainer(Stepper):
         if loaded:
             return f"the model of step {state.best_evaluation_step:,}, {loss}"
         words = f"the model of step {state.step:,}"
-        if state.best_evaluation_step in (0, state.step):
+        if self.evaluator is None or state.best_evaluation_step in (0, state.step):
             return words
         words += f"; step {state.best_evaluation_step:,} has {loss}"
         return words + (f": {best}" if best is not None else ", and no checkpoint")

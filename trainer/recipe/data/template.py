@@ -355,6 +355,7 @@ class ChatTemplate:
             following = self._next_role(template, messages, tools)
             text = text[: last.end] + following
             turns[-1:] = [last._replace(end=len(text), ended=bool(following))]
+            pieces = [*pieces, Piece(last.end, len(text), last.message, True)]
         return text, turns, pieces
 
     def _turns_by_marks(
@@ -455,17 +456,22 @@ class ChatTemplate:
         """Return a turn up to and including the token that ends it.
 
         The token is the turn's last, or the first one behind it (behind ``{% generation %}``) and before ``other``, the
-        text of another message.
+        text of another message. A last one that the probe's turns do not end with (a call's own end) is none where one
+        of these follows.
         """
         start, end = turn.start, max(turn.start, len(text[: turn.end].rstrip()))
-        if any(text.endswith(token, start, end) for token in self._special):
+        last = next((token for token in self._special if text.endswith(token, start, end)), "")
+        if last and (not self._ends or last in self._ends):
             return turn._replace(end=end, ended=True)
         behind = len(text) - len(text[end:].lstrip())
         if behind < other or self._ends_by_next:
             following = self._token_at(text, behind)
-            if following and (behind < other or following != self._variables.get("bos_token")):
+            may_end = (
+                following in self._ends if last else behind < other or following != self._variables.get("bos_token")
+            )
+            if following and may_end:
                 return turn._replace(end=behind + len(following), ended=True)
-        return turn._replace(end=end)
+        return turn._replace(end=end, ended=bool(last))
 
     def _shared(self, text: str, other: str) -> int:
         """Return the length of the common start of two texts, which does not end inside a special token of ``text``."""

@@ -560,6 +560,12 @@ def test_an_answer_that_ends_in_white_space_keeps_its_end_behind_the_generation_
     assert (document.turns, document.ends_learned) == (2, 2)
 
 
+def test_a_special_token_that_ends_an_answer_s_text_is_not_taken_for_the_turn_s_end():
+    tokenizer = family_tokenizer(END_OUTSIDE.replace("BETWEEN", ""))
+    chat = [CHAT[1], {"role": "assistant", "content": "It ends with <|eot_id|>"}]
+    assert answers(tokenizer, chat) == "It ends with <|eot_id|><|im_end|>"
+
+
 GLM4 = (
     "<s>{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}{% elif m.role == 'assistant' %}"
     "<|assistant|>\n{{ (m.content or '').strip() }}{% for call in m.tool_calls or [] %}"
@@ -658,6 +664,10 @@ def test_a_message_of_weight_0_is_not_learned_where_all_tokens_are():
     ]
     words = "message 4 has weight 0, and the chat template does not show which text is its own"
     assert refusal(encoder(family_tokenizer(BY_PREFIX), train_on="all"), {"messages": chat}) == words
+    tokenizer = marked_tokenizer(GLM4)  # the token that ends the last answer is not in its text
+    chat = [*CHAT[1:4], {**CHAT[4], "weight": 0}]
+    learned = segments(tokenizer, one(encoder(tokenizer, train_on="all"), {"messages": chat}))
+    assert "".join(learned).endswith("Red.<|user|>\nAnother one?")
 
 
 DEEPSEEK3 = (

@@ -155,6 +155,17 @@ def test_the_rehearsal_finds_adapters_that_peft_would_not_load(tmp_path, monkeyp
         export.rehearse_export(model, config, WORLD)
 
 
+def test_a_tokenizer_that_cannot_be_written_is_told_like_weights_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_: Any) -> None:
+        raise Exception("No space left on device (os error 28)")  # as tokenizers does
+
+    model, config = adapted("llama", tmp_path, merge=False)
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", full)
+    with pytest.raises(export.ExportError, match=r"cannot be written to \S+/model: No space left on device"):
+        save(model, config, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
 def test_the_rehearsal_finds_weights_that_are_not_written(tmp_path):
     model, config = adapted("llama4_text", tmp_path)
     model.get_base_model().extra = torch.nn.Parameter(torch.zeros(2))
