@@ -198,6 +198,7 @@ def _parquet(path: Path) -> Source:
 
 
 _TEXT = (".jsonl", ".json", ".csv", ".tsv", ".txt")
+_ROWS_OF_DATA = (".jsonl", ".csv", ".tsv", ".parquet")  # Files that are nothing but data
 
 
 def _from_folder(config: Config) -> Source | None:
@@ -217,6 +218,8 @@ def _from_folder(config: Config) -> Source | None:
         return None
     files: dict[str, list[str]] = {str(split): list(map(str, paths)) for split, paths in settings.data_files.items()}
     paths = [path for several in files.values() for path in several]
+    if not (data.subset or settings.name != "default" or "configs:" in _card(data.name)):
+        _refuse_left_out(data.name, paths)
     default.sep = "\t" if any(path.endswith(".tsv") for path in paths) else ","
     own = ("name", "data_files", "data_dir", "version", "description")
     if not all(path.endswith(_TEXT) and Path(path).is_file() for path in paths) or any(
@@ -231,6 +234,27 @@ def _from_folder(config: Config) -> Source | None:
         raise ConfigError(f"data.split: {data.split}: {_cause(error)}") from None
     found = [Selected(splits[part.splitname], range(part.from_, part.to), f"{part.from_}:{part.to}") for part in parts]
     return found[0] if len(found) == 1 else Selected(Records(found), range(sum(map(len, found))), "")
+
+
+def _card(folder: str) -> str:
+    """Return the card of a data set in a folder, which may say which files are its own."""
+    try:
+        return Path(folder, "README.md").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _refuse_left_out(folder: str, read: list[str]) -> None:
+    """Refuse a folder of several kinds of files, of which ``datasets`` reads the most frequent and is silent."""
+    found = [path for path in Path(folder).rglob("*") if path.suffix in _ROWS_OF_DATA]
+    names = sorted(str(path.relative_to(folder)) for path in found)
+    kept = {Path(path).suffix for path in read}
+    left = [name for name in names if Path(name).suffix not in kept and not any(p[0] in "._" for p in Path(name).parts)]
+    if left and kept:
+        raise ConfigError(
+            f"data.name: {folder}: datasets would read its {' and '.join(sorted(kept))} files alone, not "
+            f"{', '.join(left[:3])}{', ...' * (len(left) > 3)}; name all in data.files, or move the others away"
+        )
 
 
 def _from_hub(config: Config) -> Source:

@@ -233,6 +233,18 @@ def test_a_folder_is_read_as_its_files_are_whatever_datasets_would_make_of_the_v
         hub_read(folder, split="valid")
 
 
+def test_a_folder_of_two_kinds_of_files_of_which_datasets_reads_one_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "words").mkdir()
+    for number in range(2):
+        (tmp_path / "words" / f"{number}.jsonl").write_text('{"text": "red"}\n')
+    (tmp_path / "words" / "more.csv").write_text("text\nblue\n")
+    with pytest.raises(
+        ConfigError, match=r"its \.jsonl files alone, not more\.csv; name all in data\.files"
+    ):
+        hub_read(tmp_path / "words")
+
+
 def test_a_folder_with_settings_for_datasets_is_read_by_it(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "words").mkdir()
