@@ -16,7 +16,7 @@ from ftmon_process import Ftmon, wait_until_nothing_is_left
 
 RANK = Path(__file__).parent / "scripts" / "fake_rank.py"
 DONE: dict[str, Any] = {"steps": 6}
-CRASHES = {"steps": 6, "exit": 3}
+CRASHES = {"steps": 5, "exit": 3}
 
 
 class Waiting:
