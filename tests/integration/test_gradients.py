@@ -54,7 +54,8 @@ ACTIVATIONS = {
     name_of(2, 3, 4, 1): [SELECTIVE, *OFFLOAD],
 }
 SETTINGS = {name: EXTRA.get(name, []) + ACTIVATIONS.get(name, []) for name in (EXTRA | ACTIVATIONS)}
-WITH_LORA = ["lora={rank: 4, dropout: 0.5}"]
+ADAPTERS = "lora={rank: 4, targets: [q_proj, v_proj, down_proj]}"
+WITH_LORA = [ADAPTERS, "lora.dropout=0.5"]
 LORA: dict[str, tuple[tuple[int, int, int, int], list[str]]] = {
     "lora-stage-2": ((2, 2, 2, 2), WITH_LORA),
     "lora-stage-2-layers": ((2, 2, 2, 2), [*WITH_LORA, LAYERS, "model.activation_offload=inputs"]),
@@ -72,8 +73,8 @@ COMPILED: dict[str, tuple[tuple[int, int, int, int], list[str]]] = {
         (2, 3, 1, 1),
         [*PARTITIONED, "model.compile=layers", "model.activation_memory_budget=0.5"],
     ),
-    "packed-lora": ((2, 3, 1, 1), [*PARTITIONED, "lora.rank=4"]),
-    "packed-lora-compiled": ((2, 3, 1, 1), [*PARTITIONED, "lora.rank=4", "model.compile=layers", LAYERS]),
+    "packed-lora": ((2, 3, 1, 1), [*PARTITIONED, ADAPTERS]),
+    "packed-lora-compiled": ((2, 3, 1, 1), [*PARTITIONED, ADAPTERS, "model.compile=layers", LAYERS]),
 }
 
 # Ranks that share sequences. A name that begins with "packed" is compared with "packed-whole", one with "lora" with
