@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from ftmon.protocol.recording.reader import Reader
 from ftmon.protocol.run.rundir import RunDir
-from ftmon_process import Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
+from ftmon_process import SMALL, Ftmon, ftmon_home, lines_with, wait_until_nothing_is_left
 
 STEPS = 10
 SPIKE = 8
@@ -23,8 +23,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ftmon]:
 
 @pytest.fixture(scope="module")
 def demo(home: Ftmon) -> "subprocess.CompletedProcess[str]":
-    layers = "model.config.num_hidden_layers=1"  # of six: half of its processor time
-    return home.run("demo", "--steps", str(STEPS), "--fault", f"spike:step={SPIKE}", layers)
+    words = ("--steps", str(STEPS), "--fault", f"spike:step={SPIKE}", *SMALL, "training.rehearsal=true")
+    return home.run("demo", *words)
 
 
 @pytest.fixture(scope="module")
