@@ -19,7 +19,7 @@ def serve():
     while other.recv(65536): time.sleep(0.2)
 threading.Thread(target=serve, daemon=True).start()
 connection = socket.create_connection(listening.getsockname())
-end = time.monotonic() + 25
+end = time.monotonic() + 15
 while time.monotonic() < end: connection.sendall(bytes(65536))
 """
 HOLD = """
