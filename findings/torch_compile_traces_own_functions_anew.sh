@@ -2,7 +2,7 @@
 # PyTorch 2.13.0: torch.compile keeps compiled code on disk, so a second process finds a model's kernels there. But if the
 # graph has an autograd function of one's own (torch.autograd.Function), AOTAutograd's cache is bypassed without a word:
 # every process traces forward and backward, divides them and runs Inductor's passes again before it looks for the
-# kernels. For one decoder layer of a language model that was 2.5 s of each start. With
+# kernels. For one decoder layer of a language model that was 2.1 s of each start. With
 # torch._functorch.config.autograd_cache_allow_custom_autograd_functions (or TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD=1)
 # the graph is kept too. Needs a C++ compiler; the same was seen on a GPU with 2.11.
 #

@@ -466,10 +466,8 @@ class ChatTemplate:
         behind = len(text) - len(text[end:].lstrip())
         if behind < other or self._ends_by_next:
             following = self._token_at(text, behind)
-            may_end = (
-                following in self._ends if last else behind < other or following != self._variables.get("bos_token")
-            )
-            if following and may_end:
+            begins = behind >= other and following == self._variables.get("bos_token")  # the next message
+            if following and (following in self._ends if last else not begins):
                 return turn._replace(end=behind + len(following), ended=True)
         return turn._replace(end=end, ended=bool(last))
 

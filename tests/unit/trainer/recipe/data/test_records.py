@@ -239,9 +239,7 @@ def test_a_folder_of_two_kinds_of_files_of_which_datasets_reads_one_is_refused(t
     for number in range(2):
         (tmp_path / "words" / f"{number}.jsonl").write_text('{"text": "red"}\n')
     (tmp_path / "words" / "more.csv").write_text("text\nblue\n")
-    with pytest.raises(
-        ConfigError, match=r"its \.jsonl files alone, not more\.csv; name all in data\.files"
-    ):
+    with pytest.raises(ConfigError, match=r"its \.jsonl files alone, not more\.csv; name all in data\.files"):
         hub_read(tmp_path / "words")
 
 
