@@ -60,8 +60,7 @@ static void wait_for_disk(int fd) {
 int fsync(int fd) { wait_for_disk(fd); return syscall(SYS_fsync, fd); }
 int fdatasync(int fd) { wait_for_disk(fd); return syscall(SYS_fdatasync, fd); }
 """
-"""A disk that takes seconds to make a write of the recording last, as one that others keep busy, while its source is
-there."""
+"""Source of a library that delays each write of the recording, as a busy disk does, for as long as this file exists."""
 
 
 def slow_disk(folder: Path) -> str:

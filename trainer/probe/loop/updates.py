@@ -45,11 +45,16 @@ MEASURED_UPDATERS = 8
 
 
 def _may_reduce(model: Any, parameters: list[Any]) -> bool:
-    """Return whether a part of a model, or how its parameters are distributed, may reduce gradients over ranks."""
+    """Return whether a part of a model, or how its parameters are distributed, may reduce gradients over ranks.
+
+    A model that is not known may; so may one whose parameters are not the optimizer's (fp32 copies).
+    """
     modules = [] if model is None else list(model.modules())
     names = {kind.__name__ for each in modules for kind in type(each).__mro__}
+    own = set() if model is None else set(map(id, model.parameters()))
     return (
-        any(word in name for name in names for word in ("Parallel", "FSDP", "DDP"))
+        own.isdisjoint(map(id, parameters))
+        or any(word in name for name in names for word in ("Parallel", "FSDP", "DDP"))
         or any("composable" in name for each in modules for name in vars(each))
         or any(hasattr(each, "device_mesh") or hasattr(each, "ds_id") for each in parameters)
     )

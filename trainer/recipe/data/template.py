@@ -456,8 +456,8 @@ class ChatTemplate:
         """Return a turn up to and including the token that ends it.
 
         The token is the turn's last, or the first one behind it (behind ``{% generation %}``) and before ``other``, the
-        text of another message. A last one that the probe's turns do not end with (a call's own end) is none where one
-        of these follows.
+        text of another message. Where a token follows that turns of the probe end with, a special token that ends the
+        text itself (as of a call) does not end the turn.
         """
         start, end = turn.start, max(turn.start, len(text[: turn.end].rstrip()))
         last = next((token for token in self._special if text.endswith(token, start, end)), "")

@@ -1017,7 +1017,10 @@ def test_what_may_reduce_gradients_is_known_by_its_classes_and_parameters():
     plain = torch.nn.Sequential(torch.nn.Linear(2, 2))
     parameters = list(plain.parameters())
     assert not updates._may_reduce(plain, parameters)
-    assert updates._may_reduce(type("ColumnParallelLinear", (torch.nn.Linear,), {})(2, 2), [])
+    sharded = type("ColumnParallelLinear", (torch.nn.Linear,), {})(2, 2)
+    assert updates._may_reduce(sharded, list(sharded.parameters()))
+    assert updates._may_reduce(plain, [torch.zeros(2)])
+    assert updates._may_reduce(None, parameters)
     parameters[0].ds_id = 3
     assert updates._may_reduce(plain, parameters)
 
